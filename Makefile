@@ -1,0 +1,39 @@
+# fedsim: `make demo` and `make test` need nothing before them but Python 3.11+, venv and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export FLWR_TELEMETRY_ENABLED = 0
+export FLWR_DISABLE_UPDATE_CHECK = 1
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+install: $(STAMP)  ## make .venv once, with everything that is needed
+
+demo: $(STAMP)  ## train the demo: private federated learning on real digits, under a minute
+	$(BIN)/fedsim run experiments/demo.toml --out runs/demo --overwrite
+
+test: $(STAMP)  ## run the tests
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## ruff, mypy --strict and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)  ## speed and memory beside a plain PyTorch loop
+	$(BIN)/python -m benchmarks.local
+
+clean:  ## remove the environment, caches and runs
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,30 @@
+"""fedsim: private federated learning, simulated and deployed on Flower.
+
+``fedsim.run(fedsim.RunConfig.load("run.toml"))`` runs one config; the packages below it
+(`strategies`, `mechanisms`, `clients`, `cohorts`, `partitions`, `engines`, `privacy`) are
+usable on their own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedsim.config import RunConfig
+    from fedsim.runner import run
+
+__version__ = "0.1.0"
+__all__ = ["RunConfig", "__version__", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: `import fedsim.privacy` must not load torch or Flower.
+    if name == "RunConfig":
+        from fedsim.config import RunConfig
+
+        return RunConfig
+    if name == "run":
+        from fedsim.runner import run
+
+        return run
+    raise AttributeError(f"module 'fedsim' has no attribute {name!r}")

@@ -1,0 +1,105 @@
+"""Layout: which slice of a row is which parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+__all__ = ["Entry", "Layout"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter: its name, shape and dtype, and the slice ``start:stop`` of a row."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, shapes, dtypes and slices of the parameters that make up a row.
+
+    Floating entries are laid out one after another in the order given. Integer and boolean
+    entries (``kept``) are no part of a row: they keep the server's value.
+    """
+
+    entries: tuple[Entry, ...]
+    kept: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Tensor]) -> Layout:
+        """Layout of named tensors, in their order.
+
+        Raises
+        ------
+        ValueError
+            If no entry is floating point.
+        """
+        entries: list[Entry] = []
+        start = 0
+        for name, tensor in arrays.items():
+            if tensor.is_floating_point():
+                stop = start + tensor.numel()
+                entries.append(Entry(name, tuple(tensor.shape), tensor.dtype, start, stop))
+                start = stop
+        if not entries:
+            raise ValueError("there is no floating-point parameter to train.")
+        names = {entry.name for entry in entries}
+        return cls(tuple(entries), tuple(name for name in arrays if name not in names))
+
+    @cached_property
+    def d(self) -> int:
+        """Length of a row."""
+        return self.entries[-1].stop
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Dtype of a row: the widest of the entries'."""
+        dtype = self.entries[0].dtype
+        for entry in self.entries[1:]:
+            dtype = torch.promote_types(dtype, entry.dtype)
+        return dtype
+
+    def flatten(self, arrays: Mapping[str, Tensor]) -> Tensor:
+        """Named tensors as one vector ``[d]`` of the layout's dtype.
+
+        Raises
+        ------
+        ValueError
+            If an entry is missing or has another shape.
+        """
+        parts: list[Tensor] = []
+        for entry in self.entries:
+            tensor = arrays.get(entry.name)
+            if tensor is None or tuple(tensor.shape) != entry.shape:
+                found = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
+                raise ValueError(
+                    f"parameter '{entry.name}' is {found}; it must have shape {entry.shape}."
+                )
+            parts.append(tensor.detach().reshape(-1).to(self.dtype))
+        return torch.cat(parts)
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """Named views of ``vector [..., d]``: each ``[..., *shape]``, in the row's dtype."""
+        lead = vector.shape[:-1]
+        return {
+            entry.name: vector[..., entry.start : entry.stop].reshape(*lead, *entry.shape)
+            for entry in self.entries
+        }
+
+    def slices(self) -> dict[str, slice]:
+        """Slice of a row for each name."""
+        return {entry.name: slice(entry.start, entry.stop) for entry in self.entries}
+
+    def sizes(self) -> dict[str, int]:
+        """Number of coordinates for each name."""
+        return {entry.name: math.prod(entry.shape) for entry in self.entries}
