@@ -1,0 +1,298 @@
+"""The tables of a run's config, and what each key means.
+
+A key that belongs to some choices of its table's ``name`` only says so (``only=...``), and
+is refused beside another name: a setting that would silently do nothing is a mistake.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+__all__ = [
+    "ClientMechanismSection",
+    "ClientNoiseSection",
+    "ClientSection",
+    "CohortSection",
+    "DataSection",
+    "EngineSection",
+    "EvaluateSection",
+    "MechanismSection",
+    "ModelSection",
+    "NoiseSection",
+    "PartitionSection",
+    "Section",
+    "ServerSection",
+]
+
+
+def _from_empty(value: Any) -> Any:
+    return None if value == "" else value
+
+
+Maybe = Annotated[
+    float | None,
+    BeforeValidator(_from_empty),
+    PlainSerializer(lambda value: "" if value is None else value),
+]
+"""A number, or unset (written as the empty string)."""
+
+
+def only(*names: str, default: Any, **bounds: Any) -> Any:
+    """A key that has a meaning only where its table's ``name`` is one of ``names``."""
+    return Field(default, json_schema_extra={"only": list(names)}, **bounds)
+
+
+class Section(BaseModel):
+    """A table with kebab-case keys; unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        alias_generator=lambda name: name.replace("_", "-"),
+        validate_by_name=True,
+        validate_by_alias=True,
+    )
+
+    table: ClassVar[str] = ""
+
+    @staticmethod
+    def require(holds: bool, key: str, value: Any, allowed: str) -> None:
+        """Raise the sentence ``key = value; it must be allowed`` unless ``holds``."""
+        if not holds:
+            raise ValueError(f"{key} = {value!r}; it must be {allowed}.")
+
+    @model_validator(mode="after")
+    def _no_setting_without_effect(self) -> Section:
+        for attribute, field in type(self).model_fields.items():
+            extra = field.json_schema_extra
+            names = extra.get("only") if isinstance(extra, dict) else None
+            value = getattr(self, attribute)
+            chosen = getattr(self, "name", "")
+            # A user's own class ("module:Class") may take any key.
+            if names and ":" not in chosen and chosen not in names and value != field.default:
+                key = f"{self.table}.{field.alias}"
+                raise ValueError(
+                    f"{key} = {value!r} has no effect with {self.table}.name = '{chosen}'; it "
+                    f"belongs to {', '.join(map(str, names))}."  # type: ignore[arg-type]
+                )
+        return self
+
+
+def _one_of(*names: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in names and ":" not in value:
+            allowed = ", ".join(f"'{name}'" for name in names)
+            raise PydanticCustomError(
+                "choice", "{allowed}", {"allowed": f"{allowed} or 'module:name'"}
+            )
+        return value
+
+    return AfterValidator(check)
+
+
+class DataSection(Section):
+    """Which examples there are."""
+
+    table: ClassVar[str] = "data"
+    name: str = "digits"
+    dir: str = "data"
+    download: bool = False
+
+
+class PartitionSection(Section):
+    """Whose examples they are."""
+
+    table: ClassVar[str] = "partition"
+    name: Literal["iid", "interpolated-pathological", "dirichlet", "shards"] = "iid"
+    clients: int = Field(100, ge=1)
+    randomness: float = only("interpolated-pathological", default=0.0, ge=0, le=1)
+    groups: str = only("interpolated-pathological", default="")
+    alpha: float = only("dirichlet", default=0.5, gt=0)
+    shards: int = only("shards", default=2, ge=1)
+
+
+class ModelSection(Section):
+    """What is trained."""
+
+    table: ClassVar[str] = "model"
+    name: Annotated[str, _one_of("softmax", "mlp", "adadp-mnist", "adadp-cifar")] = "softmax"
+    widths: str = only("mlp", default="")
+    bias: bool = True
+    dtype: Literal["float32", "float64"] = "float32"
+    trainable: str = ""
+    loss: str = "cross-entropy"
+    metric: str = "accuracy"
+
+
+MECHANISMS = (
+    "none",
+    "clipping",
+    "normalization",
+    "quantile-clipping",
+    "adaclip",
+    "adaptive-noise",
+    "norm-bound",
+    "coordinate-clipping",
+)
+
+
+class _Bounding(Section):
+    """The keys that a mechanism takes, at either level."""
+
+    clip_norm: float = only(
+        "clipping",
+        "normalization",
+        "quantile-clipping",
+        "adaclip",
+        "adaptive-noise",
+        "norm-bound",
+        default=1.0,
+        gt=0,
+    )
+    smoothing: float = only("normalization", default=0.0, ge=0)
+
+
+class MechanismSection(_Bounding):
+    """How an update is bounded before it enters the one noisy sum."""
+
+    table: ClassVar[str] = "mechanism"
+    name: Literal["none", "clipping", "normalization"] = "none"
+    weighting: Literal["uniform", "num-examples"] = only("none", default="num-examples")
+
+
+class ClientMechanismSection(_Bounding):
+    """How an example's gradient is bounded, in a client with example-level privacy."""
+
+    table: ClassVar[str] = "client.mechanism"
+    name: Literal["none", "clipping", "normalization"] = "none"
+
+
+class ClientNoiseSection(Section):
+    """The noise on a client's sums of per-example gradients."""
+
+    table: ClassVar[str] = "client.noise"
+    multiplier: Maybe = None
+    delta: float = Field(1e-5, gt=0, lt=1)
+
+
+class ClientSection(Section):
+    """What a client does with its examples."""
+
+    table: ClassVar[str] = "client"
+    name: Annotated[str, _one_of("sgd")] = "sgd"
+    lr: float = Field(0.1, gt=0)
+    batch_size: int = Field(10, ge=0)
+    epochs: int = Field(1, ge=0)
+    steps: int = Field(0, ge=0)
+    momentum: float = Field(0.0, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    options: str = ""
+    path: Literal["auto", "plain", "func", "stacked"] = "auto"
+    block_size: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _epochs_or_steps(self) -> ClientSection:
+        if self.steps and "epochs" in self.model_fields_set and self.epochs not in (0, 1):
+            raise ValueError(
+                f"client.steps = {self.steps} and client.epochs = {self.epochs}; set one of them."
+            )
+        if not self.steps and not self.epochs:
+            raise ValueError("client.epochs = 0; it must be at least 1 unless client.steps is set.")
+        return self
+
+
+class CohortSection(Section):
+    """Who takes part in a round."""
+
+    table: ClassVar[str] = "cohort"
+    name: Literal["poisson", "fixed", "full"] = "full"
+    rate: float = only("poisson", default=0.1, gt=0, le=1)
+    size: int = only("fixed", default=10, ge=1)
+
+
+class NoiseSection(Section):
+    """How much noise a release carries, and what privacy it must give."""
+
+    table: ClassVar[str] = "noise"
+    multiplier: Maybe = None
+    target_epsilon: Maybe = None
+    max_epsilon: Maybe = None
+    delta: float = Field(1e-5, gt=0, lt=1)
+    entropy: Literal["", "config", "system"] = ""
+    placement: Literal["server", "client", "fixed-share"] = "server"
+    hardened: bool = True
+
+    @model_validator(mode="after")
+    def _one_amount(self) -> NoiseSection:
+        self.require(
+            self.multiplier is None or self.target_epsilon is None,
+            "noise.multiplier",
+            self.multiplier,
+            f"unset while noise.target-epsilon = {self.target_epsilon}, which determines it",
+        )
+        self.require(
+            self.multiplier is None or self.multiplier >= 0,
+            "noise.multiplier",
+            self.multiplier,
+            "at least 0",
+        )
+        for key in ("target_epsilon", "max_epsilon"):
+            value = getattr(self, key)
+            self.require(
+                value is None or value > 0,
+                f"noise.{key.replace('_', '-')}",
+                value,
+                "greater than 0",
+            )
+        return self
+
+    @property
+    def adds_noise(self) -> bool:
+        """Whether any noise is asked for."""
+        return self.target_epsilon is not None or bool(self.multiplier)
+
+
+class ServerSection(Section):
+    """What the server does with the noisy mean update."""
+
+    table: ClassVar[str] = "server"
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    lr: float = Field(1.0, gt=0)
+    momentum: float = Field(0.0, ge=0, lt=1)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    max_failed_rounds: int = Field(3, ge=1)
+
+
+class EvaluateSection(Section):
+    """How often the model is looked at."""
+
+    table: ClassVar[str] = "evaluate"
+    every: int = Field(1, ge=0)
+    clients_every: int = Field(0, ge=0)
+    fraction: float = Field(1.0, gt=0, le=1)
+    unprotected: bool = False
+
+
+class EngineSection(Section):
+    """Where the clients run."""
+
+    table: ClassVar[str] = "engine"
+    name: Literal["local", "ray", "simulation", "deployment"] = "local"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    workers: int = Field(0, ge=0)
+    timeout: float = Field(3600.0, gt=0)
