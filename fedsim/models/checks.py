@@ -1,0 +1,34 @@
+"""What a model must not have where its training is to be private."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from fedsim.errors import FedsimError
+
+__all__ = ["refuse_running_statistics"]
+
+
+def refuse_running_statistics(model: nn.Module) -> None:
+    """Refuse normalisation layers that keep running statistics of the clients' data.
+
+    Running means and variances are sums over the data that no mechanism bounds or noises: if
+    they were sent, they would be a release that nobody charges for.
+
+    Raises
+    ------
+    FedsimError
+        Naming the layers and the usual cure, `nn.GroupNorm`.
+    """
+    names = [
+        f"{name or 'itself'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if isinstance(module, _NormBase) and module.running_mean is not None
+    ]
+    if names:
+        raise FedsimError(
+            f"the model keeps running statistics of the clients' data in {', '.join(names)}, "
+            "which no noise protects, so that a private run cannot have them; use nn.GroupNorm "
+            "instead (or track_running_stats=False)."
+        )

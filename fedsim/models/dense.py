@@ -1,0 +1,52 @@
+"""Stacks of fully connected layers."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from torch import nn
+
+from fedsim.errors import FedsimError
+
+__all__ = ["dense", "fully_connected", "parse_widths"]
+
+
+def dense(
+    input_shape: Sequence[int], widths: Sequence[int], num_classes: int, *, bias: bool
+) -> nn.Sequential:
+    """Flatten, then `fully_connected` from the examples' size to ``num_classes``."""
+    sizes = (math.prod(input_shape), *widths, num_classes)
+    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), **fully_connected(sizes, bias=bias)))
+
+
+def fully_connected(sizes: Sequence[int], *, bias: bool) -> dict[str, nn.Module]:
+    """Linear layers ``fc1``, ``fc2``, ... of these sizes with ReLUs between them, by name."""
+    layers: dict[str, nn.Module] = {}
+    for i, (inputs, outputs) in enumerate(zip(sizes, sizes[1:], strict=False), start=1):
+        if i > 1:
+            layers[f"relu{i - 1}"] = nn.ReLU()
+        layers[f"fc{i}"] = nn.Linear(inputs, outputs, bias=bias)
+    return layers
+
+
+def parse_widths(widths: str | Sequence[int]) -> tuple[int, ...]:
+    """Hidden units of each layer, from ``"256,256"`` or as they are.
+
+    Raises
+    ------
+    FedsimError
+        If there is none, or one is not a whole number above 0.
+    """
+    pieces: Sequence[str | int] = widths.split(",") if isinstance(widths, str) else widths
+    try:
+        parsed = tuple(int(piece) for piece in pieces)
+    except ValueError:
+        parsed = ()
+    if not parsed or min(parsed) < 1:
+        raise FedsimError(
+            f"model.widths is '{widths}'; an mlp needs the hidden units of each layer, whole "
+            "numbers above 0 separated by commas, such as '256,256'."
+        )
+    return parsed

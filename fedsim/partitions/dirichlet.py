@@ -1,0 +1,65 @@
+"""Every class is split among the clients in Dirichlet-distributed proportions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedsim.errors import FedsimError
+from fedsim.partitions.base import Indices, Partition, by_class, require_clients
+
+__all__ = ["Dirichlet"]
+
+_LEAST, _MOST = 1e-6, 1e6
+
+
+@dataclass(frozen=True)
+class Dirichlet(Partition):
+    """Each class dealt to the clients in proportions drawn from Dirichlet(alpha, ..., alpha).
+
+    Both the mix of classes and the size differ between clients; a client may have nothing
+    (often, when ``alpha`` is small or clients are many). Large ``alpha`` comes near to IID.
+
+    Parameters
+    ----------
+    alpha : float
+        Concentration, from 1e-6 to 1e6.
+    clients : int
+    seed : int
+
+    Source: Yurochkin et al., Bayesian Nonparametric Federated Learning of Neural Networks,
+    2019.
+    """
+
+    alpha: float
+    clients: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_clients(self.clients)
+        if not _LEAST <= self.alpha <= _MOST:
+            raise FedsimError(
+                f"partition.alpha is {self.alpha}; it must lie between {_LEAST:g} and {_MOST:g}."
+            )
+
+    @property
+    def title(self) -> str:
+        """Name and parameters, for a heading."""
+        return f"Dirichlet (alpha = {self.alpha:g}), {self.clients:,} clients"
+
+    def _deal(self, labels: Indices, generator: np.random.Generator) -> Sequence[Indices]:
+        owner = np.empty(len(labels), dtype=np.int64)
+        for positions in by_class(labels):
+            shares = generator.dirichlet(np.full(self.clients, self.alpha))
+            # Rounding the cumulated shares hands out every example, and each client's number
+            # is within one of its share.
+            stops = np.rint(np.cumsum(shares) * len(positions)).astype(np.int64)
+            stops[-1] = len(positions)
+            sizes = np.diff(np.minimum(stops, len(positions)), prepend=0)
+            owner[generator.permutation(positions)] = np.repeat(np.arange(self.clients), sizes)
+        return np.split(
+            np.argsort(owner, kind="stable"),
+            np.cumsum(np.bincount(owner, minlength=self.clients))[:-1],
+        )

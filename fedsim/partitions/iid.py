@@ -1,0 +1,39 @@
+"""Every client has a uniformly drawn share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedsim.partitions.base import Indices, Partition, require_clients, require_enough
+
+__all__ = ["IID"]
+
+
+@dataclass(frozen=True)
+class IID(Partition):
+    """Examples shuffled and dealt evenly: sizes differ by one at most.
+
+    Parameters
+    ----------
+    clients : int
+        At most the number of examples.
+    seed : int
+    """
+
+    clients: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_clients(self.clients)
+
+    @property
+    def title(self) -> str:
+        """Name and parameters, for a heading."""
+        return f"IID, {self.clients:,} clients"
+
+    def _deal(self, labels: Indices, generator: np.random.Generator) -> Sequence[Indices]:
+        require_enough(self.clients, len(labels))
+        return np.array_split(generator.permutation(len(labels)), self.clients)

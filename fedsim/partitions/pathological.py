@@ -1,0 +1,139 @@
+"""Clients of few classes, mixed with uniform randomness to a chosen degree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedsim.errors import FedsimError
+from fedsim.partitions.base import Indices, Partition, require_clients
+
+__all__ = ["CIFAR10_PAIRS", "Groups", "InterpolatedPathological", "parse_groups"]
+
+Groups = tuple[tuple[int, ...], ...]
+
+CIFAR10_PAIRS: Groups = ((1, 9), (0, 8), (3, 5), (2, 6), (4, 7))
+"""Automobile and truck; airplane and ship; cat and dog; bird and frog; deer and horse."""
+
+
+@dataclass(frozen=True)
+class InterpolatedPathological(Partition):
+    """Each group of clients owns some classes; a fraction ``randomness`` is then exchanged.
+
+    First every class goes to the clients of its group, evenly. Then each client gives
+    ``round(randomness * size)`` of its examples, drawn uniformly without replacement, to a
+    common pool, which is shuffled and dealt back: every client keeps its size. With ``g``
+    groups of equal size, the expected fraction of a client's own classes is
+    ``1 - randomness + randomness / g``. Randomness 0 is pathological, 1 uniform.
+
+    Parameters
+    ----------
+    randomness : float
+        rho, from 0 to 1.
+    groups : tuple of tuples of int
+        The classes of each group; every class that occurs stands in one. See `parse_groups`.
+    clients : int
+        At least one a group; 0 for exactly one. Consecutive clients share a group; where they
+        do not divide evenly, the first groups have one more.
+    seed : int
+
+    Source: Koskela and Honkela, arXiv 1809.03832 (five clients on CIFAR-10).
+    """
+
+    randomness: float
+    groups: Groups = CIFAR10_PAIRS
+    clients: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.groups)
+        object.__setattr__(self, "clients", self.clients or len(self.groups))
+        if not 0 <= self.randomness <= 1:
+            raise FedsimError(
+                f"partition.randomness is {self.randomness}; it must lie between 0 and 1."
+            )
+        require_clients(self.clients, len(self.groups), ", one for each of partition.groups")
+
+    @property
+    def title(self) -> str:
+        """Name and parameters, for a heading."""
+        return (
+            f"Interpolated pathological (randomness = {self.randomness:g}), "
+            f"{self.clients:,} clients in {len(self.groups)} groups"
+        )
+
+    def _deal(self, labels: Indices, generator: np.random.Generator) -> Sequence[Indices]:
+        own = self._pathological(labels, generator)
+        given = [
+            np.sort(generator.choice(len(part), round(self.randomness * len(part)), replace=False))
+            for part in own
+        ]
+        pool = generator.permutation(
+            np.concatenate([part[give] for part, give in zip(own, given, strict=True)])
+        )
+        dealt = np.split(pool, np.cumsum([len(give) for give in given])[:-1])
+        return [
+            np.concatenate([np.delete(part, give), back])
+            for part, give, back in zip(own, given, dealt, strict=True)
+        ]
+
+    def _pathological(self, labels: Indices, generator: np.random.Generator) -> list[Indices]:
+        """Examples of each client's own classes only."""
+        group_of = np.full(1 + max(int(labels.max()), *map(max, self.groups)), -1)
+        for group, classes in enumerate(self.groups):
+            group_of[list(classes)] = group
+        groups = group_of[labels]
+        if (groups < 0).any():
+            homeless = np.unique(labels[groups < 0])
+            raise FedsimError(
+                f"partition.groups have no place for the class{'es' * (len(homeless) > 1)} "
+                f"{', '.join(map(str, homeless))}; every class of the data must stand in one."
+            )
+        parts: list[Indices] = []
+        for group, members in enumerate(np.array_split(np.arange(self.clients), len(self.groups))):
+            positions = generator.permutation(np.flatnonzero(groups == group))
+            if len(positions) < len(members):
+                raise FedsimError(
+                    f"the group {','.join(map(str, self.groups[group]))} of partition.groups has "
+                    f"{len(positions)} training examples for {len(members)} clients; there must "
+                    "be at least one for each."
+                )
+            parts += np.array_split(positions, len(members))
+        return parts
+
+
+def parse_groups(text: str) -> Groups:
+    """Groups of classes from a string: ``"1,9;0,8"`` is ``((1, 9), (0, 8))``.
+
+    Raises
+    ------
+    FedsimError
+        If it is not lists of classes (0 or above) with commas, separated by semicolons.
+    """
+    try:
+        groups = tuple(
+            tuple(int(label) for label in group.split(",")) for group in text.strip("; ").split(";")
+        )
+    except ValueError:
+        raise FedsimError(
+            f"partition.groups is '{text}'; it must be classes separated by commas, groups by "
+            "semicolons, such as '1,9;0,8;3,5;2,6;4,7'."
+        ) from None
+    _check(groups)
+    return groups
+
+
+def _check(groups: Groups) -> None:
+    classes = [label for group in groups for label in group]
+    if not all(groups) or not groups or any(label < 0 for label in classes):
+        raise FedsimError(
+            f"partition.groups is {groups}; every group must have a class, and a class is 0 or "
+            "above."
+        )
+    twice = {label for label in classes if classes.count(label) > 1}
+    if twice:
+        raise FedsimError(
+            f"partition.groups name the class {min(twice)} twice; a class stands in one group."
+        )
