@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
@@ -43,6 +44,15 @@ class Block:
     rows: Tensor | None
     metrics: Mapping[str, npt.NDArray[np.float64]]
     ok: npt.NDArray[np.bool_]
+
+    def select(self, keep: npt.NDArray[np.bool_]) -> Block:
+        """The clients for which ``keep [n]`` holds."""
+        return Block(
+            client_ids=self.client_ids[keep],
+            rows=None if self.rows is None else self.rows[torch.from_numpy(keep)],
+            metrics={name: values[keep] for name, values in self.metrics.items()},
+            ok=self.ok[keep],
+        )
 
 
 class BlockTrainer(Protocol):
@@ -97,10 +107,14 @@ class Instructions(Iterable[Message]):
     def __iter__(self) -> Iterator[Message]:
         for node_id in self.node_ids:
             # Each client gets records of its own: one that empties its payload must not
-            # empty its neighbours'. The arrays inside are shared and immutable.
+            # empty its neighbours'. The arrays inside are shared; ArrayRecord(dict) would
+            # serialise every one that is kept as a tensor.
+            arrays = ArrayRecord()
+            for name, array in self.arrays.items():
+                arrays[name] = array
             content = RecordDict(
                 {
-                    self.arrayrecord_key: ArrayRecord(dict(self.arrays)),
+                    self.arrayrecord_key: arrays,
                     self.configrecord_key: ConfigRecord(dict(self.config)),
                 }
             )

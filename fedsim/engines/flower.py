@@ -1,0 +1,81 @@
+"""What fedsim needs of Flower beyond its public interface, all of it in this one place."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+from typing import Any
+
+from flwr.app import Error, Message, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+__all__ = [
+    "CLIENT_RAISED",
+    "NODE_UNAVAILABLE",
+    "SUPERLINK_NODE_ID",
+    "NodeInfo",
+    "Run",
+    "deliver",
+    "empty_run",
+    "ensure_identity",
+    "error_reply",
+    "flower_version",
+    "set_message_id",
+    "speaks_grpc",
+]
+
+SUPERLINK_NODE_ID = 1
+CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE
+
+
+def flower_version() -> tuple[int, int]:
+    """Major and minor version of the installed Flower."""
+    major, minor = importlib.metadata.version("flwr").split(".")[:2]
+    return int(major), int(minor)
+
+
+def speaks_grpc() -> bool:
+    """Whether SuperNodes of the installed Flower reach the SuperLink over gRPC.
+
+    1.40 moved them to protobuf over HTTPS, on the SuperLink's one port.
+    """
+    return flower_version() < (1, 40)
+
+
+def ensure_identity(run_id: int) -> None:
+    """Let this process make messages.
+
+    ``Message(...)`` reads who is talking from a process global that Flower's own runtimes
+    set. Outside of them nobody does; inside of them theirs stands.
+    """
+    for name, value in (("run_id", run_id), ("node_id", SUPERLINK_NODE_ID), ("task_id", 1)):
+        try:
+            getattr(TaskIdentity, name)
+        except RuntimeError:
+            setattr(TaskIdentity, name, value)
+
+
+def empty_run(run_id: int) -> Run:
+    """A run about which nothing is known but its id."""
+    return Run.create_empty(run_id=run_id)
+
+
+def set_message_id(message: Message, message_id: str) -> None:
+    """Give a message the id that its reply will name."""
+    message.metadata.__dict__["_message_id"] = message_id
+
+
+def deliver(message: Message, content: RecordDict) -> Message:
+    """The same message with other content."""
+    delivered: Any = copy.copy(message)
+    delivered.__dict__["_content"] = content
+    return delivered  # type: ignore[no-any-return]
+
+
+def error_reply(message: Message, code: int, reason: str) -> Message:
+    """Reply saying that there is none."""
+    return Message(Error(code, reason), reply_to=message)

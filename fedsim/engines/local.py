@@ -1,0 +1,255 @@
+"""A Flower Grid in one process: no server, no Ray, no serialisation."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+
+from fedsim.engines.arrays import own_content
+from fedsim.engines.blocks import guarded_blocks, messages_of
+from fedsim.engines.flower import (
+    CLIENT_RAISED,
+    NODE_UNAVAILABLE,
+    NodeInfo,
+    Run,
+    deliver,
+    empty_run,
+    ensure_identity,
+    error_reply,
+    set_message_id,
+)
+from fedsim.errors import FedsimError
+from fedsim.exchange import BlockTrainer, Instructions, Replies
+
+__all__ = ["LocalGrid"]
+
+# Flower keeps 0 for nobody and 1 for the SuperLink.
+_FIRST_NODE_ID = 2
+
+Handler = Callable[[Message, Context], Message]
+
+
+class LocalGrid(Grid):
+    """Nodes that live in this process and are run by whoever asks for their replies.
+
+    Node ids are those of the clients in order, and each node keeps one `Context` for its
+    whole life. A client that raises becomes an error reply. Whatever the clients draw, they
+    must draw from generators that they seed themselves: nothing else here is random.
+
+    Parameters
+    ----------
+    client : ClientApp or BlockTrainer
+        A Flower app is run once for each message. A block trainer trains whole blocks for a
+        strategy that sends `Instructions`, and is wrapped in a Flower app for any other.
+    num_nodes : int, optional
+        Number of nodes; a block trainer's population by default, and no more than that.
+    run_config : mapping, optional
+        What every client finds in ``context.run_config``.
+    node_config : mapping, optional
+        Further entries of every ``context.node_config``, beside "partition-id" and
+        "num-partitions".
+    run_id : int
+
+    Examples
+    --------
+    >>> from flwr.clientapp import ClientApp
+    >>> grid = LocalGrid(ClientApp(), num_nodes=3)
+    >>> grid.client_ids()
+    {0: 2, 1: 3, 2: 4}
+    """
+
+    def __init__(
+        self,
+        client: ClientApp | BlockTrainer,
+        *,
+        num_nodes: int | None = None,
+        run_config: Mapping[str, Any] | None = None,
+        node_config: Mapping[str, Any] | None = None,
+        run_id: int = 1,
+    ) -> None:
+        self._trainer = None if isinstance(client, ClientApp) else client
+        self._app: Handler | None = client if isinstance(client, ClientApp) else None
+        self._num_nodes = _count_nodes(self._trainer, num_nodes)
+        self._run_config = dict(run_config or {})
+        self._node_config = dict(node_config or {})
+        self._run = empty_run(run_id)
+        self._contexts: dict[int, Context] = {}
+        self._pushed: dict[str, Message] = {}
+        self._serial = itertools.count(1)
+        self._open: Replies | None = None
+        ensure_identity(run_id)
+
+    def set_run(self, run: Run) -> None:
+        """Set the run that this grid belongs to."""
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        """The run that this grid belongs to."""
+        return self._run
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """Make a message; Flower now prefers ``Message(...)`` itself."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> list[int]:
+        """Node ids, sorted; the same in every run."""
+        return list(range(_FIRST_NODE_ID, _FIRST_NODE_ID + self._num_nodes))
+
+    def get_nodes(self) -> list[NodeInfo]:
+        """Flower's description of each node, in the order of the ids."""
+        return [NodeInfo(node_id=node_id) for node_id in self.get_node_ids()]
+
+    def client_ids(self) -> dict[int, int]:
+        """Node id of each client id; no message is needed to know."""
+        return dict(enumerate(self.get_node_ids()))
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Take messages; their clients run when the replies are pulled.
+
+        Returns
+        -------
+        list of str
+            Ids to pull the replies by, in the order of the messages.
+        """
+        return [self._take(message) for message in messages]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Run the clients of these messages, unless that has been done, and give the replies.
+
+        Each reply is given once.
+        """
+        replies = []
+        for message_id in list(message_ids):
+            if (message := self._pushed.pop(message_id, None)) is not None:
+                replies.append(self._reply(message))
+        return replies
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send messages and give the replies, in the order of the messages.
+
+        Parameters
+        ----------
+        messages : iterable of Message
+            `Instructions` to a block trainer are trained in blocks as the replies are read.
+        timeout : float, optional
+            Seconds after which no further client is started; those that were not started
+            give no reply. A client that is running is let finish.
+
+        Returns
+        -------
+        Replies or list of Message
+            `Replies` to a block trainer's `Instructions`. What is not read of them is
+            finished before anything else is sent.
+        """
+        if self._open is not None:
+            self._open.drain()
+            self._open = None
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if self._trainer is not None and isinstance(messages, Instructions):
+            self._open = self._in_blocks(self._trainer, messages, deadline)
+            return self._open
+        replies = []
+        for message in messages:
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+            self._take(message)
+            replies.append(self._reply(self._pushed.pop(message.metadata.message_id)))
+        return replies
+
+    def _in_blocks(
+        self, trainer: BlockTrainer, instructions: Instructions, deadline: float | None
+    ) -> Replies:
+        return Replies(
+            lambda: guarded_blocks(
+                trainer,
+                instructions.kind,
+                instructions.vector,
+                np.asarray(instructions.client_ids, dtype=np.int64),
+                instructions.round,
+                deadline=deadline,
+            ),
+            lambda block: messages_of(instructions, block),
+        )
+
+    def _take(self, message: Message) -> str:
+        message_id = f"{next(self._serial):016x}"
+        set_message_id(message, message_id)
+        # Flower's strategies put one RecordDict into all of a round's messages.
+        self._pushed[message_id] = deliver(message, own_content(message.content))
+        return message_id
+
+    def _reply(self, message: Message) -> Message:
+        node_id = message.metadata.dst_node_id
+        if not _FIRST_NODE_ID <= node_id < _FIRST_NODE_ID + self._num_nodes:
+            reply = error_reply(message, NODE_UNAVAILABLE, f"there is no node {node_id}")
+        else:
+            reply = self._run_client(message, self._context(node_id))
+        set_message_id(reply, f"{next(self._serial):016x}")
+        return reply
+
+    def _run_client(self, message: Message, context: Context) -> Message:
+        try:
+            reply = self._handler()(message, context)
+            if not isinstance(reply, Message):
+                raise TypeError(f"the client returned a {type(reply).__name__}, not a Message")
+        except Exception as error:  # a client's code may raise anything
+            return error_reply(message, CLIENT_RAISED, f"{type(error).__name__}: {error}")
+        return reply
+
+    def _handler(self) -> Handler:
+        if self._app is None:
+            from fedsim.clients.flower import client_app
+
+            trainer = self._trainer
+            self._app = client_app(lambda _context: trainer)
+        return self._app
+
+    def _context(self, node_id: int) -> Context:
+        if node_id not in self._contexts:
+            self._contexts[node_id] = Context(
+                run_id=self._run.run_id,
+                node_id=node_id,
+                node_config={
+                    **self._node_config,
+                    "partition-id": node_id - _FIRST_NODE_ID,
+                    "num-partitions": self._num_nodes,
+                },
+                state=RecordDict(),
+                run_config=dict(self._run_config),
+            )
+        return self._contexts[node_id]
+
+
+def _count_nodes(trainer: BlockTrainer | None, num_nodes: int | None) -> int:
+    if trainer is None:
+        if num_nodes is None or num_nodes < 1:
+            raise FedsimError(
+                f"num_nodes is {num_nodes}; a LocalGrid of a ClientApp needs at least one node."
+            )
+        return num_nodes
+    population = trainer.population
+    if num_nodes is None:
+        return population
+    if not 1 <= num_nodes <= population:
+        raise FedsimError(
+            f"num_nodes is {num_nodes}; it must lie between 1 and the trainer's population, "
+            f"{population}."
+        )
+    return num_nodes
