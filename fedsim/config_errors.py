@@ -34,7 +34,9 @@ def sentence(model: type[BaseModel], error: ValidationError) -> str:
     """First problem of ``error`` as one sentence: key, value, what is allowed."""
     first = error.errors()[0]
     # A union such as "number or unset" reports its branch as part of the location.
-    path = [str(part) for part in first["loc"] if "[" not in str(part) and part != "float"]
+    path = [
+        str(part) for part in first["loc"] if "[" not in str(part) and part not in ("float", "bool")
+    ]
     key, kind, value, context = ".".join(path), first["type"], first["input"], first.get("ctx", {})
     if kind == "extra_forbidden":
         return _unknown_key(model, path)

@@ -47,6 +47,13 @@ Maybe = Annotated[
 ]
 """A number, or unset (written as the empty string)."""
 
+MaybeBool = Annotated[
+    bool | None,
+    BeforeValidator(_from_empty),
+    PlainSerializer(lambda value: "" if value is None else value),
+]
+"""True, false, or unset."""
+
 
 def only(*names: str, default: Any, **bounds: Any) -> Any:
     """A key that has a meaning only where its table's ``name`` is one of ``names``."""
@@ -110,6 +117,7 @@ class DataSection(Section):
     name: str = "digits"
     dir: str = "data"
     download: bool = False
+    normalize: bool = False
 
 
 class PartitionSection(Section):
@@ -122,6 +130,7 @@ class PartitionSection(Section):
     groups: str = only("interpolated-pathological", default="")
     alpha: float = only("dirichlet", default=0.5, gt=0)
     shards: int = only("shards", default=2, ge=1)
+    max_examples: int = Field(0, ge=0)
 
 
 class ModelSection(Section):
@@ -130,7 +139,7 @@ class ModelSection(Section):
     table: ClassVar[str] = "model"
     name: Annotated[str, _one_of("softmax", "mlp", "adadp-mnist", "adadp-cifar")] = "softmax"
     widths: str = only("mlp", default="")
-    bias: bool = True
+    bias: MaybeBool = None
     dtype: Literal["float32", "float64"] = "float32"
     trainable: str = ""
     loss: str = "cross-entropy"
@@ -296,3 +305,4 @@ class EngineSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     workers: int = Field(0, ge=0)
     timeout: float = Field(3600.0, gt=0)
+    node_timeout: float = Field(60.0, gt=0)

@@ -1,0 +1,250 @@
+"""From a config to the objects that it describes."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, MetricRecord
+from torch import Tensor, nn
+
+from fedsim import datasets, mechanisms, models, partitions
+from fedsim.clients import ClientData, LocalAlgorithm, SGD, Trainer
+from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
+from fedsim.config import RunConfig
+from fedsim.engines.arrays import array_record, tensors
+from fedsim.errors import FedsimError
+from fedsim.mechanisms import Layout, Mechanism
+from fedsim.privacy import Ledger, calibrate
+from fedsim.randomness import Randomness
+from fedsim.strategies import DPFedAvg, ServerOptimizer, adam, sgd
+
+__all__ = ["Build", "algorithm", "cohort", "mechanism", "partition"]
+
+
+class Build:
+    """Everything that a run is made of, each part built when it is first asked for.
+
+    Parameters
+    ----------
+    config : RunConfig
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.device = _device(config.engine.device)
+
+    @cached_property
+    def dataset(self) -> datasets.Dataset:
+        """The examples, on the run's device."""
+        data = self.config.data
+        return datasets.load(
+            data.name, directory=data.dir, download=data.download, normalize=data.normalize
+        ).to(self.device)
+
+    @cached_property
+    def parts(self) -> list[partitions.Indices]:
+        """Each client's training examples."""
+        settings = self.config.partition
+        parts = partition(self.config).indices(self.dataset.y_train.cpu().numpy())
+        if settings.max_examples:
+            parts = partitions.subsample(parts, settings.max_examples, seed=self.config.seed)
+        return parts
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The initial model, on the CPU."""
+        settings = self.config.model
+        model = models.build(
+            settings.name,
+            self.dataset.input_shape,
+            self.dataset.num_classes,
+            widths=settings.widths,
+            bias=settings.bias,
+            dtype=getattr(torch, settings.dtype),
+            seed=self.config.seed,
+        )
+        models.freeze(model, settings.trainable)
+        if self.config.private:
+            models.refuse_running_statistics(model)
+        return model
+
+    @cached_property
+    def trainer(self) -> Trainer:
+        """The client algorithm with every client's data."""
+        return self._trainer(self.dataset.x_train, self.dataset.y_train, self.parts)
+
+    @cached_property
+    def examiner(self) -> Trainer:
+        """The same over the test examples, all of them one client's."""
+        everything = [np.arange(len(self.dataset.y_test), dtype=np.int64)]
+        return self._trainer(self.dataset.x_test, self.dataset.y_test, everything)
+
+    def _trainer(self, x: Tensor, y: Tensor, parts: list[partitions.Indices]) -> Trainer:
+        client, dataset = self.config.client, self.dataset
+        return Trainer(
+            self.model,
+            algorithm(self.config),
+            ClientData(x, y, parts, *(_channels(s) for s in (dataset.mean, dataset.std))),
+            batch_size=client.batch_size,
+            epochs=client.epochs,
+            steps=client.steps,
+            loss=self.config.model.loss,
+            path=client.path,
+            block_size=client.block_size,
+            randomness=Randomness(self.config.seed),
+            device=self.device,
+        )
+
+    @cached_property
+    def resolved(self) -> RunConfig:
+        """The config with everything filled in that a rule chose: device, path, block size."""
+        return self.config.replace(
+            **{
+                "client.path": self.trainer.path,
+                "client.block-size": self.trainer.block_size,
+                "engine.device": self.device.type,
+                "noise.entropy": self.entropy,
+            }
+        )
+
+    @property
+    def entropy(self) -> Literal["config", "system"]:
+        """Where cohorts and noise come from; in deployment, from the system by default."""
+        deployed = self.config.engine.name == "deployment"
+        return self.config.noise.entropy or ("system" if deployed else "config")
+
+    @cached_property
+    def noise_multiplier(self) -> float:
+        """The noise multiplier: as given, or calibrated to the target."""
+        noise = self.config.noise
+        if noise.target_epsilon is None:
+            return noise.multiplier or 0.0
+        return calibrate(
+            target_epsilon=noise.target_epsilon,
+            cohort=cohort(self.config),
+            rounds=self.config.rounds,
+            delta=noise.delta,
+        )
+
+    @cached_property
+    def initial_arrays(self) -> ArrayRecord:
+        """The trained parameters as Flower sends them, and nothing else."""
+        return array_record(
+            {
+                name: parameter.detach().clone()
+                for name, parameter in self.model.named_parameters()
+                if parameter.requires_grad
+            }
+        )
+
+    def strategy(self, ledger: Path | None = None) -> DPFedAvg:
+        """A fresh strategy that writes its releases to ``ledger``."""
+        config = self.config
+        evaluate = config.evaluate
+        return DPFedAvg(
+            mechanism=mechanism(config),
+            cohort=cohort(config),
+            noise_multiplier=self.noise_multiplier,
+            delta=config.noise.delta,
+            max_epsilon=config.noise.max_epsilon,
+            ledger=Ledger(ledger),
+            seed=None if self.entropy == "system" else config.seed,
+            server_optimizer=_server_optimizer(config),
+            hardened_noise=config.noise.hardened,
+            fraction_evaluate=evaluate.fraction if evaluate.clients_every else 0.0,
+            evaluate_every=max(evaluate.clients_every, 1),
+            node_timeout=config.engine.node_timeout,
+            max_failed_rounds=config.server.max_failed_rounds,
+            unprotected_metrics=evaluate.unprotected,
+        )
+
+    def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Loss and accuracy on the test examples, in the rounds in which they are asked for."""
+        every, last = self.config.evaluate.every, self.config.rounds
+        if not every or (server_round % every and server_round != last):
+            return None
+        vector = self.examiner.layout.flatten(tensors(arrays)).to(self.device)
+        block = next(iter(self.examiner.evaluate(vector, np.zeros(1, np.int64), server_round)))
+        return MetricRecord(
+            {
+                f"test-{name}": float(values[0])
+                for name, values in block.metrics.items()
+                if name != "num-examples"
+            }
+        )
+
+
+def partition(config: RunConfig) -> partitions.Partition:
+    """The partitioner, seeded."""
+    settings, seed = config.partition, config.seed
+    match settings.name:
+        case "iid":
+            return partitions.IID(clients=settings.clients, seed=seed)
+        case "dirichlet":
+            return partitions.Dirichlet(alpha=settings.alpha, clients=settings.clients, seed=seed)
+        case "shards":
+            return partitions.Shards(shards=settings.shards, clients=settings.clients, seed=seed)
+        case "interpolated-pathological":
+            groups = (
+                partitions.parse_groups(settings.groups)
+                if settings.groups
+                else partitions.CIFAR10_PAIRS
+            )
+            return partitions.InterpolatedPathological(
+                randomness=settings.randomness, groups=groups, clients=settings.clients, seed=seed
+            )
+
+
+def cohort(config: RunConfig) -> Cohort:
+    """The cohort sampler over the declared population."""
+    settings, population = config.cohort, config.partition.clients
+    match settings.name:
+        case "poisson":
+            return PoissonCohort(rate=settings.rate, population=population)
+        case "fixed":
+            return FixedCohort(size=settings.size, population=population)
+        case "full":
+            return FullCohort(population=population)
+
+
+def mechanism(config: RunConfig) -> Mechanism:
+    """The mechanism that bounds updates."""
+    settings = config.mechanism
+    match settings.name:
+        case "none":
+            return mechanisms.NoPrivacy(weighting=settings.weighting)
+        case "clipping":
+            return mechanisms.Clipping(settings.clip_norm)
+        case "normalization":
+            return mechanisms.Normalization(settings.clip_norm, settings.smoothing)
+
+
+def algorithm(config: RunConfig) -> LocalAlgorithm:
+    """The client algorithm."""
+    client = config.client
+    return SGD(lr=client.lr, momentum=client.momentum, weight_decay=client.weight_decay)
+
+
+def _server_optimizer(config: RunConfig) -> ServerOptimizer:
+    server = config.server
+    if server.optimizer == "adam":
+        return adam(lr=server.lr, betas=(server.beta1, server.beta2), eps=server.eps)
+    return sgd(lr=server.lr, momentum=server.momentum)
+
+
+def _device(name: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise FedsimError("engine.device = 'cuda', but there is no CUDA device; it must be 'cpu'.")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and available) else "cpu")
+
+
+def _channels(statistics: tuple[float, ...] | None) -> Tensor | None:
+    """One number a channel, so that it broadcasts over ``[C, H, W]``."""
+    if statistics is None:
+        return None
+    return torch.tensor(statistics, dtype=torch.float64).view(-1, 1, 1)

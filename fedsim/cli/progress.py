@@ -1,0 +1,113 @@
+"""A run as it goes on and what came of it, for a terminal."""
+
+from __future__ import annotations
+
+import math
+from types import TracebackType
+from typing import Self
+
+from rich import progress as bars
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from fedsim.config import RunConfig
+from fedsim.drive import Row, RunResult
+
+__all__ = ["Progress", "summary"]
+
+_FIELDS = {
+    "test-loss": ("loss", "{:.3f}"),
+    "test-accuracy": ("accuracy", "{:.1%}"),
+    "epsilon": ("epsilon", "{:.2f}"),
+    "clients-per-second": ("clients/s", "{:,.0f}"),
+}
+
+
+class Progress:
+    """One live line on a terminal; elsewhere, a plain line for each tenth of the rounds."""
+
+    def __init__(self, console: Console, config: RunConfig) -> None:
+        self._console = console
+        self._rounds = config.rounds
+        self._shown: Row = {}
+        self._bar = bars.Progress(
+            bars.TextColumn("round {task.completed:>4}/{task.total}"),
+            bars.BarColumn(bar_width=24),
+            bars.TextColumn("{task.description}"),
+            bars.TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("setting up", total=config.rounds)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def row(self, row: Row) -> None:
+        """Show the round that has just finished."""
+        self._shown |= row
+        text = "  ".join(
+            f"{label} [bold]{form.format(self._shown[key])}[/]"
+            for key, (label, form) in _FIELDS.items()
+            if key in self._shown
+        )
+        done = int(row["round"])
+        self._bar.update(self._task, completed=done, description=text)
+        tenth = max(self._rounds // 10, 1)
+        if not self._console.is_terminal and (done % tenth == 0 or done == self._rounds):
+            self._console.print(f"round {done:>4}/{self._rounds}  {text}")
+
+
+def summary(config: RunConfig, result: RunResult) -> RenderableType:
+    """What a run reached, what privacy it kept, and where its artefacts are."""
+    rows = [row for row in result.metrics if "test-accuracy" in row]
+    lines: list[RenderableType] = []
+    if rows:
+        lines.append(_accuracy(rows))
+    lines.append(Text())
+    lines.append(Text(str(result.privacy)))
+    if result.directory is not None:
+        lines.append(Text())
+        lines.append(_artefacts(result))
+    if result.why:
+        lines.append(Text(f"\n{result.why}", style="bold yellow"))
+    return Panel(Group(*lines), title=f"[bold]{config.name}", title_align="left", padding=(1, 2))
+
+
+def _accuracy(rows: list[Row]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    last = rows[-1]
+    table.add_row(
+        "test accuracy", f"[bold]{last['test-accuracy']:.2%}", f"after round {last['round']}"
+    )
+    tail = [float(row["test-accuracy"]) for row in rows[-5:]]
+    if len(tail) == 5:
+        table.add_row("", f"{math.fsum(tail) / 5:.2%}", "mean of the last five evaluations")
+    table.add_row("test loss", f"{last['test-loss']:.4f}")
+    return table
+
+
+def _artefacts(result: RunResult) -> RenderableType:
+    assert result.directory is not None
+    directory = result.directory
+    table = Table.grid(padding=(0, 2))
+    for path, what in (
+        (directory.model, "the model"),
+        (directory.metrics, "a row for each round"),
+        (directory.ledger, "every private release"),
+        (directory.config, "reproduces this run"),
+    ):
+        if path.exists():
+            table.add_row(str(path), what)
+    return table

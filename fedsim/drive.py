@@ -1,0 +1,147 @@
+"""Drive one run on a grid and keep what it leaves: the same on every engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+from fedsim.artefacts import RunDirectory
+from fedsim.build import Build
+from fedsim.engines.arrays import tensors
+from fedsim.privacy import Statement
+from fedsim.strategies import DPFedAvg
+
+__all__ = ["Observer", "Row", "RunResult", "drive"]
+
+Row = dict[str, float | int]
+Observer = Callable[[Row], None]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run reached.
+
+    Attributes
+    ----------
+    metrics : list of dict
+        One a round, round 0 being the initial model: the rows of metrics.csv.
+    arrays : ArrayRecord
+        The parameters.
+    privacy : Statement
+        Epsilon, delta, adjacency, level, and what they cover.
+    ended : "finished", "budget" or "interrupted"
+    why : str
+        One sentence, where the run ended early.
+    directory : RunDirectory or None
+        Where the artefacts are.
+    """
+
+    metrics: list[Row]
+    arrays: ArrayRecord
+    privacy: Statement
+    ended: Literal["finished", "budget", "interrupted"] = "finished"
+    why: str = ""
+    directory: RunDirectory | None = field(default=None, compare=False)
+
+
+def drive(
+    build: Build,
+    grid: Grid,
+    directory: RunDirectory | None = None,
+    observer: Observer | None = None,
+) -> RunResult:
+    """Run all rounds of ``build.config`` on ``grid``.
+
+    The model reached so far is saved whatever ends the run; Ctrl-C ends it in good order.
+
+    Parameters
+    ----------
+    directory : RunDirectory, optional
+        Claimed already; the ledger, the metrics and the model go there.
+    observer : callable, optional
+        Called with each row as it is written.
+    """
+    strategy = build.strategy(directory.ledger if directory else None)
+    scribe = _Scribe(build, strategy, directory, observer)
+    ended: Literal["finished", "budget", "interrupted"] = "finished"
+    why = ""
+    try:
+        strategy.start(
+            grid,
+            build.initial_arrays,
+            build.config.rounds,
+            timeout=build.config.engine.timeout,
+            evaluate_fn=scribe.evaluate,
+            on_round=scribe.on_round,
+        )
+        if strategy.stopped is not None:
+            ended, why = "budget", f"Stopped before the budget was exceeded: {strategy.stopped}."
+    except KeyboardInterrupt:
+        ended, why = "interrupted", "Interrupted; the model is the one of the last whole round."
+    finally:
+        reached = strategy.result.arrays if strategy.result else build.initial_arrays
+        if directory is not None:
+            directory.save_model(tensors(reached))
+    return RunResult(scribe.rows, reached, strategy.privacy_statement(), ended, why, directory)
+
+
+class _Scribe:
+    """Makes one row of each round and hands it on."""
+
+    def __init__(
+        self,
+        build: Build,
+        strategy: DPFedAvg,
+        directory: RunDirectory | None,
+        observer: Observer | None,
+    ) -> None:
+        self.rows: list[Row] = []
+        self._build = build
+        self._strategy = strategy
+        self._directory = directory
+        self._observer = observer
+        self._since = time.perf_counter()
+
+    def evaluate(self, server_round: int, arrays: ArrayRecord):  # type: ignore[no-untyped-def]
+        """Central evaluation; the initial model's makes row 0 at once."""
+        metrics = self._build.evaluate(server_round, arrays)
+        if server_round == 0 and metrics is not None:
+            self._write({"round": 0, **{k: float(v) for k, v in metrics.items()}})
+        return metrics
+
+    def on_round(self, server_round: int, result: Result) -> None:
+        """Row of a finished round."""
+        report = self._strategy.report
+        seconds = time.perf_counter() - self._since
+        row: Row = {"round": server_round}
+        row |= _numbers(result.evaluate_metrics_serverapp.get(server_round))
+        row |= _numbers(result.train_metrics_clientapp.get(server_round), "train-")
+        row |= _numbers(result.evaluate_metrics_clientapp.get(server_round), "clients-")
+        if self._strategy.private:
+            row["epsilon"] = self._strategy.ledger.epsilon(self._strategy.delta)
+        if report is not None:
+            row |= {"asked": report.asked, "usable": report.usable, "failed": report.failed}
+            row |= report.info
+            row["clients-per-second"] = report.usable / seconds
+        row["seconds"] = seconds
+        self._write(row)
+
+    def _write(self, row: Row) -> None:
+        self.rows.append(row)
+        if self._directory is not None:
+            self._directory.add_row(row)
+        if self._observer is not None:
+            self._observer(row)
+        self._since = time.perf_counter()
+
+
+def _numbers(record: object, prefix: str = "") -> Row:
+    if record is None:
+        return {}
+    return {f"{prefix}{key}": float(value) for key, value in record.items()}  # type: ignore[attr-defined]

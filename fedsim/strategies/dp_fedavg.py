@@ -1,0 +1,487 @@
+"""DP-FedAvg as a Flower strategy: draw a cohort, bound and sum its updates, add noise, step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid, PrivacySpent
+from flwr.serverapp.strategy import Result, Strategy
+from torch import Tensor
+
+from fedsim.cohorts import Cohort
+from fedsim.engines.arrays import array_record, tensors
+from fedsim.engines.directory import ClientDirectory
+from fedsim.errors import FedsimError
+from fedsim.exchange import Block, Ids, Instructions, Replies
+from fedsim.mechanisms import DenseRows, Layout, Mechanism, NoiseSource, State
+from fedsim.privacy import Event, Ledger, Statement
+from fedsim.randomness import Purpose, Randomness
+from fedsim.strategies.loop import run_rounds
+from fedsim.strategies.replies import blocks_from_messages, to_arrays
+from fedsim.strategies.server_optimizer import ServerOptimizer, sgd
+from fedsim.strategies.summaries import MetricMeans
+
+__all__ = ["DPFedAvg", "RoundReport", "RunFailedError"]
+
+_log = logging.getLogger("fedsim")
+MetricsAggregator = Callable[[list[RecordDict], str], MetricRecord]
+
+
+class RunFailedError(RuntimeError):
+    """Too many rounds in a row in which every client that was asked failed."""
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What happened in one round: the operator's knowledge, not covered by the guarantee."""
+
+    round: int
+    asked: int
+    usable: int
+    failed: int
+    info: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A round that has been configured and not yet aggregated."""
+
+    round: int
+    cohort: Ids
+    client_of: dict[int, int]
+    server: dict[str, Tensor]
+    vector: Tensor
+    event: Event
+
+
+class DPFedAvg(Strategy):
+    """Federated averaging with client-level differential privacy (Das et al., Algorithm 1).
+
+    The guarantee covers the sequence of global models. It holds under any loop that calls
+    `configure_train` and `aggregate_train` in turn: the cohort is drawn and the budget
+    checked in the first; the second writes the release to the ledger before it is made.
+
+    Parameters
+    ----------
+    mechanism : Mechanism
+        Bounds, sums and noises the updates. `NoPrivacy()` makes this FedAvg.
+    cohort : Cohort
+        Who takes part. Its population is declared, and the mean's denominator follows from
+        it, never from who replied.
+    noise_multiplier : float
+        Standard deviation of the noise on the sum, as a multiple of the bound.
+    delta : float
+        Where epsilon is reported.
+    max_epsilon : float, optional
+        Budget: no release is made that would exceed it.
+    ledger : Ledger or path, optional
+        Where releases are written down; in memory by default.
+    seed : int, optional
+        Keys the cohorts, the noise and the evaluation samples. By default they come from the
+        operating system, as they must wherever the guarantee is meant in earnest.
+    server_optimizer : ServerOptimizer, optional
+        Applied to the noisy mean; by default it is added as it is.
+    fraction_evaluate : float, optional
+        Share of the clients that evaluate the model. Their metrics are released without
+        noise, so a private run needs ``unprotected_metrics=True`` for it, and defaults to 0.
+    evaluate_every : int
+        Rounds from one evaluation by clients to the next.
+    min_available_nodes : int
+        Clients to wait for before a round, for at most ``node_timeout`` seconds.
+    max_failed_rounds : int
+        So many rounds in a row without a single usable reply fail the run.
+    unprotected_metrics : bool
+        Whether clients' training metrics may be aggregated, without noise, in a private run.
+    weighted_by_key, arrayrecord_key, configrecord_key, train_metrics_aggr_fn, \
+evaluate_metrics_aggr_fn
+        As for Flower's `FedAvg`. ``weighted_by_key`` weighs metrics, and updates only under
+        ``NoPrivacy(weighting="num-examples")``.
+
+    Raises
+    ------
+    FedsimError
+        If a setting is impossible or would void the guarantee.
+    """
+
+    def __init__(
+        self,
+        *,
+        mechanism: Mechanism,
+        cohort: Cohort,
+        noise_multiplier: float = 0.0,
+        delta: float = 1e-5,
+        max_epsilon: float | None = None,
+        ledger: Ledger | str | PathLike[str] | None = None,
+        seed: int | None = None,
+        server_optimizer: ServerOptimizer | None = None,
+        hardened_noise: bool = True,
+        fraction_evaluate: float | None = None,
+        evaluate_every: int = 1,
+        min_available_nodes: int = 1,
+        node_timeout: float = 60.0,
+        max_failed_rounds: int = 3,
+        unprotected_metrics: bool = False,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: MetricsAggregator | None = None,
+        evaluate_metrics_aggr_fn: MetricsAggregator | None = None,
+    ) -> None:
+        if cohort.population is None:
+            raise FedsimError(
+                "cohort.population is not set; declare how many clients there are, since the "
+                "denominator of the mean must not depend on who replies."
+            )
+        self.private = mechanism.guarantee == "gaussian" and noise_multiplier > 0
+        if mechanism.guarantee == "none" and max_epsilon is not None:
+            raise FedsimError(
+                f"max_epsilon = {max_epsilon}, but {mechanism} gives no guarantee to account for."
+            )
+        shows_clients = not self.private or unprotected_metrics
+        if fraction_evaluate is None:
+            fraction_evaluate = 1.0 if shows_clients else 0.0
+        if fraction_evaluate > 0 and not shows_clients:
+            raise FedsimError(
+                f"fraction_evaluate = {fraction_evaluate} releases metrics of clients' data "
+                "without noise; set it to 0, or unprotected_metrics=True to have them all the "
+                "same."
+            )
+        self.mechanism = mechanism
+        self.cohort = cohort
+        self.noise_multiplier = noise_multiplier
+        self.delta = delta
+        self.max_epsilon = max_epsilon
+        self.ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
+        self.randomness = Randomness(seed)
+        self.server_optimizer: ServerOptimizer = server_optimizer or sgd()
+        self.hardened_noise = hardened_noise
+        self.fraction_evaluate = fraction_evaluate
+        self.evaluate_every = evaluate_every
+        self.min_available_nodes = min_available_nodes
+        self.node_timeout = node_timeout
+        self.max_failed_rounds = max_failed_rounds
+        self.shows_clients = shows_clients
+        self.weighted_by_key = weighted_by_key
+        self.arrayrecord_key = arrayrecord_key
+        self.configrecord_key = configrecord_key
+        self.train_metrics_aggr_fn = train_metrics_aggr_fn
+        self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn
+
+        self.stopped: str | None = None
+        """Why no further release will be made, once that is so."""
+        self.report: RoundReport | None = None
+        """What happened in the round aggregated last."""
+        self.result: Result | None = None
+        """What `start` has reached, also after an exception."""
+        self._directory = ClientDirectory(timeout=node_timeout)
+        self._layout: Layout | None = None
+        self._state: State = {}
+        self._asked: _Asked | None = None
+        self._evaluated: dict[int, int] = {}
+        self._failed_rounds = 0
+
+    # -- training ---------------------------------------------------------------------
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Draw the cohort; nobody is asked once the budget does not allow a release."""
+        self._asked = None
+        event = self._event()
+        if self.stopped is None and self._exceeds_budget(event):
+            self.stopped = (
+                f"round {server_round} would exceed max-epsilon = {self.max_epsilon} "
+                f"at delta = {self.delta}"
+            )
+            _log.warning("stopping: %s.", self.stopped)
+        if self.stopped is not None:
+            return []
+        server = tensors(arrays)
+        layout = self._take_layout(server)
+        nodes = self._nodes(grid)
+        cohort = self._draw(server_round)
+        present = np.array([client for client in cohort if client in nodes], dtype=np.int64)
+        node_ids = np.array([nodes[client] for client in present.tolist()], dtype=np.int64)
+        vector = layout.flatten(server)
+        self._asked = _Asked(
+            round=server_round,
+            cohort=cohort,
+            client_of=dict(zip(node_ids.tolist(), present.tolist(), strict=True)),
+            server=server,
+            vector=vector,
+            event=event,
+        )
+        return Instructions(
+            kind="train",
+            round=server_round,
+            arrays=arrays,
+            vector=vector,
+            client_ids=present,
+            node_ids=node_ids,
+            config=ConfigRecord({**config, "server-round": server_round}),
+            arrayrecord_key=self.arrayrecord_key,
+            configrecord_key=self.configrecord_key,
+        )
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Bound and sum the updates, write the release down, make it, and step.
+
+        Returns
+        -------
+        tuple
+            New parameters, None if no release was made; and the training metrics, None in a
+            private run without ``unprotected_metrics``.
+
+        Raises
+        ------
+        RunFailedError
+            After ``max_failed_rounds`` rounds in a row without a usable reply.
+        ValueError
+            If this round was not configured, or has been aggregated before.
+        """
+        if self.stopped is not None:
+            return None, None
+        asked, self._asked = self._asked, None
+        if asked is None or asked.round != server_round or self._layout is None:
+            raise ValueError(f"round {server_round} was not configured, or is aggregated already.")
+        total = self.mechanism.accumulate(self._layout, self._state)
+        means = MetricMeans(self.weighted_by_key, self.train_metrics_aggr_fn)
+        for block in self._usable(asked, replies):
+            assert block.rows is not None
+            total.add(DenseRows(block.rows), self._weights(block), block.metrics)
+            if self.shows_clients:
+                means.add(block)
+        # On disk before the release exists: a crash from here on counts one too many.
+        self.ledger.record(
+            round=server_round,
+            event=asked.event,
+            entropy=self.randomness.entropy,
+            mechanism=str(self.mechanism),
+        )
+        lost = len(asked.cohort) > 0 and total.count == 0
+        self._note_failures(asked, total.count, lost)
+        if lost:
+            return None, None
+        release = self.mechanism.release(
+            self._state,
+            total,
+            noise_multiplier=self.noise_multiplier,
+            denominator=self.cohort.expected_size,
+            noise=self._noise(server_round),
+        )
+        self._state = release.state
+        vector = self.server_optimizer.step(asked.vector, release.mean)
+        self.report = RoundReport(
+            round=server_round,
+            asked=len(asked.cohort),
+            usable=total.count,
+            failed=len(asked.cohort) - total.count,
+            info={**release.info, **release.sides},
+        )
+        arrays = array_record(to_arrays(vector, self._layout, asked.server))
+        return arrays, means.record()
+
+    def _usable(self, asked: _Asked, replies: Iterable[Message]) -> Iterator[Block]:
+        """Blocks without failures, each client of the cohort at most once."""
+        if isinstance(replies, Replies):
+            blocks = replies.blocks()
+        else:
+            blocks = blocks_from_messages(
+                replies, asked.client_of, self._layout, asked.vector, self.arrayrecord_key
+            )
+        waiting = set(asked.client_of.values())
+        for block in blocks:
+            keep = block.ok.copy()
+            for index, client in enumerate(block.client_ids.tolist()):
+                keep[index] &= client in waiting
+                waiting.discard(client)
+            yield block if keep.all() else block.select(keep)
+
+    def _weights(self, block: Block) -> Tensor | None:
+        if self.mechanism.weighting != "num-examples":
+            return None
+        counts = block.metrics.get(self.weighted_by_key)
+        if counts is None:
+            raise FedsimError(
+                f"clients report no '{self.weighted_by_key}', which weighs their updates; "
+                "use NoPrivacy(weighting='uniform')."
+            )
+        return torch.from_numpy(np.asarray(counts, dtype=np.float64))
+
+    def _note_failures(self, asked: _Asked, usable: int, lost: bool) -> None:
+        failed = len(asked.cohort) - usable
+        if failed:
+            _log.info("round %s: %s of %s failed.", asked.round, failed, len(asked.cohort))
+        self.report = RoundReport(asked.round, len(asked.cohort), usable, failed, {})
+        self._failed_rounds = self._failed_rounds + 1 if lost else 0
+        if self._failed_rounds >= self.max_failed_rounds:
+            raise RunFailedError(
+                f"every client that was asked failed in {self._failed_rounds} rounds in a row, "
+                f"the last of them round {asked.round}."
+            )
+
+    def _take_layout(self, server: dict[str, Tensor]) -> Layout:
+        layout = Layout.of(server)
+        if self._layout is None:
+            self._layout = layout
+            self._state = self.mechanism.init(layout)
+        elif layout != self._layout:
+            raise FedsimError("the model's parameters changed their names or shapes in the run.")
+        return layout
+
+    # -- who takes part ---------------------------------------------------------------
+
+    def _nodes(self, grid: Grid) -> dict[int, int]:
+        nodes = self._directory.wait(grid, self.min_available_nodes)
+        population = self.cohort.population
+        assert population is not None
+        stranger = next((client for client in nodes if client >= population), None)
+        if stranger is not None:
+            raise FedsimError(
+                f"a node is client {stranger}, but cohort.population = {population}; client ids "
+                f"must lie in 0 .. {population - 1}."
+            )
+        return nodes
+
+    def _draw(self, server_round: int) -> Ids:
+        assert self.cohort.population is not None
+        generator = self.randomness.generator(Purpose.COHORT, round=server_round)
+        return self.cohort.draw(generator.random(self.cohort.population))
+
+    # -- privacy ----------------------------------------------------------------------
+
+    def _event(self) -> Event:
+        multiplier = self.noise_multiplier if self.private else 0.0
+        return self.cohort.event(multiplier)
+
+    def _exceeds_budget(self, event: Event) -> bool:
+        return self.max_epsilon is not None and self.ledger.would_exceed(
+            event, self.max_epsilon, self.delta
+        )
+
+    def _noise(self, server_round: int) -> NoiseSource:
+        return NoiseSource(
+            self.randomness.generator(Purpose.NOISE, round=server_round),
+            hardened=self.hardened_noise,
+        )
+
+    def privacy_statement(self) -> Statement:
+        """What has been released so far, and what it cost."""
+        return self.ledger.statement(self.delta)
+
+    def privacy_spent(self) -> PrivacySpent:
+        """The same, as Flower's own strategies report it."""
+        return self.ledger.get_privacy_spent(self.delta)
+
+    # -- evaluation by clients --------------------------------------------------------
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask a keyed sample of the clients to evaluate the model."""
+        if self.fraction_evaluate == 0 or server_round % self.evaluate_every:
+            return []
+        server = tensors(arrays)
+        nodes = self._nodes(grid)
+        clients = np.array(sorted(nodes), dtype=np.int64)
+        size = max(1, round(self.fraction_evaluate * len(clients)))
+        generator = self.randomness.generator(Purpose.EVALUATE, round=server_round)
+        chosen = np.sort(generator.permutation(clients)[:size])
+        node_ids = np.array([nodes[client] for client in chosen.tolist()], dtype=np.int64)
+        self._evaluated = dict(zip(node_ids.tolist(), chosen.tolist(), strict=True))
+        return Instructions(
+            kind="evaluate",
+            round=server_round,
+            arrays=arrays,
+            vector=Layout.of(server).flatten(server),
+            client_ids=chosen,
+            node_ids=node_ids,
+            config=ConfigRecord({**config, "server-round": server_round}),
+            arrayrecord_key=self.arrayrecord_key,
+            configrecord_key=self.configrecord_key,
+        )
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Weighted mean of the metrics; None if nobody was asked or nobody answered."""
+        evaluated, self._evaluated = self._evaluated, {}
+        if not evaluated:
+            return None
+        if isinstance(replies, Replies):
+            blocks = replies.blocks()
+        else:
+            blocks = blocks_from_messages(replies, evaluated, None, None, self.arrayrecord_key)
+        means = MetricMeans(self.weighted_by_key, self.evaluate_metrics_aggr_fn)
+        for block in blocks:
+            means.add(block.select(block.ok))
+        return means.record()
+
+    # -- the run ----------------------------------------------------------------------
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        *,
+        first_round: int = 1,
+        on_round: Callable[[int, Result], None] | None = None,
+    ) -> Result:
+        """Run rounds ``first_round .. num_rounds``; as Flower's own, and stops at the budget.
+
+        Parameters
+        ----------
+        first_round : int
+            Where a resumed run goes on.
+        on_round : callable, optional
+            Called after each round with its number and the result so far, which keeps the
+            arrays reached whatever happens later.
+        """
+        return run_rounds(
+            self,
+            grid,
+            initial_arrays,
+            range(first_round, num_rounds + 1),
+            timeout,
+            train_config,
+            evaluate_config,
+            evaluate_fn,
+            on_round,
+        )
+
+    def summary(self) -> None:
+        """Log the strategy's settings."""
+        for line in self.describe():
+            _log.info("\t├──> %s", line)
+
+    def describe(self) -> list[str]:
+        """The strategy's settings, a line each."""
+        where = "in memory only" if self.ledger.path is None else str(self.ledger.path)
+        return [
+            f"Cohort: {self.cohort}",
+            f"Mechanism: {self.mechanism}",
+            f"Noise multiplier: {self.noise_multiplier:g} ({self.randomness.entropy} entropy)",
+            f"Ledger: {where}",
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside the parameters and the ledger."""
+        return {
+            "mechanism": dict(self._state),
+            "server_optimizer": self.server_optimizer.state_dict(),
+            "failed_rounds": self._failed_rounds,
+        }

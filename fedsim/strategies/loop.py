@@ -1,0 +1,73 @@
+"""The loop over rounds: Flower's own, with a first round, a callback and an early stop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+if TYPE_CHECKING:
+    from fedsim.strategies.dp_fedavg import DPFedAvg
+
+__all__ = ["run_rounds"]
+
+_log = logging.getLogger("fedsim")
+
+
+def run_rounds(
+    strategy: DPFedAvg,
+    grid: Grid,
+    initial_arrays: ArrayRecord,
+    rounds: range,
+    timeout: float,
+    train_config: ConfigRecord | None,
+    evaluate_config: ConfigRecord | None,
+    evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
+    on_round: Callable[[int, Result], None] | None,
+) -> Result:
+    """Drive ``strategy`` over ``rounds``; ends early when the strategy has stopped.
+
+    Returns
+    -------
+    Result
+        Its ``arrays`` are the parameters reached: the initial ones if no round succeeded.
+    """
+    strategy.summary()
+    # Held by the strategy too, so that an exception does not lose what was reached.
+    result = strategy.result = Result(arrays=initial_arrays)
+    if rounds and rounds[0] == 1 and evaluate_fn is not None:
+        _keep(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, initial_arrays))
+    for server_round in rounds:
+        asked = strategy.configure_train(
+            server_round, result.arrays, train_config or ConfigRecord(), grid
+        )
+        if strategy.stopped is not None:
+            break
+        arrays, metrics = strategy.aggregate_train(
+            server_round, grid.send_and_receive(asked, timeout=timeout)
+        )
+        if arrays is not None:
+            result.arrays = arrays
+        _keep(result.train_metrics_clientapp, server_round, metrics)
+        evaluators = strategy.configure_evaluate(
+            server_round, result.arrays, evaluate_config or ConfigRecord(), grid
+        )
+        if evaluators:
+            replies = grid.send_and_receive(evaluators, timeout=timeout)
+            metrics = strategy.aggregate_evaluate(server_round, replies)
+            _keep(result.evaluate_metrics_clientapp, server_round, metrics)
+        if evaluate_fn is not None:
+            central = evaluate_fn(server_round, result.arrays)
+            _keep(result.evaluate_metrics_serverapp, server_round, central)
+        if on_round is not None:
+            on_round(server_round, result)
+    return result
+
+
+def _keep(records: dict[int, MetricRecord], server_round: int, record: MetricRecord | None) -> None:
+    if record is not None:
+        records[server_round] = record
