@@ -36,9 +36,10 @@ def read_npz(path: Path) -> Arrays:
         If the file cannot be read, is no ``.npz``, lacks a key or holds Python objects.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise FedsimError(f"{path} holds one array; it must be an .npz with {_wanted()}.")
+        file = np.load(path, allow_pickle=False)
+        if isinstance(file, np.ndarray):
+            raise FedsimError(f"{path} holds one array; it must be an .npz with {_wanted()}.")
+        with file:
             missing = [key for key in KEYS if key not in file.files]
             if missing:
                 raise FedsimError(

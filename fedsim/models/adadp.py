@@ -24,7 +24,7 @@ def adadp_cifar(input_shape: Sequence[int], num_classes: int, *, bias: bool) -> 
     channels), the fully connected layers where ``bias`` says so: 1600-500-500-10 on 32x32
     images.
 
-    Source: arXiv 1809.03832, section 6.
+    Source: arXiv 1809.03832.
 
     Raises
     ------

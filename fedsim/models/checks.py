@@ -30,5 +30,5 @@ def refuse_running_statistics(model: nn.Module) -> None:
         raise FedsimError(
             f"the model keeps running statistics of the clients' data in {', '.join(names)}, "
             "which no noise protects, so that a private run cannot have them; use nn.GroupNorm "
-            "instead (or track_running_stats=False)."
+            "instead."
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import nn
 
@@ -24,7 +25,7 @@ def dense(
 def fully_connected(sizes: Sequence[int], *, bias: bool) -> dict[str, nn.Module]:
     """Linear layers ``fc1``, ``fc2``, ... of these sizes with ReLUs between them, by name."""
     layers: dict[str, nn.Module] = {}
-    for i, (inputs, outputs) in enumerate(zip(sizes, sizes[1:], strict=False), start=1):
+    for i, (inputs, outputs) in enumerate(pairwise(sizes), start=1):
         if i > 1:
             layers[f"relu{i - 1}"] = nn.ReLU()
         layers[f"fc{i}"] = nn.Linear(inputs, outputs, bias=bias)

@@ -84,7 +84,12 @@ def _find(name: str) -> Callable[..., Any]:
 
 def _taken(name: str, make: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
     """Those of the offered keywords that ``make`` takes."""
-    parameters = inspect.signature(make).parameters.values()
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except ValueError as error:
+        raise FedsimError(
+            f"model.name is '{name}', which is no Python function or class with known parameters."
+        ) from error
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return offered
     missing = [
