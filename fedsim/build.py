@@ -12,12 +12,12 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
 
 from fedsim import datasets, mechanisms, models, partitions
-from fedsim.clients import ClientData, LocalAlgorithm, SGD, Trainer
+from fedsim.clients import SGD, ClientData, LocalAlgorithm, Trainer
 from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
 from fedsim.config import RunConfig
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Layout, Mechanism
+from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Ledger, calibrate
 from fedsim.randomness import Randomness
 from fedsim.strategies import DPFedAvg, ServerOptimizer, adam, sgd

@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 
 from fedsim.config import RunConfig
-from fedsim.errors import FedsimError
 
 __all__ = ["run"]
 

@@ -1,1 +1,20 @@
-"""fedsim.clients"""
+"""The cohort trainer and the local algorithms that it runs over blocks of clients."""
+
+from fedsim.clients.data import ClientData
+from fedsim.clients.gradients import Gradient
+from fedsim.clients.local import LocalAlgorithm, State, Step
+from fedsim.clients.losses import accuracy, cross_entropy
+from fedsim.clients.sgd import SGD
+from fedsim.clients.trainer import Trainer
+
+__all__ = [
+    "SGD",
+    "ClientData",
+    "Gradient",
+    "LocalAlgorithm",
+    "State",
+    "Step",
+    "Trainer",
+    "accuracy",
+    "cross_entropy",
+]

@@ -1,0 +1,22 @@
+"""What every test shares."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported by anybody.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("fedsim", deadline=None, max_examples=60)
+settings.load_profile("fedsim")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
