@@ -5,7 +5,7 @@ positions for each client, disjoint and together all of them, as a function of t
 its ``seed`` alone.
 """
 
-from fedsim.partitions.base import Partition, subsample
+from fedsim.partitions.base import Indices, Partition, subsample
 from fedsim.partitions.dirichlet import Dirichlet
 from fedsim.partitions.iid import IID
 from fedsim.partitions.pathological import CIFAR10_PAIRS, InterpolatedPathological, parse_groups
@@ -15,6 +15,7 @@ __all__ = [
     "CIFAR10_PAIRS",
     "IID",
     "Dirichlet",
+    "Indices",
     "InterpolatedPathological",
     "Partition",
     "Shards",
