@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from fedsim.clients.flower import client_app
+from fedsim.clients.trainer import Trainer
 from fedsim.engines.arrays import own_content
 from fedsim.engines.blocks import guarded_blocks, messages_of
 from fedsim.engines.flower import (
@@ -215,9 +217,7 @@ class LocalGrid(Grid):
 
     def _handler(self) -> Handler:
         if self._app is None:
-            from fedsim.clients.flower import client_app
-
-            trainer = self._trainer
+            trainer = cast(Trainer, self._trainer)
             self._app = client_app(lambda _context: trainer)
         return self._app
 

@@ -1,0 +1,47 @@
+"""Cutting a round's clients into chunks for workers, longest first."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsim.clients.trainer import Trainer
+from fedsim.exchange import BlockTrainer, Ids
+
+__all__ = ["chunks", "client_costs"]
+
+
+def client_costs(trainer: BlockTrainer, client_ids: Ids) -> npt.NDArray[np.float64]:
+    """Relative cost of each client's work, ``[n]``: its local steps where they are known."""
+    if isinstance(trainer, Trainer):
+        steps = [trainer.plan.steps_of(trainer.data.size(client)) for client in client_ids]
+        return np.maximum(np.array(steps, dtype=np.float64), 1.0)
+    return np.ones(len(client_ids))
+
+
+def chunks(
+    client_ids: Ids, costs: npt.NDArray[np.float64], *, workers: int, largest: int
+) -> list[Ids]:
+    """Chunks of clients in decreasing order of cost, at most ``largest`` clients each.
+
+    Handed out one after another to whichever worker is free, they keep workers about
+    equally busy (longest processing time first), and clients with as many steps stand
+    together, as a block wants them. Which worker trains a client changes no byte of it.
+
+    Parameters
+    ----------
+    client_ids, costs : ``[n]``
+    workers : int
+        Each gets about four chunks: enough to even out, few enough to cost nothing.
+    """
+    order = np.argsort(-costs, kind="stable")
+    target = costs.sum() / (4 * workers)
+    cut: list[Ids] = []
+    start = 0
+    while start < len(order):
+        running = np.cumsum(costs[order[start : start + largest]])
+        # The client that reaches the target still belongs to the chunk.
+        stop = start + min(int(np.searchsorted(running, target)) + 1, len(running))
+        cut.append(client_ids[order[start:stop]])
+        start = stop
+    return cut

@@ -1,0 +1,133 @@
+"""RayGrid with real Ray workers: one Ray for the whole module."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord
+from flwr.clientapp import ClientApp
+
+from fedsim.engines import LocalGrid, array_record
+from fedsim.engines.parcel import Parcel
+from fedsim.engines.ray import RayGrid
+from fedsim.errors import FedsimError
+from fedsim.exchange import Block, Instructions
+
+
+@dataclass
+class Digest:
+    """Client k sends a vector of its own; some end their process, hang or raise."""
+
+    population: int = 24
+    deadly: frozenset[int] = frozenset()
+    once: str = ""
+    slow: frozenset[int] = frozenset()
+
+    def train(self, vector, client_ids, round):
+        for start in range(0, len(client_ids), 5):
+            ids = client_ids[start : start + 5]
+            for client in ids.tolist():
+                if client in self.slow:
+                    time.sleep(60)
+                if client in self.deadly and (not self.once or not Path(self.once).exists()):
+                    if self.once:
+                        Path(self.once).touch()
+                    os._exit(1)
+            rows = torch.stack([torch.sin(vector * (k + 1) + round) for k in ids.tolist()])
+            metrics = {"num-examples": ids + 1.0}
+            yield Block(ids, rows, metrics, np.ones(len(ids), dtype=np.bool_))
+
+    evaluate = train
+
+
+def ask(grid, ids=range(24)) -> Instructions:
+    vector = torch.linspace(0, 1, 50)
+    ids = np.array(list(ids), dtype=np.int64)
+    return Instructions(
+        kind="train",
+        round=3,
+        arrays=array_record({"w": vector}),
+        vector=vector,
+        client_ids=ids,
+        node_ids=ids + 2,
+        config=ConfigRecord({"server-round": 3}),
+    )
+
+
+def rows_of(grid, timeout=None) -> dict[int, bytes | None]:
+    got: dict[int, bytes | None] = {}
+    for block in grid.send_and_receive(ask(grid), timeout=timeout).blocks():
+        for index, client in enumerate(block.client_ids.tolist()):
+            assert client not in got
+            got[client] = block.rows[index].numpy().tobytes() if block.ok[index] else None
+    return got
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return rows_of(LocalGrid(Digest()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_runtime():
+    ray = pytest.importorskip("ray")
+    # Test classes are no package that workers could import.
+    import ray.cloudpickle as cloudpickle
+
+    cloudpickle.register_pickle_by_value(__import__(__name__))
+    with RayGrid(Digest(), workers=1):
+        yield
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_any_number_of_workers_gives_the_bytes_of_the_local_engine(workers, expected):
+    with RayGrid(Digest(), workers=workers, cpus_per_worker=0.1) as grid:
+        assert rows_of(grid) == expected
+        assert rows_of(grid) == expected
+
+
+def test_a_worker_that_dies_is_replaced_and_its_clients_trained_again(tmp_path, expected):
+    trainer = Digest(deadly=frozenset({7}), once=str(tmp_path / "died"))
+    with RayGrid(trainer, workers=2, cpus_per_worker=0.1) as grid:
+        assert rows_of(grid) == expected
+    assert (tmp_path / "died").exists()
+
+
+def test_a_client_that_always_kills_its_worker_contributes_nothing(expected):
+    trainer = Digest(deadly=frozenset({7}))
+    with RayGrid(trainer, workers=1, cpus_per_worker=0.1, retries=1) as grid:
+        assert rows_of(grid) == {**expected, 7: None}
+
+
+def test_a_client_that_does_not_finish_in_time_does_not_hold_up_the_run(expected):
+    with RayGrid(Digest(slow=frozenset({7})), workers=2, cpus_per_worker=0.1) as grid:
+        got = rows_of(grid, timeout=8.0)
+        assert 7 not in got
+        assert got.items() <= expected.items()
+
+
+def test_an_app_is_sent_to_the_engines_that_run_apps():
+    with pytest.raises(FedsimError, match="LocalGrid"):
+        RayGrid(ClientApp())
+
+
+def test_a_parcel_holds_large_tensors_once_and_parameters_as_copies():
+    data = torch.arange(1 << 19, dtype=torch.float32)
+    model = torch.nn.Linear(1000, 600)
+    parcel = Parcel.pack({"a": data, "b": data, "model": model, "small": torch.ones(3)})
+    assert [array.size for array in parcel.arrays] == [1 << 19]
+    read = parcel.unpack()
+    assert read["a"].numpy().ctypes.data == parcel.arrays[0].ctypes.data
+    assert torch.equal(read["b"], data)
+    assert torch.equal(read["model"].weight, model.weight)
+    assert read["model"].weight.requires_grad
+    with torch.no_grad():
+        read["model"].weight.zero_()
+    assert model.weight.abs().sum() > 0
