@@ -51,9 +51,14 @@ class Partition(ABC):
         return [np.sort(part) for part in self._deal(_checked(labels), generator)]
 
     @property
-    @abstractmethod
     def title(self) -> str:
-        """Name and parameters, for a heading."""
+        """Name, parameters and number of clients, for a heading."""
+        return f"{self._kind}, {self.clients:,} client{'s' * (self.clients != 1)}"
+
+    @property
+    @abstractmethod
+    def _kind(self) -> str:
+        """Name and parameters."""
 
     @abstractmethod
     def _deal(self, labels: Indices, generator: np.random.Generator) -> Sequence[Indices]:

@@ -45,9 +45,8 @@ class Dirichlet(Partition):
             )
 
     @property
-    def title(self) -> str:
-        """Name and parameters, for a heading."""
-        return f"Dirichlet (alpha = {self.alpha:g}), {self.clients:,} clients"
+    def _kind(self) -> str:
+        return f"Dirichlet (alpha = {self.alpha:g})"
 
     def _deal(self, labels: Indices, generator: np.random.Generator) -> Sequence[Indices]:
         owner = np.empty(len(labels), dtype=np.int64)

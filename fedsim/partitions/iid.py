@@ -30,9 +30,8 @@ class IID(Partition):
         require_clients(self.clients)
 
     @property
-    def title(self) -> str:
-        """Name and parameters, for a heading."""
-        return f"IID, {self.clients:,} clients"
+    def _kind(self) -> str:
+        return "IID"
 
     def _deal(self, labels: Indices, generator: np.random.Generator) -> Sequence[Indices]:
         require_enough(self.clients, len(labels))

@@ -57,12 +57,8 @@ class InterpolatedPathological(Partition):
         require_clients(self.clients, len(self.groups), ", one for each of partition.groups")
 
     @property
-    def title(self) -> str:
-        """Name and parameters, for a heading."""
-        return (
-            f"Interpolated pathological (randomness = {self.randomness:g}), "
-            f"{self.clients:,} clients in {len(self.groups)} groups"
-        )
+    def _kind(self) -> str:
+        return f"interpolated pathological (randomness = {self.randomness:g})"
 
     def _deal(self, labels: Indices, generator: np.random.Generator) -> Sequence[Indices]:
         own = self._pathological(labels, generator)

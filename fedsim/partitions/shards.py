@@ -43,9 +43,8 @@ class Shards(Partition):
             raise FedsimError(f"partition.shards is {self.shards}; it must be at least 1.")
 
     @property
-    def title(self) -> str:
-        """Name and parameters, for a heading."""
-        return f"Shards ({self.shards} a client), {self.clients:,} clients"
+    def _kind(self) -> str:
+        return f"shards ({self.shards} a client)"
 
     def _deal(self, labels: Indices, generator: np.random.Generator) -> Sequence[Indices]:
         total = self.clients * self.shards

@@ -1,0 +1,56 @@
+"""`fedsim partition`: show how the classes fall on the clients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fedsim.config import RunConfig
+from fedsim.errors import FedsimError
+
+__all__ = ["partition"]
+
+
+def partition(
+    config: Annotated[Path, typer.Argument(help="The TOML file that describes the run.")],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one key: `partition.alpha=0.1`."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The picture, a PNG; `runs/<name>-partition.png` if unset.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of the config's `seed`.")] = None,
+) -> None:
+    """Show how the classes fall on the clients, and save it as a picture. Nothing is trained.
+
+    The same seed gives the same partition as `fedsim run` does. To see what a smaller alpha
+    would do to a config:
+
+        fedsim partition run.toml --set partition.name=dirichlet --set partition.alpha=0.1
+
+    Of the config, the tables [data] and [partition] and the seed matter here.
+    """
+    settings = RunConfig.load(config, set_ or [])
+    if seed is not None:
+        settings = settings.replace(seed=seed)
+    path = out or Path("runs") / f"{settings.name}-partition.png"
+    if path.suffix.lower() != ".png" or path.is_dir():
+        raise FedsimError(f"--out is {path}; it must be a file that ends in .png.")
+    # Only now: a mistake in the config should not wait for torch and matplotlib.
+    from fedsim.build import Build
+    from fedsim.build import partition as partitioner
+    from fedsim.reports.partition import class_counts, draw, save, tabulate
+
+    build = Build(settings.replace(**{"engine.device": "cpu"}))
+    counts = class_counts(build.dataset.y_train.numpy(), build.parts, build.dataset.num_classes)
+    title = f"{settings.data.name}: {partitioner(settings).title}, seed {settings.seed}"
+    if settings.partition.max_examples:
+        title += f", at most {settings.partition.max_examples:,} examples a client"
+    console = Console()
+    console.print(tabulate(counts, title))
+    save(draw(counts, title), path)
+    console.print(f"picture: [bold]{path}[/]")
