@@ -1,1 +1,37 @@
-"""fedsim.mechanisms"""
+"""Mechanisms: bound rows, sum them exactly, add noise once.
+
+Rows are clients' updates or examples' gradients; mechanisms do not care which::
+
+    mechanism = Clipping(clip_norm=1.0)
+    state = mechanism.init(layout)
+    total = mechanism.accumulate(state, layout)
+    for block in blocks:
+        total.add(DenseRows(block))
+    released = mechanism.release(state, total, noise_multiplier=1.1, denominator=100.0, noise=noise)
+    vector += released.mean
+"""
+
+from __future__ import annotations
+
+from fedsim.mechanisms.averaging import NoPrivacy
+from fedsim.mechanisms.base import Accumulator, Mechanism, Release, Shares, State
+from fedsim.mechanisms.layout import Layout
+from fedsim.mechanisms.noise import NoiseSource
+from fedsim.mechanisms.rows import DenseRows, Rows
+from fedsim.mechanisms.scaling import Clipping, Normalization, NormBound
+
+__all__ = [
+    "Accumulator",
+    "Clipping",
+    "DenseRows",
+    "Layout",
+    "Mechanism",
+    "NoPrivacy",
+    "NoiseSource",
+    "NormBound",
+    "Normalization",
+    "Release",
+    "Rows",
+    "Shares",
+    "State",
+]

@@ -1,0 +1,91 @@
+"""Gaussian noise, and how clients and server divide it.
+
+Guarantee: a sum on a grid plus noise rounded to the same grid is the rounding of (sum +
+Gaussian noise), that is, post-processing of the Gaussian mechanism; and the bits of the
+released number do not tell which sum it came from, as those of an unrounded floating-point
+sum do (Mironov 2012).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsim.errors import FedsimError
+
+__all__ = ["NoiseSource", "fixed_share", "share_multiplier", "top_up_multiplier"]
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class NoiseSource:
+    """Where Gaussian draws come from; drawing advances the generator.
+
+    Parameters
+    ----------
+    generator : numpy.random.Generator
+        Keyed (`Randomness.generator`) or seeded from the operating system.
+    hardened : bool
+        Make each value of four draws, halved (Holohan and Braghin 2021, n = 2): recovering
+        the generator's output bits from the value then means inverting a sum of four, and the
+        attainable values lie denser than the grid. Four times the cost.
+    """
+
+    generator: np.random.Generator
+    hardened: bool = False
+
+    def normal(self, size: int) -> Array:
+        """Standard normal draws, float64 ``[size]``."""
+        draws = self.generator.standard_normal(size)
+        if self.hardened:
+            for _ in range(3):
+                draws += self.generator.standard_normal(size)
+            draws *= 0.5
+        return draws
+
+    def integers(self, std: float, size: int) -> Array:
+        """Normal draws of standard deviation ``std``, rounded to whole numbers, ``[size]``."""
+        draws = self.normal(size)
+        draws *= std
+        return np.rint(draws, out=draws)
+
+
+def share_multiplier(noise_multiplier: float, asked: int) -> float:
+    """Noise multiplier of one client's share among ``asked`` clients: ``z / sqrt(asked)``."""
+    if asked < 1:
+        raise FedsimError(f"asked is {asked}; a share needs at least one client asked.")
+    return noise_multiplier / math.sqrt(asked)
+
+
+def top_up_multiplier(noise_multiplier: float, asked: int, usable: int) -> float:
+    """Noise multiplier of what the server adds when ``usable`` of ``asked`` shares arrived.
+
+    ``z * sqrt(1 - usable / asked)``, all of z when nobody was asked: the variance of the sum is
+    z^2 C^2 whatever the cohort's size and however many dropped out.
+    """
+    if not 0 <= usable <= asked:
+        raise FedsimError(f"usable is {usable}; it must lie between 0 and asked, {asked}.")
+    if asked == 0:
+        return noise_multiplier
+    return noise_multiplier * math.sqrt(1 - usable / asked)
+
+
+def fixed_share(noise_multiplier: float, cohort_size: float, population: int) -> float:
+    """Noise multiplier of Das's fixed share, ``z / sqrt(r)``, for full participation only.
+
+    Raises
+    ------
+    FedsimError
+        If not every client takes part: the variance of the sum would then be proportional to
+        the number of clients present, and tell one from none.
+    """
+    if cohort_size != population:
+        raise FedsimError(
+            f"a fixed noise share needs full participation; the cohort is {cohort_size:g} of "
+            f"{population} clients."
+        )
+    return share_multiplier(noise_multiplier, population)

@@ -1,0 +1,141 @@
+"""Mechanisms that multiply a row by a number: clipping, normalisation, a known bound."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedsim.errors import FedsimError
+from fedsim.mechanisms.base import GaussianMechanism, Shaped, State
+from fedsim.mechanisms.rows import norms_, round_up
+
+__all__ = ["Clipping", "NormBound", "Normalization", "ScalingMechanism", "check_number"]
+
+BOUND_RANGE = (1e-30, 1e30)
+
+
+def check_number(name: str, value: float, low: float, high: float) -> None:
+    """Raise `FedsimError` unless ``value`` lies in ``[low, high]``."""
+    if not low <= value <= high:
+        allowed = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+        raise FedsimError(f"{name} is {value}; it must be {allowed}.")
+
+
+class ScalingMechanism(GaussianMechanism):
+    """A mechanism whose bounded row is the row times what `scales` gives."""
+
+    @abstractmethod
+    def scales(
+        self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0
+    ) -> Tensor:
+        """Factor of each row, from the norms alone.
+
+        Parameters
+        ----------
+        norms : Tensor, any shape (``[n]``, or ``[n, B]`` for n clients' examples)
+            NaN (a non-finite row) gives NaN; whoever multiplies puts zero there.
+        state : State, optional
+            Where the bound adapts.
+        unit : Tensor or float
+            The norms are in these units and the factor is for rows in these units, as
+            extreme rows are rescaled.
+        """
+
+    def _shape(self, y: Tensor, state: State) -> Shaped:
+        d = y.shape[1]
+        norms, unit = norms_(y)
+        factor = self.scales(round_up(norms, d), state, unit=1.0 if unit is None else unit)
+        true_norms = norms if unit is None else norms * unit
+        clipped = true_norms > self._radius(state, d)
+        return Shaped(factor, clipped, self._sides(clipped))
+
+    def _sides(self, clipped: Tensor) -> Mapping[str, Tensor]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Clipping(ScalingMechanism):
+    """``u * min(1, C / ||u||)`` (Abadi et al. 2016; McMahan et al. 2018).
+
+    Guarantee: the sum changes by at most C in L2 norm when a row is added or removed.
+
+    Parameters
+    ----------
+    clip_norm : float
+        C, between 1e-30 and 1e30.
+    """
+
+    clip_norm: float
+
+    def __post_init__(self) -> None:
+        check_number("clip-norm", self.clip_norm, *BOUND_RANGE)
+
+    def scales(
+        self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0
+    ) -> Tensor:
+        """``min(1, C / norm)``; see `ScalingMechanism`."""
+        return _clip_factor(norms, self.clip_norm, unit)
+
+    def _radius(self, state: State, d: int) -> float:
+        return self.clip_norm
+
+
+@dataclass(frozen=True)
+class NormBound(Clipping):
+    """Rows whose norm is known never to exceed C (the "norm bound" of AdaCliP's tables).
+
+    A row that does exceed it is clipped all the same, so that the guarantee does not rest on
+    the claim; the accumulator's ``clipped`` says how many did.
+
+    Parameters
+    ----------
+    clip_norm : float
+        The bound, for example 28 for softmax regression on 784 pixels in [0, 1] (AdaCliP).
+    """
+
+
+@dataclass(frozen=True)
+class Normalization(ScalingMechanism):
+    """``C * u / (||u|| + smoothing)``, and 0 for u = 0 (Das et al. 2021).
+
+    With ``smoothing > 0`` this is the smooth form of AUTO-S (Bu et al. 2023) and alpha-NormEC.
+    Without it a row that is nothing but rounding error becomes one of norm C.
+
+    Guarantee: the sum changes by at most C in L2 norm when a row is added or removed. How far
+    it really moves does not depend on the row's length.
+
+    Parameters
+    ----------
+    clip_norm : float
+        C, between 1e-30 and 1e30.
+    smoothing : float
+        kappa, at least 0.
+    """
+
+    clip_norm: float
+    smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("clip-norm", self.clip_norm, *BOUND_RANGE)
+        check_number("smoothing", self.smoothing, 0.0, BOUND_RANGE[1])
+
+    def scales(
+        self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0
+    ) -> Tensor:
+        """``C / (norm + smoothing)``, and 0 for a norm of 0; see `ScalingMechanism`."""
+        smooth = norms if self.smoothing == 0 else norms + self.smoothing / unit
+        return torch.where(norms == 0, 0.0, self.clip_norm / smooth)
+
+    def _radius(self, state: State, d: int) -> float:
+        return self.clip_norm
+
+
+def _clip_factor(norms: Tensor, clip_norm: float | Tensor, unit: Tensor | float) -> Tensor:
+    # NaN stays NaN: neither division nor clamp hides it, as Python's min() would.
+    limit = torch.as_tensor(unit, dtype=norms.dtype, device=norms.device)
+    return torch.minimum(clip_norm / norms, limit)

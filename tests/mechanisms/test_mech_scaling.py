@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedsim.errors import FedsimError
+from fedsim.mechanisms import Clipping, DenseRows, Layout, Normalization, NormBound
+from fedsim.mechanisms.scaling import ScalingMechanism
+
+NAN, INF = float("nan"), float("inf")
+FLOATS32 = st.floats(width=32, allow_nan=True, allow_infinity=True)
+FLOATS64 = st.floats(allow_nan=True, allow_infinity=True)
+EXTREMES = [0.0, 1e-45, 1e-38, 1e-30, 1.0, 1e30, 3e38, -3e38, NAN, INF]
+MECHANISMS = [Clipping(1.5), NormBound(0.3), Normalization(1.5), Normalization(2.0, smoothing=0.01)]
+
+
+def norms(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows.double(), dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_closed_forms_of_clipping_and_normalisation(dtype: torch.dtype) -> None:
+    block = torch.tensor([[3, 4], [0.3, 0.4], [0, 0], [NAN, 1], [INF, 0]], dtype=dtype)
+    clipped = [[0.6, 0.8], [0.3, 0.4], [0, 0], [0, 0], [0, 0]]
+    normalised = [[0.6, 0.8], [0.6, 0.8], [0, 0], [0, 0], [0, 0]]
+    smooth = [[3 / 5.5, 4 / 5.5], [0.3, 0.4], [0, 0], [0, 0], [0, 0]]
+    for mechanism, expected in (
+        (Clipping(1.0), clipped),
+        (Normalization(1.0), normalised),
+        (Normalization(1.0, smoothing=0.5), smooth),
+    ):
+        bounded = mechanism.bound(block)
+        assert bounded.dtype == dtype
+        torch.testing.assert_close(
+            bounded, torch.tensor(expected, dtype=dtype), atol=2e-9, rtol=1e-7
+        )
+
+
+@given(st.lists(st.lists(FLOATS32, min_size=3, max_size=3), min_size=1, max_size=5))
+def test_no_float32_row_leaves_the_ball(rows: list[list[float]]) -> None:
+    block = torch.tensor(rows, dtype=torch.float32)
+    for mechanism in MECHANISMS:
+        bounded = norms(mechanism.bound(block))
+        assert bool((bounded <= mechanism.clip_norm * (1 + 1e-7)).all())
+
+
+@given(
+    st.lists(st.lists(FLOATS64, min_size=3, max_size=3), min_size=1, max_size=5),
+    st.sampled_from([1e-30, 1e-3, 1.0, 7.0, 1e30]),
+)
+def test_no_float64_row_leaves_the_ball_at_any_c(rows: list[list[float]], c: float) -> None:
+    block = torch.tensor(rows, dtype=torch.float64)
+    for mechanism in (Clipping(c), Normalization(c), Normalization(c, smoothing=1e-3)):
+        bounded = norms(mechanism.bound(block) / c)
+        assert bool((bounded <= 1.0).all())
+
+
+@pytest.mark.parametrize("pair", list(itertools.product(EXTREMES, EXTREMES)))
+def test_extreme_rows_are_normalised_to_c_and_non_finite_ones_to_zero(
+    pair: tuple[float, float],
+) -> None:
+    block = torch.tensor([pair], dtype=torch.float32)
+    got = norms(Normalization(2.0).bound(block)).item()
+    finite, zero = bool(torch.isfinite(block).all()), bool((block == 0).all())
+    assert got == pytest.approx(2.0 if finite and not zero else 0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [5e-324, 1e-310, 1e-200, 1e200, 1.7e308])
+def test_float64_rows_whose_squares_leave_the_range_are_normalised(size: float) -> None:
+    block = torch.full((1, 7), size, dtype=torch.float64)
+    expected = torch.full((1, 7), 1 / 7**0.5, dtype=torch.float64)
+    torch.testing.assert_close(Normalization(1.0).bound(block), expected, rtol=1e-9, atol=2e-9)
+    finite = DenseRows(block).norms()
+    assert bool(torch.isfinite(finite).all()) == (size < 1e308)
+
+
+@given(st.floats(1e-3, 1e3), st.integers(0, 2**31))
+def test_homogeneity(c: float, seed: int) -> None:
+    block = torch.from_numpy(np.random.default_rng(seed).normal(size=(4, 6)))
+    same = Normalization(1.0).bound(c * block)
+    torch.testing.assert_close(same, Normalization(1.0).bound(block), atol=4e-9, rtol=0)
+    scaled = Clipping(c).bound(c * block)
+    torch.testing.assert_close(scaled, c * Clipping(1.0).bound(block), atol=4e-9 * c, rtol=0)
+
+
+def test_normalisation_equals_clipping_to_the_byte_where_every_row_is_longer_than_c() -> None:
+    block = torch.randn(50, 20, generator=torch.Generator().manual_seed(1))
+    c = 0.999 * float(norms(block).min())
+    assert torch.equal(Normalization(c).bound(block), Clipping(c).bound(block))
+
+
+def test_rows_within_c_pass_clipping_unchanged() -> None:
+    block = torch.randn(9, 5, generator=torch.Generator().manual_seed(2))
+    kept = Clipping(1000.0).bound(block)
+    torch.testing.assert_close(kept, block, atol=1000 * 2.0**-30, rtol=0)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_scales_of_norms_of_any_shape_give_the_bounded_rows(mechanism: ScalingMechanism) -> None:
+    block = torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    factors = mechanism.scales(torch.linalg.vector_norm(block, dim=2))
+    assert factors.shape == (6, 4)
+    by_scale = (block * factors[..., None]).reshape(24, 5)
+    torch.testing.assert_close(by_scale, mechanism.bound(block.reshape(24, 5)), atol=4e-9, rtol=0)
+
+
+def test_a_known_norm_bound_is_enforced_and_violations_are_counted() -> None:
+    mechanism = NormBound(5.0)
+    block = torch.tensor([[3.0, 4.0], [6.0, 8.0], [0.0, 1.0]])
+    total = mechanism.accumulate({}, Layout.of({"w": block[0]}))
+    total.add(DenseRows(block))
+    assert (total.count, total.clipped) == (3, 1)
+    torch.testing.assert_close(
+        mechanism.bound(block), torch.tensor([[3.0, 4.0], [3.0, 4.0], [0.0, 1.0]])
+    )
+
+
+def test_zero_dimensional_parameters_are_part_of_the_norm() -> None:
+    layout = Layout.of({"w": torch.tensor([3.0]), "b": torch.tensor(4.0)})
+    row = layout.flatten({"w": torch.tensor([3.0]), "b": torch.tensor(4.0)})
+    torch.testing.assert_close(Clipping(1.0).bound(row[None]), torch.tensor([[0.6, 0.8]]))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, NAN, INF, 1e31])
+def test_impossible_bounds_are_refused(value: float) -> None:
+    with pytest.raises(FedsimError, match="clip-norm"):
+        Clipping(value)
+    with pytest.raises(FedsimError, match="clip-norm"):
+        Normalization(value)
+    if not 0 <= value <= 1e30:
+        with pytest.raises(FedsimError, match="smoothing"):
+            Normalization(1.0, smoothing=value)
