@@ -1,1 +1,33 @@
-"""fedsim.privacy"""
+"""Privacy accounting: events in, (epsilon, delta) out.
+
+A cohort emits the event of its draw, a ledger writes it down before the release, and an
+accountant says what all of it has cost. Nothing here loads torch or Flower.
+"""
+
+from __future__ import annotations
+
+from fedsim.privacy.accountant import Accountant, Cost
+from fedsim.privacy.calibration import (
+    calibrate,
+    calibrate_events,
+    cost,
+    epsilon,
+    rounds_within,
+    worst_client,
+)
+from fedsim.privacy.events import Adjacency, Event, Level, Sampler
+
+__all__ = [
+    "Accountant",
+    "Adjacency",
+    "Cost",
+    "Event",
+    "Level",
+    "Sampler",
+    "calibrate",
+    "calibrate_events",
+    "cost",
+    "epsilon",
+    "rounds_within",
+    "worst_client",
+]
