@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from urllib.error import URLError
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import torchvision
 from sklearn.datasets import load_digits
 
 from fedsim.datasets import Dataset, load
@@ -122,6 +124,47 @@ def test_missing_files_end_with_the_three_cures_and_download_nothing(
         load(name, directory=tmp_path)
     assert f"{name}.npz" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+class Kept:
+    """Stands in for torchvision's CIFAR10, which checks its files' sums."""
+
+    asked: ClassVar[list[tuple[str, bool, bool]]] = []
+    error: ClassVar[Exception | None] = None
+
+    def __init__(self, root: str, train: bool, download: bool) -> None:
+        self.asked.append((root, train, download))
+        if self.error is not None:
+            raise self.error
+        self.data = images((6, 32, 32, 3))["x_train"]
+        self.targets = [0, 1, 2, 0, 1, 2]
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> type[Kept]:
+    class Fresh(Kept):
+        asked: ClassVar[list[tuple[str, bool, bool]]] = []
+
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", Fresh)
+    return Fresh
+
+
+@pytest.mark.parametrize("download", [False, True])
+def test_torchvision_may_download_only_when_asked_to(
+    tmp_path: Path, kept: type[Kept], download: bool
+) -> None:
+    data = load("cifar10", directory=tmp_path, download=download)
+    assert kept.asked == [(str(tmp_path), True, download), (str(tmp_path), False, download)]
+    assert data.x_train.shape == (6, 3, 32, 32)
+    assert data.y_train.tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_download_that_fails_says_why_and_what_else_there_is(
+    tmp_path: Path, kept: type[Kept]
+) -> None:
+    kept.error = URLError("no route to host")
+    with pytest.raises(FedsimError, match=r"failed \(.*no route to host.*\); set data\.dir"):
+        load("cifar10", directory=tmp_path, download=True)
 
 
 def test_an_unknown_name_is_told_what_there_is() -> None:
