@@ -90,9 +90,8 @@ class Build:
             algorithm(self.config),
             ClientData(x, y, parts, *(_channels(s) for s in (dataset.mean, dataset.std))),
             batch_size=client.batch_size,
-            epochs=client.epochs,
-            steps=client.steps,
-            loss=self.config.model.loss,
+            epochs=None if client.steps else client.epochs,
+            steps=client.steps or None,
             path=client.path,
             block_size=client.block_size,
             randomness=Randomness(self.config.seed),
@@ -102,14 +101,13 @@ class Build:
     @cached_property
     def resolved(self) -> RunConfig:
         """The config with everything filled in that a rule chose: device, path, block size."""
-        return self.config.replace(
-            **{
-                "client.path": self.trainer.path,
-                "client.block-size": self.trainer.block_size,
-                "engine.device": self.device.type,
-                "noise.entropy": self.entropy,
-            }
-        )
+        chosen: dict[str, str | int] = {
+            "client.path": self.trainer.path.name,
+            "client.block-size": self.trainer.block_size,
+            "engine.device": self.device.type,
+            "noise.entropy": self.entropy,
+        }
+        return self.config.replace(**chosen)
 
     @property
     def entropy(self) -> Literal["config", "system"]:
@@ -154,6 +152,7 @@ class Build:
             ledger=Ledger(ledger),
             seed=None if self.entropy == "system" else config.seed,
             server_optimizer=_server_optimizer(config),
+            placement=config.noise.placement,
             hardened_noise=config.noise.hardened,
             fraction_evaluate=evaluate.fraction if evaluate.clients_every else 0.0,
             evaluate_every=max(evaluate.clients_every, 1),

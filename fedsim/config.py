@@ -161,13 +161,6 @@ def _check_noise(config: RunConfig) -> None:
         noise.max_epsilon,
         "unset in a run without a mechanism and noise: it has no budget to keep",
     )
-    config.require(
-        noise.placement != "fixed-share" or config.cohort.name == "full",
-        "noise.placement",
-        noise.placement,
-        "'server' or 'client' unless cohort.name = 'full': fixed shares are exact only when "
-        "every client takes part",
-    )
 
 
 def _check_evaluation(config: RunConfig) -> None:

@@ -241,7 +241,7 @@ class NoiseSection(Section):
     max_epsilon: Maybe = None
     delta: float = Field(1e-5, gt=0, lt=1)
     entropy: Literal["", "config", "system"] = ""
-    placement: Literal["server", "client", "fixed-share"] = "server"
+    placement: Literal["server", "client"] = "server"
     hardened: bool = True
 
     @model_validator(mode="after")

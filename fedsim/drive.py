@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
@@ -108,11 +108,11 @@ class _Scribe:
         self._observer = observer
         self._since = time.perf_counter()
 
-    def evaluate(self, server_round: int, arrays: ArrayRecord):  # type: ignore[no-untyped-def]
+    def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Central evaluation; the initial model's makes row 0 at once."""
         metrics = self._build.evaluate(server_round, arrays)
         if server_round == 0 and metrics is not None:
-            self._write({"round": 0, **{k: float(v) for k, v in metrics.items()}})
+            self._write({"round": 0, **_numbers(metrics)})
         return metrics
 
     def on_round(self, server_round: int, result: Result) -> None:
@@ -141,7 +141,9 @@ class _Scribe:
         self._since = time.perf_counter()
 
 
-def _numbers(record: object, prefix: str = "") -> Row:
-    if record is None:
-        return {}
-    return {f"{prefix}{key}": float(value) for key, value in record.items()}  # type: ignore[attr-defined]
+def _numbers(record: MetricRecord | None, prefix: str = "") -> Row:
+    return {
+        f"{prefix}{key}": float(value)
+        for key, value in (record or {}).items()
+        if isinstance(value, int | float)
+    }

@@ -6,32 +6,33 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+import numpy.typing as npt
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid, PrivacySpent
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor
 
 from fedsim.cohorts import Cohort
 from fedsim.engines.arrays import array_record, tensors
-from fedsim.engines.directory import ClientDirectory
 from fedsim.errors import FedsimError
 from fedsim.exchange import Block, Ids, Instructions, Replies
-from fedsim.mechanisms import DenseRows, Layout, Mechanism, NoiseSource, State
+from fedsim.mechanisms import Accumulator, DenseRows, Layout, Mechanism, NoiseSource, State
 from fedsim.privacy import Event, Ledger, Statement
 from fedsim.randomness import Purpose, Randomness
+from fedsim.strategies.client_evaluation import ClientEvaluation
 from fedsim.strategies.loop import run_rounds
+from fedsim.strategies.participants import Participants, node_ids
 from fedsim.strategies.replies import blocks_from_messages, to_arrays
 from fedsim.strategies.server_optimizer import ServerOptimizer, sgd
-from fedsim.strategies.summaries import MetricMeans
+from fedsim.strategies.summaries import MetricMeans, MetricsAggregator
 
 __all__ = ["DPFedAvg", "RoundReport", "RunFailedError"]
 
 _log = logging.getLogger("fedsim")
-MetricsAggregator = Callable[[list[RecordDict], str], MetricRecord]
+Floats = npt.NDArray[np.float64]
 
 
 class RunFailedError(RuntimeError):
@@ -88,6 +89,12 @@ class DPFedAvg(Strategy):
         operating system, as they must wherever the guarantee is meant in earnest.
     server_optimizer : ServerOptimizer, optional
         Applied to the noisy mean; by default it is added as it is.
+    placement : "server" or "client"
+        Where noise is drawn: once on the sum, or in the shares of the clients asked, each of
+        variance ``z^2 C^2 / asked`` (with full participation, Das et al.'s own form), while
+        the server adds what missing clients would have. The total is the same.
+    hardened_noise : bool
+        See `NoiseSource`.
     fraction_evaluate : float, optional
         Share of the clients that evaluate the model. Their metrics are released without
         noise, so a private run needs ``unprotected_metrics=True`` for it, and defaults to 0.
@@ -121,6 +128,7 @@ evaluate_metrics_aggr_fn
         ledger: Ledger | str | PathLike[str] | None = None,
         seed: int | None = None,
         server_optimizer: ServerOptimizer | None = None,
+        placement: Literal["server", "client"] = "server",
         hardened_noise: bool = True,
         fraction_evaluate: float | None = None,
         evaluate_every: int = 1,
@@ -134,11 +142,6 @@ evaluate_metrics_aggr_fn
         train_metrics_aggr_fn: MetricsAggregator | None = None,
         evaluate_metrics_aggr_fn: MetricsAggregator | None = None,
     ) -> None:
-        if cohort.population is None:
-            raise FedsimError(
-                "cohort.population is not set; declare how many clients there are, since the "
-                "denominator of the mean must not depend on who replies."
-            )
         self.private = mechanism.guarantee == "gaussian" and noise_multiplier > 0
         if mechanism.guarantee == "none" and max_epsilon is not None:
             raise FedsimError(
@@ -161,18 +164,14 @@ evaluate_metrics_aggr_fn
         self.ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
         self.randomness = Randomness(seed)
         self.server_optimizer: ServerOptimizer = server_optimizer or sgd()
+        self.placement = placement
         self.hardened_noise = hardened_noise
-        self.fraction_evaluate = fraction_evaluate
-        self.evaluate_every = evaluate_every
-        self.min_available_nodes = min_available_nodes
-        self.node_timeout = node_timeout
         self.max_failed_rounds = max_failed_rounds
         self.shows_clients = shows_clients
         self.weighted_by_key = weighted_by_key
         self.arrayrecord_key = arrayrecord_key
         self.configrecord_key = configrecord_key
         self.train_metrics_aggr_fn = train_metrics_aggr_fn
-        self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn
 
         self.stopped: str | None = None
         """Why no further release will be made, once that is so."""
@@ -180,11 +179,21 @@ evaluate_metrics_aggr_fn
         """What happened in the round aggregated last."""
         self.result: Result | None = None
         """What `start` has reached, also after an exception."""
-        self._directory = ClientDirectory(timeout=node_timeout)
+        self._participants = Participants(
+            cohort, self.randomness, min_available_nodes, node_timeout
+        )
+        self._evaluation = ClientEvaluation(
+            self._participants,
+            fraction_evaluate,
+            evaluate_every,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            evaluate_metrics_aggr_fn,
+        )
         self._layout: Layout | None = None
         self._state: State = {}
         self._asked: _Asked | None = None
-        self._evaluated: dict[int, int] = {}
         self._failed_rounds = 0
 
     # -- training ---------------------------------------------------------------------
@@ -205,15 +214,15 @@ evaluate_metrics_aggr_fn
             return []
         server = tensors(arrays)
         layout = self._take_layout(server)
-        nodes = self._nodes(grid)
-        cohort = self._draw(server_round)
-        present = np.array([client for client in cohort if client in nodes], dtype=np.int64)
-        node_ids = np.array([nodes[client] for client in present.tolist()], dtype=np.int64)
+        nodes = self._participants.nodes(grid)
+        cohort = self._participants.cohort(server_round)
+        present = cohort[np.isin(cohort, list(nodes))]
+        asked = node_ids(present, nodes)
         vector = layout.flatten(server)
         self._asked = _Asked(
             round=server_round,
             cohort=cohort,
-            client_of=dict(zip(node_ids.tolist(), present.tolist(), strict=True)),
+            client_of=dict(zip(asked.tolist(), present.tolist(), strict=True)),
             server=server,
             vector=vector,
             event=event,
@@ -224,7 +233,7 @@ evaluate_metrics_aggr_fn
             arrays=arrays,
             vector=vector,
             client_ids=present,
-            node_ids=node_ids,
+            node_ids=asked,
             config=ConfigRecord({**config, "server-round": server_round}),
             arrayrecord_key=self.arrayrecord_key,
             configrecord_key=self.configrecord_key,
@@ -253,11 +262,10 @@ evaluate_metrics_aggr_fn
         asked, self._asked = self._asked, None
         if asked is None or asked.round != server_round or self._layout is None:
             raise ValueError(f"round {server_round} was not configured, or is aggregated already.")
-        total = self.mechanism.accumulate(self._layout, self._state)
+        total = self.mechanism.accumulate(self._state, self._layout, device=asked.vector.device)
         means = MetricMeans(self.weighted_by_key, self.train_metrics_aggr_fn)
         for block in self._usable(asked, replies):
-            assert block.rows is not None
-            total.add(DenseRows(block.rows), self._weights(block), block.metrics)
+            self._add(total, asked, block)
             if self.shows_clients:
                 means.add(block)
         # On disk before the release exists: a crash from here on counts one too many.
@@ -276,7 +284,8 @@ evaluate_metrics_aggr_fn
             total,
             noise_multiplier=self.noise_multiplier,
             denominator=self.cohort.expected_size,
-            noise=self._noise(server_round),
+            noise=self._noise(Purpose.NOISE, server_round),
+            asked=len(asked.client_of) if self.placement == "client" else None,
         )
         self._state = release.state
         vector = self.server_optimizer.step(asked.vector, release.mean)
@@ -306,16 +315,31 @@ evaluate_metrics_aggr_fn
                 waiting.discard(client)
             yield block if keep.all() else block.select(keep)
 
-    def _weights(self, block: Block) -> Tensor | None:
+    def _add(self, total: Accumulator, asked: _Asked, block: Block) -> None:
+        """Add a block's rows; where clients noise their own, let each do so."""
+        assert block.rows is not None
+        sides = {name: _reported(block, name) for name in self.mechanism.side_names}
+        if self.placement == "server":
+            total.add(DenseRows(block.rows), weights=self._weights(block), sides=sides)
+            return
+        shares = self.mechanism.share(
+            block.rows,
+            self._state,
+            noise_multiplier=self.noise_multiplier,
+            denominator=self.cohort.expected_size,
+            asked=len(asked.client_of),
+            noise=[
+                self._noise(Purpose.CLIENT_NOISE, asked.round, client)
+                for client in block.client_ids.tolist()
+            ],
+            sides=sides,
+        )
+        total.add_shares(shares)
+
+    def _weights(self, block: Block) -> Floats | None:
         if self.mechanism.weighting != "num-examples":
             return None
-        counts = block.metrics.get(self.weighted_by_key)
-        if counts is None:
-            raise FedsimError(
-                f"clients report no '{self.weighted_by_key}', which weighs their updates; "
-                "use NoPrivacy(weighting='uniform')."
-            )
-        return torch.from_numpy(np.asarray(counts, dtype=np.float64))
+        return _reported(block, self.weighted_by_key)
 
     def _note_failures(self, asked: _Asked, usable: int, lost: bool) -> None:
         failed = len(asked.cohort) - usable
@@ -338,41 +362,24 @@ evaluate_metrics_aggr_fn
             raise FedsimError("the model's parameters changed their names or shapes in the run.")
         return layout
 
-    # -- who takes part ---------------------------------------------------------------
-
-    def _nodes(self, grid: Grid) -> dict[int, int]:
-        nodes = self._directory.wait(grid, self.min_available_nodes)
-        population = self.cohort.population
-        assert population is not None
-        stranger = next((client for client in nodes if client >= population), None)
-        if stranger is not None:
-            raise FedsimError(
-                f"a node is client {stranger}, but cohort.population = {population}; client ids "
-                f"must lie in 0 .. {population - 1}."
-            )
-        return nodes
-
-    def _draw(self, server_round: int) -> Ids:
-        assert self.cohort.population is not None
-        generator = self.randomness.generator(Purpose.COHORT, round=server_round)
-        return self.cohort.draw(generator.random(self.cohort.population))
-
     # -- privacy ----------------------------------------------------------------------
 
     def _event(self) -> Event:
-        multiplier = self.noise_multiplier if self.private else 0.0
-        return self.cohort.event(multiplier)
+        sides = dict(
+            self.mechanism.noise_multipliers(self.noise_multiplier, self.cohort.expected_size)
+        )
+        return self.cohort.event(
+            sides.pop("sum"), sides=sides, guarantee=self.mechanism.guarantee == "gaussian"
+        )
 
     def _exceeds_budget(self, event: Event) -> bool:
         return self.max_epsilon is not None and self.ledger.would_exceed(
             event, self.max_epsilon, self.delta
         )
 
-    def _noise(self, server_round: int) -> NoiseSource:
-        return NoiseSource(
-            self.randomness.generator(Purpose.NOISE, round=server_round),
-            hardened=self.hardened_noise,
-        )
+    def _noise(self, purpose: Purpose, server_round: int, client: int = 0) -> NoiseSource:
+        generator = self.randomness.generator(purpose, round=server_round, client=client)
+        return NoiseSource(generator, hardened=self.hardened_noise)
 
     def privacy_statement(self) -> Statement:
         """What has been released so far, and what it cost."""
@@ -388,43 +395,13 @@ evaluate_metrics_aggr_fn
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask a keyed sample of the clients to evaluate the model."""
-        if self.fraction_evaluate == 0 or server_round % self.evaluate_every:
-            return []
-        server = tensors(arrays)
-        nodes = self._nodes(grid)
-        clients = np.array(sorted(nodes), dtype=np.int64)
-        size = max(1, round(self.fraction_evaluate * len(clients)))
-        generator = self.randomness.generator(Purpose.EVALUATE, round=server_round)
-        chosen = np.sort(generator.permutation(clients)[:size])
-        node_ids = np.array([nodes[client] for client in chosen.tolist()], dtype=np.int64)
-        self._evaluated = dict(zip(node_ids.tolist(), chosen.tolist(), strict=True))
-        return Instructions(
-            kind="evaluate",
-            round=server_round,
-            arrays=arrays,
-            vector=Layout.of(server).flatten(server),
-            client_ids=chosen,
-            node_ids=node_ids,
-            config=ConfigRecord({**config, "server-round": server_round}),
-            arrayrecord_key=self.arrayrecord_key,
-            configrecord_key=self.configrecord_key,
-        )
+        return self._evaluation.configure(server_round, arrays, config, grid)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Weighted mean of the metrics; None if nobody was asked or nobody answered."""
-        evaluated, self._evaluated = self._evaluated, {}
-        if not evaluated:
-            return None
-        if isinstance(replies, Replies):
-            blocks = replies.blocks()
-        else:
-            blocks = blocks_from_messages(replies, evaluated, None, None, self.arrayrecord_key)
-        means = MetricMeans(self.weighted_by_key, self.evaluate_metrics_aggr_fn)
-        for block in blocks:
-            means.add(block.select(block.ok))
-        return means.record()
+        return self._evaluation.aggregate(replies)
 
     # -- the run ----------------------------------------------------------------------
 
@@ -485,3 +462,9 @@ evaluate_metrics_aggr_fn
             "server_optimizer": self.server_optimizer.state_dict(),
             "failed_rounds": self._failed_rounds,
         }
+
+
+def _reported(block: Block, name: str) -> Floats:
+    if name not in block.metrics:
+        raise FedsimError(f"clients report no '{name}', which the mechanism or its weights need.")
+    return block.metrics[name]

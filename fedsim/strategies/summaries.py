@@ -10,7 +10,10 @@ from flwr.app import MetricRecord, RecordDict
 
 from fedsim.exchange import Block
 
-__all__ = ["MetricMeans"]
+__all__ = ["MetricMeans", "MetricsAggregator"]
+
+MetricsAggregator = Callable[[list[RecordDict], str], MetricRecord]
+"""As Flower's ``train_metrics_aggr_fn``: from one record a client to the aggregate."""
 
 
 class MetricMeans:
@@ -29,7 +32,7 @@ class MetricMeans:
     def __init__(
         self,
         weighted_by_key: str,
-        aggregate: Callable[[list[RecordDict], str], MetricRecord] | None = None,
+        aggregate: MetricsAggregator | None = None,
     ) -> None:
         self._key = weighted_by_key
         self._aggregate = aggregate

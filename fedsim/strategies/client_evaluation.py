@@ -1,0 +1,79 @@
+"""Evaluation of the global model by clients, on their own data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+
+from fedsim.engines.arrays import tensors
+from fedsim.exchange import Instructions, Replies
+from fedsim.mechanisms import Layout
+from fedsim.strategies.participants import Participants, node_ids
+from fedsim.strategies.replies import blocks_from_messages
+from fedsim.strategies.summaries import MetricMeans, MetricsAggregator
+
+__all__ = ["ClientEvaluation"]
+
+
+@dataclass
+class ClientEvaluation:
+    """Asks a keyed sample of the clients every so many rounds, and averages what they say.
+
+    Parameters
+    ----------
+    participants : Participants
+    fraction : float
+        Of the clients that are there; 0 for no evaluation.
+    every : int
+        Rounds from one evaluation to the next.
+    """
+
+    participants: Participants
+    fraction: float
+    every: int
+    weighted_by_key: str
+    arrayrecord_key: str
+    configrecord_key: str
+    aggregate_fn: MetricsAggregator | None
+    _asked: dict[int, int] = field(default_factory=dict, init=False)
+
+    def configure(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Messages for this round's evaluators; none when it is not their turn."""
+        self._asked = {}
+        if self.fraction == 0 or server_round % self.every:
+            return []
+        nodes = self.participants.nodes(grid)
+        chosen = self.participants.evaluators(server_round, nodes, self.fraction)
+        asked = node_ids(chosen, nodes)
+        self._asked = dict(zip(asked.tolist(), chosen.tolist(), strict=True))
+        server = tensors(arrays)
+        return Instructions(
+            kind="evaluate",
+            round=server_round,
+            arrays=arrays,
+            vector=Layout.of(server).flatten(server),
+            client_ids=chosen,
+            node_ids=asked,
+            config=ConfigRecord({**config, "server-round": server_round}),
+            arrayrecord_key=self.arrayrecord_key,
+            configrecord_key=self.configrecord_key,
+        )
+
+    def aggregate(self, replies: Iterable[Message]) -> MetricRecord | None:
+        """Weighted means of the metrics; None if nobody was asked or nobody answered."""
+        asked, self._asked = self._asked, {}
+        if not asked:
+            return None
+        if isinstance(replies, Replies):
+            blocks = replies.blocks()
+        else:
+            blocks = blocks_from_messages(replies, asked, None, None, self.arrayrecord_key)
+        means = MetricMeans(self.weighted_by_key, self.aggregate_fn)
+        for block in blocks:
+            means.add(block.select(block.ok))
+        return means.record()

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fedsim
+from fedsim import RunConfig
+from fedsim.engines.arrays import tensors
+from fedsim.errors import FedsimError
+from fedsim.privacy import epsilon
+from fedsim.cohorts import PoissonCohort
+
+BASE = RunConfig().replace(
+    **{
+        "rounds": 3,
+        "partition.clients": 60,
+        "cohort.name": "poisson",
+        "cohort.rate": 0.3,
+        "mechanism.name": "clipping",
+        "noise.multiplier": 1.0,
+        "client.lr": 0.5,
+        "client.batch-size": 5,
+    }
+)
+
+
+def test_a_run_leaves_its_artefacts(tmp_path: Path) -> None:
+    result = fedsim.run(BASE, out=tmp_path / "run")
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == ["config.toml", "ledger.jsonl", "metrics.csv", "model.safetensors"]
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["round"]) for row in rows] == [0, 1, 2, 3]
+    assert float(rows[-1]["test-accuracy"]) == result.metrics[-1]["test-accuracy"]
+    model = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(model[name], value) for name, value in tensors(result.arrays).items())
+    lines = (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()
+    assert all(json.loads(line) for line in lines)
+
+
+def test_the_resolved_config_reproduces_the_run_to_the_byte(tmp_path: Path) -> None:
+    fedsim.run(BASE, out=tmp_path / "first")
+    again = RunConfig.load(tmp_path / "first" / "config.toml")
+    assert again.client.path != "auto"
+    assert again.client.block_size > 0
+    fedsim.run(again, out=tmp_path / "second")
+    first, second = ((tmp_path / name / "model.safetensors") for name in ("first", "second"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize("block_size", [1, 7])
+def test_the_block_size_changes_no_byte(block_size: int) -> None:
+    usual = fedsim.run(BASE)
+    other = fedsim.run(BASE.replace(**{"client.block-size": block_size}))
+    assert all(
+        torch.equal(value, tensors(other.arrays)[name])
+        for name, value in tensors(usual.arrays).items()
+    )
+
+
+def test_the_statement_names_epsilon_level_and_adjacency() -> None:
+    result = fedsim.run(BASE)
+    expected = epsilon(
+        noise_multiplier=1.0, cohort=PoissonCohort(rate=0.3), rounds=3, delta=BASE.noise.delta
+    )
+    assert result.privacy.epsilon == pytest.approx(expected, rel=1e-6)
+    assert (result.privacy.level, result.privacy.adjacency) == ("client", "add-remove")
+    assert result.metrics[-1]["epsilon"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_target_epsilon_is_met_and_not_undershot() -> None:
+    config = BASE.replace(**{"noise.multiplier": "", "noise.target-epsilon": 3.0})
+    spent = fedsim.run(config).privacy.epsilon
+    assert 3.0 * 0.98 < spent <= 3.0
+
+
+def test_a_run_stopped_by_its_budget_keeps_the_model_and_says_so(tmp_path: Path) -> None:
+    budget = epsilon(
+        noise_multiplier=1.0, cohort=PoissonCohort(rate=0.3), rounds=2, delta=BASE.noise.delta
+    )
+    config = BASE.replace(**{"noise.max-epsilon": budget * 1.0001})
+    result = fedsim.run(config, out=tmp_path / "run")
+    assert result.ended == "budget"
+    assert "round 3 would exceed" in result.why
+    assert result.privacy.epsilon <= budget * 1.0001
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    assert [row["round"] for row in result.metrics] == [0, 1, 2]
+
+
+def test_a_run_without_privacy_says_that_there_is_none() -> None:
+    config = RunConfig().replace(**{"rounds": 1, "partition.clients": 5})
+    result = fedsim.run(config)
+    assert result.privacy.epsilon == float("inf")
+    assert "train-loss" in result.metrics[-1]
+
+
+def test_a_mistake_leaves_nothing_behind(tmp_path: Path) -> None:
+    config = BASE.replace(**{"data.name": "mnist", "data.dir": str(tmp_path / "none")})
+    with pytest.raises(FedsimError, match="mnist"):
+        fedsim.run(config, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_interrupted_run_keeps_the_model_of_the_last_whole_round(tmp_path: Path) -> None:
+    def interrupt(row: dict[str, float | int]) -> None:
+        if row["round"] == 2:
+            raise KeyboardInterrupt
+
+    result = fedsim.run(BASE, out=tmp_path / "run", observer=interrupt)
+    two = fedsim.run(BASE.replace(rounds=2))
+    assert result.ended == "interrupted"
+    model = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(model[name], value) for name, value in tensors(two.arrays).items())
+
+
+def test_trainable_patterns_freeze_the_rest() -> None:
+    config = BASE.replace(
+        **{"model.name": "mlp", "model.widths": "8", "model.trainable": "fc2.*"}
+    )
+    result = fedsim.run(config)
+    assert sorted(tensors(result.arrays)) == ["fc2.bias", "fc2.weight"]
