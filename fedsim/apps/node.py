@@ -1,0 +1,120 @@
+"""What one node of Flower's runtimes trains: a client with its own data."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from flwr.app import Context
+
+from fedsim import datasets
+from fedsim.build import Build
+from fedsim.clients import Trainer
+from fedsim.config import RunConfig
+from fedsim.errors import FedsimError
+from fedsim.partitions import Indices
+from fedsim.randomness import Randomness
+
+__all__ = ["NodeBuild", "trainer_for"]
+
+Scalar = bool | int | float | str
+
+
+class NodeBuild(Build):
+    """`Build`, with the data of one client and of nobody else.
+
+    Parameters
+    ----------
+    config : RunConfig
+    client : int
+        Its id.
+    data : str
+        Path to an ``.npz`` all of whose training examples are this client's; empty for the
+        client's part of the run's data set.
+    """
+
+    def __init__(self, config: RunConfig, client: int, data: str = "") -> None:
+        super().__init__(config)
+        self._client = client
+        self._data = data
+
+    @functools.cached_property
+    def dataset(self) -> datasets.Dataset:
+        """The client's examples."""
+        if self._data:
+            whole = datasets.load(self._data, normalize=self.config.data.normalize)
+            own = torch.arange(len(whole.y_train))
+        else:
+            everybody = Build(self.config)
+            whole = everybody.dataset
+            own = torch.from_numpy(everybody.parts[self._client])
+        return replace(
+            whole,
+            x_train=whole.x_train[own],
+            y_train=whole.y_train[own],
+            x_test=whole.x_test[:0],
+            y_test=whole.y_test[:0],
+        ).to(self.device)
+
+    @functools.cached_property
+    def parts(self) -> list[Indices]:
+        """The client's examples are all that there are; everybody else has none here."""
+        nothing = np.zeros(0, dtype=np.int64)
+        parts: list[Indices] = [nothing] * self.config.partition.clients
+        parts[self._client] = np.arange(len(self.dataset.y_train), dtype=np.int64)
+        return parts
+
+
+def trainer_for(context: Context) -> Trainer:
+    """Trainer of a node: from the run's config, and its own node config.
+
+    The node config's ``partition-id`` says which client the node is. With ``data`` it also
+    says where that client's examples are, and otherwise they are its part of the run's data
+    set, as in a simulation.
+
+    Raises
+    ------
+    FedsimError
+        If the node is no client of this run.
+    """
+    torch.set_num_threads(1)
+    return _trainer(
+        tuple(sorted(context.run_config.items())),
+        _client_id(context.node_config),
+        str(context.node_config.get("data", "")),
+    )
+
+
+def _client_id(node_config: Mapping[str, Scalar]) -> int:
+    client = node_config.get("partition-id")
+    if not isinstance(client, int) or isinstance(client, bool):
+        raise FedsimError(
+            f"node-config 'partition-id' is {client!r}; it must be this client's id, an integer."
+        )
+    return client
+
+
+def _trainer(flat: tuple[tuple[str, Scalar], ...], client: int, data: str) -> Trainer:
+    config = RunConfig.from_run_config(dict(flat))
+    if not 0 <= client < config.partition.clients:
+        raise FedsimError(
+            f"node-config 'partition-id' is {client}; it must lie in 0 .. "
+            f"{config.partition.clients - 1}, the clients of the run."
+        )
+    if config.engine.name == "simulation" and not data:
+        return _everybody(flat)
+    build = NodeBuild(config, client, data)
+    trainer = build.trainer
+    if build.entropy == "system":
+        # A seed that nodes are told is no secret: what a client draws would be known.
+        trainer.randomness = Randomness(None)
+    return trainer
+
+
+@functools.lru_cache(maxsize=1)
+def _everybody(flat: tuple[tuple[str, Scalar], ...]) -> Trainer:
+    """One trainer for all the virtual clients that this process serves."""
+    return Build(RunConfig.from_run_config(dict(flat))).trainer

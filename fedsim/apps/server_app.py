@@ -1,0 +1,58 @@
+"""The ServerApp that Flower's runtimes load: the same run, over their grid."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedsim.artefacts import RunDirectory
+from fedsim.build import Build
+from fedsim.config import RunConfig
+from fedsim.drive import Row, drive
+from fedsim.engines.streaming import StreamingGrid
+
+__all__ = ["OUT", "RUNS", "app", "run_directory"]
+
+RUNS = "FEDSIM_RUNS"
+"""Environment variable: the directory in which each run gets one of its own."""
+
+OUT = "FEDSIM_OUT"
+"""Environment variable: the directory of the one run of a SuperLink that serves no other."""
+
+_log = logging.getLogger("fedsim")
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the config that came with the run, and leave its artefacts on this machine."""
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    torch.set_num_threads(1)
+    config = RunConfig.from_run_config(context.run_config)
+    build = Build(config)
+    directory = RunDirectory(run_directory(config.name, context.run_id))
+    directory.check_free(overwrite=OUT in os.environ)
+    directory.claim(build.resolved.to_toml())
+    _log.info("the artefacts of run %s are in %s", context.run_id, directory.path.absolute())
+    streaming = StreamingGrid(
+        grid, clients=config.partition.clients, patience=config.engine.node_timeout
+    )
+    result = drive(build, streaming, directory, _show)
+    _log.info("%s %s", result.ended, result.why)
+
+
+def run_directory(name: str, run_id: int) -> Path:
+    """Where a run's artefacts go on the server's machine."""
+    if OUT in os.environ:
+        return Path(os.environ[OUT])
+    return Path(os.environ.get(RUNS, "runs")) / f"{name}-{run_id}"
+
+
+def _show(row: Row) -> None:
+    _log.info("%s", "  ".join(f"{key} {value:.6g}" for key, value in row.items()))

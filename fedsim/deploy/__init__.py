@@ -1,0 +1,3 @@
+"""A federation of real processes: its keys and certificates, starting and ending it."""
+
+from __future__ import annotations

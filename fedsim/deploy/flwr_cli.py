@@ -1,0 +1,165 @@
+"""Submitting a run with Flower's command line, and following it to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fedsim.deploy.processes import environment, program
+from fedsim.errors import FedsimError
+
+__all__ = ["Operator", "write_app"]
+
+Scalar = bool | int | float | str
+
+
+def write_app(directory: Path, run_config: Mapping[str, Any]) -> Path:
+    """Write an app bundle that is no more than a config: the code is the installed fedsim.
+
+    Parameters
+    ----------
+    run_config : mapping
+        Nested, with kebab-case keys.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    project = {
+        "project": {
+            "name": "fedsim-run",
+            "version": "1.0.0",
+            "description": "A fedsim run",
+            "license": "Apache-2.0",
+            "dependencies": [],
+        },
+        "tool": {
+            "flwr": {
+                "app": {
+                    "publisher": "fedsim",
+                    "components": {
+                        "serverapp": "fedsim.apps.server_app:app",
+                        "clientapp": "fedsim.apps.client_app:app",
+                    },
+                    "config": dict(run_config),
+                }
+            }
+        },
+    }
+    (directory / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
+    return directory
+
+
+class Operator:
+    """Whoever submits runs to a SuperLink.
+
+    Parameters
+    ----------
+    home : Path
+        FLWR_HOME: its config.toml has the connection.
+    connection : str
+        The SuperLink's name there.
+    """
+
+    def __init__(self, home: Path, connection: str) -> None:
+        self.home = home
+        self.connection = connection
+
+    def register(self, public_key: Path) -> None:
+        """Let a SuperNode in."""
+        self._run("supernode", "register", str(public_key), self.connection)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """SuperNodes that the SuperLink knows."""
+        nodes: list[dict[str, Any]] = self._json("supernode", "list", self.connection)["nodes"]
+        return nodes
+
+    def submit(self, app: Path, *, federation_config: str = "", run_config: str = "") -> int:
+        """Submit a run.
+
+        Returns
+        -------
+        int
+            The run's id.
+        """
+        options = ["--federation-config", federation_config] if federation_config else []
+        options += ["--run-config", run_config] if run_config else []
+        answer = self._json("run", str(app), self.connection, *options)
+        return int(answer["run-id"])
+
+    def status(self, run_id: int) -> str:
+        """A run's status: "pending", "starting", "running" or "finished:..."."""
+        answer = self._json("list", self.connection, "--run-id", str(run_id))
+        for run in answer["runs"]:
+            if int(run["run-id"]) == run_id:
+                return str(run["status"])
+        raise FedsimError(f"the SuperLink knows no run {run_id}.")
+
+    def stop(self, run_id: int) -> None:
+        """Stop a run."""
+        self._run("stop", str(run_id), self.connection)
+
+    def log(self, run_id: int) -> str:
+        """What the run's ServerApp has printed."""
+        return self._run("log", str(run_id), self.connection, "--show")
+
+    def follow(
+        self,
+        run_id: int,
+        look: Callable[[], None] = lambda: None,
+        *,
+        alive: Callable[[], None] = lambda: None,
+    ) -> str:
+        """Wait for a run to end.
+
+        Parameters
+        ----------
+        look : callable
+            Called several times a second meanwhile.
+        alive : callable
+            As often; raises if waiting has become useless.
+
+        Returns
+        -------
+        str
+            Its last status. Flower's own ``flwr run --stream`` exits with 0 whatever it is.
+        """
+        asked = 0.0
+        while True:
+            # Asking costs a process: a second or two of a core.
+            if time.monotonic() - asked > 3.0:
+                status = self.status(run_id)
+                asked = time.monotonic()
+                if status.startswith("finished"):
+                    look()
+                    return status
+            look()
+            alive()
+            time.sleep(0.1)
+
+    def _json(self, *arguments: str) -> dict[str, Any]:
+        text = self._run(*arguments, "--format", "json")
+        try:
+            answer: dict[str, Any] = json.loads(text[text.index("{") :])
+        except ValueError:
+            raise FedsimError(f"flwr {arguments[0]} answered: {text.strip()}") from None
+        if answer.get("success") is False:
+            raise FedsimError(f"flwr {arguments[0]} failed: {answer.get('error-message', text)}")
+        return answer
+
+    def _run(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [program("flwr"), *arguments],
+            env={**environment(), "FLWR_HOME": os.fspath(self.home)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise FedsimError(f"flwr {arguments[0]} failed: {(done.stdout + done.stderr).strip()}")
+        return done.stdout

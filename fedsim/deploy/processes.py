@@ -1,0 +1,205 @@
+"""Starting processes that cannot outlive the one that started them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from fedsim.errors import FedsimError
+
+__all__ = ["Processes", "Running", "environment", "free_ports", "program", "wait_for_port"]
+
+
+class Running:
+    """A process that was started, with its log.
+
+    Attributes
+    ----------
+    name : str
+    log : Path
+        What it printed.
+    """
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.name = name
+        self.process = process
+        self.log = log
+
+    @property
+    def pid(self) -> int:
+        """Process id, and the id of the process group that it leads."""
+        return self.process.pid
+
+    def alive(self) -> bool:
+        """Whether it is still running."""
+        return self.process.poll() is None
+
+    def tail(self, lines: int = 12) -> str:
+        """The last lines of its log."""
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+
+class Processes:
+    """A set of processes that ends with this one: by `close`, by Ctrl-C, or by its death.
+
+    A janitor process holds the other end of a pipe and cleans up when it closes.
+
+    Parameters
+    ----------
+    directory : path, optional
+        For the logs; by default a temporary one that is removed in the end.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
+        self._temporary = directory is None
+        self.directory = Path(
+            tempfile.mkdtemp(prefix="fedsim-") if directory is None else directory
+        )
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._janitor = subprocess.Popen(
+            [sys.executable, "-m", "fedsim.deploy.janitor"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        )
+        if self._temporary:
+            self.remove_at_end(self.directory)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def start(
+        self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None
+    ) -> Running:
+        """Start a process, its output going to ``NAME.log``.
+
+        Parameters
+        ----------
+        command : sequence of str
+        variables : mapping, optional
+            Environment variables beside those of `environment`.
+        """
+        log = self.directory / f"{name}.log"
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**environment(), **(variables or {})},
+                start_new_session=True,
+            )
+        self._tell(f"start {process.pid}")
+        return Running(name, process, log)
+
+    def stop(self, running: Running) -> None:
+        """End a process and its children now."""
+        with self._lock:
+            self._tell(f"stop {running.pid}")
+            _stream(self._janitor.stdout).readline()
+        running.process.wait()
+
+    def remove_at_end(self, directory: Path) -> None:
+        """Have a directory removed when the processes have ended."""
+        self._tell(f"remove {directory.absolute()}")
+
+    def close(self) -> None:
+        """End everything, and wait until it has ended."""
+        if self._janitor.poll() is None:
+            _stream(self._janitor.stdin).close()
+            self._janitor.wait()
+            _stream(self._janitor.stdout).close()
+
+    def _tell(self, line: str) -> None:
+        pipe = _stream(self._janitor.stdin)
+        pipe.write(f"{line}\n")
+        pipe.flush()
+
+
+def _stream(pipe: IO[str] | None) -> IO[str]:
+    assert pipe is not None
+    return pipe
+
+
+def environment() -> dict[str, str]:
+    """Environment of Flower's processes: this one's, without phoning home or installing."""
+    here = str(Path(sys.executable).parent)
+    return {
+        **os.environ,
+        # The SuperLink and the SuperNodes start further programs by name.
+        "PATH": os.pathsep.join([here, os.environ.get("PATH", "")]),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "PYTHONUNBUFFERED": "1",
+        "NO_COLOR": "1",
+    }
+
+
+def program(name: str) -> str:
+    """Path of one of Flower's programs, of this interpreter's installation.
+
+    Raises
+    ------
+    FedsimError
+        If it is not installed.
+    """
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise FedsimError(f"the program '{name}' is not installed; it comes with flwr.")
+    return found
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports on which nobody listens now, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for opened in sockets:
+            opened.bind((host, 0))
+        return [opened.getsockname()[1] for opened in sockets]
+    finally:
+        for opened in sockets:
+            opened.close()
+
+
+def wait_for_port(running: Running, port: int, host: str = "127.0.0.1", limit: float = 60) -> None:
+    """Wait until a process accepts connections.
+
+    Raises
+    ------
+    FedsimError
+        If it ends or the time is up, with the end of its log.
+    """
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline and running.alive():
+        try:
+            with socket.create_connection((host, port), timeout=1):
+                return
+        except OSError:
+            time.sleep(0.1)
+    why = "did not listen" if running.alive() else f"ended (status {running.process.poll()}) before"
+    raise FedsimError(f"{running.name} {why} on port {port}:\n{running.tail()}")
