@@ -15,15 +15,22 @@ from fedsim.privacy.calibration import (
     rounds_within,
     worst_client,
 )
+from fedsim.privacy.entry import Entropy, Entry
 from fedsim.privacy.events import Adjacency, Event, Level, Sampler
+from fedsim.privacy.ledger import Ledger
+from fedsim.privacy.statement import Statement
 
 __all__ = [
     "Accountant",
     "Adjacency",
     "Cost",
+    "Entropy",
+    "Entry",
     "Event",
+    "Ledger",
     "Level",
     "Sampler",
+    "Statement",
     "calibrate",
     "calibrate_events",
     "cost",

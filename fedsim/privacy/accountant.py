@@ -177,13 +177,16 @@ class _Spent:
     fixed: dict[tuple[int, int, float], int] = field(default_factory=dict)
 
     def add(self, event: Event, count: int) -> None:
-        self.adjacencies = {*self.adjacencies, event.relation}
-        common_adjacency(self.adjacencies)
-        self.releases += count
-        z = event.total_noise_multiplier
         if not event.private:
             self.private = False
-        elif event.rate == 1 and not math.isinf(z):
+            self.releases += count
+            return
+        relations = {*self.adjacencies, event.relation}
+        common_adjacency(relations)
+        self.adjacencies = relations
+        self.releases += count
+        z = event.total_noise_multiplier
+        if event.rate == 1 and not math.isinf(z):
             # Replacing a row moves the sum by 2C: noise z/2 in units of the change.
             mu = 2 / z if event.relation == "replace-one" else 1 / z
             self.precision += count * mu**2

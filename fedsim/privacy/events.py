@@ -208,19 +208,15 @@ def dominating_event(events: Iterable[Event]) -> Event | None:
     known = list(events)
     if not known:
         return None
+    if not all(event.private for event in known):
+        return Event(noise_multiplier=0.0, guarantee=False)
     noise = min(event.total_noise_multiplier for event in known)
     count = max(event.count for event in known)
-    guarantee = all(event.guarantee for event in known)
-    widest = max(known, key=lambda event: event.rate)
     if len({event.sampler for event in known}) == 1:
-        return replace(widest, noise_multiplier=noise, sides={}, count=count, guarantee=guarantee)
-    return Event(
-        noise_multiplier=noise,
-        sampler="full",
-        adjacency=common_adjacency(event.relation for event in known),
-        count=count,
-        guarantee=guarantee,
-    )
+        widest = max(known, key=lambda event: event.rate)
+        return replace(widest, noise_multiplier=noise, sides={}, count=count)
+    adjacency = common_adjacency(event.relation for event in known)
+    return Event(noise_multiplier=noise, sampler="full", adjacency=adjacency, count=count)
 
 
 def _encoded(z: float) -> float | str:

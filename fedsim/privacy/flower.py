@@ -1,0 +1,80 @@
+"""Flower's privacy-accounting records, from ours and to ours."""
+
+from __future__ import annotations
+
+from flwr.serverapp import (
+    GaussianPrivacyEvent,
+    NeighboringRelation,
+    PrivacyConfig,
+    PrivacySpent,
+    SamplingMethod,
+)
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.accountant import Cost
+from fedsim.privacy.events import Event
+
+__all__ = ["our_event", "privacy_config", "privacy_spent"]
+
+SAMPLING = {
+    "poisson": SamplingMethod.POISSON,
+    "fixed": SamplingMethod.WITHOUT_REPLACEMENT,
+    "full": SamplingMethod.NO_AMPLIFICATION,
+    "shuffle": SamplingMethod.NO_AMPLIFICATION,
+}
+
+
+def our_event(event: GaussianPrivacyEvent, declared: Event | None) -> Event:
+    """What a Flower event costs.
+
+    The sampler is the declared one. Without a declaration a partial sample is what Flower's
+    own strategies draw: a fixed size without replacement.
+    """
+    size, population = event.sample_size, event.population_size
+    sampler = declared.sampler if declared is not None else "fixed"
+    if declared is None and size == population:
+        sampler = "full"
+    return Event(
+        noise_multiplier=event.noise_multiplier,
+        sampler=sampler,
+        rate=size / population,
+        size=size if sampler == "fixed" else None,
+        population=population,
+        adjacency=declared.adjacency if declared is not None else None,
+    )
+
+
+def privacy_config(
+    declared: Event | None, delta: float | None, max_epsilon: float | None
+) -> PrivacyConfig:
+    """Flower's configuration of a ledger.
+
+    Raises
+    ------
+    FedsimError
+        If the ledger was not told delta, or a declared event with a population.
+    """
+    if declared is None or declared.population is None or delta is None:
+        raise FedsimError(
+            "Flower asks a ledger for delta and population: "
+            "give it delta=... and declared=cohort.event(...), with a population."
+        )
+    replaced = declared.relation == "replace-one"
+    relation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    return PrivacyConfig(
+        target_delta=delta,
+        population_size=declared.population,
+        neighboring_relation=NeighboringRelation.REPLACE_ONE if replaced else relation,
+        sampling_method=SAMPLING[declared.sampler],
+        max_epsilon=max_epsilon,
+    )
+
+
+def privacy_spent(cost: Cost) -> PrivacySpent:
+    """Flower's record of a cost."""
+    return PrivacySpent(
+        epsilon=cost.epsilon,
+        delta=cost.delta,
+        num_releases=cost.releases,
+        accounting_method=f"fedsim {cost.method}, {cost.adjacency}",
+    )
