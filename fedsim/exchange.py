@@ -22,6 +22,8 @@ __all__ = ["Block", "BlockTrainer", "Instructions", "Kind", "Replies"]
 
 Kind = Literal["train", "evaluate"]
 Ids = npt.NDArray[np.int64]
+NodeIds = npt.NDArray[np.uint64]
+"""Flower's node ids use all 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Instructions(Iterable[Message]):
         The global parameters, as Flower sends them.
     vector : Tensor ``[d]``
         The same parameters (floating entries only) in the layout's order.
-    client_ids, node_ids : int64 ``[n]``
+    client_ids, node_ids : int64 and uint64 ``[n]``
         Who is asked: clients by their ids, and the Flower node each of them is.
     config : ConfigRecord
         Goes with every message.
@@ -96,7 +98,7 @@ class Instructions(Iterable[Message]):
     arrays: ArrayRecord
     vector: Tensor
     client_ids: Ids
-    node_ids: Ids
+    node_ids: NodeIds
     config: ConfigRecord
     arrayrecord_key: str = "arrays"
     configrecord_key: str = "config"

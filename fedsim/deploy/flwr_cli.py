@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,18 +129,34 @@ class Operator:
         str
             Its last status. Flower's own ``flwr run --stream`` exits with 0 whatever it is.
         """
-        asked = 0.0
         while True:
-            # Asking costs a process: a second or two of a core.
-            if time.monotonic() - asked > 3.0:
-                status = self.status(run_id)
-                asked = time.monotonic()
-                if status.startswith("finished"):
+            with self._stream(run_id) as stream:
+                while stream.poll() is None:
                     look()
-                    return status
-            look()
+                    alive()
+                    time.sleep(0.1)
+            status = self.status(run_id)
+            if status.startswith("finished"):
+                look()
+                return status
             alive()
-            time.sleep(0.1)
+            time.sleep(1.0)
+
+    @contextmanager
+    def _stream(self, run_id: int) -> Iterator[subprocess.Popen[bytes]]:
+        """A process that lasts as long as the run, or the connection to the SuperLink."""
+        process = subprocess.Popen(
+            [program("flwr"), "log", str(run_id), self.connection, "--stream"],
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
 
     def _json(self, *arguments: str) -> dict[str, Any]:
         text = self._run(*arguments, "--format", "json")
@@ -154,7 +171,7 @@ class Operator:
     def _run(self, *arguments: str) -> str:
         done = subprocess.run(
             [program("flwr"), *arguments],
-            env={**environment(), "FLWR_HOME": os.fspath(self.home)},
+            env=self._environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -163,3 +180,6 @@ class Operator:
         if done.returncode != 0:
             raise FedsimError(f"flwr {arguments[0]} failed: {(done.stdout + done.stderr).strip()}")
         return done.stdout
+
+    def _environment(self) -> dict[str, str]:
+        return {**environment(), "FLWR_HOME": os.fspath(self.home)}

@@ -62,7 +62,7 @@ def toy_instructions(
         arrays=array_record({"w": vector.reshape(2, d // 2)}),
         vector=vector,
         client_ids=np.array(ids, dtype=np.int64),
-        node_ids=np.array([nodes[k] for k in ids], dtype=np.int64),
+        node_ids=np.array([nodes[k] for k in ids], dtype=np.uint64),
         config=ConfigRecord({"server-round": round}),
     )
 

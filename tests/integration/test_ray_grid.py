@@ -55,7 +55,7 @@ def ask(grid, ids=range(24)) -> Instructions:
         arrays=array_record({"w": vector}),
         vector=vector,
         client_ids=ids,
-        node_ids=ids + 2,
+        node_ids=(ids + 2).astype(np.uint64),
         config=ConfigRecord({"server-round": 3}),
     )
 
