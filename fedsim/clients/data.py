@@ -1,0 +1,85 @@
+"""Clients' data: one resident pair of tensors, and who owns which of its examples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedsim.errors import FedsimError
+
+__all__ = ["ClientData"]
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """Every client's examples, without a copy per client.
+
+    Attributes
+    ----------
+    x : Tensor ``[N, ...]``
+        Inputs on the device that trains; uint8 images stay uint8 until a batch is gathered.
+    y : Tensor ``[N]`` or ``[N, ...]``
+        Targets.
+    indices : sequence of int64 arrays
+        ``indices[i]`` are the examples of client ``i``; an empty array is a client without data.
+    mean, std : Tensor broadcastable to one example, or None
+        Normalisation of a gathered batch: ``(x - mean) / std``, after uint8 became ``x / 255``.
+
+    Raises
+    ------
+    FedsimError
+        If an index lies outside the data, or inputs and targets differ in number.
+    """
+
+    x: Tensor
+    y: Tensor
+    indices: Sequence[npt.NDArray[np.int64]]
+    mean: Tensor | None = None
+    std: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        count = len(self.x)
+        if len(self.y) != count:
+            raise FedsimError(f"there are {count} inputs but {len(self.y)} targets.")
+        for client, own in enumerate(self.indices):
+            if len(own) and (int(own.min()) < 0 or int(own.max()) >= count):
+                raise FedsimError(
+                    f"client {client} has an example outside 0 .. {count - 1}, the data's range."
+                )
+
+    @property
+    def population(self) -> int:
+        """Number of clients."""
+        return len(self.indices)
+
+    def size(self, client: int) -> int:
+        """Number of examples of one client."""
+        return len(self.indices[client])
+
+    def to(self, device: torch.device | str) -> ClientData:
+        """The same data on another device."""
+        device = torch.device(device)
+        if self.x.device == device and self.y.device == device:
+            return self
+        moved = [None if t is None else t.to(device) for t in (self.mean, self.std)]
+        return ClientData(self.x.to(device), self.y.to(device), self.indices, *moved)
+
+    def inputs(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """Inputs at ``index`` (int64, any shape ``[*lead]``) as ``[*lead, ...]`` of ``dtype``."""
+        x = self.x.index_select(0, index.reshape(-1))
+        if x.dtype == torch.uint8:
+            x = x.to(dtype).div_(255)
+        elif x.is_floating_point():
+            x = x.to(dtype)
+        if self.mean is not None and self.std is not None:
+            x = x.sub_(self.mean.to(x)).div_(self.std.to(x))
+        return x.reshape(*index.shape, *x.shape[1:])
+
+    def targets(self, index: Tensor) -> Tensor:
+        """Targets at ``index`` (int64 ``[*lead]``) as ``[*lead, ...]``."""
+        return self.y.index_select(0, index.reshape(-1)).reshape(*index.shape, *self.y.shape[1:])

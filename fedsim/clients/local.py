@@ -1,0 +1,91 @@
+"""What a local algorithm is: small pure pieces over explicit state.
+
+The state is a dictionary of tensors with a leading client axis. One client is a block of
+one; per-client numbers (rates and the like) are ``[n]`` tensors in the state, so that clients
+with different ones can share a block. The trainer calls, for a block of clients,
+
+    state = algorithm.init(theta, numbers)          theta [n, D]
+    for index in range(steps):                      one gradient evaluation each
+        gradient = path(algorithm.point(state), batch)
+        algorithm.step(state, gradient, Step(round, index))
+    theta = algorithm.finish(state)
+
+and cuts the state along its first axis whenever clients run out of steps, so no algorithm
+sees a client that has finished. Entries may be changed in place or replaced. ``D`` is ``d`` with
+some zeros between parameters (`fedsim.clients.packing`); they stay zero.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedsim.clients.gradients import Gradient
+
+__all__ = ["LocalAlgorithm", "State", "Step"]
+
+State = dict[str, Tensor]
+"""Name to tensor ``[n, ...]``."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where in a run a gradient evaluation stands: both count from the run's own origin.
+
+    Attributes
+    ----------
+    round : int
+        The strategy's round, from 1.
+    index : int
+        The client's gradient evaluation in this round, from 0.
+    """
+
+    round: int
+    index: int
+
+
+class LocalAlgorithm(ABC):
+    """A client's optimiser. Subclasses are frozen dataclasses of their settings.
+
+    Attributes
+    ----------
+    carried : tuple of str
+        Entries of the state that a client may keep from one round to the next.
+    """
+
+    carried: ClassVar[tuple[str, ...]] = ()
+
+    def numbers(self) -> dict[str, float]:
+        """Settings that may differ from client to client within one block."""
+        return {}
+
+    def init(self, theta: Tensor, numbers: State) -> State:
+        """State at the start of a round.
+
+        Parameters
+        ----------
+        theta : Tensor ``[n, D]``
+            The global parameters, once for each client; the algorithm owns the tensor.
+        numbers : dict of str to Tensor ``[n]``
+            The values of `numbers`, client by client.
+        """
+        return {"theta": theta, **numbers}
+
+    def point(self, state: State) -> Tensor:
+        """Where the next gradient is taken, ``[n, D]``."""
+        return state["theta"]
+
+    @abstractmethod
+    def step(self, state: State, gradient: Gradient, at: Step) -> None:
+        """Take one gradient into account."""
+
+    def finish(self, state: State) -> Tensor:
+        """The clients' final parameters, ``[n, D]``."""
+        return state["theta"]
+
+    def report(self, state: State) -> dict[str, Tensor]:
+        """What these clients report besides loss and number of examples, each ``[n]``."""
+        return {}

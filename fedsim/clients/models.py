@@ -1,0 +1,31 @@
+"""What a model must not contain if clients are to train it in blocks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fedsim.errors import FedsimError
+
+__all__ = ["check_model"]
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse modules whose result is not a function of one example and the parameters.
+
+    Raises
+    ------
+    FedsimError
+        For batch normalisation with running statistics, which a row does not carry, and for
+        dropout, whose draws come from a global generator.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.batchnorm._LazyNormBase):
+            raise FedsimError(
+                f"model module '{name}' is a {type(module).__name__}: it mixes examples and keeps "
+                "running statistics that an update does not carry; use GroupNorm instead."
+            )
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise FedsimError(
+                f"model module '{name}' is a {type(module).__name__} with p = {module.p}: its "
+                "draws come from a global generator and could not be repeated; set p = 0."
+            )

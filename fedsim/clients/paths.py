@@ -1,0 +1,126 @@
+"""Which path trains a model, and how many clients at a time: one fixed rule.
+
+| path    | what it takes                                          | gradients come as     |
+| ------- | ------------------------------------------------------ | --------------------- |
+| stacked | Sequential of (frozen stem,) Linear, ReLU/tanh/sigmoid | factors, fused update |
+| func    | whatever `torch.func.vmap` takes                       | dense rows            |
+| plain   | everything; one client at a time                       | dense rows            |
+
+Every local algorithm runs on every path: it sees a `Gradient` and not where that came from.
+The rule (`choose`): stacked where the model has it; else plain on a CPU, where a model big
+enough to need convolutions or attention is bound by arithmetic, and func on a GPU, where it
+is bound by launches. `fedsim tune` measures all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.clients.gradients import Gradient
+from fedsim.clients.losses import Loss
+from fedsim.clients.packing import Packing
+from fedsim.clients.plain import PlainPath
+from fedsim.clients.stacked import stack
+from fedsim.clients.vmapped import FuncPath
+from fedsim.errors import FedsimError
+
+__all__ = ["Path", "PathName", "block_limit", "choose"]
+
+PathName = Literal["auto", "plain", "func", "stacked"]
+
+# What a block may take: about what a core's share of the cache holds, and a corner of a GPU.
+CPU_BYTES = 6 * 2**20
+CUDA_BYTES = 2**31
+MOST_CLIENTS = {"cpu": 256, "cuda": 4096}
+
+
+class Path(Protocol):
+    """One way to compute the gradients of a block."""
+
+    @property
+    def name(self) -> str:
+        """Its name in a config."""
+
+    def gradient(
+        self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor
+    ) -> tuple[Gradient, Tensor]:
+        """Gradients at ``theta [n, D]``, and losses.
+
+        Parameters
+        ----------
+        theta : Tensor ``[n, D]``, packed
+        x : Tensor ``[n, B, ...]``
+        y : Tensor ``[n, B, ...]``
+        weight : Tensor ``[n, B]``
+            What each example's loss counts; 0 on padding.
+
+        Returns
+        -------
+        Gradient
+            Of ``sum_j weight_j loss_j``, for each client at its own point.
+        Tensor ``[n, B]``
+            Loss of each example, unweighted.
+        """
+
+    def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Outputs ``[n, B, ...]`` for ``x [n, B, ...]`` at ``theta [n, D]``."""
+
+
+def choose(
+    wanted: PathName,
+    model: nn.Module,
+    packing: Packing,
+    loss: Loss,
+    *,
+    device: torch.device,
+    example_dims: int,
+) -> Path:
+    """The path a setting asks for, or the rule's.
+
+    Raises
+    ------
+    FedsimError
+        If the path asked for does not exist, or cannot take this model.
+    """
+    if wanted in ("auto", "stacked"):
+        stacked = stack(model, packing, loss, example_dims)
+        if stacked is not None:
+            return stacked
+        if wanted == "stacked":
+            raise FedsimError(
+                f"client.path = 'stacked' does not take a {type(model).__name__} like this one; it "
+                "takes a Sequential of linear layers with ReLU, tanh or sigmoid. Allowed here: "
+                "'auto', 'func', 'plain'."
+            )
+    if wanted == "func" or (wanted == "auto" and device.type == "cuda"):
+        return FuncPath(model, packing, loss)
+    if wanted in ("auto", "plain"):
+        return PlainPath(model, packing, loss)
+    raise FedsimError(
+        f"client.path is '{wanted}'; it must be 'auto', 'stacked', 'func' or 'plain'."
+    )
+
+
+def block_limit(model: nn.Module, packing: Packing, device: torch.device) -> int:
+    """Most clients a block may hold, by the rule.
+
+    On a CPU, convolutions go one client at a time: that is no slower, and a client's bits
+    stay its own.
+    """
+    if device.type == "cpu" and convolutional(model):
+        return 1
+    size = packing.width * packing.layout.dtype.itemsize
+    budget = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
+    return max(1, min(MOST_CLIENTS.get(device.type, 256), budget // size))
+
+
+def convolutional(model: nn.Module) -> bool:
+    """Whether a trained parameter belongs to a convolution."""
+    kinds = (nn.modules.conv._ConvNd,)
+    return any(
+        isinstance(m, kinds) and any(p.requires_grad for p in m.parameters())
+        for m in model.modules()
+    )

@@ -1,0 +1,316 @@
+"""The cohort trainer: local work of many clients at once, with a leading client axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from fedsim.clients.batches import Batches, Ints, Plan, plan_batches
+from fedsim.clients.data import ClientData
+from fedsim.clients.evaluation import evaluate_clients
+from fedsim.clients.local import LocalAlgorithm, State, Step
+from fedsim.clients.losses import Loss, Metric, accuracy, cross_entropy
+from fedsim.clients.models import check_model
+from fedsim.clients.packing import Packing
+from fedsim.clients.paths import Path, PathName, block_limit, choose, convolutional
+from fedsim.errors import FedsimError
+from fedsim.exchange import Block
+from fedsim.mechanisms.layout import Layout
+from fedsim.randomness import Randomness
+
+__all__ = ["Local", "Trainer"]
+
+Floats = npt.NDArray[np.float64]
+EVALUATE_CLIENTS = 256
+
+
+@dataclass(frozen=True)
+class Local:
+    """What ``n`` clients end with.
+
+    Attributes
+    ----------
+    theta : Tensor ``[n, d]``
+        Their parameters ``w_client``.
+    metrics : dict of str to float64 ``[n]``
+    """
+
+    theta: Tensor
+    metrics: dict[str, Floats]
+
+
+class Trainer:
+    """Clients with their data and their algorithm, trained block by block.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its trainable floating-point parameters make up a row; the rest stays as it is here.
+    algorithm : LocalAlgorithm
+    data : ClientData
+    batch_size : int
+        Examples a step; 0 takes all of a client's examples. A client with fewer takes what
+        it has.
+    epochs : int or None
+        Passes over the client's own data, each freshly shuffled (1 if steps is not given).
+    steps : int or None
+        Gradient evaluations instead of passes, the same for every client.
+    loss : callable ``(outputs [B, ...], targets [B, ...]) -> [B]``
+        One loss for each example.
+    metrics : mapping of name to callable ``(outputs, targets) -> [B]``
+        What an evaluation reports besides the loss.
+    path : "auto", "stacked", "func" or "plain"
+    block_size : int
+        Most clients at a time; 0 leaves it to the rule. Results do not depend on it.
+    randomness : Randomness
+    device : torch.device or str
+
+    Notes
+    -----
+    A client without data sends a zero update and ``num-examples`` 0. Every row is
+    ``w_client - w_global``, both in the model's dtype, on every engine.
+
+    Raises
+    ------
+    FedsimError
+        If a setting is out of range or the model cannot be trained this way.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        algorithm: LocalAlgorithm,
+        data: ClientData,
+        *,
+        batch_size: int = 10,
+        epochs: int | None = None,
+        steps: int | None = None,
+        loss: Loss = cross_entropy,
+        metrics: Mapping[str, Metric] | None = None,
+        path: PathName = "auto",
+        block_size: int = 0,
+        randomness: Randomness,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.device = torch.device(device)
+        self.model = model.to(self.device)
+        check_model(self.model)
+        self.algorithm = algorithm
+        self.data = data.to(self.device)
+        self.plan = _plan(batch_size, epochs, steps)
+        self.loss = loss
+        self.metrics = dict(metrics) if metrics is not None else {"accuracy": accuracy}
+        self.randomness = randomness
+        self.layout = Layout.of(
+            {n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
+        )
+        self.packing = Packing(self.layout)
+        self.path: Path = choose(
+            path,
+            self.model,
+            self.packing,
+            loss,
+            device=self.device,
+            example_dims=self.data.x.dim() - 1,
+        )
+        limit = block_limit(self.model, self.packing, self.device)
+        if block_size < 0:
+            raise FedsimError(f"client.block-size is {block_size}; it must be 0 (auto) or more.")
+        # Clients with convolutions never share a block on a CPU: their bits are their own.
+        alone = self.device.type == "cpu" and convolutional(self.model)
+        self.block_size = limit if alone or not block_size else block_size
+
+    @property
+    def population(self) -> int:
+        """Number of clients."""
+        return self.data.population
+
+    def initial(self) -> Tensor:
+        """The model's own parameters as a row, ``[d]``."""
+        return self.layout.flatten(dict(self.model.named_parameters())).clone()
+
+    def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
+        """Local work of these clients from ``vector [d]``, block by block."""
+        vector = self._own(vector)
+        start = self.packing.pack(vector.unsqueeze(0))
+        for at in range(0, len(client_ids), self.block_size):
+            ids = client_ids[at : at + self.block_size]
+            theta, metrics = self._fit(start, ids, round, {}, [self.randomness] * len(ids))
+            rows = self.packing.difference(theta, vector)
+            del theta
+            yield Block(ids, rows, metrics, np.ones(len(ids), dtype=np.bool_))
+
+    def evaluate(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
+        """Loss and metrics of ``vector [d]`` on these clients' data."""
+        del round  # nothing is drawn
+        theta = self.packing.pack(self._own(vector).unsqueeze(0))
+        for at in range(0, len(client_ids), EVALUATE_CLIENTS):
+            ids = client_ids[at : at + EVALUATE_CLIENTS]
+            self.model.eval()
+            own = [self.data.indices[i] for i in ids]
+            values = evaluate_clients(self.path, theta, self.data, own, self.loss, self.metrics)
+            yield Block(ids, None, values, np.ones(len(ids), dtype=np.bool_))
+
+    def fit(
+        self,
+        vector: Tensor,
+        client_ids: Ints,
+        round: int,
+        *,
+        numbers: Mapping[str, Sequence[float]] | None = None,
+        randomness: Sequence[Randomness] | None = None,
+    ) -> Local:
+        """Train these clients as one block, and keep where they end.
+
+        Parameters
+        ----------
+        vector : Tensor ``[d]`` or ``[n, d]``
+            Where they start: the global parameters, or each client's own.
+        client_ids : int64 ``[n]``
+        round : int
+        numbers : mapping of str to n floats, optional
+            Values for the algorithm's per-client numbers, where they differ by client.
+        randomness : sequence of n Randomness, optional
+            Where each client's draws come from, where that differs by client.
+        """
+        sources = [self.randomness] * len(client_ids) if randomness is None else randomness
+        start = self.packing.pack(self._own(vector).view(-1, self.layout.d))
+        theta, metrics = self._fit(start, client_ids, round, numbers or {}, sources)
+        return Local(self.packing.unpack(theta), metrics)
+
+    @torch.no_grad()
+    def _fit(
+        self,
+        start: Tensor,
+        client_ids: Ints,
+        round: int,
+        numbers: Mapping[str, Sequence[float]],
+        randomness: Sequence[Randomness],
+    ) -> tuple[Tensor, dict[str, Floats]]:
+        """Final packed parameters ``[n, D]`` and metrics, from ``start [1 or n, D]``."""
+        n = len(client_ids)
+        start = start.expand(n, -1)
+        own = [self.data.indices[i] for i in client_ids]
+        values = _numbers(self.algorithm, numbers, n)
+        metrics = {
+            "num-examples": np.array([len(i) for i in own], dtype=np.float64),
+            "loss": np.zeros(n),
+        }
+        theta: Tensor | None = None
+        self.model.train()
+        for batches in plan_batches(self.plan, own, client_ids, randomness, round):
+            at = batches.members
+            whole = np.array_equal(at, np.arange(n))
+            members = torch.from_numpy(at).to(self.device)
+            steps = _Steps(self, batches, round)
+            final, reports = steps.run(
+                start.clone() if whole else start[members],
+                {k: torch.from_numpy(v[at]).to(start) for k, v in values.items()},
+            )
+            if whole:
+                theta = final
+            else:
+                theta = start.clone() if theta is None else theta
+                theta[members] = final
+            for name, report in {"loss": steps.mean_losses(), **reports}.items():
+                metrics.setdefault(name, np.zeros(n))[at] = report
+        return start.clone() if theta is None else theta, metrics
+
+    def _own(self, vector: Tensor) -> Tensor:
+        return vector.to(self.device, self.layout.dtype)
+
+
+class _Steps:
+    """The loop over the steps of clients whose batches have one width."""
+
+    def __init__(self, trainer: Trainer, batches: Batches, round: int) -> None:
+        self.trainer, self.batches, self.round = trainer, batches, round
+        dtype, device = trainer.layout.dtype, trainer.device
+        self.index = torch.from_numpy(batches.index).to(device)
+        self.weight = torch.from_numpy(batches.weight).to(device, dtype)
+        self.losses: list[Tensor] = []
+
+    def run(self, theta: Tensor, numbers: State) -> tuple[Tensor, dict[str, Floats]]:
+        """Final packed parameters ``[n, D]`` and reports ``[n]``."""
+        algorithm, steps = self.trainer.algorithm, self.batches.steps
+        state = algorithm.init(theta, numbers)
+        active = len(steps)
+        finished: list[tuple[Tensor, dict[str, Tensor]]] = []
+        for index in range(int(steps[0])):
+            still = int((steps > index).sum())
+            if still < active:
+                finished.append(self._finish({k: v[still:] for k, v in state.items()}))
+                state = {k: v[:still] for k, v in state.items()}
+                active = still
+            self._step(state, index, active)
+        finished.append(self._finish(state))
+        # Those with most steps come first in the group, and finish last.
+        if len(finished) == 1:
+            final, reports = finished[0]
+        else:
+            finished.reverse()
+            final = torch.cat([theta for theta, _ in finished])
+            reports = {
+                name: torch.cat([report[name] for _, report in finished]) for name in finished[0][1]
+            }
+        return final, {k: v.double().cpu().numpy() for k, v in reports.items()}
+
+    def _step(self, state: State, index: int, active: int) -> None:
+        trainer = self.trainer
+        at = self.index[:active, index]
+        x = trainer.data.inputs(at, trainer.layout.dtype)
+        y = trainer.data.targets(at)
+        gradient, losses = trainer.path.gradient(
+            trainer.algorithm.point(state), x, y, self.weight[:active, index]
+        )
+        self.losses.append(losses)
+        trainer.algorithm.step(state, gradient, Step(self.round, index))
+
+    def _finish(self, state: State) -> tuple[Tensor, dict[str, Tensor]]:
+        algorithm = self.trainer.algorithm
+        theta = algorithm.finish(state)
+        return theta, algorithm.report(state)
+
+    def mean_losses(self) -> Floats:
+        """Mean over each client's steps of its batch's mean loss, ``[n]``."""
+        total = np.zeros(len(self.batches.steps))
+        for index, losses in enumerate(self.losses):
+            active = len(losses)
+            weight = self.batches.weight[:active, index]
+            # Row by row in numpy: the same bytes whoever shares the block.
+            total[:active] += (losses.double().cpu().numpy() * weight).sum(axis=1)
+        return total / np.maximum(self.batches.steps, 1)
+
+
+def _plan(batch_size: int, epochs: int | None, steps: int | None) -> Plan:
+    if batch_size < 0:
+        raise FedsimError(f"client.batch-size is {batch_size}; it must be 0 (all) or more.")
+    if epochs is not None and steps is not None:
+        raise FedsimError(f"client.epochs = {epochs} and client.steps = {steps}; set one of them.")
+    if epochs is None and steps is None:
+        epochs = 1
+    for key, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None and value < 1:
+            raise FedsimError(f"client.{key} is {value}; it must be at least 1.")
+    return Plan(batch_size, epochs, steps)
+
+
+def _numbers(
+    algorithm: LocalAlgorithm, given: Mapping[str, Sequence[float]], n: int
+) -> dict[str, Floats]:
+    values: dict[str, Floats] = {
+        name: np.full(n, float(value)) for name, value in algorithm.numbers().items()
+    }
+    for name, column in given.items():
+        if name not in values:
+            raise FedsimError(
+                f"'{name}' cannot differ between clients of one block; allowed: "
+                f"{', '.join(values) or 'nothing'}."
+            )
+        values[name] = np.asarray(column, dtype=np.float64)
+    return values
