@@ -45,8 +45,7 @@ class Packing:
     @property
     def per_line(self) -> int:
         """Coordinates in a cache line."""
-        itemsize: int = self.layout.dtype.itemsize
-        return LINE // itemsize
+        return int(LINE // self.layout.dtype.itemsize)
 
     @cached_property
     def slices(self) -> dict[str, slice]:
@@ -62,8 +61,8 @@ class Packing:
     @cached_property
     def width(self) -> int:
         """Length ``D`` of a packed row."""
-        last = self.slices[self.layout.entries[-1].name]
-        return -(-last.stop // self.per_line) * self.per_line
+        stop: int = self.slices[self.layout.entries[-1].name].stop
+        return -(-stop // self.per_line) * self.per_line
 
     @cached_property
     def runs(self) -> tuple[tuple[slice, slice], ...]:
