@@ -18,7 +18,7 @@ from fedsim.config import RunConfig
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
-from fedsim.privacy import Ledger, calibrate
+from fedsim.privacy import calibrate
 from fedsim.randomness import Randomness
 from fedsim.strategies import DPFedAvg, ServerOptimizer, adam, sgd
 
@@ -149,7 +149,7 @@ class Build:
             noise_multiplier=self.noise_multiplier,
             delta=config.noise.delta,
             max_epsilon=config.noise.max_epsilon,
-            ledger=Ledger(ledger),
+            ledger=ledger,
             seed=None if self.entropy == "system" else config.seed,
             server_optimizer=_server_optimizer(config),
             placement=config.noise.placement,

@@ -17,6 +17,7 @@ from pydantic import (
     PlainSerializer,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 __all__ = [
@@ -84,8 +85,7 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> Section:
         for attribute, field in type(self).model_fields.items():
-            extra = field.json_schema_extra
-            names = extra.get("only") if isinstance(extra, dict) else None
+            names = _choices(field)
             value = getattr(self, attribute)
             chosen = getattr(self, "name", "")
             # A user's own class ("module:Class") may take any key.
@@ -93,9 +93,15 @@ class Section(BaseModel):
                 key = f"{self.table}.{field.alias}"
                 raise ValueError(
                     f"{key} = {value!r} has no effect with {self.table}.name = '{chosen}'; it "
-                    f"belongs to {', '.join(map(str, names))}."  # type: ignore[arg-type]
+                    f"belongs to {', '.join(names)}."
                 )
         return self
+
+
+def _choices(field: FieldInfo) -> list[str]:
+    extra = field.json_schema_extra
+    names = extra.get("only") if isinstance(extra, dict) else None
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def _one_of(*names: str) -> AfterValidator:

@@ -119,8 +119,6 @@ def test_an_interrupted_run_keeps_the_model_of_the_last_whole_round(tmp_path: Pa
 
 
 def test_trainable_patterns_freeze_the_rest() -> None:
-    config = BASE.replace(
-        **{"model.name": "mlp", "model.widths": "8", "model.trainable": "fc2.*"}
-    )
+    config = BASE.replace(**{"model.name": "mlp", "model.widths": "8", "model.trainable": "fc2.*"})
     result = fedsim.run(config)
     assert sorted(tensors(result.arrays)) == ["fc2.bias", "fc2.weight"]

@@ -161,7 +161,9 @@ evaluate_metrics_aggr_fn
         self.noise_multiplier = noise_multiplier
         self.delta = delta
         self.max_epsilon = max_epsilon
-        self.ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
+        if not isinstance(ledger, Ledger):
+            ledger = Ledger(ledger, delta=delta, max_epsilon=max_epsilon, declared=self._event())
+        self.ledger = ledger
         self.randomness = Randomness(seed)
         self.server_optimizer: ServerOptimizer = server_optimizer or sgd()
         self.placement = placement
@@ -274,6 +276,7 @@ evaluate_metrics_aggr_fn
             event=asked.event,
             entropy=self.randomness.entropy,
             mechanism=str(self.mechanism),
+            clip_norm=self.mechanism.sensitivity(self._state, self._layout),
         )
         lost = len(asked.cohort) > 0 and total.count == 0
         self._note_failures(asked, total.count, lost)
@@ -374,7 +377,7 @@ evaluate_metrics_aggr_fn
 
     def _exceeds_budget(self, event: Event) -> bool:
         return self.max_epsilon is not None and self.ledger.would_exceed(
-            event, self.max_epsilon, self.delta
+            event, self.max_epsilon, delta=self.delta
         )
 
     def _noise(self, purpose: Purpose, server_round: int, client: int = 0) -> NoiseSource:

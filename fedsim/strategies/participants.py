@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 from flwr.serverapp import Grid
 
 from fedsim.cohorts import Cohort
@@ -26,21 +27,12 @@ class Participants:
         Clients to wait for before a round.
     timeout : float
         Seconds to wait for them.
-
-    Raises
-    ------
-    FedsimError
-        If the cohort has no population.
     """
 
     def __init__(
         self, cohort: Cohort, randomness: Randomness, min_available: int, timeout: float
     ) -> None:
-        if cohort.population is None:
-            raise FedsimError(
-                "cohort.population is not set; declare how many clients there are, since the "
-                "denominator of the mean must not depend on who replies."
-            )
+        assert cohort.population is not None
         self.population = cohort.population
         self._cohort = cohort
         self._randomness = randomness
@@ -70,6 +62,6 @@ class Participants:
         return np.sort(generator.permutation(clients)[: max(1, round(fraction * len(clients)))])
 
 
-def node_ids(clients: Ids, nodes: dict[int, int]) -> Ids:
+def node_ids(clients: Ids, nodes: dict[int, int]) -> npt.NDArray[np.uint64]:
     """The nodes of ``clients [n]``, ``[n]``."""
-    return np.array([nodes[client] for client in clients.tolist()], dtype=np.int64)
+    return np.array([nodes[client] for client in clients.tolist()], dtype=np.uint64)
