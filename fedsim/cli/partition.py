@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
@@ -52,5 +53,8 @@ def partition(
         title += f", at most {settings.partition.max_examples:,} examples a client"
     console = Console()
     console.print(tabulate(counts, title))
-    save(draw(counts, title), path)
-    console.print(f"picture: [bold]{path}[/]")
+    try:
+        save(draw(counts, title), path)
+    except OSError as error:
+        raise FedsimError(f"--out is {path}, which cannot be written: {error.strerror}.") from error
+    console.print(Text(f"picture: {path}"), soft_wrap=True)

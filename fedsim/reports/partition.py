@@ -27,7 +27,7 @@ Floats = npt.NDArray[np.float64]
 _BARS_UP_TO = 60  # clients whose bars can still be told apart
 _COLOURS_UP_TO = 20  # classes that have a colour of their own
 _ROWS = 12  # clients in the table before it is abbreviated
-_COLUMNS = 12  # classes that have a column of their own
+_WIDTH = 80  # of a terminal; where a column for each class needs more, classes are listed
 _PIXELS = 1000  # columns of a heat map; of more clients, neighbours are averaged
 _TICKS = (0.01, 0.1, 0.25, 0.5, 1.0)
 _INK = "#333333"
@@ -56,8 +56,8 @@ def summary(counts: Counts) -> dict[str, str]:
         shares = _shares(counts[has])
         facts["largest class's share"] = f"{np.median(shares.max(1)):.0%} (median)"
         facts["distance from the overall mix"] = (
-            f"{_distance(counts):.2f} (total variation, mean of clients; "
-            f"{_distance(_dealt_at_random(counts)):.2f} if dealt at random)"
+            f"{_distance(counts):.2f} (total variation, mean), "
+            f"{_distance(_dealt_at_random(counts)):.2f} at random"
         )
     return facts
 
@@ -96,27 +96,30 @@ def tabulate(counts: Counts, title: str) -> RenderableType:
 def _by_client(counts: Counts) -> Table:
     """Counts of each client, or of the first and last where there are many."""
     n, num_classes = counts.shape
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    wide = num_classes > _COLUMNS
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    widths = [
+        max(len(str(label)), len(str(counts[:, label].max()))) for label in range(num_classes)
+    ]
+    wide = len("client") + len("examples") + 2 * (len(widths) + 2) + sum(widths) > _WIDTH
     for heading in ("client", "examples", *(() if wide else map(str, range(num_classes)))):
         table.add_column(heading, justify="right", no_wrap=True)
     if wide:
-        table.add_column("classes, the largest first (examples)")
+        table.add_column("largest classes (examples)")
     shown = range(n) if n <= _ROWS else [*range(_ROWS - 4), -1, *range(n - 3, n)]
     for client in shown:
         if client < 0:
             table.add_row("…", "…", *(["…"] * (1 if wide else num_classes)), style="dim")
             continue
         row = counts[client]
-        cells = [_largest(row)] if wide else [f"{count:,}" if count else "·" for count in row]
+        cells = [_largest(row)] if wide else [str(count) if count else "·" for count in row]
         table.add_row(f"{client}", f"{row.sum():,}", *cells)
     return table
 
 
 def _largest(row: Counts) -> str:
     order = np.argsort(-row, kind="stable")[: int((row > 0).sum())]
-    text = ", ".join(f"{label} ({row[label]:,})" for label in order[:5])
-    return f"{text}, and {len(order) - 5} more" if len(order) > 5 else text
+    text = ", ".join(f"{label} ({row[label]})" for label in order[:4])
+    return f"{text}, and {len(order) - 4} more" if len(order) > 4 else text
 
 
 def draw(counts: Counts, title: str) -> Figure:
@@ -284,7 +287,7 @@ def _shares(counts: Counts) -> Floats:
 def _figure(width: float, height: float, title: str) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     lines = textwrap.fill(title, int(width * 10))
-    figure.suptitle(lines, fontsize=12, color=_INK, x=0.01, ha="left")
+    figure.suptitle(lines, fontsize=12, color=_INK, x=0.01, ha="left", parse_math=False)
     return figure
 
 

@@ -54,11 +54,20 @@ def test_the_table_names_every_client_of_few_and_the_ends_of_many() -> None:
     assert " 350 " not in many
 
 
+@pytest.mark.parametrize("count", [3, 1000, 10000, 100000])
+def test_the_table_fits_a_terminal_of_80_columns(count: int) -> None:
+    text = printed(np.full((13, 10), count), width=80)
+    assert str(count) in text
+    assert "examples" in text
+    first = next(line for line in text.splitlines() if line.split()[:1] == ["0"])
+    assert "…" not in first
+
+
 def test_many_classes_are_listed_the_largest_first() -> None:
     counts = np.zeros((2, 100), int)
     counts[0, :8] = 10
     counts[0, 42] = 99
-    assert "42 (99), 0 (10), 1 (10), 2 (10), 3 (10), and 4 more" in printed(counts)
+    assert "42 (99), 0 (10), 1 (10), 2 (10), and 5 more" in printed(counts)
 
 
 @pytest.mark.parametrize("clients", [1, 5, 60, 61, 1500])
@@ -68,7 +77,7 @@ def test_every_shape_of_partition_can_be_drawn_and_saved(
 ) -> None:
     labels = LABELS % num_classes
     counts = class_counts(labels, Dirichlet(0.05, clients, seed=1).indices(labels), num_classes)
-    figure = draw(counts, "a title that names the partition and is long " * 4)
+    figure = draw(counts, "a title that names the partition and costs $5 and $6 " * 4)
     figure.set_dpi(20)
     figure.canvas.draw()
     if clients == 5:
@@ -126,6 +135,7 @@ def test_the_command_takes_settings_and_a_path_for_the_picture(config: Path) -> 
     [
         (["--set", "partition.clients=1000"], "need 2000 shards"),
         (["--set", "data.name=mnist"], "data.download = true"),
+        (["--out", "run.toml/picture.png"], "run.toml/picture.png, which cannot be written"),
         (["--out", "picture.jpg"], "must be a file that ends in .png"),
     ],
 )
