@@ -13,25 +13,40 @@ Rows are clients' updates or examples' gradients; mechanisms do not care which::
 
 from __future__ import annotations
 
+from fedsim.mechanisms.adaclip import AdaClip
 from fedsim.mechanisms.averaging import NoPrivacy
 from fedsim.mechanisms.base import Accumulator, Mechanism, Release, Shares, State
+from fedsim.mechanisms.coordinates import AdaptiveNoise, CoordinateClipping
+from fedsim.mechanisms.ghost import LinearPart, OuterRows
 from fedsim.mechanisms.layout import Layout
 from fedsim.mechanisms.noise import NoiseSource
+from fedsim.mechanisms.per_layer import PerLayer
+from fedsim.mechanisms.quantile import QuantileClipping
 from fedsim.mechanisms.rows import DenseRows, Rows
-from fedsim.mechanisms.scaling import Clipping, Normalization, NormBound
+from fedsim.mechanisms.scalar import PrivateScalar
+from fedsim.mechanisms.scaling import Clipping, Normalization, NormBound, ScalingMechanism
 
 __all__ = [
     "Accumulator",
+    "AdaClip",
+    "AdaptiveNoise",
     "Clipping",
+    "CoordinateClipping",
     "DenseRows",
     "Layout",
+    "LinearPart",
     "Mechanism",
     "NoPrivacy",
     "NoiseSource",
     "NormBound",
     "Normalization",
+    "OuterRows",
+    "PerLayer",
+    "PrivateScalar",
+    "QuantileClipping",
     "Release",
     "Rows",
+    "ScalingMechanism",
     "Shares",
     "State",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -58,13 +59,19 @@ class NoPrivacy(Mechanism):
         """``"none"``."""
         return "none"
 
-    def noise_multipliers(self, noise_multiplier: float, denominator: float) -> Mapping[str, float]:
+    def noise_multipliers(
+        self, noise_multiplier: float, denominator: float, state: State | None = None
+    ) -> Mapping[str, float]:
         """None; anything but 0 is refused."""
         if noise_multiplier != 0:
             raise FedsimError(
                 f"noise-multiplier is {noise_multiplier}; without a bound on rows it must be 0."
             )
         return {"sum": 0.0}
+
+    def sensitivity(self, state: State, layout: Layout) -> float:
+        """Unbounded."""
+        return math.inf
 
     def bound(self, block: Tensor, state: State | None = None) -> Tensor:
         """The block itself, with rows that would be rejected set to zero."""
@@ -161,7 +168,7 @@ class _WeightedSum(Accumulator):
         block = rows.dense()
         if weights is None and self._weighting == "num-examples":
             raise FedsimError("weighting is 'num-examples'; the rows came without weights.")
-        given = row_weights(weights, block, highest=2.0**32)
+        given = row_weights(weights, len(block), block.device, highest=2.0**32)
         if given is None:
             given = torch.ones(len(block), dtype=torch.float64, device=block.device)
         elif self._weighting == "uniform":

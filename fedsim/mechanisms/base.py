@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,24 +22,22 @@ import torch
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.exact import GridSum, truncate_
 from fedsim.mechanisms.layout import Layout
-from fedsim.mechanisms.noise import NoiseSource, share_multiplier, top_up_multiplier
-from fedsim.mechanisms.rows import Chunks, DenseRows, Rows, chunks
+from fedsim.mechanisms.noise import NoiseSource
+from fedsim.mechanisms.rows import Rows
 
 __all__ = [
     "Accumulator",
-    "GaussianMechanism",
     "Guarantee",
     "Mechanism",
     "Release",
-    "Shaped",
     "Shares",
     "State",
     "Weighting",
     "Weights",
     "row_layout",
     "row_weights",
+    "state_on",
 ]
 
 State = Mapping[str, Tensor]
@@ -165,16 +163,23 @@ class Mechanism(ABC):
         return {}
 
     @abstractmethod
-    def noise_multipliers(self, noise_multiplier: float, denominator: float) -> Mapping[str, float]:
+    def noise_multipliers(
+        self, noise_multiplier: float, denominator: float, state: State | None = None
+    ) -> Mapping[str, float]:
         """Noise multipliers of the parts of one release: ``1/z^2 = sum_j 1/z_j^2``.
 
-        The vector is called ``sum``, a scalar by its name.
+        The vector is called ``sum``, a scalar by its name. ``state`` is needed only by
+        `PerLayer`, whose parts depend on the layout.
 
         Raises
         ------
         FedsimError
             If no such split exists.
         """
+
+    @abstractmethod
+    def sensitivity(self, state: State, layout: Layout) -> float:
+        """C: the L2 norm that one row can add to the sum, in the mechanism's coordinates."""
 
     @abstractmethod
     def bound(self, block: Tensor, state: State | None = None) -> Tensor:
@@ -239,249 +244,20 @@ class Mechanism(ABC):
         """
 
 
-class Shaped(NamedTuple):
-    """Rows that ``factor [c]`` brings into the ball; NaN marks a non-finite row.
-
-    ``clipped`` says which of them were longer than their bound.
-    """
-
-    factor: Tensor
-    clipped: Tensor
-    sides: Mapping[str, Tensor]
-
-    @classmethod
-    def cat(cls, parts: Sequence[Shaped]) -> Shaped:
-        """One chunk after another."""
-        if len(parts) == 1:
-            return parts[0]
-        return cls(
-            torch.cat([part.factor for part in parts]),
-            torch.cat([part.clipped for part in parts]),
-            {k: torch.cat([part.sides[k] for part in parts]) for k in parts[0].sides},
-        )
-
-
-class GaussianMechanism(Mechanism):
-    """Everything but the shape of the bound.
-
-    A subclass gives `_radius` and `_shape`, and where it has them `_restore` (back to the
-    parameters' coordinates), `_next` (new state), `_scalars` (scalars made from the rows).
-    """
-
-    @abstractmethod
-    def _radius(self, state: State, d: int) -> float:
-        """L2 norm that no bounded row exceeds, in the mechanism's coordinates."""
-
-    @abstractmethod
-    def _shape(self, y: Tensor, state: State) -> Shaped:
-        """Overwrite float64 rows ``y [c, d]`` and say by which factor they fit the ball."""
-
-    def _restore(self, w: Tensor, state: State) -> Tensor:
-        """Rows or a mean ``w [..., d]`` back in the parameters' coordinates."""
-        return w
-
-    def _scalars(self, state: State) -> Mapping[str, float]:
-        """Half-widths of the scalars that `_shape` returns."""
-        return {}
-
-    def _next(self, state: State, released: Released) -> tuple[State, dict[str, float]]:
-        """State after a release, and what to show; a function of released values alone."""
-        return state, {}
-
-    def noise_multipliers(self, noise_multiplier: float, denominator: float) -> Mapping[str, float]:
-        """See `Mechanism`: all of it on the vector."""
-        return {"sum": noise_multiplier}
-
-    def bound(self, block: Tensor, state: State | None = None) -> Tensor:
-        """See `Mechanism`; rounded to the grid as the sum rounds it."""
-        state = self.init(row_layout(block)) if state is None else state
-        unit = self._grid(state, block).unit
-        out = torch.empty_like(block)
-        for part, y in chunks(block):
-            shaped = self._units_(y, state, unit, None)
-            rows = self._restore(truncate_(y).mul_(unit), state)
-            out[part] = rows.masked_fill(shaped.factor.isnan()[:, None], 0.0)
-        return out
-
-    def accumulate(
-        self, state: State, layout: Layout, *, device: torch.device | str = "cpu"
-    ) -> Accumulator:
-        """See `Mechanism`."""
-        return _GridAccumulator(self, state, layout, device)
-
-    def release(
-        self,
-        state: State,
-        total: Accumulator,
-        *,
-        noise_multiplier: float,
-        denominator: float,
-        noise: NoiseSource,
-        asked: int | None = None,
-    ) -> Release:
-        """See `Mechanism`."""
-        if not isinstance(total, _GridAccumulator):
-            raise TypeError(f"total is a {type(total).__name__}, not made by accumulate().")
-        if not denominator > 0:
-            raise FedsimError(f"denominator is {denominator}; it must be above 0.")
-        split = dict(self.noise_multipliers(noise_multiplier, denominator))
-        drawn = split
-        if asked is not None:
-            drawn = {k: top_up_multiplier(z, asked, total.count) for k, z in split.items()}
-        w = total.grid.noisy(drawn["sum"] * total.grid.radius, noise) / denominator
-        scalars = {
-            name: grid.noisy(drawn[name] * grid.radius, noise).item() / denominator
-            for name, grid in total.scalars.items()
-        }
-        mean = self._restore(w, state)
-        state, info = self._next(state, Released(mean, scalars, split, denominator, total))
-        return Release(mean, state, scalars, info)
-
-    def share(
-        self,
-        block: Tensor,
-        state: State,
-        *,
-        noise_multiplier: float,
-        denominator: float,
-        asked: int,
-        noise: Sequence[NoiseSource],
-        sides: Mapping[str, Weights] | None = None,
-    ) -> Shares:
-        """See `Mechanism`."""
-        split = {
-            name: share_multiplier(z, asked)
-            for name, z in self.noise_multipliers(noise_multiplier, denominator).items()
-        }
-        layout = row_layout(block)
-        rows = torch.empty(block.shape, dtype=torch.float64, device=block.device)
-        usable = torch.empty(len(block), dtype=torch.bool, device=block.device)
-        scalars = {
-            name: torch.empty(len(block), dtype=torch.float64, device=block.device)
-            for name in self._scalars(state)
-        }
-        for k, source in enumerate(noise):
-            one = _GridAccumulator(self, state, layout, block.device)
-            usable[k] = one.add(DenseRows(block[k : k + 1]))[0]
-            rows[k] = one.grid.noisy(split["sum"] * one.grid.radius, source)
-            for name, grid in one.scalars.items():
-                scalars[name][k] = grid.noisy(split[name] * grid.radius, source)[0]
-        return Shares(rows, scalars, usable)
-
-    def _grid(self, state: State, block: Tensor) -> GridSum:
-        return GridSum(self._radius(state, block.shape[1]), 0)
-
-    def _units_(self, y: Tensor, state: State, unit: float, weights: Tensor | None) -> Shaped:
-        """Overwrite ``y`` by bounded, weighted rows in units of the grid."""
-        shaped = self._shape(y, state)
-        factor = shaped.factor / unit
-        if weights is not None:
-            factor = factor * weights
-        bad = factor.isnan()
-        # A row of zeros times NaN is NaN: non-finite rows are wiped, not multiplied by zero.
-        if y.is_cuda or bool(bad.any()):
-            y.masked_fill_(bad[:, None], 0.0)
-            factor = factor.masked_fill(bad, 0.0)
-        y.mul_(factor[:, None])
-        return shaped
-
-
-@dataclass(frozen=True)
-class Released:
-    """What `GaussianMechanism._next` sees: the noisy mean and scalars, and their noise.
-
-    ``total`` is for the one mechanism that is documented as not private.
-    """
-
-    mean: Tensor
-    scalars: Mapping[str, float]
-    noise_multipliers: Mapping[str, float]
-    denominator: float
-    total: Accumulator
-
-
-class _GridAccumulator(Accumulator):
-    """Exact sum of a `GaussianMechanism`'s rows and scalars."""
-
-    def __init__(
-        self,
-        mechanism: GaussianMechanism,
-        state: State,
-        layout: Layout,
-        device: torch.device | str,
-    ) -> None:
-        self._mechanism = mechanism
-        self._state = state
-        self.grid = GridSum(
-            mechanism._radius(state, layout.d),
-            layout.d,
-            fine=layout.dtype == torch.float64,
-            device=device,
-        )
-        self.scalars = {
-            name: GridSum(radius, 1, device=device)
-            for name, radius in mechanism._scalars(state).items()
-        }
-        self._chunks = Chunks()
-        # Count, rejected, clipped: on the device, so that no block waits for it.
-        self._counts = torch.zeros(3, dtype=torch.int64, device=device)
-
-    @property
-    def count(self) -> int:
-        return int(self._counts[0])
-
-    @property
-    def rejected(self) -> int:
-        return int(self._counts[1])
-
-    @property
-    def clipped(self) -> int:
-        return int(self._counts[2])
-
-    def add(
-        self,
-        rows: Rows,
-        *,
-        weights: Weights | None = None,
-        sides: Mapping[str, Weights] | None = None,
-    ) -> Tensor:
-        block = rows.dense()
-        given = row_weights(weights, block)
-        shapes = []
-        for part, y in self._chunks.of(block):
-            weight = None if given is None else given[part]
-            shapes.append(self._mechanism._units_(y, self._state, self.grid.unit, weight))
-            self.grid.add_(y)
-        if not shapes:
-            return torch.zeros(0, dtype=torch.bool, device=block.device)
-        shaped = Shaped.cat(shapes)
-        good = ~shaped.factor.isnan()
-        present = good if given is None else good & (given > 0)
-        counts = [present.sum(), (~good).sum(), (shaped.clipped & present).sum()]
-        self._counts += torch.stack(counts)
-        for name, grid in self.scalars.items():
-            values = torch.where(present, shaped.sides[name], 0.0) / grid.unit
-            grid.add_(values[:, None])
-        return present
-
-    def add_shares(self, shares: Shares) -> None:
-        usable = shares.usable & torch.isfinite(shares.rows.sum(1))
-        for values in shares.sides.values():
-            usable = usable & torch.isfinite(values)
-        rows = shares.rows[usable].to(torch.float64) / self.grid.unit
-        self.grid.add_(rows)
-        for name, grid in self.scalars.items():
-            grid.add_(shares.sides[name][usable].to(torch.float64)[:, None] / grid.unit)
-        self._counts += torch.stack([usable.sum(), (~usable).sum(), torch.zeros_like(usable.sum())])
-
-
 def row_layout(block: Tensor) -> Layout:
-    """Layout of a row that nobody described: one nameless entry."""
+    """Layout of a row that nobody described: one entry."""
     return Layout.of({"row": block.new_empty(block.shape[1])})
 
 
-def row_weights(weights: Weights | None, block: Tensor, highest: float = 1.0) -> Tensor | None:
-    """Weights as float64 ``[n]`` on the block's device.
+def state_on(state: State, device: torch.device) -> State:
+    """State with its vectors on ``device``; scalars stay on the CPU, where they are read."""
+    return {name: tensor.to(device) if tensor.ndim else tensor for name, tensor in state.items()}
+
+
+def row_weights(
+    weights: Weights | None, count: int, device: torch.device, highest: float = 1.0
+) -> Tensor | None:
+    """Weights as float64 ``[count]`` on ``device``.
 
     Raises
     ------
@@ -490,11 +266,9 @@ def row_weights(weights: Weights | None, block: Tensor, highest: float = 1.0) ->
     """
     if weights is None:
         return None
-    tensor = torch.as_tensor(weights, dtype=torch.float64, device=block.device)
-    if tensor.shape != (len(block),):
-        raise FedsimError(f"weights have shape {tuple(tensor.shape)}, not ({len(block)},).")
+    tensor = torch.as_tensor(weights, dtype=torch.float64, device=device)
+    if tensor.shape != (count,):
+        raise FedsimError(f"weights have shape {tuple(tensor.shape)}; it must be ({count},).")
     if not bool(((tensor >= 0) & (tensor <= highest)).all()):
-        raise FedsimError(
-            f"weights of this mechanism's rows must lie in [0, {highest:g}]; one does not."
-        )
+        raise FedsimError(f"weights of rows must lie in [0, {highest:g}]; one does not.")
     return tensor

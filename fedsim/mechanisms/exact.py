@@ -73,15 +73,17 @@ class GridSum:
         self._coarse = torch.zeros(size, dtype=torch.float64, device=device)
         self._fine = torch.zeros_like(self._coarse) if fine else None
 
-    def add_(self, y: Tensor) -> None:
+    def add_(self, y: Tensor, *, rows: int | None = None) -> None:
         """Add rows ``y`` float64 ``[c, size]``, in units; ``y`` is overwritten.
+
+        ``rows`` is the number of bounded rows in ``y`` where that is not c.
 
         Raises
         ------
         FedsimError
             Beyond 2^22 rows, where the sum might no longer be exact.
         """
-        self.rows += len(y)
+        self.rows += len(y) if rows is None else rows
         if self.rows > MAX_ROWS:
             raise FedsimError(f"one sum has {self.rows} rows; it is exact up to {MAX_ROWS}.")
         if self._fine is None:

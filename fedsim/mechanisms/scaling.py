@@ -11,12 +11,21 @@ import torch
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.base import GaussianMechanism, Shaped, State
-from fedsim.mechanisms.rows import norms_, round_up
+from fedsim.mechanisms.base import State
+from fedsim.mechanisms.gaussian import GaussianMechanism, Released, Shaped
+from fedsim.mechanisms.rows import Rows, norms_, round_up
 
-__all__ = ["Clipping", "NormBound", "Normalization", "ScalingMechanism", "check_number"]
+__all__ = [
+    "Clipping",
+    "NormBound",
+    "Normalization",
+    "ScalingMechanism",
+    "check_number",
+    "clip_factor",
+]
 
 BOUND_RANGE = (1e-30, 1e30)
+IMPLICIT_MARGIN = 2.0**-19
 
 
 def check_number(name: str, value: float, low: float, high: float) -> None:
@@ -46,16 +55,46 @@ class ScalingMechanism(GaussianMechanism):
             extreme rows are rescaled.
         """
 
-    def _shape(self, y: Tensor, state: State) -> Shaped:
+    def whitening(self, state: State) -> tuple[Tensor | None, Tensor | None]:
+        """``(scale, center)``, each ``[d]`` or None, of the norms that `scales` wants.
+
+        They are the arguments of `Rows.norms`.
+        """
+        return None, None
+
+    def _shape(self, y: Tensor, ready: State) -> Shaped:
+        scale, center = self.whitening(ready)
+        if center is not None:
+            y.sub_(center)
+        if scale is not None:
+            y.mul_(scale)
         d = y.shape[1]
         norms, unit = norms_(y)
-        factor = self.scales(round_up(norms, d), state, unit=1.0 if unit is None else unit)
-        true_norms = norms if unit is None else norms * unit
-        clipped = true_norms > self._radius(state, d)
+        factor = self.scales(round_up(norms, d), ready, unit=1.0 if unit is None else unit)
+        clipped = (norms if unit is None else norms * unit) > self._radius(ready, d)
         return Shaped(factor, clipped, self._sides(clipped))
+
+    def _implicit(self, rows: Rows, ready: State, weights: Tensor | None) -> tuple[Shaped, Tensor]:
+        scale, center = self.whitening(ready)
+        norms = rows.norms(scale, center)
+        clipped = norms > self._radius(ready, 1)
+        # The margin covers the rounding of the formula for norms, and of the sum to the grid.
+        factor = self.scales(norms * (1 + IMPLICIT_MARGIN), ready)
+        weight = factor.nan_to_num(nan=0.0)
+        if weights is not None:
+            weight = weight * weights
+        total = rows.sum(weight)
+        if center is not None:
+            total = total - weight.sum() * center
+        if scale is not None:
+            total = total * scale
+        return Shaped(factor, clipped, self._sides(clipped)), total
 
     def _sides(self, clipped: Tensor) -> Mapping[str, Tensor]:
         return {}
+
+    def _next(self, ready: State, released: Released) -> tuple[State, dict[str, float]]:
+        return ready, {"clip-norm": self._radius(ready, len(released.mean))}
 
 
 @dataclass(frozen=True)
@@ -79,9 +118,9 @@ class Clipping(ScalingMechanism):
         self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0
     ) -> Tensor:
         """``min(1, C / norm)``; see `ScalingMechanism`."""
-        return _clip_factor(norms, self.clip_norm, unit)
+        return clip_factor(norms, self.clip_norm, unit)
 
-    def _radius(self, state: State, d: int) -> float:
+    def _radius(self, ready: State, d: int) -> float:
         return self.clip_norm
 
 
@@ -131,11 +170,12 @@ class Normalization(ScalingMechanism):
         smooth = norms if self.smoothing == 0 else norms + self.smoothing / unit
         return torch.where(norms == 0, 0.0, self.clip_norm / smooth)
 
-    def _radius(self, state: State, d: int) -> float:
+    def _radius(self, ready: State, d: int) -> float:
         return self.clip_norm
 
 
-def _clip_factor(norms: Tensor, clip_norm: float | Tensor, unit: Tensor | float) -> Tensor:
+def clip_factor(norms: Tensor, clip_norm: float | Tensor, unit: Tensor | float) -> Tensor:
+    """``min(1, C / norm)`` in ``unit``."""
     # NaN stays NaN: neither division nor clamp hides it, as Python's min() would.
     limit = torch.as_tensor(unit, dtype=norms.dtype, device=norms.device)
     return torch.minimum(clip_norm / norms, limit)

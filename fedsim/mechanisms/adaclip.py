@@ -1,0 +1,150 @@
+"""AdaCliP: clip in coordinates whitened by what earlier releases taught."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedsim.errors import FedsimError
+from fedsim.mechanisms.base import State
+from fedsim.mechanisms.gaussian import Released
+from fedsim.mechanisms.layout import Layout
+from fedsim.mechanisms.scaling import BOUND_RANGE, ScalingMechanism, check_number, clip_factor
+
+__all__ = ["AdaClip"]
+
+
+@dataclass(frozen=True)
+class AdaClip(ScalingMechanism):
+    """Coordinate-wise adaptive clipping (Pichapati et al. 2019).
+
+    With estimates m of the rows' mean and s of their standard deviation, coordinate by
+    coordinate, and ``b = sqrt(s / gamma) * sqrt(sum(s))``: rows become ``w = (g - m) / b``,
+    are clipped to norm 1, summed and noised, and the released mean is ``b * W / r + m`` with the
+    fixed denominator r. m and s are updated from that mean alone.
+
+    Guarantee: W changes by at most 1 in L2 norm when a row is added or removed; the noise on it
+    has standard deviation z.
+
+    The algorithm as printed fails in three ways (it can start with every row clipped and stay
+    there; it estimates the variance of the batch's mean, not of a row; its positive-part
+    estimate of idle coordinates feeds on its own noise). The defaults start as clipping at C,
+    estimate per row, and with ``h2 = C^2 gamma / d`` never add more noise than clipping at C.
+    ``literal=True`` is the printed form.
+
+    Parameters
+    ----------
+    clip_norm : float
+        C: the first round is clipping at C. Unused by the literal form, which starts at
+        ``s = sqrt(h1 * h2)``.
+    h1, h2 : float
+        Bounds of the variance estimates. ``h2 = None`` is ``C^2 gamma / d``; up to ten times
+        that suits concentrated gradients. The literal form needs an h2.
+    beta1, beta2 : float
+        Decay of m and of s^2.
+    gamma : float
+        Expected squared norm of w; 1 in the paper's Algorithm 1.
+    center : bool
+        Whether rows are centred at m; otherwise at 0.
+    variance : "per-example" or "literal"
+        Estimate of a row's variance, or of the mean's (smaller by r).
+    clamp : "pre" or "post"
+        Clamp the estimate to [h1, h2] before it enters the moving average, or after.
+    literal : bool
+        The paper's own Algorithm 1.
+    """
+
+    clip_norm: float = 1.0
+    h1: float = 1e-12
+    h2: float | None = None
+    beta1: float = 0.99
+    beta2: float = 0.9
+    gamma: float = 1.0
+    center: bool = True
+    variance: Literal["per-example", "literal"] = "per-example"
+    clamp: Literal["pre", "post"] = "pre"
+    literal: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("clip-norm", self.clip_norm, *BOUND_RANGE)
+        check_number("h1", self.h1, 1e-60, 1e60)
+        if self.h2 is not None:
+            check_number("h2", self.h2, self.h1, 1e60)
+        check_number("beta1", self.beta1, 0.0, 1.0)
+        check_number("beta2", self.beta2, 0.0, 1.0)
+        check_number("gamma", self.gamma, 1e-6, 1e6)
+        if self.variance not in ("per-example", "literal"):
+            raise FedsimError(
+                f"variance is '{self.variance}'; it must be 'per-example' or 'literal'."
+            )
+        if self.clamp not in ("pre", "post"):
+            raise FedsimError(f"clamp is '{self.clamp}'; it must be 'pre' or 'post'.")
+        if self.literal:
+            self._make_literal()
+
+    def _make_literal(self) -> None:
+        if self.h2 is None:
+            raise FedsimError("h2 is not set; the literal form needs it.")
+        if self.gamma != 1.0 or not self.center or self.clamp != "pre":
+            raise FedsimError("literal is true; gamma, center and clamp must keep their defaults.")
+        # The one field that the literal form changes; set here so that the value shows it.
+        object.__setattr__(self, "variance", "literal")
+
+    def init(self, layout: Layout) -> State:
+        """``m`` (zero) and ``s``, float64 ``[d]``."""
+        m = torch.zeros(layout.d, dtype=torch.float64)
+        if self.literal:
+            start = (self.h1 * self._h2(layout.d)) ** 0.5
+        else:
+            start = self.clip_norm * (self.gamma / layout.d) ** 0.5
+        return {"m": m, "s": torch.full_like(m, start)}
+
+    def scales(
+        self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0
+    ) -> Tensor:
+        """``min(1, 1 / norm)`` of whitened norms (see `whitening`)."""
+        return clip_factor(norms, 1.0, unit)
+
+    def whitening(self, state: State) -> tuple[Tensor | None, Tensor | None]:
+        """``1 / b``, and m where rows are centred."""
+        scale = state["scale"] if "scale" in state else 1 / self._b(state["s"])
+        return scale, state["m"] if self.center else None
+
+    def _ready(self, state: State) -> State:
+        b = self._b(state["s"])
+        return {**state, "b": b, "scale": 1 / b}
+
+    def _b(self, s: Tensor) -> Tensor:
+        return torch.sqrt(s / self.gamma) * torch.sqrt(s.sum())
+
+    def _radius(self, ready: State, d: int) -> float:
+        return 1.0
+
+    def _restore(self, w: Tensor, ready: State) -> Tensor:
+        rows = w * ready["b"]
+        return rows + ready["m"] if self.center else rows
+
+    def _h2(self, d: int) -> float:
+        # Not below h1: the literal range would be empty.
+        return max(self.clip_norm**2 * self.gamma / d, self.h1) if self.h2 is None else self.h2
+
+    def _next(self, ready: State, released: Released) -> tuple[State, dict[str, float]]:
+        m, s, b, r = ready["m"], ready["s"], ready["b"], released.denominator
+        noise_variance = (b * released.noise_multipliers["sum"] / r) ** 2
+        # m before its update: the noise of this release must be independent of it.
+        estimate = (released.mean - m) ** 2 - noise_variance
+        if self.variance == "per-example":
+            estimate = estimate * r
+        if not self.center:
+            estimate = estimate + m**2
+        h2 = self._h2(len(s))
+        if self.clamp == "pre":
+            estimate = estimate.clamp(self.h1, h2)
+        squares = self.beta2 * s**2 + (1 - self.beta2) * estimate
+        if self.clamp == "post":
+            squares = squares.clamp(self.h1, h2)
+        state = {"m": self.beta1 * m + (1 - self.beta1) * released.mean, "s": squares.sqrt()}
+        return state, {"clip-norm": float(torch.linalg.vector_norm(b) / len(b) ** 0.5)}

@@ -1,0 +1,167 @@
+"""Mechanisms that bound each coordinate: fixed bounds, and Xu's adaptive ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedsim.errors import FedsimError
+from fedsim.mechanisms.base import Guarantee, State
+from fedsim.mechanisms.gaussian import GaussianMechanism, Released, Shaped
+from fedsim.mechanisms.layout import Layout
+from fedsim.mechanisms.rows import norms_, round_up
+from fedsim.mechanisms.scaling import BOUND_RANGE, check_number, clip_factor
+
+__all__ = ["AdaptiveNoise", "CoordinateClipping"]
+
+# Rounding of products of d bounds; a bounded row must not exceed its radius by it.
+SLACK = 1 - 2.0**-40
+
+
+def _clamp_(y: Tensor, limit: Tensor) -> Shaped:
+    """Clamp rows ``y [c, d]`` to ``+- limit``; the factor is 1, and NaN for non-finite rows."""
+    finite = torch.isfinite(torch.linalg.vector_norm(y, math.inf, dim=1))
+    clipped = (y.abs() > limit).any(1)
+    torch.minimum(torch.maximum(y, -limit, out=y), limit, out=y)
+    factor = torch.where(finite, 1.0, torch.nan).to(torch.float64)
+    return Shaped(factor, clipped, {})
+
+
+@dataclass(frozen=True)
+class CoordinateClipping(GaussianMechanism):
+    """Each coordinate clamped to ``[-clip_value, clip_value]`` (Shokri and Shmatikov 2015).
+
+    Guarantee: the sum changes by at most ``C = clip_value * sqrt(d)`` in L2 norm when a row is
+    added or removed; every coordinate's noise has standard deviation ``z * C``.
+
+    Parameters
+    ----------
+    clip_value : float
+    """
+
+    clip_value: float
+
+    def __post_init__(self) -> None:
+        check_number("clip-value", self.clip_value, *BOUND_RANGE)
+
+    def _radius(self, ready: State, d: int) -> float:
+        return self.clip_value * math.sqrt(d)
+
+    def _shape(self, y: Tensor, ready: State) -> Shaped:
+        limit = torch.tensor(self.clip_value * SLACK, dtype=y.dtype, device=y.device)
+        return _clamp_(y, limit)
+
+    def _next(self, ready: State, released: Released) -> tuple[State, dict[str, float]]:
+        return ready, {"clip-norm": self._radius(ready, len(released.mean))}
+
+
+@dataclass(frozen=True)
+class AdaptiveNoise(GaussianMechanism):
+    """Bounds and noise per coordinate from a moving average of squares (Xu et al. 2020).
+
+    While ``Var[sqrt(E)] <= threshold`` (across the coordinates) rows are clipped at C. Above it
+    coordinate i is clamped to ``s_i = beta * sqrt(E_i)`` and its noise has standard deviation
+    ``z * sqrt(d) * s_i``, or ``z * sqrt(s_i * sum(s))`` (Lemma 1: either is as private as z at
+    sensitivity 1, as ``sum s_i^2 / sigma_i^2 = 1 / z^2``). Noise is drawn once, on the sum.
+
+    Guarantee: one Gaussian of multiplier z on a sum of sensitivity C, or 1 in coordinates
+    divided by the noise's shape. E is made of *released* means, less their noise's variance:
+    post-processing. As printed it is made of raw gradients, on which then bounds, noise and the
+    test depend: a coordinate that only one record uses is released without noise. That form
+    has no guarantee, whatever its noise, and stands behind a flag.
+
+    RMSProp, the other half of the paper's method, belongs to whoever steps the parameters.
+
+    Parameters
+    ----------
+    clip_norm : float
+        C of the first phase.
+    threshold : float
+        G; infinity keeps the first phase for good.
+    beta : float
+        Bounds over root mean squares; E is of means, so a row may need beta near sqrt(r).
+    decay : float
+        gamma', the weight of the old E; the paper does not say which.
+    floor : float
+        E is taken to be at least this, so that no bound is zero.
+    noise_shape : "proportional" or "optimal"
+        The paper's, or the one of least total variance under Lemma 1.
+    unsafe_non_private_raw_statistics : bool
+        The printed form. `guarantee` is then ``"none"``.
+    """
+
+    clip_norm: float
+    threshold: float
+    beta: float
+    decay: float = 0.9
+    floor: float = 1e-12
+    noise_shape: Literal["proportional", "optimal"] = "proportional"
+    unsafe_non_private_raw_statistics: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("clip-norm", self.clip_norm, *BOUND_RANGE)
+        check_number("threshold", self.threshold, 0.0, math.inf)
+        check_number("beta", self.beta, 1e-12, 1e12)
+        check_number("decay", self.decay, 0.0, 1.0)
+        check_number("floor", self.floor, 1e-60, 1e60)
+        if self.noise_shape not in ("proportional", "optimal"):
+            raise FedsimError(
+                f"noise-shape is '{self.noise_shape}'; it must be 'proportional' or 'optimal'."
+            )
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """``"none"`` with raw statistics."""
+        return "none" if self.unsafe_non_private_raw_statistics else "gaussian"
+
+    def init(self, layout: Layout) -> State:
+        """``mean_square``: E, float64 ``[d]``, zero."""
+        return {"mean_square": torch.zeros(layout.d, dtype=torch.float64)}
+
+    @property
+    def _keeps_raw(self) -> bool:
+        return self.unsafe_non_private_raw_statistics
+
+    def _ready(self, state: State) -> State:
+        root = state["mean_square"].clamp_min(0).sqrt()
+        if not float(root.var(correction=0)) > self.threshold:
+            return state
+        limit = self.beta * state["mean_square"].clamp_min(self.floor).sqrt()
+        if self.noise_shape == "proportional":
+            shape = limit * math.sqrt(len(limit))
+        else:
+            shape = torch.sqrt(limit * limit.sum())
+        return {**state, "limit": limit * SLACK, "shape": shape}
+
+    def _radius(self, ready: State, d: int) -> float:
+        return 1.0 if "shape" in ready else self.clip_norm
+
+    def _shape(self, y: Tensor, ready: State) -> Shaped:
+        if "shape" in ready:
+            shaped = _clamp_(y, ready["limit"])
+            y.div_(ready["shape"])
+            return shaped
+        norms, unit = norms_(y)
+        factor = clip_factor(
+            round_up(norms, y.shape[1]), self.clip_norm, 1.0 if unit is None else unit
+        )
+        clipped = (norms if unit is None else norms * unit) > self.clip_norm
+        return Shaped(factor, clipped, {})
+
+    def _restore(self, w: Tensor, ready: State) -> Tensor:
+        return w * ready["shape"] if "shape" in ready else w
+
+    def _next(self, ready: State, released: Released) -> tuple[State, dict[str, float]]:
+        if released.raw_mean is not None:
+            square = released.raw_mean**2
+        else:
+            std = released.noise_multipliers["sum"] / released.denominator
+            spread = ready.get("shape", torch.as_tensor(self.clip_norm, dtype=torch.float64))
+            square = released.mean**2 - (std * spread.to(released.mean.device)) ** 2
+        mean_square = self.decay * ready["mean_square"] + (1 - self.decay) * square
+        adaptive = "shape" in ready
+        return {"mean_square": mean_square}, {"adaptive": float(adaptive)}

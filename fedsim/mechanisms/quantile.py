@@ -1,0 +1,107 @@
+"""Clipping at a quantile of the rows' norms, which is tracked privately."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedsim.errors import FedsimError
+from fedsim.mechanisms.base import State
+from fedsim.mechanisms.gaussian import Released, Scalar
+from fedsim.mechanisms.layout import Layout
+from fedsim.mechanisms.scaling import BOUND_RANGE, ScalingMechanism, check_number, clip_factor
+
+__all__ = ["QuantileClipping"]
+
+BIT = "unclipped"
+
+
+@dataclass(frozen=True)
+class QuantileClipping(ScalingMechanism):
+    """Clipping whose C follows a quantile of the norms (Andrew et al. 2021).
+
+    Each row gives a bit, whether its norm is at most this round's C; the noisy share of such
+    rows, ``b``, moves it: ``C <- C * exp(-learning_rate * (b - target_quantile))``. Bit, clip
+    and noise all use the C that the round began with. The bit is centred, so that a row
+    that joins moves the sum of bits by 1/2 only, and
+
+        ``b = 1/2 + (sum of (bit - 1/2) + N(0, (bit_noise * r)^2)) / r``
+
+    with the fixed denominator r. A fixed point is the true quantile, from either side.
+
+    Guarantee: vector and bit together are one Gaussian of multiplier z on a sum of sensitivity
+    C; the vector's own multiplier is ``(z^-2 - (2 * bit_noise * r)^-2)^(-1/2)``.
+
+    Parameters
+    ----------
+    target_quantile : float
+        In [0, 1]; 0.5 is the median.
+    learning_rate : float
+        eta_C.
+    initial_clip_norm : float
+        C of the first round.
+    bit_noise : float
+        Standard deviation of the noise on the sum of bits, over the denominator.
+    """
+
+    target_quantile: float = 0.5
+    learning_rate: float = 0.2
+    initial_clip_norm: float = 0.1
+    bit_noise: float = 0.05
+
+    def __post_init__(self) -> None:
+        check_number("target-quantile", self.target_quantile, 0.0, 1.0)
+        check_number("learning-rate", self.learning_rate, 0.0, 100.0)
+        check_number("initial-clip-norm", self.initial_clip_norm, *BOUND_RANGE)
+        check_number("bit-noise", self.bit_noise, 1e-6, 1e6)
+
+    def init(self, layout: Layout) -> State:
+        """``clip_norm``: C, float64 scalar."""
+        return {"clip_norm": torch.tensor(self.initial_clip_norm, dtype=torch.float64)}
+
+    def noise_multipliers(
+        self, noise_multiplier: float, denominator: float, state: State | None = None
+    ) -> Mapping[str, float]:
+        """See `Mechanism`; the bit's multiplier is ``2 * bit_noise * denominator``."""
+        if noise_multiplier == 0:
+            return {"sum": 0.0, BIT: 0.0}
+        bit = 2 * self.bit_noise * denominator
+        if not noise_multiplier < bit:
+            raise FedsimError(
+                f"noise-multiplier is {noise_multiplier:g}; with bit-noise {self.bit_noise:g} and "
+                f"{denominator:g} expected rows it must be below {bit:g}: choose a larger "
+                "bit-noise or cohort."
+            )
+        return {"sum": (noise_multiplier**-2 - bit**-2) ** -0.5, BIT: bit}
+
+    def scales(
+        self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0
+    ) -> Tensor:
+        """``min(1, C / norm)`` at the state's C; see `ScalingMechanism`."""
+        return clip_factor(norms, self._clip_norm(state), unit)
+
+    def _clip_norm(self, state: State | None) -> float:
+        return self.initial_clip_norm if state is None else float(state["clip_norm"])
+
+    def _radius(self, ready: State, d: int) -> float:
+        return self._clip_norm(ready)
+
+    def _scalars(self) -> Mapping[str, Scalar]:
+        return {BIT: Scalar(center=0.5, half=0.5)}
+
+    def _sides(self, clipped: Tensor) -> Mapping[str, Tensor]:
+        return {BIT: 0.5 - clipped.to(torch.float64)}
+
+    def _next(self, ready: State, released: Released) -> tuple[State, dict[str, float]]:
+        used = self._clip_norm(ready)
+        step = -self.learning_rate * (released.sides[BIT] - self.target_quantile)
+        low, high = BOUND_RANGE
+        # Through the logarithm: noise on a tiny cohort may make a step that exp() cannot take.
+        log_c = min(max(math.log(used) + step, math.log(low)), math.log(high))
+        clip_norm = min(max(math.exp(log_c), low), high)
+        state = {"clip_norm": torch.full_like(ready["clip_norm"], clip_norm)}
+        return state, {"clip-norm": used, "next-clip-norm": clip_norm}
