@@ -92,7 +92,7 @@ class Layout:
         """Named views of ``vector [..., d]``: each ``[..., *shape]``, in the row's dtype."""
         lead = vector.shape[:-1]
         return {
-            entry.name: vector[..., entry.start : entry.stop].reshape(*lead, *entry.shape)
+            entry.name: vector[..., entry.start : entry.stop].reshape((*lead, *entry.shape))
             for entry in self.entries
         }
 
