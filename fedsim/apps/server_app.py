@@ -32,7 +32,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the config that came with the run, and leave its artefacts on this machine."""
-    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    _show_our_log()
     torch.set_num_threads(1)
     config = RunConfig.from_run_config(context.run_config)
     build = Build(config)
@@ -56,3 +56,13 @@ def run_directory(name: str, run_id: int) -> Path:
 
 def _show(row: Row) -> None:
     _log.info("%s", "  ".join(f"{key} {value:.6g}" for key, value in row.items()))
+
+
+def _show_our_log() -> None:
+    # Ours only: a root handler would show every HTTP request, the log's own uploads included.
+    if not _log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("fedsim: %(message)s"))
+        _log.addHandler(handler)
+    _log.setLevel(logging.INFO)
+    _log.propagate = False

@@ -115,6 +115,11 @@ class Federation:
         """FLWR_HOME of whoever submits runs."""
         return self.directory / "operator"
 
+    @property
+    def runs(self) -> Path:
+        """Where the ServerApp writes, when this machine is the SuperLink's."""
+        return self.directory / "runs"
+
     def node(self, number: int) -> Path:
         """Directory of one SuperNode."""
         return self.directory / f"node-{number}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,16 @@ class Operator:
         self.home = home
         self.connection = connection
 
-    def register(self, public_key: Path) -> None:
-        """Let a SuperNode in."""
-        self._run("supernode", "register", str(public_key), self.connection)
+    def register(self, public_keys: Sequence[Path]) -> None:
+        """Let SuperNodes in, by their keys.
+
+        Raises
+        ------
+        FedsimError
+            If the SuperLink refuses one, as it does for a key that it knows already.
+        """
+        module = [sys.executable, "-m", "fedsim.deploy.register", self.connection]
+        self._finish([*module, *(os.fspath(key) for key in public_keys)], "supernode register")
 
     def nodes(self) -> list[dict[str, Any]]:
         """SuperNodes that the SuperLink knows."""
@@ -169,8 +177,11 @@ class Operator:
         return answer
 
     def _run(self, *arguments: str) -> str:
+        return self._finish([program("flwr"), *arguments], arguments[0])
+
+    def _finish(self, command: Sequence[str], name: str) -> str:
         done = subprocess.run(
-            [program("flwr"), *arguments],
+            command,
             env=self._environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -178,7 +189,7 @@ class Operator:
             check=False,
         )
         if done.returncode != 0:
-            raise FedsimError(f"flwr {arguments[0]} failed: {(done.stdout + done.stderr).strip()}")
+            raise FedsimError(f"flwr {name} failed: {(done.stdout + done.stderr).strip()}")
         return done.stdout
 
     def _environment(self) -> dict[str, str]:

@@ -1,0 +1,183 @@
+"""A whole federation on this machine: the SuperLink and all SuperNodes as processes."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from fedsim.deploy.federation import CONNECTION, Federation
+from fedsim.deploy.flwr_cli import Operator
+from fedsim.deploy.processes import Processes, Running, free_ports, wait_for_port
+from fedsim.errors import FedsimError
+
+__all__ = ["Rehearsal"]
+
+
+class Rehearsal:
+    """Processes of a federation, on loopback, that end with this one.
+
+    Parameters
+    ----------
+    federation : Federation
+        Its keys and certificates; its ports must be free.
+    variables : mapping, optional
+        Environment variables of the SuperLink and its ServerApps.
+    logs : path, optional
+        Where the processes' output and Flower's own files go; temporary by default.
+    database : path, optional
+        Keeps the SuperLink's state, so that it can be restarted.
+
+    Attributes
+    ----------
+    superlink : Running
+    supernodes : dict of int to Running
+    operator : Operator
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        *,
+        variables: Mapping[str, str] | None = None,
+        logs: Path | None = None,
+        database: str = "",
+    ) -> None:
+        self.federation = federation
+        self.operator = Operator(federation.operator, CONNECTION)
+        self.supernodes: dict[int, Running] = {}
+        self._variables = dict(variables or {})
+        self._database = database
+        self._processes = Processes(logs)
+        try:
+            self.superlink = self.start_superlink()
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def temporary(
+        cls, nodes: int, *, variables: Mapping[str, str] | None = None, logs: Path | None = None
+    ) -> Rehearsal:
+        """A federation made for one occasion, on free ports, removed with its processes.
+
+        Parameters
+        ----------
+        nodes : int
+            How many SuperNodes to make keys for; none is started yet.
+        variables, logs
+            As for `Rehearsal`.
+        """
+        port, fleet_port = free_ports(2)
+        directory = Path(tempfile.mkdtemp(prefix="fedsim-federation-"))
+        federation = Federation.create(
+            directory, nodes=nodes, days=2, port=port, fleet_port=fleet_port
+        )
+        rehearsal = cls(federation, variables=variables, logs=logs)
+        rehearsal._processes.remove_at_end(directory)
+        return rehearsal
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def start_superlink(self) -> Running:
+        """Start the SuperLink and wait until it listens on its ports."""
+        self._check_ports()
+        running = self._processes.start(
+            "superlink",
+            self.federation.superlink_command(database=self._database),
+            {**self._variables, "FLWR_HOME": self._home("superlink")},
+        )
+        for port in {self.federation.port, self.federation.nodes_port}:
+            wait_for_port(running, port)
+        self.superlink = running
+        return running
+
+    def register(self, nodes: range | None = None) -> None:
+        """Let SuperNodes in; all of them by default."""
+        chosen = range(self.federation.nodes) if nodes is None else nodes
+        if not self.federation.insecure:
+            self.operator.register([self.federation.public_key(node) for node in chosen])
+
+    def start_node(
+        self,
+        node: int,
+        *,
+        client: int | None = None,
+        config: Mapping[str, str | int] | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> Running:
+        """Start one SuperNode; it goes on trying until the SuperLink answers."""
+        (port,) = free_ports(1)
+        command = self.federation.supernode_command(node, client=client, port=port, config=config)
+        running = self._processes.start(
+            f"supernode-{node}",
+            command,
+            {"FLWR_HOME": self._home(f"supernode-{node}"), **(variables or {})},
+        )
+        self.supernodes[node] = running
+        return running
+
+    def start_all(self) -> None:
+        """Register and start every SuperNode."""
+        self.register()
+        for node in range(self.federation.nodes):
+            self.start_node(node)
+
+    def stop(self, running: Running) -> None:
+        """End one process."""
+        self._processes.stop(running)
+
+    def check(self) -> None:
+        """See that the SuperLink is alive, and somebody to train.
+
+        Raises
+        ------
+        FedsimError
+            With the end of the log of what has died.
+        """
+        if not self.superlink.alive():
+            raise FedsimError(f"the SuperLink ended:\n{self.superlink.tail()}")
+        if self.supernodes and not any(node.alive() for node in self.supernodes.values()):
+            last = list(self.supernodes.values())[-1]
+            raise FedsimError(f"every SuperNode has ended, the last with:\n{last.tail()}")
+
+    def close(self) -> None:
+        """End everything."""
+        self._processes.close()
+
+    def _home(self, name: str) -> str:
+        home = self._processes.directory / f"flower-{name}"
+        home.mkdir(exist_ok=True)
+        return str(home)
+
+    def _check_ports(self) -> None:
+        taken = busy_port([self.federation.port, self.federation.nodes_port])
+        if taken is not None:
+            raise FedsimError(
+                f"port {taken} is in use; end what listens there, or make a federation with other "
+                "ports (fedsim deploy init --port --fleet-port)."
+            )
+
+
+def busy_port(ports: list[int]) -> int | None:
+    """The first of these ports on which somebody listens."""
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                return port
+    return None
