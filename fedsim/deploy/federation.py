@@ -186,6 +186,8 @@ class Federation:
             "num-partitions": self.nodes,
             **(config or {}),
         }
+        if (self.node(node) / "data.npz").exists():
+            settings.setdefault("data", str(self.node(node) / "data.npz"))
         command = [program("flower-supernode")]
         if speaks_grpc():
             command += ["--grpc-rere"]

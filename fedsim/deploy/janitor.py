@@ -1,9 +1,10 @@
 """Ends what a parent process started, whatever becomes of the parent.
 
-Run as ``python -m fedsim.deploy.janitor``. Standard input is a pipe that the parent holds;
+Run as ``python -m fedsim.deploy.janitor SECONDS``. Standard input is a pipe that the parent holds;
 its lines are ``start PID``, ``stop PID`` and ``remove DIRECTORY``. When the pipe closes,
 because the parent is done with it or is dead, every process group that was started and not
-stopped gets SIGTERM, after a while SIGKILL, and the directories are removed.
+stopped gets SIGTERM, SIGKILL if it is there so many seconds later, and the directories are
+removed.
 
 Nothing outside the standard library is imported here: it must be there at once.
 """
@@ -20,10 +21,8 @@ from contextlib import suppress
 
 __all__ = ["main"]
 
-_GRACE = 8.0
 
-
-def main() -> None:
+def main(grace: float) -> None:
     """Listen until the pipe closes, then clean up."""
     # Ctrl-C goes to the whole foreground group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -35,17 +34,17 @@ def main() -> None:
         if verb == "start":
             groups.append(int(what))
         elif verb == "stop":
-            end_groups([int(what)])
+            end_groups([int(what)], grace)
             groups.remove(int(what))
             print("stopped", flush=True)
         elif verb == "remove":
             directories.append(what)
-    end_groups(groups)
+    end_groups(groups, grace)
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def end_groups(groups: Iterable[int], grace: float = _GRACE) -> None:
+def end_groups(groups: Iterable[int], grace: float) -> None:
     """End process groups: SIGTERM, and SIGKILL for what is there ``grace`` seconds later."""
     alive = [group for group in groups if _signal(group, signal.SIGTERM)]
     deadline = time.monotonic() + grace
@@ -85,4 +84,4 @@ def _only_zombies(group: int) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    main(float(sys.argv[1]))

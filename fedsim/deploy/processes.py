@@ -59,9 +59,13 @@ class Processes:
     ----------
     directory : path, optional
         For the logs; by default a temporary one that is removed in the end.
+    grace : float
+        Seconds from SIGTERM to SIGKILL.
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str] | None = None, *, grace: float = 8.0
+    ) -> None:
         self._temporary = directory is None
         self.directory = Path(
             tempfile.mkdtemp(prefix="fedsim-") if directory is None else directory
@@ -69,7 +73,7 @@ class Processes:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._janitor = subprocess.Popen(
-            [sys.executable, "-m", "fedsim.deploy.janitor"],
+            [sys.executable, "-m", "fedsim.deploy.janitor", str(grace)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

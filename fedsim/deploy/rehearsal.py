@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -52,6 +52,8 @@ class Rehearsal:
         self._variables = dict(variables or {})
         self._database = database
         self._processes = Processes(logs)
+        self._homes = Path(tempfile.mkdtemp(prefix="fedsim-flower-"))
+        self._processes.remove_at_end(self._homes)
         try:
             self.superlink = self.start_superlink()
         except BaseException:
@@ -104,8 +106,8 @@ class Rehearsal:
         self.superlink = running
         return running
 
-    def register(self, nodes: range | None = None) -> None:
-        """Let SuperNodes in; all of them by default."""
+    def register(self, nodes: Iterable[int] | None = None) -> None:
+        """Let SuperNodes in; all of them by default. Flower refuses a key that it knows."""
         chosen = range(self.federation.nodes) if nodes is None else nodes
         if not self.federation.insecure:
             self.operator.register([self.federation.public_key(node) for node in chosen])
@@ -130,8 +132,9 @@ class Rehearsal:
         return running
 
     def start_all(self) -> None:
-        """Register and start every SuperNode."""
-        self.register()
+        """Register every SuperNode that the SuperLink does not know yet, and start them all."""
+        if not self.operator.nodes():
+            self.register()
         for node in range(self.federation.nodes):
             self.start_node(node)
 
@@ -158,7 +161,7 @@ class Rehearsal:
         self._processes.close()
 
     def _home(self, name: str) -> str:
-        home = self._processes.directory / f"flower-{name}"
+        home = self._homes / name
         home.mkdir(exist_ok=True)
         return str(home)
 

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fedsim.deploy.processes import Processes, free_ports, wait_for_port
+from fedsim.errors import FedsimError
+
+# A child that has a child of its own, as the SuperLink has its apps.
+FAMILY = [
+    sys.executable,
+    "-c",
+    "import subprocess, sys, time; "
+    "c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+    "print(c.pid, flush=True); time.sleep(600)",
+]
+STUBBORN = [
+    sys.executable,
+    "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "print('deaf', flush=True); time.sleep(600)",
+]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def wait(condition, limit=20.0) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def printed(running) -> str:
+    wait(lambda: running.log.read_text().strip())
+    return running.log.read_text().strip()
+
+
+def test_everything_ends_with_close_grandchildren_and_files_included():
+    with Processes() as processes:
+        directory = processes.directory
+        parent = processes.start("family", FAMILY)
+        child = int(printed(parent))
+        assert alive(child)
+    assert not alive(parent.pid)
+    assert not alive(child)
+    assert not directory.exists()
+
+
+def test_a_process_that_ignores_sigterm_is_killed():
+    with Processes(grace=0.2) as processes:
+        running = processes.start("stubborn", STUBBORN)
+        printed(running)
+        processes.stop(running)
+        assert not running.alive()
+
+
+def test_one_process_can_be_stopped_while_the_others_go_on():
+    with Processes() as processes:
+        first, second = (processes.start(name, FAMILY) for name in ("a", "b"))
+        printed(first), printed(second)
+        processes.stop(first)
+        assert not first.alive()
+        assert second.alive()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_outlives_a_parent_that_dies(number):
+    program = (
+        "import time; from fedsim.deploy.processes import Processes; p = Processes(); "
+        f"r = p.start('family', {FAMILY!r}); print(p.directory, r.pid, p._janitor.pid, "
+        "flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    directory, pid, janitor = parent.stdout.readline().split()
+    log = Path(directory) / "family.log"
+    wait(lambda: log.exists() and log.read_text().strip())
+    grandchild = int(log.read_text())
+    os.kill(parent.pid, number)
+    parent.wait()
+    wait(lambda: not (alive(int(pid)) or alive(grandchild) or alive(int(janitor))))
+    assert not Path(directory).exists()
+
+
+def test_a_server_that_ends_before_it_listens_is_reported_with_its_log():
+    (port,) = free_ports(1)
+    with Processes() as processes:
+        running = processes.start("broken", [sys.executable, "-c", "print('no such key')"])
+        with pytest.raises(FedsimError, match="no such key"):
+            wait_for_port(running, port)
