@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from fedsim import datasets, mechanisms, models, partitions
 from fedsim.clients import SGD, ClientData, LocalAlgorithm, Trainer
 from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
 from fedsim.config import RunConfig
+from fedsim.config_sections import ClientMechanismSection, MechanismSection
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
@@ -144,7 +147,7 @@ class Build:
         config = self.config
         evaluate = config.evaluate
         return DPFedAvg(
-            mechanism=mechanism(config),
+            mechanism=mechanism(config.mechanism),
             cohort=cohort(config),
             noise_multiplier=self.noise_multiplier,
             delta=config.noise.delta,
@@ -210,16 +213,35 @@ def cohort(config: RunConfig) -> Cohort:
             return FullCohort(population=population)
 
 
-def mechanism(config: RunConfig) -> Mechanism:
-    """The mechanism that bounds updates."""
-    settings = config.mechanism
-    match settings.name:
-        case "none":
-            return mechanisms.NoPrivacy(weighting=settings.weighting)
-        case "clipping":
-            return mechanisms.Clipping(settings.clip_norm)
-        case "normalization":
-            return mechanisms.Normalization(settings.clip_norm, settings.smoothing)
+_MECHANISMS: dict[str, type[Any]] = {
+    "none": mechanisms.NoPrivacy,
+    "clipping": mechanisms.Clipping,
+    "normalization": mechanisms.Normalization,
+    "quantile-clipping": mechanisms.QuantileClipping,
+    "adaclip": mechanisms.AdaClip,
+    "adaptive-noise": mechanisms.AdaptiveNoise,
+    "norm-bound": mechanisms.NormBound,
+    "coordinate-clipping": mechanisms.CoordinateClipping,
+}
+
+
+def mechanism(settings: MechanismSection | ClientMechanismSection) -> Mechanism:
+    """The mechanism that bounds updates, or a client's per-example gradients."""
+    kind = _MECHANISMS[settings.name]
+    values = {field.name: getattr(settings, field.name) for field in fields(kind)}
+    if settings.name == "adaptive-noise" and settings.threshold is None:
+        values["threshold"] = math.inf
+    built: Mechanism = kind(**values)
+    if settings.per_layer:
+        built = mechanisms.PerLayer(built)
+    if isinstance(settings, MechanismSection) and settings.private_scalar:
+        built = mechanisms.PrivateScalar(
+            built,
+            name=settings.private_scalar,
+            high=settings.private_scalar_high,
+            fraction=settings.private_scalar_fraction,
+        )
+    return built
 
 
 def algorithm(config: RunConfig) -> LocalAlgorithm:

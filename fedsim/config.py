@@ -114,7 +114,8 @@ class RunConfig(Section):
     @property
     def private(self) -> bool:
         """Whether the run claims client-level differential privacy."""
-        return self.mechanism.name != "none" and self.noise.adds_noise
+        unsafe = self.mechanism.unsafe_non_private_raw_statistics
+        return self.mechanism.name != "none" and not unsafe and self.noise.adds_noise
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
@@ -155,6 +156,13 @@ def _check_noise(config: RunConfig) -> None:
             f"a number (0.0 for no noise), or noise.target-epsilon set, while mechanism.name = "
             f"'{mechanism}'",
         )
+    config.require(
+        noise.target_epsilon is None or not config.mechanism.unsafe_non_private_raw_statistics,
+        "noise.target-epsilon",
+        noise.target_epsilon,
+        "unset while mechanism.unsafe-non-private-raw-statistics = true, for which no noise "
+        "gives a finite epsilon",
+    )
     config.require(
         noise.max_epsilon is None or config.private,
         "noise.max-epsilon",

@@ -152,47 +152,60 @@ class ModelSection(Section):
     metric: str = "accuracy"
 
 
-MECHANISMS = (
-    "none",
-    "clipping",
-    "normalization",
-    "quantile-clipping",
-    "adaclip",
-    "adaptive-noise",
-    "norm-bound",
-    "coordinate-clipping",
-)
-
-
 class _Bounding(Section):
-    """The keys that a mechanism takes, at either level."""
+    """How rows are bounded before they enter one noisy sum, at either level."""
 
-    clip_norm: float = only(
+    name: Literal[
+        "none",
         "clipping",
         "normalization",
         "quantile-clipping",
         "adaclip",
         "adaptive-noise",
         "norm-bound",
-        default=1.0,
-        gt=0,
+        "coordinate-clipping",
+    ] = "none"
+    clip_norm: float = only(
+        "clipping", "normalization", "adaclip", "adaptive-noise", "norm-bound", default=1.0, gt=0
     )
+    per_layer: bool = False
     smoothing: float = only("normalization", default=0.0, ge=0)
+    target_quantile: float = only("quantile-clipping", default=0.5, ge=0, le=1)
+    learning_rate: float = only("quantile-clipping", default=0.2, ge=0)
+    initial_clip_norm: float = only("quantile-clipping", default=0.1, gt=0)
+    bit_noise: float = only("quantile-clipping", default=0.05, gt=0)
+    clip_value: float = only("coordinate-clipping", default=0.01, gt=0)
+    h1: float = only("adaclip", default=1e-12, gt=0)
+    h2: Maybe = only("adaclip", default=None)
+    beta1: float = only("adaclip", default=0.99, ge=0, le=1)
+    beta2: float = only("adaclip", default=0.9, ge=0, le=1)
+    gamma: float = only("adaclip", default=1.0, gt=0)
+    center: bool = only("adaclip", default=True)
+    variance: Literal["per-example", "literal"] = only("adaclip", default="per-example")
+    clamp: Literal["pre", "post"] = only("adaclip", default="pre")
+    literal: bool = only("adaclip", default=False)
+    threshold: Maybe = only("adaptive-noise", default=None)
+    beta: float = only("adaptive-noise", default=1.0, gt=0)
+    decay: float = only("adaptive-noise", default=0.9, ge=0, le=1)
+    floor: float = only("adaptive-noise", default=1e-12, gt=0)
+    noise_shape: Literal["proportional", "optimal"] = only("adaptive-noise", default="proportional")
+    unsafe_non_private_raw_statistics: bool = only("adaptive-noise", default=False)
 
 
 class MechanismSection(_Bounding):
     """How an update is bounded before it enters the one noisy sum."""
 
     table: ClassVar[str] = "mechanism"
-    name: Literal["none", "clipping", "normalization"] = "none"
     weighting: Literal["uniform", "num-examples"] = only("none", default="num-examples")
+    private_scalar: str = ""
+    private_scalar_high: float = Field(1.0, gt=0)
+    private_scalar_fraction: float = Field(0.1, ge=0, lt=1)
 
 
 class ClientMechanismSection(_Bounding):
     """How an example's gradient is bounded, in a client with example-level privacy."""
 
     table: ClassVar[str] = "client.mechanism"
-    name: Literal["none", "clipping", "normalization"] = "none"
 
 
 class ClientNoiseSection(Section):

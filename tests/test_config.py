@@ -120,7 +120,8 @@ def test_flowers_table_in_pyproject_equals_the_flattened_defaults() -> None:
 
 
 def test_every_experiment_is_a_valid_config() -> None:
-    paths = sorted((ROOT / "experiments").rglob("*.toml"))
+    found = (ROOT / "experiments").rglob("*.toml")
+    paths = sorted(path for path in found if path.name != "expected.toml")
     assert paths
     for path in paths:
         RunConfig.load(path)

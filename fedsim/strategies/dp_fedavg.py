@@ -361,6 +361,10 @@ evaluate_metrics_aggr_fn
         if self._layout is None:
             self._layout = layout
             self._state = self.mechanism.init(layout)
+            # Refuses a split of the noise that does not exist before anybody is asked.
+            self.mechanism.noise_multipliers(
+                self.noise_multiplier, self.cohort.expected_size, self._state
+            )
         elif layout != self._layout:
             raise FedsimError("the model's parameters changed their names or shapes in the run.")
         return layout
@@ -368,11 +372,9 @@ evaluate_metrics_aggr_fn
     # -- privacy ----------------------------------------------------------------------
 
     def _event(self) -> Event:
-        sides = dict(
-            self.mechanism.noise_multipliers(self.noise_multiplier, self.cohort.expected_size)
-        )
+        # A mechanism's parts add up to the whole: 1/z^2 = sum 1/z_j^2.
         return self.cohort.event(
-            sides.pop("sum"), sides=sides, guarantee=self.mechanism.guarantee == "gaussian"
+            self.noise_multiplier, guarantee=self.mechanism.guarantee == "gaussian"
         )
 
     def _exceeds_budget(self, event: Event) -> bool:
