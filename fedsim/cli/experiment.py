@@ -1,0 +1,180 @@
+"""`fedsim experiment`: reproduce a paper's figure or table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Self
+
+import typer
+from rich import box, progress
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fedsim.errors import FedsimError
+
+if TYPE_CHECKING:
+    from fedsim.experiments import Outcome, Report
+    from fedsim.experiments import Table as Data
+
+__all__ = ["experiment"]
+
+
+def experiment(
+    name: Annotated[
+        str | None, typer.Argument(help="An experiment, or a directory with an experiment.toml.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for results; `runs/experiments/<name>` if unset.")
+    ] = None,
+    data: Annotated[Path, typer.Option(help="Where data sets are kept.")] = Path("data"),
+    seeds: Annotated[int | None, typer.Option(min=1, help="Instead of the file's own.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A small version, to see that everything works.")
+    ] = False,
+    workers: Annotated[int, typer.Option(min=0, help="Processes; 0 is one a core.")] = 0,
+) -> None:
+    """Reproduce a figure or a table of a paper, and say what holds and what does not.
+
+    Without a name, the experiments are listed. Every one is made of independent members whose
+    results are kept: interrupted, it goes on where it stopped, and a second time only the
+    report is made anew.
+
+        fedsim experiment quadratic
+        fedsim experiment das-fmnist --data ./data --workers 2
+
+    Each leaves tables (.csv), pictures (.png) and `figures.csv`: what the paper says, what the
+    committed settings gave when they were run, and what they gave here. To change a setting,
+    copy the experiment's directory and give the copy's path instead of the name.
+    """
+    from fedsim.experiments import find, names, run_experiment
+
+    console = Console()
+    if name is None:
+        for known in names():
+            console.print(f"{known:22} {_about(find(known))}", highlight=False)
+        return
+    directory = find(name)
+    where = out or Path("runs") / "experiments" / (directory.name + "-quick" * quick)
+    if where.exists() and not where.is_dir():
+        raise FedsimError(f"--out {where} is a file; it must be a directory.")
+    with _Progress(console) as shown:
+        try:
+            outcome = run_experiment(
+                directory,
+                where,
+                data=data,
+                seeds=seeds,
+                quick=quick,
+                workers=workers,
+                observer=shown.member,
+            )
+        except KeyboardInterrupt:
+            shown.stop()
+            console.print(f"Interrupted. Finished members are kept in {where}; run it again.")
+            raise typer.Exit(130) from None
+    _show(console, outcome)
+
+
+def _about(directory: Path) -> str:
+    """First heading of an experiment's README."""
+    path = directory / "README.md"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return next((line.removeprefix("# ") for line in lines if line.startswith("# ")), "")
+
+
+class _Progress:
+    """One live line on a terminal; elsewhere, a line a member."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.completed:>4}/{task.total}"),
+            progress.BarColumn(bar_width=24),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.description}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("setting up", total=None)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Take the line away."""
+        self._bar.stop()
+
+    def member(self, name: str, done: int, total: int) -> None:
+        """Show a member that has just finished; an empty name is the start."""
+        self._bar.update(self._task, completed=done, total=total, description=name)
+        if not self._console.is_terminal:
+            text = name or ("kept from before" if done else "to do")
+            self._console.print(f"{done:>4}/{total}  {text}", highlight=False)
+
+
+def _show(console: Console, outcome: Outcome) -> None:
+    report = outcome.report
+    for table in (*report.tables, outcome.expected.table(report)):
+        if table.shown:
+            console.print(_table(table))
+    if report.claims:
+        console.print(_claims(report, outcome))
+    if outcome.quick:
+        console.print("This was the quick version: too small to judge the paper by.", style="bold")
+    for path in outcome.files:
+        console.print(f"  {path}", highlight=False)
+
+
+def _table(data: Data) -> Table:
+    table = Table(
+        title=data.title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+    )
+    for k, column in enumerate(data.columns):
+        numeric = any(not isinstance(row[k], str | None) for row in data.rows)
+        table.add_column(column, justify="right" if numeric else "left")
+    for row in data.rows:
+        table.add_row(*(_cell(value, data.digits) for value in row))
+    return table
+
+
+def _cell(value: str | float | None, digits: int) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return str(value)
+    small = 0 < abs(value) < 10 ** (1 - digits)
+    return f"{value:.{max(digits, 2)}g}" if small else f"{value:,.{digits}f}"
+
+
+def _claims(report: Report, outcome: Outcome) -> Table:
+    table = Table(
+        title="What the papers say", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
+    )
+    table.add_column("claim")
+    table.add_column("holds here")
+    table.add_column("here")
+    for claim in report.claims:
+        expected = outcome.expected.claims.get(claim.name)
+        verdict = Text("yes" if claim.holds else "no", style="green" if claim.holds else "yellow")
+        if expected is not None and expected != claim.holds and not outcome.quick:
+            verdict.append(f" (expected: {'yes' if expected else 'no'})", style="bold red")
+        table.add_row(claim.says, verdict, claim.here)
+    return table
