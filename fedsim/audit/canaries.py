@@ -1,0 +1,168 @@
+"""Canary clients: what they send, and what everybody else does meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedsim.exchange import Block, Ids
+from fedsim.mechanisms import Layout, Mechanism
+
+__all__ = ["ALONE", "OPPOSED", "RARE", "WORLDS", "Canaries", "World", "reach"]
+
+Mask = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+
+# A canary is this many times as long as what a mechanism lets through, so that every
+# coordinate and every layer of it reaches its bound.
+LENGTH = 1e3
+# A weight by number of examples would be felt.
+EXAMPLES = 1000.0
+BLOCK = 256
+
+
+@dataclass(frozen=True)
+class World:
+    """A federation in which one client, the canary, is to be noticed.
+
+    Attributes
+    ----------
+    name : str
+    sentence : str
+        What goes on in it.
+    others, canary, counterpart : callable
+        From ``d`` to a row ``[d]``, to be scaled: what every other client sends, what the
+        canary sends, and what it sends instead where neighbours replace one client.
+    """
+
+    name: str
+    sentence: str
+    others: Callable[[int], Tensor]
+    canary: Callable[[int], Tensor]
+    counterpart: Callable[[int], Tensor]
+
+    def trainer(
+        self,
+        population: int,
+        d: int,
+        scale: float,
+        *,
+        present: bool,
+        neighbour: str,
+        sides: tuple[str, ...],
+    ) -> Canaries:
+        """The federation's clients; the canary is the last.
+
+        Parameters
+        ----------
+        scale : float
+            Length of the longest coordinate of a row.
+        present : bool
+            Whether the canary is there.
+        neighbour : "add-remove", "zero-out" or "replace-one"
+            What it means that it is not: there is no such client; it is asked and fails; it
+            sends its counterpart.
+        sides : tuple of str
+            Scalars that clients report beside; the canary's are as large as can be.
+        """
+        rows = scale * self.others(d).expand(population, d).clone()
+        replaced = not present and neighbour == "replace-one"
+        rows[-1] = scale * (self.counterpart(d) if replaced else self.canary(d))
+        ok = np.ones(population, dtype=np.bool_)
+        ok[-1] = present or replaced
+        is_canary = np.zeros(population)
+        is_canary[-1] = not replaced
+        there = population - (not present and neighbour == "add-remove")
+        metrics = {"num-examples": 1 + (EXAMPLES - 1) * is_canary}
+        metrics |= dict.fromkeys(sides, 1e9 * is_canary)
+        return Canaries(rows[:there], ok[:there], metrics)
+
+
+ALONE = World(
+    "alone",
+    "all others stand still",
+    others=lambda d: torch.zeros(d, dtype=torch.float64),
+    canary=lambda d: torch.ones(d, dtype=torch.float64),
+    counterpart=lambda d: -torch.ones(d, dtype=torch.float64),
+)
+OPPOSED = World(
+    "opposed",
+    "all others pull the other way",
+    others=lambda d: -torch.ones(d, dtype=torch.float64),
+    canary=lambda d: torch.ones(d, dtype=torch.float64),
+    counterpart=lambda d: -torch.ones(d, dtype=torch.float64),
+)
+RARE = World(
+    "rare",
+    "the canary alone moves the last coordinate",
+    others=lambda d: _all_but_last(d),
+    canary=lambda d: 1 - _all_but_last(d),
+    counterpart=lambda d: _all_but_last(d),
+)
+WORLDS = (ALONE, OPPOSED, RARE)
+
+
+def _all_but_last(d: int) -> Tensor:
+    row = torch.ones(d, dtype=torch.float64)
+    row[-1] = 0
+    return row
+
+
+@dataclass(frozen=True)
+class Canaries:
+    """A block trainer whose clients send the same rows in every round.
+
+    Attributes
+    ----------
+    rows : Tensor ``[k, d]``
+    ok : bool ``[k]``
+        False for a client that always fails.
+    metrics : mapping of name to float64 ``[k]`` or longer
+    silent : int
+        So many clients, with the lowest ids, send zero; the others follow them.
+    """
+
+    rows: Tensor
+    ok: Mask
+    metrics: Mapping[str, Floats]
+    silent: int = 0
+
+    @property
+    def population(self) -> int:
+        """Clients that are there."""
+        return self.silent + len(self.rows)
+
+    def train(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+        """Their rows, whatever the global parameters are."""
+        for start in range(0, len(client_ids), BLOCK):
+            ids = client_ids[start : start + BLOCK]
+            index = ids - self.silent
+            own = index >= 0
+            if own.all():
+                rows, ok = self.rows[index], self.ok[index]
+            else:
+                rows = self.rows.new_zeros(len(ids), self.rows.shape[1])
+                rows[torch.from_numpy(own)] = self.rows[index[own]]
+                ok = np.ones(len(ids), dtype=np.bool_)
+                ok[own] = self.ok[index[own]]
+            metrics = {
+                name: np.where(own, values[index], 1.0 if name == "num-examples" else 0.0)
+                for name, values in self.metrics.items()
+            }
+            yield Block(client_ids=ids, rows=rows, metrics=metrics, ok=ok)
+
+    def evaluate(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+        """Canaries have no data."""
+        yield Block(client_ids, None, {"num-examples": np.ones(len(client_ids))}, client_ids >= 0)
+
+
+def reach(mechanism: Mechanism, layout: Layout) -> float:
+    """Scale of a row that every bound of the mechanism shortens."""
+    huge = torch.full((1, layout.d), 1e12, dtype=torch.float64)
+    bounded = mechanism.bound(huge, mechanism.init(layout))
+    return LENGTH * float(bounded.abs().max())

@@ -1,0 +1,136 @@
+"""One run with many canaries, each in or out by a coin (Steinke, Nasr and Jagielski 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.linalg import hadamard
+from torch import Tensor
+
+from fedsim.audit.canaries import EXAMPLES, Canaries, reach
+from fedsim.audit.claim import Claim, common_claim
+from fedsim.audit.confidence import guesses_epsilon_bound, guesses_p_value
+from fedsim.audit.runs import Parameters, Plan, observe
+from fedsim.errors import FedsimError
+from fedsim.mechanisms import Layout
+from fedsim.randomness import Purpose, Randomness
+
+__all__ = ["OneRun", "guess"]
+
+Floats = npt.NDArray[np.float64]
+Coins = npt.NDArray[np.bool_]
+
+SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
+
+
+@dataclass(frozen=True)
+class OneRun:
+    """How well the coins of one run were guessed.
+
+    Attributes
+    ----------
+    canaries, guesses, correct : int
+    p_value : float
+        Probability bound of so many correct guesses, if the claim is true.
+    epsilon_bound : float
+        Lower bound on epsilon at the claim's delta.
+    """
+
+    canaries: int
+    guesses: int
+    correct: int
+    p_value: float
+    epsilon_bound: float
+
+
+def guess(
+    plan: Plan, start: Parameters, canaries: int, risk: float, seed: int
+) -> tuple[OneRun, Claim]:
+    """A first run chooses how many coins to guess and at which epsilon; a second one counts.
+
+    Parameters
+    ----------
+    start : mapping of name to Tensor
+        As many parameters as the next power of two from ``canaries``, or more.
+    canaries : int
+        At most the population.
+    """
+    (scores, coins, claim), (fresh, fresh_coins, same) = (
+        _play(plan, start, canaries, seed, part) for part in (0, 1)
+    )
+    common_claim((claim, same))
+    epsilons, deltas = claim.pairs
+    chosen = None
+    for share in SHARES:
+        guesses, correct = _guess(scores, coins, share)
+        for epsilon, delta in zip(epsilons, deltas, strict=True):
+            p = guesses_p_value(canaries, guesses, correct, float(epsilon), float(delta))
+            if chosen is None or p < chosen[0]:
+                chosen = (p, share, float(epsilon), float(delta))
+    assert chosen is not None
+    widest = max(
+        SHARES,
+        key=lambda share: guesses_epsilon_bound(
+            canaries, *_guess(scores, coins, share), risk, claim.delta
+        ),
+    )
+    guesses, correct = _guess(fresh, fresh_coins, chosen[1])
+    p_value = guesses_p_value(canaries, guesses, correct, chosen[2], chosen[3])
+    bound = guesses_epsilon_bound(canaries, *_guess(fresh, fresh_coins, widest), risk, claim.delta)
+    return OneRun(canaries, guesses, correct, p_value, bound), claim
+
+
+def _guess(scores: Floats, coins: Coins, share: float) -> tuple[int, int]:
+    """Guess "in" for the highest scores and "out" for the lowest; guesses and correct ones."""
+    each = max(1, round(share * len(scores) / 2))
+    order = np.argsort(scores, kind="stable")
+    return 2 * each, int((~coins[order[:each]]).sum() + coins[order[-each:]].sum())
+
+
+def _play(
+    plan: Plan, start: Parameters, canaries: int, seed: int, part: int
+) -> tuple[Floats, Coins, Claim]:
+    """Scores and coins of the canaries, both ``[canaries]``, and what the run claims."""
+    draws = Randomness(seed).generator(Purpose.AUDIT, client=1, part=part)
+    run_seed = int(draws.integers(2**63))
+    strategy = plan.strategy(run_seed)
+    layout = Layout.of(start)
+    population, adjacency = strategy.cohort.population, strategy.cohort.adjacency
+    assert population is not None
+    if canaries > min(population, layout.d):
+        raise FedsimError(
+            f"canaries is {canaries}; it must be at most the population, {population}, and the "
+            f"number of parameters, {layout.d}."
+        )
+    coins = draws.random(canaries) < 0.5
+    # Ids are arbitrary: those who are there come first, so that the grid can end after them.
+    coins = np.sort(coins)[::-1].copy()
+    directions = _directions(canaries, layout.d, draws)
+    rows = reach(strategy.mechanism, layout) * directions
+    ok = np.ones(canaries, dtype=np.bool_)
+    there = canaries
+    if adjacency == "replace-one":
+        rows[torch.from_numpy(~coins)] *= -1
+    elif adjacency == "zero-out":
+        ok = coins
+    else:
+        there = int(coins.sum())
+    metrics = {"num-examples": np.full(canaries, EXAMPLES)}
+    metrics |= dict.fromkeys(strategy.mechanism.side_names, np.zeros(canaries))
+    trainer = Canaries(rows[:there], ok[:there], metrics, silent=population - canaries)
+    seen, claim = observe(plan, trainer, start, run_seed)
+    moved = torch.from_numpy(seen[:, : layout.d].sum(0))
+    return (directions @ moved).numpy(), coins, claim
+
+
+def _directions(canaries: int, d: int, draws: np.random.Generator) -> Tensor:
+    """Orthogonal rows of +-1, so that every coordinate of a row reaches its bound."""
+    size = 1 << (d.bit_length() - 1)
+    if size != d:
+        raise FedsimError(f"the model has {d} parameters; one run needs a power of two of them.")
+    signs = draws.choice([-1.0, 1.0], size=d)
+    chosen = draws.permutation(d)[:canaries]
+    return torch.from_numpy(hadamard(d)[chosen] * signs)
