@@ -91,6 +91,8 @@ class Instructions(Iterable[Message]):
         Who is asked: clients by their ids, and the Flower node each of them is.
     config : ConfigRecord
         Goes with every message.
+    records : mapping of name to ArrayRecord
+        Further arrays that go with every message.
     """
 
     kind: Kind
@@ -102,6 +104,7 @@ class Instructions(Iterable[Message]):
     config: ConfigRecord
     arrayrecord_key: str = "arrays"
     configrecord_key: str = "config"
+    records: Mapping[str, ArrayRecord] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.client_ids)
@@ -111,16 +114,17 @@ class Instructions(Iterable[Message]):
             # Each client gets records of its own: one that empties its payload must not
             # empty its neighbours'. The arrays inside are shared; ArrayRecord(dict) would
             # serialise every one that is kept as a tensor.
-            arrays = ArrayRecord()
-            for name, array in self.arrays.items():
-                arrays[name] = array
-            content = RecordDict(
-                {
-                    self.arrayrecord_key: arrays,
-                    self.configrecord_key: ConfigRecord(dict(self.config)),
-                }
-            )
+            content = RecordDict({self.configrecord_key: ConfigRecord(dict(self.config))})
+            for key, record in {self.arrayrecord_key: self.arrays, **self.records}.items():
+                content[key] = _same_arrays(record)
             yield Message(content, int(node_id), self.kind)
+
+
+def _same_arrays(record: ArrayRecord) -> ArrayRecord:
+    own = ArrayRecord()
+    for name, array in record.items():
+        own[name] = array
+    return own
 
 
 @dataclass

@@ -9,13 +9,18 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
+from fedsim.clients.shares import STATE_RECORD, asks_for_share, share_reply
 from fedsim.clients.trainer import Trainer
 from fedsim.errors import FedsimError
+from fedsim.mechanisms import Mechanism
 
 __all__ = ["client_app"]
 
 
-def client_app(trainer_for: Callable[[Context], Trainer]) -> ClientApp:
+def client_app(
+    trainer_for: Callable[[Context], Trainer],
+    mechanism_for: Callable[[Context], Mechanism] | None = None,
+) -> ClientApp:
     """A ClientApp that trains and evaluates one client with `Trainer`.
 
     Parameters
@@ -23,6 +28,9 @@ def client_app(trainer_for: Callable[[Context], Trainer]) -> ClientApp:
     trainer_for : callable
         Gives the trainer for a node's context. It is called once a message, so cache what is
         expensive. The client is the node's ``partition-id``.
+    mechanism_for : callable, optional
+        Gives the mechanism with which the client bounds and noises its own row, where the
+        strategy asks for shares; without it such a request is refused.
 
     Returns
     -------
@@ -39,6 +47,21 @@ def client_app(trainer_for: Callable[[Context], Trainer]) -> ClientApp:
         key, arrays = _arrays(message)
         vector = _vector(trainer, arrays)
         local = trainer.fit(vector, ids, _round(message))
+        if (request := asks_for_share(message)) is not None:
+            if mechanism_for is None:
+                raise FedsimError("this client has no mechanism to noise its own share with.")
+            reported = {name: float(column[0]) for name, column in local.metrics.items()}
+            row = local.theta[0] - vector.to(local.theta)
+            content = share_reply(
+                mechanism_for(context),
+                row,
+                reported,
+                message,
+                request,
+                trainer.randomness,
+                int(ids[0]),
+            )
+            return Message(content, reply_to=message)
         # Entries that are not trained go back as they came.
         reply = ArrayRecord(dict(arrays))
         for entry, (name, value) in zip(
@@ -74,7 +97,7 @@ def _client_ids(context: Context) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 
 def _arrays(message: Message) -> tuple[str, ArrayRecord]:
-    records = message.content.array_records
+    records = {k: v for k, v in message.content.array_records.items() if k != STATE_RECORD}
     if len(records) != 1:
         raise FedsimError(f"a message carries {len(records)} array records; it must carry one.")
     return next(iter(records.items()))

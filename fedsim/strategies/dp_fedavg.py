@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +18,15 @@ from torch import Tensor
 from fedsim.cohorts import Cohort
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
-from fedsim.exchange import Block, Ids, Instructions, Replies
-from fedsim.mechanisms import Accumulator, DenseRows, Layout, Mechanism, NoiseSource, State
+from fedsim.exchange import Instructions
+from fedsim.mechanisms import Layout, Mechanism, State
 from fedsim.privacy import Event, Ledger, Statement
 from fedsim.randomness import Purpose, Randomness
 from fedsim.strategies.client_evaluation import ClientEvaluation
+from fedsim.strategies.contributions import Asked, Contributions, Placement
 from fedsim.strategies.loop import run_rounds
 from fedsim.strategies.participants import Participants, node_ids
-from fedsim.strategies.replies import blocks_from_messages, to_arrays
+from fedsim.strategies.replies import to_arrays
 from fedsim.strategies.server_optimizer import ServerOptimizer, sgd
 from fedsim.strategies.summaries import MetricMeans, MetricsAggregator
 
@@ -48,18 +49,6 @@ class RoundReport:
     usable: int
     failed: int
     info: dict[str, float]
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A round that has been configured and not yet aggregated."""
-
-    round: int
-    cohort: Ids
-    client_of: dict[int, int]
-    server: dict[str, Tensor]
-    vector: Tensor
-    event: Event
 
 
 class DPFedAvg(Strategy):
@@ -128,7 +117,7 @@ evaluate_metrics_aggr_fn
         ledger: Ledger | str | PathLike[str] | None = None,
         seed: int | None = None,
         server_optimizer: ServerOptimizer | None = None,
-        placement: Literal["server", "client"] = "server",
+        placement: Placement = "server",
         hardened_noise: bool = True,
         fraction_evaluate: float | None = None,
         evaluate_every: int = 1,
@@ -167,7 +156,6 @@ evaluate_metrics_aggr_fn
         self.randomness = Randomness(seed)
         self.server_optimizer: ServerOptimizer = server_optimizer or sgd()
         self.placement = placement
-        self.hardened_noise = hardened_noise
         self.max_failed_rounds = max_failed_rounds
         self.shows_clients = shows_clients
         self.weighted_by_key = weighted_by_key
@@ -181,6 +169,16 @@ evaluate_metrics_aggr_fn
         """What happened in the round aggregated last."""
         self.result: Result | None = None
         """What `start` has reached, also after an exception."""
+        self._contributions = Contributions(
+            mechanism,
+            noise_multiplier,
+            cohort.expected_size,
+            placement,
+            self.randomness,
+            hardened_noise,
+            weighted_by_key,
+            arrayrecord_key,
+        )
         self._participants = Participants(
             cohort, self.randomness, min_available_nodes, node_timeout
         )
@@ -195,7 +193,7 @@ evaluate_metrics_aggr_fn
         )
         self._layout: Layout | None = None
         self._state: State = {}
-        self._asked: _Asked | None = None
+        self._asked: Asked | None = None
         self._failed_rounds = 0
 
     # -- training ---------------------------------------------------------------------
@@ -221,7 +219,7 @@ evaluate_metrics_aggr_fn
         present = cohort[np.isin(cohort, list(nodes))]
         asked = node_ids(present, nodes)
         vector = layout.flatten(server)
-        self._asked = _Asked(
+        self._asked = Asked(
             round=server_round,
             cohort=cohort,
             client_of=dict(zip(asked.tolist(), present.tolist(), strict=True)),
@@ -229,6 +227,7 @@ evaluate_metrics_aggr_fn
             vector=vector,
             event=event,
         )
+        entries, records = self._contributions.request(len(present), self._state)
         return Instructions(
             kind="train",
             round=server_round,
@@ -236,9 +235,10 @@ evaluate_metrics_aggr_fn
             vector=vector,
             client_ids=present,
             node_ids=asked,
-            config=ConfigRecord({**config, "server-round": server_round}),
+            config=ConfigRecord({**config, **entries, "server-round": server_round}),
             arrayrecord_key=self.arrayrecord_key,
             configrecord_key=self.configrecord_key,
+            records=records,
         )
 
     def aggregate_train(
@@ -266,8 +266,8 @@ evaluate_metrics_aggr_fn
             raise ValueError(f"round {server_round} was not configured, or is aggregated already.")
         total = self.mechanism.accumulate(self._state, self._layout, device=asked.vector.device)
         means = MetricMeans(self.weighted_by_key, self.train_metrics_aggr_fn)
-        for block in self._usable(asked, replies):
-            self._add(total, asked, block)
+        for block in self._contributions.blocks(asked, replies, self._layout):
+            self._contributions.add(total, asked, block, self._state)
             if self.shows_clients:
                 means.add(block)
         # On disk before the release exists: a crash from here on counts one too many.
@@ -287,7 +287,7 @@ evaluate_metrics_aggr_fn
             total,
             noise_multiplier=self.noise_multiplier,
             denominator=self.cohort.expected_size,
-            noise=self._noise(Purpose.NOISE, server_round),
+            noise=self._contributions.noise(Purpose.NOISE, server_round),
             asked=len(asked.client_of) if self.placement == "client" else None,
         )
         self._state = release.state
@@ -302,49 +302,7 @@ evaluate_metrics_aggr_fn
         arrays = array_record(to_arrays(vector, self._layout, asked.server))
         return arrays, means.record()
 
-    def _usable(self, asked: _Asked, replies: Iterable[Message]) -> Iterator[Block]:
-        """Blocks without failures, each client of the cohort at most once."""
-        if isinstance(replies, Replies):
-            blocks = replies.blocks()
-        else:
-            blocks = blocks_from_messages(
-                replies, asked.client_of, self._layout, asked.vector, self.arrayrecord_key
-            )
-        waiting = set(asked.client_of.values())
-        for block in blocks:
-            keep = block.ok.copy()
-            for index, client in enumerate(block.client_ids.tolist()):
-                keep[index] &= client in waiting
-                waiting.discard(client)
-            yield block if keep.all() else block.select(keep)
-
-    def _add(self, total: Accumulator, asked: _Asked, block: Block) -> None:
-        """Add a block's rows; where clients noise their own, let each do so."""
-        assert block.rows is not None
-        sides = {name: _reported(block, name) for name in self.mechanism.side_names}
-        if self.placement == "server":
-            total.add(DenseRows(block.rows), weights=self._weights(block), sides=sides)
-            return
-        shares = self.mechanism.share(
-            block.rows,
-            self._state,
-            noise_multiplier=self.noise_multiplier,
-            denominator=self.cohort.expected_size,
-            asked=len(asked.client_of),
-            noise=[
-                self._noise(Purpose.CLIENT_NOISE, asked.round, client)
-                for client in block.client_ids.tolist()
-            ],
-            sides=sides,
-        )
-        total.add_shares(shares)
-
-    def _weights(self, block: Block) -> Floats | None:
-        if self.mechanism.weighting != "num-examples":
-            return None
-        return _reported(block, self.weighted_by_key)
-
-    def _note_failures(self, asked: _Asked, usable: int, lost: bool) -> None:
+    def _note_failures(self, asked: Asked, usable: int, lost: bool) -> None:
         failed = len(asked.cohort) - usable
         if failed:
             _log.info("round %s: %s of %s failed.", asked.round, failed, len(asked.cohort))
@@ -381,10 +339,6 @@ evaluate_metrics_aggr_fn
         return self.max_epsilon is not None and self.ledger.would_exceed(
             event, self.max_epsilon, delta=self.delta
         )
-
-    def _noise(self, purpose: Purpose, server_round: int, client: int = 0) -> NoiseSource:
-        generator = self.randomness.generator(purpose, round=server_round, client=client)
-        return NoiseSource(generator, hardened=self.hardened_noise)
 
     def privacy_statement(self) -> Statement:
         """What has been released so far, and what it cost."""
@@ -467,9 +421,3 @@ evaluate_metrics_aggr_fn
             "server_optimizer": self.server_optimizer.state_dict(),
             "failed_rounds": self._failed_rounds,
         }
-
-
-def _reported(block: Block, name: str) -> Floats:
-    if name not in block.metrics:
-        raise FedsimError(f"clients report no '{name}', which the mechanism or its weights need.")
-    return block.metrics[name]

@@ -10,11 +10,12 @@ import torch
 from flwr.app import ArrayRecord, Message
 from torch import Tensor
 
+from fedsim.clients.shares import SHARE, USABLE
 from fedsim.engines.arrays import tensors
 from fedsim.exchange import Block
 from fedsim.mechanisms.layout import Layout
 
-__all__ = ["blocks_from_messages", "metrics_of"]
+__all__ = ["blocks_from_messages", "metrics_of", "to_arrays"]
 
 _log = logging.getLogger("fedsim")
 
@@ -25,6 +26,8 @@ def blocks_from_messages(
     layout: Layout | None,
     vector: Tensor | None,
     arrayrecord_key: str,
+    *,
+    shares: bool = False,
 ) -> Iterator[Block]:
     """One block for each usable reply.
 
@@ -37,6 +40,8 @@ def blocks_from_messages(
         Those who were asked.
     layout, vector : Layout and Tensor ``[d]``, or None
         To compute updates against; None for an evaluation, whose replies carry no arrays.
+    shares : bool
+        Whether the clients bound and noise their own rows: ``rows`` are then those shares.
     """
     for reply in replies:
         node = reply.metadata.src_node_id
@@ -50,7 +55,11 @@ def blocks_from_messages(
         rows = None
         if layout is not None and vector is not None:
             try:
-                rows = _update(reply, layout, vector, arrayrecord_key)
+                rows = (
+                    _share(reply, layout)
+                    if shares
+                    else _update(reply, layout, vector, arrayrecord_key)
+                )
             except (ValueError, TypeError, KeyError, RuntimeError, EOFError, OSError) as error:
                 _log.warning("the reply of client %s is left out: %s", client, error)
                 continue
@@ -81,6 +90,15 @@ def _update(reply: Message, layout: Layout, vector: Tensor, key: str) -> Tensor:
         if entry.name in arrays and not arrays[entry.name].is_floating_point():
             raise ValueError(f"parameter '{entry.name}' is not floating point.")
     return (layout.flatten(arrays).to(vector.device) - vector).unsqueeze(0)
+
+
+def _share(reply: Message, layout: Layout) -> Tensor:
+    if USABLE not in metrics_of(reply):
+        raise ValueError("it is no share; the client app must bound and noise its own update.")
+    share = tensors(_arrays_of(reply, "arrays")).get(SHARE)
+    if share is None or share.shape != (layout.d,) or share.dtype != torch.float64:
+        raise ValueError(f"its share is not float64 [{layout.d}].")
+    return share.unsqueeze(0)
 
 
 def _arrays_of(reply: Message, key: str) -> ArrayRecord:

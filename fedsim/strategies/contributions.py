@@ -1,0 +1,158 @@
+"""From a round's replies to a mechanism's sum, each client of the cohort at most once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from flwr.app import ArrayRecord, Message
+from torch import Tensor
+
+from fedsim.clients.shares import SIDE_PREFIX, STATE_RECORD, USABLE
+from fedsim.engines.arrays import array_record
+from fedsim.errors import FedsimError
+from fedsim.exchange import Block, Ids, Replies
+from fedsim.mechanisms import Accumulator, DenseRows, Layout, Mechanism, NoiseSource, Shares, State
+from fedsim.privacy import Event
+from fedsim.randomness import Purpose, Randomness
+from fedsim.strategies.replies import blocks_from_messages
+
+__all__ = ["Asked", "Contributions", "Placement"]
+
+Floats = npt.NDArray[np.float64]
+Placement = Literal["server", "client"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A round that has been configured and not yet aggregated.
+
+    Attributes
+    ----------
+    cohort : int64 ``[m]``
+        Everybody drawn, whether or not they were there to be asked.
+    client_of : mapping of node id to client id
+        Those who were asked.
+    server : mapping of name to Tensor
+        The global parameters, entries that are not trained included.
+    vector : Tensor ``[d]``
+    event : Event
+        What the release will cost.
+    """
+
+    round: int
+    cohort: Ids
+    client_of: dict[int, int]
+    server: dict[str, Tensor]
+    vector: Tensor
+    event: Event
+
+
+@dataclass(frozen=True)
+class Contributions:
+    """Adds blocks to a sum, bounded by the server or by the clients themselves.
+
+    On fedsim's engines in this process, clients' shares are made here, from the draws that
+    each client would have used; Flower's clients send them.
+    """
+
+    mechanism: Mechanism
+    noise_multiplier: float
+    denominator: float
+    placement: Placement
+    randomness: Randomness
+    hardened: bool
+    weighted_by_key: str
+    arrayrecord_key: str
+
+    def blocks(self, asked: Asked, replies: Iterable[Message], layout: Layout) -> Iterator[Block]:
+        """Blocks without failures, each client of the cohort at most once."""
+        if isinstance(replies, Replies):
+            blocks = replies.blocks()
+        else:
+            blocks = blocks_from_messages(
+                replies,
+                asked.client_of,
+                layout,
+                asked.vector,
+                self.arrayrecord_key,
+                shares=self.placement == "client",
+            )
+        waiting = set(asked.client_of.values())
+        for block in blocks:
+            keep = block.ok.copy()
+            for index, client in enumerate(block.client_ids.tolist()):
+                keep[index] &= client in waiting
+                waiting.discard(client)
+            yield block if keep.all() else block.select(keep)
+
+    def add(self, total: Accumulator, asked: Asked, block: Block, state: State) -> None:
+        """Add a block's rows, or its clients' shares."""
+        assert block.rows is not None
+        if self.placement == "server":
+            total.add(DenseRows(block.rows), weights=self._weights(block), sides=self._sides(block))
+        elif USABLE in block.metrics:
+            total.add_shares(self._sent(block))
+        else:
+            total.add_shares(self._made(asked, block, state))
+
+    def noise(self, purpose: Purpose, server_round: int, client: int = 0) -> NoiseSource:
+        """The noise of a round: the server's, or one client's."""
+        generator = self.randomness.generator(purpose, round=server_round, client=client)
+        return NoiseSource(generator, hardened=self.hardened)
+
+    def request(
+        self, asked: int, state: State
+    ) -> tuple[dict[str, float | int], dict[str, ArrayRecord]]:
+        """What to tell clients that noise their own rows: config entries and records."""
+        if self.placement == "server":
+            return {}, {}
+        entries: dict[str, float | int] = {
+            "share-noise-multiplier": self.noise_multiplier,
+            "share-denominator": self.denominator,
+            "share-asked": asked,
+            "share-hardened": self.hardened,
+        }
+        return entries, {STATE_RECORD: array_record(state)}
+
+    def _made(self, asked: Asked, block: Block, state: State) -> Shares:
+        assert block.rows is not None
+        return self.mechanism.share(
+            block.rows,
+            state,
+            noise_multiplier=self.noise_multiplier,
+            denominator=self.denominator,
+            asked=len(asked.client_of),
+            noise=[
+                self.noise(Purpose.CLIENT_NOISE, asked.round, client)
+                for client in block.client_ids.tolist()
+            ],
+            sides=self._sides(block),
+        )
+
+    def _sent(self, block: Block) -> Shares:
+        assert block.rows is not None
+        sides = {
+            name.removeprefix(SIDE_PREFIX): torch.from_numpy(values)
+            for name, values in block.metrics.items()
+            if name.startswith(SIDE_PREFIX)
+        }
+        return Shares(block.rows, sides, torch.from_numpy(block.metrics[USABLE] > 0))
+
+    def _sides(self, block: Block) -> dict[str, Floats]:
+        return {name: _reported(block, name) for name in self.mechanism.side_names}
+
+    def _weights(self, block: Block) -> Floats | None:
+        if self.mechanism.weighting != "num-examples":
+            return None
+        return _reported(block, self.weighted_by_key)
+
+
+def _reported(block: Block, name: str) -> Floats:
+    if name not in block.metrics:
+        raise FedsimError(f"clients report no '{name}', which the mechanism or its weights need.")
+    return block.metrics[name]
