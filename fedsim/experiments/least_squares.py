@@ -86,7 +86,7 @@ class LeastSquares:
         """Clients that take ``steps`` full gradient steps from the global parameters."""
         columns = self.A.transpose(0, 2, 1).reshape(-1, self.d)
         share = np.arange(self.n * self.m, dtype=np.int64).reshape(self.n, self.m)
-        model = nn.Sequential(nn.Linear(self.d, 1, bias=False)).double()
+        model = nn.Sequential(nn.Linear(self.d, 1, bias=False))
 
         def half_squares(outputs: Tensor, targets: Tensor) -> Tensor:
             # The trainer takes a batch's mean; f_i is a sum over m examples.
@@ -96,11 +96,11 @@ class LeastSquares:
             model,
             SGD(lr=lr),
             ClientData(
-                torch.from_numpy(np.ascontiguousarray(columns)),
-                torch.from_numpy(self._targets.reshape(-1)),
+                torch.from_numpy(columns.astype(np.float32)),
+                torch.from_numpy(self._targets.astype(np.float32).reshape(-1)),
                 list(share),
             ),
-            batch_size=0,
+            batch_size=self.m,
             steps=steps,
             loss=half_squares,
             metrics={},
@@ -144,7 +144,7 @@ class Watched:
         total, count = 0.0, 0
         for block in self._trainer.train(vector, client_ids, round):
             assert block.rows is not None
-            rows = self._mechanism.bound(block.rows)
+            rows = self._mechanism.bound(block.rows.double())
             total += float(torch.linalg.vector_norm(rows, dim=1).sum())
             count += len(rows)
             yield block

@@ -217,7 +217,7 @@ class Quadratic(Experiment):
 
 
 def _arrays(w: Any) -> ArrayRecord:
-    return array_record({"0.weight": torch.from_numpy(w[None, :].copy())})
+    return array_record({"0.weight": torch.from_numpy(w[None, :].astype(np.float32))})
 
 
 def _measures(
