@@ -322,6 +322,10 @@ class EngineSection(Section):
     table: ClassVar[str] = "engine"
     name: Literal["local", "ray", "simulation", "deployment"] = "local"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    workers: int = Field(0, ge=0)
+    workers: int = only("ray", default=0, ge=0)
+    address: str = only("ray", default="")
+    cpus_per_worker: float = only("ray", "simulation", default=1.0, gt=0)
+    gpus_per_worker: float = only("ray", "simulation", default=0.0, ge=0)
+    federation: str = only("deployment", default="")
     timeout: float = Field(3600.0, gt=0)
     node_timeout: float = Field(60.0, gt=0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +13,9 @@ from fedsim.build import Build
 from fedsim.config import RunConfig
 from fedsim.drive import Observer, RunResult, drive
 from fedsim.engines import LocalGrid
+
+if TYPE_CHECKING:
+    from fedsim.engines.ray import RayGrid
 
 __all__ = ["run"]
 
@@ -29,7 +33,7 @@ def run(
     Parameters
     ----------
     engine : "local", "ray", "simulation" or "deployment", optional
-        Instead of ``engine.name``.
+        Where the clients run, instead of ``engine.name``.
     out : path, optional
         Directory for the artefacts; without one nothing is written.
     overwrite : bool
@@ -43,6 +47,9 @@ def run(
         For anything in the config that cannot be, before anything is written.
     RunFailedError
         If too many rounds in a row had no usable reply.
+    RanElsewhere
+        If the run succeeded on a federation whose SuperLink is on another host: the
+        artefacts are there.
     """
     changes: dict[str, Any] = {} if engine is None else {"engine.name": engine}
     config = config.replace(**changes)
@@ -51,8 +58,45 @@ def run(
         directory.check_free(overwrite)
     torch.set_num_threads(1)
     build = Build(config)
+    # Whatever is wrong comes to light here, before anything is written or started.
     trainer = build.trainer
     build.strategy()
+    if config.engine.name in ("simulation", "deployment"):
+        return _launch(build, directory, observer)
     if directory is not None:
         directory.claim(build.resolved.to_toml())
-    return drive(build, LocalGrid(trainer), directory, observer)
+    if config.engine.name == "local":
+        return drive(build, LocalGrid(trainer), directory, observer)
+    with _ray(build) as grid:
+        return drive(build, grid, directory, observer)
+
+
+def _ray(build: Build) -> RayGrid:
+    from fedsim.engines.ray import RayGrid
+
+    engine = build.config.engine
+    return RayGrid(
+        build.trainer,
+        workers=engine.workers,
+        address=engine.address or None,
+        cpus_per_worker=engine.cpus_per_worker,
+        gpus_per_worker=engine.gpus_per_worker,
+    )
+
+
+def _launch(build: Build, directory: RunDirectory | None, observer: Observer | None) -> RunResult:
+    """Run on one of Flower's runtimes, whose ServerApp drives and writes the artefacts."""
+    from fedsim.apps.launch import run_deployment, run_simulation
+
+    engine = build.config.engine
+    out = None if directory is None else directory.path
+    if engine.name == "deployment":
+        federation = Path(engine.federation) if engine.federation else None
+        return run_deployment(build, out, observer, federation=federation)
+    return run_simulation(
+        build,
+        out,
+        observer,
+        cpus_per_client=engine.cpus_per_worker,
+        gpus_per_client=engine.gpus_per_worker,
+    )

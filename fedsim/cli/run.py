@@ -63,6 +63,7 @@ def run(
     if seed is not None:
         settings = settings.replace(seed=seed)
     # Only now: a mistake in the config should not wait for torch.
+    from fedsim.apps.launch import RanElsewhere
     from fedsim.cli.progress import Progress, summary
     from fedsim.runner import run as run_config
     from fedsim.strategies import RunFailedError
@@ -74,6 +75,9 @@ def run(
             result = run_config(
                 settings, engine=engine, out=directory, overwrite=overwrite, observer=progress.row
             )
+    except RanElsewhere as where:
+        console.print(f"{where}.")
+        return
     except RunFailedError as error:
         raise typer.Exit(_say(console, f"The run failed: {error}", 1)) from None
     console.print(summary(settings, result))
