@@ -189,7 +189,7 @@ class _WeightedSum(Accumulator):
         self._reach += (weight * torch.where(bad, 0.0, norms)).sum()
         self._weight += weight.sum()
         self._counts += torch.stack([present.sum(), bad.sum()])
-        self.sum.add_(y.mul_(weight[:, None]))
+        self.sum.add_(y.mul_(weight[:, None] * FreeSum.SCALE))
         return present
 
     def add_shares(self, shares: Shares) -> None:

@@ -22,13 +22,12 @@ __all__ = ["AdaptiveNoise", "CoordinateClipping"]
 SLACK = 1 - 2.0**-40
 
 
-def _clamp_(y: Tensor, limit: Tensor) -> Shaped:
-    """Clamp rows ``y [c, d]`` to ``+- limit``; the factor is 1, and NaN for non-finite rows."""
-    finite = torch.isfinite(torch.linalg.vector_norm(y, math.inf, dim=1))
-    clipped = (y.abs() > limit).any(1)
-    torch.minimum(torch.maximum(y, -limit, out=y), limit, out=y)
-    factor = torch.where(finite, 1.0, torch.nan).to(torch.float64)
-    return Shaped(factor, clipped, {})
+def _clamp_(y: Tensor) -> Shaped:
+    """Clamp rows ``y [c, d]`` to +- 1; the factor is 1, and NaN for non-finite rows."""
+    peaks = torch.linalg.vector_norm(y, math.inf, dim=1)
+    y.clamp_(-SLACK, SLACK)
+    factor = torch.ones_like(peaks).masked_fill_(~torch.isfinite(peaks), torch.nan)
+    return Shaped(factor, peaks > 1, {})
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ class CoordinateClipping(GaussianMechanism):
         return self.clip_value * math.sqrt(d)
 
     def _shape(self, y: Tensor, ready: State) -> Shaped:
-        limit = torch.tensor(self.clip_value * SLACK, dtype=y.dtype, device=y.device)
-        return _clamp_(y, limit)
+        shaped = _clamp_(y.div_(self.clip_value))
+        return shaped._replace(factor=shaped.factor * self.clip_value)
 
     def _next(self, ready: State, released: Released) -> tuple[State, dict[str, float]]:
         return ready, {"clip-norm": self._radius(ready, len(released.mean))}
@@ -135,15 +134,16 @@ class AdaptiveNoise(GaussianMechanism):
             shape = limit * math.sqrt(len(limit))
         else:
             shape = torch.sqrt(limit * limit.sum())
-        return {**state, "limit": limit * SLACK, "shape": shape}
+        # Rows are clamped in units of their bounds, then measured in units of their noise.
+        return {**state, "shrink": 1 / limit, "stretch": limit / shape, "shape": shape}
 
     def _radius(self, ready: State, d: int) -> float:
         return 1.0 if "shape" in ready else self.clip_norm
 
     def _shape(self, y: Tensor, ready: State) -> Shaped:
         if "shape" in ready:
-            shaped = _clamp_(y, ready["limit"])
-            y.div_(ready["shape"])
+            shaped = _clamp_(y.mul_(ready["shrink"]))
+            y.mul_(ready["stretch"])
             return shaped
         norms, unit = norms_(y)
         factor = clip_factor(

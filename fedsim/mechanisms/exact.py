@@ -23,14 +23,14 @@ FEW_ROWS = 4
 MAX_ROWS = 2**22
 
 
-def truncate_(y: Tensor) -> Tensor:
-    """Round ``y`` towards zero in place."""
+def truncate_(y: Tensor, out: Tensor | None = None) -> Tensor:
+    """Round ``y`` towards zero, in place or into ``out``."""
+    out = y if out is None else out
     if y.is_cuda:
-        return y.trunc_()
+        return torch.trunc(y, out=out)
     # On CPU numpy's trunc is vectorised, and ten times as fast as torch's.
-    array = y.numpy()
-    np.trunc(array, out=array)
-    return y
+    np.trunc(y.numpy(), out=out.numpy())
+    return out
 
 
 def _add_rows_(total: Tensor, y: Tensor) -> None:
@@ -39,6 +39,19 @@ def _add_rows_(total: Tensor, y: Tensor) -> None:
             total += row
     else:
         total += y.sum(0)
+
+
+class _Scratch:
+    """A buffer as large as the largest chunk so far: fresh pages cost more than the sums."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def like(self, y: Tensor) -> Tensor:
+        """Uninitialised rows of ``y``'s shape."""
+        if self._buffer is None or len(self._buffer) < len(y):
+            self._buffer = torch.empty_like(y)
+        return self._buffer[: len(y)]
 
 
 class GridSum:
@@ -72,6 +85,7 @@ class GridSum:
         self.rows = 0
         self._coarse = torch.zeros(size, dtype=torch.float64, device=device)
         self._fine = torch.zeros_like(self._coarse) if fine else None
+        self._scratch = _Scratch()
 
     def add_(self, y: Tensor, *, rows: int | None = None) -> None:
         """Add rows ``y`` float64 ``[c, size]``, in units; ``y`` is overwritten.
@@ -89,10 +103,9 @@ class GridSum:
         if self._fine is None:
             _add_rows_(self._coarse, truncate_(y))
             return
-        rest = y.clone()
-        _add_rows_(self._coarse, truncate_(y))
-        rest.sub_(y).mul_(2.0**GRID_BITS)
-        _add_rows_(self._fine, truncate_(rest))
+        whole = truncate_(y, self._scratch.like(y))
+        _add_rows_(self._coarse, whole)
+        _add_rows_(self._fine, truncate_(y.sub_(whole).mul_(2.0**GRID_BITS)))
 
     def value(self) -> Tensor:
         """The sum, float64 ``[size]``."""
@@ -118,7 +131,7 @@ class FreeSum:
     as long as there are at most 2^20 rows and the weighted norms add up to at most 2^36.
     """
 
-    _COARSE = 2.0**16
+    SCALE = 2.0**16
     _FINE = 2.0**32
     MAX_ROWS = 2**20
     MAX_TOTAL = 2.0**36
@@ -127,9 +140,10 @@ class FreeSum:
         self.rows = 0
         self._coarse = torch.zeros(size, dtype=torch.float64, device=device)
         self._fine = torch.zeros_like(self._coarse)
+        self._scratch = _Scratch()
 
     def add_(self, y: Tensor) -> None:
-        """Add rows ``y`` float64 ``[c, size]``, already weighted; ``y`` is overwritten.
+        """Add rows ``y`` float64 ``[c, size]``, weighted and times `SCALE`; overwritten.
 
         Raises
         ------
@@ -139,11 +153,10 @@ class FreeSum:
         self.rows += len(y)
         if self.rows > self.MAX_ROWS:
             raise FedsimError(f"one sum has {self.rows} rows; it is exact up to {self.MAX_ROWS}.")
-        rest = y.mul_(self._COARSE).clone()
-        _add_rows_(self._coarse, truncate_(y))
-        rest.sub_(y).mul_(self._FINE)
-        _add_rows_(self._fine, truncate_(rest))
+        whole = truncate_(y, self._scratch.like(y))
+        _add_rows_(self._coarse, whole)
+        _add_rows_(self._fine, truncate_(y.sub_(whole).mul_(self._FINE)))
 
     def value(self) -> Tensor:
         """The sum, float64 ``[size]``."""
-        return (self._coarse + self._fine / self._FINE) / self._COARSE
+        return (self._coarse + self._fine / self._FINE) / self.SCALE

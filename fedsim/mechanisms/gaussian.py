@@ -135,7 +135,7 @@ class GaussianMechanism(Mechanism):
         unit = GridSum(self._radius(ready, block.shape[1]), 0).unit
         out = torch.empty_like(block)
         for part, y in chunks(block):
-            bad = self.units_(y, ready, unit, None).factor.isnan()
+            _, bad = self.units_(y, ready, unit, None)
             rows = self._restore(truncate_(y).mul_(unit), ready)
             out[part] = rows.masked_fill(bad[:, None], 0.0)
         return out
@@ -212,8 +212,13 @@ class GaussianMechanism(Mechanism):
     def _ready_on(self, state: State, block: Tensor) -> State:
         return self._ready(state_on(state, block.device))
 
-    def units_(self, y: Tensor, ready: State, unit: float, weights: Tensor | None) -> Shaped:
-        """Overwrite float64 rows ``y [c, d]`` by bounded, weighted rows in units of a grid."""
+    def units_(
+        self, y: Tensor, ready: State, unit: float, weights: Tensor | None
+    ) -> tuple[Shaped, Tensor]:
+        """Overwrite float64 rows ``y [c, d]`` by bounded, weighted rows in units of a grid.
+
+        Returns their shape and which rows, bool ``[c]``, were not finite.
+        """
         shaped = self._shape(y, ready)
         factor = shaped.factor / unit
         if weights is not None:
@@ -224,7 +229,7 @@ class GaussianMechanism(Mechanism):
             y.masked_fill_(bad[:, None], 0.0)
             factor = factor.masked_fill(bad, 0.0)
         y.mul_(factor[:, None])
-        return shaped
+        return shaped, bad
 
 
 class _GridAccumulator(Accumulator):
@@ -277,31 +282,31 @@ class _GridAccumulator(Accumulator):
         if not isinstance(rows, DenseRows):
             implicit = self._mechanism._implicit(rows, self.ready, given)
         if implicit is None:
-            shaped = self._add_dense(rows.dense(), given)
+            shaped, bad = self._add_dense(rows.dense(), given)
         else:
             shaped, bounded = implicit
+            bad = shaped.factor.isnan()
             self.grid.add_((bounded / self.grid.unit)[None], rows=rows.count)
-        good = ~shaped.factor.isnan()
-        present = good if given is None else good & (given > 0)
-        counts = [present.sum(), (~good).sum(), (shaped.clipped & present).sum()]
+        present = ~bad if given is None else ~bad & (given > 0)
+        counts = [present.sum(), bad.sum(), (shaped.clipped & present).sum()]
         self._counts += torch.stack(counts)
         for name, grid in self.scalars.items():
             values = torch.where(present, shaped.sides[name], 0.0) / grid.unit
             grid.add_(values[:, None])
         return present
 
-    def _add_dense(self, block: Tensor, weights: Tensor | None) -> Shaped:
-        shapes = []
+    def _add_dense(self, block: Tensor, weights: Tensor | None) -> tuple[Shaped, Tensor]:
+        shapes, bads = [], []
         for part, y in self._chunks.of(block):
             weight = None if weights is None else weights[part]
-            raw = None if self.raw is None else y.clone()
-            shaped = self._mechanism.units_(y, self.ready, self.grid.unit, weight)
+            raw = None if self.raw is None else y * FreeSum.SCALE
+            shaped, bad = self._mechanism.units_(y, self.ready, self.grid.unit, weight)
             self.grid.add_(y)
             if self.raw is not None and raw is not None:
-                kept = ~shaped.factor.isnan()
-                self.raw.add_(raw[kept] if weight is None else (raw * weight[:, None])[kept])
+                self.raw.add_(raw[~bad] if weight is None else (raw * weight[:, None])[~bad])
             shapes.append(shaped)
-        return Shaped.cat(shapes)
+            bads.append(bad)
+        return Shaped.cat(shapes), torch.cat(bads) if len(bads) > 1 else bads[0]
 
     def add_shares(self, shares: Shares) -> None:
         usable = shares.usable & torch.isfinite(shares.rows.sum(1))

@@ -127,9 +127,10 @@ def norms_(y: Tensor) -> tuple[Tensor, Tensor | None]:
         A power of two for each row: the row was ``unit * y``. None: every unit is one.
     """
     norms = torch.linalg.vector_norm(y, dim=1)
-    usual = (norms > SMALL) & (norms < LARGE)
-    if bool(usual.all()):
+    least, most = torch.aminmax(norms)  # NaN fails both comparisons.
+    if float(least) > SMALL and float(most) < LARGE:
         return norms, None
+    usual = (norms > SMALL) & (norms < LARGE)
     peak = torch.linalg.vector_norm(y, float("inf"), dim=1)
     finite = torch.isfinite(peak)
     exponent = torch.where(usual | ~finite | (peak == 0), 0, torch.frexp(peak).exponent - 1).to(

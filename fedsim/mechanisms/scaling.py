@@ -177,5 +177,4 @@ class Normalization(ScalingMechanism):
 def clip_factor(norms: Tensor, clip_norm: float | Tensor, unit: Tensor | float) -> Tensor:
     """``min(1, C / norm)`` in ``unit``."""
     # NaN stays NaN: neither division nor clamp hides it, as Python's min() would.
-    limit = torch.as_tensor(unit, dtype=norms.dtype, device=norms.device)
-    return torch.minimum(clip_norm / norms, limit)
+    return torch.clamp(clip_norm / norms, max=unit)

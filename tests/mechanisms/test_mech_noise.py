@@ -163,5 +163,6 @@ def test_what_a_float64_row_loses_to_the_coarse_grid_is_kept_where_no_noise_is_a
 
 def test_a_free_sum_keeps_small_and_large_rows_apart() -> None:
     free = FreeSum(2)
-    free.add_(torch.tensor([[1e6, 2.0**-40], [-1e6, 2.0**-41]], dtype=torch.float64))
+    rows = torch.tensor([[1e6, 2.0**-40], [-1e6, 2.0**-41]], dtype=torch.float64)
+    free.add_(rows * FreeSum.SCALE)
     assert free.value().tolist() == [0.0, 1.5 * 2.0**-40]

@@ -82,6 +82,16 @@ def test_sums_have_the_same_bytes_for_any_order_and_blocking(
     assert once.numpy().tobytes() == again.numpy().tobytes()
 
 
+@pytest.mark.parametrize("mechanism", [Clipping(0.7), Normalization(0.7), NoPrivacy()])
+@pytest.mark.parametrize("d", [7850, 100_003])
+def test_long_rows_have_the_same_bytes_for_any_blocking(mechanism: Mechanism, d: int) -> None:
+    rows = torch.randn(70, d, generator=torch.Generator().manual_seed(d))
+    once = mean(mechanism, summed(mechanism, rows))
+    for size in (1, 3, 69):
+        again = mean(mechanism, summed(mechanism, *torch.split(rows.flip(0), size)))
+        assert once.numpy().tobytes() == again.numpy().tobytes()
+
+
 @given(st.integers(0, 2**31), st.floats(1e-3, 10))
 def test_dropping_a_row_moves_the_noise_free_sum_by_at_most_c(seed: int, c: float) -> None:
     rows = torch.from_numpy(np.random.default_rng(seed).normal(size=(8, 5)))
