@@ -56,15 +56,17 @@ def epsilon(*, noise_multiplier: float, cohort: Samples, rounds: int, delta: flo
     >>> round(epsilon(noise_multiplier=1.1, cohort=PoissonCohort(0.01), rounds=1000, delta=1e-5), 3)
     1.515
     """
-    return cost(
-        noise_multiplier=noise_multiplier, cohort=cohort, rounds=rounds, delta=delta
-    ).epsilon
+    return _plan(noise_multiplier, cohort, rounds).epsilon(delta)
 
 
 def cost(*, noise_multiplier: float, cohort: Samples, rounds: int, delta: float) -> Cost:
     """`epsilon`, with how it was found and what stands beside it."""
+    return _plan(noise_multiplier, cohort, rounds).cost(delta)
+
+
+def _plan(noise_multiplier: float, cohort: Samples, rounds: int) -> Accountant:
     _check_rounds(rounds)
-    return Accountant([cohort.event(noise_multiplier, count=rounds)]).cost(delta)
+    return Accountant([cohort.event(noise_multiplier, count=rounds)])
 
 
 def calibrate(*, target_epsilon: float, cohort: Samples, rounds: int, delta: float) -> float:
@@ -133,8 +135,7 @@ def rounds_within(
         raise FedsimError(f"max epsilon is {max_epsilon}; it must be positive and finite.")
 
     def fits(rounds: int) -> bool:
-        spent = cost(noise_multiplier=noise_multiplier, cohort=cohort, rounds=rounds, delta=delta)
-        return spent.epsilon <= max_epsilon
+        return _plan(noise_multiplier, cohort, rounds).epsilon(delta) <= max_epsilon
 
     low, high = 0, 1
     while fits(high):

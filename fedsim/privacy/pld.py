@@ -161,7 +161,8 @@ def _connect(grid: Array, upper: Array, lower: Array, h: float) -> Array:
     theirs; what lies below goes to the first point, what lies above to infinity.
     """
     p, q = upper[1:-1], lower[1:-1]
-    to_right = np.clip((p - q * np.exp(grid[:-1])) / -math.expm1(-h), 0.0, p)
+    # Beyond e^700 the exponent is capped, which moves mass to the right: upwards.
+    to_right = np.clip((p - q * np.exp(np.minimum(grid[:-1], 700.0))) / -math.expm1(-h), 0.0, p)
     probs = np.zeros(len(grid) + 1)
     probs[:-2] += p - to_right
     probs[1:-1] += to_right
@@ -188,7 +189,7 @@ def _compose(counts: Mapping[Component, int], h: float, side: int) -> tuple[int,
     first = max(math.floor(-least / h), sum(n * p.start for p, _, n in parts))
     last = min(math.ceil(most / h), sum(n * (p.start + len(p.probs) - 1) for p, _, n in parts))
     needed = max(last - first + 1, max(len(p.probs) for p, _, _ in parts))
-    size = 2 ** math.ceil(math.log2(needed))
+    size = _fast_size(needed)
     # Every factor has magnitude at most 1, so where the most frequent release's part has
     # vanished the product has: the others are looked at only where it has not.
     parts.sort(key=lambda part: -part[2])
@@ -200,12 +201,19 @@ def _compose(counts: Mapping[Component, int], h: float, side: int) -> tuple[int,
         exponent += count * (log_magnitude[seen] + 1j * angle[seen])
         start += count * losses.start
         finite += count * math.log1p(-losses.infinite)
+    # Turned by the window's place, so that the inverse transform begins with it.
+    exponent += 2j * math.pi / size * ((seen * ((first - start) % size)) % size)
     spectrum = np.zeros(size // 2 + 1, dtype=np.complex128)
     spectrum[seen] = np.exp(exponent)
-    wrapped = np.fft.irfft(spectrum, size)
-    probs = np.roll(wrapped, -((first - start) % size))[: last - first + 1]
+    probs = np.fft.irfft(spectrum, size)[: last - first + 1]
     # The transform's rounding leaves values like -1e-18; zero is the upper bound.
     return first, np.maximum(probs, 0.0), 2 * WINDOW_TAIL - math.expm1(finite)
+
+
+def _fast_size(needed: int) -> int:
+    """Least 2^k times 4, 5, 6 or 7 that is large enough: few sizes, each a fast one."""
+    power = int(2 ** max(2, math.ceil(math.log2(needed)) - 3))
+    return next(parts * power for parts in (4, 5, 6, 7, 8) if parts * power >= needed)
 
 
 @lru_cache(maxsize=160)
@@ -219,19 +227,32 @@ def _epsilon(start: int, probs: Array, infinite: float, h: float, delta: float) 
     """Smallest epsilon whose hockey-stick divergence is at most ``delta``."""
     if infinite > delta:
         return math.inf
-    positive = max(0, -start)  # first index of a loss >= 0
-    probs, losses = probs[positive:], (max(start, 0) + np.arange(len(probs) - positive)) * h
+    first = max(0, -start)  # index of the smallest loss >= 0
+    probs = probs[first:]
     if not len(probs):
         return 0.0
-    # delta(e) = above - e^e * below between two grid points; exponents are capped where
-    # e^loss would overflow, which only rounds delta up.
-    capped = np.minimum(losses, 700.0)
+    # For e between two grid points, delta(e) = above - exp(e - loss) * discounted, both
+    # taken at the right one.
     above = infinite + np.cumsum(probs[::-1])[::-1]
-    below = np.cumsum((probs * np.exp(-capped))[::-1])[::-1]
-    at_points = above - np.exp(capped) * below
-    index = int(np.argmax(at_points <= delta)) if at_points[-1] <= delta else len(losses)
-    if index == 0:
+    discounted = _discounted(probs, h)
+    index = int(np.argmax(above - discounted <= delta))
+    if above[index] <= delta:
         return 0.0
-    if index == len(losses):
-        return float(losses[-1])
-    return max(0.0, float(math.log((above[index] - delta) / below[index])))
+    loss = (start + first + index) * h
+    return max(0.0, loss + math.log((above[index] - delta) / discounted[index]))
+
+
+def _discounted(probs: Array, h: float) -> Array:
+    """``sum over j >= i of probs[j] * exp(-(j - i) * h)`` for each i.
+
+    By cumulative sums, in blocks short enough for their exponentials not to overflow.
+    """
+    out = np.empty_like(probs)
+    block, carried = max(1, int(600.0 / h)), 0.0
+    for stop in range(len(probs), 0, -block):
+        begin = max(0, stop - block)
+        offset = np.arange(stop - begin) * h
+        inside = np.cumsum((probs[begin:stop] * np.exp(-offset))[::-1])[::-1]
+        out[begin:stop] = (inside + carried * math.exp(-(stop - begin) * h)) * np.exp(offset)
+        carried = float(out[begin])
+    return out

@@ -64,6 +64,21 @@ class Statement:
     ledger: str | None = None
 
     @property
+    def epsilon(self) -> float:
+        """Infinite where a release had no guarantee."""
+        return self.cost.epsilon
+
+    @property
+    def delta(self) -> float:
+        """Where epsilon is reported."""
+        return self.cost.delta
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """Which neighbouring federations it is about."""
+        return self.cost.adjacency
+
+    @property
     def private(self) -> bool:
         """Whether epsilon is finite."""
         return math.isfinite(self.cost.epsilon)
