@@ -24,7 +24,7 @@ from fedsim.privacy import Event, Ledger, Statement
 from fedsim.randomness import Purpose, Randomness
 from fedsim.strategies.client_evaluation import ClientEvaluation
 from fedsim.strategies.contributions import Asked, Contributions, Placement
-from fedsim.strategies.loop import run_rounds
+from fedsim.strategies.loop import rounds_of
 from fedsim.strategies.participants import Participants, node_ids
 from fedsim.strategies.replies import to_arrays
 from fedsim.strategies.server_optimizer import ServerOptimizer, sgd
@@ -387,17 +387,23 @@ evaluate_metrics_aggr_fn
             Called after each round with its number and the result so far, which keeps the
             arrays reached whatever happens later.
         """
-        return run_rounds(
+        rounds = rounds_of(
             self,
             grid,
             initial_arrays,
             range(first_round, num_rounds + 1),
-            timeout,
-            train_config,
-            evaluate_config,
-            evaluate_fn,
-            on_round,
+            train_config=train_config,
+            evaluate_config=evaluate_config,
+            evaluate_fn=evaluate_fn,
+            on_round=on_round,
         )
+        try:
+            messages = next(rounds)
+            while True:
+                messages = rounds.send(grid.send_and_receive(messages, timeout=timeout))
+        except StopIteration as end:
+            result: Result = end.value
+            return result
 
     def summary(self) -> None:
         """Log the strategy's settings."""

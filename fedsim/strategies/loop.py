@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from typing import TYPE_CHECKING
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 if TYPE_CHECKING:
     from fedsim.strategies.dp_fedavg import DPFedAvg
 
-__all__ = ["run_rounds"]
+__all__ = ["Rounds", "rounds_of"]
 
-_log = logging.getLogger("fedsim")
+Rounds = Generator[Iterable[Message], Iterable[Message], Result]
+"""Gives messages to send, takes their replies, returns what the run reached."""
 
 
-def run_rounds(
+def rounds_of(
     strategy: DPFedAvg,
     grid: Grid,
     initial_arrays: ArrayRecord,
     rounds: range,
-    timeout: float,
-    train_config: ConfigRecord | None,
-    evaluate_config: ConfigRecord | None,
-    evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
-    on_round: Callable[[int, Result], None] | None,
-) -> Result:
-    """Drive ``strategy`` over ``rounds``; ends early when the strategy has stopped.
+    *,
+    train_config: ConfigRecord | None = None,
+    evaluate_config: ConfigRecord | None = None,
+    evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    on_round: Callable[[int, Result], None] | None = None,
+) -> Rounds:
+    """The rounds of ``strategy``, up to whoever sends its messages; several can go in step.
+
+    Ends early when the strategy has stopped.
+
+    Parameters
+    ----------
+    grid : Grid
+        Knows the nodes; nothing is sent over it here.
 
     Returns
     -------
-    Result
+    generator of Result
         Its ``arrays`` are the parameters reached: the initial ones if no round succeeded.
     """
     strategy.summary()
@@ -47,9 +54,7 @@ def run_rounds(
         )
         if strategy.stopped is not None:
             break
-        arrays, metrics = strategy.aggregate_train(
-            server_round, grid.send_and_receive(asked, timeout=timeout)
-        )
+        arrays, metrics = strategy.aggregate_train(server_round, (yield asked))
         if arrays is not None:
             result.arrays = arrays
         _keep(result.train_metrics_clientapp, server_round, metrics)
@@ -57,8 +62,7 @@ def run_rounds(
             server_round, result.arrays, evaluate_config or ConfigRecord(), grid
         )
         if evaluators:
-            replies = grid.send_and_receive(evaluators, timeout=timeout)
-            metrics = strategy.aggregate_evaluate(server_round, replies)
+            metrics = strategy.aggregate_evaluate(server_round, (yield evaluators))
             _keep(result.evaluate_metrics_clientapp, server_round, metrics)
         if evaluate_fn is not None:
             central = evaluate_fn(server_round, result.arrays)
