@@ -15,12 +15,13 @@ from fedsim.artefacts import RunDirectory
 from fedsim.build import Build
 from fedsim.engines.arrays import tensors
 from fedsim.privacy import Statement
-from fedsim.strategies import DPFedAvg
+from fedsim.strategies import DPFedAvg, Rounds, rounds_of, run_to_end
 
-__all__ = ["Observer", "Row", "RunResult", "drive"]
+__all__ = ["Observer", "Row", "RunResult", "Session", "drive"]
 
 Row = dict[str, float | int]
 Observer = Callable[[Row], None]
+Ended = Literal["finished", "budget", "interrupted"]
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,71 @@ class RunResult:
     metrics: list[Row]
     arrays: ArrayRecord
     privacy: Statement
-    ended: Literal["finished", "budget", "interrupted"] = "finished"
+    ended: Ended = "finished"
     why: str = ""
     directory: RunDirectory | None = field(default=None, compare=False)
+
+
+class Session:
+    """One run in progress: its strategy, and what it writes as it goes.
+
+    Parameters
+    ----------
+    build : Build
+    directory : RunDirectory, optional
+        Claimed already; the ledger, the metrics and the model go there.
+    observer : callable, optional
+        Called with each row as it is written.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        directory: RunDirectory | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.build = build
+        self.strategy = build.strategy(directory.ledger if directory else None)
+        self._directory = directory
+        self._scribe = _Scribe(build, self.strategy, directory, observer)
+
+    def rounds(self, grid: Grid) -> Rounds:
+        """The run's rounds, up to whoever sends their messages."""
+        return rounds_of(
+            self.strategy,
+            grid,
+            self.build.initial_arrays,
+            range(1, self.build.config.rounds + 1),
+            evaluate_fn=self._scribe.evaluate,
+            on_round=self._scribe.on_round,
+        )
+
+    def save(self) -> None:
+        """Write the model reached so far."""
+        if self._directory is not None:
+            self._directory.save_model(tensors(self._reached))
+
+    def result(self, interrupted: bool = False) -> RunResult:
+        """What the run has reached, and why it ended."""
+        ended: Ended = "finished"
+        why = ""
+        if interrupted:
+            ended, why = "interrupted", "Interrupted; the model is the one of the last whole round."
+        elif self.strategy.stopped is not None:
+            ended = "budget"
+            why = f"Stopped before the budget was exceeded: {self.strategy.stopped}."
+        return RunResult(
+            metrics=self._scribe.rows,
+            arrays=self._reached,
+            privacy=self.strategy.privacy_statement(),
+            ended=ended,
+            why=why,
+            directory=self._directory,
+        )
+
+    @property
+    def _reached(self) -> ArrayRecord:
+        return self.strategy.result.arrays if self.strategy.result else self.build.initial_arrays
 
 
 def drive(
@@ -56,39 +119,20 @@ def drive(
     directory: RunDirectory | None = None,
     observer: Observer | None = None,
 ) -> RunResult:
-    """Run all rounds of ``build.config`` on ``grid``.
+    """Run all rounds of ``build.config`` on ``grid``; parameters as for `Session`.
 
     The model reached so far is saved whatever ends the run; Ctrl-C ends it in good order.
-
-    Parameters
-    ----------
-    directory : RunDirectory, optional
-        Claimed already; the ledger, the metrics and the model go there.
-    observer : callable, optional
-        Called with each row as it is written.
     """
-    strategy = build.strategy(directory.ledger if directory else None)
-    scribe = _Scribe(build, strategy, directory, observer)
-    ended: Literal["finished", "budget", "interrupted"] = "finished"
-    why = ""
+    session = Session(build, directory, observer)
+    rounds = session.rounds(grid)
+    interrupted = False
     try:
-        strategy.start(
-            grid,
-            build.initial_arrays,
-            build.config.rounds,
-            timeout=build.config.engine.timeout,
-            evaluate_fn=scribe.evaluate,
-            on_round=scribe.on_round,
-        )
-        if strategy.stopped is not None:
-            ended, why = "budget", f"Stopped before the budget was exceeded: {strategy.stopped}."
+        run_to_end(rounds, grid, build.config.engine.timeout)
     except KeyboardInterrupt:
-        ended, why = "interrupted", "Interrupted; the model is the one of the last whole round."
+        interrupted = True
     finally:
-        reached = strategy.result.arrays if strategy.result else build.initial_arrays
-        if directory is not None:
-            directory.save_model(tensors(reached))
-    return RunResult(scribe.rows, reached, strategy.privacy_statement(), ended, why, directory)
+        session.save()
+    return session.result(interrupted)
 
 
 class _Scribe:

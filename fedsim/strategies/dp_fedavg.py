@@ -24,7 +24,7 @@ from fedsim.privacy import Event, Ledger, Statement
 from fedsim.randomness import Purpose, Randomness
 from fedsim.strategies.client_evaluation import ClientEvaluation
 from fedsim.strategies.contributions import Asked, Contributions, Placement
-from fedsim.strategies.loop import rounds_of
+from fedsim.strategies.loop import rounds_of, run_to_end
 from fedsim.strategies.participants import Participants, node_ids
 from fedsim.strategies.replies import to_arrays
 from fedsim.strategies.server_optimizer import ServerOptimizer, sgd
@@ -397,13 +397,7 @@ evaluate_metrics_aggr_fn
             evaluate_fn=evaluate_fn,
             on_round=on_round,
         )
-        try:
-            messages = next(rounds)
-            while True:
-                messages = rounds.send(grid.send_and_receive(messages, timeout=timeout))
-        except StopIteration as end:
-            result: Result = end.value
-            return result
+        return run_to_end(rounds, grid, timeout)
 
     def summary(self) -> None:
         """Log the strategy's settings."""

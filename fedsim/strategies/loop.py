@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import Result
 if TYPE_CHECKING:
     from fedsim.strategies.dp_fedavg import DPFedAvg
 
-__all__ = ["Rounds", "rounds_of"]
+__all__ = ["Rounds", "rounds_of", "run_to_end"]
 
 Rounds = Generator[Iterable[Message], Iterable[Message], Result]
 """Gives messages to send, takes their replies, returns what the run reached."""
@@ -70,6 +70,17 @@ def rounds_of(
         if on_round is not None:
             on_round(server_round, result)
     return result
+
+
+def run_to_end(rounds: Rounds, grid: Grid, timeout: float) -> Result:
+    """Send every message of ``rounds`` over ``grid``; what they reached."""
+    try:
+        messages = next(rounds)
+        while True:
+            messages = rounds.send(grid.send_and_receive(messages, timeout=timeout))
+    except StopIteration as end:
+        result: Result = end.value
+        return result
 
 
 def _keep(records: dict[int, MetricRecord], server_round: int, record: MetricRecord | None) -> None:
