@@ -13,22 +13,26 @@ from fedsim.privacy.calibration import (
     cost,
     epsilon,
     rounds_within,
+    rounds_within_events,
     worst_client,
 )
 from fedsim.privacy.entry import Entropy, Entry
 from fedsim.privacy.events import Adjacency, Event, Level, Sampler
 from fedsim.privacy.ledger import Ledger
+from fedsim.privacy.planning import Answer, Plan
 from fedsim.privacy.statement import Statement
 
 __all__ = [
     "Accountant",
     "Adjacency",
+    "Answer",
     "Cost",
     "Entropy",
     "Entry",
     "Event",
     "Ledger",
     "Level",
+    "Plan",
     "Sampler",
     "Statement",
     "calibrate",
@@ -36,5 +40,6 @@ __all__ = [
     "cost",
     "epsilon",
     "rounds_within",
+    "rounds_within_events",
     "worst_client",
 ]

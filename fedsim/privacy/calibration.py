@@ -12,7 +12,15 @@ from fedsim.privacy.accountant import Accountant, Cost, check_delta
 from fedsim.privacy.events import Event
 from fedsim.privacy.gaussian import gaussian_mu
 
-__all__ = ["calibrate", "calibrate_events", "cost", "epsilon", "rounds_within", "worst_client"]
+__all__ = [
+    "calibrate",
+    "calibrate_events",
+    "cost",
+    "epsilon",
+    "rounds_within",
+    "rounds_within_events",
+    "worst_client",
+]
 
 # Calibrated noise is searched here; beyond, the target or the plan is a mistake.
 LEAST_NOISE, MOST_NOISE = 1e-2, 1e7
@@ -93,12 +101,24 @@ def calibrate(*, target_epsilon: float, cohort: Samples, rounds: int, delta: flo
 
 
 def calibrate_events(
-    events: Callable[[float], Iterable[Event]], *, target_epsilon: float, delta: float
+    events: Callable[[float], Iterable[Event]],
+    *,
+    target_epsilon: float,
+    delta: float,
+    adaptive: bool = False,
 ) -> float:
     """Smallest ``z`` whose ``events(z)`` together stay within the target, to 1e-5 relative.
 
-    For plans that are not one event a round: noise that changes over rounds, a release of
-    its own beside the training. More ``z`` must mean more noise.
+    Parameters
+    ----------
+    events : callable from z to events
+        For plans that are not one event a round: noise that changes over rounds, a release
+        of its own beside the training. More ``z`` must mean more noise.
+    target_epsilon, delta : float
+    adaptive : bool
+        Whether some of the events lie in the past, so that the noise is chosen after looking
+        at releases. Loss distributions compose noise fixed in advance only; Rényi accounting
+        is used instead.
 
     Raises
     ------
@@ -110,7 +130,8 @@ def calibrate_events(
         raise FedsimError(f"target epsilon is {target_epsilon}; it must be positive and finite.")
 
     def excess(log_z: float) -> float:
-        spent = Accountant(events(math.exp(log_z))).epsilon(delta)
+        accountant = Accountant(events(math.exp(log_z)))
+        spent = accountant.cost(delta).rdp_epsilon if adaptive else accountant.epsilon(delta)
         return math.log(max(spent, 1e-9) / target_epsilon)
 
     # A first guess: all releases as one Gaussian, scaled by the rate as amplification is.
@@ -130,12 +151,27 @@ def rounds_within(
     *, max_epsilon: float, noise_multiplier: float, cohort: Samples, delta: float
 ) -> int:
     """Most rounds whose epsilon does not exceed the budget; 0 if one already does."""
+    event = cohort.event(noise_multiplier)
+    return rounds_within_events([], event, max_epsilon=max_epsilon, delta=delta)
+
+
+def rounds_within_events(
+    past: Iterable[Event], event: Event, *, max_epsilon: float, delta: float
+) -> int:
+    """Most rounds of ``event`` that a budget still buys after ``past``; 0 if none.
+
+    Raises
+    ------
+    FedsimError
+        If it buys more than 10^8.
+    """
     check_delta(delta)
     if not 0 < max_epsilon < math.inf:
         raise FedsimError(f"max epsilon is {max_epsilon}; it must be positive and finite.")
+    before = Accountant(past)
 
     def fits(rounds: int) -> bool:
-        return _plan(noise_multiplier, cohort, rounds).epsilon(delta) <= max_epsilon
+        return not before.would_exceed(event.times(rounds), max_epsilon, delta)
 
     low, high = 0, 1
     while fits(high):
@@ -143,7 +179,7 @@ def rounds_within(
         if high > MOST_ROUNDS:
             raise FedsimError(
                 f"max epsilon is {max_epsilon}; it buys more than {MOST_ROUNDS:,} rounds at a "
-                f"noise multiplier of {noise_multiplier}, and needs no planning."
+                f"noise multiplier of {event.noise_multiplier}, and needs no planning."
             )
     while high - low > 1:
         middle = (low + high) // 2

@@ -38,7 +38,7 @@ def test_calibrated_noise_meets_the_target_and_no_less_would(cohort, target):
 
 
 @given(st.floats(0.05, 30), st.floats(1e-3, 1), st.integers(1, 2000), st.floats(-8, -3))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_calibration_round_trips(target, rate, rounds, log_delta):
     delta, cohort = 10**log_delta, PoissonCohort(rate)
     z = calibrate(target_epsilon=target, cohort=cohort, rounds=rounds, delta=delta)

@@ -1,0 +1,138 @@
+"""Plans: of noise, rounds and epsilon, two are given and the third is the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.accountant import Accountant, Cost
+from fedsim.privacy.calibration import calibrate_events, rounds_within_events
+from fedsim.privacy.events import Adjacency, Event, Level, Sampler
+
+__all__ = ["Answer", "Plan"]
+
+Given = TypeVar("Given")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run as the accountant sees it, with one thing left open.
+
+    ``target_epsilon`` asks for the noise multiplier, ``max_epsilon`` for the rounds that it
+    buys, neither for epsilon.
+
+    Attributes
+    ----------
+    noise_multiplier, target_epsilon, max_epsilon : float or None
+    rounds : int or None
+        Rounds still to be run. At example level, a client's iterations or passes.
+    delta : float
+    sampler, rate, size, population, adjacency
+        As in `Event`.
+    invocations : int
+        Noisy sums a round, each on a sample of its own: 2 for ADADP.
+    level : "client" or "example"
+    past : tuple of Event
+        What has been released already.
+    """
+
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    max_epsilon: float | None = None
+    rounds: int | None = None
+    delta: float = 1e-5
+    sampler: Sampler = "full"
+    rate: float = 1.0
+    size: int | None = None
+    population: int | None = None
+    adjacency: Adjacency | None = None
+    invocations: int = 1
+    level: Level = "client"
+    past: tuple[Event, ...] = ()
+
+    @property
+    def asks(self) -> Literal["epsilon", "noise multiplier", "rounds"]:
+        """What is left open."""
+        if self.target_epsilon is not None:
+            return "noise multiplier"
+        return "rounds" if self.max_epsilon is not None else "epsilon"
+
+    def event(self, noise_multiplier: float) -> Event:
+        """What one round costs at this noise."""
+        return Event(
+            noise_multiplier=noise_multiplier,
+            sampler=self.sampler,
+            rate=self.rate,
+            size=self.size,
+            population=self.population,
+            adjacency=self.adjacency,
+            count=self.invocations,
+        )
+
+    def answer(self) -> Answer:
+        """Fill in what is open.
+
+        Raises
+        ------
+        FedsimError
+            If something else is missing too, or given twice, or nothing meets the target.
+        """
+        if self.target_epsilon is not None and self.max_epsilon is not None:
+            raise FedsimError(
+                f"target epsilon is {self.target_epsilon} and max epsilon {self.max_epsilon}; "
+                "give the first to get a noise multiplier, or the second to get rounds."
+            )
+        if self.asks == "noise multiplier":
+            return self._noise(self._given("rounds", self.rounds))
+        noise = self._given("noise multiplier", self.noise_multiplier)
+        if self.max_epsilon is not None:
+            rounds = rounds_within_events(
+                self.past, self.event(noise), max_epsilon=self.max_epsilon, delta=self.delta
+            )
+            return self._answered(noise, rounds)
+        return self._answered(noise, self._given("rounds", self.rounds))
+
+    def _noise(self, rounds: int) -> Answer:
+        if self.noise_multiplier is not None:
+            raise FedsimError(
+                f"noise multiplier is {self.noise_multiplier}; it must be unset when target "
+                f"epsilon = {self.target_epsilon} asks for it."
+            )
+        noise = calibrate_events(
+            lambda z: [*self.past, self.event(z).times(self._positive(rounds))],
+            target_epsilon=self._given("target epsilon", self.target_epsilon),
+            delta=self.delta,
+            adaptive=bool(self.past),
+        )
+        return self._answered(noise, rounds)
+
+    def _answered(self, noise: float, rounds: int) -> Answer:
+        accountant = Accountant(self.past)
+        if rounds or self.asks == "epsilon":
+            accountant.add(self.event(noise), self._positive(rounds))
+        return Answer(self, noise, rounds, accountant.cost(self.delta))
+
+    @staticmethod
+    def _positive(rounds: int) -> int:
+        if rounds < 1:
+            raise FedsimError(f"rounds is {rounds}; it must be a whole number, 1 or more.")
+        return rounds
+
+    def _given(self, name: str, value: Given | None) -> Given:
+        if value is None:
+            raise FedsimError(
+                f"{name} is not set; it must be, to find the {self.asks}: of noise multiplier, "
+                "rounds and an epsilon, two determine the third."
+            )
+        return value
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A plan with nothing left open, and its cost."""
+
+    plan: Plan
+    noise_multiplier: float
+    rounds: int
+    cost: Cost
