@@ -1,20 +1,45 @@
-"""The ClientApp that Flower's runtimes load."""
+"""The ClientApp that Flower's runtimes load.
+
+A deployed SuperNode starts a process for every message, so torch is imported only where
+there is something to train: saying who one is takes a tenth of the time.
+"""
 
 from __future__ import annotations
 
-from flwr.app import Context
+import functools
 
-from fedsim.apps.node import trainer_for
-from fedsim.build import mechanism
-from fedsim.clients.flower import client_app
-from fedsim.config import RunConfig
-from fedsim.mechanisms import Mechanism
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedsim.apps.identity import client_id
 
 __all__ = ["app"]
 
-
-def _mechanism_for(context: Context) -> Mechanism:
-    return mechanism(RunConfig.from_run_config(context.run_config).mechanism)
+app = ClientApp()
 
 
-app = client_app(trainer_for, _mechanism_for)
+@app.query()
+def query(message: Message, context: Context) -> Message:
+    """Say which client this node is."""
+    metrics = MetricRecord({"client-id": client_id(context.node_config)})
+    return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Train on this node's data."""
+    return _client()(message, context)
+
+
+@app.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    """Evaluate on this node's data."""
+    return _client()(message, context)
+
+
+@functools.cache
+def _client() -> ClientApp:
+    from fedsim.apps.node import trainer_for
+    from fedsim.clients.flower import client_app
+
+    return client_app(trainer_for)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from flwr.app import Context
 
 from fedsim import datasets
+from fedsim.apps.identity import client_id
 from fedsim.build import Build
 from fedsim.clients import Trainer
 from fedsim.config import RunConfig
@@ -83,18 +83,9 @@ def trainer_for(context: Context) -> Trainer:
     torch.set_num_threads(1)
     return _trainer(
         tuple(sorted(context.run_config.items())),
-        _client_id(context.node_config),
+        client_id(context.node_config),
         str(context.node_config.get("data", "")),
     )
-
-
-def _client_id(node_config: Mapping[str, Scalar]) -> int:
-    client = node_config.get("partition-id")
-    if not isinstance(client, int) or isinstance(client, bool):
-        raise FedsimError(
-            f"node-config 'partition-id' is {client!r}; it must be this client's id, an integer."
-        )
-    return client
 
 
 def _trainer(flat: tuple[tuple[str, Scalar], ...], client: int, data: str) -> Trainer:
