@@ -22,12 +22,15 @@ from fedsim.mechanisms.base import (
     row_weights,
     state_on,
 )
-from fedsim.mechanisms.exact import FreeSum, GridSum, truncate_
+from fedsim.mechanisms.exact import FreeSum, GridSum
 from fedsim.mechanisms.layout import Layout
 from fedsim.mechanisms.noise import NoiseSource, share_multiplier, top_up_multiplier
 from fedsim.mechanisms.rows import Chunks, DenseRows, Rows, chunks
 
 __all__ = ["GaussianMechanism", "Released", "Scalar", "Shaped"]
+
+
+LOOSE = 64.0
 
 
 class Scalar(NamedTuple):
@@ -130,14 +133,12 @@ class GaussianMechanism(Mechanism):
         return self._radius(self._ready(state), layout.d)
 
     def bound(self, block: Tensor, state: State | None = None) -> Tensor:
-        """See `Mechanism`; rounded to the grid as the sum rounds it."""
+        """See `Mechanism`; before the rounding to the sum's grid."""
         ready = self._ready_on(self.init(row_layout(block)) if state is None else state, block)
-        unit = GridSum(self._radius(ready, block.shape[1]), 0).unit
         out = torch.empty_like(block)
         for part, y in chunks(block):
-            _, bad = self.units_(y, ready, unit, None)
-            rows = self._restore(truncate_(y).mul_(unit), ready)
-            out[part] = rows.masked_fill(bad[:, None], 0.0)
+            _, bad = self.units_(y, ready, 1.0, None)
+            out[part] = self._restore(y, ready).masked_fill(bad[:, None], 0.0)
         return out
 
     def accumulate(
@@ -240,12 +241,10 @@ class _GridAccumulator(Accumulator):
     ) -> None:
         self._mechanism = mechanism
         self.ready = mechanism._ready(state_on(state, device))
-        self.grid = GridSum(
-            mechanism._radius(self.ready, layout.d),
-            layout.d,
-            fine=layout.dtype == torch.float64,
-            device=device,
-        )
+        radius = mechanism._radius(self.ready, layout.d)
+        # A loose bound (none, nearly) makes a coarse grid: without noise that would show.
+        fine = layout.dtype == torch.float64 or radius > LOOSE
+        self.grid = GridSum(radius, layout.d, fine=fine, device=device)
         self.scalars = {
             name: GridSum(scalar.half, 1, device=device)
             for name, scalar in mechanism._scalars().items()

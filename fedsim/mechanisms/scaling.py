@@ -24,7 +24,8 @@ __all__ = [
     "clip_factor",
 ]
 
-BOUND_RANGE = (1e-30, 1e30)
+# Above 1e9 the grid of a noise-free sum would be coarser than 1e-9.
+BOUND_RANGE = (1e-30, 1e9)
 IMPLICIT_MARGIN = 2.0**-19
 
 
@@ -106,7 +107,7 @@ class Clipping(ScalingMechanism):
     Parameters
     ----------
     clip_norm : float
-        C, between 1e-30 and 1e30.
+        C, between 1e-30 and 1e9.
     """
 
     clip_norm: float
@@ -151,7 +152,7 @@ class Normalization(ScalingMechanism):
     Parameters
     ----------
     clip_norm : float
-        C, between 1e-30 and 1e30.
+        C, between 1e-30 and 1e9.
     smoothing : float
         kappa, at least 0.
     """
@@ -161,7 +162,7 @@ class Normalization(ScalingMechanism):
 
     def __post_init__(self) -> None:
         check_number("clip-norm", self.clip_norm, *BOUND_RANGE)
-        check_number("smoothing", self.smoothing, 0.0, BOUND_RANGE[1])
+        check_number("smoothing", self.smoothing, 0.0, 1e30)
 
     def scales(
         self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0

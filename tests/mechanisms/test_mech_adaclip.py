@@ -166,3 +166,20 @@ def test_the_literal_start_is_a_trap_and_the_corrected_one_is_not() -> None:
         clipped[mechanism.literal] = total.clipped
     assert clipped[True] == 20
     assert clipped[False] < 20
+
+
+@pytest.mark.parametrize(
+    ("d", "clamp", "grows"), [(100, "pre", False), (400, "pre", True), (400, "post", False)]
+)
+def test_idle_coordinates_run_away_above_the_critical_dimension_unless_clamped_after(
+    d: int, clamp: str, grows: bool
+) -> None:
+    # kappa = .4839 sigma^2 d / gamma with sigma = .1, so the critical d is 207.
+    mechanism = AdaClip(h1=1e-30, h2=1e9, clamp=clamp)  # type: ignore[arg-type]
+    start = torch.ones(d, dtype=torch.float64)
+    state: State = {"m": torch.zeros_like(start), "s": start}
+    rows = torch.zeros(1, d)
+    for t in range(40):
+        state = one_round(mechanism, state, rows, 0.1, 1.0, np.random.default_rng(t)).state
+    assert (float(state["s"].mean()) > 1.5) == grows
+    assert (float(state["s"].mean()) < 0.8) == (not grows)

@@ -108,7 +108,7 @@ def test_a_small_cohorts_noisy_bits_keep_c_in_range() -> None:
     state = mechanism.init(Layout.of({"w": torch.empty(1)}))
     for t in range(20):
         state = one_round(mechanism, state, torch.empty(0, 1), 1.0, 1.0, t).state
-        assert 1e-30 <= float(state["clip_norm"]) <= 1e30
+        assert 1e-30 <= float(state["clip_norm"]) <= 1e9
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,16 @@ def test_without_privacy_noise_is_refused_and_diverged_rows_are_counted() -> Non
     assert Clipping(1.0).guarantee == "gaussian"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_bound_that_never_binds_without_noise_is_the_uniform_mean(dtype: torch.dtype) -> None:
+    rows = torch.randn(9, 40, generator=torch.Generator().manual_seed(0)).to(dtype) * 1e-2
+    expected = mean(NoPrivacy(), summed(NoPrivacy(), rows))
+    for c in (1.0, 63.0, 1e4, 1e9):
+        found = mean(Clipping(c), summed(Clipping(c), rows), denominator=9.0)
+        tolerance = 1e-9 if dtype == torch.float64 or c > 64 else c * 2.0**-30
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+
+
 def test_the_mean_of_no_rows_without_privacy_is_zero() -> None:
     total = NoPrivacy().accumulate({}, Layout.of({"w": torch.ones(3)}))
     assert torch.equal(mean(NoPrivacy(), total), torch.zeros(3, dtype=torch.float64))

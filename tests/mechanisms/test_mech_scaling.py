@@ -52,7 +52,7 @@ def test_no_float32_row_leaves_the_ball(rows: list[list[float]]) -> None:
 
 @given(
     st.lists(st.lists(FLOATS64, min_size=3, max_size=3), min_size=1, max_size=5),
-    st.sampled_from([1e-30, 1e-3, 1.0, 7.0, 1e30]),
+    st.sampled_from([1e-30, 1e-3, 1.0, 7.0, 1e9]),
 )
 def test_no_float64_row_leaves_the_ball_at_any_c(rows: list[list[float]], c: float) -> None:
     block = torch.tensor(rows, dtype=torch.float64)
@@ -97,8 +97,7 @@ def test_normalisation_equals_clipping_to_the_byte_where_every_row_is_longer_tha
 
 def test_rows_within_c_pass_clipping_unchanged() -> None:
     block = torch.randn(9, 5, generator=torch.Generator().manual_seed(2))
-    kept = Clipping(1000.0).bound(block)
-    torch.testing.assert_close(kept, block, atol=1000 * 2.0**-30, rtol=0)
+    assert torch.equal(Clipping(1000.0).bound(block), block)
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
@@ -127,7 +126,7 @@ def test_zero_dimensional_parameters_are_part_of_the_norm() -> None:
     torch.testing.assert_close(Clipping(1.0).bound(row[None]), torch.tensor([[0.6, 0.8]]))
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, NAN, INF, 1e31])
+@pytest.mark.parametrize("value", [0.0, -1.0, NAN, INF, 2e9, 1e31])
 def test_impossible_bounds_are_refused(value: float) -> None:
     with pytest.raises(FedsimError, match="clip-norm"):
         Clipping(value)
