@@ -1,0 +1,134 @@
+"""A verdict for a terminal, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fedsim.audit.canaries import WORLDS
+from fedsim.audit.claim import Claim
+from fedsim.audit.power import noticeable
+from fedsim.audit.two_world import TwoWorlds
+from fedsim.audit.verdict import Verdict
+
+__all__ = ["draw", "power_sentence", "tabulate"]
+
+_SENTENCES = {world.name: world.sentence for world in WORLDS}
+_INK = "#333333"
+_COLOURS = ("#3b6ea5", "#c1662f", "#4c8a57", "#8a5a9e")
+_LEAST = 1e-3
+
+
+def tabulate(verdict: Verdict, assumed: Mapping[str, str]) -> RenderableType:
+    """Tables of the attacks and of what was assumed, and the verdict in a sentence."""
+    facts = Table.grid(padding=(0, 2))
+    for name, sentence in assumed.items():
+        facts.add_row(Text(name, style="dim"), sentence)
+    for found in verdict.two_worlds:
+        seen = f"{_SENTENCES.get(found.world, '')}; seen by {found.score}"
+        facts.add_row(Text(found.world, style="dim"), seen)
+    good = verdict.accepted
+    return Group(
+        facts,
+        Text(),
+        _attacks(verdict),
+        Text(power_sentence(verdict), style="dim"),
+        Text(),
+        Text(str(verdict), style="bold green" if good else "bold red"),
+    )
+
+
+def power_sentence(verdict: Verdict, seed: int = 1) -> str:
+    """What would not have escaped this many runs."""
+    if not verdict.two_worlds:
+        return ""
+    factor = noticeable(verdict.claim, verdict.runs, verdict.risk, seed)
+    if factor is None:
+        return "So few runs would not have noticed even ten times less noise: make more of them."
+    return f"So many runs notice noise that is {factor:g} times too small, or anything as bad."
+
+
+def _attacks(verdict: Verdict) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("attack", no_wrap=True)
+    for heading in ("errors at most", "claim allows", "p", "epsilon at least", "claimed"):
+        table.add_column(heading, justify="right")
+    for found in verdict.two_worlds:
+        fp, fn = found.box.bounds
+        table.add_row(
+            found.world,
+            f"{fp:.3f}, {fn:.3f}",
+            f"{fp:.3f}, {float(verdict.claim.curve(fp)):.3f}",
+            _p(found.p_value),
+            f"{found.epsilon_bound:.2f}",
+            f"{verdict.claim.epsilon:.2f}",
+            style=_style(found.p_value, verdict),
+        )
+    one, claim = verdict.one_run, verdict.one_run_claim
+    if one is not None and claim is not None:
+        table.add_row(
+            "one run",
+            f"{one.guesses - one.correct} of {one.guesses} wrong",
+            "",
+            _p(one.p_value),
+            f"{one.epsilon_bound:.2f}",
+            f"{claim.epsilon:.2f}",
+            style=_style(one.p_value, verdict),
+        )
+    return table
+
+
+def _style(p_value: float, verdict: Verdict) -> str:
+    return "red" if p_value <= verdict.risk else ""
+
+
+def _p(value: float) -> str:
+    return f"{value:.2g}" if value > 1e-11 else "< 1e-11"
+
+
+def draw(verdict: Verdict, title: str) -> Figure:
+    """The claim's trade-off curve with the measured boxes, on plain and logarithmic axes."""
+    figure = Figure(figsize=(11, 5.6), layout="constrained")
+    plain, logarithmic = figure.subplots(1, 2)
+    for axes, scale in ((plain, "linear"), (logarithmic, "log")):
+        axes.set_xscale(scale)
+        axes.set_yscale(scale)
+        low = _LEAST if scale == "log" else 0.0
+        axes.set_xlim(low, 1)
+        axes.set_ylim(low, 1)
+        _curve(axes, verdict.claim, low)
+        for found, colour in zip(verdict.two_worlds, _COLOURS, strict=False):
+            _box(axes, found, colour, low)
+        axes.set_xlabel("false positives: no canary, and one is seen", color=_INK)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(colors=_INK)
+    plain.set_ylabel("false negatives: a canary, and none is seen", color=_INK)
+    plain.legend(loc="upper right", frameon=False, fontsize=9)
+    figure.suptitle(f"{title}\n{verdict}", color=_INK, fontsize=10, wrap=True)
+    return figure
+
+
+def _curve(axes: Axes, claim: Claim, low: float) -> None:
+    x = np.unique(np.concatenate([np.geomspace(_LEAST / 10, 1, 400), np.linspace(0, 1, 200)]))
+    y = claim.curve(x)
+    axes.fill_between(x, y, low, color="#d9534f", alpha=0.12, lw=0, label="refutes the claim")
+    label = f"claim: epsilon {claim.epsilon:.3g} at delta {claim.delta:g}"
+    axes.plot(x, np.maximum(y, 1e-9), color=_INK, lw=1.5, label=label)
+    axes.plot(x, np.maximum(1 - x, 1e-9), color=_INK, lw=0.8, ls=":", label="a guess")
+
+
+def _box(axes: Axes, found: TwoWorlds, colour: str, low: float) -> None:
+    (x, y), (right, top) = (
+        np.maximum(corner, low) for corner in (found.box.rates, found.box.bounds)
+    )
+    axes.add_patch(Rectangle((x, y), right - x, top - y, color=colour, alpha=0.25, lw=0))
+    axes.plot([x], [y], marker="o", ms=4, color=colour, ls="", clip_on=False)
+    axes.plot([right], [top], marker="s", ms=6, mfc="none", color=colour, ls="", label=found.world)

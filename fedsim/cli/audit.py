@@ -1,0 +1,79 @@
+"""`fedsim audit`: attack what a config claims."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from fedsim.config import RunConfig
+from fedsim.errors import FedsimError
+
+__all__ = ["audit"]
+
+
+def audit(
+    config: Annotated[Path, typer.Argument(help="The TOML file that describes the run.")],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one key: `noise.multiplier=2.0`."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The picture, a PNG; `runs/<name>-audit.png` if unset.")
+    ] = None,
+    runs: Annotated[
+        int, typer.Option(help="Runs without a canary, and as many with, in each world.")
+    ] = 1000,
+    rounds: Annotated[int, typer.Option(help="Rounds of each of these runs, at most.")] = 3,
+    canaries: Annotated[int, typer.Option(help="Canaries of the one run; 0 leaves it out.")] = 512,
+    confidence: Annotated[
+        float, typer.Option(help="Probability with which a true claim is accepted.")
+    ] = 0.99,
+    seed: Annotated[int, typer.Option(help="Another seed makes another audit.")] = 1,
+) -> None:
+    """Attack what a config claims, through the strategy and the engine that it would run on.
+
+    A canary is a client that does its worst. It is put into federations where it shows most;
+    many runs with it and without it give the false positives and false negatives of whoever
+    wants to tell them apart, and these are held against the trade-off curve that the ledger's
+    (epsilon, delta) allows, for every epsilon. A second attack flips a coin for each of many
+    canaries in one run of the config's own length, and guesses the coins (Steinke, Nasr and
+    Jagielski 2023).
+
+        fedsim audit run.toml --runs 2000
+
+    The exit status is 0 when the claim stands and 1 when it is refuted. An audit can refute a
+    claim; that it does not is no proof. The data, the model and the client algorithm play no
+    part: the claim holds for any update that a client may send.
+    """
+    settings = RunConfig.load(config, set_ or [])
+    path = out or Path("runs") / f"{settings.name}-audit.png"
+    if path.suffix.lower() != ".png" or path.is_dir():
+        raise FedsimError(f"--out is {path}; it must be a file that ends in .png.")
+    # Only now: a mistake in the config should not wait for torch and matplotlib.
+    import torch
+
+    from fedsim.audit import WORLDS
+    from fedsim.audit.from_config import ConfigAudit
+    from fedsim.audit.report import draw, tabulate
+    from fedsim.reports.partition import save
+
+    torch.set_num_threads(1)
+    console = Console()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("runs", total=2 * runs * len(WORLDS))
+        verdict, assumed = ConfigAudit(settings, rounds).run(
+            runs=runs,
+            canaries=canaries,
+            confidence=confidence,
+            seed=seed,
+            tick=lambda made: progress.advance(task, made),
+        )
+    console.print(tabulate(verdict, assumed))
+    save(draw(verdict, settings.name), path)
+    console.print(f"picture: [bold]{path}[/]")
+    if not verdict.accepted:
+        raise typer.Exit(1)
