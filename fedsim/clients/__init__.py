@@ -1,17 +1,27 @@
 """The cohort trainer and the local algorithms that it runs over blocks of clients."""
 
+from fedsim.clients.adadp import AdadpLR
+from fedsim.clients.adam import AdadpNoise, Adam, RMSProp
 from fedsim.clients.data import ClientData
 from fedsim.clients.gradients import Gradient
 from fedsim.clients.local import LocalAlgorithm, State, Step
 from fedsim.clients.losses import accuracy, cross_entropy
+from fedsim.clients.proximal import Proximal
+from fedsim.clients.schedules import Schedule
 from fedsim.clients.sgd import SGD
 from fedsim.clients.trainer import Trainer
 
 __all__ = [
     "SGD",
+    "AdadpLR",
+    "AdadpNoise",
+    "Adam",
     "ClientData",
     "Gradient",
     "LocalAlgorithm",
+    "Proximal",
+    "RMSProp",
+    "Schedule",
     "State",
     "Step",
     "Trainer",

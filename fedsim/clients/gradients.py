@@ -21,13 +21,25 @@ __all__ = ["Dense", "Factor", "Factored", "Gradient"]
 
 
 class Gradient(Protocol):
-    """Gradients of ``n`` clients, each at its own point."""
+    """Gradients of ``n`` clients, each at its own point.
+
+    A slice of clients cuts it, as it cuts the tensors of a state.
+    """
+
+    def __getitem__(self, clients: slice) -> Gradient:
+        """The gradients of these clients."""
 
     def dense(self) -> Tensor:
-        """The gradients as ``[n, D]``; the caller may overwrite the tensor."""
+        """The gradients as a new tensor ``[n, D]``."""
 
     def subtract_from(self, theta: Tensor, rate: Tensor) -> None:
         """``theta [n, D] -= rate [n] * gradient``, in place."""
+
+    def distance(self, other: Gradient) -> Tensor:
+        """``|| self - other ||`` in L2, ``[n]``; the other comes from the same path."""
+
+    def peak(self) -> Tensor:
+        """No coordinate is larger than this in absolute value, ``[n]``."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +48,26 @@ class Dense:
 
     values: Tensor
 
+    def __getitem__(self, clients: slice) -> Dense:
+        """Of these clients."""
+        return Dense(self.values[clients])
+
     def dense(self) -> Tensor:
-        """The tensor itself."""
-        return self.values
+        """A copy."""
+        return self.values.clone()
+
+    def distance(self, other: Gradient) -> Tensor:
+        """Norms of the difference."""
+        norms: Tensor = torch.linalg.vector_norm(self.values - other.dense(), dim=1)
+        return norms
+
+    def peak(self) -> Tensor:
+        """The largest coordinate."""
+        return torch.maximum(self.values.amax(1), -self.values.amin(1))
 
     def subtract_from(self, theta: Tensor, rate: Tensor) -> None:
-        """One fused multiply-add over the block."""
-        theta.addcmul_(self.values, rate.unsqueeze(1), value=-1)
+        """One multiplication and one subtraction over the block."""
+        theta.sub_(self.values * rate.unsqueeze(1))
 
 
 @dataclass(frozen=True)
@@ -64,6 +89,10 @@ class Factor:
     weight: slice | None
     bias: slice | None
 
+    def __getitem__(self, clients: slice) -> Factor:
+        """Of these clients."""
+        return Factor(self.x[clients], self.delta[clients], self.weight, self.bias)
+
 
 @dataclass(frozen=True)
 class Factored:
@@ -77,6 +106,10 @@ class Factored:
 
     factors: Sequence[Factor]
     packing: Packing
+
+    def __getitem__(self, clients: slice) -> Factored:
+        """Of these clients."""
+        return Factored([factor[clients] for factor in self.factors], self.packing)
 
     def dense(self) -> Tensor:
         """Write the gradients out, ``[n, D]``."""
@@ -102,3 +135,42 @@ class Factored:
                 view.baddbmm_(scaled.transpose(1, 2), factor.x, alpha=-1)
             if factor.bias is not None:
                 theta[:, factor.bias].sub_(scaled.sum(1))
+
+    def distance(self, other: Gradient) -> Tensor:
+        """From the factors: ``sum_ij (x_i . x_j) (delta_i . delta_j)`` over both batches.
+
+        In float64, as nearly equal gradients cancel; a weight gradient is never written down.
+        """
+        if not isinstance(other, Factored):
+            return Dense(self.dense()).distance(other)
+        first = self.factors[0].delta
+        square = first.new_zeros(len(first), dtype=torch.float64)
+        for own, its in zip(self.factors, other.factors, strict=True):
+            delta = _stacked(own.delta, its.delta.neg())
+            if own.weight is not None:
+                products = _gram(delta).mul_(_gram(_stacked(own.x, its.x)))
+                square += products.flatten(1).sum(1)
+            if own.bias is not None:
+                square += delta.sum(1).square().sum(1)
+        return square.clamp_(min=0).sqrt_().to(first.dtype)
+
+    def peak(self) -> Tensor:
+        """A bound from the factors: ``max_o sum_b |delta_bo| max |x|``."""
+        bounds = []
+        for factor in self.factors:
+            outputs = factor.delta.abs().sum(1).amax(1)
+            bounds.append(outputs * factor.x.flatten(1).abs().amax(1).clamp_(min=1))
+        return torch.stack(bounds).amax(0)
+
+
+def _stacked(a: Tensor, b: Tensor) -> Tensor:
+    """Two batches ``[n, B, w]`` one after the other, in float64, each client on its line."""
+    n, B, w = a.shape
+    out = aligned_empty(a.new_empty(0, dtype=torch.float64), n, B + b.shape[1], w)
+    out[:, :B], out[:, B:] = a, b
+    return out
+
+
+def _gram(a: Tensor) -> Tensor:
+    """``a a^T [n, B, B]`` of ``a [n, B, w]``."""
+    return torch.bmm(a, a.transpose(1, 2), out=aligned_empty(a, len(a), a.shape[1], a.shape[1]))

@@ -19,16 +19,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from fedsim.clients.gradients import Gradient
+from fedsim.errors import FedsimError
 
-__all__ = ["LocalAlgorithm", "State", "Step"]
+__all__ = ["LocalAlgorithm", "State", "Step", "check_range"]
 
-State = dict[str, Tensor]
-"""Name to tensor ``[n, ...]``."""
+State = dict[str, Any]
+"""Name to tensor ``[n, ...]``, or to anything else that a slice of clients cuts: a `Gradient`."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,28 @@ class Step:
 
     round: int
     index: int
+
+
+def check_range(
+    key: str,
+    value: float,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Raise `FedsimError` unless ``value`` is at least ``low``, over ``above``, under ``below``."""
+    allowed = [
+        f"{words} {limit:g}"
+        for words, limit, holds in (
+            ("at least", low, low is None or value >= low),
+            ("above", above, above is None or value > above),
+            ("below", below, below is None or value < below),
+        )
+        if limit is not None and not holds
+    ]
+    if allowed:
+        raise FedsimError(f"client.{key} is {value}; it must be {' and '.join(allowed)}.")
 
 
 class LocalAlgorithm(ABC):
@@ -76,7 +99,8 @@ class LocalAlgorithm(ABC):
 
     def point(self, state: State) -> Tensor:
         """Where the next gradient is taken, ``[n, D]``."""
-        return state["theta"]
+        theta: Tensor = state["theta"]
+        return theta
 
     @abstractmethod
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
@@ -84,7 +108,8 @@ class LocalAlgorithm(ABC):
 
     def finish(self, state: State) -> Tensor:
         """The clients' final parameters, ``[n, D]``."""
-        return state["theta"]
+        theta: Tensor = state["theta"]
+        return theta
 
     def report(self, state: State) -> dict[str, Tensor]:
         """What these clients report besides loss and number of examples, each ``[n]``."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedsim.clients.gradients import Gradient
-from fedsim.clients.local import LocalAlgorithm, State, Step
-from fedsim.errors import FedsimError
+from fedsim.clients.local import LocalAlgorithm, State, Step, check_range
+from fedsim.clients.schedules import Schedule
 
 __all__ = ["SGD"]
 
@@ -19,24 +19,29 @@ __all__ = ["SGD"]
 class SGD(LocalAlgorithm):
     """``v <- momentum v + g + weight_decay theta;  theta <- theta - lr v``, as in PyTorch.
 
+    With a batch size of 0 (all of a client's examples) these are the full local gradient steps
+    of Das et al. 2021.
+
     Parameters
     ----------
     lr : float
     momentum : float
     weight_decay : float
+    schedule : Schedule
+        What ``lr`` is multiplied by.
     """
 
     lr: float
     momentum: float = 0.0
     weight_decay: float = 0.0
+    schedule: Schedule = field(default_factory=Schedule)
 
     carried: ClassVar[tuple[str, ...]] = ("velocity",)
 
     def __post_init__(self) -> None:
-        if not self.lr >= 0:
-            raise FedsimError(f"client.lr is {self.lr}; it must be zero or positive.")
-        if not 0 <= self.momentum < 1:
-            raise FedsimError(f"client.momentum is {self.momentum}; it must lie in [0, 1).")
+        check_range("lr", self.lr, low=0)
+        check_range("momentum", self.momentum, low=0, below=1)
+        check_range("weight-decay", self.weight_decay, low=0)
 
     def numbers(self) -> dict[str, float]:
         """The rate."""
@@ -51,13 +56,13 @@ class SGD(LocalAlgorithm):
 
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
         """One step."""
-        theta, lr = state["theta"], state["lr"]
+        theta, rate = state["theta"], state["lr"] * self.schedule(at)
         if not self.momentum and not self.weight_decay:
-            gradient.subtract_from(theta, lr)
+            gradient.subtract_from(theta, rate)
             return
         g = gradient.dense()
         if self.weight_decay:
             g.add_(theta, alpha=self.weight_decay)
         if self.momentum:
             g = state["velocity"].mul_(self.momentum).add_(g)
-        theta.addcmul_(g, lr.unsqueeze(1), value=-1)
+        theta.sub_(g * rate.unsqueeze(1))

@@ -1,0 +1,1 @@
+"""What measures speed and memory; never a timed test."""

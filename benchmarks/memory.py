@@ -1,0 +1,64 @@
+"""Peak memory of one round, measured in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["measured_peak"]
+
+
+def measured_peak(job: str, cohort: int) -> float:
+    """MiB that a round with ``cohort`` of 10,000 clients adds to the process's peak."""
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.memory", job, str(cohort)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"},
+    )
+    return float(run.stdout.split()[-1])
+
+
+def peak(name: str, cohort: int) -> float:
+    """The same in this process: call it once."""
+    import torch
+
+    from benchmarks.jobs import JOBS, data_of, trainer_of
+    from fedsim.cohorts import FixedCohort
+    from fedsim.mechanisms import Clipping, DenseRows, NoiseSource
+    from fedsim.randomness import Purpose, Randomness
+
+    torch.set_num_threads(1)
+    trainer = trainer_of(JOBS[name], data_of(10_000, own=1000))
+    mechanism, vector, draws = Clipping(1.0), trainer.initial(), Randomness(2)
+    state = mechanism.init(trainer.layout)
+
+    def one_round(size: int, t: int) -> None:
+        ids = FixedCohort(size, 10_000).draw(draws.generator(Purpose.COHORT, t).random(10_000))
+        total = mechanism.accumulate(state, trainer.layout)
+        for block in trainer.train(vector, ids, t):
+            assert block.rows is not None
+            total.add(DenseRows(block.rows))
+        noise = NoiseSource(draws.generator(Purpose.NOISE, t))
+        mechanism.release(state, total, noise_multiplier=1.0, denominator=float(size), noise=noise)
+
+    one_round(1, 1)  # imports, buffers, thread pools
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    one_round(cohort, 2)
+    return resident("VmHWM") - before
+
+
+def resident(field: str) -> float:
+    """A line of /proc/self/status (Linux), in MiB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"/proc/self/status has no {field}; memory is measured on Linux only.")
+
+
+if __name__ == "__main__":
+    print(peak(sys.argv[1], int(sys.argv[2])))

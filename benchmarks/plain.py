@@ -1,0 +1,76 @@
+"""The same arithmetic as anyone would write it: one client after another, `torch.optim`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.jobs import BATCH, LR, SEED, Job
+from fedsim.clients import ClientData
+from fedsim.cohorts import Cohort
+from fedsim.randomness import Purpose, Randomness
+
+__all__ = ["plain_rounds"]
+
+
+def plain_rounds(
+    job: Job,
+    data: ClientData,
+    cohort: Cohort,
+    rounds: int,
+    *,
+    clip_norm: float,
+    noise_multiplier: float,
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[Tensor]:
+    """Parameters after each round of clip, sum, noise, divide: ``[d]``."""
+    randomness = Randomness(SEED)
+    model = job.model(dtype)
+    weights = [p.detach().clone() for p in model.parameters()]
+    local = copy.deepcopy(model)
+    for t in range(1, rounds + 1):
+        draws = randomness.generator(Purpose.COHORT, round=t).random(data.population)
+        total = torch.zeros(sum(w.numel() for w in weights), dtype=torch.float64)
+        for client in cohort.draw(draws):
+            update = _update(local, weights, data, int(client), t, randomness)
+            norm = float(torch.linalg.vector_norm(update, dtype=torch.float64))
+            total += update.double() * min(1.0, clip_norm / max(norm, 1e-300))
+        if noise_multiplier:
+            noise = np.random.default_rng(t).standard_normal(len(total))
+            total += torch.from_numpy(noise) * (noise_multiplier * clip_norm)
+        mean = total / cohort.expected_size
+        start = 0
+        for w in weights:
+            w += mean[start : start + w.numel()].view(w.shape).to(dtype)
+            start += w.numel()
+        yield torch.cat([w.reshape(-1) for w in weights])
+
+
+def _update(
+    model: torch.nn.Module,
+    weights: list[Tensor],
+    data: ClientData,
+    client: int,
+    t: int,
+    randomness: Randomness,
+) -> Tensor:
+    with torch.no_grad():
+        for parameter, weight in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    own = data.indices[client]
+    order = own[randomness.generator(Purpose.BATCH, t, client).permutation(len(own))]
+    for start in range(0, len(own), BATCH):
+        batch = torch.from_numpy(order[start : start + BATCH])
+        optimizer.zero_grad()
+        F.cross_entropy(model(data.x[batch]), data.y[batch]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return torch.cat(
+            [(p - w).reshape(-1) for p, w in zip(model.parameters(), weights, strict=True)]
+        )

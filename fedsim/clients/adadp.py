@@ -1,0 +1,192 @@
+"""ADADP: a rate that adapts to the difference of one full and two half steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedsim.clients.gradients import Gradient
+from fedsim.clients.local import LocalAlgorithm, State, Step, check_range
+from fedsim.errors import FedsimError
+
+__all__ = ["AdadpLR"]
+
+
+@dataclass(frozen=True)
+class AdadpLR(LocalAlgorithm):
+    """Learning-rate adaptation of Koskela and Honkela, arXiv 1809.03832.
+
+    One iteration takes two gradient evaluations, on fresh batches (and with fresh noise where
+    gradients are privatised)::
+
+        half = theta - eta/2 G1,  full = theta - eta G1        G1 at theta
+        hat  = half - eta/2 G2                                 G2 at half
+        err  = || (full - hat) / max(1, |full|) ||
+        theta <- hat, unless discard and err > tol
+        eta   <- eta min(max((tol / err)^exponent, alpha_min), alpha_max), in [eta_min, eta_max]
+
+    An iteration whose err is not finite is rejected, and counts as err = infinity. Iterations
+    run across epochs; a half step left over at the end of a round's local work is dropped.
+
+    Parameters
+    ----------
+    lr : float
+        eta_0, the rate that a client starts from.
+    tol : float
+        1 for privatised gradients, 0.1 otherwise, in the paper.
+    exponent : float
+        1 as in the paper's text, or 1/2 as in its code.
+    keep : "half" or "full"
+        Keep the two half steps (uses both gradients) or the full step.
+    discard : bool
+        Whether an iteration with err > tol is undone; wasteful with privatised gradients.
+    alpha_min, alpha_max, eta_min : float
+    eta_max : float
+        0 for ten times ``lr``. Without a limit the rate of a client whose classes can be
+        separated grows for ever.
+    adapt_rounds : int
+        After so many rounds (0: never) plain steps with the rate reached, the paper's hybrid
+        schedule for a client that trains one epoch a round and keeps its eta.
+    post_scale, post_decay : float
+        Those steps have rate ``eta post_scale / (1 + post_decay k)``, k rounds later.
+    """
+
+    lr: float
+    tol: float = 0.1
+    exponent: float = 1.0
+    keep: Literal["half", "full"] = "half"
+    discard: bool = True
+    alpha_min: float = 0.9
+    alpha_max: float = 1.1
+    eta_min: float = 1e-8
+    eta_max: float = 0.0
+    adapt_rounds: int = 0
+    post_scale: float = 1.0
+    post_decay: float = 0.1
+
+    carried: ClassVar[tuple[str, ...]] = ("eta",)
+
+    def __post_init__(self) -> None:
+        check_range("lr", self.lr, above=0)
+        check_range("tol", self.tol, above=0)
+        check_range("exponent", self.exponent, above=0)
+        check_range("alpha-min", self.alpha_min, above=0)
+        check_range("alpha-max", self.alpha_max, low=self.alpha_min)
+        check_range("eta-min", self.eta_min, low=0)
+        check_range("eta-max", self.eta_max, low=0)
+        check_range("adapt-rounds", self.adapt_rounds, low=0)
+        if self.keep not in ("half", "full"):
+            raise FedsimError(f"client.keep is '{self.keep}'; it must be 'half' or 'full'.")
+
+    def numbers(self) -> dict[str, float]:
+        """The starting rate and the tolerance."""
+        limit = self.eta_max or 10 * self.lr
+        return {"eta": min(max(self.lr, self.eta_min), limit), "tol": self.tol}
+
+    def init(self, theta: Tensor, numbers: State) -> State:
+        """Nothing accepted, nothing rejected, no half step pending."""
+        zeros = theta.new_zeros(len(theta))
+        return {
+            **super().init(theta, numbers),
+            "half": theta,
+            "peak": _largest(theta),
+            "accepted": zeros,
+            "rejected": zeros.clone(),
+        }
+
+    def point(self, state: State) -> Tensor:
+        """``theta`` in the first phase of an iteration, ``half`` in the second."""
+        half: Tensor = state["half"]
+        return half
+
+    def step(self, state: State, gradient: Gradient, at: Step) -> None:
+        """One phase of an iteration, or a plain step once the rate is settled."""
+        theta, eta = state["theta"], state["eta"]
+        if self.adapt_rounds and at.round > self.adapt_rounds:
+            later = at.round - self.adapt_rounds
+            gradient.subtract_from(theta, eta * (self.post_scale / (1 + self.post_decay * later)))
+        elif at.index % 2 == 0:
+            # The old theta stays as it is: it is what a rejected iteration returns to.
+            spare = state.pop("spare", None)
+            half = torch.empty_like(theta) if spare is None else spare
+            half.copy_(theta)
+            gradient.subtract_from(half, eta / 2)
+            state["half"], state["first"] = half, gradient
+        else:
+            self._second(state, gradient)
+
+    def _second(self, state: State, gradient: Gradient) -> None:
+        theta, eta, first = state["theta"], state["eta"], state.pop("first")
+        hat = state["half"]
+        gradient.subtract_from(hat, eta / 2)
+        err, peak = _error(theta, eta, first, gradient, state["peak"])
+        finite = torch.isfinite(err)
+        accept = finite & (err <= state["tol"]) if self.discard else finite
+        if self.keep == "full":
+            hat.copy_(theta)
+            first.subtract_from(hat, eta)
+        state["theta"], state["spare"] = _select(accept, hat, theta)
+        state["half"] = state["theta"]
+        moved = peak + eta * (first.peak() + gradient.peak())
+        state["peak"] = torch.where(accept, moved, peak)
+        state["accepted"] = state["accepted"] + accept
+        state["rejected"] = state["rejected"] + ~accept
+        # tol / 0 is infinity, clamped; NaN means a step that was not finite.
+        ratio = torch.where(finite, (state["tol"] / err).pow(self.exponent), 0.0)
+        eta = eta * ratio.clamp(self.alpha_min, self.alpha_max)
+        state["eta"] = eta.clamp(self.eta_min, self.eta_max or 10 * self.lr)
+
+    def finish(self, state: State) -> Tensor:
+        """``theta``: a half step that waits for its second is dropped."""
+        theta: Tensor = state["theta"]
+        return theta
+
+    def report(self, state: State) -> dict[str, Tensor]:
+        """The rate reached, and how many iterations were accepted and rejected."""
+        return {name: state[name] for name in ("eta", "accepted", "rejected")}
+
+
+def _select(accept: Tensor, new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+    """``new`` where accepted, else ``old``, bit for bit; and a buffer that is free again."""
+    if accept.is_cuda:
+        return torch.where(accept.unsqueeze(1), new, old), new
+    if bool(accept.all()):
+        return new, old
+    for k in accept.nonzero().flatten().tolist():
+        old[k].copy_(new[k])
+    return old, new
+
+
+def _error(
+    theta: Tensor, eta: Tensor, first: Gradient, second: Gradient, peak: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``err [n]``, and a bound of ``|theta|`` no worse than ``peak [n]``.
+
+    ``full - hat`` is ``eta/2 (G2 - G1)``. Where no coordinate of ``full`` can exceed 1 its
+    denominators are all 1, and the norm of the difference is all that is needed.
+    """
+    if theta.is_cuda:
+        return _dense_error(theta, eta, first, second), peak
+    err: Tensor = eta / 2 * second.distance(first)
+    bound = peak + eta * first.peak()
+    for k in (~(bound <= 1)).nonzero().flatten().tolist():
+        one = slice(k, k + 1)
+        peak[one] = _largest(theta[one])
+        if not bool(peak[k] + eta[k] * first[one].peak() <= 1):
+            err[one] = _dense_error(theta[one], eta[one], first[one], second[one])
+    return err, peak
+
+
+def _largest(theta: Tensor) -> Tensor:
+    """The largest absolute value of each row, NaN if there is one, ``[n]``."""
+    return torch.maximum(theta.amax(1), -theta.amin(1))
+
+
+def _dense_error(theta: Tensor, eta: Tensor, first: Gradient, second: Gradient) -> Tensor:
+    g = first.dense()
+    scale = torch.sub(theta, g * eta.unsqueeze(1)).abs_().clamp_(min=1)
+    norm: Tensor = torch.linalg.vector_norm(g.sub_(second.dense()).div_(scale), dim=1)
+    return norm.mul_(eta / 2)

@@ -1,0 +1,61 @@
+"""FedProx: any local algorithm on a loss with a pull towards the global model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedsim.clients.gradients import Dense, Gradient
+from fedsim.clients.local import LocalAlgorithm, State, Step, check_range
+
+__all__ = ["Proximal"]
+
+
+@dataclass(frozen=True)
+class Proximal(LocalAlgorithm):
+    """``algorithm`` on ``loss + mu / 2 ||theta - w_global||^2`` (Li et al. 2020).
+
+    The pull does not depend on data: with privatised gradients it is added after the noise.
+
+    Parameters
+    ----------
+    algorithm : LocalAlgorithm
+    mu : float
+    """
+
+    algorithm: LocalAlgorithm
+    mu: float
+
+    def __post_init__(self) -> None:
+        check_range("mu", self.mu, low=0)
+
+    @property
+    def carried(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What the algorithm inside keeps."""
+        return self.algorithm.carried
+
+    def numbers(self) -> dict[str, float]:
+        """Those of the algorithm inside."""
+        return self.algorithm.numbers()
+
+    def init(self, theta: Tensor, numbers: State) -> State:
+        """The state inside, and the global parameters."""
+        return {**self.algorithm.init(theta, numbers), "anchor": theta.clone()}
+
+    def point(self, state: State) -> Tensor:
+        """Where the algorithm inside wants its gradient."""
+        return self.algorithm.point(state)
+
+    def step(self, state: State, gradient: Gradient, at: Step) -> None:
+        """A step of the algorithm inside on the gradient with the pull."""
+        pull = self.algorithm.point(state).sub(state["anchor"]).mul_(self.mu)
+        self.algorithm.step(state, Dense(pull.add_(gradient.dense())), at)
+
+    def finish(self, state: State) -> Tensor:
+        """As the algorithm inside."""
+        return self.algorithm.finish(state)
+
+    def report(self, state: State) -> dict[str, Tensor]:
+        """As the algorithm inside."""
+        return self.algorithm.report(state)

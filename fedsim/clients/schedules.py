@@ -1,0 +1,95 @@
+"""Rates that change over rounds, or over a client's local steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from fedsim.clients.local import Step
+from fedsim.errors import FedsimError
+
+__all__ = ["Schedule"]
+
+Kind = Literal["constant", "inverse", "exponential", "cosine", "staircase"]
+Over = Literal["round", "step"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a rate is multiplied by, as a function of public counters.
+
+    With ``t`` the rounds before this one, or the local steps before this one in its round:
+
+    - ``constant``: 1
+    - ``inverse``: ``1 / (1 + decay t)``
+    - ``exponential``: ``decay^t``
+    - ``cosine``: ``(1 + cos(pi min(t, length) / length)) / 2``
+    - ``staircase``: ``decay^floor(t / length)``
+
+    Parameters
+    ----------
+    kind : str
+    decay : float
+    length : int
+    over : "round" or "step"
+    """
+
+    kind: Kind = "constant"
+    decay: float = 1.0
+    length: int = 1
+    over: Over = "round"
+
+    def __post_init__(self) -> None:
+        for key, value, allowed in (
+            ("kind", self.kind, get_args(Kind)),
+            ("over", self.over, get_args(Over)),
+        ):
+            if value not in allowed:
+                raise FedsimError(f"schedule's {key} is '{value}'; it must be {_one_of(allowed)}.")
+        if self.decay < 0:
+            raise FedsimError(f"schedule's decay is {self.decay}; it must be zero or positive.")
+        if self.length < 1:
+            raise FedsimError(f"schedule's length is {self.length}; it must be at least 1.")
+
+    def __call__(self, at: Step) -> float:
+        """The factor at this step."""
+        t = at.index if self.over == "step" else max(at.round - 1, 0)
+        if self.kind == "inverse":
+            return 1.0 / (1.0 + self.decay * t)
+        if self.kind == "exponential":
+            return float(self.decay**t)
+        if self.kind == "cosine":
+            return (1.0 + math.cos(math.pi * min(t, self.length) / self.length)) / 2.0
+        if self.kind == "staircase":
+            return float(self.decay ** (t // self.length))
+        return 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """A schedule as a config writes it: ``"inverse(decay=0.1, over=step)"``, or empty.
+
+        Raises
+        ------
+        FedsimError
+            If it cannot be read.
+        """
+        kind, _, rest = text.strip().partition("(")
+        if not kind:
+            return cls()
+        values: dict[str, float | int | str] = {}
+        for part in filter(None, (piece.strip() for piece in rest.rstrip(")").split(","))):
+            key, _, value = (side.strip() for side in part.partition("="))
+            try:
+                read = {"decay": float, "length": int, "over": str}[key]
+                values[key] = read(value)
+            except (KeyError, ValueError):
+                raise FedsimError(
+                    f"schedule '{text}' has '{part}'; allowed are decay=NUMBER, length=INTEGER and "
+                    "over=round or over=step."
+                ) from None
+        return cls(kind.strip(), **values)  # type: ignore[arg-type]
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    return ", ".join(f"'{name}'" for name in names)

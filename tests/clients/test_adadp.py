@@ -1,0 +1,164 @@
+"""ADADP's closed forms."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from clients_helpers import make_data, make_mlp
+from torch import nn
+
+from fedsim.clients import SGD, AdadpLR, ClientData, Step, Trainer
+from fedsim.clients.gradients import Dense
+from fedsim.randomness import Randomness
+
+
+def iterate(algorithm, theta, gradients, round=1):
+    """State after these gradients, one client, float64."""
+    theta = torch.tensor([theta], dtype=torch.float64)
+    numbers = {k: torch.tensor([v], dtype=torch.float64) for k, v in algorithm.numbers().items()}
+    state = algorithm.init(theta, numbers)
+    for index, g in enumerate(gradients):
+        algorithm.step(state, Dense(torch.tensor([g], dtype=torch.float64)), Step(round, index))
+    return state
+
+
+G = [(0.5, -2.0), (0.1, -1.0)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "theta", "eta"),
+    [
+        ({"tol": 0.1}, (1.0, -3.0), 0.36),
+        ({"tol": 0.1, "exponent": 0.5}, (1.0, -3.0), 0.36349082),
+        ({"tol": 0.1, "exponent": 0.5, "discard": False}, (0.88, -2.4), 0.36349082),
+        ({"tol": 1.0}, (0.88, -2.4), 0.44),
+        ({"tol": 1.0, "keep": "full"}, (0.8, -2.2), 0.44),
+        ({"tol": 1.0, "eta_max": 0.41}, (0.88, -2.4), 0.41),
+    ],
+)
+def test_one_iteration_by_hand(settings, theta, eta):
+    state = iterate(AdadpLR(lr=0.4, **settings), (1.0, -3.0), G)
+    torch.testing.assert_close(state["theta"][0], torch.tensor(theta, dtype=torch.float64))
+    assert state["eta"].item() == pytest.approx(eta, rel=1e-7)
+
+
+def test_the_error_divides_by_the_full_step_where_it_is_large():
+    # (0.08 / 1, 0.2 / 2.2): 0.12109691; eta times tol / err while that lies in the clamp.
+    state = iterate(AdadpLR(lr=0.4, tol=0.12), (1.0, -3.0), G)
+    assert state["eta"].item() == pytest.approx(0.4 * 0.12 / 0.12109691, rel=1e-6)
+
+
+def test_an_error_equal_to_the_tolerance_is_accepted():
+    # full - hat = eta/2 (G2 - G1) = 0.25, exactly.
+    state = iterate(AdadpLR(lr=0.5, tol=0.25), (0.0,), [(1.0,), (2.0,)])
+    assert state["accepted"].item() == 1
+    assert state["eta"].item() == 0.5
+
+
+def test_rejection_restores_parameters_bit_for_bit():
+    start = torch.rand(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).tolist()
+    big = [tuple(10.0 * i for i in range(7)), tuple(-9.0 * i for i in range(7))]
+    state = iterate(AdadpLR(lr=0.3), start, big)
+    assert state["rejected"].item() == 1
+    assert state["theta"][0].tolist() == start
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("discard", [True, False])
+def test_a_step_that_is_not_finite_is_rejected_and_lowers_the_rate(bad, discard):
+    state = iterate(AdadpLR(lr=0.3, discard=discard), (0.5, 0.25), [(0.1, 0.1), (bad, 0.1)])
+    assert state["theta"][0].tolist() == [0.5, 0.25]
+    assert state["eta"].item() == pytest.approx(0.27)
+    assert state["rejected"].item() == 1
+
+
+def test_an_error_of_zero_raises_the_rate_by_alpha_max():
+    state = iterate(AdadpLR(lr=0.3), (0.5,), [(0.0,), (0.0,)])
+    assert state["eta"].item() == pytest.approx(0.33)
+
+
+def test_on_a_quadratic_the_error_is_exact():
+    generator = torch.Generator().manual_seed(1)
+    root = torch.randn(6, 6, generator=generator, dtype=torch.float64)
+    hessian = root @ root.T / 20
+    theta = torch.rand(1, 6, generator=generator, dtype=torch.float64) * 0.2
+    eta = 0.05
+    first = theta @ hessian
+    second = (theta - eta / 2 * first) @ hessian
+    expected = eta**2 / 4 * torch.linalg.vector_norm(first @ hessian)
+    algorithm = AdadpLR(lr=eta, tol=expected.item() / 0.97)
+    state = iterate(algorithm, theta[0].tolist(), [first[0].tolist(), second[0].tolist()])
+    assert state["eta"].item() == pytest.approx(eta / 0.97, rel=1e-9)
+
+
+def test_a_dangling_half_step_is_dropped():
+    algorithm = AdadpLR(lr=0.3, tol=10.0)
+    two = iterate(algorithm, (0.5, 0.25), G)
+    three = iterate(algorithm, (0.5, 0.25), [*G, (1.0, 1.0)])
+    assert torch.equal(algorithm.finish(two), algorithm.finish(three))
+
+
+def run(algorithm, dtype=torch.float64, path="auto", steps=9, **settings):
+    data = make_data([9, 14, 5, 30], dtype=dtype)
+    trainer = Trainer(
+        make_mlp(dtype=dtype), algorithm, data, batch_size=4, steps=steps,
+        randomness=Randomness(2), path=path, **settings,
+    )  # fmt: skip
+    return trainer.fit(trainer.initial(), np.arange(4), 1)
+
+
+@pytest.mark.parametrize("path", ["plain", "stacked"])
+def test_without_adaptation_it_is_sgd_with_half_the_rate(path):
+    still = AdadpLR(lr=0.4, alpha_min=1.0, alpha_max=1.0, discard=False)
+    adadp, sgd = run(still, path=path, steps=8), run(SGD(lr=0.2), path=path, steps=8)
+    assert torch.equal(adadp.theta, sgd.theta)
+
+
+def test_decisions_are_each_clients_own():
+    local = run(AdadpLR(lr=0.3, tol=0.1))
+    assert len(set(local.metrics["eta"])) > 1
+    assert (local.metrics["accepted"] + local.metrics["rejected"] == 4).all()
+    assert 0 < local.metrics["accepted"].sum() < 16
+
+
+def test_the_error_from_factors_is_that_of_dense_gradients():
+    for lr, tol in ((0.3, 0.2), (3.0, 2.0)):  # with the larger rate coordinates exceed 1
+        algorithm = AdadpLR(lr=lr, tol=tol, eta_max=5.0)
+        stacked, plain = run(algorithm, path="stacked"), run(algorithm, path="plain")
+        np.testing.assert_allclose(stacked.metrics["eta"], plain.metrics["eta"], rtol=1e-10)
+        torch.testing.assert_close(stacked.theta, plain.theta, rtol=0, atol=1e-10)
+
+
+def test_the_rate_stays_in_its_bounds_and_moves_at_most_by_alpha():
+    for steps in (2, 4, 20):
+        eta = run(AdadpLR(lr=0.1, eta_min=0.08, eta_max=0.2), steps=steps).metrics["eta"]
+        assert ((eta >= 0.08) & (eta <= 0.2)).all()
+        assert (eta <= 0.1 * 1.1 ** (steps // 2) * (1 + 1e-12)).all()
+        assert (eta >= 0.1 * 0.9 ** (steps // 2) * (1 - 1e-12)).all()
+
+
+def test_clients_whose_classes_can_be_separated_stay_finite_for_a_thousand_iterations():
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(40) % 2
+    x = torch.randn(40, 3, generator=generator) * 0.1 + 4.0 * (2.0 * y[:, None] - 1)
+    model = nn.Sequential(nn.Linear(3, 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    trainer = Trainer(
+        model, AdadpLR(lr=1.0), ClientData(x, y, [np.arange(0, 20), np.arange(20, 40)]),
+        batch_size=10, steps=2000, randomness=Randomness(0),
+    )  # fmt: skip
+    local = trainer.fit(trainer.initial(), np.arange(2), 1)
+    assert torch.isfinite(local.theta).all()
+    assert (local.metrics["eta"] <= 10.0).all()
+
+
+def test_after_its_rounds_of_adaptation_it_steps_plainly_with_a_falling_rate():
+    algorithm = AdadpLR(lr=0.4, adapt_rounds=50)
+    state = iterate(algorithm, (1.0, -3.0), G, round=53)
+    rate = 0.4 / (1 + 0.1 * 3)
+    expected = torch.tensor([1.0 - rate * 0.6, -3.0 + rate * 3.0], dtype=torch.float64)
+    torch.testing.assert_close(state["theta"][0], expected)
+    assert state["eta"].item() == 0.4
