@@ -38,19 +38,19 @@ class NodeBuild(Build):
 
     def __init__(self, config: RunConfig, client: int, data: str = "") -> None:
         super().__init__(config)
-        self._client = client
-        self._data = data
+        self._node_client = client
+        self._file = data
 
     @functools.cached_property
     def dataset(self) -> datasets.Dataset:
         """The client's examples."""
-        if self._data:
-            whole = datasets.load(self._data, normalize=self.config.data.normalize)
+        if self._file:
+            whole = datasets.load(self._file, normalize=self.config.data.normalize)
             own = torch.arange(len(whole.y_train))
         else:
             everybody = Build(self.config)
             whole = everybody.dataset
-            own = torch.from_numpy(everybody.parts[self._client])
+            own = torch.from_numpy(everybody.parts[self._node_client])
         return replace(
             whole,
             x_train=whole.x_train[own],
@@ -64,7 +64,7 @@ class NodeBuild(Build):
         """The client's examples are all that there are; everybody else has none here."""
         nothing = np.zeros(0, dtype=np.int64)
         parts: list[Indices] = [nothing] * self.config.partition.clients
-        parts[self._client] = np.arange(len(self.dataset.y_train), dtype=np.int64)
+        parts[self._node_client] = np.arange(len(self.dataset.y_train), dtype=np.int64)
         return parts
 
 
