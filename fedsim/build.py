@@ -78,20 +78,27 @@ class Build:
     @cached_property
     def trainer(self) -> Trainer:
         """The client algorithm with every client's data."""
-        return self._trainer(self.dataset.x_train, self.dataset.y_train, self.parts)
+        dataset = self.dataset
+        return self.make_trainer(self._data(dataset.x_train, dataset.y_train, self.parts))
 
     @cached_property
     def examiner(self) -> Trainer:
         """The same over the test examples, all of them one client's."""
         everything = [np.arange(len(self.dataset.y_test), dtype=np.int64)]
-        return self._trainer(self.dataset.x_test, self.dataset.y_test, everything)
+        dataset = self.dataset
+        return self.make_trainer(self._data(dataset.x_test, dataset.y_test, everything))
 
-    def _trainer(self, x: Tensor, y: Tensor, parts: list[partitions.Indices]) -> Trainer:
-        client, dataset = self.config.client, self.dataset
+    def _data(self, x: Tensor, y: Tensor, parts: list[partitions.Indices]) -> ClientData:
+        statistics = (self.dataset.mean, self.dataset.std)
+        return ClientData(x, y, parts, *(_channels(each) for each in statistics))
+
+    def make_trainer(self, data: ClientData) -> Trainer:
+        """A trainer of this run's model and algorithm over any clients' data."""
+        client = self.config.client
         return Trainer(
             self.model,
             algorithm(self.config),
-            ClientData(x, y, parts, *(_channels(s) for s in (dataset.mean, dataset.std))),
+            data,
             batch_size=client.batch_size,
             epochs=None if client.steps else client.epochs,
             steps=client.steps or None,

@@ -31,7 +31,7 @@ from fedsim.config_sections import (
 )
 from fedsim.errors import FedsimError
 
-__all__ = ["RunConfig"]
+__all__ = ["RunConfig", "Scalar"]
 
 Scalar = bool | int | float | str
 

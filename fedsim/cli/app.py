@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import typer
 
+from fedsim.cli.experiment import experiment
 from fedsim.cli.partition import partition
+from fedsim.cli.privacy import privacy
 from fedsim.cli.run import run
+from fedsim.cli.sweep import sweep
 
 __all__ = ["app"]
 
@@ -19,3 +22,6 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(partition)
+app.command()(experiment)
+app.command()(sweep)
+app.command()(privacy)

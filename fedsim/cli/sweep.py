@@ -1,0 +1,134 @@
+"""`fedsim sweep`: a grid of runs in one go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box, progress
+from rich.console import Console
+from rich.table import Table
+
+from fedsim.config import RunConfig
+from fedsim.errors import FedsimError
+
+if TYPE_CHECKING:
+    from fedsim.reports.sweep import Line
+    from fedsim.sweep import Member
+
+__all__ = ["sweep"]
+
+
+def sweep(
+    config: Annotated[Path, typer.Argument(help="The TOML file that describes every member.")],
+    over: Annotated[
+        list[str], typer.Option("--over", metavar="KEY=V1,V2,..", help="An axis of the grid.")
+    ],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one key in every member."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the sweep; `runs/<name>-sweep` if unset.")
+    ] = None,
+    plot: Annotated[
+        str | None, typer.Option(help="The axis of the picture; the first but `seed` if unset.")
+    ] = None,
+) -> None:
+    """Run a grid of configs in one go, and compare what they reach.
+
+    Members that differ only in rates, seeds, partitions or in what the server does train side
+    by side, in common blocks, and end with the same bytes as when each is run alone:
+
+        fedsim sweep digits.toml --over client.lr=0.1,0.3,1.0 --over seed=1,2,3
+
+    Every member has the artefacts of a run in a directory of its own; sweep.csv and sweep.png
+    compare them. An interrupted sweep goes on where it stopped: finished members are kept.
+    """
+    base = RunConfig.load(config, set_ or [])
+    # Only now: a mistake in the config should not wait for torch.
+    from fedsim.reports.plots import save
+    from fedsim.reports.sweep import draw, read_line, to_csv
+    from fedsim.sweep import is_done, members, parse_axes
+
+    axes = parse_axes(over)
+    grid = members(base, axes)
+    axis = plot or next((key for key in axes if key != "seed"), next(iter(axes)))
+    if axis not in axes:
+        raise FedsimError(f"--plot is {axis}; it must be an axis: {', '.join(axes)}.")
+    where = out or Path("runs") / f"{base.name}-sweep"
+    console = Console()
+    kept = sum(is_done(member, where) for member in grid)
+    if kept:
+        console.print(f"{kept} of {len(grid)} members are there already.")
+    try:
+        _run(console, grid, where)
+    except KeyboardInterrupt:
+        console.print(f"Interrupted. Finished members are kept in {where}; run it again.")
+        raise typer.Exit(130) from None
+    lines = [read_line(member.point, where / member.label) for member in grid]
+    (where / "sweep.csv").write_text(to_csv(lines), encoding="utf-8")
+    save(draw(lines, axis, f"{base.name}: test accuracy over {axis}"), where / "sweep.png")
+    console.print(_table(lines))
+    _say_price(console, grid, lines, where)
+    console.print(f"{where / 'sweep.csv'}  {where / 'sweep.png'}")
+
+
+def _run(console: Console, grid: Sequence[Member], where: Path) -> None:
+    from fedsim.sweep import is_done, run_sweep
+
+    total = sum(member.config.rounds for member in grid if not is_done(member, where))
+    columns = (
+        progress.TextColumn("{task.completed}/{task.total} rounds"),
+        progress.BarColumn(bar_width=30),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=total)
+        run_sweep(grid, where, lambda _, row: bar.advance(task, row["round"] > 0))
+
+
+def _table(lines: Sequence[Line]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for key in lines[0].point:
+        table.add_column(key, justify="right")
+    for heading in ("accuracy", "last five", "loss", "epsilon"):
+        table.add_column(heading, justify="right")
+    best = max(lines, key=lambda line: line.mean_accuracy)
+    for line in lines:
+        table.add_row(
+            *(str(value) for value in line.point.values()),
+            f"{line.accuracy:.2%}",
+            f"{line.mean_accuracy:.2%}",
+            f"{line.loss:.4f}",
+            "-" if line.epsilon is None else f"{line.epsilon:.3g}",
+            style="bold" if line is best else "",
+        )
+    return table
+
+
+def _say_price(
+    console: Console, grid: Sequence[Member], lines: Sequence[Line], where: Path
+) -> None:
+    """What choosing among private members costs."""
+    from fedsim.reports.sweep import price
+
+    private = [member for member, line in zip(grid, lines, strict=True) if line.epsilon is not None]
+    if len(private) < 2:
+        return
+    delta = max(member.config.noise.delta for member in private)
+    cost = price([where / member.label / "ledger.jsonl" for member in private], delta)
+    console.print(
+        f"Each private member is (epsilon, {delta:g})-differentially private with the epsilon "
+        f"of its line. Whoever sees all {len(private)} of them, as choosing the best does, has "
+        f"seen their composition: epsilon = {cost.epsilon:.4g}."
+    )
+    seeds = [member.config.seed for member in private]
+    if len(set(seeds)) < len(seeds) and any(m.config.noise.entropy != "system" for m in private):
+        console.print(
+            "That figure takes independent noise: members with one seed share theirs, and "
+            "seeing two of them protects nobody. For real data set noise.entropy = 'system'.",
+            style="yellow",
+        )

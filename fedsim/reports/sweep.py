@@ -1,0 +1,109 @@
+"""What a sweep found: a table of its members, a picture over one axis, and its price."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from fedsim.artefacts import RunDirectory
+from fedsim.config import Scalar
+from fedsim.privacy import Accountant, Cost, Ledger
+from fedsim.reports.plots import grid
+
+__all__ = ["Line", "draw", "price", "read_line", "to_csv"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one member reached.
+
+    Attributes
+    ----------
+    point : mapping of key to value
+    accuracy : float
+        On the test examples, after the last round.
+    mean_accuracy : float
+        Mean of the last five evaluations.
+    loss : float
+    epsilon : float or None
+        None for a member that is not private.
+    """
+
+    point: dict[str, Scalar]
+    accuracy: float
+    mean_accuracy: float
+    loss: float
+    epsilon: float | None
+
+
+def read_line(point: dict[str, Scalar], directory: Path) -> Line:
+    """The line of a member whose artefacts are in ``directory``."""
+    with RunDirectory(directory).metrics.open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("test-accuracy")]
+    if not rows:
+        return Line(point, np.nan, np.nan, np.nan, None)
+    last = rows[-1]
+    tail = [float(row["test-accuracy"]) for row in rows[-5:]]
+    spent = last.get("epsilon")
+    return Line(
+        point=point,
+        accuracy=float(last["test-accuracy"]),
+        mean_accuracy=float(np.mean(tail)),
+        loss=float(last["test-loss"]),
+        epsilon=float(spent) if spent else None,
+    )
+
+
+def to_csv(lines: Sequence[Line]) -> str:
+    """All lines as CSV text."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    figures = ["test-accuracy", "test-accuracy-last-five", "test-loss", "epsilon"]
+    writer.writerow([*lines[0].point, *figures])
+    for line in lines:
+        epsilon = "" if line.epsilon is None else line.epsilon
+        found = [line.accuracy, line.mean_accuracy, line.loss, epsilon]
+        writer.writerow([*line.point.values(), *found])
+    return text.getvalue()
+
+
+def price(ledgers: Sequence[Path], delta: float) -> Cost:
+    """What all members together cost: the composition of all their releases at ``delta``."""
+    accountant = Accountant()
+    for path in ledgers:
+        for entry in Ledger.read(path).entries:
+            accountant.add(entry.event)
+    return accountant.cost(delta)
+
+
+def draw(lines: Sequence[Line], axis: str, title: str) -> Figure:
+    """Accuracy over one axis: a curve for each setting of the others, seeds averaged."""
+    figure, (axes,) = grid(1, 1, title=title, width=7.0, height=4.4)
+    curves: dict[str, dict[Scalar, list[float]]] = {}
+    for line in lines:
+        rest = {k: v for k, v in line.point.items() if k not in (axis, "seed")}
+        name = ", ".join(f"{key} = {value}" for key, value in rest.items())
+        curves.setdefault(name, {}).setdefault(line.point[axis], []).append(line.mean_accuracy)
+    values = list(dict.fromkeys(line.point[axis] for line in lines))
+    numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    x = [float(v) for v in values] if numeric else list(range(len(values)))
+    for name, curve in curves.items():
+        y = np.array([np.mean(curve.get(value, [np.nan])) for value in values])
+        low = np.array([np.min(curve.get(value, [np.nan])) for value in values])
+        high = np.array([np.max(curve.get(value, [np.nan])) for value in values])
+        axes.errorbar(x, y, yerr=[y - low, high - y], marker="o", capsize=3, label=name or None)
+    if numeric and min(x) > 0 and max(x) / min(x) >= 20:
+        axes.set_xscale("log")
+    if not numeric:
+        axes.set_xticks(x, [str(value) for value in values])
+    axes.set_xlabel(axis)
+    axes.set_ylabel("test accuracy, mean of the last five evaluations")
+    if any(curves):
+        axes.legend(fontsize=8, frameon=False)
+    return figure
