@@ -87,6 +87,18 @@ class Shares:
     sides: Mapping[str, Tensor]
     usable: Tensor
 
+    def checked(self, device: torch.device) -> Shares:
+        """On ``device``, and usable only where everything is finite.
+
+        A share counts as a whole or not at all: only then is one top-up right for all parts.
+        """
+        rows, usable = self.rows.to(device, torch.float64), self.usable.to(device)
+        sides = {name: values.to(device, torch.float64) for name, values in self.sides.items()}
+        usable = usable & torch.isfinite(rows.sum(1))
+        for values in sides.values():
+            usable = usable & torch.isfinite(values)
+        return Shares(rows, sides, usable)
+
 
 class Accumulator(ABC):
     """A sum in the making; memory does not grow with the number of rows."""

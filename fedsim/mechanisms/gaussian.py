@@ -308,12 +308,10 @@ class _GridAccumulator(Accumulator):
         return Shaped.cat(shapes), torch.cat(bads) if len(bads) > 1 else bads[0]
 
     def add_shares(self, shares: Shares) -> None:
-        usable = shares.usable & torch.isfinite(shares.rows.sum(1))
-        for values in shares.sides.values():
-            usable = usable & torch.isfinite(values)
-        rows = shares.rows[usable].to(torch.float64) / self.grid.unit
-        self.grid.add_(rows)
+        shares = shares.checked(self._counts.device)
+        usable = shares.usable
+        self.grid.add_(shares.rows[usable] / self.grid.unit)
         for name, grid in self.scalars.items():
-            grid.add_(shares.sides[name][usable].to(torch.float64)[:, None] / grid.unit)
+            grid.add_(shares.sides[name][usable][:, None] / grid.unit)
         counts = [usable.sum(), (~usable).sum(), torch.zeros_like(usable.sum())]
         self._counts += torch.stack(counts)

@@ -277,9 +277,8 @@ class _LayerAccumulator(Accumulator):
         return given > 0
 
     def add_shares(self, shares: Shares) -> None:
-        usable = shares.usable & torch.isfinite(shares.rows.sum(1))
-        for values in shares.sides.values():
-            usable = usable & torch.isfinite(values)
+        shares = shares.checked(self._device)
+        usable = shares.usable
         self._rejected += int((~usable).sum())
         for k, (part, columns) in enumerate(self.parts):
             rows = DenseRows(shares.rows).columns(columns).dense()

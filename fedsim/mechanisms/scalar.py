@@ -173,6 +173,7 @@ class _ScalarAccumulator(Accumulator):
         self, inner: Accumulator, name: str, high: float, device: torch.device | str
     ) -> None:
         self.inner = inner
+        self._device = torch.device(device)
         self.grid = GridSum(high / 2, 1, device=device)
         self._name = name
         self._high = high
@@ -202,12 +203,9 @@ class _ScalarAccumulator(Accumulator):
         return usable
 
     def add_shares(self, shares: Shares) -> None:
-        # A share is usable as a whole or not at all; only then is the top-up the same for all.
-        finite = shares.usable & torch.isfinite(shares.rows.sum(1))
-        for values in shares.sides.values():
-            finite = finite & torch.isfinite(values)
-        self.inner.add_shares(replace(shares, usable=finite))
-        self.grid.add_(shares.sides[self._name][finite][:, None] / self.grid.unit)
+        shares = shares.checked(self._device)
+        self.inner.add_shares(shares)
+        self.grid.add_(shares.sides[self._name][shares.usable][:, None] / self.grid.unit)
 
 
 def _given(
