@@ -215,13 +215,13 @@ class Ledger:
 
     def statement(self, delta: float | None = None) -> Statement:
         """The privacy statement in words and numbers."""
-        kinds = {entry.event.sampler for entry in self._entries}
+        charged = self.charged
         return Statement(
             cost=self.cost(delta),
             level=self.level,
-            samplers=tuple(sorted(kinds)),
-            entropies=tuple(sorted({entry.entropy for entry in self._entries})),
-            torn=sum(entry.kind == "torn" for entry in self._entries),
+            samplers=tuple(sorted({entry.event.sampler for entry in charged})),
+            entropies=tuple(sorted({entry.entropy for entry in charged})),
+            torn=sum(entry.kind == "torn" for entry in charged),
             ledger=None if self.path is None else str(self.path),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from fedsim.errors import FedsimError
@@ -105,7 +105,12 @@ class Plan:
             delta=self.delta,
             adaptive=bool(self.past),
         )
-        return self._answered(noise, rounds)
+        answer = self._answered(noise, rounds)
+        if not self.past:
+            return answer
+        # The noise was chosen after looking at releases: only Rényi accounting covers that.
+        cost = replace(answer.cost, epsilon=answer.cost.rdp_epsilon, method="rdp")
+        return replace(answer, cost=cost)
 
     def _answered(self, noise: float, rounds: int) -> Answer:
         accountant = Accountant(self.past)
