@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol
 
 import numpy as np
@@ -110,14 +111,22 @@ class Instructions(Iterable[Message]):
         return len(self.client_ids)
 
     def __iter__(self) -> Iterator[Message]:
-        for node_id in self.node_ids:
-            # Each client gets records of its own: one that empties its payload must not
-            # empty its neighbours'. The arrays inside are shared; ArrayRecord(dict) would
-            # serialise every one that is kept as a tensor.
-            content = RecordDict({self.configrecord_key: ConfigRecord(dict(self.config))})
-            for key, record in {self.arrayrecord_key: self.arrays, **self.records}.items():
-                content[key] = _same_arrays(record)
-            yield Message(content, int(node_id), self.kind)
+        return iter(self._messages)
+
+    @cached_property
+    def _messages(self) -> list[Message]:
+        # Kept: Flower's HttpGrid goes over the messages twice, and sets their ids the first
+        # time.
+        return [self._message(node_id) for node_id in self.node_ids.tolist()]
+
+    def _message(self, node_id: int) -> Message:
+        # Each client gets records of its own: one that empties its payload must not empty its
+        # neighbours'. The arrays inside are shared; ArrayRecord(dict) would serialise every
+        # one that is kept as a tensor.
+        content = RecordDict({self.configrecord_key: ConfigRecord(dict(self.config))})
+        for key, record in {self.arrayrecord_key: self.arrays, **self.records}.items():
+            content[key] = _same_arrays(record)
+        return Message(content, node_id, self.kind)
 
 
 def _same_arrays(record: ArrayRecord) -> ArrayRecord:

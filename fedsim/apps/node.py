@@ -11,14 +11,15 @@ from flwr.app import Context
 
 from fedsim import datasets
 from fedsim.apps.identity import client_id
-from fedsim.build import Build
+from fedsim.build import Build, mechanism
 from fedsim.clients import Trainer
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
+from fedsim.mechanisms import Mechanism
 from fedsim.partitions import Indices
 from fedsim.randomness import Randomness
 
-__all__ = ["NodeBuild", "trainer_for"]
+__all__ = ["NodeBuild", "mechanism_for", "trainer_for"]
 
 Scalar = bool | int | float | str
 
@@ -86,6 +87,11 @@ def trainer_for(context: Context) -> Trainer:
         client_id(context.node_config),
         str(context.node_config.get("data", "")),
     )
+
+
+def mechanism_for(context: Context) -> Mechanism:
+    """The mechanism with which a node bounds its own update, where it is asked to."""
+    return mechanism(RunConfig.from_run_config(context.run_config).mechanism)
 
 
 def _trainer(flat: tuple[tuple[str, Scalar], ...], client: int, data: str) -> Trainer:

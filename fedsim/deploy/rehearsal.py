@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -62,7 +62,12 @@ class Rehearsal:
 
     @classmethod
     def temporary(
-        cls, nodes: int, *, variables: Mapping[str, str] | None = None, logs: Path | None = None
+        cls,
+        nodes: int,
+        *,
+        variables: Mapping[str, str] | None = None,
+        logs: Path | None = None,
+        database: bool = False,
     ) -> Rehearsal:
         """A federation made for one occasion, on free ports, removed with its processes.
 
@@ -72,13 +77,16 @@ class Rehearsal:
             How many SuperNodes to make keys for; none is started yet.
         variables, logs
             As for `Rehearsal`.
+        database : bool
+            Whether the SuperLink keeps its state in a file, so that it can be restarted.
         """
         port, fleet_port = free_ports(2)
         directory = Path(tempfile.mkdtemp(prefix="fedsim-federation-"))
         federation = Federation.create(
             directory, nodes=nodes, days=2, port=port, fleet_port=fleet_port
         )
-        rehearsal = cls(federation, variables=variables, logs=logs)
+        state = str(directory / "superlink.db") if database else ""
+        rehearsal = cls(federation, variables=variables, logs=logs, database=state)
         rehearsal._processes.remove_at_end(directory)
         return rehearsal
 
@@ -96,10 +104,10 @@ class Rehearsal:
     def start_superlink(self) -> Running:
         """Start the SuperLink and wait until it listens on its ports."""
         self._check_ports()
-        running = self._processes.start(
+        running = self.start(
             "superlink",
             self.federation.superlink_command(database=self._database),
-            {**self._variables, "FLWR_HOME": self._home("superlink")},
+            self._variables,
         )
         for port in {self.federation.port, self.federation.nodes_port}:
             wait_for_port(running, port)
@@ -123,13 +131,16 @@ class Rehearsal:
         """Start one SuperNode; it goes on trying until the SuperLink answers."""
         (port,) = free_ports(1)
         command = self.federation.supernode_command(node, client=client, port=port, config=config)
-        running = self._processes.start(
-            f"supernode-{node}",
-            command,
-            {"FLWR_HOME": self._home(f"supernode-{node}"), **(variables or {})},
+        self.supernodes[node] = self.start(f"supernode-{node}", command, variables)
+        return self.supernodes[node]
+
+    def start(
+        self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None
+    ) -> Running:
+        """Start any other process that ends with the rest."""
+        return self._processes.start(
+            name, command, {"FLWR_HOME": self._home(name), **(variables or {})}
         )
-        self.supernodes[node] = running
-        return running
 
     def start_all(self) -> None:
         """Register every SuperNode that the SuperLink does not know yet, and start them all."""

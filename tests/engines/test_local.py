@@ -241,3 +241,9 @@ def test_instructions_stay_lazy_as_messages():
     grid = LocalGrid(ToyTrainer())
     (message,) = toy_instructions([1], grid)
     assert "_data" not in message.content["arrays"]["w"].__dict__
+
+
+def test_instructions_are_the_same_messages_however_often_they_are_read():
+    # Flower's HttpGrid sets the ids in one pass and sends in another.
+    instructions = toy_instructions([1, 2], LocalGrid(ToyTrainer()))
+    assert [id(m) for m in instructions] == [id(m) for m in instructions]
