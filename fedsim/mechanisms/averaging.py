@@ -12,6 +12,7 @@ from torch import Tensor
 from fedsim.errors import FedsimError
 from fedsim.mechanisms.base import (
     Accumulator,
+    Counts,
     Guarantee,
     Mechanism,
     Release,
@@ -128,15 +129,15 @@ class _WeightedSum(Accumulator):
         self._chunks = Chunks()
         self._reach = torch.zeros((), dtype=torch.float64, device=device)
         self._weight = torch.zeros((), dtype=torch.float64, device=device)
-        self._counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self._counts = Counts()
 
     @property
     def count(self) -> int:
-        return int(self._counts[0])
+        return self._counts.total(0)
 
     @property
     def rejected(self) -> int:
-        return int(self._counts[1])
+        return self._counts.total(1)
 
     @property
     def clipped(self) -> int:
@@ -188,7 +189,7 @@ class _WeightedSum(Accumulator):
         weight = torch.where(present, weight, 0.0)
         self._reach += (weight * torch.where(bad, 0.0, norms)).sum()
         self._weight += weight.sum()
-        self._counts += torch.stack([present.sum(), bad.sum()])
+        self._counts.add(present, bad)
         self.sum.add_(y.mul_(weight[:, None] * FreeSum.SCALE))
         return present
 

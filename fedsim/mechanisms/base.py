@@ -28,6 +28,7 @@ from fedsim.mechanisms.rows import Rows
 
 __all__ = [
     "Accumulator",
+    "Counts",
     "Guarantee",
     "Mechanism",
     "Release",
@@ -254,6 +255,31 @@ class Mechanism(ABC):
             Number of clients asked in this round, n or more.
         noise : sequence of n NoiseSource
         """
+
+
+class Counts:
+    """Numbers of true entries of masks, summed over blocks.
+
+    On a GPU they stay there until somebody asks, so that no block waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._on_cpu = [0, 0, 0]
+        self._on_gpu: Tensor | None = None
+
+    def add(self, *masks: Tensor) -> None:
+        """Count bool masks ``[n]``, at most three, always in the same order."""
+        if masks[0].is_cuda:
+            counts = torch.stack([mask.sum() for mask in masks])
+            self._on_gpu = counts if self._on_gpu is None else self._on_gpu + counts
+            return
+        for index, mask in enumerate(masks):
+            self._on_cpu[index] += int(np.count_nonzero(mask.numpy()))
+
+    def total(self, index: int) -> int:
+        """Count of the mask at this place."""
+        gpu = 0 if self._on_gpu is None else int(self._on_gpu[index])
+        return self._on_cpu[index] + gpu
 
 
 def row_layout(block: Tensor) -> Layout:

@@ -34,7 +34,9 @@ def truncate_(y: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _add_rows_(total: Tensor, y: Tensor) -> None:
-    if len(y) <= FEW_ROWS and not y.is_cuda:
+    if len(y) == 1:
+        total += y[0]
+    elif len(y) <= FEW_ROWS and not y.is_cuda:
         for row in y:
             total += row
     else:

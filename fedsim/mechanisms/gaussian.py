@@ -13,6 +13,7 @@ from torch import Tensor
 from fedsim.errors import FedsimError
 from fedsim.mechanisms.base import (
     Accumulator,
+    Counts,
     Mechanism,
     Release,
     Shares,
@@ -251,20 +252,20 @@ class _GridAccumulator(Accumulator):
         }
         self.raw = FreeSum(layout.d, device=device) if mechanism._keeps_raw else None
         self._chunks = Chunks()
-        # Count, rejected, clipped: on the device, so that no block waits for it.
-        self._counts = torch.zeros(3, dtype=torch.int64, device=device)
+        self._device = device
+        self._counts = Counts()
 
     @property
     def count(self) -> int:
-        return int(self._counts[0])
+        return self._counts.total(0)
 
     @property
     def rejected(self) -> int:
-        return int(self._counts[1])
+        return self._counts.total(1)
 
     @property
     def clipped(self) -> int:
-        return int(self._counts[2])
+        return self._counts.total(2)
 
     def add(
         self,
@@ -273,10 +274,9 @@ class _GridAccumulator(Accumulator):
         weights: Weights | None = None,
         sides: Mapping[str, Weights] | None = None,
     ) -> Tensor:
-        device = self._counts.device
         if rows.count == 0:
-            return torch.zeros(0, dtype=torch.bool, device=device)
-        given = row_weights(weights, rows.count, device)
+            return torch.zeros(0, dtype=torch.bool, device=self._device)
+        given = row_weights(weights, rows.count, self._device)
         implicit = None
         if not isinstance(rows, DenseRows):
             implicit = self._mechanism._implicit(rows, self.ready, given)
@@ -287,8 +287,7 @@ class _GridAccumulator(Accumulator):
             bad = shaped.factor.isnan()
             self.grid.add_((bounded / self.grid.unit)[None], rows=rows.count)
         present = ~bad if given is None else ~bad & (given > 0)
-        counts = [present.sum(), bad.sum(), (shaped.clipped & present).sum()]
-        self._counts += torch.stack(counts)
+        self._counts.add(present, bad, shaped.clipped & present)
         for name, grid in self.scalars.items():
             values = torch.where(present, shaped.sides[name], 0.0) / grid.unit
             grid.add_(values[:, None])
@@ -308,10 +307,9 @@ class _GridAccumulator(Accumulator):
         return Shaped.cat(shapes), torch.cat(bads) if len(bads) > 1 else bads[0]
 
     def add_shares(self, shares: Shares) -> None:
-        shares = shares.checked(self._counts.device)
+        shares = shares.checked(self._device)
         usable = shares.usable
         self.grid.add_(shares.rows[usable] / self.grid.unit)
         for name, grid in self.scalars.items():
             grid.add_(shares.sides[name][usable][:, None] / grid.unit)
-        counts = [usable.sum(), (~usable).sum(), torch.zeros_like(usable.sum())]
-        self._counts += torch.stack(counts)
+        self._counts.add(usable, ~usable, torch.zeros_like(usable))
