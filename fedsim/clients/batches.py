@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fedsim.randomness import Purpose, Randomness
 
-__all__ = ["Batches", "Plan", "plan_batches", "width"]
+__all__ = ["Batches", "Plan", "chunk_width", "plan_batches", "plan_poisson", "width"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -46,6 +46,10 @@ class Plan:
     def steps_per_epoch(self, size: int) -> int:
         """Batches in one pass; the last one may be short."""
         return -(-size // (self.batch_size or size))
+
+    def batch_of(self, size: int) -> int:
+        """Examples a step of a client with ``size``: the batch size, or all it has."""
+        return min(self.batch_size or size, size)
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,67 @@ def plan_batches(
         yield Batches(members, index, weight, steps)
 
 
+def chunk_width(batch_size: int) -> int:
+    """Rule for the examples of a Poisson batch that go through a model at once.
+
+    Wide enough that a small batch seldom needs two, narrow enough that a large one wastes
+    little on padding.
+    """
+    return max(2, min(64, 1 << (3 * batch_size // 2 - 1).bit_length()))
+
+
+def plan_poisson(
+    plan: Plan,
+    indices: Sequence[Ints],
+    client_ids: Ints,
+    randomness: Sequence[Randomness],
+    round: int,
+    chunk: int = 0,
+) -> Iterator[Batches]:
+    """Draw Poisson batches: each example is in one with probability ``|B| / N``.
+
+    Parameters as `plan_batches`, and ``chunk``, the examples that go through a model at once.
+    The batches have a chunk axis: ``index`` and ``weight`` are ``[n, S, chunks, B]``, a weight is
+    1 on every example drawn, and a step has as many chunks as its largest draw needs.
+    """
+    groups: dict[int, list[int]] = {}
+    for position, own in enumerate(indices):
+        if len(own):
+            B = chunk or chunk_width(plan.batch_of(len(own)))
+            groups.setdefault(B, []).append(position)
+    for B in sorted(groups):
+        members = np.array(groups[B], dtype=np.int64)
+        steps = np.array([plan.steps_of(len(indices[i])) for i in members], dtype=np.int64)
+        order = np.argsort(-steps, kind="stable")
+        members, steps = members[order], steps[order]
+        drawn = [
+            _poisson(
+                plan,
+                indices[i],
+                int(steps[row]),
+                randomness[i].generator(Purpose.BATCH, round, int(client_ids[i])),
+            )
+            for row, i in enumerate(members)
+        ]
+        chunks = max(1, -(-max(len(batch) for own in drawn for batch in own) // B))
+        shape = (len(members), int(steps[0]), chunks * B)
+        index, weight = np.zeros(shape, dtype=np.int64), np.zeros(shape)
+        for row, (steps_drawn, i) in enumerate(zip(drawn, members, strict=True)):
+            index[row] = indices[i][0]
+            for step, batch in enumerate(steps_drawn):
+                index[row, step, : len(batch)] = batch
+                weight[row, step, : len(batch)] = 1.0
+        shape_in_chunks = (*shape[:2], chunks, B)
+        yield Batches(
+            members, index.reshape(shape_in_chunks), weight.reshape(shape_in_chunks), steps
+        )
+
+
+def _poisson(plan: Plan, own: Ints, steps: int, draws: np.random.Generator) -> list[Ints]:
+    rate = plan.batch_of(len(own)) / len(own)
+    return [own[draws.random(len(own)) < rate] for _ in range(steps)]
+
+
 def _fill(
     plan: Plan,
     own: Ints,
@@ -131,7 +196,7 @@ def _fill(
 ) -> None:
     """Shuffled passes over ``own`` into ``index [S, B]`` and ``weight [S, B]``."""
     size = len(own)
-    batch = min(plan.batch_size or size, size)
+    batch = plan.batch_of(size)
     full, last = divmod(size, batch)
     at = 0
     index[:] = own[0]

@@ -19,12 +19,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from fedsim.clients.gradients import Gradient
 from fedsim.errors import FedsimError
+
+if TYPE_CHECKING:
+    from fedsim.clients.privacy import ExamplePrivacy
 
 __all__ = ["LocalAlgorithm", "State", "Step", "check_range"]
 
@@ -80,6 +83,11 @@ class LocalAlgorithm(ABC):
     """
 
     carried: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def privacy(self) -> ExamplePrivacy | None:
+        """Example-level privacy that belongs to the algorithm, if any."""
+        return None
 
     def numbers(self) -> dict[str, float]:
         """Settings that may differ from client to client within one block."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedsim.clients.gradients import Factor, Factored, Gradient
+from fedsim.clients.gradients import Factor, Factored
 from fedsim.clients.losses import Loss, cross_entropy
 from fedsim.clients.packing import LINE, Packing, aligned_empty
 
@@ -156,7 +156,7 @@ class StackedPath:
 
     def gradient(
         self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor
-    ) -> tuple[Gradient, Tensor]:
+    ) -> tuple[Factored, Tensor]:
         """Gradients of the weighted loss, and the loss of each example ``[n, B]``."""
         values = self._forward(theta, x)
         delta, losses = self._from_loss(values[-1], y, weight)

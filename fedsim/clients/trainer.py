@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients.batches import Batches, Ints, Plan, plan_batches
+from fedsim.clients.batches import Batches, Ints, Plan, plan_batches, plan_poisson
 from fedsim.clients.data import ClientData
 from fedsim.clients.evaluation import evaluate_clients
-from fedsim.clients.local import LocalAlgorithm, State, Step
+from fedsim.clients.examples import example_rows
+from fedsim.clients.local import LocalAlgorithm
 from fedsim.clients.losses import Loss, Metric, accuracy, cross_entropy
+from fedsim.clients.memory import Columns, Files, Memory, Shared
 from fedsim.clients.models import check_model
 from fedsim.clients.packing import Packing
 from fedsim.clients.paths import Path, PathName, block_limit, choose, convolutional
+from fedsim.clients.privacy import ExamplePrivacy, Ledgers
+from fedsim.clients.stacked import stack
+from fedsim.clients.steps import PrivateSteps, Steps
 from fedsim.errors import FedsimError
 from fedsim.exchange import Block
 from fedsim.mechanisms.layout import Layout
@@ -26,6 +33,7 @@ from fedsim.randomness import Randomness
 __all__ = ["Local", "Trainer"]
 
 Floats = npt.NDArray[np.float64]
+StateKind = Literal["reset", "client", "server"]
 EVALUATE_CLIENTS = 256
 
 
@@ -69,6 +77,13 @@ class Trainer:
         Most clients at a time; 0 leaves it to the rule. Results do not depend on it.
     randomness : Randomness
     device : torch.device or str
+    privacy : ExamplePrivacy, optional
+        Example-level privacy; by default the algorithm's own, where it has one (`DPSGD`).
+    state : "reset", "client" or "server"
+        What becomes of the algorithm's state (ADADP's rate, a momentum) between rounds: it
+        starts anew, each client keeps its own, or all start from the mean of the last round's.
+    state_dir : path, optional
+        Keep it in files there, for runtimes whose processes do not outlive a round.
 
     Notes
     -----
@@ -96,6 +111,9 @@ class Trainer:
         block_size: int = 0,
         randomness: Randomness,
         device: torch.device | str = "cpu",
+        privacy: ExamplePrivacy | None = None,
+        state: StateKind = "reset",
+        state_dir: FilePath | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.model = model.to(self.device)
@@ -124,6 +142,14 @@ class Trainer:
         # Clients with convolutions never share a block on a CPU: their bits are their own.
         alone = self.device.type == "cpu" and convolutional(self.model)
         self.block_size = limit if alone or not block_size else block_size
+        self.privacy = privacy if privacy is not None else algorithm.privacy
+        if self.privacy is not None:
+            stacked = stack(self.model, self.packing, loss, self.data.x.dim() - 1)
+            self.rows = example_rows(self.model, self.packing, loss, stacked)
+            self.ledgers = Ledgers(self.privacy, randomness)
+        self.keeps_state = state == "client"
+        self.carried = () if state == "reset" else tuple(algorithm.carried)
+        self.memory = self._memory(state, state_dir)
 
     @property
     def population(self) -> int:
@@ -178,6 +204,8 @@ class Trainer:
         randomness : sequence of n Randomness, optional
             Where each client's draws come from, where that differs by client.
         """
+        if numbers and self.memory is not None:
+            raise FedsimError("clients with numbers of their own must have client.state = 'reset'.")
         sources = [self.randomness] * len(client_ids) if randomness is None else randomness
         start = self.packing.pack(self._own(vector).view(-1, self.layout.d))
         theta, metrics = self._fit(start, client_ids, round, numbers or {}, sources)
@@ -197,94 +225,106 @@ class Trainer:
         start = start.expand(n, -1)
         own = [self.data.indices[i] for i in client_ids]
         values = _numbers(self.algorithm, numbers, n)
-        metrics = {
-            "num-examples": np.array([len(i) for i in own], dtype=np.float64),
-            "loss": np.zeros(n),
-        }
+        metrics = {"num-examples": np.array([len(i) for i in own], dtype=np.float64)}
+        if self.privacy is None or self.privacy.unprotected_metrics:
+            metrics["loss"] = np.zeros(n)
+        present, kept = np.zeros(n, dtype=np.bool_), dict[str, Tensor]()
+        if self.memory is not None:
+            present, kept = self.memory.load(client_ids, round)
+            metrics["fresh-state"] = (~present).astype(np.float64)
+        self._write_down(client_ids, own, round)
         theta: Tensor | None = None
         self.model.train()
-        for batches in plan_batches(self.plan, own, client_ids, randomness, round):
+        for batches in self._batches(own, client_ids, randomness, round):
             at = batches.members
             whole = np.array_equal(at, np.arange(n))
             members = torch.from_numpy(at).to(self.device)
-            steps = _Steps(self, batches, round)
-            final, reports = steps.run(
+            its = {name: rows[torch.from_numpy(at).to(rows.device)] for name, rows in kept.items()}
+            sources = [randomness[i] for i in at]
+            steps = self._steps(batches, round, client_ids[at], sources, its, present[at])
+            ended = steps.run(
                 start.clone() if whole else start[members],
                 {k: torch.from_numpy(v[at]).to(start) for k, v in values.items()},
+                its,
+                torch.from_numpy(present[at]).to(self.device),
             )
             if whole:
-                theta = final
+                theta = ended.theta
             else:
                 theta = start.clone() if theta is None else theta
-                theta[members] = final
-            for name, report in {"loss": steps.mean_losses(), **reports}.items():
-                metrics.setdefault(name, np.zeros(n))[at] = report
+                theta[members] = ended.theta
+            if self.memory is not None:
+                self.memory.store(client_ids[at], round, ended.carried)
+            if "loss" in metrics:
+                metrics["loss"][at] = steps.mean_losses()
+            for name, report in ended.reports.items():
+                column = metrics.setdefault(name, np.zeros(n))
+                column[at] = report.double().cpu().numpy()
         return start.clone() if theta is None else theta, metrics
+
+    def _batches(
+        self, own: list[Ints], ids: Ints, randomness: Sequence[Randomness], round: int
+    ) -> Iterator[Batches]:
+        if self.privacy is None:
+            yield from plan_batches(self.plan, own, ids, randomness, round)
+        elif self.privacy.sampling == "poisson":
+            yield from plan_poisson(self.plan, own, ids, randomness, round, self.privacy.chunk)
+        else:
+            for b in plan_batches(self.plan, own, ids, randomness, round):
+                yield Batches(b.members, b.index[:, :, None], b.weight[:, :, None], b.steps)
+
+    def _steps(
+        self,
+        batches: Batches,
+        round: int,
+        ids: Ints,
+        randomness: list[Randomness],
+        kept: Mapping[str, Tensor],
+        present: npt.NDArray[np.bool_],
+    ) -> Steps:
+        if self.privacy is None:
+            return Steps(self, batches, round)
+        return PrivateSteps(
+            self,
+            batches,
+            round,
+            privacy=self.privacy,
+            client_ids=ids,
+            randomness=randomness,
+            kept=kept,
+            present=present,
+        )
+
+    def _write_down(self, client_ids: Ints, own: list[Ints], round: int) -> None:
+        """The round's line in each client's ledger, before anything is drawn or released."""
+        if self.privacy is None:
+            return
+        for client, examples in zip(client_ids, own, strict=True):
+            event = self.privacy.event(self.plan, len(examples))
+            if event is not None:
+                self.ledgers.record(int(client), round, event)
+
+    def _memory(self, state: StateKind, directory: FilePath | None) -> Memory | None:
+        if state == "reset":
+            return None
+        if state == "client":
+            return Columns(self.population) if directory is None else Files(directory)
+        if state != "server":
+            raise FedsimError(
+                f"client.state is '{state}'; it must be 'reset', 'client' or 'server'."
+            )
+        numbers = {k: torch.tensor([v]) for k, v in self.algorithm.numbers().items()}
+        sample = self.algorithm.init(torch.zeros(1, self.packing.width), numbers)
+        large = [name for name in self.carried if name in sample and sample[name].dim() > 1]
+        if large:
+            raise FedsimError(
+                f"client.state is 'server', but {', '.join(large)} of {self.algorithm} is as large "
+                "as the model; it must be 'reset' or 'client'."
+            )
+        return Shared()
 
     def _own(self, vector: Tensor) -> Tensor:
         return vector.to(self.device, self.layout.dtype)
-
-
-class _Steps:
-    """The loop over the steps of clients whose batches have one width."""
-
-    def __init__(self, trainer: Trainer, batches: Batches, round: int) -> None:
-        self.trainer, self.batches, self.round = trainer, batches, round
-        dtype, device = trainer.layout.dtype, trainer.device
-        self.index = torch.from_numpy(batches.index).to(device)
-        self.weight = torch.from_numpy(batches.weight).to(device, dtype)
-        self.losses: list[Tensor] = []
-
-    def run(self, theta: Tensor, numbers: State) -> tuple[Tensor, dict[str, Floats]]:
-        """Final packed parameters ``[n, D]`` and reports ``[n]``."""
-        algorithm, steps = self.trainer.algorithm, self.batches.steps
-        state = algorithm.init(theta, numbers)
-        active = len(steps)
-        finished: list[tuple[Tensor, dict[str, Tensor]]] = []
-        for index in range(int(steps[0])):
-            still = int((steps > index).sum())
-            if still < active:
-                finished.append(self._finish({k: v[still:] for k, v in state.items()}))
-                state = {k: v[:still] for k, v in state.items()}
-                active = still
-            self._step(state, index, active)
-        finished.append(self._finish(state))
-        # Those with most steps come first in the group, and finish last.
-        if len(finished) == 1:
-            final, reports = finished[0]
-        else:
-            finished.reverse()
-            final = torch.cat([theta for theta, _ in finished])
-            reports = {
-                name: torch.cat([report[name] for _, report in finished]) for name in finished[0][1]
-            }
-        return final, {k: v.double().cpu().numpy() for k, v in reports.items()}
-
-    def _step(self, state: State, index: int, active: int) -> None:
-        trainer = self.trainer
-        at = self.index[:active, index]
-        x = trainer.data.inputs(at, trainer.layout.dtype)
-        y = trainer.data.targets(at)
-        gradient, losses = trainer.path.gradient(
-            trainer.algorithm.point(state), x, y, self.weight[:active, index]
-        )
-        self.losses.append(losses)
-        trainer.algorithm.step(state, gradient, Step(self.round, index))
-
-    def _finish(self, state: State) -> tuple[Tensor, dict[str, Tensor]]:
-        algorithm = self.trainer.algorithm
-        theta = algorithm.finish(state)
-        return theta, algorithm.report(state)
-
-    def mean_losses(self) -> Floats:
-        """Mean over each client's steps of its batch's mean loss, ``[n]``."""
-        total = np.zeros(len(self.batches.steps))
-        for index, losses in enumerate(self.losses):
-            active = len(losses)
-            weight = self.batches.weight[:active, index]
-            # Row by row in numpy: the same bytes whoever shares the block.
-            total[:active] += (losses.double().cpu().numpy() * weight).sum(axis=1)
-        return total / np.maximum(self.batches.steps, 1)
 
 
 def _plan(batch_size: int, epochs: int | None, steps: int | None) -> Plan:

@@ -1,0 +1,223 @@
+"""Rows that are examples: each example's gradient, by factors where a layer allows it.
+
+Linear layers and convolutions give the gradients of B examples as products of inputs and
+output gradients, whose norms and weighted sums need no gradient of an example ("ghost
+norms"; Goodfellow 2015, Bu et al. 2022). Any other model goes through `torch.func.vmap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from fedsim.clients.losses import Loss
+from fedsim.clients.packing import Packing
+from fedsim.clients.stacked import StackedPath
+from fedsim.mechanisms import DenseRows, LinearPart, OuterRows, Rows
+
+__all__ = ["ExampleRows", "PositionsPart", "example_rows"]
+
+ExampleRows = Callable[[Tensor, Tensor, Tensor, Sequence[int]], tuple[list[Rows], Tensor]]
+"""``(theta [n, D], x [n, B, ...], y [n, B, ...], counts [n])`` to rows and losses.
+
+The rows of each client are the gradients of its first ``counts`` examples at its own point;
+the losses are ``[n, B]``.
+"""
+
+
+def example_rows(
+    model: nn.Module, packing: Packing, loss: Loss, stacked: StackedPath | None
+) -> ExampleRows:
+    """How to get the gradients of single examples of this model."""
+    layers = _layers(model, packing)
+    if stacked is not None and layers is not None:
+        return lambda theta, x, y, counts: _stacked_rows(stacked, theta, x, y, counts)
+    one = (
+        _Hooked(model, packing, loss, layers)
+        if layers is not None
+        else _Vmapped(model, packing, loss)
+    )
+
+    def rows(
+        theta: Tensor, x: Tensor, y: Tensor, counts: Sequence[int]
+    ) -> tuple[list[Rows], Tensor]:
+        found: list[Rows] = []
+        losses = theta.new_zeros(x.shape[:2])
+        for k, count in enumerate(counts):
+            if not count:
+                found.append(DenseRows(theta.new_zeros(0, packing.layout.d)))
+                continue
+            own, each = one(theta[k].clone(), x[k, :count].clone(), y[k, :count])
+            found.append(own)
+            losses[k, :count] = each
+        return found, losses
+
+    return rows
+
+
+def _stacked_rows(
+    path: StackedPath, theta: Tensor, x: Tensor, y: Tensor, counts: Sequence[int]
+) -> tuple[list[Rows], Tensor]:
+    gradient, losses = path.gradient(theta, x, y, theta.new_ones(x.shape[:2]))
+    found: list[Rows] = []
+    for k, count in enumerate(counts):
+        parts = [
+            LinearPart(f.x[k, :count], f.delta[k, :count], f.bias is not None)
+            for f in reversed(gradient.factors)
+        ]
+        found.append(OuterRows(tuple(parts)))
+    return found, losses
+
+
+def _layers(model: nn.Module, packing: Packing) -> list[tuple[str, nn.Module]] | None:
+    """Layers that own every trained parameter, in the layout's order; None if some cannot."""
+    owners = dict.fromkeys(e.name.rpartition(".")[0] for e in packing.layout.entries)
+    names = []
+    layers = []
+    for owner in owners:
+        module = model.get_submodule(owner)
+        plain = type(module) is nn.Linear or (
+            type(module) is nn.Conv2d
+            and module.groups == 1
+            and module.padding_mode == "zeros"
+            and not isinstance(module.padding, str)
+        )
+        if not plain or not module.weight.requires_grad:
+            return None
+        prefix = f"{owner}." if owner else ""
+        names.append(f"{prefix}weight")
+        if module.bias is not None and module.bias.requires_grad:
+            names.append(f"{prefix}bias")
+        layers.append((owner, module))
+    return layers if names == [e.name for e in packing.layout.entries] else None
+
+
+@dataclass(frozen=True, eq=False)
+class PositionsPart(LinearPart):
+    """A layer that meets its weights at ``L`` positions: row k is ``sum_l delta_kl (x) x_kl``.
+
+    Attributes
+    ----------
+    x : Tensor ``[B, L, inputs]``
+    delta : Tensor ``[B, L, outputs]``
+    bias : bool
+    """
+
+    @property
+    def size(self) -> int:
+        """Number of coordinates."""
+        return int(self.delta.shape[2] * (self.x.shape[2] + self.bias))
+
+    def square_norms(self, scale: Tensor | None, center: Tensor | None) -> Tensor:
+        """See `LinearPart`; by Gram matrices of the positions where those are the smaller."""
+        L, inputs, outputs = self.x.shape[1], self.x.shape[2], self.delta.shape[2]
+        if scale is not None or center is not None or inputs * outputs < L * L:
+            squares = []
+            for row in self._chunks():
+                row = row.double()
+                row = row if center is None else row.sub_(center)
+                row = row if scale is None else row.mul_(scale)
+                squares.append(row.square().sum(1))
+            return torch.cat(squares)
+        x, delta = self.x.double(), self.delta.double()
+        products = torch.bmm(delta, delta.transpose(1, 2))
+        if self.bias:
+            products = products * (torch.bmm(x, x.transpose(1, 2)) + 1)
+        else:
+            products = products * torch.bmm(x, x.transpose(1, 2))
+        return products.flatten(1).sum(1).clamp_min(0)
+
+    def sum(self, weights: Tensor) -> Tensor:
+        """See `LinearPart`."""
+        absent = (weights == 0)[:, None, None]
+        x = self.x.double().masked_fill(absent, 0.0)
+        delta = self.delta.double().masked_fill(absent, 0.0) * weights[:, None, None]
+        weight = (delta.flatten(0, 1).T @ x.flatten(0, 1)).reshape(-1)
+        return torch.cat([weight, delta.sum((0, 1))]) if self.bias else weight
+
+    def dense(self) -> Tensor:
+        """See `LinearPart`."""
+        return torch.cat(self._chunks())
+
+    def _chunks(self, at_once: int = 16) -> list[Tensor]:
+        rows = []
+        for start in range(0, len(self.x), at_once):
+            x, delta = self.x[start : start + at_once], self.delta[start : start + at_once]
+            outer = torch.bmm(delta.transpose(1, 2), x).flatten(1)
+            rows.append(torch.cat([outer, delta.sum(1)], dim=1) if self.bias else outer)
+        return rows
+
+
+@dataclass(frozen=True)
+class _Hooked:
+    """Inputs and output gradients of layers, by one forward and one backward pass."""
+
+    model: nn.Module
+    packing: Packing
+    loss: Loss
+    layers: Sequence[tuple[str, nn.Module]]
+
+    def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[Rows, Tensor]:
+        seen: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name, _ in self.layers}
+        handles = [
+            module.register_forward_hook(
+                lambda _, inputs, output, name=name: seen[name].append((inputs[0], output))
+            )
+            for name, module in self.layers
+        ]
+        leaves = {k: v.requires_grad_() for k, v in self.packing.named(theta).items()}
+        try:
+            with torch.enable_grad():
+                each = self.loss(functional_call(self.model, leaves, (x,)), y)
+                calls = [seen[name] for name, _ in self.layers]
+                if any(len(call) != 1 for call in calls):
+                    # Shared weights: an example's gradient is no single product.
+                    return _Vmapped(self.model, self.packing, self.loss)(theta.detach(), x, y)
+                outputs = [call[0][1] for call in calls]
+                deltas = torch.autograd.grad(each.sum(), outputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        parts = [
+            _part(module, call[0][0].detach(), delta)
+            for (_, module), call, delta in zip(self.layers, calls, deltas, strict=True)
+        ]
+        return OuterRows(tuple(parts)), each.detach()
+
+
+def _part(module: nn.Module, x: Tensor, delta: Tensor) -> LinearPart:
+    bias = module.bias is not None and bool(module.bias.requires_grad)
+    if isinstance(module, nn.Conv2d):
+        if isinstance(module.padding, str):
+            raise TypeError(f"padding '{module.padding}' has no number")
+        columns = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)
+        return PositionsPart(columns.transpose(1, 2), delta.flatten(2).transpose(1, 2), bias)
+    if x.dim() == 2:
+        return LinearPart(x, delta, bias)
+    return PositionsPart(x.flatten(1, -2), delta.flatten(1, -2), bias)
+
+
+@dataclass(frozen=True)
+class _Vmapped:
+    """Gradients of single examples by `torch.func`, written out."""
+
+    model: nn.Module
+    packing: Packing
+    loss: Loss
+
+    def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[Rows, Tensor]:
+        named = {k: v.detach() for k, v in self.packing.named(theta).items()}
+        gradients, each = vmap(grad(self._one, has_aux=True), in_dims=(None, 0, 0))(named, x, y)
+        parts = [gradients[e.name].flatten(1) for e in self.packing.layout.entries]
+        return DenseRows(torch.cat(parts, dim=1)), each
+
+    def _one(self, named: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Any, Any]:
+        outputs = functional_call(self.model, named, (x.unsqueeze(0),))
+        each = self.loss(outputs, y.unsqueeze(0))[0]
+        return each, each

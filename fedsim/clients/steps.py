@@ -1,0 +1,218 @@
+"""The loop over local steps, for clients whose batches have one width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedsim.clients.batches import Batches
+from fedsim.clients.gradients import Dense, Gradient
+from fedsim.clients.local import State, Step
+from fedsim.clients.privacy import ExamplePrivacy
+from fedsim.mechanisms import NoiseSource
+from fedsim.mechanisms.base import State as MechanismState
+from fedsim.randomness import Purpose, Randomness
+
+if TYPE_CHECKING:
+    from fedsim.clients.trainer import Trainer
+
+__all__ = ["Ended", "PrivateSteps", "Steps"]
+
+Floats = npt.NDArray[np.float64]
+MECHANISM = "mechanism."
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Where clients end.
+
+    Attributes
+    ----------
+    theta : Tensor ``[n, D]``
+    reports : dict of str to Tensor ``[n]``
+    carried : dict of str to Tensor ``[n, ...]``
+        What they keep for the next round.
+    """
+
+    theta: Tensor
+    reports: dict[str, Tensor]
+    carried: dict[str, Tensor]
+
+    @classmethod
+    def joined(cls, parts: list[Ended]) -> Ended:
+        """Of all clients, in the order of the parts."""
+        if len(parts) == 1:
+            return parts[0]
+        first = parts[0]
+        return cls(
+            torch.cat([part.theta for part in parts]),
+            {k: torch.cat([part.reports[k] for part in parts]) for k in first.reports},
+            {k: torch.cat([part.carried[k] for part in parts]) for k in first.carried},
+        )
+
+
+class Steps:
+    """Local steps of ``n`` clients, those with most steps first.
+
+    Parameters
+    ----------
+    trainer : Trainer
+    batches : Batches
+    round : int
+    """
+
+    def __init__(self, trainer: Trainer, batches: Batches, round: int) -> None:
+        self.trainer, self.batches, self.round = trainer, batches, round
+        dtype, device = trainer.layout.dtype, trainer.device
+        self.index = torch.from_numpy(batches.index).to(device)
+        self.weight = torch.from_numpy(batches.weight).to(device, dtype)
+        self.losses: list[Tensor] = []
+
+    def run(
+        self, theta: Tensor, numbers: State, kept: Mapping[str, Tensor], present: Tensor
+    ) -> Ended:
+        """All steps, from packed ``theta [n, D]``.
+
+        ``kept`` replaces the entries of the initial state of those clients that are ``present
+        [n]``.
+        """
+        algorithm, steps = self.trainer.algorithm, self.batches.steps
+        state = algorithm.init(theta, numbers)
+        for name in self.trainer.carried:
+            if name in kept and name in state:
+                mask = present.view(-1, *[1] * (state[name].dim() - 1))
+                state[name] = torch.where(mask, kept[name].to(state[name]), state[name])
+        active = len(steps)
+        ended: list[Ended] = []
+        for index in range(int(steps[0])):
+            still = int((steps > index).sum())
+            if still < active:
+                ended.append(self._end({k: v[still:] for k, v in state.items()}, still))
+                state = {k: v[:still] for k, v in state.items()}
+                active = still
+            gradient = self.gradient(algorithm.point(state), index, active)
+            algorithm.step(state, gradient, Step(self.round, index))
+        ended.append(self._end(state, 0))
+        ended.reverse()  # those with most steps come first, and end last
+        return Ended.joined(ended)
+
+    def gradient(self, point: Tensor, index: int, active: int) -> Gradient:
+        """Gradients of the first ``active`` clients' batches, each at its own point."""
+        trainer, at = self.trainer, self.index[:active, index]
+        x, y = trainer.data.inputs(at, trainer.layout.dtype), trainer.data.targets(at)
+        gradient, losses = trainer.path.gradient(point, x, y, self.weight[:active, index])
+        self.losses.append(losses)
+        return gradient
+
+    def _end(self, state: State, first: int) -> Ended:
+        algorithm = self.trainer.algorithm
+        theta = algorithm.finish(state)
+        carried = {name: state[name] for name in self.trainer.carried if name in state}
+        return Ended(theta, algorithm.report(state), carried | self.mechanism_state(first, theta))
+
+    def mechanism_state(self, first: int, theta: Tensor) -> dict[str, Tensor]:
+        """State of the mechanism of the clients that end, from position ``first``."""
+        return {}
+
+    def mean_losses(self) -> Floats:
+        """Mean over each client's steps of its batch's mean loss, ``[n]``."""
+        total = np.zeros(len(self.batches.steps))
+        for index, losses in enumerate(self.losses):
+            active = len(losses)
+            weight = self.batches.weight[:active, index].reshape(active, -1)
+            # Row by row in numpy: the same bytes whoever shares the block.
+            means = (losses.double().cpu().numpy() * weight).sum(axis=1)
+            total[:active] += means / np.maximum(weight.sum(axis=1), 1)
+        return total / np.maximum(self.batches.steps, 1)
+
+
+class PrivateSteps(Steps):
+    """Steps on gradients that are noisy sums of bounded per-example gradients.
+
+    Parameters
+    ----------
+    trainer, batches, round : as `Steps`
+        The batches have a chunk axis.
+    privacy : ExamplePrivacy
+    client_ids : int64 ``[n]``
+        Whose noise is drawn.
+    randomness : sequence of n Randomness
+    kept : mapping of str to Tensor ``[n, ...]``, and present bool ``[n]``
+        The mechanism's state from an earlier round.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        batches: Batches,
+        round: int,
+        *,
+        privacy: ExamplePrivacy,
+        client_ids: npt.NDArray[np.int64],
+        randomness: list[Randomness],
+        kept: Mapping[str, Tensor],
+        present: npt.NDArray[np.bool_],
+    ) -> None:
+        super().__init__(trainer, batches, round)
+        self.privacy = privacy
+        self.counts = (batches.weight > 0).sum(axis=3)
+        self.noise = [
+            NoiseSource(
+                source.generator(Purpose.CLIENT_NOISE, round, int(client)), privacy.hardened
+            )
+            for client, source in zip(client_ids, randomness, strict=True)
+        ]
+        sizes = [trainer.data.size(int(client)) for client in client_ids]
+        self.denominators = [float(trainer.plan.batch_of(size)) for size in sizes]
+        self.states: list[MechanismState] = []
+        for k in range(len(client_ids)):
+            state = dict(privacy.mechanism.init(trainer.layout))
+            if present[k]:
+                state |= {name: kept[MECHANISM + name][k].to(v) for name, v in state.items()}
+            self.states.append(state)
+
+    def gradient(self, point: Tensor, index: int, active: int) -> Gradient:
+        """See `Steps`: released by the mechanism, client by client."""
+        trainer, mechanism = self.trainer, self.privacy.mechanism
+        totals = [
+            mechanism.accumulate(self.states[k], trainer.layout, device=trainer.device)
+            for k in range(active)
+        ]
+        losses = []
+        for chunk in range(self.index.shape[2]):
+            counts = self.counts[:active, index, chunk]
+            at = self.index[:active, index, chunk]
+            if not counts.any():
+                losses.append(self.weight.new_zeros(at.shape))
+                continue
+            x, y = trainer.data.inputs(at, trainer.layout.dtype), trainer.data.targets(at)
+            rows, each = trainer.rows(point, x, y, counts.tolist())
+            losses.append(each)
+            for total, own in zip(totals, rows, strict=True):
+                total.add(own)
+        self.losses.append(torch.cat(losses, dim=1))
+        means = point.new_empty(active, trainer.layout.d)
+        for k, total in enumerate(totals):
+            released = mechanism.release(
+                self.states[k],
+                total,
+                noise_multiplier=self.privacy.noise_multiplier,
+                denominator=self.denominators[k],
+                noise=self.noise[k],
+            )
+            self.states[k] = released.state
+            means[k] = released.mean
+        return Dense(trainer.packing.pack(means))
+
+    def mechanism_state(self, first: int, theta: Tensor) -> dict[str, Tensor]:
+        """See `Steps`."""
+        if not self.trainer.keeps_state:
+            return {}
+        own = self.states[first : first + len(theta)]
+        return {MECHANISM + name: torch.stack([s[name] for s in own]) for name in own[0]}
