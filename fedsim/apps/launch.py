@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import tomli_w
 from safetensors.torch import load_file
 
 from fedsim.apps.server_app import OUT
@@ -18,8 +17,8 @@ from fedsim.artefacts import RunDirectory
 from fedsim.build import Build
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.flwr_cli import Operator, write_app
-from fedsim.deploy.processes import Processes, free_ports, program, wait_for_port
 from fedsim.deploy.rehearsal import Rehearsal
+from fedsim.deploy.simulation import Simulation, resources
 from fedsim.drive import Observer, Row, RunResult
 from fedsim.engines.arrays import array_record
 from fedsim.errors import FedsimError
@@ -73,35 +72,15 @@ def run_simulation(
     RunFailedError
         If the run failed, with its last error.
     """
-    with _directory(out) as directory, Processes() as processes:
-        (port,) = free_ports(1)
-        home = processes.directory / "operator"
-        home.mkdir()
-        link = {"address": f"127.0.0.1:{port}", "insecure": True}
-        connection = {"superlink": {"default": CONNECTION, CONNECTION: link}}
-        (home / "config.toml").write_text(tomli_w.dumps(connection), encoding="utf-8")
-        command = [program("flower-superlink"), "--simulation", "--insecure"]
-        command += ["--host", "127.0.0.1", "--port", str(port)]
-        superlink = processes.start(
-            "superlink",
-            [*command, "--disable-runtime-dependency-installation"],
-            {OUT: str(directory), "FLWR_HOME": str(processes.directory)},
-        )
-        wait_for_port(superlink, port)
-
-        def alive() -> None:
-            if not superlink.alive():
-                raise FedsimError(f"the SuperLink ended:\n{superlink.tail()}")
-
-        resources = (
-            f"num-supernodes={build.config.partition.clients} "
-            f"client-resources-num-cpus={cpus_per_client:g} "
-            f"client-resources-num-gpus={gpus_per_client:g}"
-        )
-        app = write_app(processes.directory / "app", build.resolved.to_tree())
-        operator = Operator(home, CONNECTION)
-        run_id = operator.submit(app, federation_config=resources)
-        return _read(build, directory, _follow(operator, run_id, directory, observer, alive))
+    with (
+        _directory(out) as directory,
+        Simulation({OUT: str(directory)}) as simulation,
+    ):
+        app = write_app(simulation.directory / "app", build.resolved.to_tree())
+        sized = resources(build.config.partition.clients, cpus_per_client, gpus_per_client)
+        run_id = simulation.operator.submit(app, federation_config=sized)
+        rows = _follow(simulation.operator, run_id, directory, observer, simulation.check)
+        return _read(build, directory, rows)
 
 
 def run_deployment(
