@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,6 +36,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.csv"
         self.ledger = self.path / "ledger.jsonl"
         self.model = self.path / "model.safetensors"
+        self.clients = self.path / "clients"
         self.rows: list[dict[str, float | int]] = []
 
     def check_free(self, overwrite: bool) -> None:
@@ -57,6 +59,7 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         for name in _FILES:
             (self.path / name).unlink(missing_ok=True)
+        shutil.rmtree(self.clients, ignore_errors=True)
         _replace(self.config, config_toml.encode())
 
     def add_row(self, row: Row) -> None:

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import fields
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
 
-from fedsim import datasets, mechanisms, models, partitions
-from fedsim.clients import SGD, ClientData, LocalAlgorithm, Trainer
-from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
+from fedsim import datasets, models, partitions, tables
+from fedsim.clients import ClientData, ExamplePrivacy, Trainer
+from fedsim.clients.batches import Plan
 from fedsim.config import RunConfig
-from fedsim.config_sections import ClientMechanismSection, MechanismSection
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Mechanism
-from fedsim.privacy import calibrate
+from fedsim.privacy import Event, Statement, calibrate, calibrate_events, worst_client
 from fedsim.randomness import Randomness
-from fedsim.strategies import DPFedAvg, ServerOptimizer, adam, sgd
+from fedsim.strategies import DPFedAvg
 
-__all__ = ["Build", "algorithm", "cohort", "mechanism", "partition"]
+__all__ = ["Build"]
 
 
 class Build:
@@ -34,10 +31,13 @@ class Build:
     Parameters
     ----------
     config : RunConfig
+    out : path, optional
+        The run's directory: clients' own ledgers go there, unless ``client.state-dir`` is set.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, out: Path | None = None) -> None:
         self.config = config
+        self.out = out
         self.device = _device(config.engine.device)
 
     @cached_property
@@ -52,7 +52,7 @@ class Build:
     def parts(self) -> list[partitions.Indices]:
         """Each client's training examples."""
         settings = self.config.partition
-        parts = partition(self.config).indices(self.dataset.y_train.cpu().numpy())
+        parts = tables.partition(self.config).indices(self.dataset.y_train.cpu().numpy())
         if settings.max_examples:
             parts = partitions.subsample(parts, settings.max_examples, seed=self.config.seed)
         return parts
@@ -97,15 +97,98 @@ class Build:
         client = self.config.client
         return Trainer(
             self.model,
-            algorithm(self.config),
+            tables.algorithm(self.config),
             data,
             batch_size=client.batch_size,
             epochs=None if client.steps else client.epochs,
             steps=client.steps or None,
+            loss=tables.loss(self.config),
+            metrics=tables.metrics(self.config),
             path=client.path,
             block_size=client.block_size,
             randomness=Randomness(self.config.seed),
             device=self.device,
+            privacy=self.example_privacy,
+            state=client.state,
+            state_dir=self._state_dir,
+        )
+
+    @property
+    def _state_dir(self) -> Path | None:
+        """Where clients keep what outlives a process: a directory for each run's name."""
+        kept = self.config.client.state_dir
+        return Path(kept) / self.config.name if kept else None
+
+    @cached_property
+    def example_privacy(self) -> ExamplePrivacy | None:
+        """What clients do to their examples' gradients; None without example-level privacy."""
+        client = self.config.client
+        if client.mechanism.name == "none":
+            return None
+        directory = self._state_dir or self.out
+        unnoised = ExamplePrivacy(
+            mechanism=tables.mechanism(client.mechanism),
+            noise_multiplier=client.noise.multiplier or 0.0,
+            sampling=client.noise.sampling,
+            chunk=client.noise.chunk,
+            hardened=client.noise.hardened,
+            delta=client.noise.delta,
+            ledger_dir=directory / "clients" if directory else None,
+            unprotected_metrics=self.config.evaluate.unprotected,
+        )
+        target = client.noise.target_epsilon
+        if target is None:
+            return unnoised
+
+        rounds = self.config.rounds
+
+        def needed(size: int) -> float:
+            return calibrate_events(
+                lambda z: self._example_events(
+                    replace(unnoised, noise_multiplier=z), {size}, rounds
+                ),
+                target_epsilon=target,
+                delta=client.noise.delta,
+            )
+
+        noise_multiplier = max(map(needed, self._sizes), default=0.0)
+        return replace(unnoised, noise_multiplier=noise_multiplier)
+
+    @property
+    def _sizes(self) -> set[int]:
+        """Numbers of examples that clients have."""
+        return {len(part) for part in self.parts if len(part)}
+
+    def _example_events(self, privacy: ExamplePrivacy, sizes: set[int], rounds: int) -> list[Event]:
+        """What so many rounds cost clients of these sizes that take part in all of them."""
+        events = (privacy.event(self._plan, size) for size in sorted(sizes))
+        return [event.times(rounds) for event in events if event is not None]
+
+    @property
+    def _plan(self) -> Plan:
+        client = self.config.client
+        epochs = None if client.steps else client.epochs
+        return Plan(client.batch_size, epochs, client.steps or None)
+
+    def example_statement(self, rounds: int) -> Statement | None:
+        """What example-level privacy holds for every client after so many rounds.
+
+        Determined by the config alone: each client is taken to have been in every round, and
+        the one that pays most stands for all, since clients hold disjoint data.
+        """
+        privacy = self.example_privacy
+        if privacy is None or not rounds:
+            return None
+        events = self._example_events(privacy, self._sizes, rounds)
+        if not events:
+            return None
+        worst = worst_client(events, privacy.delta)
+        return Statement(
+            cost=worst.cost,
+            level="example",
+            samplers=(worst.event.sampler,),
+            entropies=(self.entropy,),
+            ledger=None if privacy.ledger_dir is None else f"{privacy.ledger_dir}/, one a client",
         )
 
     @cached_property
@@ -133,7 +216,7 @@ class Build:
             return noise.multiplier or 0.0
         return calibrate(
             target_epsilon=noise.target_epsilon,
-            cohort=cohort(self.config),
+            cohort=tables.cohort(self.config),
             rounds=self.config.rounds,
             delta=noise.delta,
         )
@@ -154,14 +237,14 @@ class Build:
         config = self.config
         evaluate = config.evaluate
         return DPFedAvg(
-            mechanism=mechanism(config.mechanism),
-            cohort=cohort(config),
+            mechanism=tables.mechanism(config.mechanism),
+            cohort=tables.cohort(config),
             noise_multiplier=self.noise_multiplier,
             delta=config.noise.delta,
             max_epsilon=config.noise.max_epsilon,
             ledger=ledger,
             seed=None if self.entropy == "system" else config.seed,
-            server_optimizer=_server_optimizer(config),
+            server_optimizer=tables.server_optimizer(config),
             placement=config.noise.placement,
             hardened_noise=config.noise.hardened,
             fraction_evaluate=evaluate.fraction if evaluate.clients_every else 0.0,
@@ -185,83 +268,6 @@ class Build:
                 if name != "num-examples"
             }
         )
-
-
-def partition(config: RunConfig) -> partitions.Partition:
-    """The partitioner, seeded."""
-    settings, seed = config.partition, config.seed
-    match settings.name:
-        case "iid":
-            return partitions.IID(clients=settings.clients, seed=seed)
-        case "dirichlet":
-            return partitions.Dirichlet(alpha=settings.alpha, clients=settings.clients, seed=seed)
-        case "shards":
-            return partitions.Shards(shards=settings.shards, clients=settings.clients, seed=seed)
-        case "interpolated-pathological":
-            groups = (
-                partitions.parse_groups(settings.groups)
-                if settings.groups
-                else partitions.CIFAR10_PAIRS
-            )
-            return partitions.InterpolatedPathological(
-                randomness=settings.randomness, groups=groups, clients=settings.clients, seed=seed
-            )
-
-
-def cohort(config: RunConfig) -> Cohort:
-    """The cohort sampler over the declared population."""
-    settings, population = config.cohort, config.partition.clients
-    match settings.name:
-        case "poisson":
-            return PoissonCohort(rate=settings.rate, population=population)
-        case "fixed":
-            return FixedCohort(size=settings.size, population=population)
-        case "full":
-            return FullCohort(population=population)
-
-
-_MECHANISMS: dict[str, type[Any]] = {
-    "none": mechanisms.NoPrivacy,
-    "clipping": mechanisms.Clipping,
-    "normalization": mechanisms.Normalization,
-    "quantile-clipping": mechanisms.QuantileClipping,
-    "adaclip": mechanisms.AdaClip,
-    "adaptive-noise": mechanisms.AdaptiveNoise,
-    "norm-bound": mechanisms.NormBound,
-    "coordinate-clipping": mechanisms.CoordinateClipping,
-}
-
-
-def mechanism(settings: MechanismSection | ClientMechanismSection) -> Mechanism:
-    """The mechanism that bounds updates, or a client's per-example gradients."""
-    kind = _MECHANISMS[settings.name]
-    values = {field.name: getattr(settings, field.name) for field in fields(kind)}
-    if settings.name == "adaptive-noise" and settings.threshold is None:
-        values["threshold"] = math.inf
-    built: Mechanism = kind(**values)
-    if settings.per_layer:
-        built = mechanisms.PerLayer(built)
-    if isinstance(settings, MechanismSection) and settings.private_scalar:
-        built = mechanisms.PrivateScalar(
-            built,
-            name=settings.private_scalar,
-            high=settings.private_scalar_high,
-            fraction=settings.private_scalar_fraction,
-        )
-    return built
-
-
-def algorithm(config: RunConfig) -> LocalAlgorithm:
-    """The client algorithm."""
-    client = config.client
-    return SGD(lr=client.lr, momentum=client.momentum, weight_decay=client.weight_decay)
-
-
-def _server_optimizer(config: RunConfig) -> ServerOptimizer:
-    server = config.server
-    if server.optimizer == "adam":
-        return adam(lr=server.lr, betas=(server.beta1, server.beta2), eps=server.eps)
-    return sgd(lr=server.lr, momentum=server.momentum)
 
 
 def _device(name: str) -> torch.device:

@@ -124,6 +124,13 @@ class RunConfig(Section):
         _check_cohort(self)
         _check_noise(self)
         _check_evaluation(self)
+        self.require(
+            not (self.private and self.client.state == "server"),
+            "client.state",
+            "server",
+            "'reset' or 'client' in a run with client-level privacy: what clients report of "
+            "their state would be a release of its own",
+        )
         return self
 
 

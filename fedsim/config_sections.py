@@ -149,7 +149,7 @@ class ModelSection(Section):
     dtype: Literal["float32", "float64"] = "float32"
     trainable: str = ""
     loss: str = "cross-entropy"
-    metric: str = "accuracy"
+    metrics: str = "accuracy"
 
 
 class _Bounding(Section):
@@ -213,32 +213,97 @@ class ClientNoiseSection(Section):
 
     table: ClassVar[str] = "client.noise"
     multiplier: Maybe = None
+    target_epsilon: Maybe = None
     delta: float = Field(1e-5, gt=0, lt=1)
+    sampling: Literal["poisson", "shuffle"] = "poisson"
+    hardened: bool = True
+    chunk: int = Field(0, ge=0)
 
 
 class ClientSection(Section):
     """What a client does with its examples."""
 
     table: ClassVar[str] = "client"
-    name: Annotated[str, _one_of("sgd")] = "sgd"
+    name: Annotated[str, _one_of("sgd", "adam", "rmsprop", "adadp-lr", "adadp-noise", "dp-sgd")] = (
+        "sgd"
+    )
     lr: float = Field(0.1, gt=0)
     batch_size: int = Field(10, ge=0)
     epochs: int = Field(1, ge=0)
     steps: int = Field(0, ge=0)
-    momentum: float = Field(0.0, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0)
+    momentum: float = only("sgd", "dp-sgd", default=0.0, ge=0, lt=1)
+    weight_decay: float = only("sgd", "dp-sgd", "adam", "rmsprop", "adadp-noise", default=0.0, ge=0)
+    schedule: str = only("sgd", "dp-sgd", "adam", "rmsprop", "adadp-noise", default="")
+    proximal: float = Field(0.0, ge=0)
+    beta1: float = only("adam", default=0.9, ge=0, lt=1)
+    beta2: float = only("adam", default=0.999, ge=0, lt=1)
+    decay: Maybe = only("rmsprop", "adadp-noise", default=None)
+    eps: float = only("adam", "rmsprop", "adadp-noise", default=1e-8, gt=0)
+    tol: Maybe = only("adadp-lr", default=None)
+    exponent: float = only("adadp-lr", default=1.0, gt=0)
+    keep: Literal["half", "full"] = only("adadp-lr", default="half")
+    discard: MaybeBool = only("adadp-lr", default=None)
+    alpha_min: float = only("adadp-lr", default=0.9, gt=0, le=1)
+    alpha_max: float = only("adadp-lr", default=1.1, ge=1)
+    eta_min: float = only("adadp-lr", default=1e-8, ge=0)
+    eta_max: float = only("adadp-lr", default=0.0, ge=0)
+    adapt_rounds: int = only("adadp-lr", default=0, ge=0)
+    post_scale: float = only("adadp-lr", default=1.0, gt=0)
+    post_decay: float = only("adadp-lr", default=0.1, ge=0)
     options: str = ""
+    state: Literal["reset", "client", "server"] = "reset"
+    state_dir: str = ""
     path: Literal["auto", "plain", "func", "stacked"] = "auto"
     block_size: int = Field(0, ge=0)
+    mechanism: ClientMechanismSection = ClientMechanismSection()
+    noise: ClientNoiseSection = ClientNoiseSection()
+
+    @property
+    def private(self) -> bool:
+        """Whether clients claim privacy for their examples."""
+        return self.mechanism.name != "none" and not (
+            self.mechanism.unsafe_non_private_raw_statistics
+        )
 
     @model_validator(mode="after")
     def _epochs_or_steps(self) -> ClientSection:
-        if self.steps and "epochs" in self.model_fields_set and self.epochs not in (0, 1):
-            raise ValueError(
-                f"client.steps = {self.steps} and client.epochs = {self.epochs}; set one of them."
-            )
-        if not self.steps and not self.epochs:
-            raise ValueError("client.epochs = 0; it must be at least 1 unless client.steps is set.")
+        self.require(
+            bool(self.epochs or self.steps),
+            "client.epochs",
+            self.epochs,
+            "at least 1 unless client.steps is set",
+        )
+        self.require(
+            not self.steps or self.epochs <= 1,
+            "client.epochs",
+            self.epochs,
+            f"unset while client.steps = {self.steps}",
+        )
+        return self
+
+    @model_validator(mode="after")
+    def _example_level(self) -> ClientSection:
+        noise, bounded = self.noise, self.mechanism.name != "none"
+        amounts = (noise.multiplier, noise.target_epsilon)
+        self.require(
+            bounded or amounts == (None, None),
+            "client.mechanism.name",
+            "none",
+            "set, to 'clipping' for one, while client.noise says how much noise there is",
+        )
+        self.require(
+            not bounded or amounts.count(None) == 1,
+            "client.noise.multiplier",
+            "" if noise.multiplier is None else noise.multiplier,
+            "set, or client.noise.target-epsilon, and not both, while client.mechanism.name = "
+            f"'{self.mechanism.name}'",
+        )
+        self.require(
+            bounded or self.name != "dp-sgd",
+            "client.mechanism.name",
+            "none",
+            "set, to 'clipping' for one, while client.name = 'dp-sgd'",
+        )
         return self
 
 

@@ -35,7 +35,10 @@ class RunResult:
     arrays : ArrayRecord
         The parameters.
     privacy : Statement
-        Epsilon, delta, adjacency, level, and what they cover.
+        Epsilon, delta, adjacency, level, and what they cover: at client level, unless the run
+        is private at example level only.
+    example_privacy : Statement or None
+        The same at example level, where clients protect their examples.
     ended : "finished", "budget" or "interrupted"
     why : str
         One sentence, where the run ended early.
@@ -46,6 +49,7 @@ class RunResult:
     metrics: list[Row]
     arrays: ArrayRecord
     privacy: Statement
+    example_privacy: Statement | None = None
     ended: Ended = "finished"
     why: str = ""
     directory: RunDirectory | None = field(default=None, compare=False)
@@ -99,10 +103,13 @@ class Session:
         elif self.strategy.stopped is not None:
             ended = "budget"
             why = f"Stopped before the budget was exceeded: {self.strategy.stopped}."
+        examples = self.build.example_statement(self.strategy.privacy_spent().num_releases)
+        only_examples = examples is not None and not self.strategy.private
         return RunResult(
             metrics=self._scribe.rows,
             arrays=self._reached,
-            privacy=self.strategy.privacy_statement(),
+            privacy=examples if examples and only_examples else self.strategy.privacy_statement(),
+            example_privacy=examples,
             ended=ended,
             why=why,
             directory=self._directory,
@@ -169,6 +176,8 @@ class _Scribe:
         row |= _numbers(result.evaluate_metrics_clientapp.get(server_round), "clients-")
         if self._strategy.private:
             row["epsilon"] = self._strategy.ledger.epsilon(self._strategy.delta)
+        if (examples := self._build.example_statement(server_round)) is not None:
+            row["example-epsilon"] = examples.epsilon
         if report is not None:
             row |= {"asked": report.asked, "usable": report.usable, "failed": report.failed}
             row |= report.info

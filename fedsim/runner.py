@@ -57,7 +57,7 @@ def run(
     if directory is not None:
         directory.check_free(overwrite)
     torch.set_num_threads(1)
-    build = Build(config)
+    build = Build(config, None if directory is None else directory.path)
     # Whatever is wrong comes to light here, before anything is written or started.
     trainer = build.trainer
     build.strategy()

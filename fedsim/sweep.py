@@ -20,7 +20,7 @@ import torch
 from flwr.app import Message
 
 from fedsim.artefacts import RunDirectory
-from fedsim.build import Build, algorithm
+from fedsim.build import Build
 from fedsim.clients import ClientData, Trainer
 from fedsim.config import RunConfig, Scalar
 from fedsim.drive import Row, Session
@@ -29,6 +29,7 @@ from fedsim.errors import FedsimError
 from fedsim.exchange import Block, Ids, Instructions, Replies
 from fedsim.randomness import Purpose, Randomness
 from fedsim.strategies import Rounds
+from fedsim.tables import algorithm
 
 __all__ = ["Member", "is_done", "members", "parse_axes", "run_sweep"]
 
@@ -156,7 +157,7 @@ def _shared_work(config: RunConfig) -> tuple[object, ...]:
 
 
 def _run_group(group: Sequence[Member], out: Path, observer: Observer | None) -> None:
-    builds = [Build(member.config) for member in group]
+    builds = [Build(member.config, out / member.label) for member in group]
     shared = _SharedTrainer(builds)
     sessions = []
     for member, build in zip(group, builds, strict=True):

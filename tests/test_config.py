@@ -49,7 +49,12 @@ BAD = {
     ("noise.max-epsilon=2.0",): "unset in a run without a mechanism and noise",
     (*PRIVATE, "evaluate.clients-every=1"): "set evaluate.unprotected = true",
     (*PRIVATE, "mechanism.clip-norm=0.0"): "mechanism.clip-norm = 0.0; it must be greater than 0",
-    ("client.steps=5", "client.epochs=2"): "set one of them",
+    ("client.steps=5", "client.epochs=2"): "client.epochs = 2; it must be unset while",
+    ("client.name=dp-sgd",): "client.mechanism.name = 'none'; it must be set",
+    ("client.noise.multiplier=1.0",): "client.mechanism.name = 'none'; it must be set",
+    ("client.mechanism.name=clipping",): "client.noise.multiplier = ''; it must be set",
+    ("client.tol=1.0",): "client.tol = 1.0 has no effect with client.name = 'sgd'",
+    (*PRIVATE, "client.state=server"): "client.state = 'server'; it must be 'reset' or 'client'",
     ("client.epochs=0",): "client.epochs = 0; it must be at least 1",
 }
 
@@ -121,7 +126,7 @@ def test_flowers_table_in_pyproject_equals_the_flattened_defaults() -> None:
 
 def test_every_experiment_is_a_valid_config() -> None:
     found = (ROOT / "experiments").rglob("*.toml")
-    paths = sorted(path for path in found if path.name != "expected.toml")
+    paths = [path for path in sorted(found) if path.name != "experiment.toml"]
     assert paths
     for path in paths:
         RunConfig.load(path)

@@ -11,13 +11,14 @@ from flwr.app import Context
 
 from fedsim import datasets
 from fedsim.apps.identity import client_id
-from fedsim.build import Build, mechanism
+from fedsim.build import Build
 from fedsim.clients import Trainer
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.partitions import Indices
 from fedsim.randomness import Randomness
+from fedsim.tables import mechanism
 
 __all__ = ["NodeBuild", "mechanism_for", "trainer_for"]
 

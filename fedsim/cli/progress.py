@@ -21,6 +21,7 @@ _FIELDS = {
     "test-loss": ("loss", "{:.3f}"),
     "test-accuracy": ("accuracy", "{:.1%}"),
     "epsilon": ("epsilon", "{:.2f}"),
+    "example-epsilon": ("epsilon (examples)", "{:.2f}"),
     "clients-per-second": ("clients/s", "{:,.0f}"),
 }
 
@@ -77,6 +78,8 @@ def summary(config: RunConfig, result: RunResult) -> RenderableType:
         lines.append(_accuracy(rows))
     lines.append(Text())
     lines.append(Text(str(result.privacy)))
+    if result.example_privacy is not None and result.example_privacy is not result.privacy:
+        lines.append(Text(f"\n{result.example_privacy}"))
     if result.directory is not None:
         lines.append(Text())
         lines.append(_artefacts(result))

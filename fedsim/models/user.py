@@ -1,7 +1,6 @@
 """A model of the user's own: ``module:callable``.
 
-``module`` is a file in the current directory (``nets:Small`` is ``Small`` of ``./nets.py``) or
-anything importable. ``callable`` is called with those of the keywords ``input_shape`` (a tuple,
+``callable`` (see `fedsim.plugins`) is called with those of the keywords ``input_shape`` (a tuple,
 ``(C, H, W)`` or ``(d,)``) and ``num_classes`` that it takes, and returns an `nn.Module` that maps
 a batch ``[B, *input_shape]`` to logits ``[B, num_classes]``. It draws its initial weights from
 torch's global generator on the CPU, as layers do: that is seeded for it.
@@ -9,17 +8,14 @@ torch's global generator on the CPU, as layers do: that is seeded for it.
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from fedsim.errors import FedsimError
+from fedsim.plugins import current_directory_importable, load
 
 __all__ = ["user_model"]
 
@@ -33,8 +29,8 @@ def user_model(name: str, input_shape: tuple[int, ...], num_classes: int) -> nn.
         If there is no such module or callable, it wants other arguments, or what it returns is
         no `nn.Module`. Errors of the user's own code come through as they are.
     """
-    with _current_directory_importable():
-        make = _find(name)
+    with current_directory_importable():
+        make = load("model.name", name)
         offered = {"input_shape": input_shape, "num_classes": num_classes}
         model = make(**_taken(name, make, offered))
     if not isinstance(model, nn.Module):
@@ -43,43 +39,6 @@ def user_model(name: str, input_shape: tuple[int, ...], num_classes: int) -> nn.
             "torch.nn.Module."
         )
     return model
-
-
-@contextmanager
-def _current_directory_importable() -> Iterator[None]:
-    """Let the user's files be found first, as they are under ``python file.py``."""
-    before = list(sys.path)
-    sys.path.insert(0, os.getcwd())
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        sys.path[:] = before
-
-
-def _find(name: str) -> Callable[..., Any]:
-    module_name, _, attribute = name.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
-        raise FedsimError(
-            f"model.name is '{name}'; a model of your own is written module:callable, such as "
-            "nets:Small for Small in nets.py."
-        )
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and lacks something itself
-        raise FedsimError(
-            f"model.name is '{name}', but there is neither a file {module_name.replace('.', '/')}"
-            f".py in {os.getcwd()} nor an installed module '{module_name}'."
-        ) from error
-    for part in attribute.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
-        raise FedsimError(
-            f"model.name is '{name}', but '{module_name}' has no callable '{attribute}'."
-        )
-    return found  # type: ignore[no-any-return]
 
 
 def _taken(name: str, make: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:

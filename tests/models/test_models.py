@@ -104,7 +104,7 @@ def test_float64_starts_from_the_numbers_of_float32() -> None:
         ("mlp", {"widths": "256,0"}, "whole numbers above 0"),
         ("softmax", {"widths": "9"}, "only mlp has"),
         ("softmax", {"dtype": torch.float16}, "must be float32 or float64"),
-        ("nets.py/x:Net", {}, "written module:callable"),
+        ("nets.py/x:Net", {}, "written module:name"),
         ("no_such_module_here:Net", {}, "neither a file no_such_module_here.py in"),
         ("torch.nn:NoSuchThing", {}, "'torch.nn' has no callable 'NoSuchThing'"),
         ("torch.nn:Linear", {}, "needs the argument 'in_features'"),
