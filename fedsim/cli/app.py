@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from fedsim.cli.audit import audit
+from fedsim.cli.deploy import deploy
 from fedsim.cli.experiment import experiment
 from fedsim.cli.partition import partition
 from fedsim.cli.privacy import privacy
@@ -20,8 +22,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Private federated learning, simulated and deployed on Flower.",
 )
-app.command()(run)
-app.command()(partition)
-app.command()(experiment)
-app.command()(sweep)
-app.command()(privacy)
+for command in (run, sweep, privacy, partition, experiment, audit):
+    app.command()(command)
+app.add_typer(deploy, name="deploy")
