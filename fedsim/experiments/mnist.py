@@ -124,7 +124,7 @@ class Mnist(Experiment):
         )
         outcome = train(
             DenseNet((x.shape[1], 10)),
-            lambda index: x[index].double() / 255,
+            lambda index: x[index].double(),
             y,
             test,
             mechanism=make_mechanism(settings),
@@ -308,13 +308,13 @@ def make_mechanism(settings: Mapping[str, Any]) -> Mechanism:
 def load_images(
     name: str, directory: str, examples: int
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Training images uint8 ``[N, pixels]``, labels, and the test set in float64.
+    """Training images float32 ``[N, pixels]`` in [0, 1], labels, and the test set in float64.
 
     ``examples`` keeps the first so many of both; 0 keeps all.
     """
     dataset = datasets.load(name, directory=directory)
     keep = examples or len(dataset.y_train)
-    x, y = dataset.x_train[:keep].flatten(1), dataset.y_train[:keep]
+    x, y = dataset.x_train[:keep].flatten(1).float() / 255, dataset.y_train[:keep]
     test = dataset.x_test[:keep].flatten(1).to(torch.float64) / 255
     return x, y, (test, dataset.y_test[:keep])
 
