@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 LEAST_P = 1e-12
-HALVINGS = 45
+HALVINGS = 30
 
 
 def upper_rate(count: npt.ArrayLike, trials: int, risk: npt.ArrayLike) -> Floats:

@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 Tick = Callable[[int], None]
 
-MOST_THRESHOLDS = 100
+MOST_THRESHOLDS = 64
 HANDICAP = 5.0
 
 
@@ -68,6 +68,10 @@ def attack(
     layout = Layout.of(start)
     population = strategy.cohort.population
     assert population is not None
+    if population < 2:
+        raise FedsimError(
+            f"cohort.population is {population}; an audit needs a canary and somebody else."
+        )
     scale = reach(strategy.mechanism, layout)
     seeds = Randomness(seed).generator(Purpose.AUDIT).integers(2**63, size=(2, runs))
     seen: list[Floats] = []
