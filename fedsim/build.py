@@ -106,7 +106,8 @@ class Build:
             metrics=tables.metrics(self.config),
             path=client.path,
             block_size=client.block_size,
-            randomness=Randomness(self.config.seed),
+            # With system entropy the seed is no secret: nothing that a client draws follows it.
+            randomness=self.randomness,
             device=self.device,
             privacy=self.example_privacy,
             state=client.state,
@@ -125,6 +126,13 @@ class Build:
         client = self.config.client
         if client.mechanism.name == "none":
             return None
+        smallest = min(self._sizes, default=client.batch_size)
+        if client.batch_size > smallest:
+            raise FedsimError(
+                f"client.batch-size = {client.batch_size}; with example-level privacy, where a "
+                "batch is drawn at a rate of batch size over examples, it must be at most "
+                f"{smallest}, what the smallest client has."
+            )
         directory = self._state_dir or self.out
         unnoised = ExamplePrivacy(
             mechanism=tables.mechanism(client.mechanism),
@@ -208,6 +216,11 @@ class Build:
         deployed = self.config.engine.name == "deployment"
         return self.config.noise.entropy or ("system" if deployed else "config")
 
+    @property
+    def randomness(self) -> Randomness:
+        """Where cohorts, batches and noise come from."""
+        return Randomness(None if self.entropy == "system" else self.config.seed)
+
     @cached_property
     def noise_multiplier(self) -> float:
         """The noise multiplier: as given, or calibrated to the target."""
@@ -243,7 +256,7 @@ class Build:
             delta=config.noise.delta,
             max_epsilon=config.noise.max_epsilon,
             ledger=ledger,
-            seed=None if self.entropy == "system" else config.seed,
+            seed=self.randomness.seed,
             server_optimizer=tables.server_optimizer(config),
             placement=config.noise.placement,
             hardened_noise=config.noise.hardened,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -51,9 +51,10 @@ def run(
         If the run succeeded on a federation whose SuperLink is on another host: the
         artefacts are there.
     """
-    changes: dict[str, Any] = {} if engine is None else {"engine.name": engine}
-    config = config.replace(**changes)
+    config = config if engine is None else config.replace(**{"engine.name": engine})
     directory = None if out is None else RunDirectory(out)
+    if directory is not None and _needs_state_dir(config):
+        config = config.replace(**{"client.state-dir": str(directory.clients.absolute())})
     if directory is not None:
         directory.check_free(overwrite)
     torch.set_num_threads(1)
@@ -69,6 +70,13 @@ def run(
         return drive(build, LocalGrid(trainer), directory, observer)
     with _ray(build) as grid:
         return drive(build, grid, directory, observer)
+
+
+def _needs_state_dir(config: RunConfig) -> bool:
+    """Whether clients on this machine must be told where to keep what outlives a message."""
+    client, engine = config.client, config.engine
+    here = engine.name == "simulation" or (engine.name == "deployment" and not engine.federation)
+    return here and not client.state_dir and (client.private or client.state == "client")
 
 
 def _ray(build: Build) -> RayGrid:

@@ -215,7 +215,7 @@ class _SharedTrainer:
         self._first = np.concatenate([[0], np.cumsum(sizes)])[:-1]
         self._algorithms = [algorithm(build.config) for build in builds]
         self._randomness = [
-            _Shifted(build.config.seed, int(first))
+            _Shifted(build.randomness.seed, int(first))
             for build, first in zip(builds, self._first, strict=True)
         ]
         parts = [part for build in builds for part in build.parts]

@@ -17,7 +17,6 @@ from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.partitions import Indices
-from fedsim.randomness import Randomness
 from fedsim.tables import mechanism
 
 __all__ = ["NodeBuild", "mechanism_for", "trainer_for"]
@@ -97,6 +96,11 @@ def mechanism_for(context: Context) -> Mechanism:
 
 def _trainer(flat: tuple[tuple[str, Scalar], ...], client: int, data: str) -> Trainer:
     config = RunConfig.from_run_config(dict(flat))
+    if config.client.private and not config.client.state_dir:
+        raise FedsimError(
+            "client.state-dir is not set; a client with example-level privacy keeps its ledger "
+            "there, which must outlive the process that trains."
+        )
     if not 0 <= client < config.partition.clients:
         raise FedsimError(
             f"node-config 'partition-id' is {client}; it must lie in 0 .. "
@@ -104,12 +108,7 @@ def _trainer(flat: tuple[tuple[str, Scalar], ...], client: int, data: str) -> Tr
         )
     if config.engine.name == "simulation" and not data:
         return _everybody(flat)
-    build = NodeBuild(config, client, data)
-    trainer = build.trainer
-    if build.entropy == "system":
-        # A seed that nodes are told is no secret: what a client draws would be known.
-        trainer.randomness = Randomness(None)
-    return trainer
+    return NodeBuild(config, client, data).trainer
 
 
 @functools.lru_cache(maxsize=1)

@@ -12,16 +12,13 @@ from fedsim.config import RunConfig
 
 __all__ = ["run"]
 
-CONFIG = Annotated[Path, typer.Argument(help="The TOML file that describes the run.")]
-SET = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one key, e.g. `client.lr=0.1`."),
-]
-
 
 def run(
-    config: CONFIG,
-    set_: SET = None,
+    config: Annotated[Path, typer.Argument(help="The TOML file that describes the run.")],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one key: `client.lr=0.1`."),
+    ] = None,
     engine: Annotated[
         str | None, typer.Option(help="local, ray, simulation or deployment.")
     ] = None,
