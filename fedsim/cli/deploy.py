@@ -45,6 +45,12 @@ def init(
             help="Also give each node its part of this config's data set as a file.",
         ),
     ] = None,
+    home: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where the operator will find the directory, if not here: in a container, say."
+        ),
+    ] = None,
     insecure: Annotated[
         bool,
         typer.Option("--insecure", help="No TLS and no authentication: for trying things out."),
@@ -71,6 +77,7 @@ def init(
         port=port,
         fleet_port=fleet_port,
         insecure=insecure,
+        home=home,
     )
     if config is not None:
         from fedsim.apps.split import split_data
@@ -95,7 +102,7 @@ def up(
     Every node is a process of its own, with its own key and, after `init --split`, its own
     data. When it is up, submit runs from elsewhere:
 
-        fedsim run CONFIG.toml --engine deployment --set engine.federation=fed
+        fedsim run CONFIG.toml --set engine.name=deployment --set engine.federation=fed
 
     Nothing is left behind when it ends, however it ends, but logs/ and runs/.
     """

@@ -5,8 +5,10 @@
     DIR/federation.toml     host names, ports, number of nodes
     DIR/authority/          ca.key, ca.crt: stays with whoever lets nodes in
     DIR/superlink/          ca.crt, server.pem, server.key
-    DIR/node-0/ ...         ca.crt, node.key, node.pub: one directory for each SuperNode
-    DIR/operator/           ca.crt, config.toml: a FLWR_HOME, for whoever submits runs
+    DIR/node-0/ ...         ca.crt, node.key: one directory for each SuperNode
+    DIR/operator/           ca.crt, config.toml, node-0.pub ...: a FLWR_HOME, for whoever lets
+                            nodes in and submits runs
+    DIR/runs/               what runs leave, on the SuperLink's machine
 """
 
 from __future__ import annotations
@@ -66,8 +68,18 @@ class Federation:
         port: int = 8000,
         fleet_port: int = 9092,
         insecure: bool = False,
+        home: Path | None = None,
     ) -> Federation:
         """Make the authority, the certificate, the nodes' keys, and everybody's files.
+
+        Parameters
+        ----------
+        hosts, nodes, port, fleet_port, insecure
+            As for the class.
+        days : int
+            Until the server's certificate expires.
+        home : path, optional
+            Where the operator will find this directory, if not here: in a container, say.
 
         Raises
         ------
@@ -87,7 +99,9 @@ class Federation:
             made._make_certificates(days)
         for node in range(nodes):
             made._make_node(node)
-        write_public(made.operator / "config.toml", made._connection().encode())
+        connection = made._connection((home or made.directory) / "operator")
+        write_public(made.operator / "config.toml", connection.encode())
+        made.runs.mkdir()
         description = {k: v for k, v in asdict(made).items() if k != "directory"}
         content = tomli_w.dumps({**description, "hosts": list(hosts)})
         write_public(directory / "federation.toml", content.encode())
@@ -126,12 +140,14 @@ class Federation:
 
     def public_key(self, node: int) -> Path:
         """The key by which the SuperLink knows a node."""
-        return self.node(node) / "node.pub"
+        return self.operator / f"node-{node}.pub"
 
     def issue(self, days: int = 365) -> None:
         """Make a new certificate for the SuperLink."""
         authority = Authority.load(self.directory / "authority")
-        certificate, key = authority.issue(self.hosts, days)
+        # The SuperLink's own apps reach it on loopback.
+        names = dict.fromkeys([*self.hosts, "127.0.0.1", "localhost"])
+        certificate, key = authority.issue(list(names), days)
         write_public(self.directory / "superlink" / "server.pem", certificate)
         write_private(self.directory / "superlink" / "server.key", key)
 
@@ -223,12 +239,12 @@ class Federation:
         authority = self.directory / "authority" / "ca.crt"
         write_public(self.node(node) / "ca.crt", authority.read_bytes())
 
-    def _connection(self) -> str:
+    def _connection(self, operator: Path) -> str:
         link: dict[str, str | bool] = {"address": f"{self.hosts[0]}:{self.port}"}
         if self.insecure:
             link["insecure"] = True
         else:
-            link["root-certificates"] = str(self.operator / "ca.crt")
+            link["root-certificates"] = str(operator / "ca.crt")
         return tomli_w.dumps({"superlink": {"default": CONNECTION, CONNECTION: link}})
 
 

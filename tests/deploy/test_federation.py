@@ -4,6 +4,7 @@ import stat
 import tomllib
 
 import pytest
+from cryptography import x509
 
 from fedsim.deploy import federation as module
 from fedsim.deploy.federation import CONNECTION, Federation
@@ -30,12 +31,12 @@ def test_each_party_gets_its_own_files_with_the_right_permissions(made):
         "federation.toml": 0o644,
         "node-0/ca.crt": 0o644,
         "node-0/node.key": 0o600,
-        "node-0/node.pub": 0o644,
         "node-1/ca.crt": 0o644,
         "node-1/node.key": 0o600,
-        "node-1/node.pub": 0o644,
         "operator/ca.crt": 0o644,
         "operator/config.toml": 0o644,
+        "operator/node-0.pub": 0o644,
+        "operator/node-1.pub": 0o644,
         "superlink/ca.crt": 0o644,
         "superlink/server.key": 0o600,
         "superlink/server.pem": 0o644,
@@ -44,6 +45,17 @@ def test_each_party_gets_its_own_files_with_the_right_permissions(made):
 
 def test_a_federation_is_read_back_as_it_was_made(made):
     assert Federation.load(made.directory) == made
+
+
+def test_the_server_is_known_under_its_names_and_to_its_own_apps_on_loopback(made):
+    pem = (made.directory / "superlink" / "server.pem").read_bytes()
+    names = x509.load_pem_x509_certificate(pem).extensions.get_extension_for_class(
+        x509.SubjectAlternativeName
+    )
+    assert names.value.get_values_for_type(x509.DNSName) == ["superlink", "localhost"]
+    assert [str(ip) for ip in names.value.get_values_for_type(x509.IPAddress)] == [
+        *("10.0.0.1", "127.0.0.1"),
+    ]
 
 
 def test_the_operator_knows_the_superlink_and_its_authority(made):

@@ -135,3 +135,11 @@ def test_impossible_bounds_are_refused(value: float) -> None:
     if not 0 <= value <= 1e30:
         with pytest.raises(FedsimError, match="smoothing"):
             Normalization(1.0, smoothing=value)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_the_scale_of_a_non_finite_row_is_nan_and_of_a_zero_row_finite(
+    mechanism: ScalingMechanism,
+) -> None:
+    scales = mechanism.scales(torch.tensor([NAN, 0.0]))
+    assert scales.isnan().tolist() == [True, False]
