@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from fedsim.errors import FedsimError
 
-__all__ = ["NoiseSource", "fixed_share", "share_multiplier", "top_up_multiplier"]
+__all__ = ["NoiseSource", "share_multiplier", "top_up_multiplier"]
 
 Array = npt.NDArray[np.float64]
 
@@ -72,20 +72,3 @@ def top_up_multiplier(noise_multiplier: float, asked: int, usable: int) -> float
     if asked == 0:
         return noise_multiplier
     return noise_multiplier * math.sqrt(1 - usable / asked)
-
-
-def fixed_share(noise_multiplier: float, cohort_size: float, population: int) -> float:
-    """Noise multiplier of Das's fixed share, ``z / sqrt(r)``, for full participation only.
-
-    Raises
-    ------
-    FedsimError
-        If not every client takes part: the variance of the sum would then be proportional to
-        the number of clients present, and tell one from none.
-    """
-    if cohort_size != population:
-        raise FedsimError(
-            f"a fixed noise share needs full participation; the cohort is {cohort_size:g} of "
-            f"{population} clients."
-        )
-    return share_multiplier(noise_multiplier, population)

@@ -31,7 +31,7 @@ from fedsim.mechanisms import (
     Release,
     State,
 )
-from fedsim.mechanisms.noise import fixed_share
+from fedsim.mechanisms.noise import share_multiplier, top_up_multiplier
 
 NAN = float("nan")
 MECHANISMS: list[Mechanism] = [
@@ -371,10 +371,10 @@ def test_a_scalars_noise_has_the_stated_variance_on_both_placements() -> None:
     assert stats.ks_2samp(found["server"], found["client"]).pvalue > 1e-4
 
 
-def test_das_fixed_share_is_for_full_participation_only() -> None:
-    assert fixed_share(3.0, 100, 100) == pytest.approx(0.3)
-    with pytest.raises(FedsimError, match="full participation"):
-        fixed_share(3.0, 10, 100)
+def test_under_full_participation_a_share_is_das_own() -> None:
+    """z C / sqrt(r) for each of r clients, and nothing from the server."""
+    assert share_multiplier(3.0, 100) == pytest.approx(0.3)
+    assert top_up_multiplier(3.0, 100, 100) == 0
 
 
 def test_without_privacy_there_is_nothing_to_share() -> None:
