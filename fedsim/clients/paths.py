@@ -7,9 +7,10 @@
 | plain   | everything; one client at a time                       | dense rows            |
 
 Every local algorithm runs on every path: it sees a `Gradient` and not where that came from.
-The rule (`choose`): stacked where the model has it; else plain on a CPU, where a model big
-enough to need convolutions or attention is bound by arithmetic, and func on a GPU, where it
-is bound by launches. `fedsim tune` measures all of them.
+The rule (`choose`): stacked where the model has it; else func on a GPU, which is bound by
+launches, and on a CPU for small models whose parameters are all in linear layers; else
+plain, as whatever needs convolutions or attention is bound by arithmetic there. `fedsim tune`
+measures all of them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ PathName = Literal["auto", "plain", "func", "stacked"]
 # What a block may take: about what a core's share of the cache holds, and a corner of a GPU.
 CPU_BYTES = 6 * 2**20
 CUDA_BYTES = 2**31
+SMALL_BYTES = 2**18
 MOST_CLIENTS = {"cpu": 256, "cuda": 4096}
 
 
@@ -95,8 +97,10 @@ def choose(
                 "takes a Sequential of linear layers with ReLU, tanh or sigmoid. Allowed here: "
                 "'auto', 'func', 'plain'."
             )
-    if wanted == "func" or (wanted == "auto" and device.type == "cuda"):
-        return FuncPath(model, packing, loss)
+    func = FuncPath(model, packing, loss)
+    small = func.aligned and packing.width * packing.layout.dtype.itemsize <= SMALL_BYTES
+    if wanted == "func" or (wanted == "auto" and (device.type == "cuda" or small)):
+        return func
     if wanted in ("auto", "plain"):
         return PlainPath(model, packing, loss)
     raise FedsimError(

@@ -156,6 +156,24 @@ class Trainer:
         """Number of clients."""
         return self.data.population
 
+    def on(self, path: PathName, block_size: int = 0) -> Trainer:
+        """The same clients on another path, their state starting anew."""
+        return Trainer(
+            self.model,
+            self.algorithm,
+            self.data,
+            batch_size=self.plan.batch_size,
+            epochs=self.plan.epochs,
+            steps=self.plan.steps,
+            loss=self.loss,
+            metrics=self.metrics,
+            path=path,
+            block_size=block_size,
+            randomness=self.randomness,
+            device=self.device,
+            privacy=self.privacy,
+        )
+
     def initial(self) -> Tensor:
         """The model's own parameters as a row, ``[d]``."""
         return self.layout.flatten(dict(self.model.named_parameters())).clone()

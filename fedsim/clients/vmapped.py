@@ -19,7 +19,7 @@ __all__ = ["FuncPath"]
 
 @dataclass(frozen=True)
 class FuncPath:
-    """`torch.func`: on a GPU one call for the whole block."""
+    """`torch.func`: one call for the whole block, on a GPU and for dense models on a CPU."""
 
     model: nn.Module
     packing: Packing
@@ -46,29 +46,51 @@ class FuncPath:
     ) -> tuple[Gradient, Tensor]:
         """Gradients of the weighted loss, and the loss of each example ``[n, B]``."""
         gradients, losses = torch.zeros_like(theta), torch.empty_like(weight)
+        B = weight.shape[1]
+        x, y, weight = (self._padded(t) for t in (x, y, weight))
         for part in self._parts(theta):
-            named, losses[part] = self._gradients(
+            named, each = self._gradients(
                 self.packing.named(theta[part].clone()), x[part].clone(), y[part], weight[part]
             )
+            losses[part] = each[:, :B]
             for name, inside in self.packing.slices.items():
                 gradients[part, inside] = named[name].flatten(1)
         return Dense(gradients), losses
 
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
         """Outputs of the model ``[n, B, ...]`` at ``theta [n, D]``."""
+        B = x.shape[1]
+        x = self._padded(x)
         return torch.cat(
             [
-                self._outputs(self.packing.named(theta[part].clone()), x[part].clone())
+                self._outputs(self.packing.named(theta[part].clone()), x[part].clone())[:, :B]
                 for part in self._parts(theta)
             ]
         )
 
-    def _parts(self, theta: Tensor) -> list[slice]:
-        """The whole block on a GPU; one client after another on a CPU.
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether every matrix of a block starts on a cache line, if batches are padded to one.
 
-        There a vmapped product leaves it to its library how to align what lies in between,
-        and a client's bits would depend on its place in the block.
+        Then the library's kernels, and a client's bits, do not depend on its place in a block.
         """
-        if theta.device.type != "cpu":
+        for module in self.model.modules():
+            own = list(module.parameters(recurse=False))
+            if own and not (
+                type(module) is nn.Linear and module.weight.numel() % self.packing.per_line == 0
+            ):
+                return False
+        return True
+
+    def _padded(self, batch: Tensor) -> Tensor:
+        """``[n, B, ...]`` with zeros up to a whole number of cache lines of coordinates."""
+        missing = -batch.shape[1] % self.packing.per_line
+        if not missing or batch.is_cuda or not self.aligned:
+            return batch
+        return torch.cat([batch, batch.new_zeros(len(batch), missing, *batch.shape[2:])], dim=1)
+
+    def _parts(self, theta: Tensor) -> list[slice]:
+        """The whole block where that is safe; one client after another elsewhere on a CPU."""
+        if theta.is_cuda or self.aligned:
             return [slice(None)]
         return [slice(k, k + 1) for k in range(len(theta))]

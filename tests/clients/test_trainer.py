@@ -116,6 +116,23 @@ def test_rows_and_metrics_have_the_same_bytes_for_any_block_size(path, dtype):
             assert np.array_equal(column, reference[1][name]), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("features", "hidden"), [(48, 32), (784, 64), (16, 16)])
+def test_dense_models_have_the_same_bytes_when_vmapped_in_blocks(dtype, features, hidden):
+    sizes = list(np.random.default_rng(1).integers(0, 14, 13))
+    data, model = (
+        make_data(sizes, features, 4, dtype=dtype),
+        make_mlp(features, hidden, 4, dtype=dtype),
+    )
+    rows = []
+    for block_size in (1, 3, 13):
+        trainer = trainer_of("func", model=model, data=data, block_size=block_size)
+        assert trainer.path.aligned
+        rows.append(rows_of(trainer, np.arange(13))[0])
+    assert torch.equal(rows[0], rows[1])
+    assert torch.equal(rows[0], rows[2])
+
+
 @given(st.permutations(list(IDS)), st.integers(1, 7))
 @settings(max_examples=15, deadline=None)
 def test_a_client_trains_alike_whoever_stands_beside_it(order, take):
@@ -227,6 +244,28 @@ def test_convolutions_on_a_cpu_go_one_client_at_a_time():
     one, _ = rows_of(plain, np.arange(3))
     other, _ = rows_of(func, np.arange(3))
     torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+class Residual(nn.Module):
+    """Dense layers that are no Sequential."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.body, self.head = nn.Linear(width, width), nn.Linear(width, 4)
+
+    def forward(self, x):
+        return self.head(x + torch.relu(self.body(x)))
+
+
+def test_the_rule_chooses_by_model_alone():
+    data = make_data([8, 5], features=16, classes=4)
+    names = {
+        "stacked": make_mlp(16, 5, 4),
+        "func": Residual(),
+        "plain": nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 4)),
+    }
+    for name, model in names.items():
+        assert trainer_of("auto", model=model, data=data).path.name == name
 
 
 def test_frozen_layers_are_neither_trained_nor_sent():

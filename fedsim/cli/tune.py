@@ -1,0 +1,136 @@
+"""`fedsim tune`: measure the ways to train a config's clients."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedsim.config import RunConfig
+from fedsim.errors import FedsimError
+
+if TYPE_CHECKING:
+    from fedsim.clients import Trainer
+    from fedsim.exchange import Ids
+
+__all__ = ["tune"]
+
+SIZES = (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """CPU and wall time of one way, in seconds a client."""
+
+    path: str
+    block_size: int
+    cpu: float
+    wall: float
+
+
+def tune(
+    config: Annotated[Path, typer.Argument(help="The TOML file that describes the run.")],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one key, e.g. `client.lr=0.1`."),
+    ] = None,
+    clients: Annotated[
+        int, typer.Option(min=1, help="Most clients that a measurement trains.")
+    ] = 100,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each way.")] = 3,
+) -> None:
+    """Measure every path and block size on a config's own clients, and propose the fastest.
+
+    Nothing is chosen by a clock inside a run: a run follows a fixed rule of model, batch and
+    device, unless its config says otherwise. This says what to write there:
+
+        fedsim tune run.toml
+        fedsim run run.toml --set client.path=stacked --set client.block-size=25
+    """
+    settings = RunConfig.load(config, set_ or [])
+    import numpy as np
+    import torch
+
+    from fedsim.build import Build
+
+    torch.set_num_threads(1)
+    trainer = Build(settings).trainer
+    sizes = np.array([trainer.data.size(i) for i in range(trainer.population)])
+    ids = np.flatnonzero(sizes)[:clients]
+    if not len(ids):
+        raise FedsimError("no client has any data; there is nothing to measure.")
+    console = Console()
+    with console.status("measuring"):
+        found = measure(trainer, ids, repeats)
+    report(console, found, trainer)
+
+
+def measure(trainer: Trainer, ids: Ids, repeats: int) -> list[Measured]:
+    """Every path that takes the model, over block sizes up to the number of clients."""
+    ways: dict[tuple[str, int], Trainer] = {}
+    for path in ("stacked", "func", "plain"):
+        for size in sorted({min(s, len(ids)) for s in SIZES}):
+            try:
+                way = trainer.on(path, size)
+            except FedsimError:
+                break  # the path does not take this model
+            ways.setdefault((path, way.block_size), way)
+    best: dict[tuple[str, int], Measured] = {}
+    on_cpu = trainer.device.type == "cpu"
+
+    def cost(one: Measured) -> float:
+        # CPU time, where neighbours on the machine would stretch the wall clock.
+        return one.cpu if on_cpu else one.wall
+
+    vector = trainer.initial()
+    # In turn, so that all of them meet the same neighbours on the machine.
+    for t in range(1, repeats + 2):
+        for (path, size), way in ways.items():
+            cpu, wall = time.process_time(), time.perf_counter()
+            for _ in way.train(vector, ids, t):
+                pass
+            _wait(way)
+            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            now = Measured(path, size, cpu / len(ids), wall / len(ids))
+            known = best.get((path, size))
+            if t > 1 and (known is None or cost(now) < cost(known)):
+                best[path, size] = now
+    return sorted(best.values(), key=cost)
+
+
+def _wait(trainer: Trainer) -> None:
+    if trainer.device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(trainer.device)
+
+
+def report(console: Console, found: list[Measured], trainer: Trainer) -> None:
+    """A table of what was measured, and the lines to use the fastest."""
+    table = Table(title="Local training, one client update")
+    for column in ("path", "block size", "CPU ms", "wall ms", "clients/s", ""):
+        table.add_column(column, justify="left" if column in ("path", "") else "right")
+    chosen = (trainer.path.name, min(trainer.block_size, max(one.block_size for one in found)))
+    for one in found:
+        table.add_row(
+            one.path,
+            str(one.block_size),
+            f"{one.cpu * 1e3:.3f}",
+            f"{one.wall * 1e3:.3f}",
+            f"{1 / one.wall:.0f}",
+            "nearest to the rule's choice" if (one.path, one.block_size) == chosen else "",
+        )
+    console.print(table)
+    console.print(
+        f"The rule chose path '{trainer.path.name}', at most {trainer.block_size} clients a block."
+    )
+    console.print("Fastest here (another path changes the last digits of the results):")
+    fastest = found[0]
+    console.print(
+        f"  --set client.path={fastest.path} --set client.block-size={fastest.block_size}"
+    )

@@ -1,0 +1,118 @@
+"""Algorithms by name, and the tutorial on one's own."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import sys
+import tomllib
+
+import numpy as np
+import pytest
+import torch
+
+from fedsim.clients import SGD, AdadpLR, Adam, Proximal, Schedule, cross_entropy
+from fedsim.clients.catalog import (
+    ALGORITHMS,
+    loss_named,
+    make_algorithm,
+    metric_named,
+    parse_options,
+)
+from fedsim.errors import FedsimError
+
+TUTORIAL = pathlib.Path(__file__).parents[2] / "docs" / "your_own_algorithm.md"
+
+
+def test_options_are_read_as_the_fields_they_set():
+    algorithm = make_algorithm(
+        "sgd", parse_options("lr=0.5, momentum=0.9,schedule=inverse(decay=0.1, over=step)")
+    )
+    assert algorithm == SGD(0.5, momentum=0.9, schedule=Schedule("inverse", 0.1, 1, "step"))
+    read = make_algorithm("adadp-lr", {"lr": 0.2, "alpha-max": "1.2", "discard": "false"})
+    assert read == AdadpLR(0.2, alpha_max=1.2, discard=False)
+    assert make_algorithm("adam", {}, mu=0.1) == Proximal(Adam(), 0.1)
+
+
+def test_private_adadp_keeps_every_iteration_unless_told_otherwise():
+    assert make_algorithm("adadp-lr", {"lr": 0.1}, private=True) == AdadpLR(
+        0.1, tol=1.0, discard=False
+    )
+    assert make_algorithm("adadp-lr", {"lr": 0.1, "tol": 0.5}, private=True).tol == 0.5
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_name_makes_an_algorithm(name):
+    options = {"lr": "0.1"}
+    assert make_algorithm(name, options).numbers()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("sgdd", {}, "client.name is 'sgdd'"),
+        ("sgd", {"rate": 1}, "'rate' is not one of 'sgd'; allowed: lr, momentum"),
+        ("sgd", {"lr": "fast"}, "'lr' is 'fast'; it must be a number"),
+        ("adadp-lr", {"lr": "1", "discard": "no"}, "it must be true or false"),
+        ("no_such_module:Thing", {}, "cannot be loaded"),
+        ("math:sqrt", {}, "it must name a LocalAlgorithm"),
+    ],
+)
+def test_what_cannot_be_made_is_named(name, options, sentence):
+    with pytest.raises(FedsimError, match=re.escape(sentence)):
+        make_algorithm(name, options)
+
+
+def test_losses_and_metrics_have_names_too():
+    assert loss_named("cross-entropy") is cross_entropy
+    assert metric_named("math:sqrt")(4) == 2
+    for wrong in ("hinge", "math:pi", "math:nothing"):
+        with pytest.raises(FedsimError, match=re.escape("model.loss")):
+            loss_named(wrong)
+
+
+@pytest.fixture
+def tutorial(tmp_path, monkeypatch):
+    text = TUTORIAL.read_text()
+    blocks = re.findall(r"```(\w+)\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "my_clients.py").write_text(blocks[0][1])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield blocks
+    sys.modules.pop("my_clients", None)
+
+
+def test_the_tutorials_code_runs(tutorial, capsys):
+    exec(compile(tutorial[2][1], "tutorial", "exec"), {})
+    assert "torch.Size([4, 27])" in capsys.readouterr().out
+
+
+def test_the_tutorials_module_is_under_40_lines(tutorial):
+    assert len(tutorial[0][1].splitlines()) < 40
+
+
+def test_the_tutorials_config_names_what_its_module_has(tutorial):
+    config = tomllib.loads(tutorial[1][1])
+    algorithm = make_algorithm(config["client"]["name"], parse_options(config["client"]["options"]))
+    assert (algorithm.beta, algorithm.lr) == (0.8, 0.005)
+    loss, metric = loss_named(config["model"]["loss"]), metric_named(config["model"]["metric"])
+    outputs, targets = torch.zeros(4, 3), torch.arange(4) % 3
+    np.testing.assert_allclose(loss(outputs, targets), np.log(3) * 4 / 9, rtol=1e-6)
+    assert metric(outputs, targets).shape == (4,)
+
+
+def test_the_tutorials_algorithm_has_the_same_bytes_in_every_block(tutorial):
+    from clients_helpers import make_data, make_mlp
+    from my_clients import SignMomentum, focal
+
+    from fedsim.clients import Trainer
+    from fedsim.randomness import Randomness
+
+    rows = []
+    for block_size in (1, 3):
+        trainer = Trainer(
+            make_mlp(), SignMomentum(), make_data([9, 4, 7]), batch_size=4, loss=focal,
+            randomness=Randomness(0), block_size=block_size,
+        )  # fmt: skip
+        rows.append(torch.cat([b.rows for b in trainer.train(trainer.initial(), np.arange(3), 1)]))
+    assert torch.equal(*rows)
