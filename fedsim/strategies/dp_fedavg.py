@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -413,11 +412,3 @@ evaluate_metrics_aggr_fn
             f"Noise multiplier: {self.noise_multiplier:g} ({self.randomness.entropy} entropy)",
             f"Ledger: {where}",
         ]
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the parameters and the ledger."""
-        return {
-            "mechanism": dict(self._state),
-            "server_optimizer": self.server_optimizer.state_dict(),
-            "failed_rounds": self._failed_rounds,
-        }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,12 +16,6 @@ class ServerOptimizer(Protocol):
 
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
         """New parameters from ``vector [d]`` and the mean ``update [d]``; neither is changed."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """State to be saved with a checkpoint."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a saved state."""
 
 
 class TorchOptimizer:
@@ -37,7 +31,6 @@ class TorchOptimizer:
         self._make = make
         self._parameter: Tensor | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._saved: dict[str, Any] | None = None
 
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
         """New parameters ``[d]``, in the dtype of ``vector``."""
@@ -49,24 +42,10 @@ class TorchOptimizer:
         optimizer.step()
         return self._parameter.detach().clone()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The optimiser's own."""
-        if self._optimizer is None:
-            return self._saved or {}
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state; before the first step it waits until the parameters are known."""
-        self._saved = state or None
-        if self._optimizer is not None and state:
-            self._optimizer.load_state_dict(state)
-
     def _for(self, vector: Tensor) -> torch.optim.Optimizer:
         if self._optimizer is None:
             self._parameter = vector.detach().clone().requires_grad_()
             self._optimizer = self._make([self._parameter])
-            if self._saved:
-                self._optimizer.load_state_dict(self._saved)
         return self._optimizer
 
 
