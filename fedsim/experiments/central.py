@@ -63,9 +63,7 @@ class DenseNet:
 
     def _layers(self, vector: Tensor) -> list[tuple[Tensor, Tensor]]:
         named = self.layout.unflatten(vector)
-        return [
-            (named[f"fc{k}.weight"], named[f"fc{k}.bias"]) for k in range(1, len(self.widths))
-        ]
+        return [(named[f"fc{k}.weight"], named[f"fc{k}.bias"]) for k in range(1, len(self.widths))]
 
     def _forward(self, vector: Tensor, x: Tensor) -> list[Tensor]:
         """Inputs of every layer, and the logits."""
@@ -170,7 +168,7 @@ def train(
             denominator=cohort.expected_size,
             noise=NoiseSource(randomness.generator(Purpose.NOISE, round=step)),
         )
-        if step % LOOKS == 0:
+        if step % LOOKS == 1:
             plain = rows.sum(torch.ones(rows.count, dtype=torch.float64)) / cohort.expected_size
             distortions.append(float(torch.linalg.vector_norm(release.mean - plain)))
         clipped, seen = clipped + total.clipped, seen + total.count
@@ -185,6 +183,4 @@ def train(
 def _event(mechanism: Mechanism, z: float, cohort: PoissonCohort, layout: Layout) -> Event:
     parts = dict(mechanism.noise_multipliers(z, cohort.expected_size, mechanism.init(layout)))
     first = next(iter(parts))
-    return cohort.event(
-        parts.pop(first), sides=parts, guarantee=mechanism.guarantee == "gaussian"
-    )
+    return cohort.event(parts.pop(first), sides=parts, guarantee=mechanism.guarantee == "gaussian")

@@ -109,7 +109,9 @@ class Das(Experiment):
                 figures[f"eps={epsilon:g} {method} best C"] = best
                 cells = [_pair(*scores[name]) for name in names]
                 rows.append([f"{epsilon:g}", method, *cells, f"{best:.2f}"])
-        rows.append(["none", "fedavg", *[None] * len(settings.clip_norms), _pair(*scores["fedavg"])])
+        rows.append(
+            ["none", "fedavg", *[None] * len(settings.clip_norms), _pair(*scores["fedavg"])]
+        )
         bounds = [f"C = {bound:g}" for bound in settings.clip_norms]
         title = (
             f"{self.base.data.name}: test accuracy (%), mean of the last {LAST} rounds, "
