@@ -23,6 +23,7 @@ from fedsim.privacy import Event, Ledger, Statement
 from fedsim.randomness import Purpose, Randomness
 from fedsim.strategies.client_evaluation import ClientEvaluation
 from fedsim.strategies.contributions import Asked, Contributions, Placement
+from fedsim.strategies.flower_optimizer import FlowerOptimizer
 from fedsim.strategies.loop import rounds_of, run_to_end
 from fedsim.strategies.participants import Participants, node_ids
 from fedsim.strategies.replies import to_arrays
@@ -75,8 +76,9 @@ class DPFedAvg(Strategy):
     seed : int, optional
         Keys the cohorts, the noise and the evaluation samples. By default they come from the
         operating system, as they must wherever the guarantee is meant in earnest.
-    server_optimizer : ServerOptimizer, optional
-        Applied to the noisy mean; by default it is added as it is.
+    server_optimizer : ServerOptimizer or Flower Strategy, optional
+        Applied to the noisy mean; by default it is added as it is. Of Flower's strategies,
+        those that refine FedAvg's mean will do: `FedAdam`, `FedYogi`, `FedAvgM`, ...
     placement : "server" or "client"
         Where noise is drawn: once on the sum, or in the shares of the clients asked, each of
         variance ``z^2 C^2 / asked`` (with full participation, Das et al.'s own form), while
@@ -115,7 +117,7 @@ evaluate_metrics_aggr_fn
         max_epsilon: float | None = None,
         ledger: Ledger | str | PathLike[str] | None = None,
         seed: int | None = None,
-        server_optimizer: ServerOptimizer | None = None,
+        server_optimizer: ServerOptimizer | Strategy | None = None,
         placement: Placement = "server",
         hardened_noise: bool = True,
         fraction_evaluate: float | None = None,
@@ -153,7 +155,9 @@ evaluate_metrics_aggr_fn
             ledger = Ledger(ledger, delta=delta, max_epsilon=max_epsilon, declared=self._event())
         self.ledger = ledger
         self.randomness = Randomness(seed)
-        self.server_optimizer: ServerOptimizer = server_optimizer or sgd()
+        if isinstance(server_optimizer, Strategy):
+            server_optimizer = FlowerOptimizer(server_optimizer)
+        self.server_optimizer = server_optimizer or sgd()
         self.placement = placement
         self.max_failed_rounds = max_failed_rounds
         self.shows_clients = shows_clients
