@@ -112,6 +112,11 @@ def draw(verdict: Verdict, title: str) -> Figure:
         axes.tick_params(colors=_INK)
     plain.set_ylabel("false negatives: a canary, and none is seen", color=_INK)
     plain.legend(loc="upper right", frameon=False, fontsize=9)
+    figure.supxlabel(
+        "dots: errors as counted; squares: what they are at most. A square in the red refutes.",
+        color=_INK,
+        fontsize=9,
+    )
     figure.suptitle(f"{title}\n{verdict}", color=_INK, fontsize=10, wrap=True)
     return figure
 

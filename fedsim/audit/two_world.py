@@ -74,7 +74,7 @@ def attack(
         )
     scale = reach(strategy.mechanism, layout)
     seeds = Randomness(seed).generator(Purpose.AUDIT).integers(2**63, size=(2, runs))
-    seen: list[Floats] = []
+    tables: list[Floats] = []
     claims: set[Claim] = set()
     for side, present in enumerate((False, True)):
         trainer = world.trainer(
@@ -85,16 +85,21 @@ def attack(
             neighbour=strategy.cohort.adjacency,
             sides=strategy.mechanism.side_names,
         )
-        tables = []
         for number in range(runs):
             table, claim = observe(plan, trainer, start, int(seeds[side, number]))
             tables.append(table)
             claims.add(claim)
             tick(1)
-        seen.append(np.stack(tables))
     claim = common_claim(claims)
+    seen = _stacked(tables)
     direction = world.canary(layout.d).numpy()
-    return distinguish(world.name, seen[0], seen[1], direction, claim, risk), claim
+    return distinguish(world.name, seen[:runs], seen[runs:], direction, claim, risk), claim
+
+
+def _stacked(tables: list[Floats]) -> Floats:
+    """``[runs, rounds, width]``: a run in which no round succeeded has shown fewer numbers."""
+    width = max(table.shape[1] for table in tables)
+    return np.stack([np.pad(table, ((0, 0), (0, width - table.shape[1]))) for table in tables])
 
 
 def distinguish(

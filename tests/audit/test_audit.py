@@ -195,6 +195,13 @@ def test_ideal_attacks_at_the_claim_raise_no_false_alarm_and_beyond_it_are_caugh
     assert sum(p_value(2.5) <= 0.01 for _ in range(20)) == 20
 
 
+def test_runs_in_which_every_round_failed_are_seen_too() -> None:
+    # A cohort of the canary alone, which is not there: the model stays as it is.
+    strategy = strategies(Clipping(1.0), PoissonCohort(0.5, 2))
+    verdict = audit(strategy, rounds=2, runs=30, worlds=(ALONE,), canaries=0)
+    assert verdict.two_worlds[0].box.trials == 15
+
+
 def test_the_same_seed_gives_the_same_verdict() -> None:
     def run(seed: int) -> object:
         return audit(strategies(Clipping(1.0)), runs=30, worlds=(ALONE,), canaries=8, seed=seed)
