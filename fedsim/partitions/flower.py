@@ -1,0 +1,110 @@
+"""Our partitioners for `flwr_datasets`, and its partitioners for us.
+
+Needs the package ``flwr-datasets`` (the extra ``flwr-datasets``), which is imported when it
+is first used: that takes seconds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedsim.errors import FedsimError
+from fedsim.partitions.base import Indices, Partition
+
+__all__ = ["FromFlower", "for_flower"]
+
+
+def for_flower(partition: Partition, partition_by: str = "label") -> Any:
+    """A `flwr_datasets` partitioner that deals as one of ours does.
+
+    Parameters
+    ----------
+    partition : Partition
+        Ours.
+    partition_by : str
+        Column of the data set that holds the labels.
+
+    Returns
+    -------
+    flwr_datasets.partitioner.Partitioner
+        For `FederatedDataset`, or by itself once its ``dataset`` is set.
+
+    Raises
+    ------
+    FedsimError
+        If flwr-datasets is not installed.
+    """
+    base = _flower_base()
+
+    class Ours(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self._parts: list[Indices] | None = None
+
+        @property
+        def num_partitions(self) -> int:
+            return partition.clients
+
+        def load_partition(self, partition_id: int) -> Any:
+            if self._parts is None:
+                self._parts = partition.indices(np.asarray(self.dataset[partition_by]))
+            return self.dataset.select(self._parts[partition_id])
+
+    return Ours()
+
+
+@dataclass(frozen=True)
+class FromFlower(Partition):
+    """A `flwr_datasets` partitioner that deals for us.
+
+    Parameters
+    ----------
+    partitioner : flwr_datasets.partitioner.Partitioner
+        Without a data set; it is copied for every use. Its draws follow its own seed.
+    clients : int
+        Number of its partitions.
+    partition_by : str
+        The column in which it looks for labels.
+    """
+
+    partitioner: Any
+    clients: int
+    partition_by: str = "label"
+    seed: int = 0
+
+    @property
+    def _kind(self) -> str:
+        return f"Flower's {type(self.partitioner).__name__}"
+
+    def _deal(self, labels: Indices, generator: np.random.Generator) -> Sequence[Indices]:
+        del generator
+        _flower_base()
+        from datasets import Dataset
+
+        partitioner = copy.deepcopy(self.partitioner)
+        columns = {self.partition_by: labels, "position": np.arange(len(labels))}
+        partitioner.dataset = Dataset.from_dict(columns)
+        if partitioner.num_partitions != self.clients:
+            raise FedsimError(
+                f"clients is {self.clients}; it must be {partitioner.num_partitions}, the number "
+                f"of partitions of {type(partitioner).__name__}."
+            )
+        return [
+            np.asarray(partitioner.load_partition(client)["position"], dtype=np.int64)
+            for client in range(self.clients)
+        ]
+
+
+def _flower_base() -> Any:
+    try:
+        from flwr_datasets.partitioner import Partitioner
+    except ImportError:
+        raise FedsimError(
+            "flwr-datasets is not installed; pip install 'fedsim[flwr-datasets]' has it."
+        ) from None
+    return Partitioner
