@@ -120,7 +120,7 @@ def run_deployment(
         rehearsal.start_all()
         operator = rehearsal.operator
         run_id = operator.submit(write_app(Path(app), build.resolved.to_tree()))
-        rows = _follow(operator, run_id, directory, observer, rehearsal.check)
+        rows = _follow(operator, run_id, directory, observer, rehearsal.tend)
         return _read(build, directory, rows)
 
 

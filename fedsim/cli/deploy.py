@@ -124,7 +124,7 @@ def up(
             rehearsal.start_all()
             console.print(f"Up. Logs are in {directory}/logs, runs in {directory}/runs.")
             while True:
-                rehearsal.check()
+                rehearsal.tend()
                 time.sleep(0.5)
     except KeyboardInterrupt:
         console.print("Down.")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,6 +16,10 @@ from fedsim.deploy.processes import Processes, Running, free_ports, wait_for_por
 from fedsim.errors import FedsimError
 
 __all__ = ["Rehearsal"]
+
+_PAUSE = 5.0
+_LASTED = 60.0
+_TRIES = 20
 
 
 class Rehearsal:
@@ -49,6 +54,8 @@ class Rehearsal:
         self.federation = federation
         self.operator = Operator(federation.operator, CONNECTION)
         self.supernodes: dict[int, Running] = {}
+        # When each was started last, how often it has ended early, and how to start it again.
+        self._starts: dict[int, tuple[float, int, Callable[[], None]]] = {}
         self._variables = dict(variables or {})
         self._database = database
         self._processes = Processes(logs)
@@ -131,7 +138,12 @@ class Rehearsal:
         """Start one SuperNode; it goes on trying until the SuperLink answers."""
         (port,) = free_ports(1)
         command = self.federation.supernode_command(node, client=client, port=port, config=config)
-        self.supernodes[node] = self.start(f"supernode-{node}", command, variables)
+
+        def again() -> None:
+            self.supernodes[node] = self.start(f"supernode-{node}", command, variables)
+
+        again()
+        self._starts[node] = (time.monotonic(), 0, again)
         return self.supernodes[node]
 
     def start(
@@ -153,19 +165,32 @@ class Rehearsal:
         """End one process."""
         self._processes.stop(running)
 
-    def check(self) -> None:
-        """See that the SuperLink is alive, and somebody to train.
+    def tend(self) -> None:
+        """See that the SuperLink is alive, and start again SuperNodes that have ended.
+
+        One that was killed is taken back when the SuperLink has missed its heartbeat, which
+        takes up to a minute; until then it is refused, and ends again.
 
         Raises
         ------
         FedsimError
-            With the end of the log of what has died.
+            If the SuperLink has ended, or a SuperNode does so again and again, with the end
+            of its log.
         """
         if not self.superlink.alive():
             raise FedsimError(f"the SuperLink ended:\n{self.superlink.tail()}")
-        if self.supernodes and not any(node.alive() for node in self.supernodes.values()):
-            last = list(self.supernodes.values())[-1]
-            raise FedsimError(f"every SuperNode has ended, the last with:\n{last.tail()}")
+        for node, running in list(self.supernodes.items()):
+            if running.alive():
+                continue
+            started, ended, again = self._starts[node]
+            if time.monotonic() - started < _PAUSE:
+                continue
+            # One that has lasted had been let in: it is a new failure.
+            ended = 0 if time.monotonic() - started > _LASTED else ended + 1
+            if ended > _TRIES:
+                raise FedsimError(f"SuperNode {node} keeps ending:\n{running.tail()}")
+            again()
+            self._starts[node] = (time.monotonic(), ended, again)
 
     def close(self) -> None:
         """End everything."""
