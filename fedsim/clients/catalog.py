@@ -1,4 +1,4 @@
-"""Local algorithms, losses and metrics by the names that a config gives them.
+"""Local algorithms by the names that a config gives them.
 
 ``name`` is one of `ALGORITHMS` or ``"module:Class"``, a `LocalAlgorithm` of the user's own;
 options are a dataclass's fields in kebab-case, written ``"a=1,b=2"``.
@@ -7,24 +7,20 @@ options are a dataclass's fields in kebab-case, written ``"a=1,b=2"``.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import os
-import sys
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from fedsim.clients.adadp import AdadpLR
 from fedsim.clients.adam import AdadpNoise, Adam, RMSProp
-from fedsim.clients.dpsgd import DPSGD
 from fedsim.clients.local import LocalAlgorithm
-from fedsim.clients.losses import Loss, Metric, accuracy, cross_entropy
 from fedsim.clients.proximal import Proximal
 from fedsim.clients.schedules import Schedule
 from fedsim.clients.sgd import SGD
 from fedsim.errors import FedsimError
+from fedsim.plugins import load
 
-__all__ = ["ALGORITHMS", "load", "loss_named", "make_algorithm", "metric_named", "parse_options"]
+__all__ = ["ALGORITHMS", "make_algorithm", "parse_options"]
 
 ALGORITHMS: Mapping[str, type[LocalAlgorithm]] = {
     "sgd": SGD,
@@ -32,7 +28,8 @@ ALGORITHMS: Mapping[str, type[LocalAlgorithm]] = {
     "rmsprop": RMSProp,
     "adadp-lr": AdadpLR,
     "adadp-noise": AdadpNoise,
-    "dp-sgd": DPSGD,
+    # What makes it private is said in tables of their own: client.mechanism and client.noise.
+    "dp-sgd": SGD,
 }
 
 # What differs where gradients are privatised, unless it is said otherwise.
@@ -40,7 +37,12 @@ PRIVATE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"adadp-lr": {"tol": 1.0, "d
 
 
 def make_algorithm(
-    name: str, options: Mapping[str, Any] | None = None, *, private: bool = False, mu: float = 0.0
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    offered: Mapping[str, Any] | None = None,
+    private: bool = False,
+    mu: float = 0.0,
 ) -> LocalAlgorithm:
     """A local algorithm by its name.
 
@@ -50,6 +52,9 @@ def make_algorithm(
         Of `ALGORITHMS`, or ``"module:Class"``.
     options : mapping
         Its fields, in kebab-case or not; strings are read as the field's type.
+    offered : mapping
+        Values for fields of these names, where it has them and no option sets them; None
+        leaves the field's default.
     private : bool
         Whether its gradients will be privatised: then ``adadp-lr`` has tol 1 and discards
         nothing, unless told otherwise.
@@ -61,14 +66,16 @@ def make_algorithm(
     FedsimError
         If there is no such algorithm or option, or a value cannot be read.
     """
-    kind = load(name, "client.name") if ":" in name else ALGORITHMS.get(name)
+    kind = load("client.name", name) if ":" in name else ALGORITHMS.get(name)
     if kind is None:
         known = ", ".join(f"'{known}'" for known in ALGORITHMS)
         raise FedsimError(f"client.name is '{name}'; it must be {known} or 'module:Class'.")
     if not (isinstance(kind, type) and issubclass(kind, LocalAlgorithm)):
         raise FedsimError(f"client.name is '{name}'; it must name a LocalAlgorithm.")
     given = {key.replace("-", "_"): value for key, value in (options or {}).items()}
-    defaults = PRIVATE_DEFAULTS.get(name, {}) if private else {}
+    defaults = dict(PRIVATE_DEFAULTS.get(name, {}) if private else {})
+    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    defaults |= {k: v for k, v in (offered or {}).items() if k in fields and v is not None}
     algorithm = kind(**_read(kind, {**defaults, **given}, name))
     return Proximal(algorithm, mu) if mu else algorithm
 
@@ -129,46 +136,3 @@ def _typed(key: str, value: Any, kind: Any) -> Any:
         raise FedsimError(
             f"client option '{key.replace('_', '-')}' is '{value}'; it must be {word}."
         ) from None
-
-
-def load(name: str, key: str) -> Any:
-    """What ``"module:attribute"`` names; modules in the working directory are found.
-
-    Raises
-    ------
-    FedsimError
-        If there is none; ``key`` is the config's key that asked for it.
-    """
-    module_name, _, attribute = name.partition(":")
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.append(here)
-    try:
-        found = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise FedsimError(f"{key} is '{name}', which cannot be loaded: {error}.") from error
-    return found
-
-
-def loss_named(name: str) -> Loss:
-    """A loss for each example: ``"cross-entropy"`` or ``"module:callable"``."""
-    if name == "cross-entropy":
-        return cross_entropy
-    loss: Loss = _callable(name, "model.loss", "cross-entropy")
-    return loss
-
-
-def metric_named(name: str) -> Metric:
-    """A metric for each example: ``"accuracy"`` or ``"module:callable"``."""
-    return accuracy if name == "accuracy" else _callable(name, "model.metric", "accuracy")
-
-
-def _callable(name: str, key: str, known: str) -> Any:
-    if ":" not in name:
-        raise FedsimError(f"{key} is '{name}'; it must be '{known}' or 'module:callable'.")
-    found = load(name, key)
-    if not callable(found):
-        raise FedsimError(f"{key} is '{name}', which is not callable.")
-    return found

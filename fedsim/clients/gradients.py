@@ -8,7 +8,7 @@ and output gradients of each layer) and folds them into whatever they are subtra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedsim.clients.packing import Packing, aligned_empty
 
-__all__ = ["Dense", "Factor", "Factored", "Gradient"]
+__all__ = ["Dense", "Factor", "Factored", "Gradient", "Parts"]
 
 
 class Gradient(Protocol):
@@ -66,8 +66,49 @@ class Dense:
         return torch.maximum(self.values.amax(1), -self.values.amin(1))
 
     def subtract_from(self, theta: Tensor, rate: Tensor) -> None:
-        """One multiplication and one subtraction over the block."""
-        theta.sub_(self.values * rate.unsqueeze(1))
+        """One multiply-add over the block."""
+        theta.addcmul_(self.values, rate.unsqueeze(1), value=-1)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Gradients written out parameter by parameter, as autograd gives them.
+
+    Attributes
+    ----------
+    parts : mapping of name to Tensor ``[n, *shape]``
+        A parameter that is missing has no gradient.
+    packing : Packing
+    """
+
+    parts: Mapping[str, Tensor]
+    packing: Packing
+
+    def __getitem__(self, clients: slice) -> Parts:
+        """Of these clients."""
+        return Parts({k: part[clients] for k, part in self.parts.items()}, self.packing)
+
+    def dense(self) -> Tensor:
+        """Write them side by side, ``[n, D]``."""
+        first = next(iter(self.parts.values()))
+        out = first.new_zeros(len(first), self.packing.width)
+        for name, part in self.parts.items():
+            out[:, self.packing.slices[name]].view(part.shape).copy_(part)
+        return out
+
+    def subtract_from(self, theta: Tensor, rate: Tensor) -> None:
+        """One multiply-add for each parameter."""
+        for name, part in self.parts.items():
+            view = theta[:, self.packing.slices[name]].view(part.shape)
+            view.addcmul_(part, rate.view(-1, *[1] * (part.dim() - 1)), value=-1)
+
+    def distance(self, other: Gradient) -> Tensor:
+        """Norms of the difference."""
+        return Dense(self.dense()).distance(other)
+
+    def peak(self) -> Tensor:
+        """The largest coordinate."""
+        return Dense(self.dense()).peak()
 
 
 @dataclass(frozen=True)

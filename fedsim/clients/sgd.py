@@ -65,4 +65,4 @@ class SGD(LocalAlgorithm):
             g.add_(theta, alpha=self.weight_decay)
         if self.momentum:
             g = state["velocity"].mul_(self.momentum).add_(g)
-        theta.sub_(g * rate.unsqueeze(1))
+        theta.addcmul_(g, rate.unsqueeze(1), value=-1)
