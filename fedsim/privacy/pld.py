@@ -19,7 +19,7 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import logsumexp, ndtr, ndtri
+from scipy.special import ndtr, ndtri
 
 __all__ = ["Component", "composed_delta", "composed_epsilon"]
 
@@ -35,8 +35,7 @@ WINDOW_TAIL = 1e-15
 STEPS_PER_STD = 40
 LARGEST_STEP = 0.02
 MOST_POINTS = 2**19
-# Orders of the Chernoff bound on the window.
-ORDERS = 2.0 ** np.arange(-4, 13)
+MOST_WINDOW_POINTS = 2**22
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class _Losses:
     start: int
     probs: Array
     infinite: float
-    log_moments: Array  # [2, orders]: log E exp(+-order * loss), finite losses
 
 
 def composed_epsilon(counts: Mapping[Component, int], delta: float) -> float:
@@ -84,19 +82,24 @@ def composed_delta(counts: Mapping[Component, int], epsilon: float) -> float:
 
 def _step(counts: Mapping[Component, int]) -> float:
     """Grid step for a composition, from a coarse ladder so that components keep theirs."""
-    variance = sum(count * _loss_std(c) ** 2 for c, count in counts.items())
+    variance = sum(n * _loss_std(c) ** 2 for c, n in counts.items())
     std = math.sqrt(variance / sum(counts.values()))
     step = min(std / STEPS_PER_STD, LARGEST_STEP)
-    widest = max(_loss_range(c) for c in counts) / MOST_POINTS
-    return float(2.0 ** (math.floor(4 * math.log2(max(step, 2 * widest))) / 4))
+    # Plans beyond all reason get a coarser grid, which is still an upper bound.
+    widest = max(_loss_range(c) for c in counts)
+    variance = sum(n * _loss_std(c, with_row=True) ** 2 for c, n in counts.items())
+    least = 2 * max(widest / MOST_POINTS, 18 * math.sqrt(variance) / MOST_WINDOW_POINTS)
+    return float(2.0 ** (math.floor(4 * math.log2(max(step, least))) / 4))
 
 
 @lru_cache(maxsize=4096)
-def _loss_std(component: Component) -> float:
-    """Standard deviation of the loss under the data without the row."""
-    z = component.noise_multiplier
+def _loss_std(component: Component, *, with_row: bool = False) -> float:
+    """Standard deviation of the loss under the data without the row, or with it."""
+    q, z = component.rate, component.noise_multiplier
     x = np.linspace(-9.0, 9.0, 4001)
     weight = np.exp(-(x**2) / 2)
+    if with_row:
+        x, weight = np.append(x, x + 1 / z), np.append((1 - q) * weight, q * weight)
     loss = _loss(component, x * z)
     mean = weight @ loss / weight.sum()
     return math.sqrt(float(weight @ (loss - mean) ** 2 / weight.sum()))
@@ -120,7 +123,7 @@ def _loss(component: Component, x: Array) -> Array:
     return np.asarray(np.logaddexp(math.log1p(-q), math.log(q) + exponent))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=72)
 def _release(component: Component, h: float) -> tuple[_Losses, _Losses]:
     """Both directions of one release on the grid of step ``h``."""
     q, z = component.rate, component.noise_multiplier
@@ -139,7 +142,7 @@ def _release(component: Component, h: float) -> tuple[_Losses, _Losses]:
     with_row = (1 - q) * without + q * _masses((x - 1) / z) if q < 1 else _masses((x - 1) / z)
     removed = _connect(grid, with_row, without, h)
     added = _connect(-grid[::-1], without[::-1], with_row[::-1], h)
-    return _losses(first, removed, h), _losses(-last, added, h)
+    return _trimmed(first, removed), _trimmed(-last, added)
 
 
 def _masses(points: Array) -> Array:
@@ -171,22 +174,18 @@ def _connect(grid: Array, upper: Array, lower: Array, h: float) -> Array:
     return probs
 
 
-def _losses(start: int, masses: Array, h: float) -> _Losses:
+def _trimmed(start: int, masses: Array) -> _Losses:
     probs, infinite = masses[:-1], float(masses[-1])
     inside = np.flatnonzero(probs > 0)
     start, probs = start + int(inside[0]), probs[inside[0] : inside[-1] + 1]
-    losses = (start + np.arange(len(probs))) * h
-    log_probs = np.log(np.maximum(probs, 1e-300))
-    moments = [[logsumexp(s * o * losses + log_probs) for o in ORDERS] for s in (1, -1)]
-    return _Losses(start, probs, infinite, np.array(moments))
+    return _Losses(start, probs, infinite)
 
 
 def _compose(counts: Mapping[Component, int], h: float, side: int) -> tuple[int, Array, float]:
     """Start, probabilities and infinite mass of the composition, in one direction."""
     parts = [(_release(c, h)[side], c, count) for c, count in counts.items()]
-    moments = sum(count * losses.log_moments for losses, _, count in parts)
-    most, least = np.min((moments - math.log(WINDOW_TAIL)) / ORDERS, axis=1)
-    first = max(math.floor(-least / h), sum(n * p.start for p, _, n in parts))
+    least, most = _window(counts, h, side)
+    first = max(math.floor(least / h), sum(n * p.start for p, _, n in parts))
     last = min(math.ceil(most / h), sum(n * (p.start + len(p.probs) - 1) for p, _, n in parts))
     needed = max(last - first + 1, max(len(p.probs) for p, _, _ in parts))
     size = _fast_size(needed)
@@ -210,15 +209,52 @@ def _compose(counts: Mapping[Component, int], h: float, side: int) -> tuple[int,
     return first, np.maximum(probs, 0.0), 2 * WINDOW_TAIL - math.expm1(finite)
 
 
+def _window(counts: Mapping[Component, int], h: float, side: int) -> tuple[float, float]:
+    """Losses that the composition stays between, but for `WINDOW_TAIL` on either side.
+
+    Chernoff's bound at orders about ``sqrt(2 log(1 / tail)) / std``, the best for a Gaussian
+    of the loss's standard deviation without the row, with it, or between.
+    """
+    low, high = (
+        math.sqrt(sum(n * _loss_std(c, with_row=with_row) ** 2 for c, n in counts.items()))
+        for with_row in (False, True)
+    )
+    low, high = max(low, high * 2.0**-20), max(low, high)
+    ladder = range(math.floor(math.log2(2.0 / high)), math.ceil(math.log2(16.0 / low)))
+    moments = sum(n * _log_moments(c, h, side, ladder) for c, n in counts.items())
+    least, most = np.min((moments - math.log(WINDOW_TAIL)) / 2.0 ** np.array(ladder), axis=1)
+    return -float(least), float(most)
+
+
+@lru_cache(maxsize=1024)
+def _log_moments(component: Component, h: float, side: int, ladder: range) -> Array:
+    """log E exp(-+2^k * loss) of one release's finite losses, k in ladder: ``[2, ladder]``."""
+    release = _release(component, h)[side]
+    losses = h * (release.start + np.arange(len(release.probs)))
+    log_probs = np.log(np.maximum(release.probs, 1e-300))
+    moments = np.empty((2, len(ladder)))
+    for row, sign in enumerate((-1.0, 1.0)):
+        for column, k in enumerate(ladder):
+            exponents = sign * 2.0**k * losses + log_probs
+            top = exponents.max()
+            moments[row, column] = top + math.log(np.exp(exponents - top).sum())
+    return moments
+
+
 def _fast_size(needed: int) -> int:
     """Least 2^k times 4, 5, 6 or 7 that is large enough: few sizes, each a fast one."""
     power = int(2 ** max(2, math.ceil(math.log2(needed)) - 3))
     return next(parts * power for parts in (4, 5, 6, 7, 8) if parts * power >= needed)
 
 
-@lru_cache(maxsize=160)
 def _transform(component: Component, h: float, side: int, size: int) -> tuple[Array, Array]:
-    """Log-magnitude and phase of one release's transform."""
+    """Log-magnitude and phase of one release's transform; kept, unless memory forbids."""
+    find = _transformed if size <= 2**18 else _transformed.__wrapped__
+    return find(component, h, side, size)
+
+
+@lru_cache(maxsize=144)
+def _transformed(component: Component, h: float, side: int, size: int) -> tuple[Array, Array]:
     spectrum = np.fft.rfft(_release(component, h)[side].probs, size)
     return np.log(np.maximum(np.abs(spectrum), 1e-300)), np.angle(spectrum)
 

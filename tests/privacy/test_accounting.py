@@ -83,7 +83,7 @@ def test_opacus_agrees_by_prv_and_by_rdp():
 
 
 @pytest.mark.parametrize(
-    ("rate", "z", "rounds"), [(0.2, 1.5, 40), (0.01, 1.1, 300), (0.9, 20, 500), (0.5, 0.4, 5)]
+    ("rate", "z", "rounds"), [(0.2, 1.5, 40), (0.01, 1.1, 300), (0.9, 20, 500), (0.5, 0.8, 5)]
 )
 def test_our_composition_is_dp_accountings(rate, z, rounds):
     theirs = PLDAccountant(value_discretization_interval=1e-4)
@@ -166,7 +166,7 @@ ROUNDS = st.integers(1, 3000)
 
 
 @given(RATES, NOISE, ROUNDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_more_noise_costs_less_and_more_rounds_or_sampling_more(rate, z, rounds):
     def spent(rate: float, z: float, rounds: int) -> float:
         return epsilon(noise_multiplier=z, cohort=PoissonCohort(rate), rounds=rounds, delta=1e-5)
@@ -180,14 +180,14 @@ def test_more_noise_costs_less_and_more_rounds_or_sampling_more(rate, z, rounds)
 
 
 @given(RATES, NOISE, ROUNDS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_loss_distributions_never_exceed_renyi(rate, z, rounds):
     spent = cost(noise_multiplier=z, cohort=PoissonCohort(rate), rounds=rounds, delta=1e-6)
     assert spent.epsilon <= spent.rdp_epsilon * (1 + 2e-4) + 1e-9
 
 
 @given(RATES, st.floats(0.6, 10), st.integers(1, 500), st.floats(-8, -2))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_delta_is_the_inverse_of_epsilon(rate, z, rounds, log_delta):
     accountant = Accountant([PoissonCohort(rate).event(z, count=rounds)])
     delta = 10**log_delta
@@ -257,6 +257,16 @@ def test_a_release_without_guarantee_costs_infinity():
         assert accountant.epsilon(1e-5) == math.inf
         assert accountant.delta(1.0) == 1.0
         assert Accountant().would_exceed(event, 1e9, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rate", "z", "rounds"),
+    [(0.5, 0.01, 3), (1e-3, 0.2, 100), (1e-6, 1.0, 10**7), (0.3, 1e4, 10**6)],
+)
+def test_extreme_plans_get_a_bound_below_renyis(rate, z, rounds):
+    spent = cost(noise_multiplier=z, cohort=PoissonCohort(rate), rounds=rounds, delta=1e-9)
+    assert 0 <= spent.epsilon <= spent.rdp_epsilon * (1 + 1e-4)
+    assert math.isfinite(spent.epsilon)
 
 
 def test_nothing_released_costs_nothing():
