@@ -15,7 +15,7 @@ from typing import Any
 
 from fedsim.errors import FedsimError
 
-__all__ = ["current_directory_importable", "load", "parse_options"]
+__all__ = ["current_directory_importable", "load"]
 
 
 def load(key: str, name: str) -> Callable[..., Any]:
@@ -41,34 +41,6 @@ def current_directory_importable() -> Iterator[None]:
         yield
     finally:
         sys.path[:] = before
-
-
-def parse_options(key: str, text: str) -> dict[str, bool | int | float | str]:
-    """``"a=1,b=2"`` as keyword arguments.
-
-    Raises
-    ------
-    FedsimError
-        If a part has no ``=`` or no valid name before it.
-    """
-    options: dict[str, bool | int | float | str] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or not name.isidentifier():
-            raise FedsimError(f'{key} has {part!r}; it must be written like "a=1,b=2".')
-        options[name] = _parsed(value)
-    return options
-
-
-def _parsed(value: str) -> bool | int | float | str:
-    if value in ("true", "false"):
-        return value == "true"
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value
 
 
 def _find(key: str, name: str) -> Callable[..., Any]:

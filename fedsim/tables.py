@@ -7,12 +7,12 @@ from dataclasses import fields
 from typing import Any
 
 from fedsim import clients, mechanisms, partitions, plugins
-from fedsim.clients import LocalAlgorithm, Proximal, Schedule
+from fedsim.clients import LocalAlgorithm
+from fedsim.clients.catalog import make_algorithm, parse_options
 from fedsim.clients.losses import Loss, Metric
 from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
 from fedsim.config import RunConfig
-from fedsim.config_sections import ClientMechanismSection, ClientSection, MechanismSection
-from fedsim.errors import FedsimError
+from fedsim.config_sections import ClientMechanismSection, MechanismSection
 from fedsim.mechanisms import Mechanism
 from fedsim.strategies import ServerOptimizer, adam, sgd
 
@@ -83,16 +83,6 @@ def mechanism(settings: MechanismSection | ClientMechanismSection) -> Mechanism:
     return built
 
 
-_ALGORITHMS: dict[str, type[Any]] = {
-    "sgd": clients.SGD,
-    "dp-sgd": clients.SGD,
-    "adam": clients.Adam,
-    "rmsprop": clients.RMSProp,
-    "adadp-lr": clients.AdadpLR,
-    "adadp-noise": clients.AdadpNoise,
-}
-
-
 def algorithm(config: RunConfig) -> LocalAlgorithm:
     """The client algorithm.
 
@@ -102,40 +92,13 @@ def algorithm(config: RunConfig) -> LocalAlgorithm:
         If one of the user's own cannot be found or made.
     """
     settings = config.client
-    if ":" in settings.name:
-        built = _own_algorithm(settings)
-    else:
-        kind = _ALGORITHMS[settings.name]
-        values = {field.name: getattr(settings, field.name) for field in fields(kind)}
-        built = kind(**_settled(values, settings.private))
-    return Proximal(built, settings.proximal) if settings.proximal else built
-
-
-def _settled(values: dict[str, Any], private: bool) -> dict[str, Any]:
-    """Settings of an algorithm, with the defaults that depend on whether gradients are noised."""
-    depends = {"tol": 1.0 if private else 0.1, "discard": not private}
-    values = {k: depends.get(k) if v is None else v for k, v in values.items()}
-    if "schedule" in values:
-        values["schedule"] = Schedule.parse(values["schedule"])
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _own_algorithm(settings: ClientSection) -> LocalAlgorithm:
-    make = plugins.load("client.name", settings.name)
-    options = plugins.parse_options("client.options", settings.options)
-    try:
-        built = make(**{"lr": settings.lr, **options})
-    except TypeError as error:
-        raise FedsimError(
-            f"client.name is '{settings.name}', which cannot be made with lr and client.options = "
-            f"{settings.options!r}: {error}."
-        ) from error
-    if not isinstance(built, LocalAlgorithm):
-        raise FedsimError(
-            f"client.name is '{settings.name}', which makes a {type(built).__name__}; it must make "
-            "a fedsim.clients.LocalAlgorithm."
-        )
-    return built
+    return make_algorithm(
+        settings.name,
+        parse_options(settings.options),
+        offered={name: getattr(settings, name) for name in type(settings).model_fields},
+        private=settings.private,
+        mu=settings.proximal,
+    )
 
 
 def loss(config: RunConfig) -> Loss:

@@ -11,6 +11,7 @@ from fedsim.cli.partition import partition
 from fedsim.cli.privacy import privacy
 from fedsim.cli.run import run
 from fedsim.cli.sweep import sweep
+from fedsim.cli.tune import tune
 
 __all__ = ["app"]
 
@@ -22,6 +23,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Private federated learning, simulated and deployed on Flower.",
 )
-for command in (run, sweep, privacy, partition, experiment, audit):
+for command in (run, sweep, privacy, partition, experiment, audit, tune):
     app.command()(command)
 app.add_typer(deploy, name="deploy")

@@ -11,14 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedsim.clients import SGD, AdadpLR, Adam, Proximal, Schedule, cross_entropy
-from fedsim.clients.catalog import (
-    ALGORITHMS,
-    loss_named,
-    make_algorithm,
-    metric_named,
-    parse_options,
-)
+from fedsim import RunConfig, tables
+from fedsim.clients import SGD, AdadpLR, Adam, Proximal, Schedule
+from fedsim.clients.catalog import ALGORITHMS, make_algorithm, parse_options
 from fedsim.errors import FedsimError
 
 TUTORIAL = pathlib.Path(__file__).parents[2] / "docs" / "your_own_algorithm.md"
@@ -54,21 +49,13 @@ def test_every_name_makes_an_algorithm(name):
         ("sgd", {"rate": 1}, "'rate' is not one of 'sgd'; allowed: lr, momentum"),
         ("sgd", {"lr": "fast"}, "'lr' is 'fast'; it must be a number"),
         ("adadp-lr", {"lr": "1", "discard": "no"}, "it must be true or false"),
-        ("no_such_module:Thing", {}, "cannot be loaded"),
+        ("no_such_module:Thing", {}, "nor an installed module"),
         ("math:sqrt", {}, "it must name a LocalAlgorithm"),
     ],
 )
 def test_what_cannot_be_made_is_named(name, options, sentence):
     with pytest.raises(FedsimError, match=re.escape(sentence)):
         make_algorithm(name, options)
-
-
-def test_losses_and_metrics_have_names_too():
-    assert loss_named("cross-entropy") is cross_entropy
-    assert metric_named("math:sqrt")(4) == 2
-    for wrong in ("hinge", "math:pi", "math:nothing"):
-        with pytest.raises(FedsimError, match=re.escape("model.loss")):
-            loss_named(wrong)
 
 
 @pytest.fixture
@@ -92,10 +79,10 @@ def test_the_tutorials_module_is_under_40_lines(tutorial):
 
 
 def test_the_tutorials_config_names_what_its_module_has(tutorial):
-    config = tomllib.loads(tutorial[1][1])
-    algorithm = make_algorithm(config["client"]["name"], parse_options(config["client"]["options"]))
+    config = RunConfig.parse(tomllib.loads(tutorial[1][1]))
+    algorithm = tables.algorithm(config)
     assert (algorithm.beta, algorithm.lr) == (0.8, 0.005)
-    loss, metric = loss_named(config["model"]["loss"]), metric_named(config["model"]["metric"])
+    loss, metric = tables.loss(config), tables.metrics(config)["top_two"]
     outputs, targets = torch.zeros(4, 3), torch.arange(4) % 3
     np.testing.assert_allclose(loss(outputs, targets), np.log(3) * 4 / 9, rtol=1e-6)
     assert metric(outputs, targets).shape == (4,)
