@@ -51,7 +51,7 @@ class Das(Experiment):
     def __init__(self, settings: DasSettings, context: Context) -> None:
         super().__init__(settings, context)
         base = RunConfig.load(context.directory / "run.toml")
-        changes: dict[str, Any] = {"data.dir": str(context.data)}
+        changes: dict[str, Any] = {}
         if settings.rounds:
             changes["rounds"] = settings.rounds
         if settings.max_examples:
@@ -76,17 +76,15 @@ class Das(Experiment):
                         "noise.target-epsilon": epsilon,
                     }
         return [
-            Member(
-                f"{name} seed={seed}",
-                self.base.replace(**plan, seed=seed, name=self.base.name).to_run_config(),
-            )
+            Member(f"{name} seed={seed}", _chosen(self.base.replace(**plan, seed=seed)))
             for seed in range(1, self.settings.seeds + 1)
             for name, plan in plans.items()
         ]
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """Test accuracy of every round."""
-        outcome = run(RunConfig.from_run_config(settings))
+        where = {"data.dir": str(self.context.data)}
+        outcome = run(RunConfig.from_run_config({**settings, **where}))
         return {
             "accuracy": [float(row["test-accuracy"]) for row in outcome.metrics],
             "epsilon": outcome.metrics[-1].get("epsilon", "inf"),
@@ -201,6 +199,12 @@ class Das(Experiment):
         axes[0].set_ylabel("test accuracy (%)")
         axes[0].legend(frameon=False, fontsize=9)
         return figure
+
+
+def _chosen(config: RunConfig) -> dict[str, Any]:
+    """What a config says that is not a default."""
+    defaults = RunConfig().to_run_config()
+    return {key: value for key, value in config.to_run_config().items() if value != defaults[key]}
 
 
 def _name(epsilon: float, method: str, bound: float) -> str:

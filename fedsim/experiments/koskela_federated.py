@@ -129,7 +129,7 @@ class KoskelaFederated(Koskela):
         ]
         if others:
             others[0] = Line("SGD, the other rates", others[0].score, "other")
-        title = f"Fig. 1a: {100 * s.mixed:g} % random ({self._where})"
+        title = f"Fig. 1a: {100 * s.mixed:g} % random\n{self._where}"
         pictures = {"figure1a": curves(title, [("", [*others, *lines])], xlabel="round")}
         figures = {"1a adadp": adadp.mean, "1a sgd": sgd.mean}
         rows: list[list[str | float | None]] = [
@@ -154,7 +154,7 @@ class KoskelaFederated(Koskela):
                 for k, each in enumerate(s.adam_rates)
             ]
             pictures["figure3"] = curves(
-                f"Fig. 3: Adam, {100 * s.mixed:g} % random ({self._where})",
+                f"Fig. 3: Adam, {100 * s.mixed:g} % random\n{self._where}",
                 [("", [*adams, lines[0]])],
                 xlabel="round",
             )
@@ -176,7 +176,7 @@ class KoskelaFederated(Koskela):
         kept = {eta: scores[_kept(eta)] for eta in s.starts}
         sgd = {rate: scores[_name(SGD, rate, s.mixed, batch)] for rate in s.rates}
         lines = {"adadp": adadp, "adadp kept": kept, "sgd": sgd}
-        title = f"Fig. 2b: accuracy against the rate, {100 * s.mixed:g} % random ({self._where})"
+        title = f"Fig. 2b: accuracy against the rate, {100 * s.mixed:g} % random\n{self._where}"
         rows = [
             [f"{x:g}", *(which[x].text if x in which else None for which in lines.values())]
             for x in sorted({*adadp, *sgd})
@@ -223,9 +223,10 @@ class KoskelaFederated(Koskela):
     def _over_batches(self, scores: Mapping[str, Score]) -> Report:
         """Figure 1b."""
         s = self.settings
-        title = f"Fig. 1b: every client its own classes ({self._where})"
+        title = f"Fig. 1b: every client its own classes\n{self._where}"
         rows: list[list[str | float | None]] = []
-        panels, figures, ahead = [], {}, []
+        panels, ahead = [], []
+        figures: dict[str, float] = {}
         for own in s.batches:
             adadp = scores[_name(ADADP, self._start, 0.0, own)]
             rate, sgd = self._best(scores, SGD, s.rates, 0.0, own)
@@ -261,7 +262,7 @@ class KoskelaFederated(Koskela):
             name: which[s.randomness[-1]].mean - which[s.randomness[0]].mean
             for name, which in lines.items()
         }
-        title = f"Fig. 2a: accuracy against randomness ({self._where})"
+        title = f"Fig. 2a: accuracy against randomness\n{self._where}"
         rows = [
             [f"{rho:g}", *(which[rho].text for which in lines.values()), f"{best[rho][0]:g}"]
             for rho in s.randomness

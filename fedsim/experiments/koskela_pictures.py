@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from fedsim.experiments.koskela import Score
 from fedsim.reports.plots import COLOURS, grid
@@ -46,7 +47,7 @@ def curves(
 ) -> Figure:
     """Test accuracy by round, one panel beside another on one scale."""
     figure, axes = grid(
-        1, len(panels), title=title, width=width or max(3.4 * len(panels), 7.5), height=3.9
+        1, len(panels), title=title, width=width or max(3.4 * len(panels), 7.5), height=4.2
     )
     for one, (name, lines) in zip(axes, panels, strict=True):
         count = sum(isinstance(line.style, int) for line in lines)
@@ -60,6 +61,7 @@ def curves(
             )
         one.set_title(name, fontsize=10)
         one.set_xlabel(xlabel)
+        one.xaxis.set_major_locator(MaxNLocator(integer=True))
         one.sharey(axes[0])
         if len({tuple(line.label for line in each) for _, each in panels}) > 1 or one is axes[0]:
             one.legend(frameon=False, fontsize=8, loc="lower right")
@@ -75,7 +77,7 @@ def sweeps(
     log: bool = False,
 ) -> Figure:
     """Final accuracy against a setting, with the standard deviation over seeds."""
-    figure, axes = grid(1, 1, title=title, width=7.5, height=4.2)
+    figure, axes = grid(1, 1, title=title, width=7.5, height=4.4)
     one = axes[0]
     for label, points, style in lines:
         one.errorbar(

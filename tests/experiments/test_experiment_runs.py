@@ -1,0 +1,238 @@
+"""Every experiment end to end in a small version, and what a second run does."""
+
+from __future__ import annotations
+
+import csv
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import tomli_w
+import typer
+from typer.testing import CliRunner
+
+from fedsim.cli.experiment import experiment
+from fedsim.errors import FedsimError
+from fedsim.experiments import Claim, Experiment, Member, Report, Settings, find, names
+from fedsim.experiments import run as running
+from fedsim.experiments.base import Result
+from fedsim.experiments.expected import Expected
+from fedsim.experiments.run import KINDS, load, run_experiment
+from fedsim.experiments.store import Store
+
+COMMITTED = Path(__file__).parents[2] / "experiments"
+
+SMALL: dict[str, dict[str, Any]] = {
+    "quadratic": {"clients": 8, "dimension": 12, "columns": 3, "rounds": 6, "steps": 3},
+    "das-fmnist": {"epsilons": [8.0], "clip-norms": [1.0, 20.0], "rounds": 6},
+    "adaclip-regression": {"dimensions": [3, 100], "steps": 30},
+    "adaclip-mnist": {
+        "epsilons": [1.0],
+        "epochs": [2],
+        "batch": 20.0,
+        "momenta": [0.0],
+        "rates": {"norm-bound": [0.1], "clipping": [0.1], "adaclip": [0.3], "literal": [0.3]},
+    },
+    "adaclip-pca": {
+        "epsilons": [2.0],
+        "epochs": 1,
+        "batch": 10.0,
+        "directions": 5,
+        "hidden": 8,
+        "examples": 100,
+    },
+    "xu": {"draws": 2000, "steps": 10},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with noise in MNIST's shape."""
+    directory = tmp_path_factory.mktemp("data")
+    draws = np.random.default_rng(0)
+    np.savez(
+        directory / "mnist.npz",
+        x_train=draws.integers(0, 256, (200, 28, 28), dtype=np.uint8),
+        y_train=np.arange(200) % 10,
+        x_test=draws.integers(0, 256, (40, 28, 28), dtype=np.uint8),
+        y_test=np.arange(40) % 10,
+    )
+    return directory
+
+
+def small(name: str, directory: Path) -> Path:
+    """A copy of a committed experiment, made small."""
+    tree = tomllib.loads((COMMITTED / name / "experiment.toml").read_text())
+    tree.pop("quick", None)
+    tree |= {"seeds": 2, **SMALL[name]}
+    if name == "quadratic":
+        tree["cases"] = tree["cases"][:2]
+    if name == "das-fmnist":
+        base = tomllib.loads((COMMITTED / name / "run.toml").read_text())
+        base["data"]["name"] = "digits"
+        base["partition"]["clients"] = 40
+        (directory / "run.toml").write_text(tomli_w.dumps(base))
+    (directory / "experiment.toml").write_text(tomli_w.dumps(tree))
+    return directory
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_experiment_leaves_tables_pictures_and_figures(
+    name: str, tmp_path: Path, data: Path
+) -> None:
+    directory = tmp_path / "experiment"
+    directory.mkdir()
+    outcome = run_experiment(small(name, directory), tmp_path / "out", data=data, workers=1)
+    assert outcome.report.claims
+    assert all(np.isfinite(value) for value in outcome.report.figures.values())
+    kinds = {path.suffix for path in outcome.files if path.stat().st_size > 100}
+    assert kinds == {".csv", ".png"}
+    rows = list(csv.reader((tmp_path / "out" / "figures.csv").open()))
+    assert [row[0] for row in rows[1:]] == list(outcome.report.figures)
+    # A second time nothing is run again, and the same comes out.
+    again = load(directory, data=data)
+    store = Store(tmp_path / "out" / "members")
+    assert all(store.get(member) is not None for member in again.members())
+    repeated = run_experiment(directory, tmp_path / "out", data=data, workers=1)
+    assert repeated.report.figures == outcome.report.figures
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in COMMITTED.glob("*/*.toml")))
+def test_committed_experiment_is_valid_quick_or_not(name: str, data: Path) -> None:
+    directory = COMMITTED / name
+    for quick in (False, True):
+        made = load(directory, data=data, quick=quick)
+        members = [member.name for member in made.members()]
+        assert members
+        assert len(set(members)) == len(members)
+    assert (directory / "README.md").is_file()
+    Expected.load(directory / "expected.toml")
+
+
+def test_quick_is_smaller_than_the_whole(data: Path) -> None:
+    for name in names():
+        whole, quick = (load(find(name), data=data, quick=quick) for quick in (False, True))
+        assert json.dumps(whole.settings.model_dump()) != json.dumps(quick.settings.model_dump())
+
+
+class Counting(Experiment):
+    """Counts how often it is run."""
+
+    settings_type: ClassVar[type[Settings]] = Settings
+    runs: ClassVar[list[int]] = []
+    breaks_at: ClassVar[int] = -1
+
+    def members(self) -> list[Member]:
+        return [Member(f"member {k}", {"k": k}) for k in range(self.settings.seeds)]
+
+    def run(self, settings: Mapping[str, Any]) -> Result:
+        if settings["k"] == self.breaks_at:
+            raise KeyboardInterrupt
+        self.runs.append(settings["k"])
+        return {"value": settings["k"]}
+
+    def report(self, results: Mapping[str, Result]) -> Report:
+        total = float(sum(result["value"] for result in results.values()))
+        return Report([], {"total": total}, [Claim("c", "it adds up", total > 0, "")])
+
+
+@pytest.fixture
+def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setitem(KINDS, "counting", f"{__name__}:Counting")
+    monkeypatch.setattr(running, "import_module", lambda name: _Module)
+    monkeypatch.setattr(Counting, "runs", [])
+    monkeypatch.setattr(Counting, "breaks_at", -1)
+    directory = tmp_path / "counting"
+    directory.mkdir()
+    (directory / "experiment.toml").write_text('experiment = "counting"\nseeds = 4\n')
+    return directory
+
+
+class _Module:
+    Counting = Counting
+
+
+def test_interrupted_experiment_goes_on_where_it_stopped(
+    counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Counting, "breaks_at", 2)
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(counting, tmp_path / "out", workers=1)
+    assert Counting.runs == [0, 1]
+    monkeypatch.setattr(Counting, "breaks_at", -1)
+    told: list[tuple[str, int, int]] = []
+    outcome = run_experiment(
+        counting, tmp_path / "out", workers=1, observer=lambda *seen: told.append(seen)
+    )
+    assert Counting.runs == [0, 1, 2, 3]
+    assert told == [("", 2, 4), ("member 2", 3, 4), ("member 3", 4, 4)]
+    assert outcome.report.figures == {"total": 6.0}
+
+
+def test_result_of_other_settings_or_a_torn_file_counts_as_none(tmp_path: Path) -> None:
+    store, member = Store(tmp_path), Member("a b/c", {"x": [1, 2.5]})
+    assert store.get(member) is None
+    store.put(member, {"value": 3}, 0.1)
+    assert store.get(member) == {"value": 3}
+    assert store.get(Member("a b/c", {"x": [1, 2.6]})) is None
+    store.path(member).write_text('{"settings": {"x": [1,')
+    assert store.get(member) is None
+    assert store.path(member) != store.path(Member("a_b/c", {}))
+
+
+def test_expected_figures_are_compared_within_their_tolerance(tmp_path: Path) -> None:
+    path = tmp_path / "expected.toml"
+    path.write_text('[figures."a b"]\npaper = 1.0\nmeasured = 2.0\nwithin = 0.1\n[claims]\nc = true\n')
+    expected = Expected.load(path)
+    assert expected.agrees("a b", 2.05) is True
+    assert expected.agrees("a b", 2.2) is False
+    assert expected.agrees("unknown", 2.2) is None
+    assert expected.claims == {"c": True}
+    path.write_text('[figures."a b"]\npapre = 1.0\n')
+    with pytest.raises(FedsimError, match="papre"):
+        Expected.load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('experiment = "nothing"\n', "must be one of"),
+        ('experiment = "counting"\nseeds = 0\n', "seeds"),
+        ('experiment = "counting"\nseedz = 1\n', "seedz"),
+        ("experiment = ", "cannot be read"),
+    ],
+)
+def test_mistake_in_an_experiment_is_one_sentence(
+    counting: Path, text: str, message: str
+) -> None:
+    (counting / "experiment.toml").write_text(text)
+    with pytest.raises(FedsimError, match=message):
+        load(counting, data=Path("data"))
+
+
+def test_command_shows_what_holds(counting: Path, tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(experiment)
+    out = tmp_path / "out"
+    result = CliRunner().invoke(app, [str(counting), "--out", str(out), "--workers", "1"])
+    assert result.exit_code == 0, result.output
+    assert "it adds up" in result.output
+    assert "4/4" in result.output
+    assert "figures.csv" in result.output
+
+
+def test_command_without_a_name_lists_the_experiments() -> None:
+    app = typer.Typer()
+    app.command()(experiment)
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 0, result.output
+    assert all(name in result.output for name in names())
+
+
+def test_unknown_experiment_is_one_sentence() -> None:
+    with pytest.raises(FedsimError, match="there is no experiment 'nothing'"):
+        find("nothing")
