@@ -31,6 +31,7 @@ __all__ = [
     "Settings",
     "Table",
     "over_seeds",
+    "seeds_text",
 ]
 
 Result = dict[str, Any]
@@ -151,3 +152,8 @@ def over_seeds(values: Sequence[float]) -> tuple[float, float]:
     """Mean and standard deviation (with n - 1; 0 for one value) over seeds."""
     array = np.asarray(values, dtype=np.float64)
     return float(array.mean()), float(array.std(ddof=1)) if len(array) > 1 else 0.0
+
+
+def seeds_text(count: int) -> str:
+    """``1 seed``, ``3 seeds``."""
+    return f"{count} seed{'s' * (count != 1)}"

@@ -19,6 +19,7 @@ from fedsim.experiments.base import (
     Settings,
     Table,
     over_seeds,
+    seeds_text,
 )
 from fedsim.reports.plots import COLOURS, grid
 from fedsim.runner import run
@@ -113,7 +114,7 @@ class Das(Experiment):
         bounds = [f"C = {bound:g}" for bound in settings.clip_norms]
         title = (
             f"{self.base.data.name}: test accuracy (%), mean of the last {LAST} rounds, "
-            f"{settings.seeds} seeds"
+            f"{seeds_text(settings.seeds)}"
         )
         return Report(
             tables=[Table("accuracy", title, ["epsilon", "method", *bounds, "best C"], rows)],

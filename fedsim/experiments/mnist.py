@@ -23,6 +23,7 @@ from fedsim.experiments.base import (
     Settings,
     Table,
     over_seeds,
+    seeds_text,
 )
 from fedsim.experiments.central import DenseNet, train
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, NormBound
@@ -194,8 +195,8 @@ class Mnist(Experiment):
         figures |= {f"momentum={m:g}": 100 * float(c[:, -1].mean()) for m, c in curves.items()}
         columns = ["", *(f"eps {epsilon:g}" for epsilon in settings.epsilons)]
         title = (
-            f"Test accuracy (%) at delta = {settings.delta:g}, {settings.seeds} seeds, with the "
-            "better of the declared rates (chosen on the test set)"
+            f"Test accuracy (%) at delta = {settings.delta:g}, {seeds_text(settings.seeds)}, with "
+            "the better of the declared rates (chosen on the test set)"
         )
         return Report(
             tables=[Table("table1", title, columns, rows)],

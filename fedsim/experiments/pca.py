@@ -19,6 +19,7 @@ from fedsim.experiments.base import (
     Settings,
     Table,
     over_seeds,
+    seeds_text,
 )
 from fedsim.experiments.central import DenseNet, train
 from fedsim.experiments.dp_pca import principal_directions
@@ -144,7 +145,7 @@ class Pca(Experiment):
                 Table(
                     "table2",
                     f"{settings.directions} private directions, {settings.hidden} hidden units: "
-                    f"test accuracy (%), {settings.seeds} seeds (rate)",
+                    f"test accuracy (%), {seeds_text(settings.seeds)} (rate)",
                     ["", *(f"eps {epsilon:g}" for epsilon in settings.epsilons)],
                     rows,
                 )

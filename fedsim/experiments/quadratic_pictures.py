@@ -16,6 +16,7 @@ __all__ = ["curves", "trajectories"]
 Panels = Sequence[tuple[str, str]]
 Runs = Mapping[tuple[str, str], Sequence[Result]]
 METHODS = ("clipping", "normalization")
+WIDTHS = {"clipping": 2.4, "normalization": 1.2}  # where the two agree, both are seen
 
 
 def curves(panels: Panels, runs: Runs, ratio: float) -> Figure:
@@ -40,7 +41,7 @@ def curves(panels: Panels, runs: Runs, ratio: float) -> Figure:
     axes[len(panels)].set_ylabel("SNR of an update")
     axes[0].legend(frameon=False, fontsize=9)
     axes[len(panels)].annotate(
-        f"{ratio:.6f}", (0, ratio), xytext=(4, 3), textcoords="offset points", fontsize=8
+        f"{ratio:.6f}", (0, ratio), xytext=(4, 4), textcoords="offset points", fontsize=8
     )
     return figure
 
@@ -57,7 +58,13 @@ def trajectories(panels: Panels, runs: Runs) -> Figure:
     for one, (name, label) in zip(axes, panels, strict=True):
         for method in METHODS:
             run = runs[name, method][0]
-            one.plot(run["along"], run["off"], color=COLOURS[method], linewidth=0.9, label=method)
+            one.plot(
+                run["along"],
+                run["off"],
+                color=COLOURS[method],
+                linewidth=0.7 * WIDTHS[method],
+                label=method,
+            )
             one.plot(run["along"][-1], run["off"][-1], "o", color=COLOURS[method], markersize=4)
         start = run["along"][0]
         one.plot(start, 0, "s", color="#333333", markersize=5)
@@ -74,7 +81,7 @@ def _band(axes: Axes, lines: Sequence[Sequence[float]], method: str) -> None:
     """Mean over seeds with the range of all of them."""
     values = np.array(lines)
     rounds = np.arange(values.shape[1])
-    axes.plot(rounds, values.mean(0), color=COLOURS[method], linewidth=1.4, label=method)
+    axes.plot(rounds, values.mean(0), color=COLOURS[method], linewidth=WIDTHS[method], label=method)
     axes.fill_between(
         rounds, values.min(0), values.max(0), color=COLOURS[method], alpha=0.2, linewidth=0
     )

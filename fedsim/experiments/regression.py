@@ -18,6 +18,7 @@ from fedsim.experiments.base import (
     Settings,
     Table,
     over_seeds,
+    seeds_text,
 )
 from fedsim.mechanisms import AdaClip, Clipping, DenseRows, Layout, Mechanism, NoiseSource
 from fedsim.randomness import Purpose, Randomness
@@ -84,7 +85,7 @@ class Regression(Experiment):
             rows.append(row)
         columns = ["d", "theory, Abadi"]
         columns += [f"{method} {what}" for method in METHODS for what in ("error", "noise")]
-        title = f"||theta_T||^2 and mean ||g - g~||^2, {settings.seeds} seeds"
+        title = f"||theta_T||^2 and mean ||g - g~||^2, {seeds_text(settings.seeds)}"
         return Report(
             tables=[Table("errors", title, columns, rows, digits=4)],
             figures=figures,

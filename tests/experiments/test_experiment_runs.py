@@ -101,7 +101,9 @@ def test_experiment_leaves_tables_pictures_and_figures(
     assert repeated.report.figures == outcome.report.figures
 
 
-@pytest.mark.parametrize("name", sorted(path.parent.name for path in COMMITTED.glob("*/*.toml")))
+@pytest.mark.parametrize(
+    "name", sorted(path.parent.name for path in COMMITTED.glob("*/experiment.toml"))
+)
 def test_committed_experiment_is_valid_quick_or_not(name: str, data: Path) -> None:
     directory = COMMITTED / name
     for quick in (False, True):
@@ -186,7 +188,9 @@ def test_result_of_other_settings_or_a_torn_file_counts_as_none(tmp_path: Path) 
 
 def test_expected_figures_are_compared_within_their_tolerance(tmp_path: Path) -> None:
     path = tmp_path / "expected.toml"
-    path.write_text('[figures."a b"]\npaper = 1.0\nmeasured = 2.0\nwithin = 0.1\n[claims]\nc = true\n')
+    path.write_text(
+        '[figures."a b"]\npaper = 1.0\nmeasured = 2.0\nwithin = 0.1\n[claims]\nc = true\n'
+    )
     expected = Expected.load(path)
     assert expected.agrees("a b", 2.05) is True
     assert expected.agrees("a b", 2.2) is False
@@ -206,9 +210,7 @@ def test_expected_figures_are_compared_within_their_tolerance(tmp_path: Path) ->
         ("experiment = ", "cannot be read"),
     ],
 )
-def test_mistake_in_an_experiment_is_one_sentence(
-    counting: Path, text: str, message: str
-) -> None:
+def test_mistake_in_an_experiment_is_one_sentence(counting: Path, text: str, message: str) -> None:
     (counting / "experiment.toml").write_text(text)
     with pytest.raises(FedsimError, match=message):
         load(counting, data=Path("data"))
