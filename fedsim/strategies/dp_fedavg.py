@@ -58,6 +58,9 @@ class DPFedAvg(Strategy):
     `configure_train` and `aggregate_train` in turn: the cohort is drawn and the budget
     checked in the first; the second writes the release to the ledger before it is made.
 
+    A round in which every client that was asked failed is charged and keeps the model. That
+    clients fail is taken not to depend on their data.
+
     Parameters
     ----------
     mechanism : Mechanism
@@ -281,7 +284,9 @@ evaluate_metrics_aggr_fn
             mechanism=str(self.mechanism),
             clip_norm=self.mechanism.sensitivity(self._state, self._layout),
         )
-        lost = len(asked.cohort) > 0 and total.count == 0
+        # Of those who were there to be asked: whether a client that is not there was drawn
+        # must not decide if noise is released.
+        lost = len(asked.client_of) > 0 and total.count == 0
         self._note_failures(asked, total.count, lost)
         if lost:
             return None, None

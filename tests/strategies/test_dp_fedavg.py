@@ -214,6 +214,24 @@ def test_a_round_whose_clients_all_fail_is_charged_and_keeps_the_model() -> None
     assert strategy.privacy_spent().num_releases == 2
 
 
+def test_a_cohort_of_clients_that_are_not_there_releases_noise_as_an_empty_one_does() -> None:
+    strategy = DPFedAvg(
+        mechanism=Clipping(1.0), cohort=PoissonCohort(0.9, 4), noise_multiplier=1.0, seed=1
+    )
+    grid = LocalGrid(_app(), num_nodes=1)
+    # Client 0, the only one that exists, is not drawn in this round, and others are.
+    asked = next(
+        t
+        for t in range(1, 200)
+        if 0 not in (drawn := strategy._participants.cohort(t)) and len(drawn)
+    )
+    initial = array_record({"w": torch.zeros(3, dtype=torch.float64)})
+    messages = strategy.configure_train(asked, initial, ConfigRecord(), grid)
+    arrays, _ = strategy.aggregate_train(asked, grid.send_and_receive(messages))
+    assert arrays is not None
+    assert (tensors(arrays)["w"] != 0).all()
+
+
 def test_too_many_failed_rounds_in_a_row_fail_the_run_and_keep_the_model() -> None:
     trainer = Fixed(torch.ones(3, 2), failing=(0, 1, 2))
     strategy = DPFedAvg(mechanism=Clipping(1.0), cohort=FullCohort(3), noise_multiplier=1.0, seed=1)
