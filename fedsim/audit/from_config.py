@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -30,12 +29,6 @@ class _Adding:
 
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
         return vector + update.to(vector.dtype)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 @dataclass(frozen=True)

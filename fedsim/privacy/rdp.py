@@ -80,6 +80,6 @@ def rdp_epsilon(rdp: Array, delta: float) -> float:
 
 def rdp_delta(rdp: Array, epsilon: float) -> float:
     """Delta of a curve at `ORDERS`."""
-    from dp_accounting.rdp import compute_delta
+    from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 
     return float(compute_delta(ORDERS, rdp, epsilon)[0])

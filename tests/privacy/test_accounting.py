@@ -312,3 +312,8 @@ def test_impossible_events_get_a_sentence(fields, named):
 def test_an_impossible_delta_gets_a_sentence(delta):
     with pytest.raises(FedsimError, match="delta is"):
         Accountant().epsilon(delta)
+
+
+def test_delta_at_the_epsilon_of_a_fixed_size_cohort_is_the_delta_it_was_for() -> None:
+    accountant = Accountant([FixedCohort(10, 100).event(5.0).times(10)])
+    assert accountant.delta(accountant.epsilon(1e-5)) == pytest.approx(1e-5, rel=1e-6)
