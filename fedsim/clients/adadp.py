@@ -111,9 +111,8 @@ class AdadpLR(LocalAlgorithm):
         elif at.index % 2 == 0:
             # The old theta stays as it is: it is what a rejected iteration returns to.
             spare = state.pop("spare", None)
-            half = torch.empty_like(theta) if spare is None else spare
-            half.copy_(theta)
-            gradient.subtract_from(half, eta / 2)
+            half = torch.zeros_like(theta) if spare is None else spare
+            gradient.subtract_from(theta, eta / 2, out=half)
             state["half"], state["first"] = half, gradient
         else:
             self._second(state, gradient)
@@ -122,15 +121,15 @@ class AdadpLR(LocalAlgorithm):
         theta, eta, first = state["theta"], state["eta"], state.pop("first")
         hat = state["half"]
         gradient.subtract_from(hat, eta / 2)
-        err, peak = _error(theta, eta, first, gradient, state["peak"])
+        reach = eta * first.peak()
+        err, peak = _error(theta, eta, first, gradient, state["peak"], reach)
         finite = torch.isfinite(err)
         accept = finite & (err <= state["tol"]) if self.discard else finite
         if self.keep == "full":
-            hat.copy_(theta)
-            first.subtract_from(hat, eta)
+            first.subtract_from(theta, eta, out=hat)
         state["theta"], state["spare"] = _select(accept, hat, theta)
         state["half"] = state["theta"]
-        moved = peak + eta * (first.peak() + gradient.peak())
+        moved = peak + reach + eta * gradient.peak()
         state["peak"] = torch.where(accept, moved, peak)
         state["accepted"] = state["accepted"] + accept
         state["rejected"] = state["rejected"] + ~accept
@@ -161,7 +160,12 @@ def _select(accept: Tensor, new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _error(
-    theta: Tensor, eta: Tensor, first: Gradient, second: Gradient, peak: Tensor
+    theta: Tensor,
+    eta: Tensor,
+    first: Gradient,
+    second: Gradient,
+    peak: Tensor,
+    reach: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """``err [n]``, and a bound of ``|theta|`` no worse than ``peak [n]``.
 
@@ -171,11 +175,11 @@ def _error(
     if theta.is_cuda:
         return _dense_error(theta, eta, first, second), peak
     err: Tensor = eta / 2 * second.distance(first)
-    bound = peak + eta * first.peak()
+    bound = peak + reach
     for k in (~(bound <= 1)).nonzero().flatten().tolist():
         one = slice(k, k + 1)
         peak[one] = _largest(theta[one])
-        if not bool(peak[k] + eta[k] * first[one].peak() <= 1):
+        if not bool(peak[k] + reach[k] <= 1):
             err[one] = _dense_error(theta[one], eta[one], first[one], second[one])
     return err, peak
 

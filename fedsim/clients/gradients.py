@@ -19,6 +19,8 @@ from fedsim.clients.packing import Packing, aligned_empty
 
 __all__ = ["Dense", "Factor", "Factored", "Gradient", "Parts"]
 
+LARGE = 2**17  # bytes
+
 
 class Gradient(Protocol):
     """Gradients of ``n`` clients, each at its own point.
@@ -32,8 +34,8 @@ class Gradient(Protocol):
     def dense(self) -> Tensor:
         """The gradients as a new tensor ``[n, D]``."""
 
-    def subtract_from(self, theta: Tensor, rate: Tensor) -> None:
-        """``theta [n, D] -= rate [n] * gradient``, in place."""
+    def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
+        """``theta [n, D] - rate [n] * gradient``, in place or, where it is given, in ``out``."""
 
     def distance(self, other: Gradient) -> Tensor:
         """``|| self - other ||`` in L2, ``[n]``; the other comes from the same path."""
@@ -65,9 +67,10 @@ class Dense:
         """The largest coordinate."""
         return torch.maximum(self.values.amax(1), -self.values.amin(1))
 
-    def subtract_from(self, theta: Tensor, rate: Tensor) -> None:
+    def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
         """One multiply-add over the block."""
-        theta.addcmul_(self.values, rate.unsqueeze(1), value=-1)
+        into = theta if out is None else out
+        torch.addcmul(theta, self.values, rate.unsqueeze(1), value=-1, out=into)
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,10 @@ class Parts:
             out[:, self.packing.slices[name]].view(part.shape).copy_(part)
         return out
 
-    def subtract_from(self, theta: Tensor, rate: Tensor) -> None:
+    def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
         """One multiply-add for each parameter."""
+        if out is not None:
+            theta = out.copy_(theta)
         for name, part in self.parts.items():
             view = theta[:, self.packing.slices[name]].view(part.shape)
             view.addcmul_(part, rate.view(-1, *[1] * (part.dim() - 1)), value=-1)
@@ -165,35 +170,45 @@ class Factored:
                 out[:, factor.bias] = factor.delta.sum(1)
         return out
 
-    def subtract_from(self, theta: Tensor, rate: Tensor) -> None:
+    def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
         """Fold the factors into ``theta`` without a gradient in between."""
         for factor in self.factors:
             n, B, outputs = factor.delta.shape
             scaled = aligned_empty(theta, n, B, outputs)
             torch.mul(factor.delta, rate.view(n, 1, 1), out=scaled)
             if factor.weight is not None:
-                view = theta[:, factor.weight].view(n, outputs, -1)
-                view.baddbmm_(scaled.transpose(1, 2), factor.x, alpha=-1)
+                old = theta[:, factor.weight].view(n, outputs, -1)
+                if out is None:
+                    old.baddbmm_(scaled.transpose(1, 2), factor.x, alpha=-1)
+                else:
+                    new = out[:, factor.weight].view(n, outputs, -1)
+                    for k in _pieces(new):
+                        # Copies `old` into `new` first: a large layer while it is in the cache.
+                        torch.baddbmm(
+                            old[k], scaled[k].transpose(1, 2), factor.x[k], alpha=-1, out=new[k]
+                        )
             if factor.bias is not None:
-                theta[:, factor.bias].sub_(scaled.sum(1))
+                into = (theta if out is None else out)[:, factor.bias]
+                torch.sub(theta[:, factor.bias], scaled.sum(1), out=into)
 
     def distance(self, other: Gradient) -> Tensor:
         """From the factors: ``sum_ij (x_i . x_j) (delta_i . delta_j)`` over both batches.
 
-        In float64, as nearly equal gradients cancel; a weight gradient is never written down.
+        A weight gradient is never written down. Its relative error grows with
+        ``(|self| / distance)^2``: what is lost is far below what moves a step.
         """
         if not isinstance(other, Factored):
             return Dense(self.dense()).distance(other)
         first = self.factors[0].delta
-        square = first.new_zeros(len(first), dtype=torch.float64)
+        square = first.new_zeros(len(first))
         for own, its in zip(self.factors, other.factors, strict=True):
-            delta = _stacked(own.delta, its.delta.neg())
+            delta = _stacked(own.delta, -its.delta)
             if own.weight is not None:
                 products = _gram(delta).mul_(_gram(_stacked(own.x, its.x)))
                 square += products.flatten(1).sum(1)
             if own.bias is not None:
                 square += delta.sum(1).square().sum(1)
-        return square.clamp_(min=0).sqrt_().to(first.dtype)
+        return square.clamp_(min=0).sqrt_()
 
     def peak(self) -> Tensor:
         """A bound from the factors: ``max_o sum_b |delta_bo| max |x|``."""
@@ -204,10 +219,17 @@ class Factored:
         return torch.stack(bounds).amax(0)
 
 
+def _pieces(block: Tensor) -> list[slice]:
+    """One client at a time where a client's matrix is large, else all at once."""
+    if block.is_cuda or block[0].numel() * block.element_size() < LARGE:
+        return [slice(None)]
+    return [slice(k, k + 1) for k in range(len(block))]
+
+
 def _stacked(a: Tensor, b: Tensor) -> Tensor:
-    """Two batches ``[n, B, w]`` one after the other, in float64, each client on its line."""
+    """Two batches ``[n, B, w]`` one after the other, each client on its line."""
     n, B, w = a.shape
-    out = aligned_empty(a.new_empty(0, dtype=torch.float64), n, B + b.shape[1], w)
+    out = aligned_empty(a, n, B + b.shape[1], w)
     out[:, :B], out[:, B:] = a, b
     return out
 
