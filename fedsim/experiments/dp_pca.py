@@ -108,13 +108,17 @@ def principal_directions(
 def _to_vector(matrix: Tensor) -> Tensor:
     p = len(matrix)
     upper = torch.triu_indices(p, p)
-    scale = torch.where(upper[0] == upper[1], 1.0, math.sqrt(2)).to(matrix.dtype)
-    return matrix[upper[0], upper[1]] * scale
+    return matrix[upper[0], upper[1]].mul_(_scale(upper, math.sqrt(2)))
 
 
 def _to_matrix(vector: Tensor, p: int) -> Tensor:
     upper = torch.triu_indices(p, p)
-    scale = torch.where(upper[0] == upper[1], 1.0, math.sqrt(0.5)).to(vector.dtype)
-    matrix = torch.zeros(p, p, dtype=vector.dtype)
-    matrix[upper[0], upper[1]] = vector * scale
+    matrix = torch.zeros(p, p, dtype=torch.float64)
+    matrix[upper[0], upper[1]] = vector * _scale(upper, math.sqrt(0.5))
     return matrix + matrix.T - torch.diag(matrix.diagonal())
+
+
+def _scale(upper: Tensor, off_diagonal: float) -> Tensor:
+    """1 on the diagonal, float64; a Python scalar in `torch.where` would be a float32."""
+    scale = torch.full((upper.shape[1],), off_diagonal, dtype=torch.float64)
+    return scale.masked_fill_(upper[0] == upper[1], 1.0)
