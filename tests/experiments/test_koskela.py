@@ -1,0 +1,216 @@
+"""Koskela's experiments: small versions end to end, the settled rate, and what is claimed."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import save_file
+
+from fedsim import models
+from fedsim.cohorts import PoissonCohort
+from fedsim.config import RunConfig
+from fedsim.errors import FedsimError
+from fedsim.experiments.base import Experiment, Report, Result
+from fedsim.experiments.expected import Expected
+from fedsim.experiments.koskela import load_convolutions, optimiser
+from fedsim.experiments.koskela_rate import settled_rate
+from fedsim.experiments.run import Outcome, load, run_experiment
+from fedsim.privacy import epsilon
+
+COMMITTED = Path(__file__).parents[2] / "experiments"
+NAMES = sorted(path.parent.name for path in COMMITTED.glob("koskela-*/experiment.toml"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images of ten classes, each a shade of its own, under noise."""
+    directory = tmp_path_factory.mktemp("data")
+    draws = np.random.default_rng(0)
+    for name, shape in (("mnist", (28, 28)), ("fashion-mnist", (28, 28)), ("cifar10", (32, 32, 3))):
+        arrays = {}
+        for part, count in (("train", 300), ("test", 50)):
+            y = np.arange(count) % 10
+            shade = 20 * y.reshape(-1, *[1] * len(shape))
+            arrays[f"x_{part}"] = (shade + draws.integers(0, 60, (count, *shape))).astype(np.uint8)
+            arrays[f"y_{part}"] = y
+        np.savez(directory / f"{name}.npz", **arrays)
+    return directory
+
+
+@pytest.fixture
+def small(tmp_path: Path, data: Path) -> Callable[..., Outcome]:
+    """Runs a committed experiment with other settings, and with other keys of its run."""
+
+    def run(name: str, settings: dict[str, Any], **changes: Any) -> Outcome:
+        directory = tmp_path / name
+        directory.mkdir()
+        tree = tomllib.loads((COMMITTED / name / "experiment.toml").read_text())
+        tree.pop("quick")
+        (directory / "experiment.toml").write_text(tomli_w.dumps(tree | settings))
+        base = RunConfig.load(COMMITTED / name / "run.toml").replace(**changes)
+        (directory / "run.toml").write_text(base.to_toml())
+        return run_experiment(directory, tmp_path / "out", data=data, workers=1)
+
+    return run
+
+
+def test_federated_figures_end_to_end(small: Callable[..., Outcome]) -> None:
+    settings = {
+        "seeds": 2,
+        "rounds": 2,
+        "max-examples": 20,
+        "randomness": [0.0, 1.0],
+        "batches": [5, 10],
+        "starts": [0.1, 0.2],
+        "rates": [0.01, 0.1],
+        "adam-rates": [1e-3],
+    }
+    outcome = small("koskela-federated", settings, **{"model.widths": "4"})
+    names = {path.name for path in outcome.files}
+    assert {f"figure{n}.png" for n in ("1a", "1b", "2a", "2b", "3")} <= names
+    assert all(path.stat().st_size > 100 for path in outcome.files)
+    assert [claim.name for claim in outcome.report.claims] == [
+        "1a", "3", "2b-reset", "2b-kept", "1b", "2a-tuned", "2a-fixed",
+    ]  # fmt: skip
+    assert all(np.isfinite(value) for value in outcome.report.figures.values())
+
+
+def test_private_figures_end_to_end_and_every_gradient_is_charged(
+    small: Callable[..., Outcome],
+) -> None:
+    settings = {
+        "seeds": 1,
+        "rounds": 2,
+        "max-examples": 200,
+        "sigmas": [2.0, 8.0],
+        "adam-sigmas": [2.0],
+        "rates": [0.1],
+        "adam-rates": [1e-3, 1e-2],
+    }
+    changes = {"model.widths": "4", "client.batch-size": 50, "client.adapt-rounds": 1}
+    outcome = small("koskela-mnist", settings, **changes)
+    assert {"figure4.png", "figure5.png"} <= {path.name for path in outcome.files}
+    # Two rounds of four gradients: two ADADP iterations, then four plain steps.
+    cohort = PoissonCohort(rate=50 / 200)
+    spent = epsilon(noise_multiplier=8.0, cohort=cohort, rounds=8, delta=1e-5)
+    figures = outcome.report.figures
+    assert figures["epsilon sigma=8"] == pytest.approx(spent, rel=1e-3)
+    assert figures["epsilon sigma=8"] < figures["epsilon sigma=2"]
+
+
+def test_frozen_convolutions_end_to_end(small: Callable[..., Outcome], data: Path) -> None:
+    made = models.build("adadp-cifar", (3, 32, 32), 10, seed=7)
+    weights = {k: v.detach() for k, v in made.named_parameters() if k.startswith("conv")}
+    save_file(weights, data / "own.safetensors")
+    settings = {
+        "convolutions": "own.safetensors",
+        "max-examples": 20,
+        "rounds": 1,
+        "rates": [0.1],
+        "adam-rates": [1e-3],
+    }
+    outcome = small("koskela-frozen", settings, **{"client.batch-size": 10})
+    assert outcome.report.figures["epsilon sigma=2"] > 0
+
+
+def test_rate_settles_at_the_formulas_within_two_percent_from_three_starts(
+    small: Callable[..., Outcome],
+) -> None:
+    settings = {"starts": [0.01, 0.1, 1.0], "sigmas": [4.0], "settled": 60}
+    changes = {
+        "model.name": "mlp",
+        "model.widths": "32",
+        "client.batch-size": 100,
+        "client.mechanism.clip-norm": 1.5,
+        "rounds": 14,
+    }
+    outcome = small("koskela-rate", settings, **changes)
+    figures = outcome.report.figures
+    assert [claim.holds for claim in outcome.report.claims] == [True]
+    for start in (0.01, 0.1, 1.0):
+        there = figures[f"eta sigma=4 from {start:g}"]
+        assert there == pytest.approx(figures["predicted sigma=4"], rel=0.02)
+    assert figures["predicted sigma=4"] == pytest.approx(
+        np.sqrt(2) * 100 / (4 * 1.5 * np.sqrt(28 * 28 * 32 + 32 + 330))
+    )
+
+
+def test_papers_mnist_network_settles_at_0815() -> None:
+    config = RunConfig.load(COMMITTED / "koskela-rate" / "run.toml")
+    assert settled_rate(config, 334_336) == pytest.approx(0.0815, abs=5e-5)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("experiment", ["koskela-federated", "koskela-mnist"])
+def test_other_optimisers_inherit_nothing_of_adadp(experiment: str, name: str) -> None:
+    base = RunConfig.load(COMMITTED / experiment / "run.toml")
+    client = base.replace(**optimiser(name, 0.25)).client
+    assert (client.name, client.lr) == (name, 0.25)
+    kept = {"name", "lr", "batch_size", "state", "mechanism", "noise"}
+    changed = client.model_dump(exclude=kept, exclude_defaults=True)
+    assert changed == {}
+
+
+def test_convolutions_come_from_the_file_and_the_rest_stays(tmp_path: Path) -> None:
+    model = models.build("adadp-cifar", (3, 32, 32), 10, seed=1)
+    other = models.build("adadp-cifar", (3, 32, 32), 10, seed=2)
+    models.freeze(model, "fc*")
+    before = model.get_parameter("fc1.weight").clone()
+    save_file({k: v.detach() for k, v in other.named_parameters()}, tmp_path / "own.safetensors")
+    load_convolutions(model, tmp_path / "own.safetensors")
+    for name in ("conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias"):
+        assert torch.equal(model.get_parameter(name), other.get_parameter(name))
+    assert torch.equal(model.get_parameter("fc1.weight"), before)
+
+
+def test_convolutions_that_are_not_there_or_do_not_fit_are_one_sentence(tmp_path: Path) -> None:
+    model = models.build("adadp-cifar", (3, 32, 32), 10)
+    models.freeze(model, "fc*")
+    with pytest.raises(FedsimError, match=r"conv1\.weight.*do not come with fedsim"):
+        load_convolutions(model, tmp_path / "none.safetensors")
+    save_file({"conv1.weight": torch.zeros(2)}, tmp_path / "bad.safetensors")
+    with pytest.raises(FedsimError, match=r"\(2,\) for 'conv1\.weight'"):
+        load_convolutions(model, tmp_path / "bad.safetensors")
+
+
+def made_up(experiment: Experiment, accuracy: Callable[[str], float]) -> Report:
+    """A report of invented results, whose accuracy is a function of the member's name."""
+    results: dict[str, Result] = {
+        member.name: {
+            "rounds": [0, 1],
+            "accuracy": [0.1, accuracy(member.name)],
+            "eta": [0.1] * member.settings["run"]["rounds"],
+            "rejected": 0.5,
+            "epsilon": 1.0,
+        }
+        for member in experiment.members()
+    }
+    return experiment.report(results)
+
+
+@pytest.mark.parametrize(("adadp", "holds"), [(0.9, True), (0.2, False)])
+def test_claims_against_others_hold_where_adadp_is_ahead(
+    adadp: float, holds: bool, data: Path
+) -> None:
+    for name in ("koskela-federated", "koskela-mnist"):
+        experiment = load(COMMITTED / name, data=data)
+        report = made_up(experiment, lambda member: adadp if "adadp" in member else 0.5)
+        claims = {claim.name: claim.holds for claim in report.claims}
+        about = [name for name in claims if not name.startswith("2")]
+        assert about
+        assert {claims[name] for name in about} == {holds}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_expected_names_only_what_is_reported(name: str, data: Path) -> None:
+    report = made_up(load(COMMITTED / name, data=data), lambda member: 0.5)
+    expected = Expected.load(COMMITTED / name / "expected.toml")
+    assert set(expected.figures) <= set(report.figures)
+    assert set(expected.claims) <= {claim.name for claim in report.claims}
