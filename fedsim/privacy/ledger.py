@@ -153,12 +153,8 @@ class Ledger:
     @property
     def charged(self) -> tuple[Entry, ...]:
         """Lines that are charged: all but torn ones whose release was recorded after all."""
-        following = [entry.settles for entry in self._entries[1:]] + [False]
-        return tuple(
-            entry
-            for entry, settled in zip(self._entries, following, strict=True)
-            if not (entry.kind == "torn" and settled)
-        )
+        settled = {at for at, entry in enumerate(self._entries[1:]) if entry.settles}
+        return tuple(entry for at, entry in enumerate(self._entries) if at not in settled)
 
     @property
     def level(self) -> Level:

@@ -213,14 +213,17 @@ def _window(counts: Mapping[Component, int], h: float, side: int) -> tuple[float
     """Losses that the composition stays between, but for `WINDOW_TAIL` on either side.
 
     Chernoff's bound at orders about ``sqrt(2 log(1 / tail)) / std``, the best for a Gaussian
-    of the loss's standard deviation without the row, with it, or between.
+    of the loss's standard deviation, down to those that suit the rarest losses.
     """
     low, high = (
         math.sqrt(sum(n * _loss_std(c, with_row=with_row) ** 2 for c, n in counts.items()))
         for with_row in (False, True)
     )
     low, high = max(low, high * 2.0**-20), max(low, high)
-    ladder = range(math.floor(math.log2(2.0 / high)), math.ceil(math.log2(16.0 / low)))
+    # Rare large losses, where there are any, want orders about log(1 / tail) / loss.
+    widest = max(_loss_range(c) for c in counts)
+    least_order = min(2.0 / high, 4.0 / widest)
+    ladder = range(math.floor(math.log2(least_order)), math.ceil(math.log2(16.0 / low)))
     moments = sum(n * _log_moments(c, h, side, ladder) for c, n in counts.items())
     least, most = np.min((moments - math.log(WINDOW_TAIL)) / 2.0 ** np.array(ladder), axis=1)
     return -float(least), float(most)
