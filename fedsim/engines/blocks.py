@@ -10,8 +10,10 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
+from fedsim.clients.trainer import Trainer
 from fedsim.engines.arrays import LazyArray, tensors
 from fedsim.engines.flower import CLIENT_RAISED, error_reply
+from fedsim.engines.memory import Transaction, memory_of
 from fedsim.exchange import Block, BlockTrainer, Ids, Instructions, Kind
 
 __all__ = ["failed_block", "guarded_blocks", "messages_of"]
@@ -32,7 +34,8 @@ def guarded_blocks(
 
     When a block raises, its clients are run one at a time until the one at fault is found;
     blocks go on after it. Clients do not depend on their neighbours, so those that succeed
-    give the same bytes as they would have in the block.
+    give the same bytes as they would have in the block, and what they keep for the next round
+    is kept only with their replies.
 
     Parameters
     ----------
@@ -44,6 +47,26 @@ def guarded_blocks(
     Block
         In the order of ``client_ids``.
     """
+    memory = memory_of(trainer)
+    if memory is None or not isinstance(trainer, Trainer):
+        yield from _guarded(trainer, kind, vector, client_ids, round, deadline, None)
+        return
+    changes = trainer.memory = Transaction(memory)
+    try:
+        yield from _guarded(trainer, kind, vector, client_ids, round, deadline, changes)
+    finally:
+        trainer.memory = memory
+
+
+def _guarded(
+    trainer: BlockTrainer,
+    kind: Kind,
+    vector: Tensor,
+    client_ids: Ids,
+    round: int,
+    deadline: float | None,
+    changes: Transaction | None,
+) -> Iterator[Block]:
     work = trainer.train if kind == "train" else trainer.evaluate
     position = 0
     alone = False
@@ -54,11 +77,15 @@ def guarded_blocks(
         end = position + len(asked)
         try:
             for block in work(vector, asked, round):
+                if changes is not None:
+                    changes.commit()
                 yield block
                 position += len(block.client_ids)
                 if deadline is not None and time.monotonic() >= deadline:
                     return
         except Exception:  # a client's code may raise anything
+            if changes is not None:
+                changes.discard()
             if not alone:
                 alone = True
                 continue

@@ -9,14 +9,16 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.clients.trainer import Trainer
 from fedsim.engines.blocks import failed_block, guarded_blocks, messages_of
 from fedsim.engines.local import LocalGrid
+from fedsim.engines.memory import Borrowed, memory_of
 from fedsim.engines.parcel import Parcel
 from fedsim.engines.schedule import chunks, client_costs
 from fedsim.errors import FedsimError
@@ -84,6 +86,7 @@ class RayGrid(LocalGrid):
             run_id=run_id,
         )
         self._block_trainer = trainer
+        self._memory = memory_of(trainer)
         self._retries = retries
         self._started_ray = _start_ray(address, workers)
         self._options = {"num_cpus": cpus_per_worker, "num_gpus": gpus_per_worker}
@@ -151,10 +154,12 @@ class RayGrid(LocalGrid):
                 return
             chunk, reply = worker.queue.popleft()
             try:
-                parts = ray.get(reply)
+                parts, borrowed = ray.get(reply)
             except ray.exceptions.RayError as error:
                 yield from self._after_loss(worker, chunk, error, todo)
                 continue
+            if borrowed is not None and self._memory is not None:
+                borrowed.give_back(self._memory, call.round)
             yield from (_from_wire(part) for part in parts)
 
     def _hand_out(self, todo: deque[_Chunk], call: _Call) -> None:
@@ -163,7 +168,12 @@ class RayGrid(LocalGrid):
             for worker in self._workers:
                 if todo and len(worker.queue) < depth:
                     chunk = todo.popleft()
-                    worker.queue.append((chunk, worker.ask(call, chunk.client_ids)))
+                    borrowed = (
+                        None
+                        if self._memory is None or call.kind != "train"
+                        else Borrowed.of(self._memory, chunk.client_ids, call.round)
+                    )
+                    worker.queue.append((chunk, worker.ask(call, chunk.client_ids, borrowed)))
 
     def _first_done(self, deadline: float | None) -> _Worker | None:
         import ray
@@ -229,8 +239,8 @@ class _Worker:
     actor: Any
     queue: deque[tuple[_Chunk, Any]]
 
-    def ask(self, call: _Call, client_ids: Ids) -> Any:
-        return self.actor.work.remote(call.kind, call.vector, client_ids, call.round)
+    def ask(self, call: _Call, client_ids: Ids, borrowed: Borrowed | None) -> Any:
+        return self.actor.work.remote(call.kind, call.vector, client_ids, call.round, borrowed)
 
 
 class _Training:
@@ -243,11 +253,19 @@ class _Training:
         self._trainer: BlockTrainer = trainer.to(device) if hasattr(trainer, "to") else trainer
 
     def work(
-        self, kind: Kind, vector: np.ndarray[Any, Any], client_ids: Ids, round: int
-    ) -> list[Block]:
+        self,
+        kind: Kind,
+        vector: np.ndarray[Any, Any],
+        client_ids: Ids,
+        round: int,
+        borrowed: Borrowed | None,
+    ) -> tuple[list[Block], Borrowed | None]:
+        if borrowed is not None:
+            # The driver keeps what clients keep: whichever worker trains them next has it.
+            cast(Trainer, self._trainer).memory = borrowed
         here: Tensor = torch.from_numpy(np.array(vector)).to(self._device)
         blocks = guarded_blocks(self._trainer, kind, here, np.array(client_ids), round)
-        return [_to_wire(block) for block in blocks]
+        return [_to_wire(block) for block in blocks], borrowed
 
 
 def _to_wire(block: Block) -> Block:

@@ -6,13 +6,8 @@ import json
 
 import pytest
 
-from fedsim.apps.launch import run_deployment, run_simulation
-from fedsim.artefacts import RunDirectory
-from fedsim.build import Build
+import fedsim
 from fedsim.config import RunConfig
-from fedsim.drive import drive
-from fedsim.engines import LocalGrid
-from fedsim.engines.ray import RayGrid
 
 RUN = {
     "name": "parity",
@@ -20,7 +15,7 @@ RUN = {
     "rounds": 10,
     "partition": {"name": "dirichlet", "alpha": 0.5, "clients": 4},
     "model": {"name": "mlp", "widths": "16"},
-    "client": {"batch-size": 16, "epochs": 1, "lr": 0.2, "momentum": 0.5},
+    "client": {"name": "adadp-lr", "state": "client", "batch-size": 16, "epochs": 2, "lr": 0.1},
     "cohort": {"name": "poisson", "rate": 0.6},
     "mechanism": {"name": "clipping", "clip-norm": 1.0},
     "noise": {"multiplier": 0.5, "entropy": "config"},
@@ -31,23 +26,9 @@ TIMES = {"time", "hash", "previous"}
 SPEEDS = {"seconds", "clients-per-second"}
 
 
-def build_for(engine: str, rounds: int) -> Build:
-    tree = {**RUN, "rounds": rounds, "engine": {"name": engine, "device": "cpu"}}
-    return Build(RunConfig.parse(tree))
-
-
-def run(engine: str, directory, rounds: int, workers: int = 1):
-    build = build_for(engine, rounds)
-    if engine == "simulation":
-        return run_simulation(build, directory)
-    if engine == "deployment":
-        return run_deployment(build, directory)
-    place = RunDirectory(directory)
-    place.claim(build.resolved.to_toml())
-    if engine == "local":
-        return drive(build, LocalGrid(build.trainer), place)
-    with RayGrid(build.trainer, workers=workers, cpus_per_worker=0.1) as grid:
-        return drive(build, grid, place)
+def run(engine: str, directory, rounds: int, **settings):
+    tree = {**RUN, "rounds": rounds, "engine": {"name": engine, "device": "cpu", **settings}}
+    return fedsim.run(RunConfig.parse(tree), out=directory / "out")
 
 
 def ledger_of(directory) -> list[dict]:
@@ -82,7 +63,8 @@ def test_cohorts_of_the_parity_run_are_partial(expected):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_ray_gives_the_bytes_of_the_local_engine(workers, tmp_path, expected):
-    assert facts(run("ray", tmp_path, 10, workers)) == expected(10)
+    ray = run("ray", tmp_path, 10, workers=workers, **{"cpus-per-worker": 0.1})
+    assert facts(ray) == expected(10)
 
 
 @pytest.mark.slow

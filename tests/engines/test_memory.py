@@ -1,0 +1,88 @@
+"""Clients' own state follows their replies: a failed or repeated block leaves no trace."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fedsim.build import Build
+from fedsim.clients.memory import Columns
+from fedsim.config import RunConfig
+from fedsim.engines.blocks import guarded_blocks
+from fedsim.engines.memory import Borrowed, Transaction
+
+IDS = np.arange(6)
+
+
+def trainer_with_memory():
+    tree = {
+        "partition": {"clients": 6},
+        "client": {"lr": 0.2, "momentum": 0.9, "state": "client", "batch-size": 40},
+        "engine": {"device": "cpu"},
+    }
+    return Build(RunConfig.parse(tree)).trainer
+
+
+def run(trainer, rounds=3):
+    rows = {}
+    for number in range(1, rounds + 1):
+        vector = torch.zeros(trainer.layout.d)
+        for block in guarded_blocks(trainer, "train", vector, IDS, number):
+            for at, client in enumerate(block.client_ids.tolist()):
+                rows[number, client] = block.rows[at].numpy().tobytes() if block.ok[at] else None
+    return rows
+
+
+@pytest.fixture(scope="module")
+def expected():
+    rows = run(trainer_with_memory())
+    assert rows[1, 0] != rows[2, 0]  # the velocity is kept
+    return rows
+
+
+def test_a_block_that_fails_after_training_is_run_again_from_the_same_state(expected):
+    trainer = trainer_with_memory()
+    fit, failed = trainer._fit, []
+
+    def fails_once_a_round(start, client_ids, round, *rest):
+        result = fit(start, client_ids, round, *rest)
+        if round not in failed:
+            failed.append(round)
+            raise RuntimeError("after the state was stored")
+        return result
+
+    trainer._fit = fails_once_a_round
+    assert run(trainer) == expected
+    assert failed == [1, 2, 3]
+    assert isinstance(trainer.memory, Columns)
+
+
+def test_state_that_travels_to_a_worker_and_back_gives_the_same_bytes(expected):
+    home, worker = trainer_with_memory(), trainer_with_memory()
+    memory = home.memory
+    rows = {}
+    for number in (1, 2, 3):
+        for part in (IDS[3:], IDS[:3]):
+            borrowed = Borrowed.of(memory, part, number)
+            worker.memory = borrowed
+            vector = torch.zeros(home.layout.d)
+            for block in guarded_blocks(worker, "train", vector, part, number):
+                for at, client in enumerate(block.client_ids.tolist()):
+                    rows[number, client] = block.rows[at].numpy().tobytes()
+            borrowed.give_back(memory, number)
+    assert rows == expected
+
+
+def test_a_transaction_shows_nothing_before_it_is_committed():
+    inner = Columns(3)
+    transaction = Transaction(inner)
+    ids, state = np.array([1]), {"eta": torch.tensor([0.5])}
+    transaction.store(ids, 1, state)
+    assert not transaction.load(ids, 1)[0].any()
+    transaction.discard()
+    transaction.commit()
+    assert not inner.present.any()
+    transaction.store(ids, 1, state)
+    transaction.commit()
+    assert transaction.load(ids, 2)[1]["eta"].tolist() == [0.5]
