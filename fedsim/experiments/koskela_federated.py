@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from fedsim.config import Scalar
 from fedsim.experiments.base import Claim, Report, Result, Settings, Table
-from fedsim.experiments.koskela import Koskela, KoskelaSettings, Score, optimiser
-from fedsim.experiments.koskela_pictures import Line, curves, sweeps
+from fedsim.experiments.config_runs import Score
+from fedsim.experiments.curves import Line, curves, sweeps
+from fedsim.experiments.koskela import Koskela, KoskelaSettings, optimiser
 
 __all__ = ["KoskelaFederated", "KoskelaFederatedSettings"]
 
@@ -103,9 +104,7 @@ class KoskelaFederated(Koskela):
 
     @property
     def _where(self) -> str:
-        base, seeds = self.base, self.settings.seeds
-        scale = f"{base.partition.max_examples or 'all'} examples a client, {base.rounds} rounds"
-        return f"{base.data.name}, {scale}, mean of {seeds} seed{'s' * (seeds > 1)}"
+        return self.where("examples a client", "rounds")
 
     def _best(
         self, scores: Mapping[str, Score], method: str, rates: Sequence[float], rho: float,

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from fedsim.config import Scalar
 from fedsim.experiments.base import Claim, Report, Result, Settings, Table
-from fedsim.experiments.koskela import Koskela, KoskelaSettings, Score, optimiser
-from fedsim.experiments.koskela_pictures import Line, curves
+from fedsim.experiments.config_runs import Score
+from fedsim.experiments.curves import Line, curves
+from fedsim.experiments.koskela import Koskela, KoskelaSettings, optimiser
 
 __all__ = ["KoskelaPrivate", "KoskelaPrivateSettings"]
 
@@ -82,9 +83,7 @@ class KoskelaPrivate(Koskela):
 
     @property
     def _where(self) -> str:
-        base, seeds = self.base, self.settings.seeds
-        scale = f"{base.partition.max_examples or 'all'} examples, {base.rounds} epochs"
-        return f"{base.data.name}, {scale}, mean of {seeds} seed{'s' * (seeds > 1)}"
+        return self.where("examples", "epochs")
 
     def _against_adam(
         self,

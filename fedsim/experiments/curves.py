@@ -1,4 +1,4 @@
-"""Pictures of Koskela and Honkela's experiments: curves over rounds, and sweeps of a setting."""
+"""Pictures of runs: test accuracy over rounds, and against a setting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fedsim.experiments.koskela import Score
+from fedsim.experiments.config_runs import Score
 from fedsim.reports.plots import COLOURS, grid
 
 __all__ = ["Line", "curves", "sweeps"]
