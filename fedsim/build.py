@@ -18,7 +18,14 @@ from fedsim.clients.batches import Plan
 from fedsim.config import RunConfig
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
-from fedsim.privacy import Event, Statement, calibrate, calibrate_events, worst_client
+from fedsim.privacy import (
+    Event,
+    Statement,
+    WorstClient,
+    calibrate,
+    calibrate_events,
+    worst_client,
+)
 from fedsim.randomness import Randomness
 from fedsim.strategies import DPFedAvg
 
@@ -178,19 +185,23 @@ class Build:
         epochs = None if client.steps else client.epochs
         return Plan(client.batch_size, epochs, client.steps or None)
 
+    def worst_client(self, rounds: int) -> WorstClient | None:
+        """Who pays most for so many rounds at example level, if anybody does."""
+        privacy = self.example_privacy
+        if privacy is None or not rounds:
+            return None
+        events = self._example_events(privacy, self._sizes, rounds)
+        return worst_client(events, privacy.delta) if events else None
+
     def example_statement(self, rounds: int) -> Statement | None:
         """What example-level privacy holds for every client after so many rounds.
 
         Determined by the config alone: each client is taken to have been in every round, and
         the one that pays most stands for all, since clients hold disjoint data.
         """
-        privacy = self.example_privacy
-        if privacy is None or not rounds:
+        privacy, worst = self.example_privacy, self.worst_client(rounds)
+        if privacy is None or worst is None:
             return None
-        events = self._example_events(privacy, self._sizes, rounds)
-        if not events:
-            return None
-        worst = worst_client(events, privacy.delta)
         return Statement(
             cost=worst.cost,
             level="example",

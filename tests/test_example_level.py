@@ -6,10 +6,12 @@ from pathlib import Path
 
 import dp_accounting
 import pytest
+from typer.testing import CliRunner
 
 import fedsim
 from fedsim import RunConfig
 from fedsim.build import Build
+from fedsim.cli.app import app
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 
@@ -77,3 +79,12 @@ def test_without_noise_examples_have_no_guarantee() -> None:
     result = fedsim.run(BASE.replace(**{"client.noise.multiplier": 0.0}))
     assert result.privacy.epsilon == float("inf")
     assert "No privacy guarantee" in str(result.privacy)
+
+
+def test_the_privacy_command_answers_for_examples(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(BASE.to_toml())
+    said = CliRunner().invoke(app, ["privacy", str(path)]).output
+    spent = fedsim.run(BASE).privacy.epsilon
+    assert f"{spent:.4f}" in said
+    assert "example, add-remove" in said

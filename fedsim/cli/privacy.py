@@ -134,7 +134,7 @@ def privacy(
     }
     plan = _merged(plan, {name: value for name, value in given.items() if value is not None})
     plan = replace(plan, invocations=invocations) if invocations != 1 else plan
-    if ledger is None:
+    if source is None:
         plan = replace(plan, level=_one_of("--level", level, "client", "example"))
     console = Console()
     questions = (rounds, max_epsilon, target_epsilon, over)
@@ -183,11 +183,13 @@ def _source(
 
 def _configured(config: RunConfig) -> Plan:
     cohort, noise, clients = config.cohort, config.noise, config.partition.clients
+    if not config.private and config.client.private:
+        return _examples(config)
     if not config.private:
         raise FedsimError(
             f"mechanism.name = {config.mechanism.name!r} and noise.multiplier = "
-            f"{noise.multiplier}; the run has no client-level guarantee, and its epsilon is "
-            "infinite."
+            f"{noise.multiplier}, and clients do not protect their examples; the run has no "
+            "guarantee, and its epsilon is infinite."
         )
     return Plan(
         noise_multiplier=noise.multiplier,
@@ -198,6 +200,27 @@ def _configured(config: RunConfig) -> Plan:
         rate=cohort.rate if cohort.name == "poisson" else 1.0,
         size=cohort.size if cohort.name == "fixed" else None,
         population=clients,
+    )
+
+
+def _examples(config: RunConfig) -> Plan:
+    """The plan of the client that pays most, where clients protect their examples."""
+    # How many examples clients have, and so their rates, only the data can say.
+    from fedsim.build import Build
+
+    build = Build(config)
+    worst = build.worst_client(config.rounds)
+    if worst is None or build.example_privacy is None:
+        raise FedsimError(f"partition.clients = {config.partition.clients}; none has an example.")
+    return Plan(
+        noise_multiplier=build.example_privacy.noise_multiplier,
+        rounds=config.rounds,
+        delta=config.client.noise.delta,
+        sampler=worst.event.sampler,
+        rate=worst.event.rate,
+        adjacency=worst.event.adjacency,
+        invocations=worst.event.count // config.rounds,
+        level="example",
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.calibration import (
+    WorstClient,
     calibrate,
     calibrate_events,
     cost,
@@ -35,6 +36,7 @@ __all__ = [
     "Plan",
     "Sampler",
     "Statement",
+    "WorstClient",
     "calibrate",
     "calibrate_events",
     "cost",
