@@ -1,7 +1,8 @@
 """Strategies: DP-FedAvg, for fedsim's engines and for any Flower app."""
 
-from fedsim.strategies.dp_fedavg import DPFedAvg, RoundReport, RunFailedError
+from fedsim.strategies.dp_fedavg import DPFedAvg
 from fedsim.strategies.loop import Rounds, rounds_of, run_to_end
+from fedsim.strategies.outcome import RoundReport, RunFailedError
 from fedsim.strategies.server_optimizer import ServerOptimizer, TorchOptimizer, adam, sgd
 
 __all__ = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from os import PathLike
 
 import numpy as np
@@ -25,30 +24,16 @@ from fedsim.strategies.client_evaluation import ClientEvaluation
 from fedsim.strategies.contributions import Asked, Contributions, Placement
 from fedsim.strategies.flower_optimizer import FlowerOptimizer
 from fedsim.strategies.loop import rounds_of, run_to_end
+from fedsim.strategies.outcome import RoundReport, RunFailedError
 from fedsim.strategies.participants import Participants, node_ids
 from fedsim.strategies.replies import to_arrays
 from fedsim.strategies.server_optimizer import ServerOptimizer, sgd
 from fedsim.strategies.summaries import MetricMeans, MetricsAggregator
 
-__all__ = ["DPFedAvg", "RoundReport", "RunFailedError"]
+__all__ = ["DPFedAvg"]
 
 _log = logging.getLogger("fedsim")
 Floats = npt.NDArray[np.float64]
-
-
-class RunFailedError(RuntimeError):
-    """Too many rounds in a row in which every client that was asked failed."""
-
-
-@dataclass(frozen=True)
-class RoundReport:
-    """What happened in one round: the operator's knowledge, not covered by the guarantee."""
-
-    round: int
-    asked: int
-    usable: int
-    failed: int
-    info: dict[str, float]
 
 
 class DPFedAvg(Strategy):
