@@ -126,7 +126,7 @@ class _Progress:
 
 def _show(console: Console, outcome: Outcome) -> None:
     report = outcome.report
-    for table in (*report.tables, outcome.expected.table(report)):
+    for table in (*report.tables, outcome.expected.brief(report)):
         if table.shown:
             console.print(_table(table))
     if report.claims:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedsim.errors import FedsimError
@@ -80,4 +80,13 @@ class Expected:
             verdict = "" if agrees is None else "as measured" if agrees else "differs"
             rows.append([name, figure.paper, figure.measured, figure.within, here, verdict])
         columns = ["figure", "paper", "measured", "within", "here", "verdict"]
-        return Table("figures", "Figures against what was expected", columns, rows, digits=4)
+        return Table("figures", "Figures", columns, rows, digits=4)
+
+    def brief(self, report: Report) -> Table:
+        """The rows of `table` that a paper gives or that differ from what was measured."""
+        table = self.table(report)
+        rows = [row for row in table.rows if row[1] is not None or row[5] == "differs"]
+        verdicts = [row[5] for row in table.rows if row[5]]
+        same = sum(verdict == "as measured" for verdict in verdicts)
+        title = f"Against the paper ({same} of {len(verdicts)} figures are as they were measured)"
+        return replace(table, title=title, rows=rows, shown=bool(rows), digits=3)

@@ -24,6 +24,7 @@ from fedsim.experiments.base import (
     Settings,
     Table,
     over_seeds,
+    seeds_text,
 )
 from fedsim.experiments.least_squares import LeastSquares, Watched, snr_of_normalization
 from fedsim.experiments.quadratic_pictures import curves, trajectories
@@ -34,7 +35,7 @@ from fedsim.strategies import DPFedAvg
 __all__ = ["METHODS", "Case", "Quadratic", "QuadraticSettings"]
 
 METHODS = ("clipping", "normalization")
-COLUMNS = ("dist", "std", "f-f*", "free")
+COLUMNS = ("||w-w*||", "f-f*", "no noise")
 TAIL = 25  # rounds that a final distance is the mean of
 
 
@@ -146,14 +147,14 @@ class Quadratic(Experiment):
                 distance, spread = over_seeds([_tail(run["distance"]) for run in runs])
                 gap, _ = over_seeds([_tail(run["gap"]) for run in runs])
                 free = results[f"{case.name} {method} seed=0"]
-                row += [distance, spread, gap, _tail(free["distance"])]
+                row += [f"{distance:.3f} ± {spread:.3f}", gap, _tail(free["distance"])]
                 figures[f"{case.name}/{method}"] = distance
             rows.append(row)
         columns = ["case"]
         columns += [f"{short} {what}" for short in ("clip", "norm") for what in COLUMNS]
         title = (
-            f"Distance to w*, its spread over {self.settings.seeds} noise seeds, f - f*, and the "
-            f"distance without noise; means of the last {TAIL} rounds"
+            f"Means of the last {TAIL} rounds, {seeds_text(self.settings.seeds)} of the noise; "
+            "the distance without noise beside"
         )
         panels = [case for case in self.settings.cases if case.panel]
         data = {

@@ -33,6 +33,13 @@ METHODS = {
     "safe": ("AdaCliP, h2 = C² γ / d", COLOURS["adaclip"]),
 }
 
+COLUMNS = {
+    "clipping": "Abadi",
+    "literal": "as printed",
+    "stabilised": "clamped after",
+    "safe": "safe h2",
+}
+
 
 class RegressionSettings(Settings):
     """Keys of ``experiment.toml``."""
@@ -68,12 +75,10 @@ class Regression(Experiment):
     def report(self, results: Mapping[str, Result]) -> Report:
         """Errors and noises by dimension, beside the theory for clipping."""
         settings = self.settings
-        rows: list[list[str | float | None]] = []
         figures: dict[str, float] = {}
         errors: dict[str, list[float]] = {method: [] for method in METHODS}
         noises: dict[str, list[float]] = {method: [] for method in METHODS}
         for d in settings.dimensions:
-            row: list[str | float | None] = [d, self._theory(d)]
             for method in METHODS:
                 result = results[f"{method} d={d}"]
                 error, _ = over_seeds(result["error"])
@@ -81,17 +86,32 @@ class Regression(Experiment):
                 errors[method].append(error)
                 noises[method].append(noise)
                 figures |= {f"error {method} d={d}": error, f"noise {method} d={d}": noise}
-                row += [error, noise]
-            rows.append(row)
-        columns = ["d", "theory, Abadi"]
-        columns += [f"{method} {what}" for method in METHODS for what in ("error", "noise")]
-        title = f"||theta_T||^2 and mean ||g - g~||^2, {seeds_text(settings.seeds)}"
+        theory = [self._theory(d) for d in settings.dimensions]
+        many = seeds_text(settings.seeds)
         return Report(
-            tables=[Table("errors", title, columns, rows, digits=4)],
+            tables=[
+                self._table("errors", f"||theta_T||^2, mean of {many}", theory, errors),
+                self._table("noises", f"Mean ||g - g~||^2, {many}", None, noises),
+            ],
             figures=figures,
             claims=self._claims(errors, noises),
             pictures={"errors": self._picture(errors, noises)},
         )
+
+    def _table(
+        self,
+        name: str,
+        title: str,
+        theory: list[float] | None,
+        values: Mapping[str, list[float]],
+    ) -> Table:
+        named = {} if theory is None else {"theory, Abadi": theory}
+        columns = {**named, **{COLUMNS[method]: column for method, column in values.items()}}
+        rows = [
+            [d, *(column[k] for column in columns.values())]
+            for k, d in enumerate(self.settings.dimensions)
+        ]
+        return Table(name, title, ["d", *columns], rows, digits=4)
 
     def _theory(self, d: int) -> float:
         settings = self.settings
@@ -178,12 +198,12 @@ def error_of_clipping(d: int, rate: float, noise: float) -> float:
 
 
 def _descend(settings: Mapping[str, Any], seed: int) -> tuple[float, float, float]:
-    """SGD on ``1/2 ||theta - x||^2``, one example a step, x ~ N(0, 1) in one coordinate."""
+    """SGD on ``1/2 ||theta - x||^2``, one example a step, x = +-1 in one coordinate."""
     d, rate = settings["dimension"], settings["rate"]
     mechanism = _mechanism(settings["method"], settings["clip-norm"])
     layout = Layout.of({"theta": torch.zeros(d, dtype=torch.float64)})
     state, randomness = mechanism.init(layout), Randomness(seed)
-    data = randomness.generator(Purpose.BATCH).standard_normal(settings["steps"])
+    data = randomness.generator(Purpose.BATCH).choice([-1.0, 1.0], settings["steps"])
     start = randomness.generator(Purpose.INIT).standard_normal(d) / np.sqrt(d)
     theta, noise, clipped = torch.from_numpy(start), 0.0, 0
     for step, x in enumerate(data, 1):
