@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedsim.cli.deploy import deploy
+from fedsim.deploy.federation import Federation
+from fedsim.deploy.processes import free_ports
+from fedsim.errors import FedsimError
+
+CONFIG = """
+[partition]
+clients = 3
+"""
+
+
+def invoke(*words):
+    return CliRunner().invoke(deploy, [str(word) for word in words], catch_exceptions=False)
+
+
+def test_init_makes_a_federation_for_the_given_hosts(tmp_path):
+    done = invoke("init", tmp_path / "fed", "--nodes", 4, "--host", "link", "--host", "10.0.0.1")
+    assert done.exit_code == 0
+    made = Federation.load(tmp_path / "fed")
+    assert (made.nodes, made.hosts, made.insecure) == (4, ("link", "10.0.0.1"), False)
+
+
+def test_init_gives_every_node_its_part_of_a_configs_data(tmp_path):
+    (tmp_path / "run.toml").write_text(CONFIG)
+    invoke("init", tmp_path / "fed", "--split", tmp_path / "run.toml")
+    made = Federation.load(tmp_path / "fed")
+    assert made.nodes == 3
+    assert all((made.node(node) / "data.npz").exists() for node in range(3))
+
+
+def test_an_insecure_federation_is_said_to_be_one(tmp_path):
+    assert "insecure" in invoke("init", tmp_path / "fed", "--insecure").output
+
+
+def test_init_refuses_a_directory_that_has_one(tmp_path):
+    invoke("init", tmp_path / "fed")
+    with pytest.raises(FedsimError, match="already holds"):
+        invoke("init", tmp_path / "fed")
+
+
+def test_help_teaches():
+    for command in ("init", "up"):
+        text = invoke(command, "--help").output
+        assert "fedsim" in text
+        assert len(text.splitlines()) > 12
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_rehearsal_leaves_no_process_and_no_port(tmp_path, number):
+    port, fleet_port = free_ports(2)
+    Federation.create(tmp_path / "fed", nodes=1, port=port, fleet_port=fleet_port)
+    program = "from fedsim.cli.deploy import deploy; deploy()"
+    up = subprocess.Popen(
+        [sys.executable, "-c", program, "up", str(tmp_path / "fed")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert "SuperLink is up" in up.stdout.readline()
+    assert listening(port)
+    assert listening(fleet_port)
+    up.send_signal(number)
+    up.wait(60)
+    deadline = time.monotonic() + 30
+    while running(tmp_path) or listening(port) or listening(fleet_port):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    left = {path.name for path in (tmp_path / "fed").iterdir()}
+    assert left <= {
+        *("federation.toml", "authority", "superlink", "node-0", "operator", "runs", "logs"),
+    }
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def running(directory: Path) -> list[str]:
+    """Processes that have the federation's files on their command line."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(directory).encode() in entry.read_bytes():
+                found.append(entry.parent.name)
+        except OSError:
+            continue
+    return found
