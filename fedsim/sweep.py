@@ -28,7 +28,7 @@ from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.exchange import Block, Ids, Instructions, Replies
 from fedsim.randomness import Purpose, Randomness
-from fedsim.strategies import Rounds
+from fedsim.strategies import Rounds, run_to_end
 from fedsim.tables import algorithm
 
 __all__ = ["Member", "is_done", "members", "parse_axes", "run_sweep"]
@@ -100,8 +100,12 @@ def run_sweep(grid: Sequence[Member], out: Path, observer: Observer | None = Non
     Raises
     ------
     FedsimError
-        If ``out`` holds a member of another sweep.
+        If ``out`` holds a member of another sweep, or one is for another engine.
     """
+    for member in grid:
+        engine = member.config.engine.name
+        if engine != "local":
+            raise FedsimError(f"engine.name = '{engine}'; a sweep's members run on 'local'.")
     waiting = [member for member in grid if not is_done(member, out)]
     for group in _groups(waiting):
         _run_group(group, out, observer)
@@ -136,37 +140,45 @@ def _groups(waiting: Sequence[Member]) -> list[list[Member]]:
     """Members whose clients can share blocks, together."""
     groups: dict[tuple[object, ...], list[Member]] = {}
     for member in waiting:
-        groups.setdefault(_shared_work(member.config), []).append(member)
+        groups.setdefault(_shared_work(member), []).append(member)
     return list(groups.values())
 
 
-def _shared_work(config: RunConfig) -> tuple[object, ...]:
+def _shared_work(member: Member) -> tuple[object, ...]:
     """What must be equal for clients to share a block: all that is not a number of their own."""
+    config = member.config
+    if config.client.private or config.client.state != "reset":
+        # Ledgers and kept state belong to one run's clients.
+        return (member.label,)
     free = {f"client.{name.replace('_', '-')}" for name in algorithm(config).numbers()}
-    flat = config.to_run_config()
     # Frozen parameters are the trainer's, and start from the seed.
     seed = config.seed if config.model.trainable else None
     return (
         seed,
         *(
             (key, value)
-            for key, value in flat.items()
+            for key, value in config.to_run_config().items()
             if key.split(".")[0] in ("data", "model", "client", "engine") and key not in free
         ),
     )
 
 
 def _run_group(group: Sequence[Member], out: Path, observer: Observer | None) -> None:
-    builds = [Build(member.config, out / member.label) for member in group]
-    shared = _SharedTrainer(builds)
     sessions = []
-    for member, build in zip(group, builds, strict=True):
+    for member in group:
         directory = RunDirectory(out / member.label)
+        build = Build(member.config, directory.path)
         directory.claim(build.resolved.to_toml())
         observe = None if observer is None else partial(observer, member)
         sessions.append(Session(build, directory, observe))
     try:
-        _in_step([s.rounds(LocalGrid(s.build.trainer)) for s in sessions], shared)
+        runs = [(session, LocalGrid(session.build.trainer)) for session in sessions]
+        if len(runs) == 1:
+            ((session, grid),) = runs
+            run_to_end(session.rounds(grid), grid, session.build.config.engine.timeout)
+        else:
+            shared = _SharedTrainer([session.build for session in sessions])
+            _in_step([session.rounds(grid) for session, grid in runs], shared)
     finally:
         for session in sessions:
             session.save()

@@ -34,6 +34,8 @@ BASE = RunConfig().replace(
         ["partition.name=iid,shards", "server.lr=0.5,1.0"],
         ["noise.max-epsilon=5.0,100.0"],
         ["model.dtype=float32,float64"],
+        ["client.name=adadp-lr", "client.state=client", "client.lr=0.1,0.2"],
+        ["client.name=dp-sgd", "client.mechanism.name=clipping", "client.noise.multiplier=1.0,2.0"],
     ],
     ids=" ".join,
 )
@@ -47,6 +49,10 @@ def test_members_end_with_the_same_bytes_as_when_run_alone(
         fedsim.run(member.config, out=alone)
         for name in ("model.safetensors", "config.toml"):
             assert (tmp_path / member.label / name).read_bytes() == (alone / name).read_bytes()
+        ledgers = [
+            sorted(p.name for p in d.glob("clients/*")) for d in (tmp_path / member.label, alone)
+        ]
+        assert ledgers[0] == ledgers[1]
         together, apart = (RunDirectory(d).metrics for d in (tmp_path / member.label, alone))
         assert together.read_text().count("\n") == apart.read_text().count("\n")
 
