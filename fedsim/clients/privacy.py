@@ -108,16 +108,19 @@ class Ledgers:
             self._open[client] = Ledger(path, delta=self._privacy.delta)
         return self._open[client]
 
-    def record(self, client: int, round: int, event: Event) -> None:
-        """One line for this client and round, on disk before anything is computed."""
-        seed = self._randomness.seed
+    def record(self, client: int, round: int, event: Event, draws: str | None) -> None:
+        """One line for this client and round, on disk before anything is computed.
+
+        ``draws`` names all that the release is a function of: run again from the same, it is
+        the same release and is charged once. None: it cannot be the same.
+        """
         self.of(client).record(
             event=event,
             round=round,
             level="example",
             entropy=self._randomness.entropy,
             mechanism=str(self._privacy.mechanism),
-            draws=None if seed is None else f"seed {seed}",
+            draws=draws,
             client=client,
         )
 

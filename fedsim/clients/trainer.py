@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -250,7 +251,7 @@ class Trainer:
         if self.memory is not None:
             present, kept = self.memory.load(client_ids, round)
             metrics["fresh-state"] = (~present).astype(np.float64)
-        self._write_down(client_ids, own, round)
+        self._write_down(client_ids, round, start, kept)
         theta: Tensor | None = None
         self.model.train()
         for batches in self._batches(own, client_ids, randomness, round):
@@ -313,14 +314,29 @@ class Trainer:
             present=present,
         )
 
-    def _write_down(self, client_ids: Ints, own: list[Ints], round: int) -> None:
+    def _write_down(
+        self, client_ids: Ints, round: int, start: Tensor, kept: Mapping[str, Tensor]
+    ) -> None:
         """The round's line in each client's ledger, before anything is drawn or released."""
         if self.privacy is None:
             return
-        for client, examples in zip(client_ids, own, strict=True):
-            event = self.privacy.event(self.plan, len(examples))
+        for position, client in enumerate(client_ids.tolist()):
+            event = self.privacy.event(self.plan, self.data.size(client))
             if event is not None:
-                self.ledgers.record(int(client), round, event)
+                state = [start[position], *(kept[name][position] for name in sorted(kept))]
+                self.ledgers.record(client, round, event, self._draws(client, state))
+
+    def _draws(self, client: int, state: Sequence[Tensor]) -> str | None:
+        """Digest of all that a client's release is a function of, but for the round."""
+        if self.randomness.seed is None:
+            return None
+        loss = getattr(self.loss, "__qualname__", repr(self.loss))
+        settings = (self.randomness, self.algorithm, self.plan, self.privacy, loss)
+        digest = hashlib.sha256(repr(settings).encode())
+        own = torch.from_numpy(self.data.indices[client]).to(self.data.x.device)
+        for tensor in (*state, self.data.x[own], self.data.y[own]):
+            digest.update(tensor.cpu().numpy().tobytes())
+        return digest.hexdigest()
 
     def _memory(self, state: StateKind, directory: FilePath | None) -> Memory | None:
         if state == "reset":
