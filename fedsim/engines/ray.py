@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedsim.clients.trainer import Trainer
 from fedsim.engines.blocks import failed_block, guarded_blocks, messages_of
+from fedsim.engines.devices import moved
 from fedsim.engines.local import LocalGrid
 from fedsim.engines.memory import Borrowed, memory_of
 from fedsim.engines.parcel import Parcel
@@ -44,7 +45,7 @@ class RayGrid(LocalGrid):
     Parameters
     ----------
     trainer : BlockTrainer
-        Made on the CPU. One with a method ``to(device)`` is moved to a worker's GPU.
+        A copy of it is made on each worker's device.
     workers : int
         Number of worker processes; 0 for one a core, or as many as the GPUs hold.
     address : str, optional
@@ -77,6 +78,12 @@ class RayGrid(LocalGrid):
             raise FedsimError(
                 f"RayGrid trains a fedsim trainer's clients, not a {type(trainer).__name__}; "
                 "run a ClientApp on LocalGrid, or in Flower's own simulation."
+            )
+        device = getattr(trainer, "device", torch.device("cpu"))
+        if device.type == "cuda" and not gpus_per_worker:
+            raise FedsimError(
+                "engine.gpus-per-worker is 0 while engine.device is 'cuda'; it must be more (a "
+                "fraction lets workers share a GPU), or engine.device must be 'cpu'."
             )
         super().__init__(
             trainer,
@@ -250,7 +257,7 @@ class _Training:
         torch.set_num_threads(1)
         trainer = parcel.unpack()
         self._device = device
-        self._trainer: BlockTrainer = trainer.to(device) if hasattr(trainer, "to") else trainer
+        self._trainer: BlockTrainer = moved(trainer, device)
 
     def work(
         self,
@@ -283,7 +290,7 @@ def _from_wire(block: Block) -> Block:
 def _put_parcel(trainer: BlockTrainer) -> Any:
     import ray
 
-    return ray.put(Parcel.pack(trainer))
+    return ray.put(Parcel.pack(moved(trainer, "cpu")))
 
 
 def _start_ray(address: str | None, workers: int) -> bool:

@@ -66,9 +66,9 @@ class Compose:
     def space(self, name: str) -> str:
         return f"fedsim-{name}"
 
-    def link(self, name: str) -> str:
-        """The host's end of a service's cable."""
-        return f"fsv{list(self.services).index(name)}"
+    def set_link(self, name: str, *, up: bool) -> None:
+        """Plug a service's cable in, or pull it."""
+        _ip("link", "set", f"fsv{list(self.services).index(name)}", "up" if up else "down")
 
     def up(self, name: str) -> None:
         """Start a service when those that it depends on are as it wants them."""

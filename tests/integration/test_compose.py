@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import compose
@@ -86,3 +88,37 @@ def test_the_services_commands_train_a_model_between_network_namespaces(tmp_path
     assert len((left / "metrics.csv").read_text().splitlines()) == 1 + 1 + 3
     assert (left / "model.safetensors").exists()
     assert len((left / "ledger.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compose.possible(), reason="network namespaces need root, and ip(8)")
+def test_a_cut_cable_costs_the_rounds_of_its_node_and_no_more(tmp_path):
+    federation = Federation.create(
+        tmp_path / "federation", nodes=3, hosts=["superlink"], home=Path("/federation")
+    )
+    (tmp_path / "examples").mkdir()
+    text = (ROOT / "examples" / "deployment.toml").read_text().replace("rounds = 3", "rounds = 500")
+    (tmp_path / "examples" / "deployment.toml").write_text(f"{text}\n[engine]\ntimeout = 30.0\n")
+
+    def usable() -> list[int]:
+        found = list(federation.runs.glob("three-nodes-*/metrics.csv"))
+        rows = csv.DictReader(found[0].open()) if found else []
+        return [int(row["usable"]) for row in rows if row["usable"]]
+
+    def wait(condition, services, limit=300.0) -> None:
+        deadline = time.monotonic() + limit
+        while not condition():
+            assert time.monotonic() < deadline, usable()
+            assert services.running["run"].alive(), services.running["run"].tail(30)
+            time.sleep(0.5)
+
+    with compose.Compose(FILE, tmp_path, tmp_path / "logs") as services:
+        services.up("run")
+        wait(lambda: usable()[-1:] == [3], services)
+        services.set_link("supernode-2", up=False)
+        wait(lambda: usable()[-1] == 2, services)
+        services.set_link("supernode-2", up=True)
+        wait(lambda: usable()[-1] == 3, services)
+    rounds = usable()
+    charged = next(federation.runs.glob("three-nodes-*/ledger.jsonl")).read_text().splitlines()
+    assert len(charged) >= len(rounds)

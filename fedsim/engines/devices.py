@@ -1,0 +1,40 @@
+"""A trainer on another device: the driver's is made on one, and workers have theirs."""
+
+from __future__ import annotations
+
+import copy
+from typing import cast
+
+import torch
+
+from fedsim.clients.paths import PathName
+from fedsim.clients.trainer import Trainer
+from fedsim.exchange import BlockTrainer
+
+__all__ = ["moved"]
+
+
+def moved(trainer: BlockTrainer, device: str) -> BlockTrainer:
+    """The same clients on ``device``, by the same path; what they keep stays with the caller.
+
+    A trainer that is not fedsim's own, or is there already, is returned as it is.
+    """
+    if not isinstance(trainer, Trainer) or trainer.device.type == torch.device(device).type:
+        return trainer
+    there = Trainer(
+        copy.deepcopy(trainer.model),
+        trainer.algorithm,
+        trainer.data,
+        batch_size=trainer.plan.batch_size,
+        epochs=trainer.plan.epochs,
+        steps=trainer.plan.steps,
+        loss=trainer.loss,
+        metrics=trainer.metrics,
+        path=cast(PathName, trainer.path.name),
+        block_size=trainer.block_size,
+        randomness=trainer.randomness,
+        device=device,
+        privacy=trainer.privacy,
+    )
+    there.carried, there.keeps_state = trainer.carried, trainer.keeps_state
+    return there
