@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -114,44 +115,50 @@ class PositionsPart(LinearPart):
         """Number of coordinates."""
         return int(self.delta.shape[2] * (self.x.shape[2] + self.bias))
 
+    @property
+    def small(self) -> bool:
+        """Whether a gradient is smaller than the Gram matrix of its positions."""
+        return bool(self.size <= self.x.shape[1] ** 2)
+
     def square_norms(self, scale: Tensor | None, center: Tensor | None) -> Tensor:
         """See `LinearPart`; by Gram matrices of the positions where those are the smaller."""
-        L, inputs, outputs = self.x.shape[1], self.x.shape[2], self.delta.shape[2]
-        if scale is not None or center is not None or inputs * outputs < L * L:
-            squares = []
-            for row in self._chunks():
-                row = row.double()
-                row = row if center is None else row.sub_(center)
-                row = row if scale is None else row.mul_(scale)
-                squares.append(row.square().sum(1))
-            return torch.cat(squares)
-        x, delta = self.x.double(), self.delta.double()
-        products = torch.bmm(delta, delta.transpose(1, 2))
-        if self.bias:
-            products = products * (torch.bmm(x, x.transpose(1, 2)) + 1)
-        else:
-            products = products * torch.bmm(x, x.transpose(1, 2))
+        if scale is not None or center is not None:
+            rows = self._written.clone() if self.small else self.dense().double()
+            rows = rows if center is None else rows.sub_(center)
+            rows = rows if scale is None else rows.mul_(scale)
+            return rows.square_().sum(1)
+        if self.small:
+            return self._written.square().sum(1)
+        x, delta = self._precise
+        inputs = torch.bmm(x, x.transpose(1, 2)).add_(float(self.bias))
+        products = torch.bmm(delta, delta.transpose(1, 2)).mul_(inputs)
         return products.flatten(1).sum(1).clamp_min(0)
 
     def sum(self, weights: Tensor) -> Tensor:
         """See `LinearPart`."""
-        absent = (weights == 0)[:, None, None]
-        x = self.x.double().masked_fill(absent, 0.0)
-        delta = self.delta.double().masked_fill(absent, 0.0) * weights[:, None, None]
+        there = weights != 0
+        if not bool(there.all()):
+            # A row of NaN times zero is NaN: such rows are left out.
+            return PositionsPart(self.x[there], self.delta[there], self.bias).sum(weights[there])
+        if self.small:
+            return weights @ self._written
+        x, delta = self._precise
+        delta = delta * weights[:, None, None]
         weight = (delta.flatten(0, 1).T @ x.flatten(0, 1)).reshape(-1)
         return torch.cat([weight, delta.sum((0, 1))]) if self.bias else weight
 
     def dense(self) -> Tensor:
         """See `LinearPart`."""
-        return torch.cat(self._chunks())
+        outer = torch.bmm(self.delta.transpose(1, 2), self.x).flatten(1)
+        return torch.cat([outer, self.delta.sum(1)], dim=1) if self.bias else outer
 
-    def _chunks(self, at_once: int = 16) -> list[Tensor]:
-        rows = []
-        for start in range(0, len(self.x), at_once):
-            x, delta = self.x[start : start + at_once], self.delta[start : start + at_once]
-            outer = torch.bmm(delta.transpose(1, 2), x).flatten(1)
-            rows.append(torch.cat([outer, delta.sum(1)], dim=1) if self.bias else outer)
-        return rows
+    @cached_property
+    def _written(self) -> Tensor:
+        return self.dense().double()
+
+    @cached_property
+    def _precise(self) -> tuple[Tensor, Tensor]:
+        return self.x.double(), self.delta.double()
 
 
 @dataclass(frozen=True)
@@ -171,6 +178,8 @@ class _Hooked:
             )
             for name, module in self.layers
         ]
+        if x.dim() == 4 and not x.is_cuda:
+            x = x.contiguous(memory_format=torch.channels_last)  # faster on a CPU
         leaves = {k: v.requires_grad_() for k, v in self.packing.named(theta).items()}
         try:
             with torch.enable_grad():
@@ -194,13 +203,22 @@ class _Hooked:
 def _part(module: nn.Module, x: Tensor, delta: Tensor) -> LinearPart:
     bias = module.bias is not None and bool(module.bias.requires_grad)
     if isinstance(module, nn.Conv2d):
-        if isinstance(module.padding, str):
-            raise TypeError(f"padding '{module.padding}' has no number")
-        columns = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)
-        return PositionsPart(columns.transpose(1, 2), delta.flatten(2).transpose(1, 2), bias)
+        columns = _windows(x, module)
+        return PositionsPart(columns, delta.flatten(2).transpose(1, 2), bias)
     if x.dim() == 2:
         return LinearPart(x, delta, bias)
     return PositionsPart(x.flatten(1, -2), delta.flatten(1, -2), bias)
+
+
+def _windows(x: Tensor, module: nn.Conv2d) -> Tensor:
+    """What a convolution sees at each of its positions: ``[B, L, C * kh * kw]``."""
+    (kh, kw), (sh, sw), (dh, dw) = module.kernel_size, module.stride, module.dilation
+    pad = module.padding
+    if any(pad):
+        x = F.pad(x, (int(pad[1]), int(pad[1]), int(pad[0]), int(pad[0])))
+    windows = x.unfold(2, dh * (kh - 1) + 1, sh).unfold(3, dw * (kw - 1) + 1, sw)
+    windows = windows[..., ::dh, ::dw]
+    return windows.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from clients_helpers import make_cnn, make_data, make_mlp
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from fedsim.clients import (
@@ -130,9 +128,11 @@ def test_rows_of_examples_are_their_gradients(model, shape, shaped):
         torch.testing.assert_close(losses[k, :count], loss.detach())
 
 
-@given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 5), st.integers(1, 5), st.booleans())
-@settings(max_examples=25)
-def test_norms_over_positions_agree_on_both_sides_of_their_rule(
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("n", "positions", "inputs", "outputs"), [(3, 1, 5, 2), (2, 9, 2, 3), (4, 2, 6, 5)]
+)
+def test_norms_and_sums_over_positions_agree_whichever_is_written_down(
     n, positions, inputs, outputs, bias
 ):
     generator = torch.Generator().manual_seed(n + 7 * positions)
@@ -141,9 +141,12 @@ def test_norms_over_positions_agree_on_both_sides_of_their_rule(
         torch.randn(n, positions, outputs, generator=generator, **Z64),
         bias,
     )
-    expected = part.dense().square().sum(1)
-    torch.testing.assert_close(part.square_norms(None, None), expected)
-    assert part.dense().shape[1] == part.size
+    assert part.small == (positions == 9)
+    expected, weights = part.dense(), torch.rand(n, generator=generator, **Z64)
+    weights[0] = 0
+    assert expected.shape == (n, part.size)
+    torch.testing.assert_close(part.square_norms(None, None), expected.square().sum(1))
+    torch.testing.assert_close(part.sum(weights), weights @ expected)
 
 
 def opacus_step(model, x, y, *, lr, clip_norm, expected, noise):
@@ -334,6 +337,15 @@ def test_a_round_run_again_with_the_same_draws_is_charged_once(tmp_path):
     one, two = final(trainer, IDS[:1]), final(trainer, IDS[:1])
     assert torch.equal(one.theta, two.theta)
     assert len(Ledger(tmp_path / "client-0.jsonl").entries) == 1
+
+
+def test_a_round_run_again_with_the_same_seed_but_anything_else_is_charged_again(tmp_path):
+    for lr in (0.3, 0.4):
+        final(private_trainer(SGD(lr=lr), Clipping(0.5), ledger_dir=tmp_path), IDS[:1])
+    assert len(Ledger(tmp_path / "client-0.jsonl").entries) == 2
+    trainer = private_trainer(SGD(lr=0.4), Clipping(0.5), ledger_dir=tmp_path)
+    trainer.fit(trainer.initial() + 1, IDS[:1], 1)
+    assert len(Ledger(tmp_path / "client-0.jsonl").entries) == 3
 
 
 def test_the_line_is_on_disk_before_anything_is_computed(tmp_path):
