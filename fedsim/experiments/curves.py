@@ -20,6 +20,7 @@ _STYLES = {
     "kept": COLOURS["third"],
     "fixed": COLOURS["norm-bound"],
     "second": COLOURS["norm-bound"],
+    "fifth": COLOURS["literal"],
     "other": "#d9cfc9",
 }
 

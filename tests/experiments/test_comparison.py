@@ -1,0 +1,65 @@
+"""Methods at example level side by side."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tomli_w
+
+from fedsim.cohorts import PoissonCohort
+from fedsim.config import RunConfig
+from fedsim.experiments.expected import Expected
+from fedsim.experiments.run import load, run_experiment
+from fedsim.privacy import epsilon
+
+COMMITTED = Path(__file__).parents[2] / "experiments" / "example-level-mnist"
+
+
+def test_every_method_runs_and_only_raw_statistics_have_no_epsilon(tmp_path: Path) -> None:
+    draws = np.random.default_rng(0)
+    y = np.arange(60) % 10
+    x = (20 * y[:, None, None] + draws.integers(0, 40, (60, 28, 28))).astype(np.uint8)
+    np.savez(tmp_path / "mnist.npz", x_train=x, y_train=y, x_test=x[:20], y_test=y[:20])
+    tree = tomllib.loads((COMMITTED / "experiment.toml").read_text())
+    tree |= {"seeds": 1, "rounds": 1, "max-examples": 60} | {"quick": {}}
+    directory = tmp_path / "experiment"
+    directory.mkdir()
+    (directory / "experiment.toml").write_text(tomli_w.dumps(tree))
+    base = RunConfig.load(COMMITTED / "run.toml").replace(**{"client.batch-size": 30})
+    (directory / "run.toml").write_text(base.to_toml())
+    outcome = run_experiment(directory, tmp_path / "out", data=tmp_path, workers=1)
+    assert {path.name for path in outcome.files} == {"accuracy.csv", "figures.csv", "accuracy.png"}
+    (table,) = outcome.report.tables
+    spent = {str(row[0]): float(str(row[1])) for row in table.rows}
+    assert [name for name, each in spent.items() if math.isinf(each)] == [
+        "Xu as printed, not private"
+    ]
+    expected = epsilon(noise_multiplier=1.735, cohort=PoissonCohort(0.5), rounds=2, delta=1e-5)
+    finite = [each for each in spent.values() if math.isfinite(each)]
+    assert finite == pytest.approx([expected] * 4, abs=1e-3)
+
+
+def test_committed_noise_is_that_of_epsilon_1() -> None:
+    config = RunConfig.load(COMMITTED / "run.toml")
+    batch, size = config.client.batch_size, config.partition.max_examples
+    releases = config.rounds * math.ceil(size / batch)
+    z = config.client.noise.multiplier
+    assert z is not None
+    spent = epsilon(
+        noise_multiplier=z, cohort=PoissonCohort(batch / size), rounds=releases, delta=1e-5
+    )
+    assert spent == pytest.approx(1.0, abs=1e-3)
+
+
+def test_expected_names_only_methods_and_claims_that_there_are() -> None:
+    settings = load(COMMITTED, data=Path()).settings.model_dump()
+    expected = Expected.load(COMMITTED / "expected.toml")
+    methods = {method["name"] for method in settings["methods"]}
+    claims = settings["claims"]
+    assert {claim[side] for claim in claims for side in ("ahead", "behind")} <= methods
+    assert set(expected.figures) <= methods
+    assert set(expected.claims) <= {claim["name"] for claim in claims}
