@@ -33,6 +33,7 @@ KINDS = {
     "adaclip-mnist": "fedsim.experiments.mnist:Mnist",
     "adaclip-pca": "fedsim.experiments.pca:Pca",
     "xu": "fedsim.experiments.xu:Xu",
+    "comparison": "fedsim.experiments.comparison:Comparison",
     "koskela-federated": "fedsim.experiments.koskela_federated:KoskelaFederated",
     "koskela-private": "fedsim.experiments.koskela_private:KoskelaPrivate",
     "koskela-rate": "fedsim.experiments.koskela_rate:KoskelaRate",
