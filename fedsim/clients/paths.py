@@ -10,7 +10,7 @@ Every local algorithm runs on every path: it sees a `Gradient` and not where tha
 The rule (`choose`): stacked where the model has it; else func on a GPU, which is bound by
 launches, and on a CPU for small models whose parameters are all in linear layers; else
 plain, as whatever needs convolutions or attention is bound by arithmetic there. `fedsim tune`
-measures all of them.
+measures all of them. On a GPU the stacked path is captured in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients.gradients import Gradient
-from fedsim.clients.losses import Loss
+from fedsim.clients.graphs import GraphedPath
+from fedsim.clients.losses import Loss, cross_entropy
 from fedsim.clients.packing import Packing
 from fedsim.clients.plain import PlainPath
 from fedsim.clients.stacked import stack
@@ -90,7 +91,9 @@ def choose(
     if wanted in ("auto", "stacked"):
         stacked = stack(model, packing, loss, example_dims)
         if stacked is not None:
-            return stacked
+            # Autograd inside a user's loss is left out of captures.
+            graphed = device.type == "cuda" and loss is cross_entropy
+            return GraphedPath(stacked) if graphed else stacked
         if wanted == "stacked":
             raise FedsimError(
                 f"client.path = 'stacked' does not take a {type(model).__name__} like this one; it "
