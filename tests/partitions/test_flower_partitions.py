@@ -17,7 +17,9 @@ def hf_dataset():
     return Dataset.from_dict({"label": LABELS, "position": np.arange(len(LABELS))})
 
 
-@pytest.mark.parametrize("ours", [Dirichlet(alpha=0.5, clients=7, seed=3), Shards(shards=2, clients=6)])
+@pytest.mark.parametrize(
+    "ours", [Dirichlet(alpha=0.5, clients=7, seed=3), Shards(shards=2, clients=6)]
+)
 def test_flower_deals_as_our_partitioner_does(ours):
     theirs = for_flower(ours)
     theirs.dataset = hf_dataset()
