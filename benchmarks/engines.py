@@ -116,6 +116,9 @@ def wire_bytes(arrays) -> int:
     from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
+    from fedsim.engines.flower import ensure_identity
+
+    ensure_identity(1)
     config = ConfigRecord({"server-round": 1})
     metrics = MetricRecord({"num-examples": 10, "loss": 1.0})
     there = Message(RecordDict({"arrays": arrays, "config": config}), 2, "train")

@@ -103,7 +103,7 @@ def test_a_cut_cable_costs_the_rounds_of_its_node_and_no_more(tmp_path):
     def usable() -> list[int]:
         found = list(federation.runs.glob("three-nodes-*/metrics.csv"))
         rows = csv.DictReader(found[0].open()) if found else []
-        return [int(row["usable"]) for row in rows if row["usable"]]
+        return [int(row["usable"]) for row in rows if row.get("usable")]
 
     def wait(condition, services, limit=300.0) -> None:
         deadline = time.monotonic() + limit
