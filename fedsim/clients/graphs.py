@@ -78,7 +78,7 @@ class GraphedPath:
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> _Captured:
         own = tuple(tensor.clone() for tensor in inputs)
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
