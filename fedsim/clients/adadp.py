@@ -82,15 +82,20 @@ class AdadpLR(LocalAlgorithm):
             raise FedsimError(f"client.keep is '{self.keep}'; it must be 'half' or 'full'.")
 
     def numbers(self) -> dict[str, float]:
-        """The starting rate and the tolerance."""
+        """The starting rate, its limit, and the tolerance."""
         limit = self.eta_max or 10 * self.lr
-        return {"eta": min(max(self.lr, self.eta_min), limit), "tol": self.tol}
+        return {
+            "lr": min(max(self.lr, self.eta_min), limit),
+            "eta_max": limit,
+            "tol": self.tol,
+        }
 
     def init(self, theta: Tensor, numbers: State) -> State:
         """Nothing accepted, nothing rejected, no half step pending."""
         zeros = theta.new_zeros(len(theta))
         return {
             **super().init(theta, numbers),
+            "eta": numbers["lr"],
             "half": theta,
             "peak": _largest(theta),
             "accepted": zeros,
@@ -136,7 +141,7 @@ class AdadpLR(LocalAlgorithm):
         # tol / 0 is infinity, clamped; NaN means a step that was not finite.
         ratio = torch.where(finite, (state["tol"] / err).pow(self.exponent), 0.0)
         eta = eta * ratio.clamp(self.alpha_min, self.alpha_max)
-        state["eta"] = eta.clamp(self.eta_min, self.eta_max or 10 * self.lr)
+        state["eta"] = torch.minimum(eta.clamp(min=self.eta_min), state["eta_max"])
 
     def finish(self, state: State) -> Tensor:
         """``theta``: a half step that waits for its second is dropped."""

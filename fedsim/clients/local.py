@@ -90,7 +90,7 @@ class LocalAlgorithm(ABC):
         return None
 
     def numbers(self) -> dict[str, float]:
-        """Settings that may differ from client to client within one block."""
+        """Settings that may differ from client to client within one block, by their own names."""
         return {}
 
     def init(self, theta: Tensor, numbers: State) -> State:

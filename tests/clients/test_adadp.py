@@ -162,3 +162,23 @@ def test_after_its_rounds_of_adaptation_it_steps_plainly_with_a_falling_rate():
     expected = torch.tensor([1.0 - rate * 0.6, -3.0 + rate * 3.0], dtype=torch.float64)
     torch.testing.assert_close(state["theta"][0], expected)
     assert state["eta"].item() == 0.4
+
+
+def test_rates_of_a_sweep_side_by_side_are_those_of_each_alone():
+    data = make_data([9, 14])
+
+    def trainer(lr):
+        return Trainer(
+            make_mlp(), AdadpLR(lr=lr, tol=5.0), data, batch_size=4, steps=80,
+            randomness=Randomness(2),
+        )  # fmt: skip
+
+    numbers = [AdadpLR(lr=lr, tol=5.0).numbers() for lr in (0.01, 0.2)]
+    columns = {name: [numbers[0][name], numbers[1][name]] for name in numbers[0]}
+    base = trainer(0.2)
+    both = base.fit(base.initial(), np.array([0, 0]), 1, numbers=columns)
+    for k, lr in enumerate((0.01, 0.2)):
+        alone = trainer(lr).fit(base.initial(), np.array([0]), 1)
+        assert torch.equal(both.theta[k], alone.theta[0])
+        assert both.metrics["eta"][k] == alone.metrics["eta"][0]
+    assert both.metrics["eta"][0] == pytest.approx(0.1, rel=1e-6)  # its own limit
