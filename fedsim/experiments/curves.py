@@ -65,7 +65,11 @@ def curves(
         one.xaxis.set_major_locator(MaxNLocator(integer=True))
         one.sharey(axes[0])
         if len({tuple(line.label for line in each) for _, each in panels}) > 1 or one is axes[0]:
-            one.legend(frameon=False, fontsize=8, loc="lower right")
+            crowded = sum(bool(line.label) for line in lines) > 5
+            if crowded:
+                one.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+            else:
+                one.legend(frameon=False, fontsize=8, loc="lower right")
     axes[0].set_ylabel("test accuracy (%)")
     return figure
 
@@ -89,6 +93,7 @@ def sweeps(
             marker="o",
             markersize=4,
             capsize=3,
+            linestyle="--" if style == "fixed" else "-",
             label=label,
         )
     ticks = sorted({x for _, points, _ in lines for x in points})

