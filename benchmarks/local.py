@@ -113,7 +113,7 @@ def main() -> None:
     results = {}
     for name, job in JOBS.items():
         results[name] = speed(job, arguments.rounds) | {"difference": agreement(job)}
-        for cohort in (100, 10_000):
+        for cohort in (0, 100, 10_000):
             results[name][f"MiB at {cohort}"] = measured_peak(name, cohort)
     adaptive = compare_adaptive()
     if arguments.json:
@@ -148,10 +148,10 @@ def report(results: dict[str, dict[str, float]], adaptive: dict[str, float]) -> 
     console = Console()
     console.print(table)
     memory = Table(title="Memory that one round adds at its peak, MiB (10,000 clients)")
-    for column in ("job", "100 clients a round", "10,000 clients a round"):
+    for column in ("job", "100 clients a round", "two whole blocks", "10,000 clients a round"):
         memory.add_column(column, justify="left" if column == "job" else "right")
     for name, r in results.items():
-        memory.add_row(name, f"{r['MiB at 100']:.0f}", f"{r['MiB at 10000']:.0f}")
+        memory.add_row(name, *(f"{r[f'MiB at {n}']:.0f}" for n in (100, 0, 10_000)))
     console.print(memory)
     console.print(
         f"AdadpLR costs {adaptive['ratio']:.2f}x the CPU time of SGD a gradient on the MLP job "

@@ -11,7 +11,10 @@ __all__ = ["measured_peak"]
 
 
 def measured_peak(job: str, cohort: int) -> float:
-    """MiB that a round with ``cohort`` of 10,000 clients adds to the process's peak."""
+    """MiB that a round with ``cohort`` of 10,000 clients adds to the process's peak.
+
+    A cohort of 0 is two whole blocks: one is summed while the next one trains.
+    """
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.memory", job, str(cohort)],
         capture_output=True,
@@ -48,7 +51,7 @@ def peak(name: str, cohort: int) -> float:
     one_round(1, 1)  # imports, buffers, thread pools
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    one_round(cohort, 2)
+    one_round(cohort or 2 * trainer.block_size, 2)
     return resident("VmHWM") - before
 
 
