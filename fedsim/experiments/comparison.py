@@ -92,7 +92,7 @@ class Comparison(ConfigRuns):
             Line(name, score, styles[k % len(styles)])
             for k, (name, (_, score)) in enumerate(best.items())
         ]
-        return curves(title, [("", lines)], xlabel="epoch")
+        return curves(title, [("", lines)], xlabel="epoch", first=1)
 
 
 def _name(method: str, rate: float) -> str:

@@ -44,19 +44,26 @@ class Line:
 
 
 def curves(
-    title: str, panels: Sequence[tuple[str, Sequence[Line]]], *, xlabel: str, width: float = 0.0
+    title: str,
+    panels: Sequence[tuple[str, Sequence[Line]]],
+    *,
+    xlabel: str,
+    width: float = 0.0,
+    first: int = 0,
 ) -> Figure:
-    """Test accuracy by round, one panel beside another on one scale."""
+    """Test accuracy by round from the ``first`` on, one panel beside another on one scale."""
     figure, axes = grid(
         1, len(panels), title=title, width=width or max(3.4 * len(panels), 7.5), height=4.2
     )
     for one, (name, lines) in zip(axes, panels, strict=True):
         count = sum(isinstance(line.style, int) for line in lines)
         for line in lines:
+            shown = line.score.rounds >= first
             one.plot(
-                line.score.rounds,
-                line.score.curve,
+                line.score.rounds[shown],
+                line.score.curve[shown],
                 color=_colour(line.style, count),
+                zorder=3 if line.style == "adadp" else 2,
                 linewidth=1.0 if line.style == "other" else 1.6,
                 label=line.label or None,
             )
