@@ -101,7 +101,7 @@ def principal_directions(
         denominator=cohort.expected_size,
         noise=NoiseSource(Randomness(seed).generator(Purpose.NOISE, round=0)),
     )
-    _, vectors = torch.linalg.eigh(_to_matrix(release.mean, p))
+    vectors: Tensor = torch.linalg.eigh(_to_matrix(release.mean, p)).eigenvectors
     return vectors[:, -count:].flip(1)
 
 

@@ -24,7 +24,7 @@ def proportional_noise(s: Floats, noise_multiplier: float = 1.0) -> Floats:
 
 def optimal_noise(s: Floats, noise_multiplier: float = 1.0) -> Floats:
     """The least total variance that Lemma 1 allows: ``sigma_i^2 = sigma_*^2 s_i sum(s)``."""
-    return noise_multiplier * np.sqrt(s * s.sum())
+    return np.asarray(noise_multiplier * np.sqrt(s * s.sum()))
 
 
 def cosines(signal: Floats, sigma: Floats, draws: int, seed: int) -> tuple[float, float]:
@@ -54,10 +54,11 @@ def theorem_1(
     """
 
     def alternating(order: int) -> float:
-        return sum(
-            (-1) ** i * math.comb(order, i) * math.exp(i * (i - 1) / (2 * noise_multiplier**2))
+        terms = (
+            (-1.0) ** i * math.comb(order, i) * math.exp(i * (i - 1) / (2 * noise_multiplier**2))
             for i in range(order + 1)
         )
+        return float(sum(terms))
 
     e = math.exp(1 / noise_multiplier**2)
     total = 1 + rate**2 * math.comb(alpha, 2) * min(4 * (e - 1), 2 * e)
