@@ -314,7 +314,9 @@ def _both(name: str, says: str, found: Mapping[str, tuple[bool, str]]) -> list[C
     """One claim for each reading of what becomes of eta."""
     ends = {"adadp": ("", "eta_0 anew every round"), "adadp kept": ("-kept", "eta kept")}
     return [
-        Claim(name + ends[each][0], f"{name}: {says} ({ends[each][1]})", holds, here)
+        Claim(
+            name + ends[each][0], f"{name.partition('-')[0]}: {says} ({ends[each][1]})", holds, here
+        )
         for each, (holds, here) in found.items()
     ]
 
