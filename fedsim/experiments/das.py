@@ -217,4 +217,4 @@ def _last(result: Result) -> float:
 
 
 def _pair(mean: float, spread: float) -> str:
-    return f"{mean:.2f} ± {spread:.2f}"
+    return f"{mean:.2f}±{spread:.2f}"

@@ -349,4 +349,4 @@ def _name(method: str, epsilon: float, rate: float, seed: int) -> str:
 
 def _cell(value: tuple[float, float, float]) -> str:
     mean, spread, rate = value
-    return f"{mean:.2f} ± {spread:.2f} ({rate:g})"
+    return f"{mean:.2f}±{spread:.2f} ({rate:g})"

@@ -226,4 +226,4 @@ def _epsilon_of(name: str) -> float:
 
 def _cell(value: tuple[float, float, float]) -> str:
     mean, spread, rate = value
-    return f"{mean:.2f} ± {spread:.2f} ({rate:g})"
+    return f"{mean:.2f}±{spread:.2f} ({rate:g})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -29,15 +29,17 @@ __all__ = ["METHODS", "Regression", "RegressionSettings", "error_of_clipping"]
 METHODS = {
     "clipping": ("Abadi, C = 1", COLOURS["clipping"]),
     "literal": ("AdaCliP as printed, h2 = 1", COLOURS["literal"]),
-    "stabilised": ("AdaCliP, clamped after averaging", COLOURS["third"]),
-    "safe": ("AdaCliP, h2 = C² γ / d", COLOURS["adaclip"]),
+    "stabilised": ("AdaCliP, h2 = 4, clamped after averaging", COLOURS["third"]),
+    "early": ("AdaCliP, h2 = C² γ / d, clamped before averaging", COLOURS["norm-bound"]),
+    "safe": ("AdaCliP, h2 = C² γ / d, clamped after averaging", COLOURS["adaclip"]),
 }
 
 COLUMNS = {
     "clipping": "Abadi",
     "literal": "as printed",
-    "stabilised": "clamped after",
-    "safe": "safe h2",
+    "stabilised": "h2 = 4, after",
+    "early": "safe h2, before",
+    "safe": "safe h2, after",
 }
 
 
@@ -49,6 +51,7 @@ class RegressionSettings(Settings):
     rate: float
     noise_multiplier: float
     clip_norm: float = 1.0
+    law: Literal["two-point", "normal"] = "two-point"
 
 
 class Regression(Experiment):
@@ -123,7 +126,7 @@ class Regression(Experiment):
         dimensions = self.settings.dimensions
         high = [k for k, d in enumerate(dimensions) if d >= 100]
         claims = []
-        for method in ("literal", "stabilised", "safe"):
+        for method in ("literal", "stabilised", "early", "safe"):
             name = METHODS[method][0]
             below = [
                 str(d)
@@ -149,7 +152,7 @@ class Regression(Experiment):
         claims.append(
             Claim(
                 "safe-quiet",
-                "with h2 = C² γ / d, ||g - g~||^2 is nowhere above Abadi's",
+                "with h2 = C² γ / d, clamped after, ||g - g~||^2 is nowhere above Abadi's",
                 quiet,
                 ", ".join(
                     f"{a / b:.2f}" for a, b in zip(noises["safe"], noises["clipping"], strict=True)
@@ -198,12 +201,14 @@ def error_of_clipping(d: int, rate: float, noise: float) -> float:
 
 
 def _descend(settings: Mapping[str, Any], seed: int) -> tuple[float, float, float]:
-    """SGD on ``1/2 ||theta - x||^2``, one example a step, x = +-1 in one coordinate."""
+    """SGD on ``1/2 ||theta - x||^2``, one example a step, x of variance 1 in one coordinate."""
     d, rate = settings["dimension"], settings["rate"]
     mechanism = _mechanism(settings["method"], settings["clip-norm"])
     layout = Layout.of({"theta": torch.zeros(d, dtype=torch.float64)})
     state, randomness = mechanism.init(layout), Randomness(seed)
-    data = randomness.generator(Purpose.BATCH).choice([-1.0, 1.0], settings["steps"])
+    draws, steps = randomness.generator(Purpose.BATCH), settings["steps"]
+    normal = settings["law"] == "normal"
+    data = draws.standard_normal(steps) if normal else draws.choice([-1.0, 1.0], steps)
     start = randomness.generator(Purpose.INIT).standard_normal(d) / np.sqrt(d)
     theta, noise, clipped = torch.from_numpy(start), 0.0, 0
     for step, x in enumerate(data, 1):
@@ -233,5 +238,7 @@ def _mechanism(method: str, clip_norm: float) -> Mechanism:
             return AdaClip(clip_norm, h2=1.0, literal=True)
         case "stabilised":
             return AdaClip(clip_norm, h2=4.0, gamma=0.5, beta2=0.999, center=False, clamp="post")
-        case _:
+        case "early":
             return AdaClip(clip_norm, gamma=0.25, center=False)
+        case _:
+            return AdaClip(clip_norm, gamma=0.25, beta2=0.999, center=False, clamp="post")
