@@ -46,7 +46,7 @@ def dress(axes: Sequence[Axes]) -> None:
         one.set_axisbelow(True)
 
 
-def save(figure: Figure, path: Path, *, dpi: int = 110) -> None:
+def save(figure: Figure, path: Path, *, dpi: int = 96) -> None:
     """Write a figure as a PNG, whole or not at all; its directory is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
