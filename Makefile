@@ -8,7 +8,7 @@ export FLWR_DISABLE_UPDATE_CHECK = 1
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench clean
+.PHONY: help install demo test test-slow test-flwr-latest lint bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,14 @@ demo: $(STAMP)  ## train the demo: private federated learning on real digits, un
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest
+
+test-slow: $(STAMP)  ## run the tests that bring up whole federations (many minutes)
+	$(BIN)/python -m pytest -m slow tests/integration
+
+test-flwr-latest:  ## run the plug-in's tests with the newest Flower, in an environment of its own
+	@test -x .venv-latest/bin/python || $(PYTHON) -m venv .venv-latest
+	.venv-latest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'flwr[simulation]' -e '.[dev]'
+	.venv-latest/bin/python -m pytest tests/engines tests/strategies tests/deploy tests/integration/test_plugin.py
 
 lint: $(STAMP)  ## ruff, mypy --strict and the import contracts
 	$(BIN)/ruff check .

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 import fedsim
 from fedsim import RunConfig
+from fedsim.cohorts import PoissonCohort
 from fedsim.engines.arrays import tensors
 from fedsim.errors import FedsimError
 from fedsim.privacy import epsilon
-from fedsim.cohorts import PoissonCohort
 
 BASE = RunConfig().replace(
     **{

@@ -56,7 +56,9 @@ def run(
     config.toml (complete: it reproduces the run), metrics.csv (a row a round), ledger.jsonl
     (every private release) and model.safetensors.
     """
-    settings = RunConfig.load(config, set_ or [])
+    # Before the overrides are validated: keys may belong to one engine only.
+    chosen = [] if engine is None else [f"engine.name={engine}"]
+    settings = RunConfig.load(config, [*chosen, *(set_ or [])])
     if seed is not None:
         settings = settings.replace(seed=seed)
     # Only now: a mistake in the config should not wait for torch.
@@ -69,9 +71,7 @@ def run(
     console = Console()
     try:
         with Progress(console, settings) as progress:
-            result = run_config(
-                settings, engine=engine, out=directory, overwrite=overwrite, observer=progress.row
-            )
+            result = run_config(settings, out=directory, overwrite=overwrite, observer=progress.row)
     except RanElsewhere as where:
         console.print(f"{where}.")
         return

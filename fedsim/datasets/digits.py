@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 from fedsim.datasets.dataset import Dataset
 
@@ -24,6 +23,9 @@ def read_digits() -> Dataset:
 
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998.
     """
+    # It takes a second to import, which processes that train other data need not spend.
+    from sklearn.datasets import load_digits
+
     bunch = load_digits()
     x = (bunch.data / _GREY_LEVELS).astype(np.float32)
     y = bunch.target.astype(np.int64)
