@@ -29,7 +29,7 @@ from benchmarks.memory import measured_peak
 from benchmarks.plain import plain_rounds
 from fedsim.clients import ClientData
 from fedsim.cohorts import FixedCohort
-from fedsim.engines import LocalGrid
+from fedsim.engines import LocalGrid, tensors
 from fedsim.mechanisms import Clipping
 from fedsim.strategies import DPFedAvg
 
@@ -55,11 +55,13 @@ def fedsim_rounds(
         cohort=cohort,
         noise_multiplier=noise_multiplier,
         seed=SEED,
+        # One Gaussian a coordinate, as in the plain loop: hardened noise is made of four.
+        hardened_noise=False,
         fraction_evaluate=0.0,
     )
 
     def on_round(_: int, result: Result) -> None:
-        after(trainer.layout.flatten(result.arrays.to_torch_state_dict()))
+        after(trainer.layout.flatten(tensors(result.arrays)))
 
     initial = ArrayRecord(trainer.layout.unflatten(trainer.initial()))
     strategy.start(LocalGrid(trainer), initial, num_rounds=rounds, on_round=on_round)
