@@ -13,13 +13,12 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
 
 from fedsim import datasets, models, partitions, tables
-from fedsim.clients import ClientData, ExamplePrivacy, Trainer
+from fedsim.clients import ClientData, ExamplePrivacy, Trainer, example_events
 from fedsim.clients.batches import Plan
 from fedsim.config import RunConfig
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.privacy import (
-    Event,
     Statement,
     WorstClient,
     calibrate,
@@ -159,8 +158,8 @@ class Build:
 
         def needed(size: int) -> float:
             return calibrate_events(
-                lambda z: self._example_events(
-                    replace(unnoised, noise_multiplier=z), {size}, rounds
+                lambda z: example_events(
+                    replace(unnoised, noise_multiplier=z), self._plan, {size}, rounds
                 ),
                 target_epsilon=target,
                 delta=client.noise.delta,
@@ -174,11 +173,6 @@ class Build:
         """Numbers of examples that clients have."""
         return {len(part) for part in self.parts if len(part)}
 
-    def _example_events(self, privacy: ExamplePrivacy, sizes: set[int], rounds: int) -> list[Event]:
-        """What so many rounds cost clients of these sizes that take part in all of them."""
-        events = (privacy.event(self._plan, size) for size in sorted(sizes))
-        return [event.times(rounds) for event in events if event is not None]
-
     @property
     def _plan(self) -> Plan:
         client = self.config.client
@@ -190,7 +184,7 @@ class Build:
         privacy = self.example_privacy
         if privacy is None or not rounds:
             return None
-        events = self._example_events(privacy, self._sizes, rounds)
+        events = example_events(privacy, self._plan, self._sizes, rounds)
         return worst_client(events, privacy.delta) if events else None
 
     def example_statement(self, rounds: int) -> Statement | None:

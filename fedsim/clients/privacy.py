@@ -10,7 +10,7 @@ from typing import Literal
 from fedsim.clients.batches import Plan
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
-from fedsim.privacy import Event, Ledger
+from fedsim.privacy import Event, Ledger, worst_client
 from fedsim.randomness import Randomness
 
 __all__ = ["ExamplePrivacy", "Ledgers", "example_epsilon", "example_events"]
@@ -128,27 +128,14 @@ class Ledgers:
 def example_events(
     privacy: ExamplePrivacy, plan: Plan, sizes: Iterable[int], rounds: int
 ) -> list[Event]:
-    """What ``rounds`` rounds cost whichever client they cost most.
-
-    Several events, of which the costliest depends on delta: the Pareto front over rate and
-    count of all clients, each taken to take part in every round.
-    """
-    events = [privacy.event(plan, size) for size in sorted(set(sizes))]
-    found = [event.times(rounds) for event in events if event is not None]
-    front: list[Event] = []
-    for event in sorted(found, key=lambda e: (-e.rate, -e.count)):
-        if not any(kept.sampler == event.sampler and kept.count >= event.count for kept in front):
-            front.append(event)
-    return front
+    """What ``rounds`` rounds cost clients of these sizes that take part in all of them."""
+    events = (privacy.event(plan, size) for size in sorted(set(sizes)))
+    return [event.times(rounds) for event in events if event is not None]
 
 
 def example_epsilon(
     privacy: ExamplePrivacy, plan: Plan, sizes: Iterable[int], rounds: int
 ) -> float:
     """Epsilon at ``privacy.delta`` of the client that pays most for ``rounds`` rounds."""
-    worst = 0.0
-    for event in example_events(privacy, plan, sizes, rounds):
-        ledger = Ledger(delta=privacy.delta)
-        ledger.record(event=event, level="example")
-        worst = max(worst, ledger.epsilon())
-    return worst
+    events = example_events(privacy, plan, sizes, rounds)
+    return worst_client(events, privacy.delta).cost.epsilon if events else 0.0
