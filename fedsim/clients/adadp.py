@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -95,7 +96,7 @@ class AdadpLR(LocalAlgorithm):
         zeros = theta.new_zeros(len(theta))
         return {
             **super().init(theta, numbers),
-            "eta": numbers["lr"],
+            "eta": numbers["lr"].clone(),
             "half": theta,
             "peak": _largest(theta),
             "accepted": zeros,
@@ -107,12 +108,15 @@ class AdadpLR(LocalAlgorithm):
         half: Tensor = state["half"]
         return half
 
+    def phase(self, at: Step) -> Hashable:
+        """First or second of an iteration, or a plain step."""
+        return "settled" if self._settled(at) else at.index % 2
+
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
         """One phase of an iteration, or a plain step once the rate is settled."""
         theta, eta = state["theta"], state["eta"]
-        if self.adapt_rounds and at.round > self.adapt_rounds:
-            later = at.round - self.adapt_rounds
-            gradient.subtract_from(theta, eta * (self.post_scale / (1 + self.post_decay * later)))
+        if self._settled(at):
+            gradient.subtract_from(theta, eta * at.number(self._post))
         elif at.index % 2 == 0:
             # The old theta stays as it is: it is what a rejected iteration returns to.
             spare = state.pop("spare", None)
@@ -121,6 +125,13 @@ class AdadpLR(LocalAlgorithm):
             state["half"], state["first"] = half, gradient
         else:
             self._second(state, gradient)
+
+    def _settled(self, at: Step) -> bool:
+        return 0 < self.adapt_rounds < at.round
+
+    def _post(self, at: Step) -> float:
+        """What the rate reached is multiplied by once it is settled."""
+        return self.post_scale / (1 + self.post_decay * (at.round - self.adapt_rounds))
 
     def _second(self, state: State, gradient: Gradient) -> None:
         theta, eta, first = state["theta"], state["eta"], state.pop("first")

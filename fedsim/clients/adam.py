@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -54,6 +55,10 @@ class Adam(LocalAlgorithm):
             "count": theta.new_zeros(len(theta)),
         }
 
+    def phase(self, at: Step) -> Hashable:
+        """All steps are alike."""
+        return "step"
+
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
         """One step."""
         theta, g = state["theta"], gradient.dense()
@@ -62,7 +67,7 @@ class Adam(LocalAlgorithm):
         count = state["count"].add_(1)
         first = state["first"].mul_(self.beta1).add_(g, alpha=1 - self.beta1)
         second = state["second"].mul_(self.beta2).add_(g.square_(), alpha=1 - self.beta2)
-        rate = state["lr"] * self.schedule(at) / (1 - self.beta1**count)
+        rate = state["lr"] * at.number(self.schedule) / (1 - self.beta1**count)
         root = second.sqrt().div_((1 - self.beta2**count).sqrt().unsqueeze(1)).add_(self.eps)
         theta.sub_(root.reciprocal_().mul_(first).mul_(rate.unsqueeze(1)))
 
@@ -99,13 +104,19 @@ class RMSProp(LocalAlgorithm):
         """Second moment zero."""
         return {**super().init(theta, numbers), "second": torch.zeros_like(theta)}
 
+    def phase(self, at: Step) -> Hashable:
+        """All steps are alike."""
+        return "step"
+
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
         """One step."""
         theta, g = state["theta"], gradient.dense()
         if self.weight_decay:
             g.add_(theta, alpha=self.weight_decay)
         second = state["second"].mul_(self.decay).add_(g.square(), alpha=1 - self.decay)
-        theta.sub_(g.div_(self._root(second)).mul_((state["lr"] * self.schedule(at)).unsqueeze(1)))
+        theta.sub_(
+            g.div_(self._root(second)).mul_((state["lr"] * at.number(self.schedule)).unsqueeze(1))
+        )
 
     def _root(self, second: Tensor) -> Tensor:
         return second.sqrt().add_(self.eps)

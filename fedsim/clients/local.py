@@ -13,11 +13,15 @@ with different ones can share a block. The trainer calls, for a block of clients
 and cuts the state along its first axis whenever clients run out of steps, so no algorithm
 sees a client that has finished. Entries may be changed in place or replaced. ``D`` is ``d`` with
 some zeros between parameters (`fedsim.clients.packing`); they stay zero.
+
+On a GPU a step may be captured and replayed (`fedsim.clients.graphs`), if its algorithm says
+by ``phase`` which of its steps are alike.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -49,6 +53,13 @@ class Step:
 
     round: int
     index: int
+
+    def number(self, function: Callable[[Step], float]) -> float | Tensor:
+        """A number that depends on the step, such as what a rate is multiplied by.
+
+        In a captured step it is a tensor ``[]`` that gets its value before each replay.
+        """
+        return function(self)
 
 
 def check_range(
@@ -84,6 +95,12 @@ class LocalAlgorithm(ABC):
 
     carried: ClassVar[tuple[str, ...]] = ()
 
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        if "step" in vars(cls) and "phase" not in vars(cls):
+            # What a base class promised of its own step does not hold for another.
+            cls.phase = LocalAlgorithm.phase  # type: ignore[method-assign]
+
     @property
     def privacy(self) -> ExamplePrivacy | None:
         """Example-level privacy that belongs to the algorithm, if any."""
@@ -113,6 +130,14 @@ class LocalAlgorithm(ABC):
     @abstractmethod
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
         """Take one gradient into account."""
+
+    def phase(self, at: Step) -> Hashable:
+        """Name what `step` does: in steps of one phase it does the same, on tensors of any values.
+
+        What else `step` takes from ``at`` it gets by ``at.number``; it reads no tensor back, and
+        treats clients alike. None, the default, promises nothing: such steps are not captured.
+        """
+        return None
 
     def finish(self, state: State) -> Tensor:
         """The clients' final parameters, ``[n, D]``."""

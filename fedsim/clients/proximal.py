@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -52,6 +53,10 @@ class Proximal(LocalAlgorithm):
     def point(self, state: State) -> Tensor:
         """Where the algorithm inside wants its gradient."""
         return self.algorithm.point(state)
+
+    def phase(self, at: Step) -> Hashable:
+        """That of the algorithm inside."""
+        return self.algorithm.phase(at)
 
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
         """A step of the algorithm inside on the gradient with the pull."""

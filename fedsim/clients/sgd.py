@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -54,9 +55,13 @@ class SGD(LocalAlgorithm):
             state["velocity"] = torch.zeros_like(theta)
         return state
 
+    def phase(self, at: Step) -> Hashable:
+        """All steps are alike."""
+        return "step"
+
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
         """One step."""
-        theta, rate = state["theta"], state["lr"] * self.schedule(at)
+        theta, rate = state["theta"], state["lr"] * at.number(self.schedule)
         if not self.momentum and not self.weight_decay:
             gradient.subtract_from(theta, rate)
             return
