@@ -20,6 +20,7 @@ from rich.console import Console
 
 from fedsim import models
 from fedsim.clients import SGD, AdadpLR, ClientData, Trainer
+from fedsim.process import settle
 from fedsim.randomness import Purpose, Randomness
 
 __all__ = ["main"]
@@ -42,7 +43,7 @@ def plain_round(model: torch.nn.Module, data: ClientData, t: int) -> None:
 
 
 def main(repeats: int = 8) -> None:
-    torch.set_num_threads(1)
+    settle()
     model = models.build("adadp-cifar", (3, 32, 32), 10)
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(CLIENTS * EXAMPLES, 3, 32, 32, generator=generator)

@@ -25,6 +25,7 @@ from torch import nn
 from benchmarks.jobs import JOBS
 from benchmarks.memory import resident
 from fedsim.clients import DPSGD, ClientData, Trainer
+from fedsim.process import settle
 from fedsim.randomness import Randomness
 
 __all__ = ["main"]
@@ -111,7 +112,7 @@ def alone(who: str, name: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    settle()
     if len(sys.argv) == 3:
         model_of(sys.argv[2])
         Path("/proc/self/clear_refs").write_text("5")

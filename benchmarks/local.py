@@ -31,6 +31,7 @@ from fedsim.clients import ClientData
 from fedsim.cohorts import FixedCohort
 from fedsim.engines import LocalGrid, tensors
 from fedsim.mechanisms import Clipping
+from fedsim.process import settle
 from fedsim.strategies import DPFedAvg
 
 CLIP_NORM, NOISE = 1.0, 1.0
@@ -110,7 +111,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    settle()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     results = {}
     for name, job in JOBS.items():

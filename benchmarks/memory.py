@@ -27,14 +27,13 @@ def measured_peak(job: str, cohort: int) -> float:
 
 def peak(name: str, cohort: int) -> float:
     """The same in this process: call it once."""
-    import torch
-
     from benchmarks.jobs import JOBS, data_of, trainer_of
     from fedsim.cohorts import FixedCohort
     from fedsim.mechanisms import Clipping, DenseRows, NoiseSource
+    from fedsim.process import settle
     from fedsim.randomness import Purpose, Randomness
 
-    torch.set_num_threads(1)
+    settle()
     trainer = trainer_of(JOBS[name], data_of(10_000, own=1000))
     mechanism, vector, draws = Clipping(1.0), trainer.initial(), Randomness(2)
     state = mechanism.init(trainer.layout)

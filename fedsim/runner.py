@@ -6,13 +6,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from fedsim.artefacts import RunDirectory
 from fedsim.build import Build
 from fedsim.config import RunConfig
 from fedsim.drive import Observer, RunResult, drive
 from fedsim.engines import LocalGrid
+from fedsim.process import settle
 
 if TYPE_CHECKING:
     from fedsim.engines.ray import RayGrid
@@ -57,7 +56,7 @@ def run(
         config = config.replace(**{"client.state-dir": str(directory.clients.absolute())})
     if directory is not None:
         directory.check_free(overwrite)
-    torch.set_num_threads(1)
+    settle()
     build = Build(config, None if directory is None else directory.path)
     # Whatever is wrong comes to light here, before anything is written or started.
     trainer = build.trainer

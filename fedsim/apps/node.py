@@ -17,6 +17,7 @@ from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.partitions import Indices
+from fedsim.process import settle
 from fedsim.tables import mechanism
 
 __all__ = ["NodeBuild", "mechanism_for", "trainer_for"]
@@ -81,7 +82,7 @@ def trainer_for(context: Context) -> Trainer:
     FedsimError
         If the node is no client of this run.
     """
-    torch.set_num_threads(1)
+    settle()
     return _trainer(
         tuple(sorted(context.run_config.items())),
         client_id(context.node_config),

@@ -6,7 +6,6 @@ import logging
 import os
 from pathlib import Path
 
-import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
@@ -15,6 +14,7 @@ from fedsim.build import Build
 from fedsim.config import RunConfig
 from fedsim.drive import Row, drive
 from fedsim.engines.streaming import StreamingGrid
+from fedsim.process import settle
 
 __all__ = ["OUT", "RUNS", "app", "run_directory"]
 
@@ -33,7 +33,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the config that came with the run, and leave its artefacts on this machine."""
     _show_our_log()
-    torch.set_num_threads(1)
+    settle()
     config = RunConfig.from_run_config(context.run_config)
     build = Build(config)
     directory = RunDirectory(run_directory(config.name, context.run_id))

@@ -54,14 +54,13 @@ def audit(
     if path.suffix.lower() != ".png" or path.is_dir():
         raise FedsimError(f"--out is {path}; it must be a file that ends in .png.")
     # Only now: a mistake in the config should not wait for torch and matplotlib.
-    import torch
-
     from fedsim.audit import WORLDS
     from fedsim.audit.from_config import ConfigAudit
     from fedsim.audit.report import draw, tabulate
+    from fedsim.process import settle
     from fedsim.reports.partition import save
 
-    torch.set_num_threads(1)
+    settle()
     console = Console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("runs", total=2 * runs * len(WORLDS))

@@ -54,11 +54,11 @@ def tune(
     """
     settings = RunConfig.load(config, set_ or [])
     import numpy as np
-    import torch
 
     from fedsim.build import Build
+    from fedsim.process import settle
 
-    torch.set_num_threads(1)
+    settle()
     trainer = Build(settings).trainer
     sizes = np.array([trainer.data.size(i) for i in range(trainer.population)])
     ids = np.flatnonzero(sizes)[:clients]

@@ -14,14 +14,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import fedsim
 from fedsim.config_errors import sentence
 from fedsim.errors import FedsimError
 from fedsim.experiments.base import Context, Experiment, Member, Report, Result, Table
 from fedsim.experiments.expected import Expected
 from fedsim.experiments.store import Store
+from fedsim.process import settle
 from fedsim.reports.plots import save
 
 __all__ = ["KINDS", "Observer", "Outcome", "find", "load", "names", "run_experiment"]
@@ -190,7 +189,7 @@ def _work(
 
 
 def _timed(experiment: Experiment, member: Member) -> tuple[Result, float]:
-    torch.set_num_threads(1)
+    settle()
     start = time.perf_counter()
     return experiment.run(member.settings), time.perf_counter() - start
 
