@@ -24,6 +24,7 @@ from fedsim.engines.parcel import Parcel
 from fedsim.engines.schedule import chunks, client_costs
 from fedsim.errors import FedsimError
 from fedsim.exchange import Block, BlockTrainer, Ids, Instructions, Kind, Replies
+from fedsim.process import settle
 
 __all__ = ["RayGrid"]
 
@@ -254,7 +255,7 @@ class _Training:
     """What runs in a worker process."""
 
     def __init__(self, parcel: Parcel, device: str) -> None:
-        torch.set_num_threads(1)
+        settle()
         trainer = parcel.unpack()
         self._device = device
         self._trainer: BlockTrainer = moved(trainer, device)
