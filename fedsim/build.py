@@ -269,6 +269,7 @@ class Build:
             evaluate_every=max(evaluate.clients_every, 1),
             node_timeout=config.engine.node_timeout,
             max_failed_rounds=config.server.max_failed_rounds,
+            average_client_state=config.client.state == "server",
             unprotected_metrics=evaluate.unprotected,
         )
 

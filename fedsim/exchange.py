@@ -4,6 +4,10 @@ A strategy hands `Instructions` to a Flower `Grid`. To any Grid they are an iter
 Flower messages, made only as somebody iterates over them. An engine that knows fedsim
 takes them whole, trains the clients in blocks and gives `Replies`, which in turn are an
 iterable of messages to any strategy that asks for no more.
+
+Where the server keeps the mean of the clients' state, the entry `CLIENT_STATE` of the
+instructions' config says so, ``client-state.NAME`` is that mean once there is one, and each
+client has what it ended with among its metrics by the same name.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
-__all__ = ["Block", "BlockTrainer", "Instructions", "Kind", "Replies"]
+__all__ = ["CLIENT_STATE", "Block", "BlockTrainer", "Instructions", "Kind", "Replies"]
+
+CLIENT_STATE = "client-state"
 
 Kind = Literal["train", "evaluate"]
 Ids = npt.NDArray[np.int64]

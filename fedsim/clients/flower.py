@@ -46,6 +46,7 @@ def client_app(
         trainer, ids = trainer_for(context), _client_ids(context)
         key, arrays = _arrays(message)
         vector = _vector(trainer, arrays)
+        trainer.receive(_config(message))
         local = trainer.fit(vector, ids, _round(message))
         if (request := asks_for_share(message)) is not None:
             if mechanism_for is None:
@@ -107,13 +108,14 @@ def _vector(trainer: Trainer, arrays: ArrayRecord) -> Tensor:
     return trainer.layout.flatten(arrays.to_torch_state_dict())
 
 
-def _round(message: Message) -> int:
+def _config(message: Message) -> dict[str, object]:
     records: list[ConfigRecord] = list(message.content.config_records.values())
-    for record in records:
-        value = record.get("server-round")
-        if isinstance(value, int):
-            return value
-    return 0
+    return {key: value for record in records for key, value in record.items()}
+
+
+def _round(message: Message) -> int:
+    value = _config(message).get("server-round")
+    return value if isinstance(value, int) else 0
 
 
 def _metrics(values: dict[str, float]) -> MetricRecord:

@@ -1,13 +1,12 @@
-"""What clients keep from one round to the next: columns with a row a client, or files."""
+"""Where clients have their state from: columns with a row a client, files, or the server."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fedsim.clients.local import LocalAlgorithm
 from fedsim.errors import FedsimError
+from fedsim.exchange import CLIENT_STATE
 
-__all__ = ["Columns", "Files", "Memory", "Shared"]
+__all__ = ["Columns", "Files", "Memory", "Sent", "StateKind", "memory_for"]
 
 Ids = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+StateKind = Literal["reset", "client", "server"]
 
 
 class Memory(Protocol):
@@ -135,41 +137,89 @@ class Files:
                 old.unlink()
 
 
-class Shared:
-    """One number for all: the mean of what the last round's clients ended with.
+class Sent:
+    """State that the server sends: one number for all, the mean of what others ended with.
 
-    The server sends it to every client of the next round. Clients have to report theirs for
-    that, which is a release of its own.
+    Nothing is kept here. What clients end with goes back among their metrics.
+
+    Parameters
+    ----------
+    values : mapping of name to float
+        Empty before the first round has ended.
     """
 
-    def __init__(self) -> None:
-        self.values: dict[str, float] = {}
-        self._round = 0
-        self._ended: dict[str, list[float]] = {}
+    def __init__(self, values: Mapping[str, float]) -> None:
+        self._values = dict(values)
+
+    @classmethod
+    def of(cls, config: Mapping[str, object]) -> Sent:
+        """From the config entries of a round's instructions.
+
+        Raises
+        ------
+        FedsimError
+            If they do not say that the server keeps the state.
+        """
+        if not config.get(CLIENT_STATE):
+            raise FedsimError(
+                "client.state is 'server', but this strategy keeps no state of clients; it must be "
+                "'reset' or 'client', or the strategy DPFedAvg(average_client_state=True)."
+            )
+        prefix = f"{CLIENT_STATE}."
+        return cls(
+            {
+                key.removeprefix(prefix): value
+                for key, value in config.items()
+                if key.startswith(prefix) and isinstance(value, float)
+            }
+        )
 
     def load(self, client_ids: Ids, round: int) -> tuple[Bools, dict[str, Tensor]]:
-        """See `Memory`: the same for every client, once there was a round."""
-        if round != self._round:
-            # The exact sum does not depend on the order in which clients came.
-            self.values |= {k: math.fsum(v) / len(v) for k, v in self._ended.items()}
-            self._round, self._ended = round, {}
+        """See `Memory`: the same for every client."""
         n = len(client_ids)
-        rows = {
-            name: torch.full((n,), value, dtype=torch.float64)
-            for name, value in self.values.items()
-        }
-        return np.full(n, bool(self.values)), rows
+        rows = {k: torch.full((n,), v, dtype=torch.float64) for k, v in self._values.items()}
+        return np.full(n, bool(rows)), rows
 
     def store(self, client_ids: Ids, round: int, state: Mapping[str, Tensor]) -> None:
-        """See `Memory`."""
-        for name, rows in state.items():
-            self._ended.setdefault(name, []).extend(rows.double().tolist())
+        """See `Memory`: the server is told by other means."""
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Everything, for a checkpoint at the end of a round."""
-        ended = {k: math.fsum(v) / len(v) for k, v in self._ended.items()}
-        return {k: torch.tensor(v, dtype=torch.float64) for k, v in (self.values | ended).items()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint."""
-        self.values, self._ended = {k: float(v) for k, v in state.items()}, {}
+def memory_for(
+    state: StateKind,
+    algorithm: LocalAlgorithm,
+    population: int,
+    width: int,
+    directory: Path | None = None,
+) -> Memory | None:
+    """Where clients have their state from; None if it starts anew in every round.
+
+    Parameters
+    ----------
+    state : "reset", "client" or "server"
+    algorithm : LocalAlgorithm
+    population : int
+    width : int
+        Length ``D`` of a packed row.
+    directory : path, optional
+        Where clients keep their own in files.
+
+    Raises
+    ------
+    FedsimError
+        If the server is to send a state that is as large as the model.
+    """
+    if state == "reset":
+        return None
+    if state == "client":
+        return Columns(population) if directory is None else Files(directory)
+    if state != "server":
+        raise FedsimError(f"client.state is '{state}'; it must be 'reset', 'client' or 'server'.")
+    numbers = {name: torch.tensor([value]) for name, value in algorithm.numbers().items()}
+    sample = algorithm.init(torch.zeros(1, width), numbers)
+    large = [name for name in algorithm.carried if name in sample and sample[name].dim() > 1]
+    if large:
+        raise FedsimError(
+            f"client.state is 'server', but {', '.join(large)} of {algorithm} is as large "
+            "as the model; it must be 'reset' or 'client'."
+        )
+    return Sent({})

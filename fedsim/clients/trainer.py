@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from fedsim.clients.evaluation import evaluate_clients
 from fedsim.clients.examples import example_rows
 from fedsim.clients.local import LocalAlgorithm
 from fedsim.clients.losses import Loss, Metric, accuracy, cross_entropy
-from fedsim.clients.memory import Columns, Files, Memory, Shared
+from fedsim.clients.memory import Memory, Sent, StateKind, memory_for
 from fedsim.clients.models import check_model
 from fedsim.clients.packing import Packing
 from fedsim.clients.paths import Path, PathName, block_limit, choose, convolutional
@@ -27,14 +26,13 @@ from fedsim.clients.privacy import ExamplePrivacy, Ledgers
 from fedsim.clients.stacked import stack
 from fedsim.clients.steps import PrivateSteps, Steps
 from fedsim.errors import FedsimError
-from fedsim.exchange import Block
+from fedsim.exchange import CLIENT_STATE, Block
 from fedsim.mechanisms.layout import Layout
 from fedsim.randomness import Randomness
 
 __all__ = ["Local", "Trainer"]
 
 Floats = npt.NDArray[np.float64]
-StateKind = Literal["reset", "client", "server"]
 EVALUATE_CLIENTS = 256
 
 
@@ -82,7 +80,8 @@ class Trainer:
         Example-level privacy; by default the algorithm's own, where it has one (`DPSGD`).
     state : "reset", "client" or "server"
         What becomes of the algorithm's state (ADADP's rate, a momentum) between rounds: it
-        starts anew, each client keeps its own, or all start from the mean of the last round's.
+        starts anew, each client keeps its own, or all start from the mean of what the last
+        round's clients ended with, which the server sends (`receive`) and they report.
     state_dir : path, optional
         Keep it in files there, for runtimes whose processes do not outlive a round.
 
@@ -148,14 +147,36 @@ class Trainer:
             stacked = stack(self.model, self.packing, loss, self.data.x.dim() - 1)
             self.rows = example_rows(self.model, self.packing, loss, stacked)
             self.ledgers = Ledgers(self.privacy, randomness)
-        self.keeps_state = state == "client"
-        self.carried = () if state == "reset" else tuple(algorithm.carried)
-        self.memory = self._memory(state, state_dir)
+        self.state = state
+        self.memory: Memory | None = memory_for(
+            state, algorithm, self.population, self.packing.width, state_dir
+        )
 
     @property
     def population(self) -> int:
         """Number of clients."""
         return self.data.population
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """Entries of the algorithm's state that outlive a round."""
+        return () if self.state == "reset" else self.algorithm.carried
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether each client keeps its own."""
+        return self.state == "client"
+
+    def receive(self, config: Mapping[str, object]) -> None:
+        """Take the clients' state from the config entries of a round's instructions.
+
+        Raises
+        ------
+        FedsimError
+            If clients count on the server, and it keeps none.
+        """
+        if self.state == "server":
+            self.memory = Sent.of(config)
 
     def on(self, path: PathName, block_size: int = 0) -> Trainer:
         """The same clients on another path, their state starting anew."""
@@ -279,6 +300,11 @@ class Trainer:
             for name, report in ended.reports.items():
                 column = metrics.setdefault(name, np.zeros(n))
                 column[at] = report.double().cpu().numpy()
+            if self.state == "server":
+                for name, rows in ended.carried.items():
+                    # A client without data has no part in the mean.
+                    column = metrics.setdefault(f"{CLIENT_STATE}.{name}", np.full(n, np.nan))
+                    column[at] = rows.double().cpu().numpy()
         return start.clone() if theta is None else theta, metrics
 
     def _batches(
@@ -311,7 +337,7 @@ class Trainer:
             client_ids=ids,
             randomness=randomness,
             kept=kept,
-            present=present,
+            present=present & self.keeps_state,
         )
 
     def _write_down(
@@ -337,25 +363,6 @@ class Trainer:
         for tensor in (*state, self.data.x[own], self.data.y[own]):
             digest.update(tensor.cpu().numpy().tobytes())
         return digest.hexdigest()
-
-    def _memory(self, state: StateKind, directory: FilePath | None) -> Memory | None:
-        if state == "reset":
-            return None
-        if state == "client":
-            return Columns(self.population) if directory is None else Files(directory)
-        if state != "server":
-            raise FedsimError(
-                f"client.state is '{state}'; it must be 'reset', 'client' or 'server'."
-            )
-        numbers = {k: torch.tensor([v]) for k, v in self.algorithm.numbers().items()}
-        sample = self.algorithm.init(torch.zeros(1, self.packing.width), numbers)
-        large = [name for name in self.carried if name in sample and sample[name].dim() > 1]
-        if large:
-            raise FedsimError(
-                f"client.state is 'server', but {', '.join(large)} of {self.algorithm} is as large "
-                "as the model; it must be 'reset' or 'client'."
-            )
-        return Shared()
 
     def _own(self, vector: Tensor) -> Tensor:
         return vector.to(self.device, self.layout.dtype)

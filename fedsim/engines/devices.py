@@ -36,5 +36,5 @@ def moved(trainer: BlockTrainer, device: str) -> BlockTrainer:
         device=device,
         privacy=trainer.privacy,
     )
-    there.carried, there.keeps_state = trainer.carried, trainer.keeps_state
+    there.state = trainer.state
     return there

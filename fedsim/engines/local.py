@@ -165,6 +165,8 @@ class LocalGrid(Grid):
             self._open = None
         deadline = None if timeout is None else time.monotonic() + timeout
         if self._trainer is not None and isinstance(messages, Instructions):
+            if isinstance(self._trainer, Trainer) and messages.kind == "train":
+                self._trainer.receive(messages.config)
             self._open = self._in_blocks(self._trainer, messages, deadline)
             return self._open
         replies = []

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.clients.memory import Memory
 from fedsim.clients.trainer import Trainer
 from fedsim.engines.blocks import failed_block, guarded_blocks, messages_of
 from fedsim.engines.devices import moved
@@ -94,7 +95,6 @@ class RayGrid(LocalGrid):
             run_id=run_id,
         )
         self._block_trainer = trainer
-        self._memory = memory_of(trainer)
         self._retries = retries
         self._started_ray = _start_ray(address, workers)
         self._options = {"num_cpus": cpus_per_worker, "num_gpus": gpus_per_worker}
@@ -152,7 +152,8 @@ class RayGrid(LocalGrid):
                 largest=max(1, _CHUNK_BYTES // max(row_bytes, 1)),
             )
         )
-        call = _Call(instructions.kind, ray.put(vector.numpy()), instructions.round)
+        memory = memory_of(self._block_trainer) if instructions.kind == "train" else None
+        call = _Call(instructions.kind, ray.put(vector.numpy()), instructions.round, memory)
         for idle in self._workers:
             idle.queue.clear()
         while todo or any(busy.queue for busy in self._workers):
@@ -166,8 +167,8 @@ class RayGrid(LocalGrid):
             except ray.exceptions.RayError as error:
                 yield from self._after_loss(worker, chunk, error, todo)
                 continue
-            if borrowed is not None and self._memory is not None:
-                borrowed.give_back(self._memory, call.round)
+            if borrowed is not None and call.memory is not None:
+                borrowed.give_back(call.memory, call.round)
             yield from (_from_wire(part) for part in parts)
 
     def _hand_out(self, todo: deque[_Chunk], call: _Call) -> None:
@@ -178,8 +179,8 @@ class RayGrid(LocalGrid):
                     chunk = todo.popleft()
                     borrowed = (
                         None
-                        if self._memory is None or call.kind != "train"
-                        else Borrowed.of(self._memory, chunk.client_ids, call.round)
+                        if call.memory is None
+                        else Borrowed.of(call.memory, chunk.client_ids, call.round)
                     )
                     worker.queue.append((chunk, worker.ask(call, chunk.client_ids, borrowed)))
 
@@ -230,6 +231,7 @@ class _Call:
     kind: Kind
     vector: Any
     round: int
+    memory: Memory | None
 
 
 @dataclass(frozen=True)
@@ -284,8 +286,12 @@ def _to_wire(block: Block) -> Block:
 
 def _from_wire(block: Block) -> Block:
     rows: Any = block.rows
-    # A copy: arrays in the object store are read-only, and pin its memory.
-    return replace(block, rows=None if rows is None else torch.from_numpy(np.array(rows)))
+    # Copies: arrays in the object store are read-only, and pin its memory.
+    return replace(
+        block,
+        rows=None if rows is None else torch.from_numpy(np.array(rows)),
+        metrics={name: np.array(values) for name, values in block.metrics.items()},
+    )
 
 
 def _put_parcel(trainer: BlockTrainer) -> Any:

@@ -90,15 +90,15 @@ class Contributions:
                 waiting.discard(client)
             yield block if keep.all() else block.select(keep)
 
-    def add(self, total: Accumulator, asked: Asked, block: Block, state: State) -> None:
-        """Add a block's rows, or its clients' shares."""
+    def add(self, total: Accumulator, asked: Asked, block: Block, state: State) -> Tensor:
+        """Add a block's rows, or its clients' shares; which of them are usable, bool ``[n]``."""
         assert block.rows is not None
         if self.placement == "server":
-            total.add(DenseRows(block.rows), weights=self._weights(block), sides=self._sides(block))
-        elif USABLE in block.metrics:
-            total.add_shares(self._sent(block))
-        else:
-            total.add_shares(self._made(asked, block, state))
+            rows = DenseRows(block.rows)
+            return total.add(rows, weights=self._weights(block), sides=self._sides(block))
+        shares = self._sent(block) if USABLE in block.metrics else self._made(asked, block, state)
+        total.add_shares(shares)
+        return shares.usable
 
     def noise(self, purpose: Purpose, server_round: int, client: int = 0) -> NoiseSource:
         """The noise of a round: the server's, or one client's."""

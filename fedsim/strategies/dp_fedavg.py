@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from os import PathLike
 
 import numpy as np
-import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid, PrivacySpent
 from flwr.serverapp.strategy import Result, Strategy
@@ -21,10 +21,11 @@ from fedsim.mechanisms import Layout, Mechanism, State
 from fedsim.privacy import Event, Ledger, Statement
 from fedsim.randomness import Purpose, Randomness
 from fedsim.strategies.client_evaluation import ClientEvaluation
+from fedsim.strategies.client_state import ClientState
 from fedsim.strategies.contributions import Asked, Contributions, Placement
 from fedsim.strategies.flower_optimizer import FlowerOptimizer
 from fedsim.strategies.loop import rounds_of, run_to_end
-from fedsim.strategies.outcome import RoundReport, RunFailedError
+from fedsim.strategies.outcome import Failures, RoundReport
 from fedsim.strategies.participants import Participants, node_ids
 from fedsim.strategies.replies import to_arrays
 from fedsim.strategies.server_optimizer import ServerOptimizer, sgd
@@ -33,7 +34,6 @@ from fedsim.strategies.summaries import MetricMeans, MetricsAggregator
 __all__ = ["DPFedAvg"]
 
 _log = logging.getLogger("fedsim")
-Floats = npt.NDArray[np.float64]
 
 
 class DPFedAvg(Strategy):
@@ -82,6 +82,9 @@ class DPFedAvg(Strategy):
         Clients to wait for before a round, for at most ``node_timeout`` seconds.
     max_failed_rounds : int
         So many rounds in a row without a single usable reply fail the run.
+    average_client_state : bool
+        Whether clients start from the mean of the state (ADADP's rate) that the last round's
+        ended with, which they report: their ``client.state = "server"``.
     unprotected_metrics : bool
         Whether clients' training metrics may be aggregated, without noise, in a private run.
     weighted_by_key, arrayrecord_key, configrecord_key, train_metrics_aggr_fn, \
@@ -113,6 +116,7 @@ evaluate_metrics_aggr_fn
         min_available_nodes: int = 1,
         node_timeout: float = 60.0,
         max_failed_rounds: int = 3,
+        average_client_state: bool = False,
         unprotected_metrics: bool = False,
         weighted_by_key: str = "num-examples",
         arrayrecord_key: str = "arrays",
@@ -147,13 +151,14 @@ evaluate_metrics_aggr_fn
             server_optimizer = FlowerOptimizer(server_optimizer)
         self.server_optimizer = server_optimizer or sgd()
         self.placement = placement
-        self.max_failed_rounds = max_failed_rounds
         self.shows_clients = shows_clients
         self.weighted_by_key = weighted_by_key
         self.arrayrecord_key = arrayrecord_key
         self.configrecord_key = configrecord_key
         self.train_metrics_aggr_fn = train_metrics_aggr_fn
 
+        self.client_state = ClientState(self.private, placement) if average_client_state else None
+        """What clients have in common besides the model, if they do."""
         self.stopped: str | None = None
         """Why no further release will be made, once that is so."""
         self.report: RoundReport | None = None
@@ -185,7 +190,7 @@ evaluate_metrics_aggr_fn
         self._layout: Layout | None = None
         self._state: State = {}
         self._asked: Asked | None = None
-        self._failed_rounds = 0
+        self._failures = Failures(max_failed_rounds)
 
     # -- training ---------------------------------------------------------------------
 
@@ -219,6 +224,8 @@ evaluate_metrics_aggr_fn
             event=event,
         )
         entries, records = self._contributions.request(len(present), self._state)
+        if self.client_state is not None:
+            entries |= self.client_state.entries()
         return Instructions(
             kind="train",
             round=server_round,
@@ -258,7 +265,9 @@ evaluate_metrics_aggr_fn
         total = self.mechanism.accumulate(self._state, self._layout, device=asked.vector.device)
         means = MetricMeans(self.weighted_by_key, self.train_metrics_aggr_fn)
         for block in self._contributions.blocks(asked, replies, self._layout):
-            self._contributions.add(total, asked, block, self._state)
+            usable = self._contributions.add(total, asked, block, self._state)
+            if self.client_state is not None:
+                block = self.client_state.take(block, usable)
             if self.shows_clients:
                 means.add(block)
         # On disk before the release exists: a crash from here on counts one too many.
@@ -272,9 +281,13 @@ evaluate_metrics_aggr_fn
         # Of those who were there to be asked: whether a client that is not there was drawn
         # must not decide if noise is released.
         lost = len(asked.client_of) > 0 and total.count == 0
-        self._note_failures(asked, total.count, lost)
+        failed = len(asked.cohort) - total.count
+        self.report = RoundReport(server_round, len(asked.cohort), total.count, failed, {})
+        self._failures.note(self.report, lost)
         if lost:
             return None, None
+        if self.client_state is not None:
+            self.client_state.average()
         release = self.mechanism.release(
             self._state,
             total,
@@ -285,27 +298,9 @@ evaluate_metrics_aggr_fn
         )
         self._state = release.state
         vector = self.server_optimizer.step(asked.vector, release.mean)
-        self.report = RoundReport(
-            round=server_round,
-            asked=len(asked.cohort),
-            usable=total.count,
-            failed=len(asked.cohort) - total.count,
-            info={**release.info, **release.sides},
-        )
+        self.report = replace(self.report, info={**release.info, **release.sides})
         arrays = array_record(to_arrays(vector, self._layout, asked.server))
         return arrays, means.record()
-
-    def _note_failures(self, asked: Asked, usable: int, lost: bool) -> None:
-        failed = len(asked.cohort) - usable
-        if failed:
-            _log.info("round %s: %s of %s failed.", asked.round, failed, len(asked.cohort))
-        self.report = RoundReport(asked.round, len(asked.cohort), usable, failed, {})
-        self._failed_rounds = self._failed_rounds + 1 if lost else 0
-        if self._failed_rounds >= self.max_failed_rounds:
-            raise RunFailedError(
-                f"every client that was asked failed in {self._failed_rounds} rounds in a row, "
-                f"the last of them round {asked.round}."
-            )
 
     def _take_layout(self, server: dict[str, Tensor]) -> Layout:
         layout = Layout.of(server)
@@ -394,15 +389,11 @@ evaluate_metrics_aggr_fn
 
     def summary(self) -> None:
         """Log the strategy's settings."""
-        for line in self.describe():
-            _log.info("\t├──> %s", line)
-
-    def describe(self) -> list[str]:
-        """The strategy's settings, a line each."""
         where = "in memory only" if self.ledger.path is None else str(self.ledger.path)
-        return [
+        for line in (
             f"Cohort: {self.cohort}",
             f"Mechanism: {self.mechanism}",
             f"Noise multiplier: {self.noise_multiplier:g} ({self.randomness.entropy} entropy)",
             f"Ledger: {where}",
-        ]
+        ):
+            _log.info("\t├──> %s", line)

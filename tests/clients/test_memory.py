@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from clients_helpers import make_data, make_mlp
 from fedsim.clients import SGD, AdadpLR, Adam, ExamplePrivacy, Trainer
 from fedsim.clients.memory import Columns
 from fedsim.errors import FedsimError
+from fedsim.exchange import CLIENT_STATE
 from fedsim.mechanisms import AdaClip
 from fedsim.randomness import Randomness
 
@@ -70,16 +73,48 @@ def test_two_rounds_with_kept_state_are_one_of_twice_the_steps(algorithm):
     torch.testing.assert_close(ended, once.fit(once.initial(), IDS[:2], 1).theta)
 
 
-def test_the_server_sends_everybody_the_mean_of_the_last_round():
-    trainer = trainer_of("server", AdadpLR(lr=0.05, tol=0.3, eta_max=5.0))
-    (first,) = trainer.train(trainer.initial(), IDS, 1)
-    trainer.fit(trainer.initial(), IDS, 2)
-    assert trainer.memory.values["eta"] == pytest.approx(first.metrics["eta"].mean(), rel=1e-7)
-    for block_size in (1, 3):
-        again = trainer_of("server", AdadpLR(lr=0.05, tol=0.3, eta_max=5.0), block_size=block_size)
-        list(again.train(again.initial(), IDS, 1))
-        again.fit(again.initial(), IDS, 2)
-        assert again.memory.values == trainer.memory.values
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+def test_clients_start_from_what_the_server_sends_and_report_what_they_end_with(block_size):
+    slow = AdadpLR(lr=0.05, tol=0.3, eta_max=5.0)
+    told = trainer_of("server", slow, block_size=block_size)
+    told.receive({CLIENT_STATE: True, f"{CLIENT_STATE}.eta": 0.2})
+    started = trainer_of("reset", replace(slow, lr=0.2), block_size=block_size)
+    both = (t.train(t.initial(), IDS, 2) for t in (told, started))
+    for got, expected in zip(*both, strict=True):
+        assert torch.equal(got.rows, expected.rows)
+        assert (got.metrics[f"{CLIENT_STATE}.eta"] == expected.metrics["eta"]).all()
+        assert (got.metrics["fresh-state"] == 0).all()
+
+
+def test_clients_to_whom_the_server_has_sent_nothing_yet_start_from_eta_0():
+    trainer, fresh = trainer_of("server"), trainer_of("reset")
+    trainer.receive({CLIENT_STATE: True})
+    (got,), (expected,) = (t.train(t.initial(), IDS, 1) for t in (trainer, fresh))
+    assert torch.equal(got.rows, expected.rows)
+    assert (got.metrics["fresh-state"] == 1).all()
+
+
+def test_clients_that_count_on_a_server_that_keeps_no_state_are_refused():
+    with pytest.raises(FedsimError, match=r"client\.state is 'server'.*average_client_state"):
+        trainer_of("server").receive({"server-round": 1})
+    trainer_of("client").receive({"server-round": 1})
+
+
+def test_a_client_without_data_reports_no_state():
+    trainer = Trainer(
+        make_mlp(), AdadpLR(lr=0.2), make_data([9, 0, 5]), batch_size=4,
+        randomness=Randomness(2), state="server",
+    )  # fmt: skip
+    (block,) = trainer.train(trainer.initial(), np.arange(3), 1)
+    assert np.isnan(block.metrics[f"{CLIENT_STATE}.eta"]).tolist() == [False, True, False]
+
+
+def test_a_mechanisms_own_state_is_not_sent():
+    privacy = ExamplePrivacy(AdaClip(clip_norm=0.5), 1.0)
+    trainer = trainer_of("server", privacy=privacy)
+    trainer.receive({CLIENT_STATE: True, f"{CLIENT_STATE}.eta": 0.2})
+    (block,) = trainer.train(trainer.initial(), IDS, 2)
+    assert [key for key in block.metrics if key.startswith(CLIENT_STATE)] == ["client-state.eta"]
 
 
 def test_a_state_as_large_as_the_model_is_not_for_the_server():
@@ -109,13 +144,11 @@ def test_a_round_run_again_starts_from_where_it_did(tmp_path):
     assert torch.equal(again.rows, next(other.train(other.initial(), IDS, 2)).rows)
 
 
-@pytest.mark.parametrize("state", ["client", "server"])
-def test_a_checkpoint_of_the_state_goes_on_where_it_was(state):
-    algorithm = AdadpLR(lr=0.2, tol=0.1)
-    whole = trainer_of(state, algorithm)
+def test_a_checkpoint_of_the_state_goes_on_where_it_was():
+    whole = trainer_of("client")
     etas(whole, rounds=2)
     saved = {name: tensor.clone() for name, tensor in whole.memory.state_dict().items()}
-    resumed = trainer_of(state, algorithm)
+    resumed = trainer_of("client")
     resumed.memory.load_state_dict(saved)
     rows = [next(t.train(t.initial(), IDS, 3)).rows for t in (whole, resumed)]
     assert torch.equal(*rows)

@@ -21,14 +21,19 @@ RUN = {
     "noise": {"multiplier": 0.5, "entropy": "config"},
     "server": {"optimizer": "adam", "lr": 0.05},
 }
+# The server may send the clients' state only where their reports are no release.
+SERVER_STATE = {
+    **{key: value for key, value in RUN.items() if key not in ("mechanism", "noise")},
+    "client": {**RUN["client"], "state": "server"},
+}
 # Different on every engine, and meant to be: when, how fast, and the chain of hashes over it.
 TIMES = {"time", "hash", "previous"}
 SPEEDS = {"seconds", "clients-per-second"}
 
 
-def run(engine: str, directory, rounds: int, **settings):
-    tree = {**RUN, "rounds": rounds, "engine": {"name": engine, "device": "cpu", **settings}}
-    return fedsim.run(RunConfig.parse(tree), out=directory / "out")
+def run(engine: str, directory, tree=RUN, **settings):
+    engine_section = {"name": engine, "device": "cpu", **settings}
+    return fedsim.run(RunConfig.parse({**tree, "engine": engine_section}), out=directory / "out")
 
 
 def ledger_of(directory) -> list[dict]:
@@ -44,18 +49,16 @@ def facts(result) -> tuple:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    made = {}
+    return facts(run("local", tmp_path_factory.mktemp("local")))
 
-    def of(rounds: int):
-        if rounds not in made:
-            made[rounds] = facts(run("local", tmp_path_factory.mktemp("local"), rounds))
-        return made[rounds]
 
-    return of
+@pytest.fixture(scope="module")
+def expected_with_server_state(tmp_path_factory):
+    return facts(run("local", tmp_path_factory.mktemp("local"), SERVER_STATE))
 
 
 def test_cohorts_of_the_parity_run_are_partial(expected):
-    _, rows, ledger = expected(10)
+    _, rows, ledger = expected
     asked = [row["asked"] for row in rows if "asked" in row]
     assert len(ledger) == 10
     assert 0 < min(asked) < 4
@@ -63,11 +66,24 @@ def test_cohorts_of_the_parity_run_are_partial(expected):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_ray_gives_the_bytes_of_the_local_engine(workers, tmp_path, expected):
-    ray = run("ray", tmp_path, 10, workers=workers, **{"cpus-per-worker": 0.1})
-    assert facts(ray) == expected(10)
+    ray = run("ray", tmp_path, workers=workers, **{"cpus-per-worker": 0.1})
+    assert facts(ray) == expected
+
+
+def test_state_that_the_server_sends_is_the_same_on_ray(tmp_path, expected_with_server_state):
+    ray = run("ray", tmp_path, SERVER_STATE, workers=2, **{"cpus-per-worker": 0.1})
+    assert facts(ray) == expected_with_server_state
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["simulation", "deployment"])
 def test_flowers_runtimes_give_the_bytes_of_the_local_engine(engine, tmp_path, expected):
-    assert facts(run(engine, tmp_path, 10)) == expected(10)
+    assert facts(run(engine, tmp_path)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["simulation", "deployment"])
+def test_state_that_the_server_sends_is_the_same_on_flowers_runtimes(
+    engine, tmp_path, expected_with_server_state
+):
+    assert facts(run(engine, tmp_path, SERVER_STATE)) == expected_with_server_state
