@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fedsim import datasets, models, partitions, tables
 from fedsim.clients import ClientData, ExamplePrivacy, Trainer, example_events
 from fedsim.clients.batches import Plan
+from fedsim.clients.frozen import past_frozen
 from fedsim.config import RunConfig
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
@@ -51,7 +52,11 @@ class Build:
         """The examples, on the run's device."""
         data = self.config.data
         return datasets.load(
-            data.name, directory=data.dir, download=data.download, normalize=data.normalize
+            data.name,
+            directory=data.dir,
+            download=data.download,
+            normalize=data.normalize,
+            train=data.train,
         ).to(self.device)
 
     @cached_property
@@ -76,6 +81,8 @@ class Build:
             dtype=getattr(torch, settings.dtype),
             seed=self.config.seed,
         )
+        if settings.weights:
+            models.load_weights(model, settings.weights, settings.weights_for)
         models.freeze(model, settings.trainable)
         if self.config.private:
             models.refuse_running_statistics(model)
@@ -101,8 +108,10 @@ class Build:
     def make_trainer(self, data: ClientData) -> Trainer:
         """A trainer of this run's model and algorithm over any clients' data."""
         client = self.config.client
+        # What the frozen layers make of an example never changes: it is computed once.
+        model, data = past_frozen(self.model, data)
         return Trainer(
-            self.model,
+            model,
             tables.algorithm(self.config),
             data,
             batch_size=client.batch_size,

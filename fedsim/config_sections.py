@@ -6,6 +6,7 @@ is refused beside another name: a setting that would silently do nothing is a mi
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -116,6 +117,12 @@ def _one_of(*names: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _range(value: str) -> str:
+    if not re.fullmatch(r"([0-9]*:[0-9]*)?", value, re.ASCII):
+        raise PydanticCustomError("range", "a range such as '10000:' or ':10000', or ''")
+    return value
+
+
 class DataSection(Section):
     """Which examples there are."""
 
@@ -124,6 +131,7 @@ class DataSection(Section):
     dir: str = "data"
     download: bool = False
     normalize: bool = False
+    train: Annotated[str, AfterValidator(_range)] = ""
 
 
 class PartitionSection(Section):
@@ -148,8 +156,20 @@ class ModelSection(Section):
     bias: MaybeBool = None
     dtype: Literal["float32", "float64"] = "float32"
     trainable: str = ""
+    weights: str = ""
+    weights_for: str = ""
     loss: str = "cross-entropy"
     metrics: str = "accuracy"
+
+    @model_validator(mode="after")
+    def _weights_come_from_a_file(self) -> ModelSection:
+        self.require(
+            bool(self.weights) or not self.weights_for,
+            "model.weights-for",
+            self.weights_for,
+            "unset without model.weights, the file that these parameters would come from",
+        )
+        return self
 
 
 class _Bounding(Section):

@@ -14,6 +14,7 @@ from flwr.serverapp.strategy import Result
 from fedsim.artefacts import RunDirectory
 from fedsim.build import Build
 from fedsim.engines.arrays import tensors
+from fedsim.models import values_of
 from fedsim.privacy import Statement
 from fedsim.strategies import DPFedAvg, Rounds, rounds_of, run_to_end
 
@@ -90,9 +91,10 @@ class Session:
         )
 
     def save(self) -> None:
-        """Write the model reached so far."""
+        """Write the model reached so far, whole: what is frozen is not in the run's arrays."""
         if self._directory is not None:
-            self._directory.save_model(tensors(self._reached))
+            frozen = values_of(self.build.model)
+            self._directory.save_model(frozen | tensors(self._reached))
 
     def result(self, interrupted: bool = False) -> RunResult:
         """What the run has reached, and why it ended."""

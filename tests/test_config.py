@@ -55,6 +55,9 @@ BAD = {
     ("client.mechanism.name=clipping",): "client.noise.multiplier = ''; it must be set",
     ("client.tol=1.0",): "client.tol = 1.0 has no effect with client.name = 'sgd'",
     (*PRIVATE, "client.state=server"): "client.state = 'server'; it must be 'reset' or 'client'",
+    ("data.train='5'",): "data.train = '5'; it must be a range such as '10000:'",
+    ("data.train='-5:'",): "data.train = '-5:'; it must be a range",
+    ("model.weights-for='fc*'",): "model.weights-for = 'fc*'; it must be unset without",
     ("client.epochs=0",): "client.epochs = 0; it must be at least 1",
 }
 

@@ -122,3 +122,37 @@ def test_trainable_patterns_freeze_the_rest() -> None:
     config = BASE.replace(**{"model.name": "mlp", "model.widths": "8", "model.trainable": "fc2.*"})
     result = fedsim.run(config)
     assert sorted(tensors(result.arrays)) == ["fc2.bias", "fc2.weight"]
+
+
+def test_a_run_that_starts_from_a_files_weights_freezes_and_saves_them(tmp_path: Path) -> None:
+    mlp = {"model.name": "mlp", "model.widths": "8"}
+    public = RunConfig().replace(
+        **mlp, **{"rounds": 1, "partition.clients": 1, "data.train": ":300"}
+    )
+    fedsim.run(public, out=tmp_path / "public")
+    weights = str(tmp_path / "public" / "model.safetensors")
+    private = BASE.replace(
+        **mlp,
+        **{
+            "data.train": "300:",
+            "model.weights": weights,
+            "model.weights-for": "fc1.*",
+            "model.trainable": "fc2.*",
+        },
+    )
+    result = fedsim.run(private, out=tmp_path / "private")
+    before, after = load_file(weights), load_file(tmp_path / "private" / "model.safetensors")
+    assert sorted(after) == ["fc1.bias", "fc1.weight", "fc2.bias", "fc2.weight"]
+    assert torch.equal(after["fc1.weight"], before["fc1.weight"])
+    assert torch.equal(after["fc2.weight"], tensors(result.arrays)["fc2.weight"])
+    assert not torch.equal(after["fc2.weight"], before["fc2.weight"])
+    again = private.replace(**{"model.weights": str(tmp_path / "private" / "model.safetensors")})
+    assert fedsim.run(again.replace(**{"model.weights-for": ""})).metrics[0][
+        "test-loss"
+    ] == pytest.approx(float(result.metrics[-1]["test-loss"]))
+
+
+def test_weights_that_are_not_there_leave_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(FedsimError, match=r"model\.weights"):
+        fedsim.run(BASE.replace(**{"model.weights": "nowhere.safetensors"}), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from fedsim.datasets.arrays import read_npz
@@ -17,7 +18,12 @@ NAMES = ("digits", *STATISTICS)
 
 
 def load(
-    name: str, *, directory: str | Path = "", download: bool = False, normalize: bool = False
+    name: str,
+    *,
+    directory: str | Path = "",
+    download: bool = False,
+    normalize: bool = False,
+    train: str = "",
 ) -> Dataset:
     """Load a data set into memory.
 
@@ -37,18 +43,27 @@ def load(
         Whether batches are normalised per channel. The numbers are the usual published ones
         for a named data set, and the file's own for an ``.npz``: none are computed here, since
         statistics of the training data would be a release of their own.
+    train : str
+        Which training examples there are, as ``start:stop`` of the file's order; either may be
+        left out. ``"10000:"`` is all but the first 10,000, say because those are public.
 
     Raises
     ------
     FedsimError
-        If there is no such data set, or its files are missing or not usable.
+        If there is no such data set, its files are missing or not usable, or it has no such
+        training examples.
 
     Examples
     --------
     >>> load("digits").x_train.shape
     torch.Size([1437, 64])
     """
-    folder = Path(directory or "data")
+    dataset = _load(name, Path(directory or "data"), download, normalize)
+    return _kept(dataset, train) if train else dataset
+
+
+def _load(name: str, folder: Path, download: bool, normalize: bool) -> Dataset:
+    """The whole data set."""
     if name.endswith(".npz"):
         return _own(name, folder, normalize)
     if name == "digits":
@@ -65,6 +80,20 @@ def load(
             return Dataset.of(name, **arrays.examples, mean=mean, std=std, source=str(path))
     examples = read_torchvision(name, folder, download)
     return Dataset.of(name, **examples, mean=mean, std=std, source=f"torchvision, {folder}")
+
+
+def _kept(dataset: Dataset, train: str) -> Dataset:
+    """The data set with a range of its training examples."""
+    count = len(dataset.y_train)
+    start, _, stop = train.partition(":")
+    first, end = int(start or 0), int(stop or count)
+    if not first < end <= count:
+        raise FedsimError(
+            f"data.train = '{train}'; it must be start:stop with start below stop, within 0:{count}"
+            f", the training examples of {dataset.name}."
+        )
+    x, y = dataset.x_train[first:end], dataset.y_train[first:end]
+    return replace(dataset, x_train=x, y_train=y)
 
 
 def _own(name: str, folder: Path, normalize: bool) -> Dataset:

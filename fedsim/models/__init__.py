@@ -3,5 +3,13 @@
 from fedsim.models.build import NAMES, build
 from fedsim.models.checks import refuse_running_statistics
 from fedsim.models.trainable import freeze
+from fedsim.models.weights import load_weights, values_of
 
-__all__ = ["NAMES", "build", "freeze", "refuse_running_statistics"]
+__all__ = [
+    "NAMES",
+    "build",
+    "freeze",
+    "load_weights",
+    "refuse_running_statistics",
+    "values_of",
+]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
-
 from torch import nn
 
 from fedsim.errors import FedsimError
+from fedsim.models.patterns import matching
 
 __all__ = ["freeze"]
 
@@ -33,16 +32,9 @@ def freeze(model: nn.Module, trainable: str = "") -> list[str]:
         If a pattern matches no parameter, or no parameter is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
-    patterns = [pattern.strip() for pattern in trainable.split(",") if pattern.strip()]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise FedsimError(
-                f"model.trainable has the pattern '{pattern}', which matches no parameter; the "
-                f"model has {', '.join(names)}."
-            )
-    if patterns:
+    if chosen := set(matching("model.trainable", trainable, names)):
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))
+            parameter.requires_grad_(name in chosen)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trained:
         raise FedsimError("the model has no parameter that is trained; it must have at least one.")

@@ -281,3 +281,22 @@ def test_the_real_ones_have_their_known_sizes_and_means(
     means = np.asarray(data.x_train.numpy().mean(axis=(0, 2, 3)) / 255)
     assert data.mean is not None
     np.testing.assert_allclose(means, data.mean, atol=2e-3)
+
+
+def test_a_range_of_the_training_examples_is_kept_and_all_test_examples(tmp_path: Path) -> None:
+    path = written(tmp_path, images())
+    whole = load(path)
+    for train, kept in (("2:", slice(2, 6)), (":2", slice(0, 2)), ("1:3", slice(1, 3))):
+        part = load(path, train=train)
+        assert torch.equal(part.x_train, whole.x_train[kept])
+        assert torch.equal(part.y_train, whole.y_train[kept])
+        assert torch.equal(part.x_test, whole.x_test)
+        assert part.num_classes == whole.num_classes
+
+
+@pytest.mark.parametrize("train", ["6:", "3:3", "3:1", ":7", "0:0"])
+def test_a_range_that_the_training_examples_do_not_have_names_the_key(
+    tmp_path: Path, train: str
+) -> None:
+    with pytest.raises(FedsimError, match=rf"data\.train = '{train}'.* within 0:6, the training"):
+        load(written(tmp_path, images()), train=train)
