@@ -124,13 +124,7 @@ class RunConfig(Section):
         _check_cohort(self)
         _check_noise(self)
         _check_evaluation(self)
-        self.require(
-            not (self.private and self.client.state == "server"),
-            "client.state",
-            "server",
-            "'reset' or 'client' in a run with client-level privacy: what clients report of "
-            "their state would be a release of its own",
-        )
+        _check_state(self)
         return self
 
 
@@ -186,6 +180,24 @@ def _check_evaluation(config: RunConfig) -> None:
         evaluate.clients_every,
         "0 in a private run, since metrics of clients' data are released without noise; "
         "set evaluate.unprotected = true to have them all the same",
+    )
+
+
+def _check_state(config: RunConfig) -> None:
+    client = config.client
+    config.require(
+        not (config.private and client.state == "server"),
+        "client.state",
+        client.state,
+        "'reset' or 'client' in a run with client-level privacy: what clients report of their "
+        "state would be a release of its own",
+    )
+    config.require(
+        not (client.adapt_rounds and client.state == "reset"),
+        "client.adapt-rounds",
+        client.adapt_rounds,
+        "0 while client.state = 'reset', since the plain steps after so many rounds take the rate "
+        "that was reached; with client.state = 'client' they can",
     )
 
 

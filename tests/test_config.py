@@ -50,6 +50,9 @@ BAD = {
     (*PRIVATE, "evaluate.clients-every=1"): "set evaluate.unprotected = true",
     (*PRIVATE, "mechanism.clip-norm=0.0"): "mechanism.clip-norm = 0.0; it must be greater than 0",
     ("client.steps=5", "client.epochs=2"): "client.epochs = 2; it must be unset while",
+    ("client.name=adadp-lr", "client.adapt-rounds=4"): (
+        "client.adapt-rounds = 4; it must be 0 while client.state = 'reset'"
+    ),
     ("client.name=dp-sgd",): "client.mechanism.name = 'none'; it must be set",
     ("client.noise.multiplier=1.0",): "client.mechanism.name = 'none'; it must be set",
     ("client.mechanism.name=clipping",): "client.noise.multiplier = ''; it must be set",

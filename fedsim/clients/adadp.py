@@ -49,10 +49,13 @@ class AdadpLR(LocalAlgorithm):
         0 for ten times ``lr``. Without a limit the rate of a client whose classes can be
         separated grows for ever.
     adapt_rounds : int
-        After so many rounds (0: never) plain steps with the rate reached, the paper's hybrid
-        schedule for a client that trains one epoch a round and keeps its eta.
+        In later rounds than this (0: never) plain steps with the rate reached, which must be
+        kept or sent: the state may not be reset. The strategy's rounds are counted, however
+        many epochs they have and whether or not the client was in them; the paper counts
+        epochs, so its hybrid schedule is one epoch a round.
     post_scale, post_decay : float
-        Those steps have rate ``eta post_scale / (1 + post_decay k)``, k rounds later.
+        Those steps have rate ``eta post_scale / (1 + post_decay k)``, k rounds after
+        ``adapt_rounds``, and the same all through a round.
     """
 
     lr: float
