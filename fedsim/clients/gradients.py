@@ -101,19 +101,29 @@ class Parts:
 
     def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
         """One multiply-add for each parameter."""
-        if out is not None:
-            theta = out.copy_(theta)
-        for name, part in self.parts.items():
-            view = theta[:, self.packing.slices[name]].view(part.shape)
-            view.addcmul_(part, rate.view(-1, *[1] * (part.dim() - 1)), value=-1)
+        into = theta if out is None else out
+        for name, own in self.packing.slices.items():
+            part = self.parts.get(name)
+            if part is None:
+                into[:, own] = theta[:, own]
+                continue
+            old, new = theta[:, own].view(part.shape), into[:, own].view(part.shape)
+            torch.addcmul(old, part, rate.view(-1, *[1] * (part.dim() - 1)), value=-1, out=new)
 
     def distance(self, other: Gradient) -> Tensor:
-        """Norms of the difference."""
-        return Dense(self.dense()).distance(other)
+        """Norms of the difference, parameter by parameter."""
+        if not isinstance(other, Parts):
+            return Dense(self.dense()).distance(other)
+        norms = [
+            torch.linalg.vector_norm((part - other.parts[name]).flatten(1), dim=1)
+            for name, part in self.parts.items()
+        ]
+        whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        return whole
 
     def peak(self) -> Tensor:
         """The largest coordinate."""
-        return Dense(self.dense()).peak()
+        return torch.stack([Dense(part.flatten(1)).peak() for part in self.parts.values()]).amax(0)
 
 
 @dataclass(frozen=True)
