@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from fedsim.cli.audit import audit
+from fedsim.cli.command import Command
 from fedsim.cli.deploy import deploy
 from fedsim.cli.experiment import experiment
 from fedsim.cli.partition import partition
@@ -24,5 +25,5 @@ app = typer.Typer(
     help="Private federated learning, simulated and deployed on Flower.",
 )
 for command in (run, sweep, privacy, partition, experiment, audit, tune):
-    app.command()(command)
+    app.command(cls=Command)(command)
 app.add_typer(deploy, name="deploy")

@@ -11,6 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fedsim.cli.command import Command
+
 __all__ = ["deploy"]
 
 deploy = typer.Typer(
@@ -22,7 +24,7 @@ deploy = typer.Typer(
 DIRECTORY = Annotated[Path, typer.Argument(help="The federation's directory.")]
 
 
-@deploy.command()
+@deploy.command(cls=Command)
 def init(
     directory: DIRECTORY,
     nodes: Annotated[int, typer.Option(help="How many SuperNodes get keys.")] = 2,
@@ -90,7 +92,7 @@ def init(
     console.print(f"`fedsim deploy up {directory}` rehearses it on this machine.")
 
 
-@deploy.command()
+@deploy.command(cls=Command)
 def up(
     directory: DIRECTORY,
     database: Annotated[

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from fedsim.cli.app import app
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -72,3 +75,19 @@ def test_help_teaches_with_an_example(tmp_path: Path) -> None:
     done = fedsim("run", "--help", cwd=tmp_path)
     assert done.returncode == 0
     assert "target-epsilon" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("run", "The TOML file that describes the run."),
+        ("privacy", "a ledger (ledger.jsonl)"),
+        ("experiment", "a directory with an experiment.toml."),
+        ("deploy init", "The federation's directory."),
+        ("deploy up", "The federation's directory."),
+    ],
+)
+def test_help_says_what_the_argument_is(command: str, says: str) -> None:
+    told = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "150"})
+    assert told.exit_code == 0
+    assert says in told.output
