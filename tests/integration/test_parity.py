@@ -23,8 +23,10 @@ RUN = {
 }
 # The server may send the clients' state only where their reports are no release.
 SERVER_STATE = {
-    **{key: value for key, value in RUN.items() if key not in ("mechanism", "noise")},
+    **RUN,
     "client": {**RUN["client"], "state": "server"},
+    "mechanism": {"name": "none"},
+    "noise": {"entropy": "config"},
 }
 # Different on every engine, and meant to be: when, how fast, and the chain of hashes over it.
 TIMES = {"time", "hash", "previous"}
