@@ -90,7 +90,8 @@ class LocalAlgorithm(ABC):
     Attributes
     ----------
     carried : tuple of str
-        Entries of the state that a client may keep from one round to the next.
+        Entries of the state that may outlive a round: kept by each client, or, where they are
+        one number for each, averaged and sent by the server.
     """
 
     carried: ClassVar[tuple[str, ...]] = ()
