@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 
 __all__ = ["Batches", "Plan", "chunk_width", "plan_batches", "plan_poisson", "width"]
@@ -34,6 +35,22 @@ class Plan:
     batch_size: int
     epochs: int | None = 1
     steps: int | None = None
+
+    @classmethod
+    def checked(cls, batch_size: int, epochs: int | None, steps: int | None) -> Plan:
+        """One epoch if neither epochs nor steps are given; `FedsimError` if both, or too few."""
+        if batch_size < 0:
+            raise FedsimError(f"client.batch-size is {batch_size}; it must be 0 (all) or more.")
+        if epochs is not None and steps is not None:
+            raise FedsimError(
+                f"client.epochs = {epochs} and client.steps = {steps}; set one of them."
+            )
+        if epochs is None and steps is None:
+            epochs = 1
+        for key, value in (("epochs", epochs), ("steps", steps)):
+            if value is not None and value < 1:
+                raise FedsimError(f"client.{key} is {value}; it must be at least 1.")
+        return cls(batch_size, epochs, steps)
 
     def steps_of(self, size: int) -> int:
         """Gradient evaluations of a client with ``size`` examples (0 without data)."""

@@ -120,7 +120,7 @@ class Trainer:
         check_model(self.model)
         self.algorithm = algorithm
         self.data = data.to(self.device)
-        self.plan = _plan(batch_size, epochs, steps)
+        self.plan = Plan.checked(batch_size, epochs, steps)
         self.loss = loss
         self.metrics = dict(metrics) if metrics is not None else {"accuracy": accuracy}
         self.randomness = randomness
@@ -366,19 +366,6 @@ class Trainer:
 
     def _own(self, vector: Tensor) -> Tensor:
         return vector.to(self.device, self.layout.dtype)
-
-
-def _plan(batch_size: int, epochs: int | None, steps: int | None) -> Plan:
-    if batch_size < 0:
-        raise FedsimError(f"client.batch-size is {batch_size}; it must be 0 (all) or more.")
-    if epochs is not None and steps is not None:
-        raise FedsimError(f"client.epochs = {epochs} and client.steps = {steps}; set one of them.")
-    if epochs is None and steps is None:
-        epochs = 1
-    for key, value in (("epochs", epochs), ("steps", steps)):
-        if value is not None and value < 1:
-            raise FedsimError(f"client.{key} is {value}; it must be at least 1.")
-    return Plan(batch_size, epochs, steps)
 
 
 def _numbers(
