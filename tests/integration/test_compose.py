@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import time
+import tomllib
 from pathlib import Path
 
 import compose
@@ -52,8 +53,17 @@ def test_no_secret_is_in_the_file_or_in_the_image():
     assert "PRIVATE KEY" not in text
     copied = re.findall(r"^COPY (.*) \S+$", text, flags=re.MULTILINE)
     assert " ".join(copied).split() == [
-        *("constraints.txt", "pyproject.toml", "README.md", "LICENSE", "fedsim"),
+        *("constraints.txt", "pyproject.toml", "README.md", "LICENSE", "fedsim", "experiments"),
     ]
+
+
+def test_the_image_gets_all_that_the_package_is_built_from():
+    copied = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), flags=re.MULTILINE))
+    assert copied <= set(re.findall(r"[\w.]+", (ROOT / "Dockerfile").read_text()))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = {project["project"]["readme"], *project["project"]["license-files"]}
+    assert needed | set(wheel["packages"]) | set(wheel["force-include"]) <= copied
 
 
 def test_every_service_sees_its_own_keys_only():
