@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedsim.clients.data import ClientData
+from fedsim.clients.local_step import exact
 from fedsim.clients.losses import Loss, Metric
 from fedsim.clients.paths import Path
 
@@ -47,18 +48,23 @@ def evaluate_clients(
         padded[start:].reshape(-1)[: len(own)] = own
         real[start:].reshape(-1)[: len(own)] = True
     functions = {"loss": loss, **metrics}
-    each = {name: np.zeros(padded.shape) for name in functions}
-    for start in range(0, len(padded), CHUNKS):
-        index = torch.from_numpy(padded[start : start + CHUNKS]).to(data.x.device)
-        outputs = path.outputs(theta.expand(len(index), -1), data.inputs(index, theta.dtype))
-        targets = data.targets(index)
-        for name, function in functions.items():
-            values = function(outputs.flatten(0, 1), targets.flatten(0, 1))
-            each[name][start : start + len(index)] = values.double().view(index.shape).cpu().numpy()
+    # A GPU is sent all indices and asked for all values once, not batch by batch.
+    all_indices = torch.from_numpy(padded).to(data.x.device)
+    found = [theta.new_zeros(len(functions), 0, WIDTH, dtype=torch.float64)]
+    with exact(data.x.device):
+        for start in range(0, len(padded), CHUNKS):
+            index = all_indices[start : start + CHUNKS]
+            outputs = path.outputs(theta.expand(len(index), -1), data.inputs(index, theta.dtype))
+            flat = outputs.flatten(0, 1), data.targets(index).flatten(0, 1)
+            columns = [
+                function(*flat).double().view(index.shape) for function in functions.values()
+            ]
+            found.append(torch.stack(columns))
+    values = torch.cat(found, dim=1).cpu().numpy()
     owner = np.repeat(np.arange(len(sizes)), chunks)
     result = {"num-examples": sizes.astype(np.float64)}
     whose = np.repeat(owner, WIDTH)[real.reshape(-1)]
-    for name, column in each.items():
+    for name, column in zip(functions, values, strict=True):
         # `bincount` adds in order: a client's sum is its own.
         total = np.bincount(whose, weights=column[real], minlength=len(sizes))
         result[name] = total / np.maximum(sizes, 1)

@@ -1,16 +1,19 @@
 """Which path trains a model, and how many clients at a time: one fixed rule.
 
-| path    | what it takes                                          | gradients come as     |
-| ------- | ------------------------------------------------------ | --------------------- |
-| stacked | Sequential of (frozen stem,) Linear, ReLU/tanh/sigmoid | factors, fused update |
-| func    | whatever `torch.func.vmap` takes                       | dense rows            |
-| plain   | everything; one client at a time                       | dense rows            |
+| path    | what it takes                                          | gradients as | on a GPU |
+| ------- | ------------------------------------------------------ | ------------ | -------- |
+| stacked | Sequential of (frozen stem,) Linear, ReLU/tanh/sigmoid | factors      | captured |
+| func    | whatever `torch.func.vmap` takes                       | dense rows   | captured |
+| plain   | everything; one client at a time                       | dense rows   | launched |
 
 Every local algorithm runs on every path: it sees a `Gradient` and not where that came from.
 The rule (`choose`): stacked where the model has it; else func on a GPU, which is bound by
 launches, and on a CPU for small models whose parameters are all in linear layers; else
 plain, as whatever needs convolutions or attention is bound by arithmetic there. `fedsim tune`
-measures all of them. On a GPU the stacked path is captured in CUDA graphs.
+measures all of them. Captured: a whole local step is one CUDA graph (`fedsim.clients.graphs`),
+for every algorithm here; not for one that does not say which of its steps are alike
+(`LocalAlgorithm.phase`), nor where gradients are privatised in the client. Launched: kernel by
+kernel.
 """
 
 from __future__ import annotations
@@ -21,8 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients.gradients import Gradient
-from fedsim.clients.graphs import GraphedPath
-from fedsim.clients.losses import Loss, cross_entropy
+from fedsim.clients.losses import Loss
 from fedsim.clients.packing import Packing
 from fedsim.clients.plain import PlainPath
 from fedsim.clients.stacked import stack
@@ -32,6 +34,8 @@ from fedsim.errors import FedsimError
 __all__ = ["Path", "PathName", "block_limit", "choose"]
 
 PathName = Literal["auto", "plain", "func", "stacked"]
+
+CAPTURED = ("stacked", "func")
 
 # What a block may take: about what a core's share of the cache holds, and a corner of a GPU.
 CPU_BYTES = 6 * 2**20
@@ -91,9 +95,7 @@ def choose(
     if wanted in ("auto", "stacked"):
         stacked = stack(model, packing, loss, example_dims)
         if stacked is not None:
-            # Autograd inside a user's loss is left out of captures.
-            graphed = device.type == "cuda" and loss is cross_entropy
-            return GraphedPath(stacked) if graphed else stacked
+            return stacked
         if wanted == "stacked":
             raise FedsimError(
                 f"client.path = 'stacked' does not take a {type(model).__name__} like this one; it "

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from fedsim.clients.batches import Batches
 from fedsim.clients.gradients import Dense, Gradient
+from fedsim.clients.graphs import StepGraphs
 from fedsim.clients.local import State, Step
+from fedsim.clients.local_step import exact
 from fedsim.clients.privacy import ExamplePrivacy
 from fedsim.mechanisms import NoiseSource
 from fedsim.mechanisms.base import State as MechanismState
@@ -43,6 +45,11 @@ class Ended:
     theta: Tensor
     reports: dict[str, Tensor]
     carried: dict[str, Tensor]
+
+    def clone(self) -> Ended:
+        """A copy."""
+        reports = {k: v.clone() for k, v in self.reports.items()}
+        return Ended(self.theta.clone(), reports, {k: v.clone() for k, v in self.carried.items()})
 
     @classmethod
     def joined(cls, parts: list[Ended]) -> Ended:
@@ -90,31 +97,30 @@ class Steps:
                 state[name] = torch.where(mask, kept[name].to(state[name]), state[name])
         active = len(steps)
         ended: list[Ended] = []
-        for index in range(int(steps[0])):
-            still = int((steps > index).sum())
-            if still < active:
-                ended.append(self._end({k: v[still:] for k, v in state.items()}, still))
-                state = {k: v[:still] for k, v in state.items()}
-                active = still
-            gradient = self.gradient(algorithm.point(state), index, active)
-            algorithm.step(state, gradient, Step(self.round, index))
+        with exact(self.trainer.device):
+            for index in range(int(steps[0])):
+                still = int((steps > index).sum())
+                if still < active:
+                    ended.append(self._end({k: v[still:] for k, v in state.items()}, still))
+                    state = {k: v[:still] for k, v in state.items()}
+                    active = still
+                self.step(state, index, active)
         ended.append(self._end(state, 0))
         ended.reverse()  # those with most steps come first, and end last
         return Ended.joined(ended)
 
-    def gradient(self, point: Tensor, index: int, active: int) -> Gradient:
-        """Gradients of the first ``active`` clients' batches, each at its own point."""
-        trainer, at = self.trainer, self.index[:active, index]
-        x, y = trainer.data.inputs(at, trainer.layout.dtype), trainer.data.targets(at)
-        gradient, losses = trainer.path.gradient(point, x, y, self.weight[:active, index])
-        self.losses.append(losses)
-        return gradient
+    def step(self, state: State, index: int, active: int) -> None:
+        """One step of the first ``active`` clients."""
+        at, weight = self.index[:active, index], self.weight[:active, index]
+        self.losses.append(self.trainer.step(state, at, weight, Step(self.round, index)))
 
     def _end(self, state: State, first: int) -> Ended:
         algorithm = self.trainer.algorithm
         theta = algorithm.finish(state)
         carried = {name: state[name] for name in self.trainer.carried if name in state}
-        return Ended(theta, algorithm.report(state), carried | self.mechanism_state(first, theta))
+        ended = Ended(theta, algorithm.report(state), carried | self.mechanism_state(first, theta))
+        # Captured steps go on writing where this lies.
+        return ended.clone() if isinstance(self.trainer.step, StepGraphs) else ended
 
     def mechanism_state(self, first: int, theta: Tensor) -> dict[str, Tensor]:
         """State of the mechanism of the clients that end, from position ``first``."""
@@ -123,11 +129,14 @@ class Steps:
     def mean_losses(self) -> Floats:
         """Mean over each client's steps of its batch's mean loss, ``[n]``."""
         total = np.zeros(len(self.batches.steps))
+        # A GPU is asked once, not once a step.
+        values = torch.cat([losses.flatten() for losses in self.losses]).double().cpu().numpy()
         for index, losses in enumerate(self.losses):
             active = len(losses)
+            own, values = values[: losses.numel()], values[losses.numel() :]
             weight = self.batches.weight[:active, index].reshape(active, -1)
             # Row by row in numpy: the same bytes whoever shares the block.
-            means = (losses.double().cpu().numpy() * weight).sum(axis=1)
+            means = (own.reshape(weight.shape) * weight).sum(axis=1)
             total[:active] += means / np.maximum(weight.sum(axis=1), 1)
         return total / np.maximum(self.batches.steps, 1)
 
@@ -177,8 +186,14 @@ class PrivateSteps(Steps):
                 state |= {name: kept[MECHANISM + name][k].to(v) for name, v in state.items()}
             self.states.append(state)
 
+    def step(self, state: State, index: int, active: int) -> None:
+        """See `Steps`."""
+        algorithm = self.trainer.algorithm
+        gradient = self.gradient(algorithm.point(state), index, active)
+        algorithm.step(state, gradient, Step(self.round, index))
+
     def gradient(self, point: Tensor, index: int, active: int) -> Gradient:
-        """See `Steps`: released by the mechanism, client by client."""
+        """Of the first ``active`` clients, released by the mechanism, client by client."""
         trainer, mechanism = self.trainer, self.privacy.mechanism
         totals = [
             mechanism.accumulate(self.states[k], trainer.layout, device=trainer.device)

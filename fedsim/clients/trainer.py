@@ -16,7 +16,9 @@ from fedsim.clients.batches import Batches, Ints, Plan, plan_batches, plan_poiss
 from fedsim.clients.data import ClientData
 from fedsim.clients.evaluation import evaluate_clients
 from fedsim.clients.examples import example_rows
+from fedsim.clients.graphs import steps_by
 from fedsim.clients.local import LocalAlgorithm
+from fedsim.clients.local_step import LocalStep
 from fedsim.clients.losses import Loss, Metric, accuracy, cross_entropy
 from fedsim.clients.memory import Memory, Sent, StateKind, memory_for
 from fedsim.clients.models import check_model
@@ -136,6 +138,8 @@ class Trainer:
             device=self.device,
             example_dims=self.data.x.dim() - 1,
         )
+        launched = LocalStep(self.path, self.data, algorithm, self.layout.dtype)
+        self.step = steps_by(launched, self.device)
         limit = block_limit(self.model, self.packing, self.device)
         if block_size < 0:
             raise FedsimError(f"client.block-size is {block_size}; it must be 0 (auto) or more.")

@@ -49,9 +49,8 @@ class FuncPath:
         B = weight.shape[1]
         x, y, weight = (self._padded(t) for t in (x, y, weight))
         for part in self._parts(theta):
-            named, each = self._gradients(
-                self.packing.named(theta[part].clone()), x[part].clone(), y[part], weight[part]
-            )
+            point, own = self._own(theta, part), self._own(x, part)
+            named, each = self._gradients(self.packing.named(point), own, y[part], weight[part])
             losses[part] = each[:, :B]
             for name, inside in self.packing.slices.items():
                 gradients[part, inside] = named[name].flatten(1)
@@ -63,7 +62,7 @@ class FuncPath:
         x = self._padded(x)
         return torch.cat(
             [
-                self._outputs(self.packing.named(theta[part].clone()), x[part].clone())[:, :B]
+                self._outputs(self.packing.named(self._own(theta, part)), self._own(x, part))[:, :B]
                 for part in self._parts(theta)
             ]
         )
@@ -88,6 +87,11 @@ class FuncPath:
         if not missing or batch.is_cuda or not self.aligned:
             return batch
         return torch.cat([batch, batch.new_zeros(len(batch), missing, *batch.shape[2:])], dim=1)
+
+    @staticmethod
+    def _own(block: Tensor, part: slice) -> Tensor:
+        """These clients', on a CPU where the allocator puts everything: bits are their own."""
+        return block if block.is_cuda else block[part].clone()
 
     def _parts(self, theta: Tensor) -> list[slice]:
         """The whole block where that is safe; one client after another elsewhere on a CPU."""
