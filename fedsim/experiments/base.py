@@ -135,6 +135,9 @@ class Experiment(ABC):
         self.settings = settings
         self.context = context
 
+    def prepare(self, out: Path) -> None:  # noqa: B027 - most experiments need nothing
+        """Make what all members need, below ``out``; called before the first one is run."""
+
     @abstractmethod
     def members(self) -> list[Member]:
         """All members; their order is that of the work."""

@@ -6,9 +6,11 @@ would do with it.
 
 from __future__ import annotations
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +21,7 @@ from fedsim.config import RunConfig, Scalar
 from fedsim.drive import Row, drive
 from fedsim.engines import LocalGrid
 from fedsim.experiments.base import Context, Experiment, Member, Result, Settings, over_seeds
+from fedsim.runner import run as run_config
 
 __all__ = ["ConfigRuns", "ConfigRunsSettings", "Score"]
 
@@ -26,10 +29,20 @@ Floats = npt.NDArray[np.float64]
 
 
 class ConfigRunsSettings(Settings):
-    """``rounds`` and ``max-examples`` change the run where they are not 0."""
+    """Keys of every experiment of this kind.
+
+    Attributes
+    ----------
+    rounds, max_examples : int
+        Change the run where they are not 0.
+    pretraining : str
+        A config beside ``run.toml``: members start from the model that its run leaves
+        (`model.weights`), which is trained first, once.
+    """
 
     rounds: int = 0
     max_examples: int = 0
+    pretraining: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,16 @@ class ConfigRuns(Experiment):
         if settings.max_examples:
             changes["partition.max-examples"] = settings.max_examples
         self.base = RunConfig.load(context.directory / "run.toml").replace(**changes)
+        self.pretraining: RunConfig | None = None
+        if settings.pretraining:
+            pretraining = RunConfig.load(context.directory / settings.pretraining)
+            self.pretraining = pretraining.replace(**changes)
+        self.weights: Path | None = None
+
+    def prepare(self, out: Path) -> None:
+        """Train the model that members start from, unless an earlier call has."""
+        if self.pretraining is not None:
+            self.weights = _trained(self.pretraining, self.context.data, out)
 
     @abstractmethod
     def plans(self) -> dict[str, dict[str, Scalar]]:
@@ -88,9 +111,11 @@ class ConfigRuns(Experiment):
 
     def member_settings(self, changes: dict[str, Scalar]) -> dict[str, Any]:
         """The run's whole config, but for where the data lie: that changes no result."""
-        run = self.base.replace(**changes).to_run_config()
-        del run["data.dir"]
-        return {"run": run}
+        settings = {"run": _located_nowhere(self.base.replace(**changes))}
+        if self.pretraining is not None:
+            del settings["run"]["model.weights"]
+            settings["pretraining"] = _located_nowhere(self.pretraining)
+        return settings
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """Run the member's config and keep what `summary` does."""
@@ -100,6 +125,8 @@ class ConfigRuns(Experiment):
     def build(self, settings: Mapping[str, Any]) -> Build:
         """What a member runs."""
         changes = {"data.dir": str(self.context.data)}
+        if self.weights is not None:
+            changes["model.weights"] = str(self.weights)
         return Build(RunConfig.from_run_config({**settings["run"], **changes}))
 
     def summary(self, rows: Sequence[Row]) -> Result:
@@ -130,3 +157,23 @@ class ConfigRuns(Experiment):
         curves = 100 * np.array([result["accuracy"] for result in results])
         mean, spread = over_seeds(curves[:, -self.last :].mean(axis=1))
         return Score(mean, spread, curves.mean(axis=0), np.array(results[0]["rounds"]))
+
+
+def _located_nowhere(config: RunConfig) -> dict[str, Scalar]:
+    """All keys, but for where the data lie."""
+    flat = config.to_run_config()
+    del flat["data.dir"]
+    return flat
+
+
+def _trained(config: RunConfig, data: Path, out: Path) -> Path:
+    """The model that a run leaves in ``out``: its file is there only if the run has finished."""
+    digest = hashlib.sha256(repr(sorted(_located_nowhere(config).items())).encode()).hexdigest()
+    directory = out.absolute() / f"{config.name}-{digest[:8]}"
+    if not directory.is_dir():
+        part = directory.with_name(f".{directory.name}")
+        result = run_config(config.replace(**{"data.dir": str(data)}), out=part, overwrite=True)
+        if result.ended == "interrupted":
+            raise KeyboardInterrupt
+        part.replace(directory)
+    return directory / "model.safetensors"

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from fedsim.config import Scalar
 from fedsim.experiments.base import Claim, Report, Result, Settings, Table
-from fedsim.experiments.config_runs import Score
+from fedsim.experiments.config_runs import ConfigRunsSettings, Score
 from fedsim.experiments.curves import Line, curves, sweeps
-from fedsim.experiments.koskela import Koskela, KoskelaSettings, optimiser
+from fedsim.experiments.koskela import Koskela, optimiser
 
 __all__ = ["KoskelaFederated", "KoskelaFederatedSettings"]
 
@@ -20,7 +20,7 @@ READINGS = {"adadp": "ADADP", "adadp kept": "ADADP, $\\eta$ kept"}
 STYLES = {"adadp": "adadp", "adadp kept": "kept"}
 
 
-class KoskelaFederatedSettings(KoskelaSettings):
+class KoskelaFederatedSettings(ConfigRunsSettings):
     """Keys of ``experiment.toml``.
 
     Attributes

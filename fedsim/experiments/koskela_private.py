@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from pydantic import Field
+
 from fedsim.config import Scalar
 from fedsim.experiments.base import Claim, Report, Result, Settings, Table
-from fedsim.experiments.config_runs import Score
+from fedsim.experiments.config_runs import ConfigRunsSettings, Score
 from fedsim.experiments.curves import Line, curves
-from fedsim.experiments.koskela import Koskela, KoskelaSettings, optimiser
+from fedsim.experiments.koskela import Koskela, optimiser
 
 __all__ = ["KoskelaPrivate", "KoskelaPrivateSettings"]
 
 ADADP, SGD, ADAM = "adadp-lr", "sgd", "adam"
+_START_STYLES = ("kept", "fifth")
 
 
-class KoskelaPrivateSettings(KoskelaSettings):
+class KoskelaPrivateSettings(ConfigRunsSettings):
     """Keys of ``experiment.toml``.
 
     Attributes
@@ -25,14 +28,18 @@ class KoskelaPrivateSettings(KoskelaSettings):
         Noise multipliers; SGD's rate is tuned at the first.
     adam_sigmas : list of float
         Those of them at which there is Adam, figure 4's.
+    starts : list of float
+        More values of eta_0 for ADADP, beside the run's own.
     rates, adam_rates : list of float
-        Constant rates that SGD and Adam choose among by their final test accuracy.
+        Constant rates that SGD and Adam choose among by their final test accuracy. Without
+        rates of SGD there is no figure 5.
     margin : float
         Points that "as good as" allows in figure 4.
     """
 
     sigmas: list[float]
     adam_sigmas: list[float]
+    starts: list[float] = Field(default_factory=list)
     rates: list[float]
     adam_rates: list[float]
     margin: float = 1.0
@@ -47,7 +54,7 @@ class KoskelaPrivate(Koskela):
     def plans(self) -> dict[str, dict[str, Scalar]]:
         """ADADP and every rate of SGD at every sigma, and Adam where figure 4 has it."""
         s = self.settings
-        points = [(ADADP, self.base.client.lr, sigma) for sigma in s.sigmas]
+        points = [(ADADP, start, sigma) for sigma in s.sigmas for start in self._starts]
         points += [(SGD, rate, sigma) for sigma in s.sigmas for rate in s.rates]
         points += [(ADAM, rate, sigma) for sigma in s.adam_sigmas for rate in s.adam_rates]
         return {
@@ -66,9 +73,13 @@ class KoskelaPrivate(Koskela):
             sigma: float(self.of_plan(results, self._adadp(sigma))[0]["epsilon"])
             for sigma in self.settings.sigmas
         }
-        parts = [self._against_sgd(scores, adadp, epsilons)]
+        parts = []
         if self.settings.adam_sigmas:
-            parts.insert(0, self._against_adam(scores, adadp, epsilons))
+            parts.append(self._against_adam(scores, adadp, epsilons))
+        if self.settings.starts:
+            parts.append(self._over_starts(scores))
+        if self.settings.rates:
+            parts.append(self._against_sgd(scores, adadp, epsilons))
         figures = {f"epsilon sigma={sigma:g}": value for sigma, value in epsilons.items()}
         figures |= {f"adadp sigma={sigma:g}": score.mean for sigma, score in adadp.items()}
         return Report(
@@ -77,6 +88,10 @@ class KoskelaPrivate(Koskela):
             claims=[claim for part in parts for claim in part.claims],
             pictures={k: v for part in parts for k, v in part.pictures.items()},
         )
+
+    @property
+    def _starts(self) -> list[float]:
+        return list(dict.fromkeys([self.base.client.lr, *self.settings.starts]))
 
     def _adadp(self, sigma: float) -> str:
         return _name(ADADP, self.base.client.lr, sigma)
@@ -101,6 +116,9 @@ class KoskelaPrivate(Koskela):
             own = adadp[sigma]
             lines = [Line("ADADP", own, "adadp")]
             rows.append([f"{sigma:g}", "ADADP", None, own.text])
+            for start, style in zip(s.starts, _START_STYLES, strict=False):
+                score = scores[_name(ADADP, start, sigma)]
+                lines.append(Line(f"ADADP from {start:g}", score, style))
             for place, style, (rate, score) in zip(
                 ("best", "second best"), ("sgd", "second"), ranked, strict=False
             ):
@@ -131,6 +149,29 @@ class KoskelaPrivate(Koskela):
         table = Table("figure4", title, ["sigma", "method", "rate", "accuracy (%)"], rows)
         picture = curves(title, panels, xlabel="epoch", first=1)
         return Report([table], figures, claims, {"figure4": picture})
+
+    def _over_starts(self, scores: Mapping[str, Score]) -> Report:
+        """What ADADP reaches from each eta_0."""
+        s = self.settings
+        rows: list[list[str | float | None]] = []
+        figures, claims = {}, []
+        for sigma in s.sigmas:
+            found = {start: scores[_name(ADADP, start, sigma)] for start in self._starts}
+            for start, score in found.items():
+                rows.append([f"{sigma:g}", f"{start:g}", score.text])
+                figures[f"adadp from {start:g} sigma={sigma:g}"] = score.mean
+            means = [score.mean for score in found.values()]
+            claims.append(
+                Claim(
+                    f"starts-sigma{sigma:g}",
+                    f"at sigma = {sigma:g}, ADADP ends within {s.margin:g} points from whatever "
+                    "eta_0",
+                    max(means) - min(means) <= s.margin,
+                    f"{max(means) - min(means):.2f} points apart",
+                )
+            )
+        table = Table("starts", "ADADP by eta_0", ["sigma", "eta_0", "accuracy (%)"], rows)
+        return Report([table], figures, claims)
 
     def _against_sgd(
         self,

@@ -12,13 +12,14 @@ from matplotlib.figure import Figure
 from fedsim.build import Build
 from fedsim.config import RunConfig, Scalar
 from fedsim.experiments.base import Claim, Report, Result, Settings, Table
-from fedsim.experiments.koskela import Koskela, KoskelaSettings, optimiser
+from fedsim.experiments.config_runs import ConfigRunsSettings
+from fedsim.experiments.koskela import Koskela, optimiser
 from fedsim.reports.plots import COLOURS, INK, grid
 
 __all__ = ["KoskelaRate", "KoskelaRateSettings", "settled_rate"]
 
 
-class KoskelaRateSettings(KoskelaSettings):
+class KoskelaRateSettings(ConfigRunsSettings):
     """Keys of ``experiment.toml``.
 
     Attributes

@@ -159,6 +159,8 @@ def run_experiment(
     missing = [member for member in members if member.name not in results]
     tell = observer or (lambda name, done, total: None)
     tell("", len(results), len(members))
+    if missing:
+        experiment.prepare(out)
     for member, result, seconds in _work(experiment, missing, workers):
         store.put(member, result, seconds)
         results[member.name] = result

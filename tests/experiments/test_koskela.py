@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
-import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
-from fedsim import models
 from fedsim.cohorts import PoissonCohort
 from fedsim.config import RunConfig
-from fedsim.errors import FedsimError
 from fedsim.experiments.base import Experiment, Report, Result
 from fedsim.experiments.expected import Expected
-from fedsim.experiments.koskela import load_convolutions, optimiser
+from fedsim.experiments.koskela import optimiser
 from fedsim.experiments.koskela_rate import settled_rate
 from fedsim.experiments.run import Outcome, load, run_experiment
 from fedsim.privacy import epsilon
@@ -50,7 +48,7 @@ def small(tmp_path: Path, data: Path) -> Callable[..., Outcome]:
 
     def run(name: str, settings: dict[str, Any], **changes: Any) -> Outcome:
         directory = tmp_path / name
-        directory.mkdir()
+        shutil.copytree(COMMITTED / name, directory)
         tree = tomllib.loads((COMMITTED / name / "experiment.toml").read_text())
         tree.pop("quick")
         (directory / "experiment.toml").write_text(tomli_w.dumps(tree | settings))
@@ -105,19 +103,45 @@ def test_private_figures_end_to_end_and_every_gradient_is_charged(
     assert figures["epsilon sigma=8"] < figures["epsilon sigma=2"]
 
 
-def test_frozen_convolutions_end_to_end(small: Callable[..., Outcome], data: Path) -> None:
-    made = models.build("adadp-cifar", (3, 32, 32), 10, seed=7)
-    weights = {k: v.detach() for k, v in made.named_parameters() if k.startswith("conv")}
-    save_file(weights, data / "own.safetensors")
+def test_frozen_convolutions_come_from_the_public_images_and_are_trained_once(
+    small: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    public = RunConfig.load(COMMITTED / "koskela-frozen" / "public.toml")
+    (tmp_path / "public.toml").write_text(public.replace(**{"data.train": ":100"}).to_toml())
     settings = {
-        "convolutions": "own.safetensors",
+        "seeds": 2,
+        "pretraining": str(tmp_path / "public.toml"),
         "max-examples": 20,
         "rounds": 1,
-        "rates": [0.1],
+        "starts": [1.0],
         "adam-rates": [1e-3],
     }
-    outcome = small("koskela-frozen", settings, **{"client.batch-size": 10})
-    assert outcome.report.figures["epsilon sigma=2"] > 0
+    changes = {"client.batch-size": 10, "data.train": "100:"}
+    outcome = small("koskela-frozen", settings, **changes)
+    figures = outcome.report.figures
+    assert figures["epsilon sigma=2"] > 0
+    assert {"adadp from 0.1 sigma=2", "adadp from 1 sigma=2"} <= set(figures)
+    assert {claim.name for claim in outcome.report.claims} == {"4-best-sigma2", "starts-sigma2"}
+    assert {"figure4.png", "starts.csv"} <= {path.name for path in outcome.files}
+    (pretrained,) = (tmp_path / "out").glob("koskela-public-*/model.safetensors")
+    before = pretrained.stat().st_mtime_ns
+    experiment = load(tmp_path / "koskela-frozen", data=tmp_path)
+    experiment.prepare(tmp_path / "out")
+    assert pretrained.stat().st_mtime_ns == before
+    build = experiment.build(experiment.members()[0].settings)  # type: ignore[attr-defined]
+    assert build.config.model.weights == str(pretrained)
+    assert "conv1.weight" in load_file(pretrained)
+
+
+def test_no_public_image_is_a_private_one() -> None:
+    def read(name: str) -> RunConfig:
+        return RunConfig.load(COMMITTED / f"{name}.toml")
+
+    public, private = (read(f"koskela-frozen/{which}").data for which in ("public", "run"))
+    assert public.name == private.name
+    assert int(public.train.removeprefix(":")) <= int(private.train.removesuffix(":"))
+    full = "koskela-frozen-full"
+    assert read(f"{full}/public").data.name != read(f"{full}/run").data.name
 
 
 def test_rate_settles_at_the_formulas_within_two_percent_from_three_starts(
@@ -156,28 +180,6 @@ def test_other_optimisers_inherit_nothing_of_adadp(experiment: str, name: str) -
     kept = {"name", "lr", "batch_size", "state", "mechanism", "noise"}
     changed = client.model_dump(exclude=kept, exclude_defaults=True)
     assert changed == {}
-
-
-def test_convolutions_come_from_the_file_and_the_rest_stays(tmp_path: Path) -> None:
-    model = models.build("adadp-cifar", (3, 32, 32), 10, seed=1)
-    other = models.build("adadp-cifar", (3, 32, 32), 10, seed=2)
-    models.freeze(model, "fc*")
-    before = model.get_parameter("fc1.weight").clone()
-    save_file({k: v.detach() for k, v in other.named_parameters()}, tmp_path / "own.safetensors")
-    load_convolutions(model, tmp_path / "own.safetensors")
-    for name in ("conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias"):
-        assert torch.equal(model.get_parameter(name), other.get_parameter(name))
-    assert torch.equal(model.get_parameter("fc1.weight"), before)
-
-
-def test_convolutions_that_are_not_there_or_do_not_fit_are_one_sentence(tmp_path: Path) -> None:
-    model = models.build("adadp-cifar", (3, 32, 32), 10)
-    models.freeze(model, "fc*")
-    with pytest.raises(FedsimError, match=r"conv1\.weight.*do not come with fedsim"):
-        load_convolutions(model, tmp_path / "none.safetensors")
-    save_file({"conv1.weight": torch.zeros(2)}, tmp_path / "bad.safetensors")
-    with pytest.raises(FedsimError, match=r"\(2,\) for 'conv1\.weight'"):
-        load_convolutions(model, tmp_path / "bad.safetensors")
 
 
 def made_up(experiment: Experiment, accuracy: Callable[[str], float]) -> Report:
