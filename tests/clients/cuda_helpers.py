@@ -115,6 +115,8 @@ def as_if_on_a_gpu(monkeypatch, trainer):
 def rounds(trainer, vector, cohorts):
     """Rows of some rounds from the same parameters."""
     return [
-        next(trainer.train(vector, np.array(ids), t + 1)).rows.as_subclass(torch.Tensor)
+        torch.cat([block.rows for block in trainer.train(vector, np.array(ids), t + 1)])
+        .as_subclass(torch.Tensor)
+        .cpu()
         for t, ids in enumerate(cohorts)
     ]

@@ -13,7 +13,7 @@ from cuda_helpers import ALGORITHMS, Tape, as_if_on_a_gpu, make_trainer, pretend
 from fedsim.clients import SGD, AdadpLR, graphs
 from fedsim.clients.graphs import StepGraphs, rounded
 
-SIZES = [9, 5, 7, 1, 30, 0, 12, 12, 13, 11, 12]
+SIZES = [9, 5, 7, 1, 14, 0, 12, 12, 13, 11, 12]
 # Clients that end at different times, in blocks that grow and shrink and come back.
 COHORTS = [[0, 1, 4], range(11), range(6), range(11)]
 

@@ -1,0 +1,122 @@
+"""What runs on a GPU, on tensors that only say that they are there."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from clients_helpers import make_cnn, make_data, make_mlp
+from cuda_helpers import (
+    ALGORITHMS,
+    NoReadingBack,
+    as_if_on_a_gpu,
+    make_trainer,
+    pretend,
+    rounds,
+)
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fedsim.clients import ClientData
+from fedsim.clients.batches import plan_batches
+from fedsim.clients.local_step import exact
+from fedsim.clients.steps import Steps
+from fedsim.randomness import Randomness
+
+SIZES = [9, 5, 7, 1, 14, 0, 12]
+
+
+def models():
+    return {
+        "stacked": make_mlp(36, 5, 3, dtype=torch.float64),
+        "func": make_cnn(dtype=torch.float64),
+    }
+
+
+def data():
+    return make_data(SIZES, dtype=torch.float64, features=36, shape=(1, 6, 6))
+
+
+@pytest.mark.parametrize("path", ["stacked", "func"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_steps_for_a_gpu_are_those_of_the_plain_path_and_read_nothing_back(monkeypatch, path, name):
+    plain = make_trainer(models()[path], ALGORITHMS[name], data(), "plain")
+    expected = rounds(plain, plain.initial(), [range(7)] * 2)
+    trainer = make_trainer(models()[path], ALGORITHMS[name], data(), path)
+    vector = pretend(trainer.initial())
+    trainer = as_if_on_a_gpu(monkeypatch, trainer)
+    launched = trainer.step
+
+    def watched(*step):
+        with NoReadingBack():
+            return launched(*step)
+
+    trainer.step = watched
+    for got, wanted in zip(rounds(trainer, vector, [range(7)] * 2), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_no_step_mixes_the_gpu_with_the_host(monkeypatch, name):
+    """On tensors without data, which know their device and refuse to be read."""
+    monkeypatch.setattr("fedsim.clients.graphs.CudaRecorder", lambda device: None)
+    algorithm, own = ALGORITHMS[name], data().indices
+    with FakeTensorMode(), torch.no_grad():
+        with torch.device("cuda"):
+            model = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+            clients = ClientData(
+                torch.empty(64, 6, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64), own,
+                torch.zeros(6), torch.ones(6),
+            )  # fmt: skip
+        monkeypatch.setattr(model, "to", lambda device: model)
+        trainer = make_trainer(model, algorithm, clients, "auto", device="cuda")
+        assert trainer.path.name == "stacked"
+        trainer.step = trainer.step.launched
+        start = trainer.packing.pack(trainer.initial().unsqueeze(0))
+        sources = [Randomness(0)] * len(own)
+        for t in (1, 2):
+            for batches in plan_batches(trainer.plan, own, np.arange(len(own)), sources, t):
+                n = len(batches.members)
+                ended = Steps(trainer, batches, t).run(
+                    start.expand(n, -1).clone(),
+                    {k: start.new_full((n,), v) for k, v in algorithm.numbers().items()},
+                    {}, torch.ones(n, dtype=torch.bool, device="cuda"),
+                )  # fmt: skip
+                assert {found.device.type for found in (ended.theta, *ended.reports.values())} == {
+                    "cuda"
+                }
+
+
+def test_the_host_asks_a_gpu_as_often_for_many_steps_as_for_few(monkeypatch):
+    asked = []
+    real = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: asked.append(1) or real(t))
+    counts = set()
+    for epochs in (1, 20):
+        trainer = make_trainer(make_mlp(), ALGORITHMS["adadp"], make_data([9, 9, 9]), "auto")
+        trainer.plan = dataclasses.replace(trainer.plan, epochs=epochs)
+        asked.clear()
+        next(trainer.train(trainer.initial(), np.arange(3), 1))
+        counts.add(len(asked))
+    assert counts == {4}  # losses, and three things that ADADP reports
+
+
+def test_an_evaluation_asks_a_gpu_once_for_a_block(monkeypatch):
+    trainer = make_trainer(make_mlp(), ALGORITHMS["sgd"], make_data([70] * 100), "auto")
+    asked = []
+    real = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: asked.append(1) or real(t))
+    next(trainer.evaluate(trainer.initial(), np.arange(100), 1))
+    assert len(asked) == 1
+
+
+def test_a_gpu_computes_exactly_and_the_same_every_time_while_clients_train():
+    cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = (cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark, products.allow_tf32)
+    with exact(torch.device("cuda")):
+        assert (cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark) == (False, True, False)
+        assert not products.allow_tf32
+    after = (cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark, products.allow_tf32)
+    assert after == before
