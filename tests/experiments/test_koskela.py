@@ -6,6 +6,7 @@ import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from fedsim.cohorts import PoissonCohort
 from fedsim.config import RunConfig
+from fedsim.experiments import config_runs
 from fedsim.experiments.base import Experiment, Report, Result
 from fedsim.experiments.expected import Expected
 from fedsim.experiments.koskela import optimiser
@@ -208,6 +210,29 @@ def test_claims_against_others_hold_where_adadp_is_ahead(
         about = [name for name in claims if not name.startswith("2")]
         assert about
         assert {claims[name] for name in about} == {holds}
+
+
+@pytest.mark.parametrize(("other", "holds"), [(0.505, True), (0.52, False)])
+def test_eta_0_does_not_matter_where_all_starts_end_close_together(
+    other: float, holds: bool, data: Path
+) -> None:
+    experiment = load(COMMITTED / "koskela-frozen", data=data)
+    report = made_up(experiment, lambda member: other if "adadp-lr rate=1 " in member else 0.5)
+    assert {claim.name: claim.holds for claim in report.claims}["starts-sigma2"] is holds
+
+
+def test_an_interrupted_pretraining_is_not_taken_for_a_finished_one(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(config: RunConfig, *, out: Path, overwrite: bool) -> SimpleNamespace:
+        out.mkdir(parents=True, exist_ok=overwrite)
+        return SimpleNamespace(ended="interrupted")
+
+    monkeypatch.setattr(config_runs, "run_config", interrupted)
+    experiment = load(COMMITTED / "koskela-frozen", data=data)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            experiment.prepare(tmp_path)
 
 
 @pytest.mark.parametrize("name", NAMES)
