@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -89,6 +90,16 @@ class Contributions:
                 keep[index] &= client in waiting
                 waiting.discard(client)
             yield block if keep.all() else block.select(keep)
+
+    def start(
+        self, asked: Asked, replies: Iterable[Message], layout: Layout, state: State
+    ) -> tuple[Accumulator, Iterator[Block]]:
+        """An empty sum on the device that rows come on, a GPU if need be; and the blocks."""
+        blocks = self.blocks(asked, replies, layout)
+        first = next(blocks, None)
+        own = asked.vector if first is None or first.rows is None else first.rows
+        total = self.mechanism.accumulate(state, layout, device=own.device)
+        return total, chain([] if first is None else [first], blocks)
 
     def add(self, total: Accumulator, asked: Asked, block: Block, state: State) -> Tensor:
         """Add a block's rows, or its clients' shares; which of them are usable, bool ``[n]``."""

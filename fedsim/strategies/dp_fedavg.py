@@ -18,6 +18,7 @@ from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.exchange import Instructions
 from fedsim.mechanisms import Layout, Mechanism, State
+from fedsim.mechanisms.base import state_on
 from fedsim.privacy import Event, Ledger, Statement
 from fedsim.randomness import Purpose, Randomness
 from fedsim.strategies.client_evaluation import ClientEvaluation
@@ -262,9 +263,9 @@ evaluate_metrics_aggr_fn
         asked, self._asked = self._asked, None
         if asked is None or asked.round != server_round or self._layout is None:
             raise ValueError(f"round {server_round} was not configured, or is aggregated already.")
-        total = self.mechanism.accumulate(self._state, self._layout, device=asked.vector.device)
+        total, blocks = self._contributions.start(asked, replies, self._layout, self._state)
         means = MetricMeans(self.weighted_by_key, self.train_metrics_aggr_fn)
-        for block in self._contributions.blocks(asked, replies, self._layout):
+        for block in blocks:
             usable = self._contributions.add(total, asked, block, self._state)
             if self.client_state is not None:
                 block = self.client_state.take(block, usable)
@@ -296,8 +297,8 @@ evaluate_metrics_aggr_fn
             noise=self._contributions.noise(Purpose.NOISE, server_round),
             asked=len(asked.client_of) if self.placement == "client" else None,
         )
-        self._state = release.state
-        vector = self.server_optimizer.step(asked.vector, release.mean)
+        self._state = state_on(release.state, asked.vector.device)
+        vector = self.server_optimizer.step(asked.vector, release.mean.to(asked.vector.device))
         self.report = replace(self.report, info={**release.info, **release.sides})
         arrays = array_record(to_arrays(vector, self._layout, asked.server))
         return arrays, means.record()
