@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from fedsim.cli.deploy import deploy
 from fedsim.deploy.federation import Federation
 from fedsim.deploy.processes import free_ports
+from fedsim.engines.flower import speaks_grpc
 from fedsim.errors import FedsimError
 
 CONFIG = """
@@ -70,7 +71,7 @@ def test_a_rehearsal_leaves_no_process_and_no_port(tmp_path, number):
     )
     assert "SuperLink is up" in up.stdout.readline()
     assert listening(port)
-    assert listening(fleet_port)
+    assert listening(fleet_port) == speaks_grpc()
     up.send_signal(number)
     up.wait(60)
     deadline = time.monotonic() + 30
