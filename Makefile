@@ -8,7 +8,7 @@ export FLWR_DISABLE_UPDATE_CHECK = 1
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-flwr-latest lint bench clean
+.PHONY: help install demo test test-slow test-gpu test-flwr-latest lint bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ test: $(STAMP)  ## run the tests
 
 test-slow: $(STAMP)  ## run the tests that bring up whole federations (many minutes)
 	$(BIN)/python -m pytest -m slow tests/integration
+
+test-gpu: $(STAMP)  ## run the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu tests/clients tests/integration
 
 test-flwr-latest:  ## run the plug-in's tests with the newest Flower, in an environment of its own
 	@test -x .venv-latest/bin/python || $(PYTHON) -m venv .venv-latest

@@ -37,4 +37,6 @@ def moved(trainer: BlockTrainer, device: str) -> BlockTrainer:
         privacy=trainer.privacy,
     )
     there.state = trainer.state
+    # Also where the rule for this device is another: clients may be on their way to a third.
+    there.block_size = trainer.block_size
     return there
