@@ -1,15 +1,22 @@
-"""`python -m benchmarks.convolutions`: ADADP's CIFAR-10 network on a CPU core.
+"""`python -m benchmarks.convolutions [--device cuda]`: ADADP's CIFAR-10 network, five clients.
 
-Five clients, batch 10: CPU milliseconds a gradient step through the trainer, beside a plain
-`torch.optim` loop with channels last. The two take turns, and the best of a few counts.
+Like with like: plain SGD and plain ADADP, as anyone would write them, one client after
+another, beside the same through the trainer. On a CPU, milliseconds of CPU time a gradient
+step, the plain loops with channels last. On a GPU, in which nothing may be rounded to TF32
+and every sum has one order, rounds a second. The ways take turns, and the best of a few
+counts. ``--out FILE`` adds a line for each to a table, with the machine's name.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
-import sys
+import platform
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -17,53 +24,167 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from torch import Tensor, nn
 
 from fedsim import models
 from fedsim.clients import SGD, AdadpLR, ClientData, Trainer
-from fedsim.process import settle
+from fedsim.clients.graphs import StepGraphs
+from fedsim.clients.local_step import exact
 from fedsim.randomness import Purpose, Randomness
 
 __all__ = ["main"]
 
-CLIENTS, EXAMPLES, BATCH, LR = 5, 50, 10, 0.05
-STEPS = CLIENTS * EXAMPLES // BATCH
+CLIENTS, BATCH, LR, TOL = 5, 10, 0.05, 0.1
+EXAMPLES = {"cpu": 50, "cuda": 1000}
+PAPER_STEPS = 200 * 10_000 // BATCH  # of each of the five clients, one epoch a round
+COLUMNS = "| machine | way | ms a step of all clients | rounds/s | the paper's 200 rounds, s |"
 
 
-def plain_round(model: torch.nn.Module, data: ClientData, t: int) -> None:
-    for client, own in enumerate(data.indices):
-        local = copy.deepcopy(model).to(memory_format=torch.channels_last)
+def batches(data: ClientData, client: int, t: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """One shuffled pass over a client's examples."""
+    own = data.indices[client]
+    order = own[Randomness(1).generator(Purpose.BATCH, t, client).permutation(len(own))]
+    for start in range(0, len(order), BATCH):
+        at = torch.from_numpy(order[start : start + BATCH]).to(data.x.device)
+        yield images(data.x[at]), data.y[at]
+
+
+def images(x: Tensor) -> Tensor:
+    return x if x.is_cuda else x.contiguous(memory_format=torch.channels_last)
+
+
+def fresh(model: nn.Module, data: ClientData) -> nn.Module:
+    local = copy.deepcopy(model).to(data.x.device)
+    return local if data.x.is_cuda else local.to(memory_format=torch.channels_last)
+
+
+def plain_sgd(model: nn.Module, data: ClientData, t: int) -> None:
+    """A round of `torch.optim.SGD`."""
+    for client in range(CLIENTS):
+        local = fresh(model, data)
         optimizer = torch.optim.SGD(local.parameters(), lr=LR)
-        order = own[Randomness(1).generator(Purpose.BATCH, t, client).permutation(len(own))]
-        for start in range(0, len(order), BATCH):
-            at = torch.from_numpy(order[start : start + BATCH])
-            x = data.x[at].contiguous(memory_format=torch.channels_last)
+        for x, y in batches(data, client, t):
             optimizer.zero_grad()
-            F.cross_entropy(local(x), data.y[at]).backward()
+            F.cross_entropy(local(x), y).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
 
-def main(repeats: int = 8) -> None:
-    settle()
+def plain_adadp(model: nn.Module, data: ClientData, t: int) -> None:
+    """A round of ADADP on a model's own parameters, which hold the point of a gradient."""
+    for client in range(CLIENTS):
+        local = fresh(model, data)
+        weights, eta = list(local.parameters()), LR
+        passes = batches(data, client, t)
+        for (x1, y1), (x2, y2) in zip(passes, passes, strict=False):
+            start = [w.detach().clone() for w in weights]
+            first = torch.autograd.grad(F.cross_entropy(local(x1), y1), weights)
+            with torch.no_grad():
+                full = [w - eta * g for w, g in zip(start, first, strict=True)]
+                for w, g in zip(weights, first, strict=True):
+                    w.sub_(g, alpha=eta / 2)
+            second = torch.autograd.grad(F.cross_entropy(local(x2), y2), weights)
+            with torch.no_grad():
+                square = torch.zeros((), device=data.x.device)
+                for w, f, g in zip(weights, full, second, strict=True):
+                    w.sub_(g, alpha=eta / 2)
+                    square += ((f - w) / f.abs().clamp(min=1)).square().sum()
+                err = float(square.sqrt())
+                if not err <= TOL:
+                    for w, old in zip(weights, start, strict=True):
+                        w.copy_(old)
+            ratio = TOL / max(err, 1e-12) if np.isfinite(err) else 0.0
+            eta = min(eta * min(max(ratio, 0.9), 1.1), 10 * LR)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of the ways to do a round."""
+
+    name: str
+    work: Callable[[int], object]
+    trainer: Trainer | None = None
+
+
+def ways(device: str) -> list[Way]:
+    """Plain loops and trainers on the same examples."""
     model = models.build("adadp-cifar", (3, 32, 32), 10)
     generator = torch.Generator().manual_seed(0)
-    x = torch.rand(CLIENTS * EXAMPLES, 3, 32, 32, generator=generator)
-    y = torch.randint(10, (len(x),), generator=generator)
-    data = ClientData(x, y, list(np.arange(len(x)).reshape(CLIENTS, EXAMPLES)))
-    ways = {"plain loop, channels last": lambda t: plain_round(model, data, t)}
-    for algorithm in (SGD(lr=LR), AdadpLR(lr=LR)):
-        trainer = Trainer(model, algorithm, data, batch_size=BATCH, randomness=Randomness(1))
-        ways[type(algorithm).__name__] = lambda t, own=trainer: list(  # type: ignore[misc]
-            own.train(own.initial(), np.arange(CLIENTS), t)
+    count = CLIENTS * EXAMPLES[device]
+    x = torch.rand(count, 3, 32, 32, generator=generator).to(device)
+    y = torch.randint(10, (count,), generator=generator).to(device)
+    data = ClientData(x, y, list(np.arange(count).reshape(CLIENTS, -1)))
+    found = []
+    for plain, algorithm in (
+        (plain_sgd, SGD(lr=LR)),
+        (plain_adadp, AdadpLR(lr=LR, tol=TOL)),
+    ):
+        trainer = Trainer(
+            model, algorithm, data, batch_size=BATCH, randomness=Randomness(1), device=device
+        )  # fmt: skip
+        name = type(algorithm).__name__
+        found += [
+            Way(f"{name}, plain loop", lambda t, own=plain: own(model, data, t)),  # type: ignore[misc]
+            Way(f"{name}, fedsim", lambda t, own=trainer: round_of(own, t), trainer),  # type: ignore[misc]
+        ]
+    return found
+
+
+def round_of(trainer: Trainer, t: int) -> None:
+    for _ in trainer.train(trainer.initial(), np.arange(CLIENTS), t):
+        pass
+
+
+def measure(device: str, repeats: int) -> dict[str, float]:
+    """Seconds of a round: of CPU time on a CPU, until all is done on a GPU; the best of a few."""
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    chosen = ways(device)
+    best = dict.fromkeys((way.name for way in chosen), float("inf"))
+    with exact(torch.device(device)):
+        for t in range(1, repeats + 2):  # the first warms up, and captures
+            for way in chosen:
+                began = clock()
+                way.work(t)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                if t > 1:
+                    best[way.name] = min(best[way.name], clock() - began)
+    for way in chosen:
+        step = None if way.trainer is None else way.trainer.step
+        if isinstance(step, StepGraphs) and not (step.works and step.graphs):
+            raise SystemExit(f"{way.name}: its steps were not captured; see the log.")
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=tuple(EXAMPLES), default="cpu")
+    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--out", type=Path, help="Markdown file to add lines to")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    best, console = measure(asked.device, asked.repeats), Console()
+    steps = EXAMPLES[asked.device] // BATCH
+    on_gpu = asked.device == "cuda"
+    machine = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, one core"
+    lines = []
+    for name, seconds in best.items():
+        base = best[f"{name.split(',')[0]}, plain loop"]
+        each = seconds / steps
+        console.print(
+            f"{name:22s} {each / CLIENTS * 1e3:8.3f} ms a client's step   {1 / seconds:8.3f} "
+            f"rounds/s   {base / seconds:6.2f} x plain",
+            soft_wrap=True,
         )
-    best = dict.fromkeys(ways, float("inf"))
-    for t in range(repeats):
-        for name, work in ways.items():
-            began = time.process_time()
-            work(t)
-            best[name] = min(best[name], (time.process_time() - began) / STEPS * 1e3)
-    for name, ms in best.items():
-        Console().print(f"{name:28s} {ms:7.2f} ms a step")
+        lines.append(
+            f"| {machine} | {name} | {each * 1e3:.3f} | {1 / seconds:.3f} | "
+            f"{each * PAPER_STEPS:.0f} |"
+        )
+    if asked.out is not None:
+        if not asked.out.exists():
+            asked.out.write_text(f"{COLUMNS}\n|{' --- |' * 5}\n")
+        with asked.out.open("a") as table:
+            table.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

@@ -8,21 +8,24 @@
 
 Every local algorithm runs on every path: it sees a `Gradient` and not where that came from.
 The rule (`choose`): stacked where the model has it; else func on a GPU, which is bound by
-launches, and on a CPU for small models whose parameters are all in linear layers; else
-plain, as whatever needs convolutions or attention is bound by arithmetic there. `fedsim tune`
-measures all of them. Captured: a whole local step is one CUDA graph (`fedsim.clients.graphs`),
-for every algorithm here; not for one that does not say which of its steps are alike
-(`LocalAlgorithm.phase`), nor where gradients are privatised in the client. Launched: kernel by
-kernel.
+launches, and on a CPU for small models whose parameters are all in linear layers, if it can
+take them; else plain, as whatever needs convolutions or attention is bound by arithmetic there.
+`fedsim tune` measures all of them.
+
+Captured: a whole local step is one CUDA graph (`fedsim.clients.graphs`), for every algorithm
+here; not for one that does not say which of its steps are alike (`LocalAlgorithm.phase`), nor
+where gradients are privatised in the client. Launched: kernel by kernel.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from fedsim.clients.data import ClientData
 from fedsim.clients.gradients import Gradient
 from fedsim.clients.losses import Loss
 from fedsim.clients.packing import Packing
@@ -32,6 +35,8 @@ from fedsim.clients.vmapped import FuncPath
 from fedsim.errors import FedsimError
 
 __all__ = ["Path", "PathName", "block_limit", "choose"]
+
+_log = logging.getLogger(__name__)
 
 PathName = Literal["auto", "plain", "func", "stacked"]
 
@@ -83,9 +88,11 @@ def choose(
     loss: Loss,
     *,
     device: torch.device,
-    example_dims: int,
+    data: ClientData,
 ) -> Path:
     """The path a setting asks for, or the rule's.
+
+    The rule tries func on two zeros of the shape of an example before it settles on it.
 
     Raises
     ------
@@ -93,7 +100,7 @@ def choose(
         If the path asked for does not exist, or cannot take this model.
     """
     if wanted in ("auto", "stacked"):
-        stacked = stack(model, packing, loss, example_dims)
+        stacked = stack(model, packing, loss, data.x.dim() - 1)
         if stacked is not None:
             return stacked
         if wanted == "stacked":
@@ -104,13 +111,31 @@ def choose(
             )
     func = FuncPath(model, packing, loss)
     small = func.aligned and packing.width * packing.layout.dtype.itemsize <= SMALL_BYTES
-    if wanted == "func" or (wanted == "auto" and (device.type == "cuda" or small)):
+    fits = wanted == "auto" and (device.type == "cuda" or small) and _takes(func, data)
+    if wanted == "func" or fits:
         return func
     if wanted in ("auto", "plain"):
         return PlainPath(model, packing, loss)
     raise FedsimError(
         f"client.path is '{wanted}'; it must be 'auto', 'stacked', 'func' or 'plain'."
     )
+
+
+@torch.no_grad()
+def _takes(path: FuncPath, data: ClientData) -> bool:
+    """Whether the path can take the model: `vmap` knows no branches on values, for one."""
+    if not len(data.x):
+        return True
+    first = torch.zeros(2, 2, dtype=torch.int64, device=data.x.device)
+    dtype = path.packing.layout.dtype
+    x, y = torch.zeros_like(data.inputs(first, dtype)), data.targets(first)
+    theta = x.new_zeros(2, path.packing.width, dtype=dtype)
+    try:
+        path.gradient(theta, x, y, theta.new_zeros(2, 2))
+    except RuntimeError as error:
+        _log.warning("torch.func cannot take this model (%s); it trains client by client", error)
+        return False
+    return True
 
 
 def block_limit(model: nn.Module, packing: Packing, device: torch.device) -> int:

@@ -136,7 +136,7 @@ class Trainer:
             self.packing,
             loss,
             device=self.device,
-            example_dims=self.data.x.dim() - 1,
+            data=self.data,
         )
         launched = LocalStep(self.path, self.data, algorithm, self.layout.dtype)
         self.step = steps_by(launched, self.device)

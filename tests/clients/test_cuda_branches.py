@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fedsim.clients import ClientData
 from fedsim.clients.batches import plan_batches
 from fedsim.clients.local_step import exact
+from fedsim.clients.paths import choose
 from fedsim.clients.steps import Steps
 from fedsim.randomness import Randomness
 
@@ -87,6 +88,25 @@ def test_no_step_mixes_the_gpu_with_the_host(monkeypatch, name):
                 assert {found.device.type for found in (ended.theta, *ended.reports.values())} == {
                     "cuda"
                 }
+
+
+class Branches(nn.Linear):
+    """Looks at a value to know what to do."""
+
+    def forward(self, x):
+        return super().forward(x.flatten(1)) * (1 if x.sum() > 0 else 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "path"), [(make_cnn(), "func"), (nn.Sequential(Branches(36, 3)), "plain")]
+)
+def test_a_model_that_vmap_cannot_take_trains_plainly_on_a_gpu(model, path):
+    clients = make_data([3, 3], features=36, shape=(1, 6, 6))
+    trainer = make_trainer(model, ALGORITHMS["sgd"], clients, "plain")
+    chosen = choose(
+        "auto", model, trainer.packing, trainer.loss, device=torch.device("cuda"), data=clients
+    )
+    assert chosen.name == path
 
 
 def test_the_host_asks_a_gpu_as_often_for_many_steps_as_for_few(monkeypatch):
