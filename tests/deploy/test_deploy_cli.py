@@ -69,11 +69,13 @@ def test_a_rehearsal_leaves_no_process_and_no_port(tmp_path, number):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert "SuperLink is up" in up.stdout.readline()
-    assert listening(port)
-    assert listening(fleet_port) == speaks_grpc()
-    up.send_signal(number)
-    up.wait(60)
+    try:
+        assert "SuperLink is up" in up.stdout.readline()
+        assert listening(port)
+        assert listening(fleet_port) == speaks_grpc()
+    finally:
+        up.send_signal(number)
+        up.wait(60)
     deadline = time.monotonic() + 30
     while running(tmp_path) or listening(port) or listening(fleet_port):
         assert time.monotonic() < deadline
