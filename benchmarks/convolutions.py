@@ -30,12 +30,13 @@ from fedsim import models
 from fedsim.clients import SGD, AdadpLR, ClientData, Trainer
 from fedsim.clients.graphs import StepGraphs
 from fedsim.clients.local_step import exact
+from fedsim.process import settle
 from fedsim.randomness import Purpose, Randomness
 
 __all__ = ["main"]
 
 CLIENTS, BATCH, LR, TOL = 5, 10, 0.05, 0.1
-EXAMPLES = {"cpu": 50, "cuda": 1000}
+EXAMPLES = {"cpu": 200, "cuda": 1000}
 PAPER_STEPS = 200 * 10_000 // BATCH  # of each of the five clients, one epoch a round
 COLUMNS = "| machine | way | ms a step of all clients | rounds/s | the paper's 200 rounds, s |"
 
@@ -161,7 +162,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--out", type=Path, help="Markdown file to add lines to")
     asked = parser.parse_args()
-    torch.set_num_threads(1)
+    settle()
     best, console = measure(asked.device, asked.repeats), Console()
     steps = EXAMPLES[asked.device] // BATCH
     on_gpu = asked.device == "cuda"
