@@ -7,7 +7,7 @@ norms"; Goodfellow 2015, Bu et al. 2022). Any other model goes through `torch.fu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,20 +22,45 @@ from fedsim.clients.packing import Packing
 from fedsim.clients.stacked import StackedPath
 from fedsim.mechanisms import DenseRows, LinearPart, OuterRows, Rows
 
-__all__ = ["ExampleRows", "PositionsPart", "example_rows"]
+__all__ = ["ExampleRows", "Examples", "PositionsPart", "example_rows"]
 
-ExampleRows = Callable[[Tensor, Tensor, Tensor, Sequence[int]], tuple[list[Rows], Tensor]]
-"""``(theta [n, D], x [n, B, ...], y [n, B, ...], counts [n])`` to rows and losses.
 
-The rows of each client are the gradients of its first ``counts`` examples at its own point;
-the losses are ``[n, B]``.
+@dataclass(frozen=True)
+class Examples:
+    """Gradients of some clients' examples, each client at its own point.
+
+    Attributes
+    ----------
+    clients : slice or int64 Tensor ``[k]``
+        Whose they are, of the ``n`` asked for: all, or all that have examples, or one.
+    counts : sequence of k ints
+        How many of their examples are no padding.
+    rows : Rows ``[k, b, d]``
+        Of the first ``b`` examples of each, padding among them.
+    losses : Tensor ``[k, b]``
+    """
+
+    clients: slice | Tensor
+    counts: Sequence[int]
+    rows: Rows
+    losses: Tensor
+
+
+ExampleRows = Callable[[Tensor, Tensor, Tensor, Sequence[int]], Iterator[Examples]]
+"""``(theta [n, D], x [n, B, ...], y [n, B, ...], counts [n])`` to gradients of single examples.
+
+Only the first ``counts`` examples of a client are its own; what comes after them is padding,
+and may be left out.
 """
 
 
 def example_rows(
     model: nn.Module, packing: Packing, loss: Loss, stacked: StackedPath | None
 ) -> ExampleRows:
-    """How to get the gradients of single examples of this model."""
+    """How to get the gradients of single examples of this model.
+
+    Of the whole block at once where the model has a stacked path, else client by client.
+    """
     layers = _layers(model, packing)
     if stacked is not None and layers is not None:
         return lambda theta, x, y, counts: _stacked_rows(stacked, theta, x, y, counts)
@@ -45,35 +70,28 @@ def example_rows(
         else _Vmapped(model, packing, loss)
     )
 
-    def rows(
-        theta: Tensor, x: Tensor, y: Tensor, counts: Sequence[int]
-    ) -> tuple[list[Rows], Tensor]:
-        found: list[Rows] = []
-        losses = theta.new_zeros(x.shape[:2])
+    def rows(theta: Tensor, x: Tensor, y: Tensor, counts: Sequence[int]) -> Iterator[Examples]:
         for k, count in enumerate(counts):
-            if not count:
-                found.append(DenseRows(theta.new_zeros(0, packing.layout.d)))
-                continue
-            own, each = one(theta[k].clone(), x[k, :count].clone(), y[k, :count])
-            found.append(own)
-            losses[k, :count] = each
-        return found, losses
+            if count:
+                own, losses = one(theta[k].clone(), x[k, :count].clone(), y[k, :count])
+                yield Examples(slice(k, k + 1), [count], own, losses[None])
 
     return rows
 
 
 def _stacked_rows(
     path: StackedPath, theta: Tensor, x: Tensor, y: Tensor, counts: Sequence[int]
-) -> tuple[list[Rows], Tensor]:
+) -> Iterator[Examples]:
+    clients: slice | Tensor = slice(None)
+    if not all(counts):
+        clients = torch.tensor([k for k, c in enumerate(counts) if c], device=theta.device)
+        theta, x, y = theta[clients], x[clients], y[clients]
     gradient, losses = path.gradient(theta, x, y, theta.new_ones(x.shape[:2]))
-    found: list[Rows] = []
-    for k, count in enumerate(counts):
-        parts = [
-            LinearPart(f.x[k, :count], f.delta[k, :count], f.bias is not None)
-            for f in reversed(gradient.factors)
-        ]
-        found.append(OuterRows(tuple(parts)))
-    return found, losses
+    parts = [LinearPart(f.x, f.delta, f.bias is not None) for f in reversed(gradient.factors)]
+    counts = [count for count in counts if count]
+    # Products over fewer examples of weight zero have the same bits.
+    b = x.shape[1] if x.is_cuda else max(counts)
+    yield Examples(clients, counts, OuterRows(tuple(parts))[:, :b], losses[:, :b])
 
 
 def _layers(model: nn.Module, packing: Packing) -> list[tuple[str, nn.Module]] | None:
@@ -105,52 +123,61 @@ class PositionsPart(LinearPart):
 
     Attributes
     ----------
-    x : Tensor ``[B, L, inputs]``
-    delta : Tensor ``[B, L, outputs]``
+    x : Tensor ``[n, B, L, inputs]``
+    delta : Tensor ``[n, B, L, outputs]``
     bias : bool
     """
 
     @property
+    def count(self) -> int:
+        """Number of rows."""
+        return self.x.shape[1]
+
+    @property
     def size(self) -> int:
         """Number of coordinates."""
-        return int(self.delta.shape[2] * (self.x.shape[2] + self.bias))
+        return int(self.delta.shape[3] * (self.x.shape[3] + self.bias))
 
     @property
     def small(self) -> bool:
         """Whether a gradient is smaller than the Gram matrix of its positions."""
-        return bool(self.size <= self.x.shape[1] ** 2)
+        return bool(self.size <= self.x.shape[2] ** 2)
 
     def square_norms(self, scale: Tensor | None, center: Tensor | None) -> Tensor:
         """See `LinearPart`; by Gram matrices of the positions where those are the smaller."""
         if scale is not None or center is not None:
             rows = self._written.clone() if self.small else self.dense().double()
-            rows = rows if center is None else rows.sub_(center)
-            rows = rows if scale is None else rows.mul_(scale)
-            return rows.square_().sum(1)
+            rows = rows if center is None else rows.sub_(center[:, None])
+            rows = rows if scale is None else rows.mul_(scale[:, None])
+            return rows.square_().sum(2)
         if self.small:
-            return self._written.square().sum(1)
-        x, delta = self._precise
+            return self._written.square().sum(2)
+        x, delta = (tensor.flatten(0, 1) for tensor in self._precise)
         inputs = torch.bmm(x, x.transpose(1, 2)).add_(float(self.bias))
         products = torch.bmm(delta, delta.transpose(1, 2)).mul_(inputs)
-        return products.flatten(1).sum(1).clamp_min(0)
+        return products.flatten(1).sum(1).clamp_min(0).view(self.x.shape[:2])
 
-    def sum(self, weights: Tensor) -> Tensor:
+    def sums(self, weights: Tensor) -> list[Tensor]:
         """See `LinearPart`."""
-        there = weights != 0
-        if not bool(there.all()):
-            # A row of NaN times zero is NaN: such rows are left out.
-            return PositionsPart(self.x[there], self.delta[there], self.bias).sum(weights[there])
+        absent = weights == 0
+        # A row of NaN times zero is NaN: such rows are wiped.
+        wipe = weights.is_cuda or bool(absent.any())
         if self.small:
-            return weights @ self._written
+            rows = self._written
+            rows = rows.masked_fill(absent[:, :, None], 0.0) if wipe else rows
+            return [torch.bmm(weights[:, None], rows).squeeze(1)]
         x, delta = self._precise
-        delta = delta * weights[:, None, None]
-        weight = (delta.flatten(0, 1).T @ x.flatten(0, 1)).reshape(-1)
-        return torch.cat([weight, delta.sum((0, 1))]) if self.bias else weight
+        if wipe:
+            x, delta = (t.masked_fill(absent[:, :, None, None], 0.0) for t in (x, delta))
+        delta = delta * weights[:, :, None, None]
+        weight = torch.bmm(delta.flatten(1, 2).transpose(1, 2), x.flatten(1, 2)).flatten(1)
+        return [weight, delta.sum((1, 2))] if self.bias else [weight]
 
     def dense(self) -> Tensor:
         """See `LinearPart`."""
-        outer = torch.bmm(self.delta.transpose(1, 2), self.x).flatten(1)
-        return torch.cat([outer, self.delta.sum(1)], dim=1) if self.bias else outer
+        x, delta = self.x.flatten(0, 1), self.delta.flatten(0, 1)
+        outer = torch.bmm(delta.transpose(1, 2), x).view(*self.x.shape[:2], -1)
+        return torch.cat([outer, self.delta.sum(2)], dim=2) if self.bias else outer
 
     @cached_property
     def _written(self) -> Tensor:
@@ -163,7 +190,11 @@ class PositionsPart(LinearPart):
 
 @dataclass(frozen=True)
 class _Hooked:
-    """Inputs and output gradients of layers, by one forward and one backward pass."""
+    """Inputs and output gradients of layers, by one forward and one backward pass.
+
+    Like `_Vmapped` it takes one client's ``theta [D]``, ``x`` and ``y [B, ...]``, and gives rows
+    ``[1, B, d]`` and losses ``[B]``.
+    """
 
     model: nn.Module
     packing: Packing
@@ -204,10 +235,10 @@ def _part(module: nn.Module, x: Tensor, delta: Tensor) -> LinearPart:
     bias = module.bias is not None and bool(module.bias.requires_grad)
     if isinstance(module, nn.Conv2d):
         columns = _windows(x, module)
-        return PositionsPart(columns, delta.flatten(2).transpose(1, 2), bias)
+        return PositionsPart(columns[None], delta.flatten(2).transpose(1, 2)[None], bias)
     if x.dim() == 2:
-        return LinearPart(x, delta, bias)
-    return PositionsPart(x.flatten(1, -2), delta.flatten(1, -2), bias)
+        return LinearPart(x[None], delta[None], bias)
+    return PositionsPart(x.flatten(1, -2)[None], delta.flatten(1, -2)[None], bias)
 
 
 def _windows(x: Tensor, module: nn.Conv2d) -> Tensor:
@@ -233,7 +264,7 @@ class _Vmapped:
         named = {k: v.detach() for k, v in self.packing.named(theta).items()}
         gradients, each = vmap(grad(self._one, has_aux=True), in_dims=(None, 0, 0))(named, x, y)
         parts = [gradients[e.name].flatten(1) for e in self.packing.layout.entries]
-        return DenseRows(torch.cat(parts, dim=1)), each
+        return DenseRows(torch.cat(parts, dim=1)[None]), each
 
     def _one(self, named: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Any, Any]:
         outputs = functional_call(self.model, named, (x.unsqueeze(0),))

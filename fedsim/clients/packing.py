@@ -14,21 +14,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fedsim.mechanisms.aligned import LINE, aligned_empty
 from fedsim.mechanisms.layout import Layout
 
-__all__ = ["Packing", "aligned_empty"]
-
-LINE = 64  # bytes
-
-
-def aligned_empty(like: Tensor, n: int, *shape: int) -> Tensor:
-    """Uninitialised ``[n, *shape]`` whose ``n`` parts are contiguous and start on a line."""
-    per_line = LINE // like.element_size()
-    size = 1
-    for length in shape:
-        size *= length
-    stride = -(-size // per_line) * per_line
-    return like.new_empty(n, stride)[:, :size].view(n, *shape)
+__all__ = ["LINE", "Packing", "aligned_empty"]
 
 
 @dataclass(frozen=True)
@@ -78,8 +67,8 @@ class Packing:
         return tuple(runs)
 
     def pack(self, rows: Tensor) -> Tensor:
-        """Rows ``[n, d]`` as ``[n, D]``, zeros in the gaps."""
-        packed = rows.new_zeros(len(rows), self.width)
+        """Rows ``[n, d]`` as ``[n, D]`` of the layout's dtype, zeros in the gaps."""
+        packed = rows.new_zeros(len(rows), self.width, dtype=self.layout.dtype)
         for row, inside in self.runs:
             packed[:, inside] = rows[:, row]
         return packed

@@ -17,8 +17,7 @@ from fedsim.clients.graphs import StepGraphs
 from fedsim.clients.local import State, Step
 from fedsim.clients.local_step import exact
 from fedsim.clients.privacy import ExamplePrivacy
-from fedsim.mechanisms import NoiseSource
-from fedsim.mechanisms.base import State as MechanismState
+from fedsim.mechanisms import NoiseSource, releases
 from fedsim.randomness import Purpose, Randomness
 
 if TYPE_CHECKING:
@@ -144,6 +143,9 @@ class Steps:
 class PrivateSteps(Steps):
     """Steps on gradients that are noisy sums of bounded per-example gradients.
 
+    Who is in a batch and the noise are drawn on the host; whatever follows from the examples
+    stays on the device.
+
     Parameters
     ----------
     trainer, batches, round : as `Steps`
@@ -169,7 +171,6 @@ class PrivateSteps(Steps):
         present: npt.NDArray[np.bool_],
     ) -> None:
         super().__init__(trainer, batches, round)
-        self.privacy = privacy
         self.counts = (batches.weight > 0).sum(axis=3)
         self.noise = [
             NoiseSource(
@@ -177,14 +178,22 @@ class PrivateSteps(Steps):
             )
             for client, source in zip(client_ids, randomness, strict=True)
         ]
+        there = torch.from_numpy(present).to(trainer.device)
+        state = {}
+        for name, first in privacy.mechanism.init(trainer.layout).items():
+            state[name] = first.to(trainer.device).expand(len(client_ids), *first.shape)
+            if MECHANISM + name in kept:
+                own = kept[MECHANISM + name].to(state[name])
+                state[name] = torch.where(there.view(-1, *[1] * first.dim()), own, state[name])
         sizes = [trainer.data.size(int(client)) for client in client_ids]
-        self.denominators = [float(trainer.plan.batch_of(size)) for size in sizes]
-        self.states: list[MechanismState] = []
-        for k in range(len(client_ids)):
-            state = dict(privacy.mechanism.init(trainer.layout))
-            if present[k]:
-                state |= {name: kept[MECHANISM + name][k].to(v) for name, v in state.items()}
-            self.states.append(state)
+        self.releases = releases(
+            privacy.mechanism,
+            state,
+            trainer.layout,
+            noise_multiplier=privacy.noise_multiplier,
+            denominators=[float(trainer.plan.batch_of(size)) for size in sizes],
+            device=trainer.device,
+        )
 
     def step(self, state: State, index: int, active: int) -> None:
         """See `Steps`."""
@@ -193,41 +202,29 @@ class PrivateSteps(Steps):
         algorithm.step(state, gradient, Step(self.round, index))
 
     def gradient(self, point: Tensor, index: int, active: int) -> Gradient:
-        """Of the first ``active`` clients, released by the mechanism, client by client."""
-        trainer, mechanism = self.trainer, self.privacy.mechanism
-        totals = [
-            mechanism.accumulate(self.states[k], trainer.layout, device=trainer.device)
-            for k in range(active)
-        ]
-        losses = []
+        """Of the first ``active`` clients, released by the mechanism."""
+        trainer = self.trainer
+        self.releases.begin(active)
+        losses = torch.zeros_like(self.weight[:active, index])
         for chunk in range(self.index.shape[2]):
             counts = self.counts[:active, index, chunk]
-            at = self.index[:active, index, chunk]
             if not counts.any():
-                losses.append(self.weight.new_zeros(at.shape))
                 continue
+            at = self.index[:active, index, chunk]
+            there = (self.weight[:active, index, chunk] > 0).double()
             x, y = trainer.data.inputs(at, trainer.layout.dtype), trainer.data.targets(at)
-            rows, each = trainer.rows(point, x, y, counts.tolist())
-            losses.append(each)
-            for total, own in zip(totals, rows, strict=True):
-                total.add(own)
-        self.losses.append(torch.cat(losses, dim=1))
-        means = point.new_empty(active, trainer.layout.d)
-        for k, total in enumerate(totals):
-            released = mechanism.release(
-                self.states[k],
-                total,
-                noise_multiplier=self.privacy.noise_multiplier,
-                denominator=self.denominators[k],
-                noise=self.noise[k],
-            )
-            self.states[k] = released.state
-            means[k] = released.mean
+            for examples in trainer.rows(point, x, y, counts.tolist()):
+                clients, b = examples.clients, examples.rows.count
+                losses[clients, chunk, :b] = examples.losses
+                weights = there[clients, :b]
+                self.releases.add(examples.rows, weights, examples.counts, clients)
+        self.losses.append(losses.flatten(1))
+        means = self.releases.release(self.noise[:active])
         return Dense(trainer.packing.pack(means))
 
     def mechanism_state(self, first: int, theta: Tensor) -> dict[str, Tensor]:
         """See `Steps`."""
         if not self.trainer.keeps_state:
             return {}
-        own = self.states[first : first + len(theta)]
-        return {MECHANISM + name: torch.stack([s[name] for s in own]) for name in own[0]}
+        own = slice(first, first + len(theta))
+        return {MECHANISM + name: tensor[own] for name, tensor in self.releases.state.items()}

@@ -16,6 +16,7 @@ from __future__ import annotations
 from fedsim.mechanisms.adaclip import AdaClip
 from fedsim.mechanisms.averaging import NoPrivacy
 from fedsim.mechanisms.base import Accumulator, Mechanism, Release, Shares, State
+from fedsim.mechanisms.blocks import Releases, releases
 from fedsim.mechanisms.coordinates import AdaptiveNoise, CoordinateClipping
 from fedsim.mechanisms.ghost import LinearPart, OuterRows
 from fedsim.mechanisms.layout import Layout
@@ -45,8 +46,10 @@ __all__ = [
     "PrivateScalar",
     "QuantileClipping",
     "Release",
+    "Releases",
     "Rows",
     "ScalingMechanism",
     "Shares",
     "State",
+    "releases",
 ]

@@ -118,7 +118,7 @@ class AdaClip(ScalingMechanism):
         return {**state, "b": b, "scale": 1 / b}
 
     def _b(self, s: Tensor) -> Tensor:
-        return torch.sqrt(s / self.gamma) * torch.sqrt(s.sum())
+        return torch.sqrt(s / self.gamma) * torch.sqrt(s.sum(-1, keepdim=True))
 
     def _radius(self, ready: State, d: int) -> float:
         return 1.0
@@ -131,7 +131,7 @@ class AdaClip(ScalingMechanism):
         # Not below h1: the literal range would be empty.
         return max(self.clip_norm**2 * self.gamma / d, self.h1) if self.h2 is None else self.h2
 
-    def _next(self, ready: State, released: Released) -> tuple[State, dict[str, float]]:
+    def _next(self, ready: State, released: Released) -> State:
         m, s, b, r = ready["m"], ready["s"], ready["b"], released.denominator
         noise_variance = (b * released.noise_multipliers["sum"] / r) ** 2
         # m before its update: the noise of this release must be independent of it.
@@ -140,11 +140,13 @@ class AdaClip(ScalingMechanism):
             estimate = estimate * r
         if not self.center:
             estimate = estimate + m**2
-        h2 = self._h2(len(s))
+        h2 = self._h2(s.shape[-1])
         if self.clamp == "pre":
             estimate = estimate.clamp(self.h1, h2)
         squares = self.beta2 * s**2 + (1 - self.beta2) * estimate
         if self.clamp == "post":
             squares = squares.clamp(self.h1, h2)
-        state = {"m": self.beta1 * m + (1 - self.beta1) * released.mean, "s": squares.sqrt()}
-        return state, {"clip-norm": float(torch.linalg.vector_norm(b) / len(b) ** 0.5)}
+        return {"m": self.beta1 * m + (1 - self.beta1) * released.mean, "s": squares.sqrt()}
+
+    def _info(self, ready: State, new: State, d: int) -> dict[str, float]:
+        return {"clip-norm": float(torch.linalg.vector_norm(ready["b"]) / d**0.5)}

@@ -22,13 +22,21 @@ __all__ = ["AdaptiveNoise", "CoordinateClipping"]
 SLACK = 1 - 2.0**-40
 
 
-def _clamp_(y: Tensor) -> Shaped:
-    """Clamp rows ``y [c, d]`` to +- 1; the factor is 1, and NaN for non-finite rows."""
+def _clamp_(y: Tensor, only: Tensor | None = None) -> Shaped:
+    """Clamp rows ``y [..., c, d]`` to +- 1; the factor is 1, and NaN for non-finite rows.
+
+    ``only``, bool ``[..., 1]``, says whose rows are clamped: everybody's by default.
+    """
     # Ten times as fast on CPU as the infinity norm, and as true to NaN.
-    peaks = torch.maximum(y.amax(1), -y.amin(1))
-    y.clamp_(-SLACK, SLACK)
+    peaks = torch.maximum(y.amax(-1), -y.amin(-1))
+    clipped = peaks > 1
+    if only is None:
+        y.clamp_(-SLACK, SLACK)
+    else:
+        y.copy_(torch.where(only.unsqueeze(-2), y.clamp(-SLACK, SLACK), y))
+        clipped = clipped & only
     factor = torch.ones_like(peaks).masked_fill_(~torch.isfinite(peaks), torch.nan)
-    return Shaped(factor, peaks > 1, {})
+    return Shaped(factor, clipped, {})
 
 
 @dataclass(frozen=True)
@@ -55,8 +63,8 @@ class CoordinateClipping(GaussianMechanism):
         shaped = _clamp_(y.div_(self.clip_value))
         return shaped._replace(factor=shaped.factor * self.clip_value)
 
-    def _next(self, ready: State, released: Released) -> tuple[State, dict[str, float]]:
-        return ready, {"clip-norm": self._radius(ready, len(released.mean))}
+    def _info(self, ready: State, new: State, d: int) -> dict[str, float]:
+        return {"clip-norm": self._radius(ready, d)}
 
 
 @dataclass(frozen=True)
@@ -127,42 +135,65 @@ class AdaptiveNoise(GaussianMechanism):
         return self.unsafe_non_private_raw_statistics
 
     def _ready(self, state: State) -> State:
-        root = state["mean_square"].clamp_min(0).sqrt()
-        if not float(root.var(correction=0)) > self.threshold:
-            return state
-        limit = self.beta * state["mean_square"].clamp_min(self.floor).sqrt()
+        mean_square = state["mean_square"]
+        root = mean_square.clamp_min(0).sqrt()
+        # A mask and no branch: clients of one block may be in either phase.
+        adaptive = root.var(-1, correction=0, keepdim=True) > self.threshold
+        if not adaptive.is_cuda and not bool(adaptive.any()):
+            return {**state, "adaptive": adaptive}
+        limit = self.beta * mean_square.clamp_min(self.floor).sqrt()
         if self.noise_shape == "proportional":
-            shape = limit * math.sqrt(len(limit))
+            shape = limit * math.sqrt(limit.shape[-1])
         else:
-            shape = torch.sqrt(limit * limit.sum())
+            shape = torch.sqrt(limit * limit.sum(-1, keepdim=True))
         # Rows are clamped in units of their bounds, then measured in units of their noise.
-        return {**state, "shrink": 1 / limit, "stretch": limit / shape, "shape": shape}
+        return {
+            **state,
+            "adaptive": adaptive,
+            "shrink": torch.where(adaptive, 1 / limit, 1.0),
+            "stretch": torch.where(adaptive, limit / shape, 1.0),
+            "shape": torch.where(adaptive, shape, 1.0),
+        }
 
-    def _radius(self, ready: State, d: int) -> float:
-        return 1.0 if "shape" in ready else self.clip_norm
+    def _radius(self, ready: State, d: int) -> Tensor:
+        return _either(ready["adaptive"], 1.0, self.clip_norm).squeeze(-1)
 
     def _shape(self, y: Tensor, ready: State) -> Shaped:
-        if "shape" in ready:
-            shaped = _clamp_(y.mul_(ready["shrink"]))
-            y.mul_(ready["stretch"])
-            return shaped
-        norms, unit = norms_(y)
-        factor = clip_factor(
-            round_up(norms, y.shape[1]), self.clip_norm, 1.0 if unit is None else unit
-        )
-        clipped = (norms if unit is None else norms * unit) > self.clip_norm
+        adaptive = ready["adaptive"]
+        # Where that can be read for nothing, a phase that is nobody's is left out.
+        first, second = y.is_cuda or not bool(adaptive.all()), "shape" in ready
+        factor = torch.ones(y.shape[:-1], dtype=torch.float64, device=y.device)
+        clipped = torch.zeros_like(factor, dtype=torch.bool)
+        if second:
+            y.mul_(ready["shrink"].unsqueeze(-2))
+            factor, clipped, _ = _clamp_(y, adaptive if first else None)
+            y.mul_(ready["stretch"].unsqueeze(-2))
+        if first:
+            norms, unit = norms_(y)
+            limit = _either(adaptive, math.inf, self.clip_norm)
+            clip = clip_factor(round_up(norms, y.shape[-1]), limit, 1.0 if unit is None else unit)
+            factor = factor * clip
+            clipped = clipped | ((norms if unit is None else norms * unit) > limit)
         return Shaped(factor, clipped, {})
 
     def _restore(self, w: Tensor, ready: State) -> Tensor:
         return w * ready["shape"] if "shape" in ready else w
 
-    def _next(self, ready: State, released: Released) -> tuple[State, dict[str, float]]:
+    def _next(self, ready: State, released: Released) -> State:
         if released.raw_mean is not None:
             square = released.raw_mean**2
         else:
             std = released.noise_multipliers["sum"] / released.denominator
-            spread = ready.get("shape", torch.as_tensor(self.clip_norm, dtype=torch.float64))
-            square = released.mean**2 - (std * spread.to(released.mean.device)) ** 2
-        mean_square = self.decay * ready["mean_square"] + (1 - self.decay) * square
-        adaptive = "shape" in ready
-        return {"mean_square": mean_square}, {"adaptive": float(adaptive)}
+            spread = self._radius(ready, 0).unsqueeze(-1)
+            if "shape" in ready:
+                spread = torch.where(ready["adaptive"], ready["shape"], spread)
+            square = released.mean**2 - (std * spread) ** 2
+        return {"mean_square": self.decay * ready["mean_square"] + (1 - self.decay) * square}
+
+    def _info(self, ready: State, new: State, d: int) -> dict[str, float]:
+        return {"adaptive": float(ready["adaptive"])}
+
+
+def _either(mask: Tensor, yes: float, no: float) -> Tensor:
+    """Float64 numbers ``yes`` and ``no``, as the mask says."""
+    return torch.full_like(mask, no, dtype=torch.float64).masked_fill_(mask, yes)

@@ -15,7 +15,16 @@ from torch import Tensor
 from fedsim.errors import FedsimError
 from fedsim.mechanisms.noise import NoiseSource
 
-__all__ = ["MAX_ROWS", "FreeSum", "GridSum", "truncate_"]
+__all__ = [
+    "MAX_ROWS",
+    "FreeSum",
+    "GridSum",
+    "add_rows_",
+    "grid_unit",
+    "grid_units",
+    "more_rows",
+    "truncate_",
+]
 
 GRID_BITS = 30
 # Up to so many rows, adding one at a time is faster than a reduction over dimension 0.
@@ -33,14 +42,13 @@ def truncate_(y: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def _add_rows_(total: Tensor, y: Tensor) -> None:
-    if len(y) == 1:
-        total += y[0]
-    elif len(y) <= FEW_ROWS and not y.is_cuda:
-        for row in y:
+def add_rows_(total: Tensor, y: Tensor) -> None:
+    """Add rows ``y [..., c, d]`` to ``total [..., d]``."""
+    if y.shape[-2] <= FEW_ROWS and not y.is_cuda:
+        for row in y.unbind(-2):
             total += row
     else:
-        total += y.sum(0)
+        total += y.sum(-2)
 
 
 class _Scratch:
@@ -54,6 +62,30 @@ class _Scratch:
         if self._buffer is None or len(self._buffer) < len(y):
             self._buffer = torch.empty_like(y)
         return self._buffer[: len(y)]
+
+
+def grid_unit(radius: float) -> float:
+    """Unit of the grid for rows whose L2 norm is at most ``radius``."""
+    return math.ldexp(1.0, math.frexp(radius)[1] - 1 - GRID_BITS)
+
+
+def grid_units(radius: Tensor) -> Tensor:
+    """`grid_unit` of each radius, without reading one: float64, same shape."""
+    # A radius over its mantissa is a power of two, and comes out exact.
+    return radius / torch.frexp(radius).mantissa * 2.0 ** -(GRID_BITS + 1)
+
+
+def more_rows(rows: int, new: int) -> int:
+    """Number of rows of a sum that gets ``new`` ones.
+
+    Raises
+    ------
+    FedsimError
+        Beyond 2^22, where the sum might no longer be exact.
+    """
+    if rows + new > MAX_ROWS:
+        raise FedsimError(f"one sum has {rows + new} rows; it is exact up to {MAX_ROWS}.")
+    return rows + new
 
 
 class GridSum:
@@ -83,7 +115,7 @@ class GridSum:
         device: torch.device | str = "cpu",
     ) -> None:
         self.radius = radius
-        self.unit = math.ldexp(1.0, math.frexp(radius)[1] - 1 - GRID_BITS)
+        self.unit = grid_unit(radius)
         self.rows = 0
         self._coarse = torch.zeros(size, dtype=torch.float64, device=device)
         self._fine = torch.zeros_like(self._coarse) if fine else None
@@ -99,15 +131,13 @@ class GridSum:
         FedsimError
             Beyond 2^22 rows, where the sum might no longer be exact.
         """
-        self.rows += len(y) if rows is None else rows
-        if self.rows > MAX_ROWS:
-            raise FedsimError(f"one sum has {self.rows} rows; it is exact up to {MAX_ROWS}.")
+        self.rows = more_rows(self.rows, len(y) if rows is None else rows)
         if self._fine is None:
-            _add_rows_(self._coarse, truncate_(y))
+            add_rows_(self._coarse, truncate_(y))
             return
         whole = truncate_(y, self._scratch.like(y))
-        _add_rows_(self._coarse, whole)
-        _add_rows_(self._fine, truncate_(y.sub_(whole).mul_(2.0**GRID_BITS)))
+        add_rows_(self._coarse, whole)
+        add_rows_(self._fine, truncate_(y.sub_(whole).mul_(2.0**GRID_BITS)))
 
     def value(self) -> Tensor:
         """The sum, float64 ``[size]``."""
@@ -156,8 +186,8 @@ class FreeSum:
         if self.rows > self.MAX_ROWS:
             raise FedsimError(f"one sum has {self.rows} rows; it is exact up to {self.MAX_ROWS}.")
         whole = truncate_(y, self._scratch.like(y))
-        _add_rows_(self._coarse, whole)
-        _add_rows_(self._fine, truncate_(y.sub_(whole).mul_(self._FINE)))
+        add_rows_(self._coarse, whole)
+        add_rows_(self._fine, truncate_(y.sub_(whole).mul_(self._FINE)))
 
     def value(self) -> Tensor:
         """The sum, float64 ``[size]``."""

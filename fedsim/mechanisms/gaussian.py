@@ -28,10 +28,13 @@ from fedsim.mechanisms.layout import Layout
 from fedsim.mechanisms.noise import NoiseSource, share_multiplier, top_up_multiplier
 from fedsim.mechanisms.rows import Chunks, DenseRows, Rows, chunks
 
-__all__ = ["GaussianMechanism", "Released", "Scalar", "Shaped"]
+__all__ = ["GaussianMechanism", "Number", "Released", "Scalar", "Shaped", "per_row"]
 
 
 LOOSE = 64.0
+
+Number = float | Tensor
+"""A number, or one for each of several sums."""
 
 
 class Scalar(NamedTuple):
@@ -42,7 +45,7 @@ class Scalar(NamedTuple):
 
 
 class Shaped(NamedTuple):
-    """Rows that ``factor [c]`` brings into the ball; NaN marks a non-finite row.
+    """Rows that ``factor [..., c]`` brings into the ball; NaN marks a non-finite row.
 
     ``clipped`` says which of them were longer than their bound; ``sides`` are scalars, centred.
     """
@@ -67,13 +70,14 @@ class Shaped(NamedTuple):
 class Released:
     """What a state is updated from: the noisy mean and scalars, and how noisy they are.
 
+    Of several sums: ``mean [n, d]``, sides ``[n]``, and ``[n, 1]`` for what goes with the mean.
     ``raw_mean`` is not private, and None except for the mechanism that asks for it by name.
     """
 
     mean: Tensor
-    sides: Mapping[str, float]
-    noise_multipliers: Mapping[str, float]
-    denominator: float
+    sides: Mapping[str, Number]
+    noise_multipliers: Mapping[str, Number]
+    denominator: Number
     raw_mean: Tensor | None
 
 
@@ -81,17 +85,18 @@ class GaussianMechanism(Mechanism):
     """A bound in coordinates where one isotropic Gaussian does.
 
     A subclass gives `_radius` and `_shape`, and where it has them `_ready` (what a round needs
-    beside the state), `_restore` (back to the parameters' coordinates), `_next` (new state) and
-    `_scalars` (scalars made of the rows).
+    beside the state), `_restore` (back to the parameters' coordinates), `_next` (new state),
+    `_scalars` (scalars made of the rows) and `_info`. They see one sum, or those of n clients
+    with a leading ``n`` on every tensor (``...`` below), and but for `_info` never read a value.
     """
 
     @abstractmethod
-    def _radius(self, ready: State, d: int) -> float:
-        """L2 norm that no bounded row exceeds, in the mechanism's coordinates."""
+    def _radius(self, ready: State, d: int) -> Number:
+        """L2 norm that no bounded row exceeds, in the mechanism's coordinates; ``[...]``."""
 
     @abstractmethod
     def _shape(self, y: Tensor, ready: State) -> Shaped:
-        """Overwrite float64 rows ``y [c, d]`` and say by which factor they fit the ball."""
+        """Overwrite float64 rows ``y [..., c, d]`` and say by which factor they fit the ball."""
 
     def _ready(self, state: State) -> State:
         """The state and what is derived from it, once a round."""
@@ -106,17 +111,21 @@ class GaussianMechanism(Mechanism):
         return {}
 
     def _implicit(
-        self, rows: Rows, ready: State, weights: Tensor | None
+        self, rows: Rows, ready: State, unit: Number, weights: Tensor | None
     ) -> tuple[Shaped, Tensor] | None:
-        """For rows that are not materialised: their factors and their bounded sum ``[d]``.
+        """For rows that are not materialised: their factors and their bounded sum ``[..., d]``.
 
-        None where the mechanism needs dense rows.
+        The sum is in units of a grid, not yet on it. None where the mechanism needs dense rows.
         """
         return None
 
-    def _next(self, ready: State, released: Released) -> tuple[State, dict[str, float]]:
-        """State after a release, and what to show; a function of released values alone."""
-        return ready, {}
+    def _next(self, ready: State, released: Released) -> State:
+        """State after a release, a function of released values alone."""
+        return ready
+
+    def _info(self, ready: State, new: State, d: int) -> dict[str, float]:
+        """What to show of one release."""
+        return {}
 
     @property
     def _keeps_raw(self) -> bool:
@@ -131,7 +140,7 @@ class GaussianMechanism(Mechanism):
 
     def sensitivity(self, state: State, layout: Layout) -> float:
         """See `Mechanism`."""
-        return self._radius(self._ready(state), layout.d)
+        return float(self._radius(self._ready(state), layout.d))
 
     def bound(self, block: Tensor, state: State | None = None) -> Tensor:
         """See `Mechanism`; before the rounding to the sum's grid."""
@@ -175,8 +184,8 @@ class GaussianMechanism(Mechanism):
             for name, scalar in self._scalars().items()
         }
         raw_mean = None if total.raw is None else total.raw.value() / denominator
-        state, info = self._next(total.ready, Released(mean, sides, split, denominator, raw_mean))
-        return Release(mean, state, sides, info)
+        state = self._next(total.ready, Released(mean, sides, split, denominator, raw_mean))
+        return Release(mean, state, sides, self._info(total.ready, state, len(mean)))
 
     def share(
         self,
@@ -215,23 +224,28 @@ class GaussianMechanism(Mechanism):
         return self._ready(state_on(state, block.device))
 
     def units_(
-        self, y: Tensor, ready: State, unit: float, weights: Tensor | None
+        self, y: Tensor, ready: State, unit: Number, weights: Tensor | None
     ) -> tuple[Shaped, Tensor]:
-        """Overwrite float64 rows ``y [c, d]`` by bounded, weighted rows in units of a grid.
+        """Overwrite float64 rows ``y [..., c, d]`` by bounded, weighted rows in units of a grid.
 
-        Returns their shape and which rows, bool ``[c]``, were not finite.
+        Returns their shape and which rows, bool ``[..., c]``, were not finite.
         """
         shaped = self._shape(y, ready)
-        factor = shaped.factor / unit
+        factor = shaped.factor / per_row(unit)
         if weights is not None:
             factor = factor * weights
         bad = factor.isnan()
         # A row of NaN times zero is NaN: non-finite rows are wiped, not multiplied by zero.
         if y.is_cuda or bool(bad.any()):
-            y.masked_fill_(bad[:, None], 0.0)
+            y.masked_fill_(bad[..., None], 0.0)
             factor = factor.masked_fill(bad, 0.0)
-        y.mul_(factor[:, None])
+        y.mul_(factor[..., None])
         return shaped, bad
+
+
+def per_row(number: Number) -> Number:
+    """A number a sum, ``[...]``, to go with ``[..., rows]``."""
+    return number.unsqueeze(-1) if isinstance(number, Tensor) and number.ndim else number
 
 
 class _GridAccumulator(Accumulator):
@@ -242,7 +256,7 @@ class _GridAccumulator(Accumulator):
     ) -> None:
         self._mechanism = mechanism
         self.ready = mechanism._ready(state_on(state, device))
-        radius = mechanism._radius(self.ready, layout.d)
+        radius = float(mechanism._radius(self.ready, layout.d))
         # A loose bound (none, nearly) makes a coarse grid: without noise that would show.
         fine = layout.dtype == torch.float64 or radius > LOOSE
         self.grid = GridSum(radius, layout.d, fine=fine, device=device)
@@ -279,13 +293,13 @@ class _GridAccumulator(Accumulator):
         given = row_weights(weights, rows.count, self._device)
         implicit = None
         if not isinstance(rows, DenseRows):
-            implicit = self._mechanism._implicit(rows, self.ready, given)
+            implicit = self._mechanism._implicit(rows, self.ready, self.grid.unit, given)
         if implicit is None:
             shaped, bad = self._add_dense(rows.dense(), given)
         else:
             shaped, bounded = implicit
             bad = shaped.factor.isnan()
-            self.grid.add_((bounded / self.grid.unit)[None], rows=rows.count)
+            self.grid.add_(bounded[None], rows=rows.count)
         present = ~bad if given is None else ~bad & (given > 0)
         self._counts.add(present, bad, shaped.clipped & present)
         for name, grid in self.scalars.items():

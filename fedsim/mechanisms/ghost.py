@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fedsim.mechanisms.rows import DenseRows, Rows
+from fedsim.mechanisms.aligned import aligned_double, product
+from fedsim.mechanisms.rows import DenseRows, Index, Rows
 
 __all__ = ["LinearPart", "OuterRows"]
 
@@ -19,9 +20,9 @@ class LinearPart:
 
     Attributes
     ----------
-    x : Tensor ``[n, inputs]``
-        The layer's inputs (activations).
-    delta : Tensor ``[n, outputs]``
+    x : Tensor ``[..., rows, inputs]``
+        The layer's inputs (activations), with a leading ``n`` for those of n clients.
+    delta : Tensor ``[..., rows, outputs]``
         Gradients of each example's loss in the layer's outputs.
     bias : bool
         Whether the layer has a bias, which follows the weight in the row.
@@ -32,45 +33,54 @@ class LinearPart:
     bias: bool = True
 
     @property
+    def count(self) -> int:
+        """Number of rows."""
+        return self.x.shape[-2]
+
+    @property
     def size(self) -> int:
         """Number of coordinates."""
-        return self.delta.shape[1] * (self.x.shape[1] + self.bias)
+        return self.delta.shape[-1] * (self.x.shape[-1] + self.bias)
 
     def square_norms(self, scale: Tensor | None, center: Tensor | None) -> Tensor:
-        """``||(row - center) * scale||^2``, float64 ``[n]``."""
+        """``||(row - center) * scale||^2``, float64 ``[..., rows]``."""
         x, delta = self.x.double(), self.delta.double()
         if scale is None and center is None:
-            return delta.square().sum(1) * (x.square().sum(1) + self.bias)
-        ones = torch.ones(self.size, dtype=torch.float64, device=x.device)
-        q = ones if scale is None else scale.square()
-        q_weight, q_bias = self._split(q)
-        squares = ((delta.square() @ q_weight) * x.square()).sum(1)
-        if self.bias:
-            squares = squares + delta.square() @ q_bias
+            return delta.square().sum(-1) * (x.square().sum(-1) + self.bias)
+        lead = self.x.shape[:-2]
+        q = x.new_ones(*lead, self.size) if scale is None else scale.square()
+        squares = self._inner(aligned_double(delta).square_(), x.square(), q)
         if center is None:
             return squares
-        c_weight, c_bias = self._split(center * q)
-        cross = ((delta @ c_weight) * x).sum(1)
-        if self.bias:
-            cross = cross + delta @ c_bias
-        return (squares - 2 * cross + (center.square() * q).sum()).clamp_min(0)
+        cross = self._inner(aligned_double(delta), x, center * q)
+        constant = (center.square() * q).sum(-1, keepdim=True)
+        return (squares - 2 * cross + constant).clamp_min(0)
 
-    def sum(self, weights: Tensor) -> Tensor:
-        """``sum_k weights_k row_k``, float64 ``[size]``."""
-        absent = (weights == 0)[:, None]
-        x = self.x.double().masked_fill(absent, 0.0)
-        delta = self.delta.double().masked_fill(absent, 0.0) * weights[:, None]
-        weight = (delta.T @ x).reshape(-1)
-        return torch.cat([weight, delta.sum(0)]) if self.bias else weight
+    def _inner(self, delta: Tensor, x: Tensor, vector: Tensor) -> Tensor:
+        """Inner products of ``outer(delta_k, x_k)``, then ``delta_k``, with ``vector``."""
+        outputs, inputs = delta.shape[-1], x.shape[-1]
+        weight = vector[..., : outputs * inputs].view(*vector.shape[:-1], outputs, inputs)
+        found = (product(delta, aligned_double(weight)) * x).sum(-1)
+        if self.bias:
+            found += (delta * vector[..., None, outputs * inputs :]).sum(-1)
+        return found
+
+    def sums(self, weights: Tensor) -> list[Tensor]:
+        """``sum_k weights_k row_k``, float64 ``[..., size]``, in parts one after another."""
+        absent = (weights == 0)[..., None]
+        x = aligned_double(self.x).masked_fill_(absent, 0.0)
+        delta = aligned_double(self.delta).masked_fill_(absent, 0.0).mul_(weights[..., None])
+        weight = product(delta.transpose(-1, -2), x).flatten(-2)
+        return [weight, delta.sum(-2)] if self.bias else [weight]
 
     def dense(self) -> Tensor:
-        """The rows ``[n, size]``."""
-        outer = (self.delta[:, :, None] * self.x[:, None, :]).flatten(1)
-        return torch.cat([outer, self.delta], dim=1) if self.bias else outer
+        """The rows ``[..., rows, size]``."""
+        outer = (self.delta[..., :, None] * self.x[..., None, :]).flatten(-2)
+        return torch.cat([outer, self.delta], dim=-1) if self.bias else outer
 
-    def _split(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        cut = self.delta.shape[1] * self.x.shape[1]
-        return vector[:cut].reshape(self.delta.shape[1], self.x.shape[1]), vector[cut:]
+    def __getitem__(self, index: Index) -> LinearPart:
+        """Some rows of some clients."""
+        return replace(self, x=self.x[index], delta=self.delta[index])
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,27 +97,31 @@ class OuterRows:
     @property
     def count(self) -> int:
         """Number of rows."""
-        return len(self.parts[0].x)
+        return self.parts[0].count
 
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
         """See `Rows`. A norm whose square leaves float64's range counts as non-finite."""
-        squares = torch.zeros(self.count, dtype=torch.float64, device=self.parts[0].x.device)
+        found = []
         start = 0
         for part in self.parts:
             own = slice(start, start + part.size)
-            squares += part.square_norms(
-                None if scale is None else scale[own], None if center is None else center[own]
+            found.append(
+                part.square_norms(
+                    None if scale is None else scale[..., own],
+                    None if center is None else center[..., own],
+                )
             )
             start += part.size
+        squares = torch.stack(found).sum(0)
         return torch.where(torch.isfinite(squares), squares.sqrt(), torch.nan)
 
     def sum(self, weights: Tensor) -> Tensor:
         """See `Rows`."""
-        return torch.cat([part.sum(weights) for part in self.parts])
+        return torch.cat([own for part in self.parts for own in part.sums(weights)], dim=-1)
 
     def dense(self) -> Tensor:
         """See `Rows`."""
-        return torch.cat([part.dense() for part in self.parts], dim=1)
+        return torch.cat([part.dense() for part in self.parts], dim=-1)
 
     def columns(self, slices: Sequence[slice]) -> Rows:
         """See `Rows`; implicit where the columns are whole layers."""
@@ -121,3 +135,7 @@ class OuterRows:
         if chosen and sum(p.size for p in chosen) == sum(s.stop - s.start for s in slices):
             return OuterRows(tuple(chosen))
         return DenseRows(self.dense()).columns(slices)
+
+    def __getitem__(self, index: Index) -> OuterRows:
+        """See `Rows`."""
+        return OuterRows(tuple(part[index] for part in self.parts))

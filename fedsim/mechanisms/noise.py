@@ -9,14 +9,17 @@ sum do (Mironov 2012).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from fedsim.errors import FedsimError
 
-__all__ = ["NoiseSource", "share_multiplier", "top_up_multiplier"]
+__all__ = ["NoiseSource", "normals", "share_multiplier", "top_up_multiplier"]
 
 Array = npt.NDArray[np.float64]
 
@@ -52,6 +55,24 @@ class NoiseSource:
         draws = self.normal(size)
         draws *= std
         return np.rint(draws, out=draws)
+
+
+def normals(sources: Sequence[NoiseSource], sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Standard normal draws ``[n, sum of sizes]``, one row from each source.
+
+    They are drawn here, in parts of these sizes as one release after another draws them, so
+    that every device gets the same; and go to ``device`` in one copy that nobody waits for.
+    """
+    # Pinned memory is not used again before the copy from it is done.
+    host = torch.empty(
+        len(sources), sum(sizes), dtype=torch.float64, pin_memory=device.type == "cuda"
+    )
+    for row, source in zip(host.numpy(), sources, strict=True):
+        start = 0
+        for size in sizes:
+            row[start : start + size] = source.normal(size)
+            start += size
+    return host.to(device, non_blocking=True)
 
 
 def share_multiplier(noise_multiplier: float, asked: int) -> float:

@@ -26,7 +26,7 @@ from fedsim.mechanisms.layout import Entry, Layout
 from fedsim.mechanisms.noise import NoiseSource
 from fedsim.mechanisms.rows import DenseRows, Rows
 
-__all__ = ["PerLayer"]
+__all__ = ["PerLayer", "part_layout", "scatter"]
 
 Part = tuple[Mechanism, State, list[slice]]
 
@@ -149,7 +149,7 @@ class PerLayer(Mechanism):
         """``sqrt(sum_l C_l^2)``."""
         return math.hypot(
             *(
-                mechanism.sensitivity(own, _part_layout(layout, columns))
+                mechanism.sensitivity(own, part_layout(layout, columns))
                 for mechanism, own, columns in self._split(state)
             )
         )
@@ -160,7 +160,7 @@ class PerLayer(Mechanism):
         out = torch.empty_like(block)
         for mechanism, own, columns in self._split(state):
             bounded = mechanism.bound(DenseRows(block).columns(columns).dense(), own)
-            _scatter(out, bounded, columns)
+            scatter(out, bounded, columns)
         return out.masked_fill(DenseRows(block).norms().isnan()[:, None], 0.0)
 
     def accumulate(
@@ -168,7 +168,7 @@ class PerLayer(Mechanism):
     ) -> Accumulator:
         """See `Mechanism`."""
         parts = [
-            (mechanism.accumulate(own, _part_layout(layout, columns), device=device), columns)
+            (mechanism.accumulate(own, part_layout(layout, columns), device=device), columns)
             for mechanism, own, columns in self._split(state)
         ]
         return _LayerAccumulator(parts, torch.device(device))
@@ -206,7 +206,7 @@ class PerLayer(Mechanism):
             info.update({f"{k}.{name}": value for name, value in release.info.items()})
         mean = torch.empty(sum(map(len, means)), dtype=torch.float64, device=means[0].device)
         for (_, _, columns), values in zip(parts, means, strict=True):
-            _scatter(mean, values, columns)
+            scatter(mean, values, columns)
         return Release(mean, new, sides, info)
 
     def share(
@@ -234,7 +234,7 @@ class PerLayer(Mechanism):
                 asked=asked,
                 noise=noise,
             )
-            _scatter(rows, shares.rows, columns)
+            scatter(rows, shares.rows, columns)
             usable = usable & shares.usable
             scalars.update({f"{k}.{name}": value for name, value in shares.sides.items()})
         return Shares(rows, scalars, usable)
@@ -301,12 +301,13 @@ def _spans(entries: list[Entry]) -> list[tuple[int, int]]:
     return spans
 
 
-def _part_layout(layout: Layout, columns: list[slice]) -> Layout:
+def part_layout(layout: Layout, columns: list[slice]) -> Layout:
+    """Layout of the parameters in these columns, as one entry."""
     size = sum(part.stop - part.start for part in columns)
     return Layout.of({"part": torch.empty(size, dtype=layout.dtype)})
 
 
-def _scatter(out: Tensor, values: Tensor, columns: list[slice]) -> None:
+def scatter(out: Tensor, values: Tensor, columns: list[slice]) -> None:
     """Put ``values [..., size]`` into these columns of ``out [..., d]``."""
     start = 0
     for part in columns:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.mechanisms.base import State
-from fedsim.mechanisms.gaussian import Released, Scalar
+from fedsim.mechanisms.gaussian import Released, Scalar, per_row
 from fedsim.mechanisms.layout import Layout
 from fedsim.mechanisms.scaling import BOUND_RANGE, ScalingMechanism, check_number, clip_factor
 
@@ -82,13 +82,11 @@ class QuantileClipping(ScalingMechanism):
         self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0
     ) -> Tensor:
         """``min(1, C / norm)`` at the state's C; see `ScalingMechanism`."""
-        return clip_factor(norms, self._clip_norm(state), unit)
+        clip_norm = self.initial_clip_norm if state is None else state["clip_norm"]
+        return clip_factor(norms, per_row(clip_norm), unit)
 
-    def _clip_norm(self, state: State | None) -> float:
-        return self.initial_clip_norm if state is None else float(state["clip_norm"])
-
-    def _radius(self, ready: State, d: int) -> float:
-        return self._clip_norm(ready)
+    def _radius(self, ready: State, d: int) -> Tensor:
+        return ready["clip_norm"]
 
     def _scalars(self) -> Mapping[str, Scalar]:
         return {BIT: Scalar(center=0.5, half=0.5)}
@@ -96,12 +94,13 @@ class QuantileClipping(ScalingMechanism):
     def _sides(self, clipped: Tensor) -> Mapping[str, Tensor]:
         return {BIT: 0.5 - clipped.to(torch.float64)}
 
-    def _next(self, ready: State, released: Released) -> tuple[State, dict[str, float]]:
-        used = self._clip_norm(ready)
+    def _next(self, ready: State, released: Released) -> State:
         step = -self.learning_rate * (released.sides[BIT] - self.target_quantile)
         low, high = BOUND_RANGE
         # Through the logarithm: noise on a tiny cohort may make a step that exp() cannot take.
-        log_c = min(max(math.log(used) + step, math.log(low)), math.log(high))
-        clip_norm = min(max(math.exp(log_c), low), high)
-        state = {"clip_norm": torch.full_like(ready["clip_norm"], clip_norm)}
-        return state, {"clip-norm": used, "next-clip-norm": clip_norm}
+        log_c = (ready["clip_norm"].log() + step).clamp(math.log(low), math.log(high))
+        return {"clip_norm": log_c.exp().clamp(low, high)}
+
+    def _info(self, ready: State, new: State, d: int) -> dict[str, float]:
+        used, later = float(ready["clip_norm"]), float(new["clip_norm"])
+        return {"clip-norm": used, "next-clip-norm": later}

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = ["Chunks", "DenseRows", "Rows", "chunks", "norms_", "round_up"]
+__all__ = ["Chunks", "DenseRows", "Index", "Rows", "chunks", "norms_", "round_up"]
 
 CHUNK_BYTES = 2**22
 CUDA_CHUNK_BYTES = 2**28
@@ -17,63 +17,73 @@ CUDA_CHUNK_BYTES = 2**28
 # Squares of float64 entries beyond these may overflow or lose all their digits.
 SMALL, LARGE = 2.0**-400, 2.0**400
 
+Index = tuple[int | slice, slice]
+"""(clients, rows of each) of ``[n, rows, d]``; one client's number drops the first axis."""
+
 
 @runtime_checkable
 class Rows(Protocol):
-    """A block of rows ``[rows, d]``."""
+    """A block of rows ``[rows, d]``, or one for each of n clients, ``[n, rows, d]``.
+
+    Whatever has one number, or one vector, a sum of rows then has a leading ``n`` too.
+    """
 
     @property
     def count(self) -> int:
-        """Number of rows."""
+        """Number of rows, of each client."""
 
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
-        """``||(row - center) * scale||``, float64 ``[rows]``; NaN for a non-finite row.
+        """``||(row - center) * scale||``, float64 ``[..., rows]``; NaN for a non-finite row.
 
-        ``scale`` and ``center`` are float64 ``[d]``.
+        ``scale`` and ``center`` are float64 ``[..., d]``.
         """
 
     def sum(self, weights: Tensor) -> Tensor:
-        """``sum_k weights_k row_k``, float64 ``[d]``; a row of weight zero adds nothing."""
+        """``sum_k weights_k row_k``, float64 ``[..., d]``; a row of weight zero adds nothing."""
 
     def dense(self) -> Tensor:
-        """The rows themselves, ``[rows, d]``."""
+        """The rows themselves, ``[..., rows, d]``."""
 
     def columns(self, slices: Sequence[slice]) -> Rows:
         """The same rows over these columns only, in this order."""
 
+    def __getitem__(self, index: Index) -> Rows:
+        """Some rows of some of n clients."""
+
 
 @dataclass(frozen=True, eq=False)
 class DenseRows:
-    """Rows that are there: ``tensor [rows, d]``, float32 or float64, CPU or CUDA."""
+    """Rows that are there: ``tensor [..., rows, d]``, float32 or float64, CPU or CUDA."""
 
     tensor: Tensor
 
     @property
     def count(self) -> int:
         """Number of rows."""
-        return len(self.tensor)
+        return self.tensor.shape[-2]
 
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
         """See `Rows`. Neither overflows nor underflows where the norm itself does not."""
-        parts = []
-        for _, y in chunks(self.tensor):
+        found = self.tensor.new_empty(self.tensor.shape[:-1], dtype=torch.float64)
+        out = self._led(found)
+        for (clients, part), y in self._pieces():
             if center is not None:
-                y.sub_(center)
+                y.sub_(_each(center, clients))
             if scale is not None:
-                y.mul_(scale)
+                y.mul_(_each(scale, clients))
             norms, unit = norms_(y)
-            parts.append(norms if unit is None else norms * unit)
-        if not parts:
-            return torch.zeros(0, dtype=torch.float64, device=self.tensor.device)
-        return torch.cat(parts)
+            out[clients, part] = norms if unit is None else norms * unit
+        return found
 
     def sum(self, weights: Tensor) -> Tensor:
         """See `Rows`; a plain float64 sum, in the order of the rows."""
-        total = torch.zeros(self.tensor.shape[1], dtype=torch.float64, device=self.tensor.device)
-        for part, y in chunks(self.tensor):
-            weight = weights[part].to(y)
-            total += y.masked_fill_((weight == 0)[:, None], 0.0).mul_(weight[:, None]).sum(0)
-        return total
+        d = self.tensor.shape[-1]
+        found = self.tensor.new_zeros(*self.tensor.shape[:-2], d, dtype=torch.float64)
+        out, weights = self._led(found), self._led(weights)
+        for (clients, part), y in self._pieces():
+            weight = weights[clients, part, None].to(y)
+            out[clients] += y.masked_fill_(weight == 0, 0.0).mul_(weight).sum(1)
+        return found
 
     def dense(self) -> Tensor:
         """The tensor."""
@@ -82,8 +92,26 @@ class DenseRows:
     def columns(self, slices: Sequence[slice]) -> DenseRows:
         """See `Rows`; a view where there is one slice."""
         if len(slices) == 1:
-            return DenseRows(self.tensor[:, slices[0]])
-        return DenseRows(torch.cat([self.tensor[:, part] for part in slices], dim=1))
+            return DenseRows(self.tensor[..., slices[0]])
+        return DenseRows(torch.cat([self.tensor[..., part] for part in slices], dim=-1))
+
+    def __getitem__(self, index: Index) -> DenseRows:
+        """See `Rows`."""
+        return DenseRows(self.tensor[index])
+
+    def _led(self, tensor: Tensor) -> Tensor:
+        """With the leading axis of several clients, if these are one's."""
+        return tensor if self.tensor.dim() == 3 else tensor[None]
+
+    def _pieces(self) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+        block = self._led(self.tensor)
+        counts = [self.count] * len(block)
+        return Chunks().of_block(DenseRows(block), counts, block.shape[2], block.device)
+
+
+def _each(vector: Tensor, clients: slice) -> Tensor:
+    """A vector for all rows ``[d]``, or these clients' of ``[n, d]``, to go with their rows."""
+    return vector if vector.dim() == 1 else vector[clients].unsqueeze(1)
 
 
 class Chunks:
@@ -98,17 +126,37 @@ class Chunks:
         Yields the slice of rows and a buffer ``[c, d]`` that the caller may overwrite and that
         the next iteration reuses.
         """
-        rows, d = block.shape
-        limit = CUDA_CHUNK_BYTES if block.is_cuda else CHUNK_BYTES
-        step = min(max(1, limit // (8 * max(d, 1))), max(rows, 1))
+        rows = DenseRows(block[None])
+        for (_, part), y in self.of_block(rows, [len(block)], block.shape[1], block.device):
+            yield part, y[0]
+
+    def of_block(
+        self, rows: Rows, counts: Sequence[int], d: int, device: torch.device
+    ) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+        """The first ``counts [n]`` of rows ``[n, B, d]``, as float64 copies ``[k, c, d]``.
+
+        As `of`. On a CPU client by client; on a GPU of as many at once as fit, with all of
+        their rows.
+        """
+        most, n = max(counts, default=0), len(counts)
+        if most == 0:
+            return
+        fit = max(
+            1, (CUDA_CHUNK_BYTES if device.type == "cuda" else CHUNK_BYTES) // (8 * max(d, 1))
+        )
+        c, k = min(fit, most), min(max(1, fit // most), n) if device.type == "cuda" else 1
         buffer = self._buffer
-        if buffer is None or len(buffer) < step or buffer.shape[1] != d:
-            buffer = torch.empty(step, d, dtype=torch.float64, device=block.device)
+        if buffer is None or len(buffer) < k * c or buffer.shape[1] != d:
+            buffer = torch.empty(k * c, d, dtype=torch.float64, device=device)
             self._buffer = buffer
-        for start in range(0, rows, step):
-            part = slice(start, min(start + step, rows))
-            y = buffer[: part.stop - start]
-            yield part, y.copy_(block[part])
+        for first in range(0, n, k):
+            clients = slice(first, min(first + k, n))
+            count = max(counts[clients])
+            for start in range(0, count, c):
+                part = slice(start, min(start + c, count))
+                shape = (clients.stop - first, part.stop - start, d)
+                y = buffer[: shape[0] * shape[1]].view(shape)
+                yield (clients, part), y.copy_(rows[clients, part].dense())
 
 
 def chunks(block: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -117,29 +165,30 @@ def chunks(block: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def norms_(y: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Norms of float64 rows ``y [c, d]``, whose extreme rows are rescaled in place.
+    """Norms of float64 rows ``y [..., d]``, whose extreme rows are rescaled in place.
 
     Returns
     -------
-    norms : float64 ``[c]``
+    norms : float64 ``[...]``
         Of the rows as they now stand; NaN where a row is not finite.
-    unit : float64 ``[c]`` or None
+    unit : float64 ``[...]`` or None
         A power of two for each row: the row was ``unit * y``. None: every unit is one.
     """
-    norms = torch.linalg.vector_norm(y, dim=1)
-    least, most = torch.aminmax(norms)  # NaN fails both comparisons.
-    if float(least) > SMALL and float(most) < LARGE:
-        return norms, None
+    norms = torch.linalg.vector_norm(y, dim=-1)
+    if not y.is_cuda:
+        least, most = torch.aminmax(norms)  # NaN fails both comparisons.
+        if float(least) > SMALL and float(most) < LARGE:
+            return norms, None
     usual = (norms > SMALL) & (norms < LARGE)
-    peak = torch.linalg.vector_norm(y, float("inf"), dim=1)
+    peak = torch.linalg.vector_norm(y, float("inf"), dim=-1)
     finite = torch.isfinite(peak)
     exponent = torch.where(usual | ~finite | (peak == 0), 0, torch.frexp(peak).exponent - 1).to(
         torch.float64
     )
     # In two steps: 2^-exponent alone may overflow.
     half = torch.floor(exponent / 2)
-    y.mul_(torch.exp2(-half)[:, None]).mul_(torch.exp2(half - exponent)[:, None])
-    norms = torch.where(finite, torch.linalg.vector_norm(y, dim=1), torch.nan)
+    y.mul_(torch.exp2(-half)[..., None]).mul_(torch.exp2(half - exponent)[..., None])
+    norms = torch.where(finite, torch.linalg.vector_norm(y, dim=-1), torch.nan)
     return norms, torch.exp2(exponent)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.mechanisms.base import State
-from fedsim.mechanisms.gaussian import GaussianMechanism, Released, Shaped
+from fedsim.mechanisms.gaussian import GaussianMechanism, Number, Shaped, per_row
 from fedsim.mechanisms.rows import Rows, norms_, round_up
 
 __all__ = [
@@ -47,7 +47,7 @@ class ScalingMechanism(GaussianMechanism):
 
         Parameters
         ----------
-        norms : Tensor, any shape (``[n]``, or ``[n, B]`` for n clients' examples)
+        norms : Tensor ``[..., rows]``
             NaN (a non-finite row) gives NaN; whoever multiplies puts zero there.
         state : State, optional
             Where the bound adapts.
@@ -57,7 +57,7 @@ class ScalingMechanism(GaussianMechanism):
         """
 
     def whitening(self, state: State) -> tuple[Tensor | None, Tensor | None]:
-        """``(scale, center)``, each ``[d]`` or None, of the norms that `scales` wants.
+        """``(scale, center)``, each ``[..., d]`` or None, of the norms that `scales` wants.
 
         They are the arguments of `Rows.norms`.
         """
@@ -66,27 +66,29 @@ class ScalingMechanism(GaussianMechanism):
     def _shape(self, y: Tensor, ready: State) -> Shaped:
         scale, center = self.whitening(ready)
         if center is not None:
-            y.sub_(center)
+            y.sub_(center.unsqueeze(-2))
         if scale is not None:
-            y.mul_(scale)
-        d = y.shape[1]
+            y.mul_(scale.unsqueeze(-2))
+        d = y.shape[-1]
         norms, unit = norms_(y)
         factor = self.scales(round_up(norms, d), ready, unit=1.0 if unit is None else unit)
-        clipped = (norms if unit is None else norms * unit) > self._radius(ready, d)
+        clipped = (norms if unit is None else norms * unit) > per_row(self._radius(ready, d))
         return Shaped(factor, clipped, self._sides(clipped))
 
-    def _implicit(self, rows: Rows, ready: State, weights: Tensor | None) -> tuple[Shaped, Tensor]:
+    def _implicit(
+        self, rows: Rows, ready: State, unit: Number, weights: Tensor | None
+    ) -> tuple[Shaped, Tensor]:
         scale, center = self.whitening(ready)
         norms = rows.norms(scale, center)
-        clipped = norms > self._radius(ready, 1)
+        clipped = norms > per_row(self._radius(ready, 1))
         # The margin covers the rounding of the formula for norms, and of the sum to the grid.
         factor = self.scales(norms * (1 + IMPLICIT_MARGIN), ready)
-        weight = factor.nan_to_num(nan=0.0)
+        weight = factor.nan_to_num(nan=0.0) / per_row(unit)
         if weights is not None:
             weight = weight * weights
         total = rows.sum(weight)
         if center is not None:
-            total = total - weight.sum() * center
+            total = total - weight.sum(-1, keepdim=True) * center
         if scale is not None:
             total = total * scale
         return Shaped(factor, clipped, self._sides(clipped)), total
@@ -94,8 +96,8 @@ class ScalingMechanism(GaussianMechanism):
     def _sides(self, clipped: Tensor) -> Mapping[str, Tensor]:
         return {}
 
-    def _next(self, ready: State, released: Released) -> tuple[State, dict[str, float]]:
-        return ready, {"clip-norm": self._radius(ready, len(released.mean))}
+    def _info(self, ready: State, new: State, d: int) -> dict[str, float]:
+        return {"clip-norm": float(self._radius(ready, d))}
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,6 @@ class Normalization(ScalingMechanism):
 
 
 def clip_factor(norms: Tensor, clip_norm: float | Tensor, unit: Tensor | float) -> Tensor:
-    """``min(1, C / norm)`` in ``unit``."""
+    """``min(1, C / norm)`` in ``unit``; ``clip_norm`` a number, or a number a row."""
     # NaN stays NaN: neither division nor clamp hides it, as Python's min() would.
     return torch.clamp(clip_norm / norms, max=unit)
