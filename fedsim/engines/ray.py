@@ -307,6 +307,8 @@ def _start_ray(address: str | None, workers: int) -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Workers without a GPU train on the CPU because they are told to; else Ray warns each of them.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     here: dict[str, Any] = {}
     if address is None:
         here = {
