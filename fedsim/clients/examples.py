@@ -123,39 +123,33 @@ class PositionsPart(LinearPart):
 
     Attributes
     ----------
-    x : Tensor ``[n, B, L, inputs]``
-    delta : Tensor ``[n, B, L, outputs]``
+    x : Tensor ``[..., rows, L, inputs]``
+    delta : Tensor ``[..., rows, L, outputs]``
     bias : bool
     """
 
     @property
     def count(self) -> int:
         """Number of rows."""
-        return self.x.shape[1]
-
-    @property
-    def size(self) -> int:
-        """Number of coordinates."""
-        return int(self.delta.shape[3] * (self.x.shape[3] + self.bias))
+        return self.x.shape[-3]
 
     @property
     def small(self) -> bool:
         """Whether a gradient is smaller than the Gram matrix of its positions."""
-        return bool(self.size <= self.x.shape[2] ** 2)
+        return bool(self.size <= self.x.shape[-2] ** 2)
 
     def square_norms(self, scale: Tensor | None, center: Tensor | None) -> Tensor:
         """See `LinearPart`; by Gram matrices of the positions where those are the smaller."""
         if scale is not None or center is not None:
             rows = self._written.clone() if self.small else self.dense().double()
-            rows = rows if center is None else rows.sub_(center[:, None])
-            rows = rows if scale is None else rows.mul_(scale[:, None])
-            return rows.square_().sum(2)
+            rows = rows if center is None else rows.sub_(center.unsqueeze(-2))
+            rows = rows if scale is None else rows.mul_(scale.unsqueeze(-2))
+            return rows.square_().sum(-1)
         if self.small:
-            return self._written.square().sum(2)
-        x, delta = (tensor.flatten(0, 1) for tensor in self._precise)
-        inputs = torch.bmm(x, x.transpose(1, 2)).add_(float(self.bias))
-        products = torch.bmm(delta, delta.transpose(1, 2)).mul_(inputs)
-        return products.flatten(1).sum(1).clamp_min(0).view(self.x.shape[:2])
+            return self._written.square().sum(-1)
+        x, delta = self._precise
+        inputs = (x @ x.mT).add_(float(self.bias))
+        return (delta @ delta.mT).mul_(inputs).sum((-2, -1)).clamp_min(0)
 
     def sums(self, weights: Tensor) -> list[Tensor]:
         """See `LinearPart`."""
@@ -164,20 +158,19 @@ class PositionsPart(LinearPart):
         wipe = weights.is_cuda or bool(absent.any())
         if self.small:
             rows = self._written
-            rows = rows.masked_fill(absent[:, :, None], 0.0) if wipe else rows
-            return [torch.bmm(weights[:, None], rows).squeeze(1)]
+            rows = rows.masked_fill(absent[..., None], 0.0) if wipe else rows
+            return [(weights.unsqueeze(-2) @ rows).squeeze(-2)]
         x, delta = self._precise
         if wipe:
-            x, delta = (t.masked_fill(absent[:, :, None, None], 0.0) for t in (x, delta))
-        delta = delta * weights[:, :, None, None]
-        weight = torch.bmm(delta.flatten(1, 2).transpose(1, 2), x.flatten(1, 2)).flatten(1)
-        return [weight, delta.sum((1, 2))] if self.bias else [weight]
+            x, delta = (t.masked_fill(absent[..., None, None], 0.0) for t in (x, delta))
+        delta = (delta * weights[..., None, None]).flatten(-3, -2)
+        weight = (delta.mT @ x.flatten(-3, -2)).flatten(-2)
+        return [weight, delta.sum(-2)] if self.bias else [weight]
 
     def dense(self) -> Tensor:
         """See `LinearPart`."""
-        x, delta = self.x.flatten(0, 1), self.delta.flatten(0, 1)
-        outer = torch.bmm(delta.transpose(1, 2), x).view(*self.x.shape[:2], -1)
-        return torch.cat([outer, self.delta.sum(2)], dim=2) if self.bias else outer
+        outer = (self.delta.mT @ self.x).flatten(-2)
+        return torch.cat([outer, self.delta.sum(-2)], dim=-1) if self.bias else outer
 
     @cached_property
     def _written(self) -> Tensor:

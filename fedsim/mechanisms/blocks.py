@@ -147,12 +147,12 @@ class _Gaussians(_Together):
         self._state = state
         self._mechanism = mechanism
         self._scalars = mechanism._scalars()
-        self._d = layout.d
         self.sizes = (layout.d, *(1 for _ in self._scalars))
         splits = [mechanism.noise_multipliers(noise_multiplier, r) for r in denominators]
-        self._total = torch.zeros(len(splits), layout.d, dtype=torch.float64, device=device)
-        self._z = {k: self._total.new_tensor([split[k] for split in splits]) for k in splits[0]}
-        self._denominators = self._total.new_tensor(denominators)
+        total = torch.zeros(len(splits), layout.d, dtype=torch.float64, device=device)
+        self._sums = {"sum": total, **{k: total.new_zeros(len(total)) for k in self._scalars}}
+        self._z = {k: total.new_tensor([split[k] for split in splits]) for k in splits[0]}
+        self._denominators = total.new_tensor(denominators)
         self._chunks = Chunks()
 
     @property
@@ -163,21 +163,21 @@ class _Gaussians(_Together):
         self._state = _part(self._state, slice(active))
         self._z = _part(self._z, slice(active))
         self._denominators = self._denominators[:active]
-        self._total = self._total[:active].zero_()
+        self._sums = {name: own[:active].zero_() for name, own in self._sums.items()}
         self._ready = self._mechanism._ready(self._state)
-        self._radius = self._total.new_zeros(active) + self._mechanism._radius(self._ready, self._d)
+        radius = self._mechanism._radius(self._ready, self.sizes[0])
+        self._radius = torch.zeros_like(self._denominators) + radius
         self._unit = grid_units(self._radius)
-        self._sides = {name: self._total.new_zeros(active) for name in self._scalars}
         self._rows = 0
 
     def add(
         self, rows: Rows, weights: Tensor, counts: Sequence[int], clients: Clients = ALL
     ) -> None:
         self._rows = more_rows(self._rows, rows.count)
-        sums = _part({"": self._total, **self._sides}, clients)
+        sums = _part(self._sums, clients)
         self._add(rows, weights, counts, _part(self._ready, clients), self._unit[clients], sums)
-        if isinstance(clients, Tensor):  # then the sums are copies
-            for name, own in {"": self._total, **self._sides}.items():
+        if isinstance(clients, Tensor):  # then these sums are copies
+            for name, own in self._sums.items():
                 own[clients] = sums[name]
 
     def _add(
@@ -189,20 +189,20 @@ class _Gaussians(_Together):
         unit: Tensor,
         sums: State,
     ) -> None:
-        """Add to ``sums``: the vector's under no name, scalars' under theirs."""
+        """Add to the sums of the same clients."""
         implicit = None
         if not isinstance(rows, DenseRows):
             implicit = self._mechanism._implicit(rows, ready, unit, weights)
         if implicit is not None:
             shaped, bounded = implicit
-            sums[""].add_(bounded)
+            sums["sum"].add_(bounded)
             self._add_scalars(shaped, weights, sums)
             return
-        for (some, part), y in self._chunks.of_block(rows, counts, self._d, self._device):
+        for (some, part), y in self._chunks.of_block(rows, counts, sums["sum"]):
             weight, own = weights[some, part], _part(sums, some)
             shaped, _ = self._mechanism.units_(y, _part(ready, some), unit[some], weight)
             # Towards zero, row by row: none gets longer, and their sum is exact.
-            add_rows_(own[""], truncate_(y) if self._noisy else y)
+            add_rows_(own["sum"], truncate_(y) if self._noisy else y)
             self._add_scalars(shaped, weight, own)
 
     def _add_scalars(self, shaped: Shaped, weights: Tensor, sums: State) -> None:
@@ -212,17 +212,17 @@ class _Gaussians(_Together):
             sums[name].add_(truncate_(values).sum(1))
 
     def noised(self, draws: Tensor | None) -> Tensor:
-        total, r = self._total, self._denominators
+        total, r, d = self._sums["sum"], self._denominators, self.sizes[0]
         if draws is not None:
             std = self._z["sum"] * self._radius / self._unit
-            noise = draws[:, : self._d].mul_(std[:, None]).round_()
+            noise = draws[:, :d].mul_(std[:, None]).round_()
             truncate_(total).add_(noise)
         # A unit is a power of two: one division rounds as a product and a division would.
         mean = total.div_((r / self._unit)[:, None])
         mean = self._mechanism._restore(mean, self._ready)
         sides: dict[str, float | Tensor] = {}
-        for at, (name, scalar) in enumerate(self._scalars.items(), start=self._d):
-            unit, value = grid_unit(scalar.half), self._sides[name]
+        for at, (name, scalar) in enumerate(self._scalars.items(), start=d):
+            unit, value = grid_unit(scalar.half), self._sums[name]
             if draws is not None:
                 value = value + (draws[:, at] * (self._z[name] * scalar.half / unit)).round_()
             sides[name] = scalar.center + value * unit / r
@@ -245,16 +245,17 @@ class _Layers(_Together):
         device: torch.device,
     ) -> None:
         super().__init__(noise_multiplier, device)
-        split = mechanism._split(mechanism.init(layout))
-        self._columns = [columns for _, _, columns in split]
-        self._kept = {f"{k}.columns": state[f"{k}.columns"] for k in range(len(split))}
+        layers = mechanism.layers(layout)
+        self._columns = [columns for _, columns in layers]
+        self._kept = {f"{k}.columns": state[f"{k}.columns"] for k in range(len(layers))}
         self._parts: list[_Together] = []
-        for k, (part, own, columns) in enumerate(split):
+        for k, (part, columns) in enumerate(layers):
+            own = part_layout(layout, columns)
             made = releases(
                 part,
-                {name: state[f"{k}.{name}"] for name in own},
-                part_layout(layout, columns),
-                noise_multiplier=mechanism._part_multiplier(noise_multiplier, k, len(split)),
+                {name: state[f"{k}.{name}"] for name in part.init(own)},
+                own,
+                noise_multiplier=mechanism._part_multiplier(noise_multiplier, k, len(layers)),
                 denominators=denominators,
                 device=device,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -44,15 +45,16 @@ class LinearPart:
 
     def square_norms(self, scale: Tensor | None, center: Tensor | None) -> Tensor:
         """``||(row - center) * scale||^2``, float64 ``[..., rows]``."""
-        x, delta = self.x.double(), self.delta.double()
         if scale is None and center is None:
-            return delta.square().sum(-1) * (x.square().sum(-1) + self.bias)
+            delta, x = self._squares
+            return delta * (x + self.bias)
+        x, delta = self._precise
         lead = self.x.shape[:-2]
         q = x.new_ones(*lead, self.size) if scale is None else scale.square()
         squares = self._inner(aligned_double(delta).square_(), x.square(), q)
         if center is None:
             return squares
-        cross = self._inner(aligned_double(delta), x, center * q)
+        cross = self._inner(delta, x, center * q)
         constant = (center.square() * q).sum(-1, keepdim=True)
         return (squares - 2 * cross + constant).clamp_min(0)
 
@@ -67,11 +69,24 @@ class LinearPart:
 
     def sums(self, weights: Tensor) -> list[Tensor]:
         """``sum_k weights_k row_k``, float64 ``[..., size]``, in parts one after another."""
-        absent = (weights == 0)[..., None]
-        x = aligned_double(self.x).masked_fill_(absent, 0.0)
-        delta = aligned_double(self.delta).masked_fill_(absent, 0.0).mul_(weights[..., None])
+        x, delta = self._precise
+        delta = aligned_double(delta).mul_(weights[..., None])
+        # A row of NaN times zero is NaN: such rows are wiped.
+        if weights.is_cuda or not all(bool(torch.isfinite(each).all()) for each in self._squares):
+            absent = (weights == 0)[..., None]
+            x, delta = aligned_double(x).masked_fill_(absent, 0), delta.masked_fill_(absent, 0)
         weight = product(delta.transpose(-1, -2), x).flatten(-2)
         return [weight, delta.sum(-2)] if self.bias else [weight]
+
+    @cached_property
+    def _precise(self) -> tuple[Tensor, Tensor]:
+        return aligned_double(self.x), aligned_double(self.delta)
+
+    @cached_property
+    def _squares(self) -> tuple[Tensor, Tensor]:
+        """Squared norms of every ``delta_k`` and ``x_k``."""
+        x, delta = (torch.linalg.vector_norm(each, dim=-1).square_() for each in self._precise)
+        return delta, x
 
     def dense(self) -> Tensor:
         """The rows ``[..., rows, size]``."""

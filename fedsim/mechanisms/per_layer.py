@@ -111,6 +111,13 @@ class PerLayer(Mechanism):
                 raise FedsimError(f"pattern '{pattern}' of the parts is left with no parameter.")
         return groups
 
+    def layers(self, layout: Layout) -> list[tuple[Mechanism, list[slice]]]:
+        """Mechanism and columns of every part."""
+        return [
+            (mechanism, [slice(start, stop) for start, stop in _spans(entries)])
+            for mechanism, entries in self._groups(layout)
+        ]
+
     def _split(self, state: State) -> list[Part]:
         """Mechanism, state and columns of every part."""
         parts: list[Part] = []

@@ -105,8 +105,7 @@ class DenseRows:
 
     def _pieces(self) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
         block = self._led(self.tensor)
-        counts = [self.count] * len(block)
-        return Chunks().of_block(DenseRows(block), counts, block.shape[2], block.device)
+        return Chunks().of_block(DenseRows(block), [self.count] * len(block), block)
 
 
 def _each(vector: Tensor, clients: slice) -> Tensor:
@@ -126,28 +125,25 @@ class Chunks:
         Yields the slice of rows and a buffer ``[c, d]`` that the caller may overwrite and that
         the next iteration reuses.
         """
-        rows = DenseRows(block[None])
-        for (_, part), y in self.of_block(rows, [len(block)], block.shape[1], block.device):
+        for (_, part), y in self.of_block(DenseRows(block[None]), [len(block)], block):
             yield part, y[0]
 
     def of_block(
-        self, rows: Rows, counts: Sequence[int], d: int, device: torch.device
+        self, rows: Rows, counts: Sequence[int], like: Tensor
     ) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
         """The first ``counts [n]`` of rows ``[n, B, d]``, as float64 copies ``[k, c, d]``.
 
-        As `of`. On a CPU client by client; on a GPU of as many at once as fit, with all of
-        their rows.
+        As `of`. On a CPU client by client; on a GPU as many clients at once as fit, with rows
+        beyond their count where another has more. ``like [..., d]`` is on the device to use.
         """
-        most, n = max(counts, default=0), len(counts)
+        most, n, d = max(counts, default=0), len(counts), like.shape[-1]
         if most == 0:
             return
-        fit = max(
-            1, (CUDA_CHUNK_BYTES if device.type == "cuda" else CHUNK_BYTES) // (8 * max(d, 1))
-        )
-        c, k = min(fit, most), min(max(1, fit // most), n) if device.type == "cuda" else 1
+        fit = max(1, (CUDA_CHUNK_BYTES if like.is_cuda else CHUNK_BYTES) // (8 * max(d, 1)))
+        c, k = min(fit, most), min(max(1, fit // most), n) if like.is_cuda else 1
         buffer = self._buffer
         if buffer is None or len(buffer) < k * c or buffer.shape[1] != d:
-            buffer = torch.empty(k * c, d, dtype=torch.float64, device=device)
+            buffer = like.new_empty(k * c, d, dtype=torch.float64)
             self._buffer = buffer
         for first in range(0, n, k):
             clients = slice(first, min(first + k, n))

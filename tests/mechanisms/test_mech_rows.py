@@ -155,3 +155,25 @@ def test_columns_of_whole_layers_stay_implicit() -> None:
     assert isinstance(rows.columns([mixed]), DenseRows)
     for part in (first, second, mixed):
         torch.testing.assert_close(rows.columns([part]).dense(), dense[:, part])
+
+
+@pytest.mark.parametrize("shaped", [False, True])
+def test_rows_of_several_clients_are_those_of_each(shaped: bool) -> None:
+    rng = np.random.default_rng(8)
+    x, delta = (torch.from_numpy(rng.normal(size=(3, 7, width))) for width in (5, 4))
+    outer = OuterRows((LinearPart(x, delta), LinearPart(delta, x, bias=False)))
+    d = outer.dense().shape[2]
+    scale, center = (torch.from_numpy(rng.normal(size=(3, d))) for _ in range(2))
+    weights = torch.from_numpy(rng.random((3, 7)))
+    weights[:, 2] = 0
+    for rows in (outer, DenseRows(outer.dense())):
+        assert rows.count == 7
+        vectors = (scale, center) if shaped else ()
+        norms, sums = rows.norms(*vectors), rows.sum(weights)
+        for k in range(3):
+            own = rows[k, slice(None)]
+            torch.testing.assert_close(norms[k], own.norms(*(v[k] for v in vectors)))
+            torch.testing.assert_close(sums[k], own.sum(weights[k]))
+            torch.testing.assert_close(own.dense(), outer.dense()[k])
+            few = rows.columns([slice(0, 24)])[1:, 2:5]
+            torch.testing.assert_close(few.dense(), outer.dense()[1:, 2:5, :24])
