@@ -118,14 +118,14 @@ class AdaClip(ScalingMechanism):
         return {**state, "b": b, "scale": 1 / b}
 
     def _b(self, s: Tensor) -> Tensor:
-        return torch.sqrt(s / self.gamma) * torch.sqrt(s.sum(-1, keepdim=True))
+        return (s / self.gamma).sqrt_().mul_(s.sum(-1, keepdim=True).sqrt_())
 
     def _radius(self, ready: State, d: int) -> float:
         return 1.0
 
     def _restore(self, w: Tensor, ready: State) -> Tensor:
         rows = w * ready["b"]
-        return rows + ready["m"] if self.center else rows
+        return rows.add_(ready["m"]) if self.center else rows
 
     def _h2(self, d: int) -> float:
         # Not below h1: the literal range would be empty.
@@ -133,20 +133,21 @@ class AdaClip(ScalingMechanism):
 
     def _next(self, ready: State, released: Released) -> State:
         m, s, b, r = ready["m"], ready["s"], ready["b"], released.denominator
-        noise_variance = (b * released.noise_multipliers["sum"] / r) ** 2
+        noise_variance = (b * released.noise_multipliers["sum"]).div_(r).square_()
         # m before its update: the noise of this release must be independent of it.
-        estimate = (released.mean - m) ** 2 - noise_variance
+        estimate = (released.mean - m).square_().sub_(noise_variance)
         if self.variance == "per-example":
-            estimate = estimate * r
+            estimate.mul_(r)
         if not self.center:
-            estimate = estimate + m**2
+            estimate.add_(m.square())
         h2 = self._h2(s.shape[-1])
         if self.clamp == "pre":
-            estimate = estimate.clamp(self.h1, h2)
-        squares = self.beta2 * s**2 + (1 - self.beta2) * estimate
+            estimate.clamp_(self.h1, h2)
+        squares = s.square().mul_(self.beta2).add_(estimate.mul_(1 - self.beta2))
         if self.clamp == "post":
-            squares = squares.clamp(self.h1, h2)
-        return {"m": self.beta1 * m + (1 - self.beta1) * released.mean, "s": squares.sqrt()}
+            squares.clamp_(self.h1, h2)
+        mean = (m * self.beta1).add_(released.mean * (1 - self.beta1))
+        return {"m": mean, "s": squares.sqrt_()}
 
     def _info(self, ready: State, new: State, d: int) -> dict[str, float]:
         return {"clip-norm": float(torch.linalg.vector_norm(ready["b"]) / d**0.5)}

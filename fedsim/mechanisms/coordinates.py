@@ -136,24 +136,21 @@ class AdaptiveNoise(GaussianMechanism):
 
     def _ready(self, state: State) -> State:
         mean_square = state["mean_square"]
-        root = mean_square.clamp_min(0).sqrt()
+        root = mean_square.clamp_min(0).sqrt_()
         # A mask and no branch: clients of one block may be in either phase.
         adaptive = root.var(-1, correction=0, keepdim=True) > self.threshold
         if not adaptive.is_cuda and not bool(adaptive.any()):
             return {**state, "adaptive": adaptive}
-        limit = self.beta * mean_square.clamp_min(self.floor).sqrt()
+        limit = mean_square.clamp_min(self.floor).sqrt_().mul_(self.beta)
         if self.noise_shape == "proportional":
             shape = limit * math.sqrt(limit.shape[-1])
         else:
             shape = torch.sqrt(limit * limit.sum(-1, keepdim=True))
         # Rows are clamped in units of their bounds, then measured in units of their noise.
-        return {
-            **state,
-            "adaptive": adaptive,
-            "shrink": torch.where(adaptive, 1 / limit, 1.0),
-            "stretch": torch.where(adaptive, limit / shape, 1.0),
-            "shape": torch.where(adaptive, shape, 1.0),
-        }
+        own = {"shrink": 1 / limit, "stretch": limit / shape, "shape": shape}
+        if adaptive.is_cuda or not bool(adaptive.all()):
+            own = {name: torch.where(adaptive, each, 1.0) for name, each in own.items()}
+        return {**state, **own, "adaptive": adaptive}
 
     def _radius(self, ready: State, d: int) -> Tensor:
         return _either(ready["adaptive"], 1.0, self.clip_norm).squeeze(-1)
@@ -181,14 +178,15 @@ class AdaptiveNoise(GaussianMechanism):
 
     def _next(self, ready: State, released: Released) -> State:
         if released.raw_mean is not None:
-            square = released.raw_mean**2
+            square = released.raw_mean.square()
         else:
             std = released.noise_multipliers["sum"] / released.denominator
             spread = self._radius(ready, 0).unsqueeze(-1)
             if "shape" in ready:
                 spread = torch.where(ready["adaptive"], ready["shape"], spread)
-            square = released.mean**2 - (std * spread) ** 2
-        return {"mean_square": self.decay * ready["mean_square"] + (1 - self.decay) * square}
+            square = released.mean.square().sub_((spread * std).square_())
+        square.mul_(1 - self.decay).add_(ready["mean_square"] * self.decay)
+        return {"mean_square": square}
 
     def _info(self, ready: State, new: State, d: int) -> dict[str, float]:
         return {"adaptive": float(ready["adaptive"])}
