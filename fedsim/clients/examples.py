@@ -20,7 +20,8 @@ from torch.func import functional_call, grad, vmap
 from fedsim.clients.losses import Loss
 from fedsim.clients.packing import Packing
 from fedsim.clients.stacked import StackedPath
-from fedsim.mechanisms import DenseRows, LinearPart, OuterRows, Rows
+from fedsim.mechanisms import DenseRows, LinearPart, OuterRows
+from fedsim.mechanisms.rows import BlockRows
 
 __all__ = ["ExampleRows", "Examples", "PositionsPart", "example_rows"]
 
@@ -35,14 +36,14 @@ class Examples:
         Whose they are, of the ``n`` asked for: all, or all that have examples, or one.
     counts : sequence of k ints
         How many of their examples are no padding.
-    rows : Rows ``[k, b, d]``
+    rows : BlockRows ``[k, b, d]``
         Of the first ``b`` examples of each, padding among them.
     losses : Tensor ``[k, b]``
     """
 
     clients: slice | Tensor
     counts: Sequence[int]
-    rows: Rows
+    rows: BlockRows
     losses: Tensor
 
 
@@ -194,7 +195,7 @@ class _Hooked:
     loss: Loss
     layers: Sequence[tuple[str, nn.Module]]
 
-    def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[Rows, Tensor]:
+    def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         seen: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name, _ in self.layers}
         handles = [
             module.register_forward_hook(
@@ -253,7 +254,7 @@ class _Vmapped:
     packing: Packing
     loss: Loss
 
-    def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[Rows, Tensor]:
+    def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         named = {k: v.detach() for k, v in self.packing.named(theta).items()}
         gradients, each = vmap(grad(self._one, has_aux=True), in_dims=(None, 0, 0))(named, x, y)
         parts = [gradients[e.name].flatten(1) for e in self.packing.layout.entries]

@@ -23,7 +23,7 @@ from fedsim.mechanisms.gaussian import GaussianMechanism, Released, Shaped
 from fedsim.mechanisms.layout import Layout
 from fedsim.mechanisms.noise import NoiseSource, normals
 from fedsim.mechanisms.per_layer import PerLayer, part_layout, scatter
-from fedsim.mechanisms.rows import Chunks, DenseRows, Rows
+from fedsim.mechanisms.rows import BlockRows, Chunks, DenseRows
 
 __all__ = ["Releases", "releases"]
 
@@ -47,13 +47,13 @@ class Releases(ABC):
 
     @abstractmethod
     def add(
-        self, rows: Rows, weights: Tensor, counts: Sequence[int], clients: Clients = ALL
+        self, rows: BlockRows, weights: Tensor, counts: Sequence[int], clients: Clients = ALL
     ) -> None:
         """Bound rows ``[k, B, d]`` of some clients and add them to their sums.
 
         Parameters
         ----------
-        rows : Rows ``[k, B, d]``
+        rows : BlockRows ``[k, B, d]``
         weights : float64 ``[k, B]``
             1 or, for a row that is not there, 0.
         counts : sequence of k ints
@@ -171,7 +171,7 @@ class _Gaussians(_Together):
         self._rows = 0
 
     def add(
-        self, rows: Rows, weights: Tensor, counts: Sequence[int], clients: Clients = ALL
+        self, rows: BlockRows, weights: Tensor, counts: Sequence[int], clients: Clients = ALL
     ) -> None:
         self._rows = more_rows(self._rows, rows.count)
         sums = _part(self._sums, clients)
@@ -182,7 +182,7 @@ class _Gaussians(_Together):
 
     def _add(
         self,
-        rows: Rows,
+        rows: BlockRows,
         weights: Tensor,
         counts: Sequence[int],
         ready: State,
@@ -280,7 +280,7 @@ class _Layers(_Together):
             part.begin(active)
 
     def add(
-        self, rows: Rows, weights: Tensor, counts: Sequence[int], clients: Clients = ALL
+        self, rows: BlockRows, weights: Tensor, counts: Sequence[int], clients: Clients = ALL
     ) -> None:
         # A row that is not finite in one layer contributes to none.
         weights = weights.masked_fill(rows.norms().isnan(), 0.0)
@@ -328,7 +328,7 @@ class _OneByOne(Releases):
         ]
 
     def add(
-        self, rows: Rows, weights: Tensor, counts: Sequence[int], clients: Clients = ALL
+        self, rows: BlockRows, weights: Tensor, counts: Sequence[int], clients: Clients = ALL
     ) -> None:
         for k, client in enumerate(torch.arange(len(self._totals))[clients].tolist()):
             self._totals[client].add(rows[k, slice(counts[k])], weights=weights[k, : counts[k]])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedsim.mechanisms.aligned import aligned_double, product
-from fedsim.mechanisms.rows import DenseRows, Index, Rows
+from fedsim.mechanisms.rows import BlockRows, DenseRows, Index
 
 __all__ = ["LinearPart", "OuterRows"]
 
@@ -138,7 +138,7 @@ class OuterRows:
         """See `Rows`."""
         return torch.cat([part.dense() for part in self.parts], dim=-1)
 
-    def columns(self, slices: Sequence[slice]) -> Rows:
+    def columns(self, slices: Sequence[slice]) -> BlockRows:
         """See `Rows`; implicit where the columns are whole layers."""
         chosen: list[LinearPart] = []
         start = 0
@@ -152,5 +152,5 @@ class OuterRows:
         return DenseRows(self.dense()).columns(slices)
 
     def __getitem__(self, index: Index) -> OuterRows:
-        """See `Rows`."""
+        """See `BlockRows`."""
         return OuterRows(tuple(part[index] for part in self.parts))

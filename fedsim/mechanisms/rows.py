@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = ["Chunks", "DenseRows", "Index", "Rows", "chunks", "norms_", "round_up"]
+__all__ = ["BlockRows", "Chunks", "DenseRows", "Index", "Rows", "chunks", "norms_", "round_up"]
 
 CHUNK_BYTES = 2**22
 CUDA_CHUNK_BYTES = 2**28
@@ -47,8 +47,15 @@ class Rows(Protocol):
     def columns(self, slices: Sequence[slice]) -> Rows:
         """The same rows over these columns only, in this order."""
 
-    def __getitem__(self, index: Index) -> Rows:
-        """Some rows of some of n clients."""
+
+class BlockRows(Rows, Protocol):
+    """Rows of n clients, ``[n, rows, d]``."""
+
+    def columns(self, slices: Sequence[slice]) -> BlockRows:
+        """See `Rows`."""
+
+    def __getitem__(self, index: Index) -> BlockRows:
+        """Some rows of some clients, or of one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +103,7 @@ class DenseRows:
         return DenseRows(torch.cat([self.tensor[..., part] for part in slices], dim=-1))
 
     def __getitem__(self, index: Index) -> DenseRows:
-        """See `Rows`."""
+        """See `BlockRows`."""
         return DenseRows(self.tensor[index])
 
     def _led(self, tensor: Tensor) -> Tensor:
@@ -129,7 +136,7 @@ class Chunks:
             yield part, y[0]
 
     def of_block(
-        self, rows: Rows, counts: Sequence[int], like: Tensor
+        self, rows: BlockRows, counts: Sequence[int], like: Tensor
     ) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
         """The first ``counts [n]`` of rows ``[n, B, d]``, as float64 copies ``[k, c, d]``.
 
