@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from fedsim.clients.losses import Loss
-from fedsim.clients.packing import Packing
+from fedsim.clients.packing import Packing, channels_last
 from fedsim.clients.stacked import StackedPath
 from fedsim.mechanisms import DenseRows, LinearPart, OuterRows
 from fedsim.mechanisms.rows import BlockRows
@@ -127,7 +127,12 @@ class PositionsPart(LinearPart):
     x : Tensor ``[..., rows, L, inputs]``
     delta : Tensor ``[..., rows, L, outputs]``
     bias : bool
+    kernel : tuple of int
+        ``(C, kh, kw)`` where inputs come channels last, ``(kh, kw, C)``, as a CPU is quick to
+        gather them; empty where they are in the row's order.
     """
+
+    kernel: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -165,13 +170,21 @@ class PositionsPart(LinearPart):
         if wipe:
             x, delta = (t.masked_fill(absent[..., None, None], 0.0) for t in (x, delta))
         delta = (delta * weights[..., None, None]).flatten(-3, -2)
-        weight = (delta.mT @ x.flatten(-3, -2)).flatten(-2)
+        weight = self._row(delta.mT @ x.flatten(-3, -2))
         return [weight, delta.sum(-2)] if self.bias else [weight]
 
     def dense(self) -> Tensor:
         """See `LinearPart`."""
-        outer = (self.delta.mT @ self.x).flatten(-2)
+        outer = self._row(self.delta.mT @ self.x)
         return torch.cat([outer, self.delta.sum(-2)], dim=-1) if self.bias else outer
+
+    def _row(self, weight: Tensor) -> Tensor:
+        """``[..., outputs, inputs]`` as it lies in a row."""
+        if self.kernel:
+            channels, kh, kw = self.kernel
+            apart = weight.reshape(*weight.shape[:-1], kh, kw, channels)
+            weight = apart.movedim(-1, -3).flatten(-3)
+        return weight.flatten(-2)
 
     @cached_property
     def _written(self) -> Tensor:
@@ -204,7 +217,7 @@ class _Hooked:
             for name, module in self.layers
         ]
         if x.dim() == 4 and not x.is_cuda:
-            x = x.contiguous(memory_format=torch.channels_last)  # faster on a CPU
+            x = channels_last(x)
         leaves = {k: v.requires_grad_() for k, v in self.packing.named(theta).items()}
         try:
             with torch.enable_grad():
@@ -228,22 +241,23 @@ class _Hooked:
 def _part(module: nn.Module, x: Tensor, delta: Tensor) -> LinearPart:
     bias = module.bias is not None and bool(module.bias.requires_grad)
     if isinstance(module, nn.Conv2d):
-        columns = _windows(x, module)
-        return PositionsPart(columns[None], delta.flatten(2).transpose(1, 2)[None], bias)
+        kernel = (module.in_channels, *module.kernel_size)
+        seen, delta = _windows(x, module)[None], delta.flatten(2).transpose(1, 2)[None]
+        return PositionsPart(seen, delta, bias, kernel)
     if x.dim() == 2:
         return LinearPart(x[None], delta[None], bias)
     return PositionsPart(x.flatten(1, -2)[None], delta.flatten(1, -2)[None], bias)
 
 
 def _windows(x: Tensor, module: nn.Conv2d) -> Tensor:
-    """What a convolution sees at each of its positions: ``[B, L, C * kh * kw]``."""
+    """What a convolution sees at each of its positions, channels last: ``[B, L, kh * kw * C]``."""
     (kh, kw), (sh, sw), (dh, dw) = module.kernel_size, module.stride, module.dilation
     pad = module.padding
     if any(pad):
         x = F.pad(x, (int(pad[1]), int(pad[1]), int(pad[0]), int(pad[0])))
     windows = x.unfold(2, dh * (kh - 1) + 1, sh).unfold(3, dw * (kw - 1) + 1, sw)
     windows = windows[..., ::dh, ::dw]
-    return windows.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+    return windows.permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,15 @@ from fedsim.mechanisms.layout import Layout
 __all__ = ["LINE", "Packing", "aligned_empty"]
 
 
+def channels_last(images: Tensor) -> Tensor:
+    """A copy of ``[B, C, H, W]`` with channels last, which is faster on a CPU.
+
+    Unlike what ``contiguous`` gives, its strides say so for one channel too, and whatever
+    follows keeps to them.
+    """
+    return torch.empty_like(images, memory_format=torch.channels_last).copy_(images)
+
+
 @dataclass(frozen=True)
 class Packing:
     """A layout with gaps: packed rows ``[n, D]`` for rows ``[n, d]``.

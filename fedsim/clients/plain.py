@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from fedsim.clients.gradients import Gradient, Parts
 from fedsim.clients.losses import Loss
-from fedsim.clients.packing import Packing
+from fedsim.clients.packing import Packing, channels_last
 
 __all__ = ["PlainPath"]
 
@@ -71,7 +71,7 @@ class PlainPath:
     def _own(self, x: Tensor) -> Tensor:
         """One client's inputs, where the allocator puts everything: its bits are its own."""
         if self._channels_last and x.dim() == 4 and not x.is_cuda:
-            return x.contiguous(memory_format=torch.channels_last).clone()
+            return channels_last(x)
         return x.clone()
 
     def _named(self, point: Tensor) -> dict[str, Tensor]:
