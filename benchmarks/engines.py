@@ -170,9 +170,14 @@ def processes() -> dict[int, tuple[int, int]]:
 
 
 def line(row: dict) -> str:
-    shown = [f"{row[key]:.3g}" if isinstance(row[key], float) else f"{row[key]:,}"
+    shown = [_digits(row[key]) if isinstance(row[key], float) else f"{row[key]:,}"
              if isinstance(row[key], int) else row[key] for key in HEAD]  # fmt: skip
     return f"| {' | '.join(shown)} |"
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def write(out: Path, rows: list[dict]) -> None:
