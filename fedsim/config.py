@@ -16,6 +16,7 @@ import tomli_w
 from pydantic import ValidationError, model_validator
 
 from fedsim.config_errors import sentence
+from fedsim.config_keys import Section
 from fedsim.config_sections import (
     ClientSection,
     CohortSection,
@@ -26,7 +27,6 @@ from fedsim.config_sections import (
     ModelSection,
     NoiseSection,
     PartitionSection,
-    Section,
     ServerSection,
 )
 from fedsim.errors import FedsimError

@@ -1,25 +1,15 @@
-"""The tables of a run's config, and what each key means.
-
-A key that belongs to some choices of its table's ``name`` only says so (``only=...``), and
-is refused beside another name: a setting that would silently do nothing is a mistake.
-"""
+"""The tables of a run's config, and what each key means."""
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
-    PlainSerializer,
     model_validator,
 )
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
+
+from fedsim.config_keys import Maybe, MaybeBool, Range, Section, one_of, only
 
 __all__ = [
     "ClientMechanismSection",
@@ -33,94 +23,8 @@ __all__ = [
     "ModelSection",
     "NoiseSection",
     "PartitionSection",
-    "Section",
     "ServerSection",
 ]
-
-
-def _from_empty(value: Any) -> Any:
-    return None if value == "" else value
-
-
-Maybe = Annotated[
-    float | None,
-    BeforeValidator(_from_empty),
-    PlainSerializer(lambda value: "" if value is None else value),
-]
-"""A number, or unset (written as the empty string)."""
-
-MaybeBool = Annotated[
-    bool | None,
-    BeforeValidator(_from_empty),
-    PlainSerializer(lambda value: "" if value is None else value),
-]
-"""True, false, or unset."""
-
-
-def only(*names: str, default: Any, **bounds: Any) -> Any:
-    """A key that has a meaning only where its table's ``name`` is one of ``names``."""
-    return Field(default, json_schema_extra={"only": list(names)}, **bounds)
-
-
-class Section(BaseModel):
-    """A table with kebab-case keys; unknown keys and wrong types are errors."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        alias_generator=lambda name: name.replace("_", "-"),
-        validate_by_name=True,
-        validate_by_alias=True,
-    )
-
-    table: ClassVar[str] = ""
-
-    @staticmethod
-    def require(holds: bool, key: str, value: Any, allowed: str) -> None:
-        """Raise the sentence ``key = value; it must be allowed`` unless ``holds``."""
-        if not holds:
-            raise ValueError(f"{key} = {value!r}; it must be {allowed}.")
-
-    @model_validator(mode="after")
-    def _no_setting_without_effect(self) -> Section:
-        for attribute, field in type(self).model_fields.items():
-            names = _choices(field)
-            value = getattr(self, attribute)
-            chosen = getattr(self, "name", "")
-            # A user's own class ("module:Class") may take any key.
-            if names and ":" not in chosen and chosen not in names and value != field.default:
-                key = f"{self.table}.{field.alias}"
-                raise ValueError(
-                    f"{key} = {value!r} has no effect with {self.table}.name = '{chosen}'; it "
-                    f"belongs to {', '.join(names)}."
-                )
-        return self
-
-
-def _choices(field: FieldInfo) -> list[str]:
-    extra = field.json_schema_extra
-    names = extra.get("only") if isinstance(extra, dict) else None
-    return [str(name) for name in names] if isinstance(names, list) else []
-
-
-def _one_of(*names: str) -> AfterValidator:
-    def check(value: str) -> str:
-        if value not in names and ":" not in value:
-            allowed = ", ".join(f"'{name}'" for name in names)
-            raise PydanticCustomError(
-                "choice", "{allowed}", {"allowed": f"{allowed} or 'module:name'"}
-            )
-        return value
-
-    return AfterValidator(check)
-
-
-def _range(value: str) -> str:
-    if not re.fullmatch(r"([0-9]*:[0-9]*)?", value, re.ASCII):
-        raise PydanticCustomError("range", "a range such as '10000:' or ':10000', or ''")
-    return value
 
 
 class DataSection(Section):
@@ -131,7 +35,7 @@ class DataSection(Section):
     dir: str = "data"
     download: bool = False
     normalize: bool = False
-    train: Annotated[str, AfterValidator(_range)] = ""
+    train: Range = ""
 
 
 class PartitionSection(Section):
@@ -151,7 +55,7 @@ class ModelSection(Section):
     """What is trained."""
 
     table: ClassVar[str] = "model"
-    name: Annotated[str, _one_of("softmax", "mlp", "adadp-mnist", "adadp-cifar")] = "softmax"
+    name: Annotated[str, one_of("softmax", "mlp", "adadp-mnist", "adadp-cifar")] = "softmax"
     widths: str = only("mlp", default="")
     bias: MaybeBool = None
     dtype: Literal["float32", "float64"] = "float32"
@@ -244,7 +148,7 @@ class ClientSection(Section):
     """What a client does with its examples."""
 
     table: ClassVar[str] = "client"
-    name: Annotated[str, _one_of("sgd", "adam", "rmsprop", "adadp-lr", "adadp-noise", "dp-sgd")] = (
+    name: Annotated[str, one_of("sgd", "adam", "rmsprop", "adadp-lr", "adadp-noise", "dp-sgd")] = (
         "sgd"
     )
     lr: float = Field(0.1, gt=0)

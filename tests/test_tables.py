@@ -9,7 +9,8 @@ import pytest
 from fedsim import RunConfig, mechanisms, tables
 from fedsim.clients import SGD, AdadpLR, LocalAlgorithm, Proximal
 from fedsim.clients.catalog import ALGORITHMS
-from fedsim.config_sections import ClientSection, MechanismSection, Section
+from fedsim.config_keys import Section
+from fedsim.config_sections import ClientSection, MechanismSection
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import (
     AdaClip,

@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from fedsim.config_sections import Section
+from fedsim.config_keys import Section
 
 __all__ = [
     "Claim",

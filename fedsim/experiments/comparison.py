@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from fedsim.config import Scalar
-from fedsim.config_sections import Section
+from fedsim.config_keys import Section
 from fedsim.experiments.base import Claim, Report, Result, Settings, Table
 from fedsim.experiments.config_runs import ConfigRuns, ConfigRunsSettings, Score
 from fedsim.experiments.curves import Line, curves

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedsim import datasets
 from fedsim.cohorts import PoissonCohort
-from fedsim.config_sections import Section
+from fedsim.config_keys import Section
 from fedsim.experiments.base import (
     Claim,
     Experiment,

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from fedsim.cohorts import FullCohort, PoissonCohort
-from fedsim.config_sections import Section
+from fedsim.config_keys import Section
 from fedsim.experiments.base import (
     Claim,
     Experiment,

@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import Result as Trained
 from pydantic import Field
 
 from fedsim.cohorts import FullCohort
-from fedsim.config_sections import Section
+from fedsim.config_keys import Section
 from fedsim.engines import LocalGrid
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.experiments.base import (
