@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import torch
+from clients_helpers import make_cnn, make_data, make_mlp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedsim.clients import SGD, AdadpLR, AdadpNoise, Adam, RMSProp, Trainer
@@ -29,6 +30,23 @@ ALGORITHMS = {
     "proximal sgd": Proximal(SGD(lr=0.1), mu=0.5),
     "proximal adadp": Proximal(AdadpLR(lr=0.1), mu=0.5),
 }
+
+MODELS = {
+    "stacked": lambda: make_mlp(36, 5, 3, dtype=torch.float64),
+    "func": lambda: make_cnn(dtype=torch.float64),
+}
+"""A small model for each path that is captured."""
+
+
+class Reads(SGD):
+    """Looks at a number in each of its steps, and promises that they are alike all the same."""
+
+    def phase(self, at):
+        return "step"
+
+    def step(self, state, gradient, at):
+        if float(state["theta"].sum()) > -1e9:
+            super().step(state, gradient, at)
 
 
 class Pretend(torch.Tensor):
@@ -92,6 +110,11 @@ def play(calls):
 
 def _tensors(out):
     return [out] if isinstance(out, torch.Tensor) else [one for one in out if one is not None]
+
+
+def images(sizes):
+    """Clients for those models."""
+    return make_data(sizes, dtype=torch.float64, features=36, shape=(1, 6, 6))
 
 
 def make_trainer(model, algorithm, data, path, **settings):

@@ -10,8 +10,10 @@ import torch
 from clients_helpers import make_cnn, make_data, make_mlp
 from cuda_helpers import (
     ALGORITHMS,
+    MODELS,
     NoReadingBack,
     as_if_on_a_gpu,
+    images,
     make_trainer,
     pretend,
     rounds,
@@ -29,23 +31,12 @@ from fedsim.randomness import Randomness
 SIZES = [9, 5, 7, 1, 14, 0, 12]
 
 
-def models():
-    return {
-        "stacked": make_mlp(36, 5, 3, dtype=torch.float64),
-        "func": make_cnn(dtype=torch.float64),
-    }
-
-
-def data():
-    return make_data(SIZES, dtype=torch.float64, features=36, shape=(1, 6, 6))
-
-
 @pytest.mark.parametrize("path", ["stacked", "func"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_steps_for_a_gpu_are_those_of_the_plain_path_and_read_nothing_back(monkeypatch, path, name):
-    plain = make_trainer(models()[path], ALGORITHMS[name], data(), "plain")
+    plain = make_trainer(MODELS[path](), ALGORITHMS[name], images(SIZES), "plain")
     expected = rounds(plain, plain.initial(), [range(7)] * 2)
-    trainer = make_trainer(models()[path], ALGORITHMS[name], data(), path)
+    trainer = make_trainer(MODELS[path](), ALGORITHMS[name], images(SIZES), path)
     vector = pretend(trainer.initial())
     trainer = as_if_on_a_gpu(monkeypatch, trainer)
     launched = trainer.step
@@ -63,7 +54,7 @@ def test_steps_for_a_gpu_are_those_of_the_plain_path_and_read_nothing_back(monke
 def test_no_step_mixes_the_gpu_with_the_host(monkeypatch, name):
     """On tensors without data, which know their device and refuse to be read."""
     monkeypatch.setattr("fedsim.clients.graphs.CudaRecorder", lambda device: None)
-    algorithm, own = ALGORITHMS[name], data().indices
+    algorithm, own = ALGORITHMS[name], images(SIZES).indices
     with FakeTensorMode(), torch.no_grad():
         with torch.device("cuda"):
             model = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from clients_helpers import make_cnn, make_data, make_mlp
-from cuda_helpers import ALGORITHMS, make_trainer, rounds
+from cuda_helpers import ALGORITHMS, Reads, make_trainer, rounds
 
 from fedsim import models
 from fedsim.clients import SGD, AdadpLR, ClientData, Trainer
@@ -128,14 +128,6 @@ def test_a_loss_of_the_users_own_is_captured_too():
 
 
 def test_a_step_that_reads_back_goes_on_without_a_graph_and_spoils_nothing():
-    class Reads(SGD):
-        def phase(self, at):
-            return "step"
-
-        def step(self, state, gradient, at):
-            if float(state["theta"].sum()) > -1e9:
-                super().step(state, gradient, at)
-
     reads = make("mlp", Reads(lr=0.1), "stacked", "cuda")
     plain = launched(make("mlp", SGD(lr=0.1), "stacked", "cuda"))
     got, expected = (rounds(t, t.initial(), COHORTS) for t in (reads, plain))

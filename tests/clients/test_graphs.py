@@ -7,8 +7,18 @@ import logging
 import numpy as np
 import pytest
 import torch
-from clients_helpers import make_cnn, make_data, make_mlp
-from cuda_helpers import ALGORITHMS, Tape, as_if_on_a_gpu, make_trainer, pretend, rounds
+from clients_helpers import make_data, make_mlp
+from cuda_helpers import (
+    ALGORITHMS,
+    MODELS,
+    Reads,
+    Tape,
+    as_if_on_a_gpu,
+    images,
+    make_trainer,
+    pretend,
+    rounds,
+)
 
 from fedsim.clients import SGD, AdadpLR, graphs
 from fedsim.clients.graphs import StepGraphs, rounded
@@ -18,23 +28,12 @@ SIZES = [9, 5, 7, 1, 14, 0, 12, 12, 13, 11, 12]
 COHORTS = [[0, 1, 4], range(11), range(6), range(11)]
 
 
-def models():
-    return {
-        "stacked": make_mlp(36, 5, 3, dtype=torch.float64),
-        "func": make_cnn(dtype=torch.float64),
-    }
-
-
-def data():
-    return make_data(SIZES, dtype=torch.float64, features=36, shape=(1, 6, 6))
-
-
 @pytest.mark.parametrize("path", ["stacked", "func"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_replayed_steps_are_the_launched_ones_to_the_byte(monkeypatch, path, name):
     found = []
     for tape in (None, Tape()):
-        trainer = make_trainer(models()[path], ALGORITHMS[name], data(), path)
+        trainer = make_trainer(MODELS[path](), ALGORITHMS[name], images(SIZES), path)
         vector = pretend(trainer.initial())
         trainer = as_if_on_a_gpu(monkeypatch, trainer)
         if tape is not None:
@@ -107,14 +106,6 @@ def test_after_a_capture_that_fails_training_goes_on_without_and_nothing_is_lost
 
 
 def test_a_step_that_reads_a_value_back_is_not_captured():
-    class Reads(SGD):
-        def phase(self, at):
-            return "step"
-
-        def step(self, state, gradient, at):
-            if float(state["theta"].sum()) > -1e9:
-                super().step(state, gradient, at)
-
     trainer = taped(Reads(lr=0.1))
     plain = taped(SGD(lr=0.1))
     got, expected = (rounds(t, t.initial(), COHORTS) for t in (trainer, plain))
