@@ -66,7 +66,7 @@ def plain_sgd(model: nn.Module, data: ClientData, t: int) -> None:
         optimizer = torch.optim.SGD(local.parameters(), lr=LR)
         for x, y in batches(data, client, t):
             optimizer.zero_grad()
-            F.cross_entropy(local(x), y).backward()  # type: ignore[no-untyped-call]
+            F.cross_entropy(local(x), y).backward()
             optimizer.step()
 
 
@@ -124,8 +124,8 @@ def ways(device: str) -> list[Way]:
         )  # fmt: skip
         name = type(algorithm).__name__
         found += [
-            Way(f"{name}, plain loop", lambda t, own=plain: own(model, data, t)),  # type: ignore[misc]
-            Way(f"{name}, fedsim", lambda t, own=trainer: round_of(own, t), trainer),  # type: ignore[misc]
+            Way(f"{name}, plain loop", lambda t, own=plain: own(model, data, t)),
+            Way(f"{name}, fedsim", lambda t, own=trainer: round_of(own, t), trainer),
         ]
     return found
 

@@ -95,7 +95,7 @@ def timed(work: object, repeats: int = 5) -> float:
     best = float("inf")
     for t in range(repeats):
         began = time.process_time()
-        work(t)  # type: ignore[operator]
+        work(t)
         if t:
             best = min(best, (time.process_time() - began) / STEPS * 1e3)
     return best

@@ -69,5 +69,5 @@ def trainer_of(
         batch_size=BATCH,
         epochs=1,
         randomness=Randomness(SEED),
-        **settings,  # type: ignore[arg-type]
+        **settings,
     )

@@ -101,8 +101,8 @@ def agreement(job: Job, rounds: int = 3) -> float:
     cohort = FixedCohort(20, 100)
     settings = {"clip_norm": CLIP_NORM, "noise_multiplier": 0.0, "dtype": torch.float64}
     ours: list[Tensor] = []
-    fedsim_rounds(job, data, cohort, rounds, ours.append, **settings)  # type: ignore[arg-type]
-    *_, theirs = plain_rounds(job, data, cohort, rounds, **settings)  # type: ignore[arg-type]
+    fedsim_rounds(job, data, cohort, rounds, ours.append, **settings)
+    *_, theirs = plain_rounds(job, data, cohort, rounds, **settings)
     return float((ours[-1] - theirs).abs().max())
 
 
