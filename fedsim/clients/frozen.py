@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients.data import ClientData
+from fedsim.clients.packing import channels_last
 
 __all__ = ["past_frozen"]
 
@@ -93,7 +94,7 @@ def _outputs(
         at = examples[start : start + width]
         x = data.inputs(torch.cat([at, at[-1:].expand(width - len(at))]), dtype)
         if x.dim() == 4 and not x.is_cuda:
-            x = x.contiguous(memory_format=torch.channels_last)  # faster on a CPU
+            x = channels_last(x)
         each = stem(x)
         if outputs is None:
             if count * each[0].numel() * each.element_size() > MOST_BYTES:

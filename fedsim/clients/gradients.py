@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedsim.clients.packing import Packing, aligned_empty
+from fedsim.clients.packing import Packing
+from fedsim.mechanisms.aligned import aligned_empty
 
 __all__ = ["Dense", "Factor", "Factored", "Gradient", "Parts"]
 

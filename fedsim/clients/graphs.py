@@ -28,8 +28,8 @@ from torch import Tensor
 from fedsim.clients.gradients import Dense, Factor, Factored, Parts
 from fedsim.clients.local import State, Step
 from fedsim.clients.local_step import LocalStep
-from fedsim.clients.packing import LINE
 from fedsim.clients.paths import CAPTURED
+from fedsim.mechanisms.aligned import LINE
 
 __all__ = ["CudaRecorder", "Recorder", "StepGraphs", "Work", "steps_by"]
 

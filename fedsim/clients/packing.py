@@ -14,10 +14,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedsim.mechanisms.aligned import LINE, aligned_empty
+from fedsim.mechanisms.aligned import LINE
 from fedsim.mechanisms.layout import Layout
 
-__all__ = ["LINE", "Packing", "aligned_empty"]
+__all__ = ["Packing", "channels_last"]
 
 
 def channels_last(images: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from fedsim.clients.gradients import Factor, Factored
 from fedsim.clients.losses import Loss, cross_entropy
-from fedsim.clients.packing import LINE, Packing, aligned_empty
+from fedsim.clients.packing import Packing
+from fedsim.mechanisms.aligned import LINE, aligned_empty
 
 __all__ = ["StackedPath", "stack"]
 
