@@ -15,7 +15,6 @@ RUN groupadd --gid 1000 fedsim && useradd --uid 1000 --gid fedsim --create-home 
 WORKDIR /app
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY fedsim ./fedsim
-COPY experiments ./experiments
 RUN pip install --constraint constraints.txt .
 
 USER fedsim

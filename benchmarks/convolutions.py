@@ -27,11 +27,12 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from fedsim import models
-from fedsim.clients import SGD, AdadpLR, ClientData, Trainer
-from fedsim.clients.graphs import StepGraphs
-from fedsim.clients.local_step import exact
-from fedsim.process import settle
+from fedsim.clients import SGD, AdadpLR
+from fedsim.engines.process import settle
 from fedsim.randomness import Purpose, Randomness
+from fedsim.training import ClientData, Trainer
+from fedsim.training.graphs import StepGraphs
+from fedsim.training.local_step import exact
 
 __all__ = ["main"]
 

@@ -116,7 +116,7 @@ def wire_bytes(arrays) -> int:
     from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
-    from fedsim.engines.flower import ensure_identity
+    from fedsim.engines.messages import ensure_identity
 
     ensure_identity(1)
     config = ConfigRecord({"server-round": 1})
@@ -184,7 +184,7 @@ def write(out: Path, rows: list[dict]) -> None:
     import flwr  # noqa: F401 - its version is what the numbers belong to
     import torch
 
-    from fedsim.engines.flower import flower_version
+    from fedsim.engines.messages import flower_version
 
     version = ".".join(map(str, flower_version()))
     load = os.getloadavg()[0]

@@ -24,9 +24,11 @@ from torch import nn
 
 from benchmarks.jobs import JOBS
 from benchmarks.memory import resident
-from fedsim.clients import DPSGD, ClientData, Trainer
-from fedsim.process import settle
+from fedsim.clients import SGD
+from fedsim.engines.process import settle
+from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
+from fedsim.training import ClientData, ExamplePrivacy, Trainer
 
 __all__ = ["main"]
 
@@ -57,11 +59,12 @@ def ours(name: str) -> float:
     x, y = examples(shape)
     trainer = Trainer(
         model,
-        DPSGD(lr=LR, clip_norm=CLIP, noise_multiplier=NOISE),
+        SGD(lr=LR),
         ClientData(x, y, [np.arange(EXAMPLES)]),
         batch_size=BATCH,
         steps=STEPS,
         randomness=Randomness(0),
+        privacy=ExamplePrivacy(Clipping(CLIP), NOISE),
     )
     return timed(lambda t: trainer.fit(trainer.initial(), np.array([0]), t))
 

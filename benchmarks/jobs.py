@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients import SGD, ClientData, LocalAlgorithm, Trainer
+from fedsim.clients import SGD, LocalAlgorithm
 from fedsim.randomness import Randomness
+from fedsim.training import ClientData, Trainer
 
 __all__ = ["JOBS", "Job", "data_of", "trainer_of"]
 

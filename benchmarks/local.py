@@ -27,12 +27,12 @@ from benchmarks.adaptive import compare_adaptive
 from benchmarks.jobs import JOBS, SEED, Job, data_of, trainer_of
 from benchmarks.memory import measured_peak
 from benchmarks.plain import plain_rounds
-from fedsim.clients import ClientData
 from fedsim.cohorts import FixedCohort
 from fedsim.engines import LocalGrid, tensors
+from fedsim.engines.process import settle
 from fedsim.mechanisms import Clipping
-from fedsim.process import settle
 from fedsim.strategies import DPFedAvg
+from fedsim.training import ClientData
 
 CLIP_NORM, NOISE = 1.0, 1.0
 TARGETS = {"softmax": 0.35, "mlp": 0.6}

@@ -29,9 +29,10 @@ def peak(name: str, cohort: int) -> float:
     """The same in this process: call it once."""
     from benchmarks.jobs import JOBS, data_of, trainer_of
     from fedsim.cohorts import FixedCohort
-    from fedsim.mechanisms import Clipping, DenseRows, NoiseSource
-    from fedsim.process import settle
+    from fedsim.engines.process import settle
+    from fedsim.mechanisms import Clipping, NoiseSource
     from fedsim.randomness import Purpose, Randomness
+    from fedsim.rows import DenseRows
 
     settle()
     trainer = trainer_of(JOBS[name], data_of(10_000, own=1000))

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.jobs import BATCH, LR, SEED, Job
-from fedsim.clients import ClientData
 from fedsim.cohorts import Cohort
 from fedsim.randomness import Purpose, Randomness
+from fedsim.training import ClientData
 
 __all__ = ["plain_rounds"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedsim.config import RunConfig
-    from fedsim.runner import run
+    from fedsim.runs.runner import run
 
 __version__ = "0.1.0"
 __all__ = ["RunConfig", "__version__", "run"]
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
         return RunConfig
     if name == "run":
-        from fedsim.runner import run
+        from fedsim.runs.runner import run
 
         return run
     raise AttributeError(f"module 'fedsim' has no attribute {name!r}")

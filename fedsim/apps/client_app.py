@@ -40,6 +40,6 @@ def evaluate(message: Message, context: Context) -> Message:
 @functools.cache
 def _client() -> ClientApp:
     from fedsim.apps.node import mechanism_for, trainer_for
-    from fedsim.clients.flower import client_app
+    from fedsim.engines.client_app import client_app
 
     return client_app(trainer_for, mechanism_for)

@@ -11,14 +11,14 @@ from flwr.app import Context
 
 from fedsim import datasets
 from fedsim.apps.identity import client_id
-from fedsim.build import Build
-from fedsim.clients import Trainer
 from fedsim.config import RunConfig
+from fedsim.engines.process import settle
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.partitions import Indices
-from fedsim.process import settle
-from fedsim.tables import mechanism
+from fedsim.runs.build import Build
+from fedsim.runs.objects import mechanism
+from fedsim.training import Trainer
 
 __all__ = ["NodeBuild", "mechanism_for", "trainer_for"]
 

@@ -9,20 +9,14 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedsim.artefacts import RunDirectory
-from fedsim.build import Build
 from fedsim.config import RunConfig
-from fedsim.drive import Row, drive
+from fedsim.engines.process import settle
 from fedsim.engines.streaming import StreamingGrid
-from fedsim.process import settle
+from fedsim.runs.artefacts import OUT, RUNS, RunDirectory
+from fedsim.runs.build import Build
+from fedsim.runs.drive import Row, drive
 
-__all__ = ["OUT", "RUNS", "app", "run_directory"]
-
-RUNS = "FEDSIM_RUNS"
-"""Environment variable: the directory in which each run gets one of its own."""
-
-OUT = "FEDSIM_OUT"
-"""Environment variable: the directory of the one run of a SuperLink that serves no other."""
+__all__ = ["app", "run_directory"]
 
 _log = logging.getLogger("fedsim")
 

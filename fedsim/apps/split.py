@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.build import Build
 from fedsim.config import RunConfig
 from fedsim.deploy.certificates import write_private
+from fedsim.runs.build import Build
 
 __all__ = ["split_data"]
 

@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedsim.exchange import Block, Ids
-from fedsim.mechanisms import Layout, Mechanism
+from fedsim.mechanisms import Mechanism
+from fedsim.rows import Layout
+from fedsim.rows.exchange import Block, Ids
 
 __all__ = ["ALONE", "OPPOSED", "RARE", "WORLDS", "Canaries", "World", "reach"]
 

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from fedsim.audit.runs import Plan
 from fedsim.audit.verdict import Verdict, audit
-from fedsim.build import Build
 from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.privacy import calibrate, epsilon
+from fedsim.runs.build import Build
+from fedsim.runs.objects import cohort, mechanism
 from fedsim.strategies import DPFedAvg
-from fedsim.tables import cohort, mechanism
 
 __all__ = ["ConfigAudit"]
 

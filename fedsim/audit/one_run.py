@@ -15,8 +15,8 @@ from fedsim.audit.claim import Claim, common_claim
 from fedsim.audit.confidence import guesses_epsilon_bound, guesses_p_value
 from fedsim.audit.runs import Parameters, Plan, observe
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Layout
 from fedsim.randomness import Purpose, Randomness
+from fedsim.rows import Layout
 
 __all__ = ["OneRun", "guess"]
 

@@ -17,7 +17,7 @@ from fedsim.audit.claim import Claim
 from fedsim.engines import LocalGrid
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Layout
+from fedsim.rows import Layout
 from fedsim.strategies import DPFedAvg, RunFailedError
 
 __all__ = ["PARAMETERS", "Plan", "StrategyFactory", "observe", "parameters"]

@@ -15,8 +15,8 @@ from fedsim.audit.confidence import Box, box_p_value, epsilon_bound
 from fedsim.audit.runs import Parameters, Plan, observe
 from fedsim.audit.scores import PLAIN, Score, fitted_scores
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Layout
 from fedsim.randomness import Purpose, Randomness
+from fedsim.rows import Layout
 
 __all__ = ["TwoWorlds", "attack", "distinguish"]
 

@@ -57,7 +57,7 @@ def audit(
     from fedsim.audit import WORLDS
     from fedsim.audit.from_config import ConfigAudit
     from fedsim.audit.report import draw, tabulate
-    from fedsim.process import settle
+    from fedsim.engines.process import settle
     from fedsim.reports.partition import save
 
     settle()

@@ -108,9 +108,9 @@ def up(
 
     Nothing is left behind when it ends, however it ends, but logs/ and runs/.
     """
-    from fedsim.apps.server_app import RUNS
     from fedsim.deploy.federation import Federation
     from fedsim.deploy.rehearsal import Rehearsal
+    from fedsim.runs.artefacts import RUNS
 
     federation = Federation.load(directory)
     console = Console()

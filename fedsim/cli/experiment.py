@@ -15,8 +15,8 @@ from rich.text import Text
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
-    from fedsim.experiments import Outcome, Report
-    from fedsim.experiments import Table as Data
+    from experiments import Outcome, Report
+    from experiments import Table as Data
 
 __all__ = ["experiment"]
 
@@ -48,7 +48,7 @@ def experiment(
     committed settings gave when they were run, and what they gave here. To change a setting,
     copy the experiment's directory and give the copy's path instead of the name.
     """
-    from fedsim.experiments import find, names, run_experiment
+    from experiments import find, names, run_experiment
 
     console = Console()
     if name is None:

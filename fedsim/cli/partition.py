@@ -42,9 +42,9 @@ def partition(
     if path.suffix.lower() != ".png" or path.is_dir():
         raise FedsimError(f"--out is {path}; it must be a file that ends in .png.")
     # Only now: a mistake in the config should not wait for torch and matplotlib.
-    from fedsim.build import Build
     from fedsim.reports.partition import class_counts, draw, save, tabulate
-    from fedsim.tables import partition as partitioner
+    from fedsim.runs.build import Build
+    from fedsim.runs.objects import partition as partitioner
 
     build = Build(settings.replace(**{"engine.device": "cpu"}))
     counts = class_counts(build.dataset.y_train.numpy(), build.parts, build.dataset.num_classes)

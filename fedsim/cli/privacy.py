@@ -206,7 +206,7 @@ def _configured(config: RunConfig) -> Plan:
 def _examples(config: RunConfig) -> Plan:
     """The plan of the client that pays most, where clients protect their examples."""
     # How many examples clients have, and so their rates, only the data can say.
-    from fedsim.build import Build
+    from fedsim.runs.build import Build
 
     build = Build(config)
     worst = build.worst_client(config.rounds)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedsim.config import RunConfig
-from fedsim.drive import Row, RunResult
+from fedsim.runs.drive import Row, RunResult
 
 __all__ = ["Progress", "summary"]
 

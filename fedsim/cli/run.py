@@ -62,9 +62,9 @@ def run(
     if seed is not None:
         settings = settings.replace(seed=seed)
     # Only now: a mistake in the config should not wait for torch.
-    from fedsim.apps.launch import RanElsewhere
     from fedsim.cli.progress import Progress, summary
-    from fedsim.runner import run as run_config
+    from fedsim.runs.launch import RanElsewhere
+    from fedsim.runs.runner import run as run_config
     from fedsim.strategies import RunFailedError
 
     directory = out or Path("runs") / settings.name

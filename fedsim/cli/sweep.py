@@ -16,7 +16,7 @@ from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
     from fedsim.reports.sweep import Line
-    from fedsim.sweep import Member
+    from fedsim.runs.sweep import Member
 
 __all__ = ["sweep"]
 
@@ -51,7 +51,7 @@ def sweep(
     # Only now: a mistake in the config should not wait for torch.
     from fedsim.reports.plots import save
     from fedsim.reports.sweep import draw, read_line, to_csv
-    from fedsim.sweep import is_done, members, parse_axes
+    from fedsim.runs.sweep import is_done, members, parse_axes
 
     axes = parse_axes(over)
     grid = members(base, axes)
@@ -77,7 +77,7 @@ def sweep(
 
 
 def _run(console: Console, grid: Sequence[Member], where: Path) -> None:
-    from fedsim.sweep import is_done, run_sweep
+    from fedsim.runs.sweep import is_done, run_sweep
 
     total = sum(member.config.rounds for member in grid if not is_done(member, where))
     columns = (

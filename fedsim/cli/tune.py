@@ -15,8 +15,8 @@ from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
-    from fedsim.clients import Trainer
-    from fedsim.exchange import Ids
+    from fedsim.rows.exchange import Ids
+    from fedsim.training import Trainer
 
 __all__ = ["tune"]
 
@@ -55,8 +55,8 @@ def tune(
     settings = RunConfig.load(config, set_ or [])
     import numpy as np
 
-    from fedsim.build import Build
-    from fedsim.process import settle
+    from fedsim.engines.process import settle
+    from fedsim.runs.build import Build
 
     settle()
     trainer = Build(settings).trainer

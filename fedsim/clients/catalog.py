@@ -13,12 +13,12 @@ from typing import Any
 
 from fedsim.clients.adadp import AdadpLR
 from fedsim.clients.adam import AdadpNoise, Adam, RMSProp
-from fedsim.clients.local import LocalAlgorithm
+from fedsim.clients.base import LocalAlgorithm
 from fedsim.clients.proximal import Proximal
 from fedsim.clients.schedules import Schedule
 from fedsim.clients.sgd import SGD
 from fedsim.errors import FedsimError
-from fedsim.plugins import load
+from fedsim.registry import load
 
 __all__ = ["ALGORITHMS", "make_algorithm", "parse_options"]
 
@@ -28,8 +28,6 @@ ALGORITHMS: Mapping[str, type[LocalAlgorithm]] = {
     "rmsprop": RMSProp,
     "adadp-lr": AdadpLR,
     "adadp-noise": AdadpNoise,
-    # What makes it private is said in tables of their own: client.mechanism and client.noise.
-    "dp-sgd": SGD,
 }
 
 # What differs where gradients are privatised, unless it is said otherwise.

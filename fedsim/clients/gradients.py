@@ -1,6 +1,6 @@
 """What a path hands to a local algorithm: the gradient of each client in a block.
 
-Rows are packed (`fedsim.clients.packing`): ``D`` is ``d`` plus gaps of zeros.
+Rows are packed (`fedsim.rows.packing`): ``D`` is ``d`` plus gaps of zeros.
 
 A stacked path never has to write a weight gradient down: it keeps the two factors (inputs
 and output gradients of each layer) and folds them into whatever they are subtracted from.
@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedsim.clients.packing import Packing
-from fedsim.mechanisms.aligned import aligned_empty
+from fedsim.rows.alignment import aligned_empty
+from fedsim.rows.packing import Packing
 
 __all__ = ["Dense", "Factor", "Factored", "Gradient", "Parts"]
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fedsim.clients.base import LocalAlgorithm, State, Step, check_range
 from fedsim.clients.gradients import Dense, Gradient
-from fedsim.clients.local import LocalAlgorithm, State, Step, check_range
-from fedsim.clients.privacy import ExamplePrivacy
 
 __all__ = ["Proximal"]
 
@@ -36,11 +35,6 @@ class Proximal(LocalAlgorithm):
     def carried(self) -> tuple[str, ...]:  # type: ignore[override]
         """What the algorithm inside keeps."""
         return self.algorithm.carried
-
-    @property
-    def privacy(self) -> ExamplePrivacy | None:
-        """That of the algorithm inside."""
-        return self.algorithm.privacy
 
     def numbers(self) -> dict[str, float]:
         """Those of the algorithm inside."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fedsim.clients.local import Step
+from fedsim.clients.base import Step
 from fedsim.errors import FedsimError
 
 __all__ = ["Schedule"]

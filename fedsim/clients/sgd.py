@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedsim.clients.base import LocalAlgorithm, State, Step, check_range
 from fedsim.clients.gradients import Gradient
-from fedsim.clients.local import LocalAlgorithm, State, Step, check_range
 from fedsim.clients.schedules import Schedule
 
 __all__ = ["SGD"]

@@ -22,7 +22,7 @@ import tomli_w
 
 from fedsim.deploy.certificates import Authority, node_key, write_private, write_public
 from fedsim.deploy.processes import program
-from fedsim.engines.flower import speaks_grpc
+from fedsim.engines.messages import speaks_grpc
 from fedsim.errors import FedsimError
 
 __all__ = ["CONNECTION", "Federation"]

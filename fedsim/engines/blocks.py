@@ -10,11 +10,11 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
-from fedsim.clients.trainer import Trainer
 from fedsim.engines.arrays import LazyArray, tensors
-from fedsim.engines.flower import CLIENT_RAISED, error_reply
 from fedsim.engines.memory import Transaction, memory_of
-from fedsim.exchange import Block, BlockTrainer, Ids, Instructions, Kind
+from fedsim.engines.messages import CLIENT_RAISED, error_reply
+from fedsim.rows.exchange import Block, BlockTrainer, Ids, Instructions, Kind
+from fedsim.training.trainer import Trainer
 
 __all__ = ["failed_block", "guarded_blocks", "messages_of"]
 

@@ -7,9 +7,9 @@ from typing import cast
 
 import torch
 
-from fedsim.clients.paths import PathName
-from fedsim.clients.trainer import Trainer
-from fedsim.exchange import BlockTrainer
+from fedsim.rows.exchange import BlockTrainer
+from fedsim.training.paths.choice import PathName
+from fedsim.training.trainer import Trainer
 
 __all__ = ["moved"]
 

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from fedsim.engines.flower import CLIENT_RAISED
+from fedsim.engines.messages import CLIENT_RAISED
 from fedsim.errors import FedsimError
 
 __all__ = ["CLIENT_ID_KEY", "ClientDirectory", "client_ids"]

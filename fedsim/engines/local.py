@@ -12,11 +12,10 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from fedsim.clients.flower import client_app
-from fedsim.clients.trainer import Trainer
 from fedsim.engines.arrays import own_content
 from fedsim.engines.blocks import guarded_blocks, messages_of
-from fedsim.engines.flower import (
+from fedsim.engines.client_app import client_app
+from fedsim.engines.messages import (
     CLIENT_RAISED,
     NODE_UNAVAILABLE,
     NodeInfo,
@@ -28,7 +27,8 @@ from fedsim.engines.flower import (
     set_message_id,
 )
 from fedsim.errors import FedsimError
-from fedsim.exchange import BlockTrainer, Instructions, Replies
+from fedsim.rows.exchange import BlockTrainer, Instructions, Replies
+from fedsim.training.trainer import Trainer
 
 __all__ = ["LocalGrid"]
 

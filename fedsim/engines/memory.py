@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedsim.clients.memory import Memory
-from fedsim.clients.trainer import Trainer
-from fedsim.exchange import BlockTrainer, Ids
+from fedsim.rows.exchange import BlockTrainer, Ids
+from fedsim.training.memory import Memory
+from fedsim.training.trainer import Trainer
 
 __all__ = ["Borrowed", "Transaction", "memory_of"]
 

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.clients.memory import Memory
-from fedsim.clients.trainer import Trainer
 from fedsim.engines.blocks import failed_block, guarded_blocks, messages_of
 from fedsim.engines.devices import moved
 from fedsim.engines.local import LocalGrid
 from fedsim.engines.memory import Borrowed, memory_of
 from fedsim.engines.parcel import Parcel
+from fedsim.engines.process import settle
 from fedsim.engines.schedule import chunks, client_costs
 from fedsim.errors import FedsimError
-from fedsim.exchange import Block, BlockTrainer, Ids, Instructions, Kind, Replies
-from fedsim.process import settle
+from fedsim.rows.exchange import Block, BlockTrainer, Ids, Instructions, Kind, Replies
+from fedsim.training.memory import Memory
+from fedsim.training.trainer import Trainer
 
 __all__ = ["RayGrid"]
 

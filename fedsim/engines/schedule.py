@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fedsim.clients.trainer import Trainer
-from fedsim.exchange import BlockTrainer, Ids
+from fedsim.rows.exchange import BlockTrainer, Ids
+from fedsim.training.trainer import Trainer
 
 __all__ = ["chunks", "client_costs"]
 

@@ -11,7 +11,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedsim.engines.directory import ClientDirectory
-from fedsim.engines.flower import NodeInfo, Run
+from fedsim.engines.messages import NodeInfo, Run
 from fedsim.errors import FedsimError
 
 __all__ = ["StreamingGrid"]

@@ -18,12 +18,9 @@ from fedsim.mechanisms.averaging import NoPrivacy
 from fedsim.mechanisms.base import Accumulator, Mechanism, Release, Shares, State
 from fedsim.mechanisms.blocks import Releases, releases
 from fedsim.mechanisms.coordinates import AdaptiveNoise, CoordinateClipping
-from fedsim.mechanisms.ghost import LinearPart, OuterRows
-from fedsim.mechanisms.layout import Layout
 from fedsim.mechanisms.noise import NoiseSource
 from fedsim.mechanisms.per_layer import PerLayer
 from fedsim.mechanisms.quantile import QuantileClipping
-from fedsim.mechanisms.rows import DenseRows, Rows
 from fedsim.mechanisms.scalar import PrivateScalar
 from fedsim.mechanisms.scaling import Clipping, Normalization, NormBound, ScalingMechanism
 
@@ -33,21 +30,16 @@ __all__ = [
     "AdaptiveNoise",
     "Clipping",
     "CoordinateClipping",
-    "DenseRows",
-    "Layout",
-    "LinearPart",
     "Mechanism",
     "NoPrivacy",
     "NoiseSource",
     "NormBound",
     "Normalization",
-    "OuterRows",
     "PerLayer",
     "PrivateScalar",
     "QuantileClipping",
     "Release",
     "Releases",
-    "Rows",
     "ScalingMechanism",
     "Shares",
     "State",

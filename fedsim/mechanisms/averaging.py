@@ -23,9 +23,9 @@ from fedsim.mechanisms.base import (
     row_weights,
 )
 from fedsim.mechanisms.exact import FreeSum
-from fedsim.mechanisms.layout import Layout
 from fedsim.mechanisms.noise import NoiseSource
-from fedsim.mechanisms.rows import Chunks, Rows, chunks
+from fedsim.rows.dense import Chunks, Rows, chunks
+from fedsim.rows.layout import Layout
 
 __all__ = ["NoPrivacy"]
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.layout import Layout
 from fedsim.mechanisms.noise import NoiseSource
-from fedsim.mechanisms.rows import Rows
+from fedsim.rows.dense import Rows
+from fedsim.rows.layout import Layout
 
 __all__ = [
     "Accumulator",

@@ -20,10 +20,10 @@ from torch import Tensor
 from fedsim.mechanisms.base import Accumulator, Mechanism, State
 from fedsim.mechanisms.exact import add_rows_, grid_unit, grid_units, more_rows, truncate_
 from fedsim.mechanisms.gaussian import GaussianMechanism, Released, Shaped
-from fedsim.mechanisms.layout import Layout
 from fedsim.mechanisms.noise import NoiseSource, normals
 from fedsim.mechanisms.per_layer import PerLayer, part_layout, scatter
-from fedsim.mechanisms.rows import BlockRows, Chunks, DenseRows
+from fedsim.rows.dense import BlockRows, Chunks, DenseRows
+from fedsim.rows.layout import Layout
 
 __all__ = ["Releases", "releases"]
 

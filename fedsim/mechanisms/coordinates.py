@@ -12,9 +12,9 @@ from torch import Tensor
 from fedsim.errors import FedsimError
 from fedsim.mechanisms.base import Guarantee, State
 from fedsim.mechanisms.gaussian import GaussianMechanism, Released, Shaped
-from fedsim.mechanisms.layout import Layout
-from fedsim.mechanisms.rows import norms_, round_up
 from fedsim.mechanisms.scaling import BOUND_RANGE, check_number, clip_factor
+from fedsim.rows.dense import norms_, round_up
+from fedsim.rows.layout import Layout
 
 __all__ = ["AdaptiveNoise", "CoordinateClipping"]
 

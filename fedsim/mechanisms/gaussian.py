@@ -24,9 +24,9 @@ from fedsim.mechanisms.base import (
     state_on,
 )
 from fedsim.mechanisms.exact import FreeSum, GridSum
-from fedsim.mechanisms.layout import Layout
 from fedsim.mechanisms.noise import NoiseSource, share_multiplier, top_up_multiplier
-from fedsim.mechanisms.rows import Chunks, DenseRows, Rows, chunks
+from fedsim.rows.dense import Chunks, DenseRows, Rows, chunks
+from fedsim.rows.layout import Layout
 
 __all__ = ["GaussianMechanism", "Number", "Released", "Scalar", "Shaped", "per_row"]
 

@@ -22,9 +22,9 @@ from fedsim.mechanisms.base import (
     row_layout,
     row_weights,
 )
-from fedsim.mechanisms.layout import Entry, Layout
 from fedsim.mechanisms.noise import NoiseSource
-from fedsim.mechanisms.rows import DenseRows, Rows
+from fedsim.rows.dense import DenseRows, Rows
+from fedsim.rows.layout import Entry, Layout
 
 __all__ = ["PerLayer", "part_layout", "scatter"]
 

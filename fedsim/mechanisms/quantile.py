@@ -12,8 +12,8 @@ from torch import Tensor
 from fedsim.errors import FedsimError
 from fedsim.mechanisms.base import State
 from fedsim.mechanisms.gaussian import Released, Scalar, per_row
-from fedsim.mechanisms.layout import Layout
 from fedsim.mechanisms.scaling import BOUND_RANGE, ScalingMechanism, check_number, clip_factor
+from fedsim.rows.layout import Layout
 
 __all__ = ["QuantileClipping"]
 

@@ -20,10 +20,10 @@ from fedsim.mechanisms.base import (
     Weights,
 )
 from fedsim.mechanisms.exact import GridSum
-from fedsim.mechanisms.layout import Layout
 from fedsim.mechanisms.noise import NoiseSource, share_multiplier, top_up_multiplier
-from fedsim.mechanisms.rows import Rows
 from fedsim.mechanisms.scaling import BOUND_RANGE, check_number
+from fedsim.rows.dense import Rows
+from fedsim.rows.layout import Layout
 
 __all__ = ["PrivateScalar"]
 

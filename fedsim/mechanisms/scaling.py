@@ -13,7 +13,7 @@ from torch import Tensor
 from fedsim.errors import FedsimError
 from fedsim.mechanisms.base import State
 from fedsim.mechanisms.gaussian import GaussianMechanism, Number, Shaped, per_row
-from fedsim.mechanisms.rows import Rows, norms_, round_up
+from fedsim.rows.dense import Rows, norms_, round_up
 
 __all__ = [
     "Clipping",

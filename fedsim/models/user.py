@@ -1,6 +1,6 @@
 """A model of the user's own: ``module:callable``.
 
-``callable`` (see `fedsim.plugins`) is called with those of the keywords ``input_shape`` (a tuple,
+``callable`` (see `fedsim.registry`) is called with those of the keywords ``input_shape`` (a tuple,
 ``(C, H, W)`` or ``(d,)``) and ``num_classes`` that it takes, and returns an `nn.Module` that maps
 a batch ``[B, *input_shape]`` to logits ``[B, num_classes]``. It draws its initial weights from
 torch's global generator on the CPU, as layers do: that is seeded for it.
@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from fedsim.errors import FedsimError
-from fedsim.plugins import current_directory_importable, load
+from fedsim.registry import current_directory_importable, load
 
 __all__ = ["user_model"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from fedsim.errors import FedsimError
+from fedsim.privacy.analytic import gaussian_delta, gaussian_epsilon
 from fedsim.privacy.events import Adjacency, Event, common_adjacency
-from fedsim.privacy.gaussian import gaussian_delta, gaussian_epsilon
 from fedsim.privacy.pld import Component, composed_delta, composed_epsilon
 from fedsim.privacy.rdp import (
     Array,

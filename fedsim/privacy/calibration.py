@@ -9,8 +9,8 @@ from typing import Protocol
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost, check_delta
+from fedsim.privacy.analytic import gaussian_mu
 from fedsim.privacy.events import Event
-from fedsim.privacy.gaussian import gaussian_mu
 
 __all__ = [
     "calibrate",

@@ -226,7 +226,7 @@ class Ledger:
     @property
     def config(self) -> PrivacyConfig:
         """Flower's view of what is accounted for."""
-        from fedsim.privacy.flower import privacy_config
+        from fedsim.privacy.flower_records import privacy_config
 
         return privacy_config(self.declared, self.delta, self.max_epsilon)
 
@@ -249,7 +249,7 @@ class Ledger:
 
     def get_privacy_spent(self, delta: float | None = None) -> PrivacySpent:
         """`cost` as Flower's record."""
-        from fedsim.privacy.flower import privacy_spent
+        from fedsim.privacy.flower_records import privacy_spent
 
         return privacy_spent(self.cost(delta))
 
@@ -383,6 +383,6 @@ class Ledger:
     def _ours(self, event: Event | GaussianPrivacyEvent) -> Event:
         if isinstance(event, Event):
             return event
-        from fedsim.privacy.flower import our_event
+        from fedsim.privacy.flower_records import our_event
 
         return our_event(event, self.declared)

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from fedsim.artefacts import RunDirectory
 from fedsim.config import Scalar
 from fedsim.privacy import Accountant, Cost, Ledger
 from fedsim.reports.plots import grid
+from fedsim.runs.artefacts import RunDirectory
 
 __all__ = ["Line", "draw", "price", "read_line", "to_csv"]
 

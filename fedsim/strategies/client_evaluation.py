@@ -9,8 +9,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from fedsim.engines.arrays import tensors
-from fedsim.exchange import Instructions, Replies
-from fedsim.mechanisms import Layout
+from fedsim.rows import Layout
+from fedsim.rows.exchange import Instructions, Replies
 from fedsim.strategies.participants import Participants, node_ids
 from fedsim.strategies.replies import blocks_from_messages
 from fedsim.strategies.summaries import MetricMeans, MetricsAggregator

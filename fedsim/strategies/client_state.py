@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.exchange import CLIENT_STATE, Block
+from fedsim.rows.exchange import CLIENT_STATE, Block
 from fedsim.strategies.contributions import Placement
 
 __all__ = ["ClientState"]

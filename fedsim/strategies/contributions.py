@@ -13,14 +13,15 @@ import torch
 from flwr.app import ArrayRecord, Message
 from torch import Tensor
 
-from fedsim.clients.shares import SIDE_PREFIX, STATE_RECORD, USABLE
 from fedsim.engines.arrays import array_record
 from fedsim.errors import FedsimError
-from fedsim.exchange import Block, Ids, Replies
-from fedsim.mechanisms import Accumulator, DenseRows, Layout, Mechanism, NoiseSource, Shares, State
+from fedsim.mechanisms import Accumulator, Mechanism, NoiseSource, Shares, State
 from fedsim.privacy import Event
 from fedsim.randomness import Purpose, Randomness
+from fedsim.rows import DenseRows, Layout
+from fedsim.rows.exchange import Block, Ids, Replies
 from fedsim.strategies.replies import blocks_from_messages
+from fedsim.training.shares import SIDE_PREFIX, STATE_RECORD, USABLE
 
 __all__ = ["Asked", "Contributions", "Placement"]
 

@@ -16,11 +16,12 @@ from torch import Tensor
 from fedsim.cohorts import Cohort
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
-from fedsim.exchange import Instructions
-from fedsim.mechanisms import Layout, Mechanism, State
+from fedsim.mechanisms import Mechanism, State
 from fedsim.mechanisms.base import state_on
 from fedsim.privacy import Event, Ledger, Statement
 from fedsim.randomness import Purpose, Randomness
+from fedsim.rows import Layout
+from fedsim.rows.exchange import Instructions
 from fedsim.strategies.client_evaluation import ClientEvaluation
 from fedsim.strategies.client_state import ClientState
 from fedsim.strategies.contributions import Asked, Contributions, Placement

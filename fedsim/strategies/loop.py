@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-if TYPE_CHECKING:
-    from fedsim.strategies.dp_fedavg import DPFedAvg
-
 __all__ = ["Rounds", "rounds_of", "run_to_end"]
+
+
+class Stoppable(Protocol):
+    """A Flower strategy that says when no further round will be made."""
+
+    stopped: str | None
+    result: Result | None
+
+    def summary(self) -> None:
+        """Log the settings."""
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """As Flower's."""
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """As Flower's."""
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """As Flower's."""
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """As Flower's."""
+
 
 Rounds = Generator[Iterable[Message], Iterable[Message], Result]
 """Gives messages to send, takes their replies, returns what the run reached."""
 
 
 def rounds_of(
-    strategy: DPFedAvg,
+    strategy: Stoppable,
     grid: Grid,
     initial_arrays: ArrayRecord,
     rounds: range,

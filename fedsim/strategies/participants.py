@@ -9,8 +9,8 @@ from flwr.serverapp import Grid
 from fedsim.cohorts import Cohort
 from fedsim.engines.directory import ClientDirectory
 from fedsim.errors import FedsimError
-from fedsim.exchange import Ids
 from fedsim.randomness import Purpose, Randomness
+from fedsim.rows.exchange import Ids
 
 __all__ = ["Participants", "node_ids"]
 

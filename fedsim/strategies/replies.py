@@ -10,10 +10,10 @@ import torch
 from flwr.app import ArrayRecord, Message
 from torch import Tensor
 
-from fedsim.clients.shares import SHARE, USABLE
 from fedsim.engines.arrays import tensors
-from fedsim.exchange import Block
-from fedsim.mechanisms.layout import Layout
+from fedsim.rows.exchange import Block
+from fedsim.rows.layout import Layout
+from fedsim.training.shares import SHARE, USABLE
 
 __all__ = ["blocks_from_messages", "metrics_of", "to_arrays"]
 

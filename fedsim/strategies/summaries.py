@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
-from fedsim.exchange import Block
+from fedsim.rows.exchange import Block
 
 __all__ = ["MetricMeans", "MetricsAggregator"]
 

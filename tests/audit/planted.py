@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fedsim.cohorts import Cohort, FullCohort
-from fedsim.mechanisms import AdaptiveNoise, Clipping, DenseRows, Mechanism
+from fedsim.mechanisms import AdaptiveNoise, Clipping, Mechanism
+from fedsim.rows import DenseRows
 from fedsim.strategies import DPFedAvg
 
 

@@ -23,7 +23,6 @@ from fedsim.mechanisms import (
     AdaptiveNoise,
     Clipping,
     CoordinateClipping,
-    Layout,
     Mechanism,
     NoPrivacy,
     Normalization,
@@ -32,6 +31,7 @@ from fedsim.mechanisms import (
     PrivateScalar,
     QuantileClipping,
 )
+from fedsim.rows import Layout
 
 POISSON = PoissonCohort(0.5, 20)
 

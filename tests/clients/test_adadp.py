@@ -8,9 +8,10 @@ import torch
 from clients_helpers import make_data, make_mlp
 from torch import nn
 
-from fedsim.clients import SGD, AdadpLR, ClientData, Step, Trainer
+from fedsim.clients import SGD, AdadpLR, Step
 from fedsim.clients.gradients import Dense
 from fedsim.randomness import Randomness
+from fedsim.training import ClientData, Trainer
 
 
 def iterate(algorithm, theta, gradients, round=1):

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedsim import RunConfig, tables
+from fedsim import RunConfig
 from fedsim.clients import SGD, AdadpLR, Adam, Proximal, Schedule
 from fedsim.clients.catalog import ALGORITHMS, make_algorithm, parse_options
 from fedsim.errors import FedsimError
+from fedsim.runs import objects
 
 TUTORIAL = pathlib.Path(__file__).parents[2] / "docs" / "your_own_algorithm.md"
 
@@ -80,9 +81,9 @@ def test_the_tutorials_module_is_under_40_lines(tutorial):
 
 def test_the_tutorials_config_names_what_its_module_has(tutorial):
     config = RunConfig.parse(tomllib.loads(tutorial[1][1]))
-    algorithm = tables.algorithm(config)
+    algorithm = objects.algorithm(config)
     assert (algorithm.beta, algorithm.lr) == (0.8, 0.005)
-    loss, metric = tables.loss(config), tables.metrics(config)["top_two"]
+    loss, metric = objects.loss(config), objects.metrics(config)["top_two"]
     outputs, targets = torch.zeros(4, 3), torch.arange(4) % 3
     np.testing.assert_allclose(loss(outputs, targets), np.log(3) * 4 / 9, rtol=1e-6)
     assert metric(outputs, targets).shape == (4,)
@@ -92,8 +93,8 @@ def test_the_tutorials_algorithm_has_the_same_bytes_in_every_block(tutorial):
     from clients_helpers import make_data, make_mlp
     from my_clients import SignMomentum, focal
 
-    from fedsim.clients import Trainer
     from fedsim.randomness import Randomness
+    from fedsim.training import Trainer
 
     rows = []
     for block_size in (1, 3):

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fedsim.cli.deploy import deploy
 from fedsim.deploy.federation import Federation
 from fedsim.deploy.processes import free_ports
-from fedsim.engines.flower import speaks_grpc
+from fedsim.engines.messages import speaks_grpc
 from fedsim.errors import FedsimError
 
 CONFIG = """

@@ -6,7 +6,7 @@ from flwr.clientapp import ClientApp
 from toy_clients import ToyTrainer, toy_app
 
 from fedsim.engines import ClientDirectory, LocalGrid, client_ids
-from fedsim.engines.flower import NODE_UNAVAILABLE, error_reply
+from fedsim.engines.messages import NODE_UNAVAILABLE, error_reply
 from fedsim.errors import FedsimError
 
 

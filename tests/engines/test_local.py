@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, Krum
 from toy_clients import ToyTrainer, toy_app, toy_instructions
 
 from fedsim.engines import LocalGrid, array_record, tensors
-from fedsim.engines.flower import CLIENT_RAISED, NODE_UNAVAILABLE, empty_run
+from fedsim.engines.messages import CLIENT_RAISED, NODE_UNAVAILABLE, empty_run
 from fedsim.errors import FedsimError
 
 

@@ -13,10 +13,10 @@ from flwr.app import Context, Message, MessageType, RecordDict
 from fedsim.apps import client_app
 from fedsim.apps.node import NodeBuild, trainer_for
 from fedsim.apps.split import split_data
-from fedsim.build import Build
 from fedsim.config import RunConfig
 from fedsim.engines import tensors
 from fedsim.errors import FedsimError
+from fedsim.runs.build import Build
 
 CLIENTS = 5
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedsim.build import Build
-from fedsim.clients.memory import Columns
 from fedsim.config import RunConfig
 from fedsim.engines.blocks import guarded_blocks
 from fedsim.engines.memory import Borrowed, Transaction
+from fedsim.runs.build import Build
+from fedsim.training.memory import Columns
 
 IDS = np.arange(6)
 

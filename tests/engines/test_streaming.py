@@ -7,7 +7,7 @@ from test_directory import RandomNodes, app_claiming
 from toy_clients import toy_app, toy_instructions
 
 from fedsim.engines import LocalGrid, StreamingGrid, array_record, client_ids
-from fedsim.engines.flower import empty_run
+from fedsim.engines.messages import empty_run
 
 
 class LateGrid(LocalGrid):

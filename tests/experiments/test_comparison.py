@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import tomli_w
 
+from experiments.framework.expected import Expected
+from experiments.framework.run import load, run_experiment
 from fedsim.cohorts import PoissonCohort
 from fedsim.config import RunConfig
-from fedsim.experiments.expected import Expected
-from fedsim.experiments.run import load, run_experiment
 from fedsim.privacy import epsilon
 
-COMMITTED = Path(__file__).parents[2] / "experiments" / "example-level-mnist"
+COMMITTED = Path(__file__).parents[2] / "experiments" / "comparisons" / "example-level-mnist"
 
 
 def test_every_method_runs_and_only_raw_statistics_have_no_epsilon(tmp_path: Path) -> None:

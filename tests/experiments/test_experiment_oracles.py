@@ -10,16 +10,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from fedsim.clients import SGD, ClientData, Trainer
-from fedsim.cohorts import FullCohort, PoissonCohort
-from fedsim.engines import LocalGrid
-from fedsim.engines.arrays import array_record, tensors
-from fedsim.experiments.beale import MINIMUM, beale, gradient
-from fedsim.experiments.central import DenseNet, train
-from fedsim.experiments.dp_pca import SquareRows, principal_directions
-from fedsim.experiments.least_squares import LeastSquares, Watched, snr_of_normalization
-from fedsim.experiments.regression import error_of_clipping
-from fedsim.experiments.xu_formulas import (
+from experiments.adaclip.dp_pca import SquareRows, principal_directions
+from experiments.adaclip.regression import error_of_clipping
+from experiments.das.least_squares import LeastSquares, Watched, snr_of_normalization
+from experiments.framework.central import DenseNet, train
+from experiments.xu.beale import MINIMUM, beale, gradient
+from experiments.xu.formulas import (
     constraint,
     cosines,
     optimal_noise,
@@ -27,10 +23,15 @@ from fedsim.experiments.xu_formulas import (
     proportional_noise,
     theorem_1,
 )
+from fedsim.clients import SGD
+from fedsim.cohorts import FullCohort, PoissonCohort
+from fedsim.engines import LocalGrid
+from fedsim.engines.arrays import array_record, tensors
 from fedsim.mechanisms import Clipping, NoPrivacy
 from fedsim.privacy import Ledger, calibrate
 from fedsim.randomness import Randomness
 from fedsim.strategies import DPFedAvg, sgd
+from fedsim.training import ClientData, Trainer
 
 
 def small_problem(heterogeneity: float = 0.1) -> LeastSquares:

@@ -15,14 +15,14 @@ import tomli_w
 import typer
 from typer.testing import CliRunner
 
+from experiments import Claim, Experiment, Member, Report, Settings, find, names
+from experiments.framework import run as running
+from experiments.framework.base import Result
+from experiments.framework.expected import Expected
+from experiments.framework.run import KINDS, load, run_experiment
+from experiments.framework.store import Store
 from fedsim.cli.experiment import experiment
 from fedsim.errors import FedsimError
-from fedsim.experiments import Claim, Experiment, Member, Report, Settings, find, names
-from fedsim.experiments import run as running
-from fedsim.experiments.base import Result
-from fedsim.experiments.expected import Expected
-from fedsim.experiments.run import KINDS, load, run_experiment
-from fedsim.experiments.store import Store
 
 COMMITTED = Path(__file__).parents[2] / "experiments"
 
@@ -66,13 +66,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def small(name: str, directory: Path) -> Path:
     """A copy of a committed experiment, made small."""
-    tree = tomllib.loads((COMMITTED / name / "experiment.toml").read_text())
+    tree = tomllib.loads((find(name) / "experiment.toml").read_text())
     tree.pop("quick", None)
     tree |= {"seeds": 2, **SMALL[name]}
     if name == "quadratic":
         tree["cases"] = tree["cases"][:1]
     if name == "das-fmnist":
-        base = tomllib.loads((COMMITTED / name / "run.toml").read_text())
+        base = tomllib.loads((find(name) / "run.toml").read_text())
         base["data"]["name"] = "digits"
         base["partition"]["clients"] = 40
         (directory / "run.toml").write_text(tomli_w.dumps(base))
@@ -102,10 +102,10 @@ def test_experiment_leaves_tables_pictures_and_figures(
 
 
 @pytest.mark.parametrize(
-    "name", sorted(path.parent.name for path in COMMITTED.glob("*/experiment.toml"))
+    "name", sorted(path.parent.name for path in COMMITTED.rglob("experiment.toml"))
 )
 def test_committed_experiment_is_valid_quick_or_not(name: str, data: Path) -> None:
-    directory = COMMITTED / name
+    directory = find(name)
     for quick in (False, True):
         made = load(directory, data=data, quick=quick)
         members = [member.name for member in made.members()]

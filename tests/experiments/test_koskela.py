@@ -14,17 +14,17 @@ import pytest
 import tomli_w
 from safetensors.torch import load_file
 
+from experiments.framework import config_runs
+from experiments.framework.base import Experiment, Report, Result
+from experiments.framework.expected import Expected
+from experiments.framework.run import Outcome, load, run_experiment
+from experiments.koskela.common import optimiser
+from experiments.koskela.rate import settled_rate
 from fedsim.cohorts import PoissonCohort
 from fedsim.config import RunConfig
-from fedsim.experiments import config_runs
-from fedsim.experiments.base import Experiment, Report, Result
-from fedsim.experiments.expected import Expected
-from fedsim.experiments.koskela import optimiser
-from fedsim.experiments.koskela_rate import settled_rate
-from fedsim.experiments.run import Outcome, load, run_experiment
 from fedsim.privacy import epsilon
 
-COMMITTED = Path(__file__).parents[2] / "experiments"
+COMMITTED = Path(__file__).parents[2] / "experiments" / "koskela"
 NAMES = sorted(path.parent.name for path in COMMITTED.glob("koskela-*/experiment.toml"))
 
 

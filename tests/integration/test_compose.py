@@ -53,7 +53,7 @@ def test_no_secret_is_in_the_file_or_in_the_image():
     assert "PRIVATE KEY" not in text
     copied = re.findall(r"^COPY (.*) \S+$", text, flags=re.MULTILINE)
     assert " ".join(copied).split() == [
-        *("constraints.txt", "pyproject.toml", "README.md", "LICENSE", "fedsim", "experiments"),
+        *("constraints.txt", "pyproject.toml", "README.md", "LICENSE", "fedsim"),
     ]
 
 
@@ -63,7 +63,7 @@ def test_the_image_gets_all_that_the_package_is_built_from():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     needed = {project["project"]["readme"], *project["project"]["license-files"]}
-    assert needed | set(wheel["packages"]) | set(wheel["force-include"]) <= copied
+    assert needed | set(wheel["packages"]) <= copied
 
 
 def test_every_service_sees_its_own_keys_only():

@@ -8,11 +8,12 @@ import torch
 from flwr.app import ConfigRecord
 from torch import nn
 
-from fedsim.clients import AdadpLR, ClientData, Trainer
+from fedsim.clients import AdadpLR
 from fedsim.engines import LocalGrid, array_record
 from fedsim.engines.ray import RayGrid
-from fedsim.exchange import Instructions
 from fedsim.randomness import Randomness
+from fedsim.rows.exchange import Instructions
+from fedsim.training import ClientData, Trainer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ from fedsim.engines import LocalGrid, array_record
 from fedsim.engines.parcel import Parcel
 from fedsim.engines.ray import RayGrid
 from fedsim.errors import FedsimError
-from fedsim.exchange import Block, Instructions
+from fedsim.rows.exchange import Block, Instructions
 
 
 @dataclass

@@ -10,7 +10,8 @@ from scipy import stats
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import AdaClip, Clipping, DenseRows, Layout, NoiseSource, Release, State
+from fedsim.mechanisms import AdaClip, Clipping, NoiseSource, Release, State
+from fedsim.rows import DenseRows, Layout
 
 
 class Silent(np.random.Generator):

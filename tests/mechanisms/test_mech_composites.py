@@ -11,8 +11,6 @@ from fedsim.errors import FedsimError
 from fedsim.mechanisms import (
     AdaptiveNoise,
     Clipping,
-    DenseRows,
-    Layout,
     Mechanism,
     NoiseSource,
     NoPrivacy,
@@ -22,6 +20,7 @@ from fedsim.mechanisms import (
     QuantileClipping,
     Release,
 )
+from fedsim.rows import DenseRows, Layout
 
 LAYOUT = Layout.of(
     {

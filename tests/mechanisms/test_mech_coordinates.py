@@ -13,13 +13,12 @@ from fedsim.mechanisms import (
     AdaptiveNoise,
     Clipping,
     CoordinateClipping,
-    DenseRows,
-    Layout,
     Mechanism,
     NoiseSource,
     Release,
     State,
 )
+from fedsim.rows import DenseRows, Layout
 
 
 def tensor(*values: float) -> Tensor:

@@ -18,8 +18,6 @@ from fedsim.mechanisms import (
     AdaptiveNoise,
     Clipping,
     CoordinateClipping,
-    DenseRows,
-    Layout,
     Mechanism,
     NoiseSource,
     NoPrivacy,
@@ -32,6 +30,7 @@ from fedsim.mechanisms import (
     State,
 )
 from fedsim.mechanisms.noise import share_multiplier, top_up_multiplier
+from fedsim.rows import DenseRows, Layout
 
 NAN = float("nan")
 MECHANISMS: list[Mechanism] = [

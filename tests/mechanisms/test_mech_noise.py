@@ -8,17 +8,11 @@ import torch
 from scipy import special, stats
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import (
-    Clipping,
-    DenseRows,
-    Layout,
-    Mechanism,
-    NoiseSource,
-    Normalization,
-)
+from fedsim.mechanisms import Clipping, Mechanism, NoiseSource, Normalization
 from fedsim.mechanisms.exact import MAX_ROWS, FreeSum, GridSum
 from fedsim.mechanisms.noise import share_multiplier, top_up_multiplier
 from fedsim.randomness import Purpose, Randomness
+from fedsim.rows import DenseRows, Layout
 
 
 @pytest.mark.parametrize("hardened", [False, True])

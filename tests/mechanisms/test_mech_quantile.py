@@ -7,7 +7,8 @@ from scipy import stats
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import DenseRows, Layout, NoiseSource, QuantileClipping, Release, State
+from fedsim.mechanisms import NoiseSource, QuantileClipping, Release, State
+from fedsim.rows import DenseRows, Layout
 
 
 def one_round(

@@ -14,13 +14,12 @@ from fedsim.errors import FedsimError
 from fedsim.mechanisms import (
     Accumulator,
     Clipping,
-    DenseRows,
-    Layout,
     Mechanism,
     NoiseSource,
     NoPrivacy,
     Normalization,
 )
+from fedsim.rows import DenseRows, Layout
 
 NAN = float("nan")
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Clipping, DenseRows, Layout, Normalization, NormBound
+from fedsim.mechanisms import Clipping, Normalization, NormBound
 from fedsim.mechanisms.scaling import ScalingMechanism
+from fedsim.rows import DenseRows, Layout
 
 NAN, INF = float("nan"), float("inf")
 FLOATS32 = st.floats(width=32, allow_nan=True, allow_infinity=True)

@@ -9,15 +9,15 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
-from fedsim.build import Build
-from fedsim.clients.flower import client_app
 from fedsim.cohorts import FullCohort
 from fedsim.config import RunConfig
 from fedsim.engines import LocalGrid
 from fedsim.engines.arrays import array_record, tensors
+from fedsim.engines.client_app import client_app
 from fedsim.errors import FedsimError
-from fedsim.exchange import Block
 from fedsim.mechanisms import Clipping, NoPrivacy
+from fedsim.rows.exchange import Block
+from fedsim.runs.build import Build
 from fedsim.strategies import DPFedAvg
 from fedsim.strategies.client_state import ClientState
 

@@ -17,9 +17,9 @@ from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
 from fedsim.engines import LocalGrid
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
-from fedsim.exchange import Block, Ids
 from fedsim.mechanisms import Clipping, Mechanism, NoPrivacy, Normalization
 from fedsim.privacy import Ledger, epsilon
+from fedsim.rows.exchange import Block, Ids
 from fedsim.strategies import DPFedAvg, RunFailedError, adam, sgd
 
 

@@ -7,14 +7,15 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
-from fedsim.clients import SGD, ClientData, Trainer
-from fedsim.clients.flower import client_app
+from fedsim.clients import SGD
 from fedsim.cohorts import FullCohort, PoissonCohort
 from fedsim.engines import LocalGrid
 from fedsim.engines.arrays import array_record, tensors
+from fedsim.engines.client_app import client_app
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, PrivateScalar, QuantileClipping
 from fedsim.randomness import Randomness
 from fedsim.strategies import DPFedAvg, RunFailedError
+from fedsim.training import ClientData, Trainer
 
 CLIENTS = 12
 
@@ -105,7 +106,7 @@ def test_the_noise_on_the_sum_does_not_depend_on_how_many_took_part(rate: float)
         population = 40
 
         def train(self, vector, client_ids, round):  # type: ignore[no-untyped-def]
-            from fedsim.exchange import Block
+            from fedsim.rows.exchange import Block
 
             # A third of the clients drop out.
             ok = client_ids % 3 != 0

@@ -1,0 +1,1 @@
+"""Pichapati et al.: AdaCliP."""

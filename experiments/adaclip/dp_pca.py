@@ -1,0 +1,125 @@
+"""Differentially private PCA: one noisy second-moment matrix of normalised examples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedsim.cohorts import FullCohort
+from fedsim.mechanisms import Clipping, NoiseSource
+from fedsim.privacy import Ledger
+from fedsim.randomness import Purpose, Randomness
+from fedsim.rows import DenseRows, Layout, Rows
+
+__all__ = ["SquareRows", "principal_directions"]
+
+CHUNK = 6000  # examples in one block of rows
+
+
+@dataclass(frozen=True, eq=False)
+class SquareRows:
+    """Rows ``x_k x_k^T`` of ``x [n, p]``, as vectors of ``p (p + 1) / 2`` entries.
+
+    The upper triangle, with the entries off the diagonal times sqrt(2): inner products are
+    those of the matrices, so a row's norm is ``||x_k||^2`` and isotropic noise on the vector is
+    isotropic on symmetric matrices.
+    """
+
+    x: Tensor
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return len(self.x)
+
+    def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
+        """See `Rows`."""
+        if scale is not None or center is not None:
+            return DenseRows(self.dense()).norms(scale, center)
+        squares = self.x.double().square().sum(1)
+        return torch.where(torch.isfinite(squares), squares, torch.nan)
+
+    def sum(self, weights: Tensor) -> Tensor:
+        """See `Rows`."""
+        x = self.x.double().masked_fill((weights == 0)[:, None], 0.0)
+        return _to_vector((x * weights[:, None]).T @ x)
+
+    def dense(self) -> Tensor:
+        """See `Rows`; ``[n, p (p + 1) / 2]``, for small p."""
+        return torch.stack([_to_vector(torch.outer(row, row)) for row in self.x.double()])
+
+    def columns(self, slices: Sequence[slice]) -> Rows:
+        """See `Rows`."""
+        return DenseRows(self.dense()).columns(slices)
+
+
+def principal_directions(
+    x: Tensor, count: int, *, noise_multiplier: float, seed: int, ledger: Ledger
+) -> Tensor:
+    """Top eigenvectors of the noisy second moments (Abadi et al. 2016, section 4).
+
+    Every example is scaled to norm 1, so that ``x x^T`` has norm 1 and the sum of them
+    sensitivity 1; all examples take part, once, without amplification.
+
+    Parameters
+    ----------
+    x : Tensor ``[N, p]``
+    count : int
+        Directions to keep.
+    ledger : Ledger
+        Takes the release before it is made.
+
+    Returns
+    -------
+    Tensor
+        Orthonormal columns, float64 ``[p, count]``.
+    """
+    p = x.shape[1]
+    mechanism = Clipping(1.0)
+    layout = Layout.of({"moments": torch.empty(p * (p + 1) // 2, dtype=torch.float64)})
+    state = mechanism.init(layout)
+    total = mechanism.accumulate(state, layout)
+    for start in range(0, len(x), CHUNK):
+        block = x[start : start + CHUNK].double()
+        norms = torch.linalg.vector_norm(block, dim=1, keepdim=True).clamp_min(1e-12)
+        total.add(SquareRows(block / norms))
+    cohort = FullCohort(population=len(x))
+    ledger.record(
+        event=cohort.event(noise_multiplier),
+        round=0,
+        level="example",
+        entropy="config",
+        mechanism="second moments",
+    )
+    release = mechanism.release(
+        state,
+        total,
+        noise_multiplier=noise_multiplier,
+        denominator=cohort.expected_size,
+        noise=NoiseSource(Randomness(seed).generator(Purpose.NOISE, round=0)),
+    )
+    vectors: Tensor = torch.linalg.eigh(_to_matrix(release.mean, p)).eigenvectors
+    return vectors[:, -count:].flip(1)
+
+
+def _to_vector(matrix: Tensor) -> Tensor:
+    p = len(matrix)
+    upper = torch.triu_indices(p, p)
+    return matrix[upper[0], upper[1]].mul_(_scale(upper, math.sqrt(2)))
+
+
+def _to_matrix(vector: Tensor, p: int) -> Tensor:
+    upper = torch.triu_indices(p, p)
+    matrix = torch.zeros(p, p, dtype=torch.float64)
+    matrix[upper[0], upper[1]] = vector * _scale(upper, math.sqrt(0.5))
+    return matrix + matrix.T - torch.diag(matrix.diagonal())
+
+
+def _scale(upper: Tensor, off_diagonal: float) -> Tensor:
+    """1 on the diagonal, float64; a Python scalar in `torch.where` would be a float32."""
+    scale = torch.full((upper.shape[1],), off_diagonal, dtype=torch.float64)
+    return scale.masked_fill_(upper[0] == upper[1], 1.0)

@@ -1,0 +1,1 @@
+"""Das et al.: clipped and normalised DP-FedAvg."""

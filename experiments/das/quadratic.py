@@ -1,0 +1,253 @@
+"""Das et al.: clipping and normalisation on the synthetic quadratic problem."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord
+from flwr.serverapp.strategy import Result as Trained
+from pydantic import Field
+
+from experiments.das.least_squares import LeastSquares, Watched, snr_of_normalization
+from experiments.das.quadratic_pictures import curves, trajectories
+from experiments.framework.base import (
+    Claim,
+    Experiment,
+    Member,
+    Report,
+    Result,
+    Settings,
+    Table,
+    over_seeds,
+    seeds_text,
+)
+from fedsim.cohorts import FullCohort
+from fedsim.config.keys import Section
+from fedsim.engines import LocalGrid
+from fedsim.engines.arrays import array_record, tensors
+from fedsim.mechanisms import Clipping, Mechanism, Normalization
+from fedsim.privacy import calibrate
+from fedsim.strategies import DPFedAvg
+
+__all__ = ["METHODS", "Case", "Quadratic", "QuadraticSettings"]
+
+METHODS = ("clipping", "normalization")
+COLUMNS = ("||w-w*||", "f-f*", "no noise")
+TAIL = 25  # rounds that a final distance is the mean of
+
+
+class Case(Section):
+    """One panel: where clients start, how far they step, and what bounds them."""
+
+    name: str
+    heterogeneity: float = Field(0.1, ge=0)
+    start: float = Field(1.0, gt=0)
+    lr: float = Field(gt=0)
+    clip_norm: float = Field(gt=0)
+    panel: bool = False
+
+
+class QuadraticSettings(Settings):
+    """Keys of ``experiment.toml``."""
+
+    clients: int = Field(100, ge=1)
+    dimension: int = Field(200, ge=2)
+    columns: int = Field(20, ge=1)
+    rounds: int = Field(500, ge=1)
+    steps: int = Field(20, ge=1)
+    epsilon: float = Field(5.0, gt=0)
+    delta: float = Field(1e-6, gt=0, lt=1)
+    problem_seed: int = Field(1, ge=0)
+    cases: list[Case]
+
+
+class Quadratic(Experiment):
+    """Runs through `DPFedAvg` and the cohort trainer; only the data are made here."""
+
+    settings: QuadraticSettings
+    settings_type: ClassVar[type[Settings]] = QuadraticSettings
+
+    def members(self) -> list[Member]:
+        """Each case and method: without noise (seed 0), then one run a seed."""
+        common = self.settings.model_dump(by_alias=True, exclude={"cases", "seeds", "experiment"})
+        z = self.noise_multiplier
+        return [
+            Member(
+                f"{case.name} {method} seed={seed}",
+                {
+                    **common,
+                    "case": case.model_dump(by_alias=True, exclude={"panel"}),
+                    "method": method,
+                    "seed": seed,
+                    "noise-multiplier": z if seed else 0.0,
+                },
+            )
+            for case in self.settings.cases
+            for method in METHODS
+            for seed in range(self.settings.seeds + 1)
+        ]
+
+    @property
+    def noise_multiplier(self) -> float:
+        """z of full participation in all rounds."""
+        return calibrate(
+            target_epsilon=self.settings.epsilon,
+            cohort=FullCohort(),
+            rounds=self.settings.rounds,
+            delta=self.settings.delta,
+        )
+
+    def run(self, settings: Mapping[str, Any]) -> Result:
+        """Distances to w*, gaps of f and SNRs of every round, from round 0 on."""
+        case = Case.model_validate(settings["case"])
+        problem = LeastSquares(
+            settings["clients"],
+            settings["dimension"],
+            settings["columns"],
+            case.heterogeneity,
+            settings["problem-seed"],
+        )
+        # Clients send w_E - w = -lr u: a bound of C on u is one of lr C on what they send, and
+        # a server that adds the mean has beta = lr.
+        bound = case.lr * case.clip_norm
+        mechanism: Mechanism = (
+            Clipping(bound) if settings["method"] == "clipping" else Normalization(bound)
+        )
+        watched = Watched(problem.trainer(lr=case.lr, steps=settings["steps"]), mechanism)
+        strategy = DPFedAvg(
+            mechanism=mechanism,
+            cohort=FullCohort(population=problem.n),
+            noise_multiplier=settings["noise-multiplier"],
+            delta=settings["delta"],
+            seed=settings["seed"],
+            fraction_evaluate=0.0,
+        )
+        path = [problem.start(case.start)]
+
+        def on_round(round: int, trained: Trained) -> None:
+            path.append(tensors(trained.arrays)["0.weight"].double().numpy().ravel())
+
+        strategy.start(LocalGrid(watched), _arrays(path[0]), settings["rounds"], on_round=on_round)
+        return _measures(problem, np.array(path), watched, bound, settings)
+
+    def report(self, results: Mapping[str, Result]) -> Report:
+        """Final distances as a table, curves and trajectories as pictures."""
+        ratio = snr_of_normalization(
+            self.noise_multiplier, self.settings.clients, self.settings.dimension
+        )
+        figures = {"noise-multiplier": self.noise_multiplier, "snr-normalization": ratio}
+        rows: list[list[str | float | None]] = []
+        for case in self.settings.cases:
+            row: list[str | float | None] = [case.name]
+            for method in METHODS:
+                runs = self._runs(results, case, method)
+                distance, spread = over_seeds([_tail(run["distance"]) for run in runs])
+                gap, _ = over_seeds([_tail(run["gap"]) for run in runs])
+                free = results[f"{case.name} {method} seed=0"]
+                row += [f"{distance:.3f} ± {spread:.3f}", gap, _tail(free["distance"])]
+                figures[f"{case.name}/{method}"] = distance
+            rows.append(row)
+        columns = ["case"]
+        columns += [f"{short} {what}" for short in ("clip", "norm") for what in COLUMNS]
+        title = (
+            f"Means of the last {TAIL} rounds, {seeds_text(self.settings.seeds)} of the noise; "
+            "the distance without noise beside"
+        )
+        panels = [case for case in self.settings.cases if case.panel]
+        data = {
+            (case.name, method): self._runs(results, case, method)
+            for case in panels
+            for method in METHODS
+        }
+        return Report(
+            tables=[Table("distances", title, columns, rows, digits=3)],
+            figures=figures,
+            claims=self._claims(results, ratio),
+            pictures={
+                "curves": curves([(c.name, _label(c)) for c in panels], data, ratio),
+                "trajectories": trajectories([(c.name, _label(c)) for c in panels], data),
+            },
+        )
+
+    def _runs(self, results: Mapping[str, Result], case: Case, method: str) -> list[Result]:
+        seeds = range(1, self.settings.seeds + 1)
+        return [results[f"{case.name} {method} seed={seed}"] for seed in seeds]
+
+    def _claims(self, results: Mapping[str, Result], ratio: float) -> list[Claim]:
+        runs = {
+            method: [
+                run for case in self.settings.cases for run in self._runs(results, case, method)
+            ]
+            for method in METHODS
+        }
+        constant = max(abs(s - ratio) for run in runs["normalization"] for s in run["snr"])
+        highest = max(s for run in runs["clipping"] for s in run["snr"])
+        lowest = min(s for run in runs["clipping"] for s in run["snr"])
+        panels = [case for case in self.settings.cases if case.panel]
+        nearer = {
+            case.name: [
+                over_seeds([_tail(run["distance"]) for run in self._runs(results, case, method)])[0]
+                for method in METHODS
+            ]
+            for case in panels
+        }
+        wins = sum(clip > norm for clip, norm in nearer.values())
+        return [
+            Claim(
+                "snr-constant",
+                "the SNR of normalised updates is one constant",
+                constant < 1e-7,
+                f"{ratio:.6f} in every round",
+            ),
+            Claim(
+                "snr-order",
+                "the SNR of clipped updates is never above it",
+                highest <= ratio * (1 + 1e-6),
+                f"between {lowest:.4f} and {highest:.4f}",
+            ),
+            Claim(
+                "normalization-nearer",
+                "normalisation ends nearer to w* than clipping, in every panel",
+                wins == len(panels),
+                f"in {wins} of {len(panels)}",
+            ),
+        ]
+
+
+def _arrays(w: Any) -> ArrayRecord:
+    return array_record({"0.weight": torch.from_numpy(w[None, :].astype(np.float32))})
+
+
+def _measures(
+    problem: LeastSquares,
+    path: Any,
+    watched: Watched,
+    bound: float,
+    settings: Mapping[str, Any],
+) -> Result:
+    """What a path ``[rounds + 1, d]`` went through."""
+    away = path - problem.optimum
+    ahead = away[0] / np.linalg.norm(away[0])
+    along = away @ ahead
+    off = np.linalg.norm(away - along[:, None] * ahead, axis=1)
+    result: Result = {
+        "distance": np.linalg.norm(away, axis=1).tolist(),
+        "gap": [problem.gap(w) for w in path],
+        "along": along.tolist(),
+        "off": off.tolist(),
+    }
+    if settings["noise-multiplier"]:
+        constant = snr_of_normalization(settings["noise-multiplier"], problem.n, problem.d)
+        result["snr"] = [constant * norm / bound for norm in watched.bounded]
+    return result
+
+
+def _tail(values: list[float]) -> float:
+    return float(np.mean(values[-TAIL:]))
+
+
+def _label(case: Case) -> str:
+    return f"C = {case.clip_norm:g}, $\\eta$ = {case.lr:g}, {case.name.split()[0]}"

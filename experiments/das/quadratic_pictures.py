@@ -1,0 +1,87 @@
+"""Pictures of the quadratic problem: distance and SNR by round, and the way through space."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.framework.base import Result
+from fedsim.reports.plots import COLOURS, grid
+
+__all__ = ["curves", "trajectories"]
+
+Panels = Sequence[tuple[str, str]]
+Runs = Mapping[tuple[str, str], Sequence[Result]]
+METHODS = ("clipping", "normalization")
+WIDTHS = {"clipping": 2.4, "normalization": 1.2}  # where the two agree, both are seen
+
+
+def curves(panels: Panels, runs: Runs, ratio: float) -> Figure:
+    """Distance to w*, and below it the SNR of the clients' updates, by round."""
+    figure, axes = grid(
+        2,
+        len(panels),
+        title="Quadratic problem: normalised updates keep their signal, clipped ones lose it",
+        width=max(3.3 * len(panels), 6),
+        height=5.6,
+    )
+    for column, (name, label) in enumerate(panels):
+        top, below = axes[column], axes[len(panels) + column]
+        top.set_title(label, fontsize=10)
+        for method in METHODS:
+            _band(top, [run["distance"] for run in runs[name, method]], method)
+            _band(below, [run["snr"] for run in runs[name, method]], method)
+        top.set_ylim(bottom=0)
+        below.set_ylim(0, ratio * 1.15)
+        below.set_xlabel("round")
+    axes[0].set_ylabel("$\\|w_k - w^*\\|$")
+    axes[len(panels)].set_ylabel("SNR of an update")
+    axes[0].legend(frameon=False, fontsize=9)
+    axes[len(panels)].annotate(
+        f"{ratio:.6f}", (0, ratio), xytext=(4, 4), textcoords="offset points", fontsize=8
+    )
+    return figure
+
+
+def trajectories(panels: Panels, runs: Runs) -> Figure:
+    """Where the first seed's iterates go: along the line from w_0 to w*, and off it."""
+    figure, axes = grid(
+        1,
+        len(panels),
+        title="Quadratic problem: trajectories from $w_0$ (square) to $w^*$ (star)",
+        width=max(3.3 * len(panels), 6),
+        height=3.6,
+    )
+    for one, (name, label) in zip(axes, panels, strict=True):
+        for method in METHODS:
+            run = runs[name, method][0]
+            one.plot(
+                run["along"],
+                run["off"],
+                color=COLOURS[method],
+                linewidth=0.7 * WIDTHS[method],
+                label=method,
+            )
+            one.plot(run["along"][-1], run["off"][-1], "o", color=COLOURS[method], markersize=4)
+        start = run["along"][0]
+        one.plot(start, 0, "s", color="#333333", markersize=5)
+        one.plot(0, 0, "*", color="#333333", markersize=10)
+        one.set_title(label, fontsize=10)
+        one.set_xlabel("distance still to go along $w_0 - w^*$")
+        one.invert_xaxis()
+    axes[0].set_ylabel("distance off that line")
+    axes[0].legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _band(axes: Axes, lines: Sequence[Sequence[float]], method: str) -> None:
+    """Mean over seeds with the range of all of them."""
+    values = np.array(lines)
+    rounds = np.arange(values.shape[1])
+    axes.plot(rounds, values.mean(0), color=COLOURS[method], linewidth=WIDTHS[method], label=method)
+    axes.fill_between(
+        rounds, values.min(0), values.max(0), color=COLOURS[method], alpha=0.2, linewidth=0
+    )

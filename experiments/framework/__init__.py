@@ -1,0 +1,1 @@
+"""What every experiment is made of: members, results, reports."""

@@ -1,0 +1,187 @@
+"""DP-SGD on one machine's examples: the mechanisms and accounting of fedsim, rows being examples.
+
+One step is a round of DP-FedAvg in which every client has one example and takes one step of
+rate 1: the cohort is the batch, drawn by Poisson sampling, and a row is an example's negative
+gradient. Here the rows of dense layers are never written down (`OuterRows`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsim.cohorts import PoissonCohort
+from fedsim.mechanisms import Mechanism, NoiseSource
+from fedsim.privacy import Event, Ledger
+from fedsim.randomness import Purpose, Randomness
+from fedsim.rows import Layout, LinearPart, OuterRows
+from fedsim.strategies import ServerOptimizer
+
+__all__ = ["DenseNet", "Run", "train"]
+
+LOOKS = 10  # steps from one look at the distortion to the next
+
+
+@dataclass(frozen=True)
+class DenseNet:
+    """Linear layers with biases and ReLUs between them, over vectors, with cross-entropy.
+
+    Parameters
+    ----------
+    widths : tuple of int
+        Inputs, hidden units of every layer, classes.
+    """
+
+    widths: tuple[int, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """``fc1.weight, fc1.bias, fc2.weight, ...`` in float64."""
+        arrays = {}
+        for k, (inputs, outputs) in enumerate(zip(self.widths, self.widths[1:], strict=False), 1):
+            arrays[f"fc{k}.weight"] = torch.empty(outputs, inputs, dtype=torch.float64)
+            arrays[f"fc{k}.bias"] = torch.empty(outputs, dtype=torch.float64)
+        return Layout.of(arrays)
+
+    def start(self, seed: int) -> Tensor:
+        """Initial parameters ``[d]``: zero for one layer, else uniform as in PyTorch's own."""
+        layout = self.layout
+        if len(self.widths) == 2:
+            return torch.zeros(layout.d, dtype=torch.float64)
+        draws = Randomness(seed).generator(Purpose.INIT)
+        parts = []
+        for entry in layout.entries:
+            inputs = self.widths[int(entry.name[2:].partition(".")[0]) - 1]
+            limit = 1 / math.sqrt(inputs)
+            parts.append(draws.uniform(-limit, limit, entry.stop - entry.start))
+        return torch.from_numpy(np.concatenate(parts))
+
+    def _layers(self, vector: Tensor) -> list[tuple[Tensor, Tensor]]:
+        named = self.layout.unflatten(vector)
+        return [(named[f"fc{k}.weight"], named[f"fc{k}.bias"]) for k in range(1, len(self.widths))]
+
+    def _forward(self, vector: Tensor, x: Tensor) -> list[Tensor]:
+        """Inputs of every layer, and the logits."""
+        values = [x]
+        for k, (weight, bias) in enumerate(self._layers(vector)):
+            h = torch.addmm(bias, values[-1], weight.T)
+            values.append(h.relu_() if k < len(self.widths) - 2 else h)
+        return values
+
+    def logits(self, vector: Tensor, x: Tensor) -> Tensor:
+        """``[B, K]`` of ``x [B, inputs]``."""
+        return self._forward(vector, x)[-1]
+
+    def descents(self, vector: Tensor, x: Tensor, y: Tensor) -> OuterRows:
+        """Negative gradients of the examples' losses, ``[B, d]``, never written down."""
+        values = self._forward(vector, x)
+        delta = F.one_hot(y, self.widths[-1]) - torch.softmax(values[-1], dim=1)
+        parts: list[LinearPart] = []
+        for k, (weight, _) in reversed(list(enumerate(self._layers(vector)))):
+            parts.insert(0, LinearPart(values[k], delta))
+            if k:
+                delta = (delta @ weight) * (values[k] > 0)
+        return OuterRows(tuple(parts))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training left.
+
+    Attributes
+    ----------
+    vector : Tensor ``[d]``
+    accuracy : list of float
+        On the test examples after every epoch.
+    distortion : float
+        Mean over every tenth step of ``||g - g~||``, g being the batch's mean gradient.
+    clipped : float
+        Share of the examples that were longer than their bound.
+    ledger : Ledger
+        Every release, at example level.
+    """
+
+    vector: Tensor
+    accuracy: list[float]
+    distortion: float
+    clipped: float
+    ledger: Ledger = field(repr=False)
+
+
+def train(
+    net: DenseNet,
+    inputs: Callable[[Tensor], Tensor],
+    labels: Tensor,
+    test: tuple[Tensor, Tensor],
+    *,
+    mechanism: Mechanism,
+    noise_multiplier: float,
+    batch: float,
+    epochs: int,
+    optimizer: ServerOptimizer,
+    seed: int,
+    ledger: Ledger,
+) -> Run:
+    """Private SGD: Poisson batches, one bounded and noisy sum a step, a fixed denominator.
+
+    Parameters
+    ----------
+    inputs : callable
+        From indices int64 ``[B]`` to float64 inputs ``[B, d_in]`` of training examples.
+    labels : int64 Tensor ``[N]``
+    test : inputs ``[M, d_in]`` and labels ``[M]``
+    batch : float
+        Expected batch size; the rate is ``batch / N``.
+    epochs : int
+        Of ``N / batch`` steps.
+    optimizer : ServerOptimizer
+        Moves the parameters along the noisy mean of the descents.
+    ledger : Ledger
+        Takes every release before it is made.
+    """
+    cohort = PoissonCohort(rate=batch / len(labels), population=len(labels))
+    randomness, layout = Randomness(seed), net.layout
+    event = _event(mechanism, noise_multiplier, cohort, layout)
+    state, vector = mechanism.init(layout), net.start(seed)
+    steps = round(len(labels) / batch)
+    accuracy: list[float] = []
+    distortions: list[float] = []
+    clipped, seen = 0, 0
+    for step in range(1, epochs * steps + 1):
+        draws = randomness.generator(Purpose.COHORT, round=step).random(len(labels))
+        index = torch.from_numpy(cohort.draw(draws))
+        rows = net.descents(vector, inputs(index), labels[index])
+        total = mechanism.accumulate(state, layout)
+        total.add(rows)
+        ledger.record(
+            event=event, round=step, level="example", entropy="config", mechanism=str(mechanism)
+        )
+        release = mechanism.release(
+            state,
+            total,
+            noise_multiplier=noise_multiplier,
+            denominator=cohort.expected_size,
+            noise=NoiseSource(randomness.generator(Purpose.NOISE, round=step)),
+        )
+        if step % LOOKS == 1:
+            plain = rows.sum(torch.ones(rows.count, dtype=torch.float64)) / cohort.expected_size
+            distortions.append(float(torch.linalg.vector_norm(release.mean - plain)))
+        clipped, seen = clipped + total.clipped, seen + total.count
+        state = release.state
+        vector = optimizer.step(vector, release.mean)
+        if step % steps == 0:
+            right = net.logits(vector, test[0]).argmax(1) == test[1]
+            accuracy.append(float(right.double().mean()))
+    return Run(vector, accuracy, float(np.mean(distortions)), clipped / max(seen, 1), ledger)
+
+
+def _event(mechanism: Mechanism, z: float, cohort: PoissonCohort, layout: Layout) -> Event:
+    parts = dict(mechanism.noise_multipliers(z, cohort.expected_size, mechanism.init(layout)))
+    first = next(iter(parts))
+    return cohort.event(parts.pop(first), sides=parts, guarantee=mechanism.guarantee == "gaussian")

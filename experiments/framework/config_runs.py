@@ -1,0 +1,179 @@
+"""Experiments whose members are runs of one config, each with some keys changed.
+
+The config is ``run.toml`` in the experiment's directory, and a member does what ``fedsim run``
+would do with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from experiments.framework.base import Context, Experiment, Member, Result, Settings, over_seeds
+from fedsim.config import RunConfig, Scalar
+from fedsim.engines import LocalGrid
+from fedsim.runs.build import Build
+from fedsim.runs.drive import Row, drive
+from fedsim.runs.runner import run as run_config
+
+__all__ = ["ConfigRuns", "ConfigRunsSettings", "Score"]
+
+Floats = npt.NDArray[np.float64]
+
+
+class ConfigRunsSettings(Settings):
+    """Keys of every experiment of this kind.
+
+    Attributes
+    ----------
+    rounds, max_examples : int
+        Change the run where they are not 0.
+    pretraining : str
+        A config beside ``run.toml``: members start from the model that its run leaves
+        (`model.weights`), which is trained first, once.
+    """
+
+    rounds: int = 0
+    max_examples: int = 0
+    pretraining: str = ""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Test accuracy (%) of one plan over the seeds.
+
+    Attributes
+    ----------
+    mean, spread : float
+        Of the final accuracy; the spread is the standard deviation.
+    curve : float64 ``[points]``
+        Mean over seeds, by round.
+    rounds : int64 ``[points]``
+    """
+
+    mean: float
+    spread: float
+    curve: Floats
+    rounds: npt.NDArray[np.int64]
+
+    @property
+    def text(self) -> str:
+        """For a table's cell."""
+        return f"{self.mean:.2f} ± {self.spread:.2f}"
+
+
+class ConfigRuns(Experiment):
+    """Subclasses say which keys change (`plans`), and what a run leaves beside accuracy."""
+
+    settings: ConfigRunsSettings
+    settings_type: ClassVar[type[Settings]] = ConfigRunsSettings
+    last: ClassVar[int] = 1
+    """Rounds that a final accuracy is the mean of."""
+
+    def __init__(self, settings: ConfigRunsSettings, context: Context) -> None:
+        super().__init__(settings, context)
+        changes: dict[str, Scalar] = {}
+        if settings.rounds:
+            changes["rounds"] = settings.rounds
+        if settings.max_examples:
+            changes["partition.max-examples"] = settings.max_examples
+        self.base = RunConfig.load(context.directory / "run.toml").replace(**changes)
+        self.pretraining: RunConfig | None = None
+        if settings.pretraining:
+            pretraining = RunConfig.load(context.directory / settings.pretraining)
+            self.pretraining = pretraining.replace(**changes)
+        self.weights: Path | None = None
+
+    def prepare(self, out: Path) -> None:
+        """Train the model that members start from, unless an earlier call has."""
+        if self.pretraining is not None:
+            self.weights = _trained(self.pretraining, self.context.data, out)
+
+    @abstractmethod
+    def plans(self) -> dict[str, dict[str, Scalar]]:
+        """Keys that each member changes, by the member's name without its seed."""
+
+    def members(self) -> list[Member]:
+        """All plans with the first seed, then with the second, and so on."""
+        plans = self.plans()
+        return [
+            Member(f"{name} seed={seed}", self.member_settings({**plan, "seed": seed}))
+            for seed in range(1, self.settings.seeds + 1)
+            for name, plan in plans.items()
+        ]
+
+    def member_settings(self, changes: dict[str, Scalar]) -> dict[str, Any]:
+        """The run's whole config, but for where the data lie: that changes no result."""
+        settings = {"run": _located_nowhere(self.base.replace(**changes))}
+        if self.pretraining is not None:
+            del settings["run"]["model.weights"]
+            settings["pretraining"] = _located_nowhere(self.pretraining)
+        return settings
+
+    def run(self, settings: Mapping[str, Any]) -> Result:
+        """Run the member's config and keep what `summary` does."""
+        build = self.build(settings)
+        return self.summary(drive(build, LocalGrid(build.trainer)).metrics)
+
+    def build(self, settings: Mapping[str, Any]) -> Build:
+        """What a member runs."""
+        changes = {"data.dir": str(self.context.data)}
+        if self.weights is not None:
+            changes["model.weights"] = str(self.weights)
+        return Build(RunConfig.from_run_config({**settings["run"], **changes}))
+
+    def summary(self, rows: Sequence[Row]) -> Result:
+        """Test accuracy by round, and the example-level epsilon where there is one."""
+        measured = [row for row in rows if "test-accuracy" in row]
+        return {
+            "rounds": [int(row["round"]) for row in measured],
+            "accuracy": [float(row["test-accuracy"]) for row in measured],
+            "epsilon": rows[-1].get("example-epsilon") if rows else None,
+        }
+
+    def scores(self, results: Mapping[str, Result]) -> dict[str, Score]:
+        """Of every plan, over the seeds."""
+        return {name: self._score(self.of_plan(results, name)) for name in self.plans()}
+
+    def of_plan(self, results: Mapping[str, Result], name: str) -> list[Result]:
+        """Results of one plan, seed by seed."""
+        return [results[f"{name} seed={s}"] for s in range(1, self.settings.seeds + 1)]
+
+    def where(self, examples: str, rounds: str) -> str:
+        """Data and scale in a few words: ``examples`` and ``rounds`` name their units."""
+        base, seeds = self.base, self.settings.seeds
+        count = f"{base.partition.max_examples:,}" if base.partition.max_examples else "all"
+        over = f"mean of {seeds} seeds" if seeds > 1 else "one seed"
+        return f"{base.data.name}, {count} {examples}, {base.rounds} {rounds}, {over}"
+
+    def _score(self, results: Sequence[Result]) -> Score:
+        curves = 100 * np.array([result["accuracy"] for result in results])
+        mean, spread = over_seeds(curves[:, -self.last :].mean(axis=1))
+        return Score(mean, spread, curves.mean(axis=0), np.array(results[0]["rounds"]))
+
+
+def _located_nowhere(config: RunConfig) -> dict[str, Scalar]:
+    """All keys, but for where the data lie."""
+    flat = config.to_run_config()
+    del flat["data.dir"]
+    return flat
+
+
+def _trained(config: RunConfig, data: Path, out: Path) -> Path:
+    """The model that a run leaves in ``out``: its file is there only if the run has finished."""
+    digest = hashlib.sha256(repr(sorted(_located_nowhere(config).items())).encode()).hexdigest()
+    directory = out.absolute() / f"{config.name}-{digest[:8]}"
+    if not directory.is_dir():
+        part = directory.with_name(f".{directory.name}")
+        result = run_config(config.replace(**{"data.dir": str(data)}), out=part, overwrite=True)
+        if result.ended == "interrupted":
+            raise KeyboardInterrupt
+        part.replace(directory)
+    return directory / "model.safetensors"

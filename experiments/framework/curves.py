@@ -1,0 +1,120 @@
+"""Pictures of runs: test accuracy over rounds, and against a setting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from experiments.framework.config_runs import Score
+from fedsim.reports.plots import COLOURS, grid
+
+__all__ = ["Line", "curves", "sweeps"]
+
+_STYLES = {
+    "adadp": COLOURS["normalization"],
+    "sgd": COLOURS["clipping"],
+    "kept": COLOURS["third"],
+    "fixed": COLOURS["norm-bound"],
+    "second": COLOURS["norm-bound"],
+    "fifth": COLOURS["literal"],
+    "other": "#d9cfc9",
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve.
+
+    Attributes
+    ----------
+    label : str
+        Empty to keep it out of the legend.
+    score : Score
+    style : str or int
+        A style's name, or the place in a scale of colours.
+    """
+
+    label: str
+    score: Score
+    style: str | int
+
+
+def curves(
+    title: str,
+    panels: Sequence[tuple[str, Sequence[Line]]],
+    *,
+    xlabel: str,
+    width: float = 0.0,
+    first: int = 0,
+) -> Figure:
+    """Test accuracy by round from the ``first`` on, one panel beside another on one scale."""
+    figure, axes = grid(
+        1, len(panels), title=title, width=width or max(3.4 * len(panels), 7.5), height=4.2
+    )
+    for one, (name, lines) in zip(axes, panels, strict=True):
+        count = sum(isinstance(line.style, int) for line in lines)
+        for line in lines:
+            shown = line.score.rounds >= first
+            one.plot(
+                line.score.rounds[shown],
+                line.score.curve[shown],
+                color=_colour(line.style, count),
+                zorder=3 if line.style == "adadp" else 2,
+                linewidth=1.0 if line.style == "other" else 1.6,
+                label=line.label or None,
+            )
+        one.set_title(name, fontsize=10)
+        one.set_xlabel(xlabel)
+        one.xaxis.set_major_locator(MaxNLocator(integer=True))
+        one.sharey(axes[0])
+        if len({tuple(line.label for line in each) for _, each in panels}) > 1 or one is axes[0]:
+            crowded = sum(bool(line.label) for line in lines) > 5
+            if crowded:
+                one.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+            else:
+                one.legend(frameon=False, fontsize=8, loc="lower right")
+    axes[0].set_ylabel("test accuracy (%)")
+    return figure
+
+
+def sweeps(
+    title: str,
+    lines: Sequence[tuple[str, Mapping[float, Score], str]],
+    *,
+    xlabel: str,
+    log: bool = False,
+) -> Figure:
+    """Final accuracy against a setting, with the standard deviation over seeds."""
+    figure, axes = grid(1, 1, title=title, width=7.5, height=4.4)
+    one = axes[0]
+    for label, points, style in lines:
+        one.errorbar(
+            list(points),
+            [score.mean for score in points.values()],
+            [score.spread for score in points.values()],
+            color=_colour(style, 0),
+            marker="o",
+            markersize=4,
+            capsize=3,
+            linestyle="--" if style == "fixed" else "-",
+            label=label,
+        )
+    ticks = sorted({x for _, points, _ in lines for x in points})
+    if log:
+        one.set_xscale("log")
+    one.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    one.minorticks_off()
+    one.set_xlabel(xlabel)
+    one.set_ylabel("final test accuracy (%)")
+    one.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _colour(style: str | int, count: int) -> str | tuple[float, ...]:
+    if isinstance(style, str):
+        return _STYLES[style]
+    return colormaps["YlOrBr"](0.35 + 0.6 * style / max(count - 1, 1))

@@ -1,0 +1,216 @@
+"""Run an experiment: the members that are missing, then the report and its files."""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import os
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import experiments
+from experiments.framework.base import Context, Experiment, Member, Report, Result, Table
+from experiments.framework.expected import Expected
+from experiments.framework.store import Store
+from fedsim.config.sentences import sentence
+from fedsim.engines.process import settle
+from fedsim.errors import FedsimError
+from fedsim.reports.plots import save
+
+__all__ = ["KINDS", "Observer", "Outcome", "find", "load", "names", "run_experiment"]
+
+KINDS = {
+    "quadratic": "experiments.das.quadratic:Quadratic",
+    "das": "experiments.das.tables:Das",
+    "adaclip-regression": "experiments.adaclip.regression:Regression",
+    "adaclip-mnist": "experiments.adaclip.mnist:Mnist",
+    "adaclip-pca": "experiments.adaclip.pca:Pca",
+    "xu": "experiments.xu.xu:Xu",
+    "comparison": "experiments.comparisons.comparison:Comparison",
+    "koskela-federated": "experiments.koskela.federated:KoskelaFederated",
+    "koskela-private": "experiments.koskela.private:KoskelaPrivate",
+    "koskela-rate": "experiments.koskela.rate:KoskelaRate",
+}
+"""Values of the key ``experiment``, and the class behind each."""
+
+Observer = Callable[[str, int, int], None]
+"""Called with a member's name, how many are done, and how many there are."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A report and where its files are."""
+
+    report: Report
+    expected: Expected
+    files: list[Path]
+    quick: bool
+
+
+def find(name: str) -> Path:
+    """Directory of an experiment: a name, or a path to a directory of the user's own.
+
+    Raises
+    ------
+    FedsimError
+        If there is none.
+    """
+    known = _directories()
+    own = Path(name)
+    if (own / "experiment.toml").is_file():
+        return own
+    if name not in known:
+        raise FedsimError(
+            f"there is no experiment '{name}'; it must be one of {', '.join(sorted(known))}, or a "
+            "directory with an experiment.toml."
+        )
+    return known[name]
+
+
+def names() -> list[str]:
+    """Experiments of this checkout."""
+    return sorted(_directories())
+
+
+def _directories() -> dict[str, Path]:
+    root = Path(experiments.__file__).parent
+    return {path.parent.name: path.parent for path in root.rglob("experiment.toml")}
+
+
+def load(
+    directory: Path, *, data: Path, seeds: int | None = None, quick: bool = False
+) -> Experiment:
+    """The experiment that a directory describes.
+
+    Parameters
+    ----------
+    data : path
+        Where data sets are kept.
+    seeds : int, optional
+        Instead of the file's own.
+    quick : bool
+        Apply the table ``[quick]``: a small version, to see that everything works.
+
+    Raises
+    ------
+    FedsimError
+        If anything in the file is wrong.
+    """
+    path = directory / "experiment.toml"
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise FedsimError(f"{path} cannot be read: {error}.") from None
+    smaller = tree.pop("quick", {})
+    if quick:
+        tree |= smaller
+    if seeds is not None:
+        tree["seeds"] = seeds
+    return _make(tree, Context(directory, data))
+
+
+def _make(tree: dict[str, Any], context: Context) -> Experiment:
+    from pydantic import ValidationError
+
+    kind = tree.get("experiment")
+    if kind not in KINDS:
+        raise FedsimError(f"experiment = {kind!r}; it must be one of {', '.join(KINDS)}.")
+    module, _, name = KINDS[kind].partition(":")
+    made: type[Experiment] = getattr(import_module(module), name)
+    try:
+        settings = made.settings_type.model_validate(tree)
+    except ValidationError as error:
+        raise FedsimError(sentence(made.settings_type, error)) from None
+    return made(settings, context)
+
+
+def run_experiment(
+    directory: Path,
+    out: Path,
+    *,
+    data: Path = Path("data"),
+    seeds: int | None = None,
+    quick: bool = False,
+    workers: int = 0,
+    observer: Observer | None = None,
+) -> Outcome:
+    """Run what is missing and write the tables, pictures and figures.
+
+    Parameters
+    ----------
+    directory : path
+        With an ``experiment.toml``; see `find`.
+    out : path
+        Results of members are kept in ``out/members``.
+    workers : int
+        Processes; 0 is one a core.
+    observer : callable, optional
+    """
+    experiment = load(directory, data=data, seeds=seeds, quick=quick)
+    members, store = experiment.members(), Store(out / "members")
+    results = {m.name: stored for m in members if (stored := store.get(m)) is not None}
+    missing = [member for member in members if member.name not in results]
+    tell = observer or (lambda name, done, total: None)
+    tell("", len(results), len(members))
+    if missing:
+        experiment.prepare(out)
+    for member, result, seconds in _work(experiment, missing, workers):
+        store.put(member, result, seconds)
+        results[member.name] = result
+        tell(member.name, len(results), len(members))
+    report = experiment.report({member.name: results[member.name] for member in members})
+    expected = Expected.load(directory / "expected.toml")
+    return Outcome(report, expected, _write(out, report, expected), quick)
+
+
+def _work(
+    experiment: Experiment, missing: list[Member], workers: int
+) -> Iterator[tuple[Member, Result, float]]:
+    """Members as they finish."""
+    count = min(workers or os.cpu_count() or 1, len(missing))
+    if count <= 1:
+        for member in missing:
+            yield (member, *_timed(experiment, member))
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, mp_context=spawn) as pool:
+        futures = {pool.submit(_timed, experiment, member): member for member in missing}
+        try:
+            for future in as_completed(futures):
+                yield (futures[future], *future.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _timed(experiment: Experiment, member: Member) -> tuple[Result, float]:
+    settle()
+    start = time.perf_counter()
+    return experiment.run(member.settings), time.perf_counter() - start
+
+
+def _write(out: Path, report: Report, expected: Expected) -> list[Path]:
+    out.mkdir(parents=True, exist_ok=True)
+    files = []
+    for table in (*report.tables, expected.table(report)):
+        path = out / f"{table.name}.csv"
+        _write_csv(path, table)
+        files.append(path)
+    for name, picture in report.pictures.items():
+        path = out / f"{name}.png"
+        save(picture, path)
+        files.append(path)
+    return files
+
+
+def _write_csv(path: Path, table: Table) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(table.columns)
+        writer.writerows(table.rows)

@@ -1,0 +1,63 @@
+"""Members' results on disk, so that a finished member is not run again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+from experiments.framework.base import Member, Result
+
+__all__ = ["Store"]
+
+
+class Store:
+    """A directory of results, a JSON file a member.
+
+    A result counts only for the settings that it was made with: a file of other settings, or
+    one that cannot be read, is as good as none.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def path(self, member: Member) -> Path:
+        """File of a member's result."""
+        slug = re.sub(r"[^A-Za-z0-9.=-]+", "_", member.name)
+        digest = hashlib.sha256(member.name.encode()).hexdigest()[:8]
+        return self.directory / f"{slug[:80]}-{digest}.json"
+
+    def get(self, member: Member) -> Result | None:
+        """The result of a finished member."""
+        try:
+            stored = json.loads(self.path(member).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        if not isinstance(stored, dict) or stored.get("settings") != _plain(member.settings):
+            return None
+        result = stored.get("result")
+        return result if isinstance(result, dict) else None
+
+    def put(self, member: Member, result: Result, seconds: float) -> None:
+        """Keep a result: the file is there whole or not at all."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.path(member)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        content = {
+            "member": member.name,
+            "settings": _plain(member.settings),
+            "seconds": round(seconds, 2),
+            "result": result,
+        }
+        try:
+            part.write_text(json.dumps(content), encoding="utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _plain(settings: object) -> object:
+    """Settings as they come back from JSON."""
+    return json.loads(json.dumps(settings))

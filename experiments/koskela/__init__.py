@@ -1,0 +1,1 @@
+"""Koskela and Honkela: ADADP, the adaptive learning rate."""

@@ -1,0 +1,333 @@
+"""Koskela and Honkela's federated figures: 1a, 1b, 2a, 2b and 3."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from experiments.framework.base import Claim, Report, Result, Settings, Table
+from experiments.framework.config_runs import ConfigRunsSettings, Score
+from experiments.framework.curves import Line, curves, sweeps
+from experiments.koskela.common import Koskela, optimiser
+from fedsim.config import Scalar
+
+__all__ = ["KoskelaFederated", "KoskelaFederatedSettings"]
+
+SGD, ADAM = "sgd", "adam"
+READINGS = {"adadp": "ADADP", "adadp kept": "ADADP, $\\eta$ kept"}
+"""Clients start from eta_0 every round, or keep their eta: the paper does not say which."""
+STYLES = {"adadp": "adadp", "adadp kept": "kept"}
+
+
+class KoskelaFederatedSettings(ConfigRunsSettings):
+    """Keys of ``experiment.toml``.
+
+    Attributes
+    ----------
+    mixed : float
+        Randomness of the clients' data in figures 1a, 2b and 3.
+    randomness : list of float
+        Figure 2a's, ascending.
+    batches : list of int
+        Figure 1b's; every client goes through its examples once a round whatever the batch.
+    starts : list of float
+        eta_0 of ADADP in figure 2b.
+    rates, adam_rates : list of float
+        Constant rates that SGD and Adam choose among by their final test accuracy.
+    """
+
+    mixed: float = 0.33
+    randomness: list[float]
+    batches: list[int]
+    starts: list[float]
+    rates: list[float]
+    adam_rates: list[float]
+
+
+class KoskelaFederated(Koskela):
+    """Federated averaging of ADADP, of SGD and of Adam."""
+
+    settings: KoskelaFederatedSettings
+    settings_type: ClassVar[type[Settings]] = KoskelaFederatedSettings
+    last: ClassVar[int] = 5
+
+    def plans(self) -> dict[str, dict[str, Scalar]]:
+        """Everything that some figure shows, once."""
+        s, batch = self.settings, self._batch
+        shown = [(rho, batch) for rho in (s.mixed, *s.randomness)]
+        shown += [(0.0, own) for own in s.batches]
+        points = [
+            (method, rate, rho, own)
+            for rho, own in shown
+            for method, rates in ((SGD, s.rates), *((each, [self._start]) for each in READINGS))
+            for rate in rates
+        ]
+        points += [(each, eta, s.mixed, batch) for each in READINGS for eta in s.starts]
+        points += [(ADAM, rate, s.mixed, batch) for rate in s.adam_rates]
+        return {
+            _name(method, rate, rho, own): {
+                **_changes(method, rate),
+                "partition.randomness": rho,
+                "client.batch-size": own,
+            }
+            for method, rate, rho, own in points
+        }
+
+    def report(self, results: Mapping[str, Result]) -> Report:
+        """A table and a picture a figure, and what the paper says about each."""
+        scores = self.scores(results)
+        parts = [self._over_rounds(scores), self._over_rates(scores)]
+        if self.settings.batches:
+            parts.append(self._over_batches(scores))
+        if self.settings.randomness:
+            parts.append(self._over_randomness(scores))
+        figures = {f"{each} rejected (%)": 100 * self._rejected(results, each) for each in READINGS}
+        return Report(
+            tables=[table for part in parts for table in part.tables],
+            figures=figures | {k: v for part in parts for k, v in part.figures.items()},
+            claims=[claim for part in parts for claim in part.claims],
+            pictures={k: v for part in parts for k, v in part.pictures.items()},
+        )
+
+    @property
+    def _start(self) -> float:
+        return self.base.client.lr
+
+    @property
+    def _batch(self) -> int:
+        return self.base.client.batch_size
+
+    @property
+    def _where(self) -> str:
+        return self.where("examples a client", "rounds")
+
+    def _rejected(self, results: Mapping[str, Result], reading: str) -> float:
+        """Share of rejected iterations at figure 1a's setting."""
+        name = _name(reading, self._start, self.settings.mixed, self._batch)
+        shares = [float(result["rejected"]) for result in self.of_plan(results, name)]
+        return sum(shares) / len(shares)
+
+    def _adadp(self, scores: Mapping[str, Score], rho: float, batch: int) -> dict[str, Score]:
+        """Both readings, from the run's own eta_0."""
+        return {each: scores[_name(each, self._start, rho, batch)] for each in READINGS}
+
+    def _best(
+        self, scores: Mapping[str, Score], method: str, rates: Sequence[float], rho: float,
+        batch: int,
+    ) -> tuple[float, Score]:  # fmt: skip
+        """The rate that ends highest, and its score."""
+        found = {rate: scores[_name(method, rate, rho, batch)] for rate in rates}
+        rate = max(found, key=lambda each: found[each].mean)
+        return rate, found[rate]
+
+    def _over_rounds(self, scores: Mapping[str, Score]) -> Report:
+        """Figure 1a, and figure 3 where there are rates for Adam."""
+        s, batch = self.settings, self._batch
+        adadp = self._adadp(scores, s.mixed, batch)
+        rate, sgd = self._best(scores, SGD, s.rates, s.mixed, batch)
+        others = [
+            Line("", scores[_name(SGD, each, s.mixed, batch)], "other")
+            for each in s.rates
+            if each != rate
+        ]
+        if others:
+            others[0] = Line("SGD, the other rates", others[0].score, "other")
+        own = [Line(READINGS[each], score, STYLES[each]) for each, score in adadp.items()]
+        title = f"Fig. 1a: {100 * s.mixed:g} % random\n{self._where}"
+        lines = [*others, Line(f"SGD, tuned: {rate:g}", sgd, "sgd"), *own]
+        pictures = {"figure1a": curves(title, [("", lines)], xlabel="round")}
+        figures = {f"1a {each}": score.mean for each, score in adadp.items()} | {"1a sgd": sgd.mean}
+        rows: list[list[str | float | None]] = [
+            [_plain(each), f"{self._start:g}", score.text] for each, score in adadp.items()
+        ]
+        rows.append(["SGD", f"{rate:g}", sgd.text])
+        claims = _both("1a", f"at {100 * s.mixed:g} % random, ADADP ends above rate-tuned SGD", {
+            each: (score.mean > sgd.mean, f"{score.mean:.2f} against {sgd.mean:.2f}")
+            for each, score in adadp.items()
+        })  # fmt: skip
+        if s.adam_rates:
+            adam_rate, adam = self._best(scores, ADAM, s.adam_rates, s.mixed, batch)
+            rows.append(["Adam", f"{adam_rate:.3g}", adam.text])
+            figures["3 adam"] = adam.mean
+            adams = [
+                Line(_power(each), scores[_name(ADAM, each, s.mixed, batch)], k)
+                for k, each in enumerate(s.adam_rates)
+            ]
+            pictures["figure3"] = curves(
+                f"Fig. 3: Adam, {100 * s.mixed:g} % random\n{self._where}",
+                [("", [*adams, *own])],
+                xlabel="round",
+            )
+            claims += _both("3", "Adam with its best rate ends below ADADP", {
+                each: (adam.mean < score.mean, f"{adam.mean:.2f} against {score.mean:.2f}")
+                for each, score in adadp.items()
+            })  # fmt: skip
+        table = Table("figure1a", title, ["method", "rate", "final accuracy (%)"], rows)
+        return Report([table], figures, claims, pictures)
+
+    def _over_rates(self, scores: Mapping[str, Score]) -> Report:
+        """Figure 2b."""
+        s, batch = self.settings, self._batch
+        lines = {
+            method: {rate: scores[_name(method, rate, s.mixed, batch)] for rate in rates}
+            for method, rates in (*((each, s.starts) for each in READINGS), (SGD, s.rates))
+        }
+        title = f"Fig. 2b: accuracy against the rate, {100 * s.mixed:g} % random\n{self._where}"
+        rows = [
+            [f"{x:g}", *(which[x].text if x in which else None for which in lines.values())]
+            for x in sorted({*s.starts, *s.rates})
+        ]
+        ranges = {
+            name: max(each.mean for each in which.values())
+            - min(each.mean for each in which.values())
+            for name, which in lines.items()
+        }
+        figures = {
+            f"2b {name} {x:g}": score.mean
+            for name, which in lines.items()
+            for x, score in which.items()
+        }
+        figures |= {f"2b {name} range": value for name, value in ranges.items()}
+        claims = _both(
+            "2b",
+            "over these rates ADADP's accuracy varies less than a quarter as much as SGD's",
+            {
+                each: (
+                    ranges[each] < ranges[SGD] / 4,
+                    f"{ranges[each]:.2f} against {ranges[SGD]:.2f} points",
+                )
+                for each in READINGS
+            },
+        )
+        picture = sweeps(
+            title,
+            [
+                ("ADADP, every round from $\\eta_0$", lines["adadp"], "adadp"),
+                ("ADADP, $\\eta$ kept from round to round", lines["adadp kept"], "kept"),
+                ("SGD, constant $\\eta$", lines[SGD], "sgd"),
+            ],
+            xlabel="$\\eta_0$ of ADADP, $\\eta$ of SGD",
+            log=True,
+        )
+        columns = ["rate", "ADADP from it (%)", "ADADP, kept (%)", "SGD with it (%)"]
+        table = Table("figure2b", title, columns, rows)
+        return Report([table], figures, claims, {"figure2b": picture})
+
+    def _over_batches(self, scores: Mapping[str, Score]) -> Report:
+        """Figure 1b."""
+        s = self.settings
+        title = f"Fig. 1b: every client its own classes\n{self._where}"
+        rows: list[list[str | float | None]] = []
+        panels = []
+        figures: dict[str, float] = {}
+        gains: dict[str, list[float]] = {each: [] for each in READINGS}
+        for own in s.batches:
+            adadp = self._adadp(scores, 0.0, own)
+            rate, sgd = self._best(scores, SGD, s.rates, 0.0, own)
+            rows.append(
+                [str(own), *(score.text for score in adadp.values()), sgd.text, f"{rate:g}"]
+            )
+            figures |= {f"1b {each} B={own}": score.mean for each, score in adadp.items()}
+            figures[f"1b sgd B={own}"] = sgd.mean
+            for each, score in adadp.items():
+                gains[each].append(score.mean - sgd.mean)
+            lines = [Line(f"SGD, tuned: {rate:g}", sgd, "sgd")]
+            lines += [Line(READINGS[each], score, STYLES[each]) for each, score in adadp.items()]
+            panels.append((f"|B| = {own}", lines))
+        claims = _both(
+            "1b",
+            "with a pair of classes a client, ADADP ends above rate-tuned SGD at every |B|",
+            {
+                each: (min(gain) > 0, ", ".join(f"{g:+.2f}" for g in gain) + " points")
+                for each, gain in gains.items()
+            },
+        )
+        columns = ["|B|", "ADADP (%)", "ADADP, kept (%)", "SGD (%)", "SGD's rate"]
+        table = Table("figure1b", title, columns, rows)
+        return Report([table], figures, claims, {"figure1b": curves(title, panels, xlabel="round")})
+
+    def _over_randomness(self, scores: Mapping[str, Score]) -> Report:
+        """Figure 2a."""
+        s, batch = self.settings, self._batch
+        adadp = {rho: self._adadp(scores, rho, batch) for rho in s.randomness}
+        best = {rho: self._best(scores, SGD, s.rates, rho, batch) for rho in s.randomness}
+        uniform = best[s.randomness[-1]][0]
+        lines = {each: {rho: adadp[rho][each] for rho in s.randomness} for each in READINGS}
+        lines["sgd tuned"] = {rho: score for rho, (_, score) in best.items()}
+        lines["sgd fixed"] = {rho: scores[_name(SGD, uniform, rho, batch)] for rho in s.randomness}
+        drops = {
+            name: which[s.randomness[-1]].mean - which[s.randomness[0]].mean
+            for name, which in lines.items()
+        }
+        title = f"Fig. 2a: accuracy against randomness\n{self._where}"
+        rows = [
+            [f"{rho:g}", *(which[rho].text for which in lines.values()), f"{best[rho][0]:g}"]
+            for rho in s.randomness
+        ]
+        figures = {
+            f"2a {name} rho={rho:g}": which[rho].mean
+            for name, which in lines.items()
+            for rho in s.randomness
+        }
+        figures |= {f"2a {name} drop": drop for name, drop in drops.items()}
+        claims = []
+        for name, how in (
+            ("tuned", "its rate tuned at each randomness"),
+            ("fixed", "its rate tuned on uniform data"),
+        ):
+            lost = drops[f"sgd {name}"]
+            claims += _both(
+                f"2a-{name}",
+                f"from uniform to pathological data SGD, {how}, loses more than ADADP",
+                {
+                    each: (lost > drops[each], f"{lost:.2f} against {drops[each]:.2f} points")
+                    for each in READINGS
+                },
+            )
+        picture = sweeps(
+            title,
+            [
+                *((READINGS[each], lines[each], STYLES[each]) for each in READINGS),
+                ("SGD, tuned at each randomness", lines["sgd tuned"], "sgd"),
+                (f"SGD, tuned on uniform data: {uniform:g}", lines["sgd fixed"], "fixed"),
+            ],
+            xlabel="randomness of the clients' data",
+        )
+        columns = [
+            "randomness", "ADADP (%)", "ADADP, kept (%)", "SGD, tuned (%)",
+            f"SGD at {uniform:g} (%)", "tuned rate",
+        ]  # fmt: skip
+        table = Table("figure2a", title, columns, rows)
+        return Report([table], figures, claims, {"figure2a": picture})
+
+
+def _changes(method: str, rate: float) -> dict[str, Scalar]:
+    """Keys of a run with this method."""
+    if method in READINGS:
+        kept = method.endswith("kept")
+        return {"client.state": "client" if kept else "reset", **optimiser("adadp-lr", rate)}
+    return optimiser(method, rate)
+
+
+def _both(name: str, says: str, found: Mapping[str, tuple[bool, str]]) -> list[Claim]:
+    """One claim for each reading of what becomes of eta."""
+    ends = {"adadp": ("", "eta_0 anew every round"), "adadp kept": ("-kept", "eta kept")}
+    return [
+        Claim(
+            name + ends[each][0], f"{name.partition('-')[0]}: {says} ({ends[each][1]})", holds, here
+        )
+        for each, (holds, here) in found.items()
+    ]
+
+
+def _name(method: str, rate: float, rho: float, batch: int) -> str:
+    return f"{method} rate={rate:g} rho={rho:g} B={batch}"
+
+
+def _plain(reading: str) -> str:
+    return READINGS[reading].replace("$\\eta$", "eta")
+
+
+def _power(rate: float) -> str:
+    return f"Adam, $10^{{{math.log10(rate):.1f}}}$"

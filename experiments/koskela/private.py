@@ -1,0 +1,239 @@
+"""Koskela and Honkela's private figures: 4 (against Adam) and 5 (against SGD tuned once)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from pydantic import Field
+
+from experiments.framework.base import Claim, Report, Result, Settings, Table
+from experiments.framework.config_runs import ConfigRunsSettings, Score
+from experiments.framework.curves import Line, curves
+from experiments.koskela.common import Koskela, optimiser
+from fedsim.config import Scalar
+
+__all__ = ["KoskelaPrivate", "KoskelaPrivateSettings"]
+
+ADADP, SGD, ADAM = "adadp-lr", "sgd", "adam"
+_START_STYLES = ("kept", "fifth")
+
+
+class KoskelaPrivateSettings(ConfigRunsSettings):
+    """Keys of ``experiment.toml``.
+
+    Attributes
+    ----------
+    sigmas : list of float
+        Noise multipliers; SGD's rate is tuned at the first.
+    adam_sigmas : list of float
+        Those of them at which there is Adam, figure 4's.
+    starts : list of float
+        More values of eta_0 for ADADP, beside the run's own.
+    rates, adam_rates : list of float
+        Constant rates that SGD and Adam choose among by their final test accuracy. Without
+        rates of SGD there is no figure 5.
+    margin : float
+        Points that "as good as" allows in figure 4.
+    """
+
+    sigmas: list[float]
+    adam_sigmas: list[float]
+    starts: list[float] = Field(default_factory=list)
+    rates: list[float]
+    adam_rates: list[float]
+    margin: float = 1.0
+
+
+class KoskelaPrivate(Koskela):
+    """One client that holds all data, one round an epoch: example-level privacy."""
+
+    settings: KoskelaPrivateSettings
+    settings_type: ClassVar[type[Settings]] = KoskelaPrivateSettings
+
+    def plans(self) -> dict[str, dict[str, Scalar]]:
+        """ADADP and every rate of SGD at every sigma, and Adam where figure 4 has it."""
+        s = self.settings
+        points = [(ADADP, start, sigma) for sigma in s.sigmas for start in self._starts]
+        points += [(SGD, rate, sigma) for sigma in s.sigmas for rate in s.rates]
+        points += [(ADAM, rate, sigma) for sigma in s.adam_sigmas for rate in s.adam_rates]
+        return {
+            _name(method, rate, sigma): {
+                **optimiser(method, rate),
+                "client.noise.multiplier": sigma,
+            }
+            for method, rate, sigma in points
+        }
+
+    def report(self, results: Mapping[str, Result]) -> Report:
+        """Figures 4 and 5, with the epsilon of every sigma."""
+        scores = self.scores(results)
+        adadp = {sigma: scores[self._adadp(sigma)] for sigma in self.settings.sigmas}
+        epsilons = {
+            sigma: float(self.of_plan(results, self._adadp(sigma))[0]["epsilon"])
+            for sigma in self.settings.sigmas
+        }
+        parts = []
+        if self.settings.adam_sigmas:
+            parts.append(self._against_adam(scores, adadp, epsilons))
+        if self.settings.starts:
+            parts.append(self._over_starts(scores))
+        if self.settings.rates:
+            parts.append(self._against_sgd(scores, adadp, epsilons))
+        figures = {f"epsilon sigma={sigma:g}": value for sigma, value in epsilons.items()}
+        figures |= {f"adadp sigma={sigma:g}": score.mean for sigma, score in adadp.items()}
+        return Report(
+            tables=[table for part in parts for table in part.tables],
+            figures=figures | {k: v for part in parts for k, v in part.figures.items()},
+            claims=[claim for part in parts for claim in part.claims],
+            pictures={k: v for part in parts for k, v in part.pictures.items()},
+        )
+
+    @property
+    def _starts(self) -> list[float]:
+        return list(dict.fromkeys([self.base.client.lr, *self.settings.starts]))
+
+    def _adadp(self, sigma: float) -> str:
+        return _name(ADADP, self.base.client.lr, sigma)
+
+    @property
+    def _where(self) -> str:
+        return self.where("examples", "epochs")
+
+    def _against_adam(
+        self,
+        scores: Mapping[str, Score],
+        adadp: Mapping[float, Score],
+        epsilons: Mapping[float, float],
+    ) -> Report:
+        """Figure 4."""
+        s = self.settings
+        title = f"Fig. 4: ADADP against Adam\n{self._where}"
+        rows: list[list[str | float | None]] = []
+        panels, figures, claims = [], {}, []
+        for sigma in s.adam_sigmas:
+            ranked = _ranked(scores, ADAM, s.adam_rates, sigma)
+            own = adadp[sigma]
+            lines = [Line("ADADP", own, "adadp")]
+            rows.append([f"{sigma:g}", "ADADP", None, own.text])
+            for start, style in zip(s.starts, _START_STYLES, strict=False):
+                score = scores[_name(ADADP, start, sigma)]
+                lines.append(Line(f"ADADP from {start:g}", score, style))
+            for place, style, (rate, score) in zip(
+                ("best", "second best"), ("sgd", "second"), ranked, strict=False
+            ):
+                rows.append([f"{sigma:g}", f"Adam, {place}", f"{rate:.3g}", score.text])
+                figures[f"4 adam {place} sigma={sigma:g}"] = score.mean
+                lines.append(Line(f"Adam, {place}: {rate:.2g}", score, style))
+            panels.append((_panel(sigma, epsilons[sigma]), lines))
+            behind = ranked[0][1].mean - own.mean
+            claims.append(
+                Claim(
+                    f"4-best-sigma{sigma:g}",
+                    f"4: at sigma = {sigma:g}, ADADP is within {s.margin:g} points of the best "
+                    "Adam",
+                    behind <= s.margin,
+                    f"{-behind:+.2f} points",
+                )
+            )
+            if len(ranked) > 1:
+                ahead = own.mean - ranked[1][1].mean
+                claims.append(
+                    Claim(
+                        f"4-second-sigma{sigma:g}",
+                        f"4: at sigma = {sigma:g}, ADADP is ahead of the second-best Adam",
+                        ahead > 0,
+                        f"{ahead:+.2f} points",
+                    )
+                )
+        table = Table("figure4", title, ["sigma", "method", "rate", "accuracy (%)"], rows)
+        picture = curves(title, panels, xlabel="epoch", first=1)
+        return Report([table], figures, claims, {"figure4": picture})
+
+    def _over_starts(self, scores: Mapping[str, Score]) -> Report:
+        """What ADADP reaches from each eta_0."""
+        s = self.settings
+        rows: list[list[str | float | None]] = []
+        figures, claims = {}, []
+        for sigma in s.sigmas:
+            found = {start: scores[_name(ADADP, start, sigma)] for start in self._starts}
+            for start, score in found.items():
+                rows.append([f"{sigma:g}", f"{start:g}", score.text])
+                figures[f"adadp from {start:g} sigma={sigma:g}"] = score.mean
+            means = [score.mean for score in found.values()]
+            claims.append(
+                Claim(
+                    f"starts-sigma{sigma:g}",
+                    f"at sigma = {sigma:g}, ADADP ends within {s.margin:g} points from whatever "
+                    "eta_0",
+                    max(means) - min(means) <= s.margin,
+                    f"{max(means) - min(means):.2f} points apart",
+                )
+            )
+        table = Table("starts", "ADADP by eta_0", ["sigma", "eta_0", "accuracy (%)"], rows)
+        return Report([table], figures, claims)
+
+    def _against_sgd(
+        self,
+        scores: Mapping[str, Score],
+        adadp: Mapping[float, Score],
+        epsilons: Mapping[float, float],
+    ) -> Report:
+        """Figure 5."""
+        s = self.settings
+        first = s.sigmas[0]
+        once = _ranked(scores, SGD, s.rates, first)[0][0]
+        title = f"Fig. 5: SGD's rate tuned at $\\sigma$ = {first:g} and reused\n{self._where}"
+        rows: list[list[str | float | None]] = []
+        panels, figures, claims = [], {}, []
+        for sigma in s.sigmas:
+            reused = scores[_name(SGD, once, sigma)]
+            again, tuned = _ranked(scores, SGD, s.rates, sigma)[0]
+            own = adadp[sigma]
+            rows.append(
+                [
+                    f"{sigma:g}", f"{epsilons[sigma]:.3f}", own.text, reused.text, tuned.text,
+                    f"{again:g}",
+                ]
+            )  # fmt: skip
+            figures[f"5 sgd reused sigma={sigma:g}"] = reused.mean
+            figures[f"5 sgd tuned sigma={sigma:g}"] = tuned.mean
+            lines = [
+                Line("ADADP", own, "adadp"),
+                Line("SGD" if sigma == first else "SGD, reused", reused, "sgd"),
+            ]
+            panels.append((_panel(sigma, epsilons[sigma]), lines))
+            if sigma != first:
+                ahead = own.mean - reused.mean
+                claims.append(
+                    Claim(
+                        f"5-sigma{sigma:g}",
+                        f"5: at sigma = {sigma:g}, SGD with the rate tuned at {first:g} loses to "
+                        "ADADP",
+                        ahead > 0,
+                        f"ADADP {ahead:+.2f} points",
+                    )
+                )
+        columns = [
+            "sigma", "epsilon", "ADADP (%)", f"SGD at {once:g} (%)", "SGD tuned here (%)",
+            "tuned rate",
+        ]  # fmt: skip
+        table = Table("figure5", title.replace("$\\sigma$", "sigma"), columns, rows)
+        picture = curves(title, panels, xlabel="epoch", first=1, width=max(2.9 * len(panels), 7.5))
+        return Report([table], figures, claims, {"figure5": picture})
+
+
+def _ranked(
+    scores: Mapping[str, Score], method: str, rates: Sequence[float], sigma: float
+) -> list[tuple[float, Score]]:
+    """Rates and their scores, the highest first."""
+    found = [(rate, scores[_name(method, rate, sigma)]) for rate in rates]
+    return sorted(found, key=lambda each: -each[1].mean)
+
+
+def _panel(sigma: float, epsilon: float) -> str:
+    return f"$\\sigma$ = {sigma:g}, $\\epsilon$ = {epsilon:.2f}"
+
+
+def _name(method: str, rate: float, sigma: float) -> str:
+    return f"{method} rate={rate:g} sigma={sigma:g}"

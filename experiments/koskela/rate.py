@@ -1,0 +1,164 @@
+"""The rate that private ADADP settles at: from several starting rates, and by formula."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.framework.base import Claim, Report, Result, Settings, Table
+from experiments.framework.config_runs import ConfigRunsSettings
+from experiments.koskela.common import Koskela, optimiser
+from fedsim.config import RunConfig, Scalar
+from fedsim.reports.plots import COLOURS, INK, grid
+from fedsim.runs.build import Build
+
+__all__ = ["KoskelaRate", "KoskelaRateSettings", "settled_rate"]
+
+
+class KoskelaRateSettings(ConfigRunsSettings):
+    """Keys of ``experiment.toml``.
+
+    Attributes
+    ----------
+    starts : list of float
+        eta_0.
+    sigmas : list of float
+        Noise multipliers.
+    settled : int
+        The iteration from which all rates are expected to be the same; that many or more are
+        run.
+    within : float
+        How much they may differ, relatively.
+    """
+
+    starts: list[float]
+    sigmas: list[float]
+    settled: int = 50
+    within: float = 0.02
+
+
+def settled_rate(config: RunConfig, parameters: int) -> float:
+    """``sqrt(2) tol |B| / (sigma C sqrt(d))``: where err is tol if noise dominates.
+
+    The two half steps differ from the full one by ``eta/2 (G2 - G1)``, whose noise has standard
+    deviation ``sqrt(2) sigma C / |B|`` in each of d coordinates; while ``|theta| <= 1`` its norm
+    is err.
+    """
+    client = config.client
+    tol = 1.0 if client.tol is None else client.tol
+    noise = (client.noise.multiplier or 0.0) * client.mechanism.clip_norm
+    return math.sqrt(2) * tol * client.batch_size / (noise * math.sqrt(parameters))
+
+
+class KoskelaRate(Koskela):
+    """Rounds of a few iterations, after each of which the client reports its rate."""
+
+    settings: KoskelaRateSettings
+    settings_type: ClassVar[type[Settings]] = KoskelaRateSettings
+
+    def plans(self) -> dict[str, dict[str, Scalar]]:
+        """Every starting rate at every sigma."""
+        return {
+            _name(start, sigma): {
+                **optimiser("adadp-lr", start),
+                "client.noise.multiplier": sigma,
+            }
+            for sigma in self.settings.sigmas
+            for start in self.settings.starts
+        }
+
+    def report(self, results: Mapping[str, Result]) -> Report:
+        """Rates at the iteration ``settled`` and at the end, against the formula's."""
+        s = self.settings
+        parameters = Build(
+            self.base.replace(**{"data.dir": str(self.context.data)})
+        ).trainer.layout.d
+        predicted = {
+            sigma: settled_rate(self.base.replace(**{"client.noise.multiplier": sigma}), parameters)
+            for sigma in s.sigmas
+        }
+        rates = {
+            (start, sigma): np.array(
+                [r["eta"] for r in self.of_plan(results, _name(start, sigma))]
+            ).mean(axis=0)
+            for sigma in s.sigmas
+            for start in s.starts
+        }
+        at = math.ceil(s.settled / self._iterations) - 1
+        rows: list[list[str | float | None]] = []
+        figures, claims = {}, []
+        for sigma in s.sigmas:
+            found = [float(rates[start, sigma][at]) for start in s.starts]
+            figures[f"predicted sigma={sigma:g}"] = predicted[sigma]
+            for start, rate in zip(s.starts, found, strict=True):
+                end = float(rates[start, sigma][-1])
+                figures[f"eta sigma={sigma:g} from {start:g}"] = rate
+                rows.append([f"{sigma:g}", f"{start:g}", rate, end, predicted[sigma]])
+            off = max(abs(rate / predicted[sigma] - 1) for rate in found)
+            claims.append(
+                Claim(
+                    f"settles-sigma{sigma:g}",
+                    f"at sigma = {sigma:g}, from every start the rate is within "
+                    f"{100 * s.within:g} % of the formula's after {s.settled} iterations",
+                    off <= s.within,
+                    f"{100 * off:.2f} % off at most",
+                )
+            )
+        title = (
+            f"ADADP's rate at iteration {(at + 1) * self._iterations}, at the end, and by formula "
+            f"(d = {parameters})"
+        )
+        columns = ["sigma", "eta_0", "eta", "eta at the end", "sqrt(2) tol |B| / (sigma C sqrt d)"]
+        return Report(
+            tables=[Table("rates", title, columns, rows, digits=5)],
+            figures=figures,
+            claims=claims,
+            pictures={"rates": self._picture(rates, predicted)},
+        )
+
+    @property
+    def _iterations(self) -> int:
+        """Of a round: two gradients each."""
+        return self.base.client.steps // 2
+
+    def _picture(
+        self, rates: Mapping[tuple[float, float], np.ndarray], predicted: Mapping[float, float]
+    ) -> Figure:
+        s = self.settings
+        figure, axes = grid(
+            1,
+            len(s.sigmas),
+            title=f"ADADP's rate from {len(s.starts)} starts ({self.base.data.name})",
+            width=max(4.2 * len(s.sigmas), 6.5),
+        )
+        colours = (COLOURS["normalization"], COLOURS["clipping"], COLOURS["third"])
+        for one, sigma in zip(axes, s.sigmas, strict=True):
+            for k, start in enumerate(s.starts):
+                values = [start, *rates[start, sigma]]
+                one.plot(
+                    np.arange(len(values)) * self._iterations,
+                    values,
+                    color=colours[k % len(colours)],
+                    label=f"$\\eta_0$ = {start:g}",
+                )
+            one.axhline(
+                predicted[sigma],
+                color=INK,
+                linestyle="--",
+                linewidth=1,
+                label=f"formula: {predicted[sigma]:.4f}",
+            )
+            one.set_yscale("log")
+            one.set_title(f"$\\sigma$ = {sigma:g}", fontsize=10)
+            one.set_xlabel("iteration")
+            one.legend(frameon=False, fontsize=8)
+        axes[0].set_ylabel("$\\eta$")
+        return figure
+
+
+def _name(start: float, sigma: float) -> str:
+    return f"from {start:g} sigma={sigma:g}"

@@ -1,0 +1,1 @@
+"""Xu et al.: ADADP, the adaptive noise."""

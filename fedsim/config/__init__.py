@@ -1,0 +1,7 @@
+"""The one description of a run: a TOML file of tables, read, checked and resolved."""
+
+from __future__ import annotations
+
+from fedsim.config.run_config import RunConfig, Scalar
+
+__all__ = ["RunConfig", "Scalar"]

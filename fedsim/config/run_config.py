@@ -1,0 +1,231 @@
+"""RunConfig: the one description of a run.
+
+A config is a TOML file of tables with kebab-case keys. Flattened with dots it is a Flower
+run-config, which has neither lists nor nulls: lists are strings (``"256,256"``) and the
+empty string means unset.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError, model_validator
+
+from fedsim.config.keys import Section
+from fedsim.config.sections import (
+    ClientSection,
+    CohortSection,
+    DataSection,
+    EngineSection,
+    EvaluateSection,
+    MechanismSection,
+    ModelSection,
+    NoiseSection,
+    PartitionSection,
+    ServerSection,
+)
+from fedsim.config.sentences import sentence
+from fedsim.errors import FedsimError
+
+__all__ = ["RunConfig", "Scalar"]
+
+Scalar = bool | int | float | str
+
+
+class RunConfig(Section):
+    """Everything that determines a run. See the README for a commented example."""
+
+    name: str = "fedsim-run"
+    seed: int = 1
+    rounds: int = 10
+    data: DataSection = DataSection()
+    partition: PartitionSection = PartitionSection()
+    model: ModelSection = ModelSection()
+    client: ClientSection = ClientSection()
+    cohort: CohortSection = CohortSection()
+    mechanism: MechanismSection = MechanismSection()
+    noise: NoiseSection = NoiseSection()
+    server: ServerSection = ServerSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    engine: EngineSection = EngineSection()
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+        """Read and validate a TOML file, with ``key=value`` overrides applied to it.
+
+        Raises
+        ------
+        FedsimError
+            If the file cannot be read or anything in it is wrong, in one sentence.
+        """
+        try:
+            tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise FedsimError(f"cannot read the config {path}: {error.strerror}.") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise FedsimError(f"{path} is not valid TOML: {error}.") from None
+        for override in overrides:
+            key, value = _parse_override(override)
+            _assign(tree, key, value)
+        return cls.parse(tree)
+
+    @classmethod
+    def parse(cls, tree: Mapping[str, Any]) -> RunConfig:
+        """Validate a nested mapping with kebab-case keys.
+
+        Raises
+        ------
+        FedsimError
+            Naming the key, its value and what is allowed.
+        """
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            raise FedsimError(sentence(cls, error)) from None
+
+    @classmethod
+    def from_run_config(cls, flat: Mapping[str, Scalar]) -> RunConfig:
+        """Read a Flower run-config: a flat mapping with dotted keys."""
+        tree: dict[str, Any] = {}
+        for key, value in flat.items():
+            _assign(tree, key, value)
+        return cls.parse(tree)
+
+    def replace(self, **changes: Scalar) -> RunConfig:
+        """A copy with dotted keys changed: ``config.replace(**{"client.lr": 0.1})``."""
+        return self.from_run_config({**self.to_run_config(), **changes})
+
+    def to_tree(self) -> dict[str, Any]:
+        """Nested mapping with kebab-case keys, complete; unset is the empty string."""
+        return self.model_dump(by_alias=True)
+
+    def to_run_config(self) -> dict[str, Scalar]:
+        """Flat mapping with dotted keys, as Flower wants it."""
+        return _flatten(self.to_tree())
+
+    def to_toml(self) -> str:
+        """The complete config as TOML text."""
+        return tomli_w.dumps(self.to_tree())
+
+    @property
+    def private(self) -> bool:
+        """Whether the run claims client-level differential privacy."""
+        unsafe = self.mechanism.unsafe_non_private_raw_statistics
+        return self.mechanism.name != "none" and not unsafe and self.noise.adds_noise
+
+    @model_validator(mode="after")
+    def _combinations(self) -> RunConfig:
+        self.require(0 <= self.seed < 2**63, "seed", self.seed, "an integer from 0 to 2^63 - 1")
+        self.require(self.rounds >= 1, "rounds", self.rounds, "at least 1")
+        _check_cohort(self)
+        _check_noise(self)
+        _check_evaluation(self)
+        _check_state(self)
+        return self
+
+
+def _check_cohort(config: RunConfig) -> None:
+    cohort, clients = config.cohort, config.partition.clients
+    if cohort.name == "fixed":
+        config.require(
+            cohort.size <= clients,
+            "cohort.size",
+            cohort.size,
+            f"at most partition.clients = {clients}, the population",
+        )
+
+
+def _check_noise(config: RunConfig) -> None:
+    noise, mechanism = config.noise, config.mechanism.name
+    if mechanism == "none":
+        config.require(
+            not noise.adds_noise,
+            "noise.target-epsilon" if noise.multiplier is None else "noise.multiplier",
+            noise.target_epsilon if noise.multiplier is None else noise.multiplier,
+            "unset while mechanism.name = 'none': noise protects only what a mechanism bounds, "
+            "so choose one such as 'clipping'",
+        )
+    else:
+        config.require(
+            noise.multiplier is not None or noise.target_epsilon is not None,
+            "noise.multiplier",
+            "",
+            f"a number (0.0 for no noise), or noise.target-epsilon set, while mechanism.name = "
+            f"'{mechanism}'",
+        )
+    config.require(
+        noise.target_epsilon is None or not config.mechanism.unsafe_non_private_raw_statistics,
+        "noise.target-epsilon",
+        noise.target_epsilon,
+        "unset while mechanism.unsafe-non-private-raw-statistics = true, for which no noise "
+        "gives a finite epsilon",
+    )
+    config.require(
+        noise.max_epsilon is None or config.private,
+        "noise.max-epsilon",
+        noise.max_epsilon,
+        "unset in a run without a mechanism and noise: it has no budget to keep",
+    )
+
+
+def _check_evaluation(config: RunConfig) -> None:
+    evaluate = config.evaluate
+    config.require(
+        not (config.private and evaluate.clients_every and not evaluate.unprotected),
+        "evaluate.clients-every",
+        evaluate.clients_every,
+        "0 in a private run, since metrics of clients' data are released without noise; "
+        "set evaluate.unprotected = true to have them all the same",
+    )
+
+
+def _check_state(config: RunConfig) -> None:
+    client = config.client
+    config.require(
+        not (config.private and client.state == "server"),
+        "client.state",
+        client.state,
+        "'reset' or 'client' in a run with client-level privacy: what clients report of their "
+        "state would be a release of its own",
+    )
+    config.require(
+        not (client.adapt_rounds and client.state == "reset"),
+        "client.adapt-rounds",
+        client.adapt_rounds,
+        "0 while client.state = 'reset', since the plain steps after so many rounds take the rate "
+        "that was reached; with client.state = 'client' they can",
+    )
+
+
+def _parse_override(text: str) -> tuple[str, Scalar]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise FedsimError(f"--set {text!r} is not of the form key=value, such as client.lr=0.1.")
+    try:
+        parsed: Scalar = tomllib.loads(f"value = {value.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    return key.strip(), parsed
+
+
+def _assign(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *tables, key = dotted.split(".")
+    for table in tables:
+        tree = tree.setdefault(table, {})
+        if not isinstance(tree, dict):
+            raise FedsimError(f"{dotted} cannot be set: '{table}' is a value, not a table.")
+    tree[key] = value
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
+    flat: dict[str, Scalar] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

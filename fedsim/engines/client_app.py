@@ -1,0 +1,123 @@
+"""The same trainer as an ordinary Flower ClientApp: a block of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor
+
+from fedsim.errors import FedsimError
+from fedsim.mechanisms import Mechanism
+from fedsim.training.shares import STATE_RECORD, asks_for_share, share_reply
+from fedsim.training.trainer import Trainer
+
+__all__ = ["client_app"]
+
+
+def client_app(
+    trainer_for: Callable[[Context], Trainer],
+    mechanism_for: Callable[[Context], Mechanism] | None = None,
+) -> ClientApp:
+    """A ClientApp that trains and evaluates one client with `Trainer`.
+
+    Parameters
+    ----------
+    trainer_for : callable
+        Gives the trainer for a node's context. It is called once a message, so cache what is
+        expensive. The client is the node's ``partition-id``.
+    mechanism_for : callable, optional
+        Gives the mechanism with which the client bounds and noises its own row, where the
+        strategy asks for shares; without it such a request is refused.
+
+    Returns
+    -------
+    ClientApp
+        ``train`` replies all parameters, as ordinary Flower clients do, and ``num-examples``,
+        ``loss`` and what the algorithm reports; ``evaluate`` replies ``num-examples``, ``loss``
+        and ``accuracy``; ``query`` replies ``client-id``.
+    """
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        trainer, ids = trainer_for(context), _client_ids(context)
+        key, arrays = _arrays(message)
+        vector = _vector(trainer, arrays)
+        trainer.receive(_config(message))
+        local = trainer.fit(vector, ids, _round(message))
+        if (request := asks_for_share(message)) is not None:
+            if mechanism_for is None:
+                raise FedsimError("this client has no mechanism to noise its own share with.")
+            reported = {name: float(column[0]) for name, column in local.metrics.items()}
+            row = local.theta[0] - vector.to(local.theta)
+            content = share_reply(
+                mechanism_for(context),
+                row,
+                reported,
+                message,
+                request,
+                trainer.randomness,
+                int(ids[0]),
+            )
+            return Message(content, reply_to=message)
+        # Entries that are not trained go back as they came.
+        reply = ArrayRecord(dict(arrays))
+        for entry, (name, value) in zip(
+            trainer.layout.entries, trainer.layout.unflatten(local.theta[0]).items(), strict=True
+        ):
+            reply[name] = Array(value.to(entry.dtype).cpu().numpy())
+        metrics = _metrics({name: float(column[0]) for name, column in local.metrics.items()})
+        return Message(RecordDict({key: reply, "metrics": metrics}), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        trainer, ids = trainer_for(context), _client_ids(context)
+        _, arrays = _arrays(message)
+        (block,) = trainer.evaluate(_vector(trainer, arrays), ids, _round(message))
+        metrics = _metrics({name: float(column[0]) for name, column in block.metrics.items()})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        metrics = MetricRecord({"client-id": int(_client_ids(context)[0])})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    return app
+
+
+def _client_ids(context: Context) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    client = context.node_config.get("partition-id")
+    if not isinstance(client, int) or isinstance(client, bool):
+        raise FedsimError(
+            f"node-config 'partition-id' is {client!r}; it must be this client's id, an integer."
+        )
+    return np.array([client], dtype=np.int64)
+
+
+def _arrays(message: Message) -> tuple[str, ArrayRecord]:
+    records = {k: v for k, v in message.content.array_records.items() if k != STATE_RECORD}
+    if len(records) != 1:
+        raise FedsimError(f"a message carries {len(records)} array records; it must carry one.")
+    return next(iter(records.items()))
+
+
+def _vector(trainer: Trainer, arrays: ArrayRecord) -> Tensor:
+    return trainer.layout.flatten(arrays.to_torch_state_dict())
+
+
+def _config(message: Message) -> dict[str, object]:
+    records: list[ConfigRecord] = list(message.content.config_records.values())
+    return {key: value for record in records for key, value in record.items()}
+
+
+def _round(message: Message) -> int:
+    value = _config(message).get("server-round")
+    return value if isinstance(value, int) else 0
+
+
+def _metrics(values: dict[str, float]) -> MetricRecord:
+    count = int(values.pop("num-examples"))
+    return MetricRecord({"num-examples": count, **values})

@@ -1,0 +1,9 @@
+"""Rows: updates of clients or gradients of examples, dense or factored, and their layout."""
+
+from __future__ import annotations
+
+from fedsim.rows.dense import BlockRows, DenseRows, Rows
+from fedsim.rows.factored import LinearPart, OuterRows
+from fedsim.rows.layout import Entry, Layout
+
+__all__ = ["BlockRows", "DenseRows", "Entry", "Layout", "LinearPart", "OuterRows", "Rows"]

@@ -1,0 +1,313 @@
+"""From a config to the objects that it describes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, MetricRecord
+from torch import Tensor, nn
+
+from fedsim import datasets, models, partitions
+from fedsim.runs import objects
+from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
+from fedsim.training.batches import Plan
+from fedsim.training.paths.frozen import past_frozen
+from fedsim.config import RunConfig
+from fedsim.engines.arrays import array_record, tensors
+from fedsim.errors import FedsimError
+from fedsim.privacy import (
+    Statement,
+    WorstClient,
+    calibrate,
+    calibrate_events,
+    worst_client,
+)
+from fedsim.randomness import Randomness
+from fedsim.strategies import DPFedAvg
+
+__all__ = ["Build"]
+
+
+class Build:
+    """Everything that a run is made of, each part built when it is first asked for.
+
+    Parameters
+    ----------
+    config : RunConfig
+    out : path, optional
+        The run's directory: clients' own ledgers go there, unless ``client.state-dir`` is set.
+    """
+
+    def __init__(self, config: RunConfig, out: Path | None = None) -> None:
+        self.config = config
+        self.out = out
+        self.device = _device(config.engine.device)
+
+    @cached_property
+    def dataset(self) -> datasets.Dataset:
+        """The examples, on the run's device."""
+        data = self.config.data
+        return datasets.load(
+            data.name,
+            directory=data.dir,
+            download=data.download,
+            normalize=data.normalize,
+            train=data.train,
+        ).to(self.device)
+
+    @cached_property
+    def parts(self) -> list[partitions.Indices]:
+        """Each client's training examples."""
+        settings = self.config.partition
+        parts = objects.partition(self.config).indices(self.dataset.y_train.cpu().numpy())
+        if settings.max_examples:
+            parts = partitions.subsample(parts, settings.max_examples, seed=self.config.seed)
+        return parts
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The initial model, on the CPU."""
+        settings = self.config.model
+        model = models.build(
+            settings.name,
+            self.dataset.input_shape,
+            self.dataset.num_classes,
+            widths=settings.widths,
+            bias=settings.bias,
+            dtype=getattr(torch, settings.dtype),
+            seed=self.config.seed,
+        )
+        if settings.weights:
+            models.load_weights(model, settings.weights, settings.weights_for)
+        models.freeze(model, settings.trainable)
+        if self.config.private:
+            models.refuse_running_statistics(model)
+        return model
+
+    @cached_property
+    def trainer(self) -> Trainer:
+        """The client algorithm with every client's data."""
+        dataset = self.dataset
+        return self.make_trainer(self._data(dataset.x_train, dataset.y_train, self.parts))
+
+    @cached_property
+    def examiner(self) -> Trainer:
+        """The same over the test examples, all of them one client's."""
+        everything = [np.arange(len(self.dataset.y_test), dtype=np.int64)]
+        dataset = self.dataset
+        return self.make_trainer(self._data(dataset.x_test, dataset.y_test, everything))
+
+    def _data(self, x: Tensor, y: Tensor, parts: list[partitions.Indices]) -> ClientData:
+        statistics = (self.dataset.mean, self.dataset.std)
+        return ClientData(x, y, parts, *(_channels(each) for each in statistics))
+
+    def make_trainer(self, data: ClientData) -> Trainer:
+        """A trainer of this run's model and algorithm over any clients' data."""
+        client = self.config.client
+        # What the frozen layers make of an example never changes: it is computed once.
+        model, data = past_frozen(self.model, data)
+        return Trainer(
+            model,
+            objects.algorithm(self.config),
+            data,
+            batch_size=client.batch_size,
+            epochs=None if client.steps else client.epochs,
+            steps=client.steps or None,
+            loss=objects.loss(self.config),
+            metrics=objects.metrics(self.config),
+            path=client.path,
+            block_size=client.block_size,
+            # With system entropy the seed is no secret: nothing that a client draws follows it.
+            randomness=self.randomness,
+            device=self.device,
+            privacy=self.example_privacy,
+            state=client.state,
+            state_dir=self._state_dir,
+        )
+
+    @property
+    def _state_dir(self) -> Path | None:
+        """Where clients keep what outlives a process: a directory for each run's name."""
+        kept = self.config.client.state_dir
+        return Path(kept) / self.config.name if kept else None
+
+    @cached_property
+    def example_privacy(self) -> ExamplePrivacy | None:
+        """What clients do to their examples' gradients; None without example-level privacy."""
+        client = self.config.client
+        if client.mechanism.name == "none":
+            return None
+        smallest = min(self._sizes, default=client.batch_size)
+        if client.batch_size > smallest:
+            raise FedsimError(
+                f"client.batch-size = {client.batch_size}; with example-level privacy, where a "
+                "batch is drawn at a rate of batch size over examples, it must be at most "
+                f"{smallest}, what the smallest client has."
+            )
+        directory = self._state_dir or self.out
+        unnoised = ExamplePrivacy(
+            mechanism=objects.mechanism(client.mechanism),
+            noise_multiplier=client.noise.multiplier or 0.0,
+            sampling=client.noise.sampling,
+            chunk=client.noise.chunk,
+            hardened=client.noise.hardened,
+            delta=client.noise.delta,
+            ledger_dir=directory / "clients" if directory else None,
+            unprotected_metrics=self.config.evaluate.unprotected,
+        )
+        target = client.noise.target_epsilon
+        if target is None:
+            return unnoised
+
+        rounds = self.config.rounds
+
+        def needed(size: int) -> float:
+            return calibrate_events(
+                lambda z: example_events(
+                    replace(unnoised, noise_multiplier=z), self._plan, {size}, rounds
+                ),
+                target_epsilon=target,
+                delta=client.noise.delta,
+            )
+
+        noise_multiplier = max(map(needed, self._sizes), default=0.0)
+        return replace(unnoised, noise_multiplier=noise_multiplier)
+
+    @property
+    def _sizes(self) -> set[int]:
+        """Numbers of examples that clients have."""
+        return {len(part) for part in self.parts if len(part)}
+
+    @property
+    def _plan(self) -> Plan:
+        client = self.config.client
+        epochs = None if client.steps else client.epochs
+        return Plan(client.batch_size, epochs, client.steps or None)
+
+    def worst_client(self, rounds: int) -> WorstClient | None:
+        """Who pays most for so many rounds at example level, if anybody does."""
+        privacy = self.example_privacy
+        if privacy is None or not rounds:
+            return None
+        events = example_events(privacy, self._plan, self._sizes, rounds)
+        return worst_client(events, privacy.delta) if events else None
+
+    def example_statement(self, rounds: int) -> Statement | None:
+        """What example-level privacy holds for every client after so many rounds.
+
+        Determined by the config alone: each client is taken to have been in every round, and
+        the one that pays most stands for all, since clients hold disjoint data.
+        """
+        privacy, worst = self.example_privacy, self.worst_client(rounds)
+        if privacy is None or worst is None:
+            return None
+        return Statement(
+            cost=worst.cost,
+            level="example",
+            samplers=(worst.event.sampler,),
+            entropies=(self.entropy,),
+            ledger=None if privacy.ledger_dir is None else f"{privacy.ledger_dir}/, one a client",
+        )
+
+    @cached_property
+    def resolved(self) -> RunConfig:
+        """The config with everything filled in that a rule chose: device, path, block size."""
+        chosen: dict[str, str | int] = {
+            "client.path": self.trainer.path.name,
+            "client.block-size": self.trainer.block_size,
+            "engine.device": self.device.type,
+            "noise.entropy": self.entropy,
+        }
+        return self.config.replace(**chosen)
+
+    @property
+    def entropy(self) -> Literal["config", "system"]:
+        """Where cohorts and noise come from; in deployment, from the system by default."""
+        deployed = self.config.engine.name == "deployment"
+        return self.config.noise.entropy or ("system" if deployed else "config")
+
+    @property
+    def randomness(self) -> Randomness:
+        """Where cohorts, batches and noise come from."""
+        return Randomness(None if self.entropy == "system" else self.config.seed)
+
+    @cached_property
+    def noise_multiplier(self) -> float:
+        """The noise multiplier: as given, or calibrated to the target."""
+        noise = self.config.noise
+        if noise.target_epsilon is None:
+            return noise.multiplier or 0.0
+        return calibrate(
+            target_epsilon=noise.target_epsilon,
+            cohort=objects.cohort(self.config),
+            rounds=self.config.rounds,
+            delta=noise.delta,
+        )
+
+    @cached_property
+    def initial_arrays(self) -> ArrayRecord:
+        """The trained parameters as Flower sends them, and nothing else."""
+        return array_record(
+            {
+                name: parameter.detach().clone()
+                for name, parameter in self.model.named_parameters()
+                if parameter.requires_grad
+            }
+        )
+
+    def strategy(self, ledger: Path | None = None) -> DPFedAvg:
+        """A fresh strategy that writes its releases to ``ledger``."""
+        config = self.config
+        evaluate = config.evaluate
+        return DPFedAvg(
+            mechanism=objects.mechanism(config.mechanism),
+            cohort=objects.cohort(config),
+            noise_multiplier=self.noise_multiplier,
+            delta=config.noise.delta,
+            max_epsilon=config.noise.max_epsilon,
+            ledger=ledger,
+            seed=self.randomness.seed,
+            server_optimizer=objects.server_optimizer(config),
+            placement=config.noise.placement,
+            hardened_noise=config.noise.hardened,
+            fraction_evaluate=evaluate.fraction if evaluate.clients_every else 0.0,
+            evaluate_every=max(evaluate.clients_every, 1),
+            node_timeout=config.engine.node_timeout,
+            max_failed_rounds=config.server.max_failed_rounds,
+            average_client_state=config.client.state == "server",
+            unprotected_metrics=evaluate.unprotected,
+        )
+
+    def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Loss and accuracy on the test examples, in the rounds in which they are asked for."""
+        every, last = self.config.evaluate.every, self.config.rounds
+        if not every or (server_round % every and server_round != last):
+            return None
+        vector = self.examiner.layout.flatten(tensors(arrays)).to(self.device)
+        block = next(iter(self.examiner.evaluate(vector, np.zeros(1, np.int64), server_round)))
+        return MetricRecord(
+            {
+                f"test-{name}": float(values[0])
+                for name, values in block.metrics.items()
+                if name != "num-examples"
+            }
+        )
+
+
+def _device(name: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise FedsimError("engine.device = 'cuda', but there is no CUDA device; it must be 'cpu'.")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and available) else "cpu")
+
+
+def _channels(statistics: tuple[float, ...] | None) -> Tensor | None:
+    """One number a channel, so that it broadcasts over ``[C, H, W]``."""
+    if statistics is None:
+        return None
+    return torch.tensor(statistics, dtype=torch.float64).view(-1, 1, 1)

@@ -1,0 +1,204 @@
+"""Drive one run on a grid and keep what it leaves: the same on every engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.build import Build
+from fedsim.engines.arrays import tensors
+from fedsim.models import values_of
+from fedsim.privacy import Statement
+from fedsim.strategies import DPFedAvg, Rounds, rounds_of, run_to_end
+
+__all__ = ["Observer", "Row", "RunResult", "Session", "drive"]
+
+Row = dict[str, float | int]
+Observer = Callable[[Row], None]
+Ended = Literal["finished", "budget", "interrupted"]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run reached.
+
+    Attributes
+    ----------
+    metrics : list of dict
+        One a round, round 0 being the initial model: the rows of metrics.csv.
+    arrays : ArrayRecord
+        The parameters.
+    privacy : Statement
+        Epsilon, delta, adjacency, level, and what they cover: at client level, unless the run
+        is private at example level only.
+    example_privacy : Statement or None
+        The same at example level, where clients protect their examples.
+    ended : "finished", "budget" or "interrupted"
+    why : str
+        One sentence, where the run ended early.
+    directory : RunDirectory or None
+        Where the artefacts are.
+    """
+
+    metrics: list[Row]
+    arrays: ArrayRecord
+    privacy: Statement
+    example_privacy: Statement | None = None
+    ended: Ended = "finished"
+    why: str = ""
+    directory: RunDirectory | None = field(default=None, compare=False)
+
+
+class Session:
+    """One run in progress: its strategy, and what it writes as it goes.
+
+    Parameters
+    ----------
+    build : Build
+    directory : RunDirectory, optional
+        Claimed already; the ledger, the metrics and the model go there.
+    observer : callable, optional
+        Called with each row as it is written.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        directory: RunDirectory | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.build = build
+        self.strategy = build.strategy(directory.ledger if directory else None)
+        self._directory = directory
+        self._scribe = _Scribe(build, self.strategy, directory, observer)
+
+    def rounds(self, grid: Grid) -> Rounds:
+        """The run's rounds, up to whoever sends their messages."""
+        return rounds_of(
+            self.strategy,
+            grid,
+            self.build.initial_arrays,
+            range(1, self.build.config.rounds + 1),
+            evaluate_fn=self._scribe.evaluate,
+            on_round=self._scribe.on_round,
+        )
+
+    def save(self) -> None:
+        """Write the model reached so far, whole: what is frozen is not in the run's arrays."""
+        if self._directory is not None:
+            frozen = values_of(self.build.model)
+            self._directory.save_model(frozen | tensors(self._reached))
+
+    def result(self, interrupted: bool = False) -> RunResult:
+        """What the run has reached, and why it ended."""
+        ended: Ended = "finished"
+        why = ""
+        if interrupted:
+            ended, why = "interrupted", "Interrupted; the model is the one of the last whole round."
+        elif self.strategy.stopped is not None:
+            ended = "budget"
+            why = f"Stopped before the budget was exceeded: {self.strategy.stopped}."
+        examples = self.build.example_statement(self.strategy.privacy_spent().num_releases)
+        only_examples = examples is not None and not self.strategy.private
+        return RunResult(
+            metrics=self._scribe.rows,
+            arrays=self._reached,
+            privacy=examples if examples and only_examples else self.strategy.privacy_statement(),
+            example_privacy=examples,
+            ended=ended,
+            why=why,
+            directory=self._directory,
+        )
+
+    @property
+    def _reached(self) -> ArrayRecord:
+        return self.strategy.result.arrays if self.strategy.result else self.build.initial_arrays
+
+
+def drive(
+    build: Build,
+    grid: Grid,
+    directory: RunDirectory | None = None,
+    observer: Observer | None = None,
+) -> RunResult:
+    """Run all rounds of ``build.config`` on ``grid``; parameters as for `Session`.
+
+    The model reached so far is saved whatever ends the run; Ctrl-C ends it in good order.
+    """
+    session = Session(build, directory, observer)
+    rounds = session.rounds(grid)
+    interrupted = False
+    try:
+        run_to_end(rounds, grid, build.config.engine.timeout)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        session.save()
+    return session.result(interrupted)
+
+
+class _Scribe:
+    """Makes one row of each round and hands it on."""
+
+    def __init__(
+        self,
+        build: Build,
+        strategy: DPFedAvg,
+        directory: RunDirectory | None,
+        observer: Observer | None,
+    ) -> None:
+        self.rows: list[Row] = []
+        self._build = build
+        self._strategy = strategy
+        self._directory = directory
+        self._observer = observer
+        self._since = time.perf_counter()
+
+    def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Central evaluation; the initial model's makes row 0 at once."""
+        metrics = self._build.evaluate(server_round, arrays)
+        if server_round == 0 and metrics is not None:
+            self._write({"round": 0, **_numbers(metrics)})
+        return metrics
+
+    def on_round(self, server_round: int, result: Result) -> None:
+        """Row of a finished round."""
+        report = self._strategy.report
+        seconds = time.perf_counter() - self._since
+        row: Row = {"round": server_round}
+        row |= _numbers(result.evaluate_metrics_serverapp.get(server_round))
+        row |= _numbers(result.train_metrics_clientapp.get(server_round), "train-")
+        row |= _numbers(result.evaluate_metrics_clientapp.get(server_round), "clients-")
+        if self._strategy.private:
+            row["epsilon"] = self._strategy.ledger.epsilon(self._strategy.delta)
+        if (examples := self._build.example_statement(server_round)) is not None:
+            row["example-epsilon"] = examples.epsilon
+        if report is not None:
+            row |= {"asked": report.asked, "usable": report.usable, "failed": report.failed}
+            row |= report.info
+            row["clients-per-second"] = report.usable / seconds
+        row["seconds"] = seconds
+        self._write(row)
+
+    def _write(self, row: Row) -> None:
+        self.rows.append(row)
+        if self._directory is not None:
+            self._directory.add_row(row)
+        if self._observer is not None:
+            self._observer(row)
+        self._since = time.perf_counter()
+
+
+def _numbers(record: MetricRecord | None, prefix: str = "") -> Row:
+    return {
+        f"{prefix}{key}": float(value)
+        for key, value in (record or {}).items()
+        if isinstance(value, int | float)
+    }

@@ -1,0 +1,109 @@
+"""`fedsim.run`: one config, on the engine that it names."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.build import Build
+from fedsim.config import RunConfig
+from fedsim.runs.drive import Observer, RunResult, drive
+from fedsim.engines import LocalGrid
+from fedsim.engines.process import settle
+
+if TYPE_CHECKING:
+    from fedsim.engines.ray import RayGrid
+
+__all__ = ["run"]
+
+
+def run(
+    config: RunConfig,
+    *,
+    engine: str | None = None,
+    out: str | PathLike[str] | None = None,
+    overwrite: bool = False,
+    observer: Observer | None = None,
+) -> RunResult:
+    """Run a config from start to end.
+
+    Parameters
+    ----------
+    engine : "local", "ray", "simulation" or "deployment", optional
+        Where the clients run, instead of ``engine.name``.
+    out : path, optional
+        Directory for the artefacts; without one nothing is written.
+    overwrite : bool
+        Whether ``out`` may replace a run that is there.
+    observer : callable, optional
+        Called with each row of the metrics as soon as there is one.
+
+    Raises
+    ------
+    FedsimError
+        For anything in the config that cannot be, before anything is written.
+    RunFailedError
+        If too many rounds in a row had no usable reply.
+    RanElsewhere
+        If the run succeeded on a federation whose SuperLink is on another host: the
+        artefacts are there.
+    """
+    config = config if engine is None else config.replace(**{"engine.name": engine})
+    directory = None if out is None else RunDirectory(out)
+    if directory is not None and _needs_state_dir(config):
+        config = config.replace(**{"client.state-dir": str(directory.clients.absolute())})
+    if directory is not None:
+        directory.check_free(overwrite)
+    settle()
+    build = Build(config, None if directory is None else directory.path)
+    # Whatever is wrong comes to light here, before anything is written or started.
+    trainer = build.trainer
+    build.strategy()
+    if config.engine.name in ("simulation", "deployment"):
+        return _launch(build, directory, observer)
+    if directory is not None:
+        directory.claim(build.resolved.to_toml())
+    if config.engine.name == "local":
+        return drive(build, LocalGrid(trainer), directory, observer)
+    with _ray(build) as grid:
+        return drive(build, grid, directory, observer)
+
+
+def _needs_state_dir(config: RunConfig) -> bool:
+    """Whether clients on this machine must be told where to keep what outlives a message."""
+    client, engine = config.client, config.engine
+    here = engine.name == "simulation" or (engine.name == "deployment" and not engine.federation)
+    return here and not client.state_dir and (client.private or client.state == "client")
+
+
+def _ray(build: Build) -> RayGrid:
+    from fedsim.engines.ray import RayGrid
+
+    engine = build.config.engine
+    return RayGrid(
+        build.trainer,
+        workers=engine.workers,
+        address=engine.address or None,
+        cpus_per_worker=engine.cpus_per_worker,
+        gpus_per_worker=engine.gpus_per_worker,
+    )
+
+
+def _launch(build: Build, directory: RunDirectory | None, observer: Observer | None) -> RunResult:
+    """Run on one of Flower's runtimes, whose ServerApp drives and writes the artefacts."""
+    from fedsim.runs.launch import run_deployment, run_simulation
+
+    engine = build.config.engine
+    out = None if directory is None else directory.path
+    if engine.name == "deployment":
+        federation = Path(engine.federation) if engine.federation else None
+        return run_deployment(build, out, observer, federation=federation)
+    return run_simulation(
+        build,
+        out,
+        observer,
+        cpus_per_client=engine.cpus_per_worker,
+        gpus_per_client=engine.gpus_per_worker,
+    )

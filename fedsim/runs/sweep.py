@@ -1,0 +1,297 @@
+"""Many runs in one go: a grid over a config's keys, its members trained side by side.
+
+Members whose clients do the same work but for per-client numbers (rates), draws (seeds) and
+data (partitions) go through their rounds in step, and all their clients of a round train
+in common blocks. A client's bits do not depend on who stands beside it, so each member ends
+with the same bytes as when it is run alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from flwr.app import Message
+
+from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.build import Build
+from fedsim.training import ClientData, Trainer
+from fedsim.config import RunConfig, Scalar
+from fedsim.runs.drive import Row, Session
+from fedsim.engines import LocalGrid
+from fedsim.errors import FedsimError
+from fedsim.rows.exchange import Block, Ids, Instructions, Replies
+from fedsim.randomness import Purpose, Randomness
+from fedsim.strategies import Rounds, run_to_end
+from fedsim.runs.objects import algorithm
+
+__all__ = ["Member", "is_done", "members", "parse_axes", "run_sweep"]
+
+Axes = dict[str, list[Scalar]]
+Observer = Callable[["Member", Row], None]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One point of the grid.
+
+    Attributes
+    ----------
+    point : mapping of key to value
+        Its place on each axis.
+    config : RunConfig
+    """
+
+    point: dict[str, Scalar]
+    config: RunConfig
+
+    @property
+    def label(self) -> str:
+        """``key=value`` for each axis; also the name of its directory."""
+        return ",".join(f"{key}={value}" for key, value in self.point.items()).replace("/", "_")
+
+
+def parse_axes(overs: Iterable[str]) -> Axes:
+    """``key=v1,v2`` for each axis; strings that hold commas stand in quotes.
+
+    Raises
+    ------
+    FedsimError
+        If an axis has no values, or comes twice.
+    """
+    axes: Axes = {}
+    for over in overs:
+        key, _, text = over.partition("=")
+        key = key.strip()
+        if not key or not text.strip():
+            raise FedsimError(f"--over {over!r} is not of the form key=v1,v2,....")
+        if key in axes:
+            raise FedsimError(f"--over {key} is given twice; give all its values at once.")
+        try:
+            axes[key] = tomllib.loads(f"values = [{text}]")["values"]
+        except tomllib.TOMLDecodeError:
+            axes[key] = [value.strip() for value in text.split(",")]
+    return axes
+
+
+def members(config: RunConfig, axes: Axes) -> list[Member]:
+    """The grid, the last axis fastest; every member's config is validated."""
+    points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    return [Member(point, config.replace(**point)) for point in points]
+
+
+def run_sweep(grid: Sequence[Member], out: Path, observer: Observer | None = None) -> None:
+    """Run the members that have not been run to their end in ``out``.
+
+    Parameters
+    ----------
+    grid : sequence of Member
+    out : path
+        Each member's artefacts go to a directory of its own in it.
+    observer : callable, optional
+        Called with each row of each member.
+
+    Raises
+    ------
+    FedsimError
+        If ``out`` holds a member of another sweep, or one is for another engine.
+    """
+    for member in grid:
+        engine = member.config.engine.name
+        if engine != "local":
+            raise FedsimError(f"engine.name = '{engine}'; a sweep's members run on 'local'.")
+    waiting = [member for member in grid if not is_done(member, out)]
+    for group in _groups(waiting):
+        _run_group(group, out, observer)
+
+
+def is_done(member: Member, out: Path) -> bool:
+    """Whether the member has been run to its end in ``out``.
+
+    Raises
+    ------
+    FedsimError
+        If its directory holds a run of another config.
+    """
+    directory = RunDirectory(out / member.label)
+    if not directory.config.exists():
+        return False
+    there = RunConfig.load(directory.config)
+    if _without_resolved(there) != _without_resolved(member.config):
+        raise FedsimError(f"{directory.path} holds a run of another config; choose another --out.")
+    return (directory.path / _DONE).exists()
+
+
+_DONE = "done"
+_RESOLVED = ("client.path", "client.block-size", "engine.device", "noise.entropy")
+
+
+def _without_resolved(config: RunConfig) -> dict[str, Scalar]:
+    return {k: v for k, v in config.to_run_config().items() if k not in _RESOLVED}
+
+
+def _groups(waiting: Sequence[Member]) -> list[list[Member]]:
+    """Members whose clients can share blocks, together."""
+    groups: dict[tuple[object, ...], list[Member]] = {}
+    for member in waiting:
+        groups.setdefault(_shared_work(member), []).append(member)
+    return list(groups.values())
+
+
+def _shared_work(member: Member) -> tuple[object, ...]:
+    """What must be equal for clients to share a block: all that is not a number of their own."""
+    config = member.config
+    if config.client.private or config.client.state != "reset":
+        # Ledgers and kept state belong to one run's clients.
+        return (member.label,)
+    free = {f"client.{name.replace('_', '-')}" for name in algorithm(config).numbers()}
+    # Frozen parameters are the trainer's, and start from the seed.
+    seed = config.seed if config.model.trainable else None
+    return (
+        seed,
+        *(
+            (key, value)
+            for key, value in config.to_run_config().items()
+            if key.split(".")[0] in ("data", "model", "client", "engine") and key not in free
+        ),
+    )
+
+
+def _run_group(group: Sequence[Member], out: Path, observer: Observer | None) -> None:
+    sessions = []
+    for member in group:
+        directory = RunDirectory(out / member.label)
+        build = Build(member.config, directory.path)
+        directory.claim(build.resolved.to_toml())
+        observe = None if observer is None else partial(observer, member)
+        sessions.append(Session(build, directory, observe))
+    try:
+        runs = [(session, LocalGrid(session.build.trainer)) for session in sessions]
+        if len(runs) == 1:
+            ((session, grid),) = runs
+            run_to_end(session.rounds(grid), grid, session.build.config.engine.timeout)
+        else:
+            shared = _SharedTrainer([session.build for session in sessions])
+            _in_step([session.rounds(grid) for session, grid in runs], shared)
+    finally:
+        for session in sessions:
+            session.save()
+    for member in group:
+        (out / member.label / _DONE).touch()
+
+
+def _in_step(runs: Sequence[Rounds], shared: _SharedTrainer) -> None:
+    """Advance all runs together: what they ask for at a time is trained at a time."""
+    asked: dict[int, Iterable[Message]] = {}
+    for index, rounds in enumerate(runs):
+        _advance(asked, index, partial(next, rounds))
+    while asked:
+        replies = shared.replies({i: m for i, m in asked.items() if isinstance(m, Instructions)})
+        for index in list(asked):
+            _advance(asked, index, partial(runs[index].send, replies.get(index, [])))
+
+
+def _advance(
+    asked: dict[int, Iterable[Message]], index: int, step: Callable[[], Iterable[Message]]
+) -> None:
+    try:
+        asked[index] = step()
+    except StopIteration:
+        asked.pop(index, None)
+
+
+@dataclass(frozen=True)
+class _Shifted(Randomness):
+    """A member's draws, for clients that are numbered from ``first`` on."""
+
+    first: int = 0
+
+    def generator(
+        self, purpose: Purpose, round: int = 0, client: int = 0, part: int = 0
+    ) -> np.random.Generator:
+        return super().generator(purpose, round, client - self.first, part)
+
+
+class _SharedTrainer:
+    """One trainer over all members' clients, numbered one member after another."""
+
+    def __init__(self, builds: Sequence[Build]) -> None:
+        template = builds[0].trainer
+        sizes = [build.config.partition.clients for build in builds]
+        self._first = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+        self._algorithms = [algorithm(build.config) for build in builds]
+        self._randomness = [
+            _Shifted(build.randomness.seed, int(first))
+            for build, first in zip(builds, self._first, strict=True)
+        ]
+        parts = [part for build in builds for part in build.parts]
+        data = template.data
+        self._trainer: Trainer = builds[0].make_trainer(
+            ClientData(data.x, data.y, parts, data.mean, data.std)
+        )
+
+    def replies(self, asked: dict[int, Instructions]) -> dict[int, Replies]:
+        """Train or evaluate everybody who was asked."""
+        blocks: dict[int, list[Block]] = {index: [] for index in asked}
+        training = {i: each for i, each in asked.items() if each.kind == "train"}
+        for index, block in self._train(training):
+            blocks[index].append(block)
+        for index in asked.keys() - training.keys():
+            blocks[index] += self._evaluate(index, asked[index])
+        return {index: _replies(own) for index, own in blocks.items()}
+
+    def _train(self, asked: dict[int, Instructions]) -> Iterator[tuple[int, Block]]:
+        if not asked:
+            return
+        member = np.concatenate([np.full(len(each), i) for i, each in asked.items()])
+        ids = np.concatenate([self._first[i] + each.client_ids for i, each in asked.items()])
+        rounds = {each.round for each in asked.values()}
+        # Members go in step from round 1, and one that has stopped asks for nothing more.
+        (server_round,) = rounds
+        for start in range(0, len(ids), self._trainer.block_size):
+            part = slice(start, start + self._trainer.block_size)
+            yield from self._block(asked, member[part], ids[part], server_round)
+
+    def _block(
+        self, asked: dict[int, Instructions], member: Ids, ids: Ids, server_round: int
+    ) -> Iterator[tuple[int, Block]]:
+        owners = member.tolist()
+        vectors = torch.stack([asked[i].vector for i in owners])
+        names = self._algorithms[0].numbers()
+        values = [algorithm.numbers() for algorithm in self._algorithms]
+        local = self._trainer.fit(
+            vectors,
+            ids,
+            server_round,
+            numbers={name: [values[i][name] for i in owners] for name in names},
+            randomness=[self._randomness[i] for i in owners],
+        )
+        rows = local.theta - vectors.to(local.theta)
+        for index in dict.fromkeys(owners):
+            mine = np.flatnonzero(member == index)
+            yield (
+                index,
+                Block(
+                    client_ids=ids[mine] - self._first[index],
+                    rows=rows[torch.from_numpy(mine)],
+                    metrics={name: column[mine] for name, column in local.metrics.items()},
+                    ok=np.ones(len(mine), dtype=np.bool_),
+                ),
+            )
+
+    def _evaluate(self, index: int, asked: Instructions) -> list[Block]:
+        first = self._first[index]
+        return [
+            Block(block.client_ids - first, None, block.metrics, block.ok)
+            for block in self._trainer.evaluate(asked.vector, asked.client_ids + first, asked.round)
+        ]
+
+
+def _replies(blocks: list[Block]) -> Replies:
+    return Replies(produce=lambda: iter(blocks), to_messages=lambda _: iter(()))

@@ -1,0 +1,141 @@
+"""Example-level privacy inside a client: which rows are drawn, what is noised, what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fedsim.errors import FedsimError
+from fedsim.mechanisms import Mechanism
+from fedsim.privacy import Event, Ledger, worst_client
+from fedsim.randomness import Randomness
+from fedsim.training.batches import Plan
+
+__all__ = ["ExamplePrivacy", "Ledgers", "example_epsilon", "example_events"]
+
+
+@dataclass(frozen=True)
+class ExamplePrivacy:
+    """Every gradient a local algorithm sees is a noisy sum of bounded per-example gradients.
+
+    Guarantee: for each client on its own, with add-remove adjacency of one of its examples
+    (``sampling="poisson"``), T Gaussian releases of multiplier z at rate ``|B| / N_i``, where T
+    counts every gradient evaluation: two an ADADP iteration, discarded ones included. Clients
+    hold disjoint data, so the federation's epsilon is the largest of theirs.
+
+    Parameters
+    ----------
+    mechanism : Mechanism
+        Bounds the gradients of single examples.
+    noise_multiplier : float
+        Standard deviation of the noise on a sum over the mechanism's C.
+    sampling : "poisson" or "shuffle"
+        Poisson batches: each example is in a batch with probability ``|B| / N_i``, however many
+        that makes. Shuffled passes are charged as one Gaussian without amplification a pass.
+    chunk : int
+        Examples that go through the model at once; 0 leaves it to a rule of the batch size.
+        A batch of any size takes as many chunks as it needs, and is never truncated.
+    hardened : bool
+        Noise that is safe against attacks on floating-point sampling, at four times the cost.
+    delta : float
+    ledger_dir : path, optional
+        Where each client's ledger is; in memory otherwise.
+    unprotected_metrics : bool
+        Whether a client reports its un-noised training loss.
+    """
+
+    mechanism: Mechanism
+    noise_multiplier: float
+    sampling: Literal["poisson", "shuffle"] = "poisson"
+    chunk: int = 0
+    hardened: bool = False
+    delta: float = 1e-5
+    ledger_dir: Path | None = None
+    unprotected_metrics: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.noise_multiplier >= 0:
+            raise FedsimError(
+                f"client.noise.multiplier is {self.noise_multiplier}; it must be at least 0."
+            )
+        if self.sampling not in ("poisson", "shuffle"):
+            raise FedsimError(
+                f"client.sampling is '{self.sampling}'; it must be 'poisson' or 'shuffle'."
+            )
+        if self.chunk < 0:
+            raise FedsimError(f"client.chunk is {self.chunk}; it must be 0 (auto) or more.")
+
+    def event(self, plan: Plan, size: int) -> Event | None:
+        """What one round costs a client with ``size`` examples; None if it releases nothing."""
+        steps = plan.steps_of(size)
+        if steps == 0:
+            return None
+        private = self.mechanism.guarantee == "gaussian"
+        batch = plan.batch_of(size)
+        if self.sampling == "poisson" or batch == size:
+            sampler: Literal["poisson", "full"] = "poisson" if batch < size else "full"
+            return Event(
+                noise_multiplier=self.noise_multiplier,
+                sampler=sampler,
+                rate=batch / size,
+                adjacency="add-remove",
+                count=steps,
+                guarantee=private,
+            )
+        passes = -(-steps // plan.steps_per_epoch(size))
+        return Event(
+            noise_multiplier=self.noise_multiplier, sampler="shuffle", count=passes,
+            guarantee=private,
+        )  # fmt: skip
+
+
+class Ledgers:
+    """One ledger for each client, opened when it first takes part."""
+
+    def __init__(self, privacy: ExamplePrivacy, randomness: Randomness) -> None:
+        self._privacy, self._randomness = privacy, randomness
+        self._open: dict[int, Ledger] = {}
+
+    def of(self, client: int) -> Ledger:
+        """The ledger of one client."""
+        if client not in self._open:
+            directory = self._privacy.ledger_dir
+            if directory is not None:
+                directory.mkdir(parents=True, exist_ok=True)
+            path = None if directory is None else directory / f"client-{client}.jsonl"
+            self._open[client] = Ledger(path, delta=self._privacy.delta)
+        return self._open[client]
+
+    def record(self, client: int, round: int, event: Event, draws: str | None) -> None:
+        """One line for this client and round, on disk before anything is computed.
+
+        ``draws`` names all that the release is a function of: run again from the same, it is
+        the same release and is charged once. None: it cannot be the same.
+        """
+        self.of(client).record(
+            event=event,
+            round=round,
+            level="example",
+            entropy=self._randomness.entropy,
+            mechanism=str(self._privacy.mechanism),
+            draws=draws,
+            client=client,
+        )
+
+
+def example_events(
+    privacy: ExamplePrivacy, plan: Plan, sizes: Iterable[int], rounds: int
+) -> list[Event]:
+    """What ``rounds`` rounds cost clients of these sizes that take part in all of them."""
+    events = (privacy.event(plan, size) for size in sorted(set(sizes)))
+    return [event.times(rounds) for event in events if event is not None]
+
+
+def example_epsilon(
+    privacy: ExamplePrivacy, plan: Plan, sizes: Iterable[int], rounds: int
+) -> float:
+    """Epsilon at ``privacy.delta`` of the client that pays most for ``rounds`` rounds."""
+    events = example_events(privacy, plan, sizes, rounds)
+    return worst_client(events, privacy.delta).cost.epsilon if events else 0.0

@@ -1,0 +1,270 @@
+"""Local steps on a GPU, captured: one launch for a step instead of a hundred.
+
+Small clients leave a GPU waiting for launches. So what a block does in a step, from gathering
+its batch to updating its state, is captured in a CUDA graph the first time, and replayed from
+then on. A graph reads and writes fixed memory; here these are *buffers*, one for each entry of
+the state. State lives in its buffers while a block trains, and blocks of fewer clients use the
+first rows of the same memory, so a graph takes none of its own for state. What kernels need
+in between they share, as one graph runs at a time.
+
+A graph is captured for each phase (`LocalAlgorithm.phase`), number of clients and width of
+batch. The number of clients is rounded up, by less than a quarter, for there to be few of
+them; rows that stand for nobody are computed on whatever they hold and never looked at. Where
+a capture fails the trainer goes on without any.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fedsim.clients.base import State, Step
+from fedsim.clients.gradients import Dense, Factor, Factored, Parts
+from fedsim.rows.alignment import LINE
+from fedsim.training.local_step import LocalStep
+from fedsim.training.paths.choice import CAPTURED
+
+__all__ = ["CudaRecorder", "Recorder", "StepGraphs", "Work", "steps_by"]
+
+_log = logging.getLogger(__name__)
+
+MOST_GRAPHS = 128  # of a trainer, about a MB each; the one not used for longest goes
+WARM_UP = 2
+INDEX, WEIGHT = "batch.index", "batch.weight"
+
+Work = Callable[[], tuple[State, Tensor]]
+
+
+class Recorder(Protocol):
+    """What captures."""
+
+    def record(self, work: Work) -> tuple[Callable[[], None], tuple[State, Tensor]]:
+        """Run ``work``, which may be done more than once, and capture it.
+
+        Returns
+        -------
+        callable
+            Does it again, on what its tensors hold by then.
+        (State, Tensor)
+            What ``work`` returned; doing it again writes into these very tensors.
+        """
+
+
+def steps_by(launched: LocalStep, device: torch.device) -> LocalStep | StepGraphs:
+    """How a trainer does its steps: the rule of `fedsim.training.paths.choice`."""
+    if device.type == "cuda" and launched.path.name in CAPTURED:
+        return StepGraphs(launched, CudaRecorder(device))
+    return launched
+
+
+class StepGraphs:
+    """A `LocalStep` by graphs.
+
+    Parameters
+    ----------
+    launched : LocalStep
+        What is captured, and what is done where that cannot be.
+    recorder : Recorder
+    """
+
+    def __init__(self, launched: LocalStep, recorder: Recorder) -> None:
+        self.launched, self.recorder = launched, recorder
+        self.graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
+        self.works = True
+        self._buffers: dict[Hashable, Tensor] = {}
+        self._rows = 0
+
+    def __call__(self, state: State, index: Tensor, weight: Tensor, at: Step) -> Tensor:
+        """As `LocalStep`; the state it leaves lies in buffers that the next block writes over."""
+        phase = self.launched.algorithm.phase(at) if self.works else None
+        if phase is None:
+            return self.launched(state, index, weight, at)
+        n, rows = len(index), rounded(len(index))
+        if rows > self._rows:
+            self._forget()
+            self._rows = rows
+        held, structure = self._hold({**state, INDEX: index, WEIGHT: weight}, rows)
+        key = (phase, rows, structure)
+        if key not in self.graphs:
+            try:
+                self.graphs[key] = self._capture(held, at, rows)
+            except RuntimeError as error:
+                _log.warning("a CUDA graph could not be captured (%s); going on without", error)
+                self.works = False
+                self._forget()
+                state.update((name, held[name][:n]) for name in state)
+                return self.launched(state, index, weight, at)
+            if len(self.graphs) > MOST_GRAPHS:
+                self.graphs.popitem(last=False)
+        self.graphs.move_to_end(key)
+        captured = self.graphs[key]
+        captured.again(at)
+        state.clear()
+        state.update((name, value[:n]) for name, value in captured.state.items())
+        return captured.losses[:n].clone()
+
+    def _capture(self, held: State, at: Step, rows: int) -> _Captured:
+        clock = _Clock(at.round, at.index, held[INDEX].device)
+        before: list[tuple[Tensor, Tensor]] = []
+
+        def save(_: str, tensor: Tensor) -> Tensor:
+            before.append((tensor, tensor.clone()))
+            return tensor
+
+        _changed(held, "", save)
+
+        def work() -> tuple[State, Tensor]:
+            own = {name: held[name] for name in held if name not in (INDEX, WEIGHT)}
+            losses = self.launched(own, held[INDEX], held[WEIGHT], clock)
+            return self._hold(own, rows)[0], losses
+
+        try:
+            again, (state, losses) = self.recorder.record(work)
+        finally:
+            for tensor, value in before:
+                tensor.copy_(value)
+        return _Captured(again, clock, state, losses)
+
+    def _hold(self, entries: State, rows: int) -> tuple[State, Hashable]:
+        """The entries as ``rows`` rows of buffers, copied there if they are elsewhere.
+
+        Entries that are one tensor stay one. Also what is the same in all states that a graph
+        can take.
+        """
+        owners: dict[Hashable, str] = {}
+        structure: list[Hashable] = []
+        moves: list[tuple[Tensor, Tensor]] = []
+
+        def held(name: str, tensor: Tensor) -> Tensor:
+            place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            owner = owners.setdefault(place, name)
+            kind = (owner, tensor.dtype, tensor.shape[1:], tensor.stride()[1:])
+            structure.append((name, kind))
+            if kind not in self._buffers:
+                self._buffers[kind] = _rows_like(tensor, self._rows)
+            buffer = self._buffers[kind]
+            if owner == name and tensor.data_ptr() != buffer.data_ptr():
+                moves.append((buffer[: len(tensor)], tensor))
+            return buffer[:rows]
+
+        result: State = _changed(entries, "", held)
+        taken = {_storage(buffer) for buffer in self._buffers.values()}
+        # What lies in another's buffer is saved before anything is written there.
+        saved = [(to, t.clone() if _storage(t) in taken else t) for to, t in moves]
+        for to, tensor in saved:
+            to.copy_(tensor)
+        return result, tuple(structure)
+
+    def _forget(self) -> None:
+        self.graphs.clear()
+        self._buffers.clear()
+
+
+def rounded(n: int) -> int:
+    """Clients that a graph is captured for: ``n`` with all but its first three bits rounded up."""
+    shift = max(0, n.bit_length() - 3)
+    return -(-n >> shift) << shift
+
+
+@dataclass(frozen=True)
+class _Clock(Step):
+    """A step as a graph sees it: what depends on where it stands lies in tensors."""
+
+    device: torch.device
+    numbers: dict[Callable[[Step], float], tuple[Tensor, float]] = field(default_factory=dict)
+
+    def number(self, function: Callable[[Step], float]) -> Tensor:
+        if function not in self.numbers:
+            value = function(Step(self.round, self.index))
+            tensor = torch.full((), value, dtype=torch.float64, device=self.device)
+            self.numbers[function] = tensor, value
+        return self.numbers[function][0]
+
+    def set(self, at: Step) -> None:
+        for function, (tensor, value) in self.numbers.items():
+            now = function(at)
+            if now != value:
+                self.numbers[function] = tensor.fill_(now), now
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A graph, with the tensors that it leaves its results in."""
+
+    replay: Callable[[], None]
+    clock: _Clock
+    state: State
+    losses: Tensor
+
+    def again(self, at: Step) -> None:
+        self.clock.set(at)
+        self.replay()
+
+
+def _changed(value: Any, name: str, change: Callable[[str, Tensor], Tensor]) -> Any:
+    """A state, or what is in it, with every tensor changed; each has a name of its own."""
+    if isinstance(value, Tensor):
+        return change(name, value)
+    if isinstance(value, Mapping):
+        return {key: _changed(own, f"{name}.{key}", change) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [_changed(own, f"{name}.{i}", change) for i, own in enumerate(value)]
+    if isinstance(value, Dense | Parts | Factored | Factor):
+        own = {f.name: getattr(value, f.name) for f in fields(value)}
+        return replace(value, **_changed(own, name, change))
+    return value  # what gradients know besides their tensors
+
+
+def _rows_like(tensor: Tensor, rows: int) -> Tensor:
+    """Zeros ``[rows, ...]``, laid out as the rows of ``tensor``: its kernels depend on that."""
+    shape, inner = tensor.shape[1:], tensor.stride()[1:]
+    extent = 1 + sum((size - 1) * step for size, step in zip(shape, inner, strict=True))
+    padded = 0 <= tensor.stride(0) - extent < LINE  # else it is a part of something larger
+    stride = tensor.stride(0) if padded else extent
+    return tensor.new_empty_strided((rows, *shape), (stride, *inner)).zero_()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class CudaRecorder:
+    """Captures in CUDA graphs, on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Work) -> tuple[Callable[[], None], tuple[State, Tensor]]:
+        """See `Recorder`."""
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            for _ in range(WARM_UP):
+                work()
+            with _no_reading_back():
+                work()
+        current.wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            result = work()
+        return graph.replay, result
+
+
+@contextmanager
+def _no_reading_back() -> Iterator[None]:
+    """Waiting for the GPU is an error: found out here, it spoils no capture."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)

@@ -1,0 +1,83 @@
+"""A local step of a block: gather the batch, take its gradient, update the state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedsim.clients.base import LocalAlgorithm, State, Step
+from fedsim.clients.gradients import Gradient
+from fedsim.training.data import ClientData
+from fedsim.training.paths.choice import Path
+
+__all__ = ["LocalStep", "exact"]
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """One step of ``n`` clients, kernel by kernel.
+
+    Parameters
+    ----------
+    path : Path
+    data : ClientData
+    algorithm : LocalAlgorithm
+    dtype : torch.dtype
+        The model's.
+    """
+
+    path: Path
+    data: ClientData
+    algorithm: LocalAlgorithm
+    dtype: torch.dtype
+
+    def __call__(self, state: State, index: Tensor, weight: Tensor, at: Step) -> Tensor:
+        """Update the state.
+
+        Parameters
+        ----------
+        state : State
+        index : int64 Tensor ``[n, B]``
+            Examples.
+        weight : Tensor ``[n, B]``
+            What each counts; 0 on padding.
+        at : Step
+
+        Returns
+        -------
+        Tensor ``[n, B]``
+            Loss of each example, unweighted.
+        """
+        gradient, losses = self.gradient(self.algorithm.point(state), index, weight)
+        self.algorithm.step(state, gradient, at)
+        return losses
+
+    def gradient(self, point: Tensor, index: Tensor, weight: Tensor) -> tuple[Gradient, Tensor]:
+        """Gradients and losses of these examples, each client's at its own ``point [n, D]``."""
+        x, y = self.data.inputs(index, self.dtype), self.data.targets(index)
+        return self.path.gradient(point, x, y, weight)
+
+
+@contextmanager
+def exact(device: torch.device) -> Iterator[None]:
+    """Arithmetic as on a CPU, and the same every time, where ``device`` is a GPU.
+
+    By default a GPU rounds the factors of a convolution's products to ten bits (TF32), and may
+    sum them in any order.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    products, allowed = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
+    with torch.backends.cudnn.flags(
+        enabled=True, benchmark=False, deterministic=True, allow_tf32=False
+    ):
+        products.allow_tf32 = False
+        try:
+            yield
+        finally:
+            products.allow_tf32 = allowed

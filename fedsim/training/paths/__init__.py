@@ -1,0 +1,1 @@
+"""Ways to the gradients of a block: all of the same numbers, at different speeds."""

@@ -1,0 +1,160 @@
+"""Which path trains a model, and how many clients at a time: one fixed rule.
+
+| path    | what it takes                                          | gradients as | on a GPU |
+| ------- | ------------------------------------------------------ | ------------ | -------- |
+| stacked | Sequential of (frozen stem,) Linear, ReLU/tanh/sigmoid | factors      | captured |
+| func    | whatever `torch.func.vmap` takes                       | dense rows   | captured |
+| plain   | everything; one client at a time                       | dense rows   | launched |
+
+Every local algorithm runs on every path: it sees a `Gradient` and not where that came from.
+The rule (`choose`): stacked where the model has it; else func on a GPU, which is bound by
+launches, and on a CPU for small models whose parameters are all in linear layers, if it can
+take them; else plain, as whatever needs convolutions or attention is bound by arithmetic there.
+`fedsim tune` measures all of them.
+
+Captured: a whole local step is one CUDA graph (`fedsim.training.graphs`), for every algorithm
+here; not for one that does not say which of its steps are alike (`LocalAlgorithm.phase`), nor
+where gradients are privatised in the client. Launched: kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.clients.gradients import Gradient
+from fedsim.errors import FedsimError
+from fedsim.rows.packing import Packing
+from fedsim.tasks.losses import Loss
+from fedsim.training.data import ClientData
+from fedsim.training.paths.plain import PlainPath
+from fedsim.training.paths.stacked import stack
+from fedsim.training.paths.vmapped import FuncPath
+
+__all__ = ["Path", "PathName", "block_limit", "choose"]
+
+_log = logging.getLogger(__name__)
+
+PathName = Literal["auto", "plain", "func", "stacked"]
+
+CAPTURED = ("stacked", "func")
+
+# What a block may take: about what a core's share of the cache holds, and a corner of a GPU.
+CPU_BYTES = 6 * 2**20
+CUDA_BYTES = 2**31
+SMALL_BYTES = 2**18
+MOST_CLIENTS = {"cpu": 256, "cuda": 4096}
+
+
+class Path(Protocol):
+    """One way to compute the gradients of a block."""
+
+    @property
+    def name(self) -> str:
+        """Its name in a config."""
+
+    def gradient(
+        self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor
+    ) -> tuple[Gradient, Tensor]:
+        """Gradients at ``theta [n, D]``, and losses.
+
+        Parameters
+        ----------
+        theta : Tensor ``[n, D]``, packed
+        x : Tensor ``[n, B, ...]``
+        y : Tensor ``[n, B, ...]``
+        weight : Tensor ``[n, B]``
+            What each example's loss counts; 0 on padding.
+
+        Returns
+        -------
+        Gradient
+            Of ``sum_j weight_j loss_j``, for each client at its own point.
+        Tensor ``[n, B]``
+            Loss of each example, unweighted.
+        """
+
+    def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Outputs ``[n, B, ...]`` for ``x [n, B, ...]`` at ``theta [n, D]``."""
+
+
+def choose(
+    wanted: PathName,
+    model: nn.Module,
+    packing: Packing,
+    loss: Loss,
+    *,
+    device: torch.device,
+    data: ClientData,
+) -> Path:
+    """The path a setting asks for, or the rule's.
+
+    The rule tries func on two zeros of the shape of an example before it settles on it.
+
+    Raises
+    ------
+    FedsimError
+        If the path asked for does not exist, or cannot take this model.
+    """
+    if wanted in ("auto", "stacked"):
+        stacked = stack(model, packing, loss, data.x.dim() - 1)
+        if stacked is not None:
+            return stacked
+        if wanted == "stacked":
+            raise FedsimError(
+                f"client.path = 'stacked' does not take a {type(model).__name__} like this one; it "
+                "takes a Sequential of linear layers with ReLU, tanh or sigmoid. Allowed here: "
+                "'auto', 'func', 'plain'."
+            )
+    func = FuncPath(model, packing, loss)
+    small = func.aligned and packing.width * packing.layout.dtype.itemsize <= SMALL_BYTES
+    fits = wanted == "auto" and (device.type == "cuda" or small) and _takes(func, data)
+    if wanted == "func" or fits:
+        return func
+    if wanted in ("auto", "plain"):
+        return PlainPath(model, packing, loss)
+    raise FedsimError(
+        f"client.path is '{wanted}'; it must be 'auto', 'stacked', 'func' or 'plain'."
+    )
+
+
+@torch.no_grad()
+def _takes(path: FuncPath, data: ClientData) -> bool:
+    """Whether the path can take the model: `vmap` knows no branches on values, for one."""
+    if not len(data.x):
+        return True
+    first = torch.zeros(2, 2, dtype=torch.int64, device=data.x.device)
+    dtype = path.packing.layout.dtype
+    x, y = torch.zeros_like(data.inputs(first, dtype)), data.targets(first)
+    theta = x.new_zeros(2, path.packing.width, dtype=dtype)
+    try:
+        path.gradient(theta, x, y, theta.new_zeros(2, 2))
+    except RuntimeError as error:
+        _log.warning("torch.func cannot take this model (%s); it trains client by client", error)
+        return False
+    return True
+
+
+def block_limit(model: nn.Module, packing: Packing, device: torch.device) -> int:
+    """Most clients a block may hold, by the rule.
+
+    On a CPU, convolutions go one client at a time: that is no slower, and a client's bits
+    stay its own.
+    """
+    if device.type == "cpu" and convolutional(model):
+        return 1
+    size = packing.width * packing.layout.dtype.itemsize
+    budget = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
+    return max(1, min(MOST_CLIENTS.get(device.type, 256), budget // size))
+
+
+def convolutional(model: nn.Module) -> bool:
+    """Whether a trained parameter belongs to a convolution."""
+    kinds = (nn.modules.conv._ConvNd,)
+    return any(
+        isinstance(m, kinds) and any(p.requires_grad for p in m.parameters())
+        for m in model.modules()
+    )

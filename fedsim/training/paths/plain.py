@@ -1,0 +1,83 @@
+"""The plain path: one client at a time, PyTorch's autograd on the model as it was written.
+
+The reference that the other paths are tested against, and the fallback for models that they
+cannot take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedsim.clients.gradients import Gradient, Parts
+from fedsim.rows.packing import Packing, channels_last
+from fedsim.tasks.losses import Loss
+
+__all__ = ["PlainPath"]
+
+
+@dataclass(frozen=True)
+class PlainPath:
+    """Autograd, client by client."""
+
+    model: nn.Module
+    packing: Packing
+    loss: Loss
+
+    name = "plain"
+
+    def gradient(
+        self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor
+    ) -> tuple[Gradient, Tensor]:
+        """Gradients of the weighted loss, and the loss of each example ``[n, B]``."""
+        losses = torch.empty_like(weight)
+        found: dict[str, list[Tensor]] = {name: [] for name in self.packing.slices}
+        for k in range(len(theta)):
+            leaves = {name: leaf.requires_grad_() for name, leaf in self._named(theta[k]).items()}
+            with torch.enable_grad():
+                each = self.loss(functional_call(self.model, leaves, (self._own(x[k]),)), y[k])
+                parts = torch.autograd.grad(
+                    (each * weight[k]).sum(), list(leaves.values()), allow_unused=True
+                )
+            losses[k] = each.detach()
+            for name, part in zip(leaves, parts, strict=True):
+                if part is not None:
+                    found[name].append(part)
+        stacked = {
+            name: parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
+            for name, parts in found.items()
+            if parts
+        }
+        return Parts(stacked, self.packing), losses
+
+    def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Outputs of the model ``[n, B, ...]`` at ``theta [n, D]``."""
+        return torch.stack(
+            [
+                functional_call(self.model, self._named(point), (self._own(own),))
+                for point, own in zip(theta, x, strict=True)
+            ]
+        )
+
+    @cached_property
+    def _channels_last(self) -> bool:
+        """Images with channels last: faster convolutions on a CPU."""
+        return any(isinstance(m, nn.Conv2d) for m in self.model.modules())
+
+    def _own(self, x: Tensor) -> Tensor:
+        """One client's inputs, where the allocator puts everything: its bits are its own."""
+        if self._channels_last and x.dim() == 4 and not x.is_cuda:
+            return channels_last(x)
+        return x.clone()
+
+    def _named(self, point: Tensor) -> dict[str, Tensor]:
+        named = {k: v.detach() for k, v in self.packing.named(point).items()}
+        if self._channels_last and not point.is_cuda:
+            for name, value in named.items():
+                if value.dim() == 4:
+                    named[name] = value.contiguous(memory_format=torch.channels_last)
+        return named

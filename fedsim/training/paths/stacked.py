@@ -1,0 +1,199 @@
+"""The stacked path: dense layers of many clients as batched products, backward by hand.
+
+A weight gradient that only feeds a plain step is never written down: the path hands out its
+two factors (`Factored`), and the step folds them into the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedsim.clients.gradients import Factor, Factored
+from fedsim.rows.alignment import LINE, aligned_empty
+from fedsim.rows.packing import Packing
+from fedsim.tasks.losses import Loss, cross_entropy
+
+__all__ = ["StackedPath", "stack"]
+
+Backward = Callable[[Tensor, Tensor], Tensor]
+
+# In-place forward, and backward from (gradient of the output, output).
+ACTIVATIONS: dict[type[nn.Module], tuple[Callable[[Tensor], Tensor], Backward]] = {
+    nn.ReLU: (torch.relu_, lambda delta, h: torch.ops.aten.threshold_backward(delta, h, 0)),
+    nn.Tanh: (torch.tanh_, lambda delta, h: torch.ops.aten.tanh_backward(delta, h)),
+    nn.Sigmoid: (torch.sigmoid_, lambda delta, h: torch.ops.aten.sigmoid_backward(delta, h)),
+}
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    """A linear layer and the activation after it; a slice of None marks frozen parameters."""
+
+    module: nn.Linear
+    weight: slice | None
+    bias: slice | None
+    activation: type[nn.Module] | None
+
+    def parameters(self, theta: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weights ``[n, out, in]`` and biases ``[n, 1, out]`` of the block."""
+        n = len(theta)
+        outputs, inputs = self.module.weight.shape
+        if self.weight is None:
+            weight = self.module.weight.detach().expand(n, outputs, inputs)
+        else:
+            weight = theta[:, self.weight].view(n, outputs, inputs)
+        if self.bias is not None:
+            return weight, theta[:, self.bias].view(n, 1, outputs)
+        frozen: Tensor | None = getattr(self.module, "bias", None)
+        return weight, None if frozen is None else frozen.detach().expand(n, 1, outputs)
+
+
+def stack(model: nn.Module, packing: Packing, loss: Loss, example_dims: int) -> StackedPath | None:
+    """The stacked path of a model, or None where there is none.
+
+    There is one for a Sequential whose trainable part is linear layers, each with at most one
+    activation (ReLU, tanh, sigmoid) after it. What comes before it may be anything frozen.
+
+    Parameters
+    ----------
+    model, packing, loss
+    example_dims : int
+        Dimensions of one input; a model without Flatten takes vectors (1) only.
+    """
+    if not isinstance(model, nn.Sequential):
+        return None
+    slices = packing.slices
+    modules = list(_leaves(model))
+    owners = [id(m) for _, m in modules if any(True for _ in m.parameters())]
+    if len(set(owners)) != len(owners):
+        return None  # a module with parameters is used twice
+    trained = [any(p.requires_grad for p in m.parameters()) for _, m in modules]
+    first = trained.index(True) if True in trained else 0
+    if first and isinstance(modules[first - 1][1], nn.Flatten):
+        first -= 1
+    stem = [m for _, m in modules[:first]]
+    vectors = example_dims == 1 and all(type(m) in {nn.Linear, *ACTIVATIONS} for m in stem)
+    flat = vectors or any(isinstance(m, nn.Flatten) for m in stem)
+    layers: list[DenseLayer] = []
+    for name, module in modules[first:]:
+        if isinstance(module, nn.Flatten):
+            if module.start_dim != 1 or module.end_dim != -1:
+                return None
+            flat = True
+        elif type(module) is nn.Linear and flat:
+            weight, bias = slices.get(f"{name}.weight"), slices.get(f"{name}.bias")
+            layers.append(DenseLayer(module, weight, bias, None))
+        elif type(module) in ACTIVATIONS and layers and layers[-1].activation is None:
+            last = layers[-1]
+            layers[-1] = DenseLayer(last.module, last.weight, last.bias, type(module))
+        else:
+            return None
+    if not layers:
+        return None
+    covered = sum((s is not None) for layer in layers for s in (layer.weight, layer.bias))
+    if covered != len(slices):
+        return None
+    return StackedPath(tuple(stem), tuple(layers), packing, loss)
+
+
+def _leaves(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules of a Sequential, those of inner Sequentials in their place."""
+    for name, child in model.named_children():
+        if isinstance(child, nn.Sequential):
+            yield from _leaves(child, f"{prefix}{name}.")
+        elif not isinstance(child, nn.Identity):
+            yield f"{prefix}{name}", child
+
+
+@dataclass(frozen=True)
+class StackedPath:
+    """Batched products over ``n`` clients: the same bits for every ``n``."""
+
+    stem: tuple[nn.Module, ...]
+    layers: tuple[DenseLayer, ...]
+    packing: Packing
+    loss: Loss
+
+    name = "stacked"
+
+    def _features(self, x: Tensor) -> Tensor:
+        """Inputs of the first stacked layer, ``[n, B, in]``."""
+        if self.stem:
+            # One client at a time: a convolution's bits may depend on how many rows it gets.
+            outputs = []
+            for own in x:
+                for module in self.stem:
+                    own = module(own)
+                outputs.append(own)
+            x = torch.stack(outputs)
+        x = x.flatten(2)
+        if x.stride(0) * x.element_size() % LINE:
+            x = aligned_empty(x, *x.shape).copy_(x)
+        return x
+
+    def _forward(self, theta: Tensor, x: Tensor) -> list[Tensor]:
+        """Inputs of every layer, and the outputs, each ``[n, B, width]``."""
+        values = [self._features(x)]
+        for layer in self.layers:
+            weight, bias = layer.parameters(theta)
+            h = aligned_empty(x, *x.shape[:2], weight.shape[1])
+            if bias is None:
+                torch.bmm(values[-1], weight.transpose(1, 2), out=h)
+            else:
+                torch.baddbmm(bias, values[-1], weight.transpose(1, 2), out=h)
+            if layer.activation is not None:
+                h = ACTIVATIONS[layer.activation][0](h)
+            values.append(h)
+        return values
+
+    def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Outputs of the model ``[n, B, K]`` at ``theta [n, D]``."""
+        return self._forward(theta, x)[-1]
+
+    def gradient(
+        self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor
+    ) -> tuple[Factored, Tensor]:
+        """Gradients of the weighted loss, and the loss of each example ``[n, B]``."""
+        values = self._forward(theta, x)
+        delta, losses = self._from_loss(values[-1], y, weight)
+        factors: list[Factor] = []
+        trainable = [i for i, s in enumerate(self.layers) if s.weight or s.bias]
+        for i in range(len(self.layers) - 1, trainable[0] - 1, -1):
+            layer = self.layers[i]
+            if layer.activation is not None:
+                delta = self._through(layer.activation, delta, values[i + 1])
+            if layer.weight is not None or layer.bias is not None:
+                factors.append(Factor(values[i], delta, layer.weight, layer.bias))
+            if i > trainable[0]:
+                below = aligned_empty(delta, *values[i].shape)
+                delta = torch.bmm(delta, layer.parameters(theta)[0], out=below)
+        return Factored(factors, self.packing), losses
+
+    @staticmethod
+    def _through(activation: type[nn.Module], delta: Tensor, h: Tensor) -> Tensor:
+        """Gradient of an activation's input from that of its output ``h``."""
+        below = ACTIVATIONS[activation][1](delta, h)
+        if below.stride(0) * below.element_size() % LINE:
+            below = aligned_empty(below, *below.shape).copy_(below)
+        return below
+
+    def _from_loss(self, outputs: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Weighted gradient of the loss with respect to the outputs, and each loss."""
+        if self.loss is cross_entropy:
+            log_p = F.log_softmax(outputs, dim=-1)
+            classes = y.unsqueeze(-1)
+            losses = log_p.gather(-1, classes).squeeze(-1).neg_()
+            delta = torch.exp(log_p, out=aligned_empty(outputs, *outputs.shape))
+            delta.scatter_add_(-1, classes, delta.new_full((), -1.0).expand(classes.shape))
+            return delta.mul_(weight.unsqueeze(-1)), losses
+        n, B = weight.shape
+        leaf = outputs.detach().requires_grad_()
+        with torch.enable_grad():
+            each = self.loss(leaf.flatten(0, 1), y.flatten(0, 1))
+            (delta,) = torch.autograd.grad((each * weight.reshape(-1)).sum(), leaf)
+        return aligned_empty(delta, *delta.shape).copy_(delta), each.detach().view(n, B)

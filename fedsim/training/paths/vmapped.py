@@ -1,0 +1,100 @@
+"""The func path: `torch.func.vmap` of a gradient over clients, for any model it can take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from fedsim.clients.gradients import Dense, Gradient
+from fedsim.rows.packing import Packing
+from fedsim.tasks.losses import Loss
+
+__all__ = ["FuncPath"]
+
+
+@dataclass(frozen=True)
+class FuncPath:
+    """`torch.func`: one call for the whole block, on a GPU and for dense models on a CPU."""
+
+    model: nn.Module
+    packing: Packing
+    loss: Loss
+
+    name = "func"
+
+    def _loss(
+        self, named: dict[str, Tensor], x: Tensor, y: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        each = self.loss(functional_call(self.model, named, (x,)), y)
+        return (each * weight).sum(), each
+
+    @cached_property
+    def _gradients(self) -> Any:
+        return vmap(grad(self._loss, has_aux=True))
+
+    @cached_property
+    def _outputs(self) -> Any:
+        return vmap(lambda named, x: functional_call(self.model, named, (x,)))
+
+    def gradient(
+        self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor
+    ) -> tuple[Gradient, Tensor]:
+        """Gradients of the weighted loss, and the loss of each example ``[n, B]``."""
+        gradients, losses = torch.zeros_like(theta), torch.empty_like(weight)
+        B = weight.shape[1]
+        x, y, weight = (self._padded(t) for t in (x, y, weight))
+        for part in self._parts(theta):
+            point, own = self._own(theta, part), self._own(x, part)
+            named, each = self._gradients(self.packing.named(point), own, y[part], weight[part])
+            losses[part] = each[:, :B]
+            for name, inside in self.packing.slices.items():
+                gradients[part, inside] = named[name].flatten(1)
+        return Dense(gradients), losses
+
+    def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Outputs of the model ``[n, B, ...]`` at ``theta [n, D]``."""
+        B = x.shape[1]
+        x = self._padded(x)
+        return torch.cat(
+            [
+                self._outputs(self.packing.named(self._own(theta, part)), self._own(x, part))[:, :B]
+                for part in self._parts(theta)
+            ]
+        )
+
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether every matrix of a block starts on a cache line, if batches are padded to one.
+
+        Then the library's kernels, and a client's bits, do not depend on its place in a block.
+        """
+        for module in self.model.modules():
+            own = list(module.parameters(recurse=False))
+            if own and not (
+                type(module) is nn.Linear and module.weight.numel() % self.packing.per_line == 0
+            ):
+                return False
+        return True
+
+    def _padded(self, batch: Tensor) -> Tensor:
+        """``[n, B, ...]`` with zeros up to a whole number of cache lines of coordinates."""
+        missing = -batch.shape[1] % self.packing.per_line
+        if not missing or batch.is_cuda or not self.aligned:
+            return batch
+        return torch.cat([batch, batch.new_zeros(len(batch), missing, *batch.shape[2:])], dim=1)
+
+    @staticmethod
+    def _own(block: Tensor, part: slice) -> Tensor:
+        """These clients', on a CPU where the allocator puts everything: bits are their own."""
+        return block if block.is_cuda else block[part].clone()
+
+    def _parts(self, theta: Tensor) -> list[slice]:
+        """The whole block where that is safe; one client after another elsewhere on a CPU."""
+        if theta.is_cuda or self.aligned:
+            return [slice(None)]
+        return [slice(k, k + 1) for k in range(len(theta))]

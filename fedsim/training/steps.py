@@ -1,0 +1,230 @@
+"""The loop over local steps, for clients whose batches have one width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedsim.clients.base import State, Step
+from fedsim.clients.gradients import Dense, Gradient
+from fedsim.mechanisms import NoiseSource, releases
+from fedsim.randomness import Purpose, Randomness
+from fedsim.training.batches import Batches
+from fedsim.training.example_privacy import ExamplePrivacy
+from fedsim.training.graphs import StepGraphs
+from fedsim.training.local_step import exact
+
+if TYPE_CHECKING:
+    from fedsim.training.trainer import Trainer
+
+__all__ = ["Ended", "PrivateSteps", "Steps"]
+
+Floats = npt.NDArray[np.float64]
+MECHANISM = "mechanism."
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Where clients end.
+
+    Attributes
+    ----------
+    theta : Tensor ``[n, D]``
+    reports : dict of str to Tensor ``[n]``
+    carried : dict of str to Tensor ``[n, ...]``
+        What they keep for the next round.
+    """
+
+    theta: Tensor
+    reports: dict[str, Tensor]
+    carried: dict[str, Tensor]
+
+    def clone(self) -> Ended:
+        """A copy."""
+        reports = {k: v.clone() for k, v in self.reports.items()}
+        return Ended(self.theta.clone(), reports, {k: v.clone() for k, v in self.carried.items()})
+
+    @classmethod
+    def joined(cls, parts: list[Ended]) -> Ended:
+        """Of all clients, in the order of the parts."""
+        if len(parts) == 1:
+            return parts[0]
+        first = parts[0]
+        return cls(
+            torch.cat([part.theta for part in parts]),
+            {k: torch.cat([part.reports[k] for part in parts]) for k in first.reports},
+            {k: torch.cat([part.carried[k] for part in parts]) for k in first.carried},
+        )
+
+
+class Steps:
+    """Local steps of ``n`` clients, those with most steps first.
+
+    Parameters
+    ----------
+    trainer : Trainer
+    batches : Batches
+    round : int
+    """
+
+    def __init__(self, trainer: Trainer, batches: Batches, round: int) -> None:
+        self.trainer, self.batches, self.round = trainer, batches, round
+        dtype, device = trainer.layout.dtype, trainer.device
+        self.index = torch.from_numpy(batches.index).to(device)
+        self.weight = torch.from_numpy(batches.weight).to(device, dtype)
+        self.losses: list[Tensor] = []
+
+    def run(
+        self, theta: Tensor, numbers: State, kept: Mapping[str, Tensor], present: Tensor
+    ) -> Ended:
+        """All steps, from packed ``theta [n, D]``.
+
+        ``kept`` replaces the entries of the initial state of those clients that are ``present
+        [n]``.
+        """
+        algorithm, steps = self.trainer.algorithm, self.batches.steps
+        state = algorithm.init(theta, numbers)
+        for name in self.trainer.carried:
+            if name in kept and name in state:
+                mask = present.view(-1, *[1] * (state[name].dim() - 1))
+                state[name] = torch.where(mask, kept[name].to(state[name]), state[name])
+        active = len(steps)
+        ended: list[Ended] = []
+        with exact(self.trainer.device):
+            for index in range(int(steps[0])):
+                still = int((steps > index).sum())
+                if still < active:
+                    ended.append(self._end({k: v[still:] for k, v in state.items()}, still))
+                    state = {k: v[:still] for k, v in state.items()}
+                    active = still
+                self.step(state, index, active)
+        ended.append(self._end(state, 0))
+        ended.reverse()  # those with most steps come first, and end last
+        return Ended.joined(ended)
+
+    def step(self, state: State, index: int, active: int) -> None:
+        """One step of the first ``active`` clients."""
+        at, weight = self.index[:active, index], self.weight[:active, index]
+        self.losses.append(self.trainer.step(state, at, weight, Step(self.round, index)))
+
+    def _end(self, state: State, first: int) -> Ended:
+        algorithm = self.trainer.algorithm
+        theta = algorithm.finish(state)
+        carried = {name: state[name] for name in self.trainer.carried if name in state}
+        ended = Ended(theta, algorithm.report(state), carried | self.mechanism_state(first, theta))
+        # Captured steps go on writing where this lies.
+        return ended.clone() if isinstance(self.trainer.step, StepGraphs) else ended
+
+    def mechanism_state(self, first: int, theta: Tensor) -> dict[str, Tensor]:
+        """State of the mechanism of the clients that end, from position ``first``."""
+        return {}
+
+    def mean_losses(self) -> Floats:
+        """Mean over each client's steps of its batch's mean loss, ``[n]``."""
+        total = np.zeros(len(self.batches.steps))
+        # A GPU is asked once, not once a step.
+        values = torch.cat([losses.flatten() for losses in self.losses]).double().cpu().numpy()
+        for index, losses in enumerate(self.losses):
+            active = len(losses)
+            own, values = values[: losses.numel()], values[losses.numel() :]
+            weight = self.batches.weight[:active, index].reshape(active, -1)
+            # Row by row in numpy: the same bytes whoever shares the block.
+            means = (own.reshape(weight.shape) * weight).sum(axis=1)
+            total[:active] += means / np.maximum(weight.sum(axis=1), 1)
+        return total / np.maximum(self.batches.steps, 1)
+
+
+class PrivateSteps(Steps):
+    """Steps on gradients that are noisy sums of bounded per-example gradients.
+
+    Who is in a batch and the noise are drawn on the host; whatever follows from the examples
+    stays on the device.
+
+    Parameters
+    ----------
+    trainer, batches, round : as `Steps`
+        The batches have a chunk axis.
+    privacy : ExamplePrivacy
+    client_ids : int64 ``[n]``
+        Whose noise is drawn.
+    randomness : sequence of n Randomness
+    kept : mapping of str to Tensor ``[n, ...]``, and present bool ``[n]``
+        The mechanism's state from an earlier round.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        batches: Batches,
+        round: int,
+        *,
+        privacy: ExamplePrivacy,
+        client_ids: npt.NDArray[np.int64],
+        randomness: list[Randomness],
+        kept: Mapping[str, Tensor],
+        present: npt.NDArray[np.bool_],
+    ) -> None:
+        super().__init__(trainer, batches, round)
+        self.counts = (batches.weight > 0).sum(axis=3)
+        self.noise = [
+            NoiseSource(
+                source.generator(Purpose.CLIENT_NOISE, round, int(client)), privacy.hardened
+            )
+            for client, source in zip(client_ids, randomness, strict=True)
+        ]
+        there = torch.from_numpy(present).to(trainer.device)
+        state = {}
+        for name, first in privacy.mechanism.init(trainer.layout).items():
+            state[name] = first.to(trainer.device).expand(len(client_ids), *first.shape)
+            if MECHANISM + name in kept:
+                own = kept[MECHANISM + name].to(state[name])
+                state[name] = torch.where(there.view(-1, *[1] * first.dim()), own, state[name])
+        sizes = [trainer.data.size(int(client)) for client in client_ids]
+        self.releases = releases(
+            privacy.mechanism,
+            state,
+            trainer.layout,
+            noise_multiplier=privacy.noise_multiplier,
+            denominators=[float(trainer.plan.batch_of(size)) for size in sizes],
+            device=trainer.device,
+        )
+
+    def step(self, state: State, index: int, active: int) -> None:
+        """See `Steps`."""
+        algorithm = self.trainer.algorithm
+        gradient = self.gradient(algorithm.point(state), index, active)
+        algorithm.step(state, gradient, Step(self.round, index))
+
+    def gradient(self, point: Tensor, index: int, active: int) -> Gradient:
+        """Of the first ``active`` clients, released by the mechanism."""
+        trainer = self.trainer
+        self.releases.begin(active)
+        losses = torch.zeros_like(self.weight[:active, index])
+        for chunk in range(self.index.shape[2]):
+            counts = self.counts[:active, index, chunk]
+            if not counts.any():
+                continue
+            at = self.index[:active, index, chunk]
+            there = (self.weight[:active, index, chunk] > 0).double()
+            x, y = trainer.data.inputs(at, trainer.layout.dtype), trainer.data.targets(at)
+            for examples in trainer.rows(point, x, y, counts.tolist()):
+                clients, b = examples.clients, examples.rows.count
+                losses[clients, chunk, :b] = examples.losses
+                weights = there[clients, :b]
+                self.releases.add(examples.rows, weights, examples.counts, clients)
+        self.losses.append(losses.flatten(1))
+        means = self.releases.release(self.noise[:active])
+        return Dense(trainer.packing.pack(means))
+
+    def mechanism_state(self, first: int, theta: Tensor) -> dict[str, Tensor]:
+        """See `Steps`."""
+        if not self.trainer.keeps_state:
+            return {}
+        own = slice(first, first + len(theta))
+        return {MECHANISM + name: tensor[own] for name, tensor in self.releases.state.items()}

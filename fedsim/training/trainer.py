@@ -1,0 +1,388 @@
+"""The cohort trainer: local work of many clients at once, with a leading client axis."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from fedsim.clients.base import LocalAlgorithm
+from fedsim.errors import FedsimError
+from fedsim.randomness import Randomness
+from fedsim.rows.exchange import CLIENT_STATE, Block
+from fedsim.rows.layout import Layout
+from fedsim.rows.packing import Packing
+from fedsim.tasks.losses import Loss, Metric, accuracy, cross_entropy
+from fedsim.training.batches import Batches, Ints, Plan, plan_batches, plan_poisson
+from fedsim.training.checks import check_model
+from fedsim.training.data import ClientData
+from fedsim.training.evaluation import evaluate_clients
+from fedsim.training.example_privacy import ExamplePrivacy, Ledgers
+from fedsim.training.graphs import steps_by
+from fedsim.training.local_step import LocalStep
+from fedsim.training.memory import Memory, Sent, StateKind, memory_for
+from fedsim.training.paths.choice import Path, PathName, block_limit, choose, convolutional
+from fedsim.training.paths.examples import example_rows
+from fedsim.training.paths.stacked import stack
+from fedsim.training.steps import PrivateSteps, Steps
+
+__all__ = ["Local", "Trainer"]
+
+Floats = npt.NDArray[np.float64]
+EVALUATE_CLIENTS = 256
+
+
+@dataclass(frozen=True)
+class Local:
+    """What ``n`` clients end with.
+
+    Attributes
+    ----------
+    theta : Tensor ``[n, d]``
+        Their parameters ``w_client``.
+    metrics : dict of str to float64 ``[n]``
+    """
+
+    theta: Tensor
+    metrics: dict[str, Floats]
+
+
+class Trainer:
+    """Clients with their data and their algorithm, trained block by block.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its trainable floating-point parameters make up a row; the rest stays as it is here.
+    algorithm : LocalAlgorithm
+    data : ClientData
+    batch_size : int
+        Examples a step; 0 takes all of a client's examples. A client with fewer takes what
+        it has.
+    epochs : int or None
+        Passes over the client's own data, each freshly shuffled (1 if steps is not given).
+    steps : int or None
+        Gradient evaluations instead of passes, the same for every client.
+    loss : callable ``(outputs [B, ...], targets [B, ...]) -> [B]``
+        One loss for each example.
+    metrics : mapping of name to callable ``(outputs, targets) -> [B]``
+        What an evaluation reports besides the loss.
+    path : "auto", "stacked", "func" or "plain"
+    block_size : int
+        Most clients at a time; 0 leaves it to the rule. Results do not depend on it.
+    randomness : Randomness
+    device : torch.device or str
+    privacy : ExamplePrivacy, optional
+        Example-level privacy.
+    state : "reset", "client" or "server"
+        What becomes of the algorithm's state (ADADP's rate, a momentum) between rounds: it
+        starts anew, each client keeps its own, or all start from the mean of what the last
+        round's clients ended with, which the server sends (`receive`) and they report.
+    state_dir : path, optional
+        Keep it in files there, for runtimes whose processes do not outlive a round.
+
+    Notes
+    -----
+    A client without data sends a zero update and ``num-examples`` 0. Every row is
+    ``w_client - w_global``, both in the model's dtype, on every engine.
+
+    Raises
+    ------
+    FedsimError
+        If a setting is out of range or the model cannot be trained this way.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        algorithm: LocalAlgorithm,
+        data: ClientData,
+        *,
+        batch_size: int = 10,
+        epochs: int | None = None,
+        steps: int | None = None,
+        loss: Loss = cross_entropy,
+        metrics: Mapping[str, Metric] | None = None,
+        path: PathName = "auto",
+        block_size: int = 0,
+        randomness: Randomness,
+        device: torch.device | str = "cpu",
+        privacy: ExamplePrivacy | None = None,
+        state: StateKind = "reset",
+        state_dir: FilePath | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.model = model.to(self.device)
+        check_model(self.model)
+        self.algorithm = algorithm
+        self.data = data.to(self.device)
+        self.plan = Plan.checked(batch_size, epochs, steps)
+        self.loss = loss
+        self.metrics = dict(metrics) if metrics is not None else {"accuracy": accuracy}
+        self.randomness = randomness
+        self.layout = Layout.of(
+            {n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
+        )
+        self.packing = Packing(self.layout)
+        self.path: Path = choose(
+            path,
+            self.model,
+            self.packing,
+            loss,
+            device=self.device,
+            data=self.data,
+        )
+        launched = LocalStep(self.path, self.data, algorithm, self.layout.dtype)
+        self.step = steps_by(launched, self.device)
+        limit = block_limit(self.model, self.packing, self.device)
+        if block_size < 0:
+            raise FedsimError(f"client.block-size is {block_size}; it must be 0 (auto) or more.")
+        # Clients with convolutions never share a block on a CPU: their bits are their own.
+        alone = self.device.type == "cpu" and convolutional(self.model)
+        self.block_size = limit if alone or not block_size else block_size
+        self.privacy = privacy
+        if self.privacy is not None:
+            stacked = stack(self.model, self.packing, loss, self.data.x.dim() - 1)
+            self.rows = example_rows(self.model, self.packing, loss, stacked)
+            self.ledgers = Ledgers(self.privacy, randomness)
+        self.state = state
+        self.memory: Memory | None = memory_for(
+            state, algorithm, self.population, self.packing.width, state_dir
+        )
+
+    @property
+    def population(self) -> int:
+        """Number of clients."""
+        return self.data.population
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """Entries of the algorithm's state that outlive a round."""
+        return () if self.state == "reset" else self.algorithm.carried
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether each client keeps its own."""
+        return self.state == "client"
+
+    def receive(self, config: Mapping[str, object]) -> None:
+        """Take the clients' state from the config entries of a round's instructions.
+
+        Raises
+        ------
+        FedsimError
+            If clients count on the server, and it keeps none.
+        """
+        if self.state == "server":
+            self.memory = Sent.of(config)
+
+    def on(self, path: PathName, block_size: int = 0) -> Trainer:
+        """The same clients on another path, their state starting anew."""
+        return Trainer(
+            self.model,
+            self.algorithm,
+            self.data,
+            batch_size=self.plan.batch_size,
+            epochs=self.plan.epochs,
+            steps=self.plan.steps,
+            loss=self.loss,
+            metrics=self.metrics,
+            path=path,
+            block_size=block_size,
+            randomness=self.randomness,
+            device=self.device,
+            privacy=self.privacy,
+        )
+
+    def initial(self) -> Tensor:
+        """The model's own parameters as a row, ``[d]``."""
+        return self.layout.flatten(dict(self.model.named_parameters())).clone()
+
+    def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
+        """Local work of these clients from ``vector [d]``, block by block."""
+        vector = self._own(vector)
+        start = self.packing.pack(vector.unsqueeze(0))
+        for at in range(0, len(client_ids), self.block_size):
+            ids = client_ids[at : at + self.block_size]
+            theta, metrics = self._fit(start, ids, round, {}, [self.randomness] * len(ids))
+            rows = self.packing.difference(theta, vector)
+            del theta
+            yield Block(ids, rows, metrics, np.ones(len(ids), dtype=np.bool_))
+
+    def evaluate(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
+        """Loss and metrics of ``vector [d]`` on these clients' data."""
+        del round  # nothing is drawn
+        theta = self.packing.pack(self._own(vector).unsqueeze(0))
+        for at in range(0, len(client_ids), EVALUATE_CLIENTS):
+            ids = client_ids[at : at + EVALUATE_CLIENTS]
+            self.model.eval()
+            own = [self.data.indices[i] for i in ids]
+            values = evaluate_clients(self.path, theta, self.data, own, self.loss, self.metrics)
+            yield Block(ids, None, values, np.ones(len(ids), dtype=np.bool_))
+
+    def fit(
+        self,
+        vector: Tensor,
+        client_ids: Ints,
+        round: int,
+        *,
+        numbers: Mapping[str, Sequence[float]] | None = None,
+        randomness: Sequence[Randomness] | None = None,
+    ) -> Local:
+        """Train these clients as one block, and keep where they end.
+
+        Parameters
+        ----------
+        vector : Tensor ``[d]`` or ``[n, d]``
+            Where they start: the global parameters, or each client's own.
+        client_ids : int64 ``[n]``
+        round : int
+        numbers : mapping of str to n floats, optional
+            Values for the algorithm's per-client numbers, where they differ by client.
+        randomness : sequence of n Randomness, optional
+            Where each client's draws come from, where that differs by client.
+        """
+        if numbers and self.memory is not None:
+            raise FedsimError("clients with numbers of their own must have client.state = 'reset'.")
+        sources = [self.randomness] * len(client_ids) if randomness is None else randomness
+        start = self.packing.pack(self._own(vector).view(-1, self.layout.d))
+        theta, metrics = self._fit(start, client_ids, round, numbers or {}, sources)
+        return Local(self.packing.unpack(theta), metrics)
+
+    @torch.no_grad()
+    def _fit(
+        self,
+        start: Tensor,
+        client_ids: Ints,
+        round: int,
+        numbers: Mapping[str, Sequence[float]],
+        randomness: Sequence[Randomness],
+    ) -> tuple[Tensor, dict[str, Floats]]:
+        """Final packed parameters ``[n, D]`` and metrics, from ``start [1 or n, D]``."""
+        n = len(client_ids)
+        start = start.expand(n, -1)
+        own = [self.data.indices[i] for i in client_ids]
+        values = _numbers(self.algorithm, numbers, n)
+        metrics = {"num-examples": np.array([len(i) for i in own], dtype=np.float64)}
+        if self.privacy is None or self.privacy.unprotected_metrics:
+            metrics["loss"] = np.zeros(n)
+        present, kept = np.zeros(n, dtype=np.bool_), dict[str, Tensor]()
+        if self.memory is not None:
+            present, kept = self.memory.load(client_ids, round)
+            metrics["fresh-state"] = (~present).astype(np.float64)
+        self._write_down(client_ids, round, start, kept)
+        theta: Tensor | None = None
+        self.model.train()
+        for batches in self._batches(own, client_ids, randomness, round):
+            at = batches.members
+            whole = np.array_equal(at, np.arange(n))
+            members = torch.from_numpy(at).to(self.device)
+            its = {name: rows[torch.from_numpy(at).to(rows.device)] for name, rows in kept.items()}
+            sources = [randomness[i] for i in at]
+            steps = self._steps(batches, round, client_ids[at], sources, its, present[at])
+            ended = steps.run(
+                start.clone() if whole else start[members],
+                {k: torch.from_numpy(v[at]).to(start) for k, v in values.items()},
+                its,
+                torch.from_numpy(present[at]).to(self.device),
+            )
+            if whole:
+                theta = ended.theta
+            else:
+                theta = start.clone() if theta is None else theta
+                theta[members] = ended.theta
+            if self.memory is not None:
+                self.memory.store(client_ids[at], round, ended.carried)
+            if "loss" in metrics:
+                metrics["loss"][at] = steps.mean_losses()
+            for name, report in ended.reports.items():
+                column = metrics.setdefault(name, np.zeros(n))
+                column[at] = report.double().cpu().numpy()
+            if self.state == "server":
+                for name, rows in ended.carried.items():
+                    # A client without data has no part in the mean.
+                    column = metrics.setdefault(f"{CLIENT_STATE}.{name}", np.full(n, np.nan))
+                    column[at] = rows.double().cpu().numpy()
+        return start.clone() if theta is None else theta, metrics
+
+    def _batches(
+        self, own: list[Ints], ids: Ints, randomness: Sequence[Randomness], round: int
+    ) -> Iterator[Batches]:
+        if self.privacy is None:
+            yield from plan_batches(self.plan, own, ids, randomness, round)
+        elif self.privacy.sampling == "poisson":
+            yield from plan_poisson(self.plan, own, ids, randomness, round, self.privacy.chunk)
+        else:
+            for b in plan_batches(self.plan, own, ids, randomness, round):
+                yield Batches(b.members, b.index[:, :, None], b.weight[:, :, None], b.steps)
+
+    def _steps(
+        self,
+        batches: Batches,
+        round: int,
+        ids: Ints,
+        randomness: list[Randomness],
+        kept: Mapping[str, Tensor],
+        present: npt.NDArray[np.bool_],
+    ) -> Steps:
+        if self.privacy is None:
+            return Steps(self, batches, round)
+        return PrivateSteps(
+            self,
+            batches,
+            round,
+            privacy=self.privacy,
+            client_ids=ids,
+            randomness=randomness,
+            kept=kept,
+            present=present & self.keeps_state,
+        )
+
+    def _write_down(
+        self, client_ids: Ints, round: int, start: Tensor, kept: Mapping[str, Tensor]
+    ) -> None:
+        """The round's line in each client's ledger, before anything is drawn or released."""
+        if self.privacy is None:
+            return
+        for position, client in enumerate(client_ids.tolist()):
+            event = self.privacy.event(self.plan, self.data.size(client))
+            if event is not None:
+                state = [start[position], *(kept[name][position] for name in sorted(kept))]
+                self.ledgers.record(client, round, event, self._draws(client, state))
+
+    def _draws(self, client: int, state: Sequence[Tensor]) -> str | None:
+        """Digest of all that a client's release is a function of, but for the round."""
+        if self.randomness.seed is None:
+            return None
+        loss = getattr(self.loss, "__qualname__", repr(self.loss))
+        settings = (self.randomness, self.algorithm, self.plan, self.privacy, loss)
+        digest = hashlib.sha256(repr(settings).encode())
+        own = torch.from_numpy(self.data.indices[client]).to(self.data.x.device)
+        for tensor in (*state, self.data.x[own], self.data.y[own]):
+            digest.update(tensor.cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def _own(self, vector: Tensor) -> Tensor:
+        return vector.to(self.device, self.layout.dtype)
+
+
+def _numbers(
+    algorithm: LocalAlgorithm, given: Mapping[str, Sequence[float]], n: int
+) -> dict[str, Floats]:
+    values: dict[str, Floats] = {
+        name: np.full(n, float(value)) for name, value in algorithm.numbers().items()
+    }
+    for name, column in given.items():
+        if name not in values:
+            raise FedsimError(
+                f"'{name}' cannot differ between clients of one block; allowed: "
+                f"{', '.join(values) or 'nothing'}."
+            )
+        values[name] = np.asarray(column, dtype=np.float64)
+    return values

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedsim import RunConfig
+from fedsim.errors import FedsimError
+
+ROOT = Path(__file__).parent.parent
+
+PRIVATE = ["mechanism.name=clipping", "noise.multiplier=1.0", "cohort.name=poisson"]
+
+
+def load(tmp_path: Path, *overrides: str) -> RunConfig:
+    path = tmp_path / "run.toml"
+    path.write_text("")
+    return RunConfig.load(path, overrides)
+
+
+BAD = {
+    ("client.lrr=1",): "unknown key 'client.lrr'; did you mean 'lr'?",
+    ("foo.bar=1",): "unknown key 'foo'",
+    ("client.lr=fast",): "client.lr = 'fast'; it must be a number.",
+    ("client.lr=0",): "client.lr = 0; it must be greater than 0.",
+    ("client.lr=nan",): "client.lr = nan; it must be a finite number.",
+    ("rounds=1.5",): "rounds = 1.5; it must be a whole number.",
+    ("rounds=0",): "rounds = 0; it must be at least 1.",
+    ("seed=-1",): "seed = -1; it must be an integer from 0 to 2^63 - 1.",
+    ("data.download=3",): "data.download = 3; it must be true or false.",
+    ("cohort=3",): "cohort = 3; it must be a table.",
+    ("cohort.name=lottery",): "cohort.name = 'lottery'; it must be 'poisson', 'fixed' or 'full'.",
+    ("model.name=resnet",): "model.name = 'resnet'; it must be 'softmax', 'mlp'",
+    ("cohort.name=poisson", "cohort.rate=1.5"): "cohort.rate = 1.5; it must be at most 1.0.",
+    ("partition.alpha=2.0",): "partition.alpha = 2.0 has no effect with partition.name = 'iid'",
+    ("cohort.name=fixed", "cohort.size=101"): "at most partition.clients = 100, the population",
+    ("noise.multiplier=1.0",): "noise protects only what a mechanism bounds",
+    ("noise.target-epsilon=1.0",): "noise.target-epsilon = 1.0; it must be unset while mechanism",
+    ("mechanism.name=clipping",): "noise.multiplier = ''; it must be a number (0.0 for no noise)",
+    (*PRIVATE, "noise.target-epsilon=2.0"): "unset while noise.target-epsilon = 2.0",
+    (*PRIVATE, "noise.max-epsilon=0.0"): "noise.max-epsilon = 0.0; it must be greater than 0.",
+    ("mechanism.name=clipping", "noise.multiplier=-1.0"): "it must be at least 0.",
+    ("noise.max-epsilon=2.0",): "unset in a run without a mechanism and noise",
+    (*PRIVATE, "evaluate.clients-every=1"): "set evaluate.unprotected = true",
+    (*PRIVATE, "mechanism.clip-norm=0.0"): "mechanism.clip-norm = 0.0; it must be greater than 0",
+    ("client.steps=5", "client.epochs=2"): "client.epochs = 2; it must be unset while",
+    ("client.name=adadp-lr", "client.adapt-rounds=4"): (
+        "client.adapt-rounds = 4; it must be 0 while client.state = 'reset'"
+    ),
+    ("client.noise.multiplier=1.0",): "client.mechanism.name = 'none'; it must be set",
+    ("client.mechanism.name=clipping",): "client.noise.multiplier = ''; it must be set",
+    ("client.tol=1.0",): "client.tol = 1.0 has no effect with client.name = 'sgd'",
+    (*PRIVATE, "client.state=server"): "client.state = 'server'; it must be 'reset' or 'client'",
+    ("data.train='5'",): "data.train = '5'; it must be a range such as '10000:'",
+    ("data.train='-5:'",): "data.train = '-5:'; it must be a range",
+    ("model.weights-for='fc*'",): "model.weights-for = 'fc*'; it must be unset without",
+    ("client.epochs=0",): "client.epochs = 0; it must be at least 1",
+}
+
+
+@pytest.mark.parametrize("overrides", BAD, ids=" ".join)
+def test_a_bad_setting_gets_one_sentence_naming_key_value_and_cure(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    with pytest.raises(FedsimError) as error:
+        load(tmp_path, *overrides)
+    message = str(error.value)
+    assert BAD[overrides] in message
+    assert "\n" not in message
+    assert message.endswith(".")
+
+
+def test_a_file_that_is_no_toml_gets_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("rounds = ")
+    with pytest.raises(FedsimError, match=r"run\.toml is not valid TOML"):
+        RunConfig.load(path)
+    with pytest.raises(FedsimError, match="cannot read the config"):
+        RunConfig.load(tmp_path / "missing.toml")
+
+
+def test_an_override_without_a_value_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FedsimError, match="not of the form key=value"):
+        load(tmp_path, "client.lr")
+
+
+def test_a_run_config_has_neither_lists_nor_nulls() -> None:
+    flat = RunConfig().to_run_config()
+    assert all(type(value) in (bool, int, float, str) for value in flat.values())
+
+
+def test_flattening_and_toml_lose_nothing(tmp_path: Path) -> None:
+    config = load(tmp_path, *PRIVATE, "client.lr=0.25", "model.bias=false")
+    assert RunConfig.from_run_config(config.to_run_config()) == config
+    assert RunConfig.parse(tomllib.loads(config.to_toml())) == config
+
+
+@given(
+    lr=st.floats(1e-8, 10),
+    epochs=st.integers(1, 100),
+    clients=st.integers(1, 10_000),
+    rate=st.floats(1e-6, 1),
+    epsilon=st.floats(0.01, 100),
+)
+def test_any_valid_config_survives_a_round_trip(
+    lr: float, epochs: int, clients: int, rate: float, epsilon: float
+) -> None:
+    tree: dict[str, Any] = {
+        "client": {"lr": lr, "epochs": epochs},
+        "partition": {"clients": clients},
+        "cohort": {"name": "poisson", "rate": rate},
+        "mechanism": {"name": "clipping"},
+        "noise": {"target-epsilon": epsilon},
+    }
+    config = RunConfig.parse(tree)
+    assert RunConfig.parse(tomllib.loads(config.to_toml())) == config
+    assert RunConfig.from_run_config(config.to_run_config()) == config
+
+
+def test_flowers_table_in_pyproject_equals_the_flattened_defaults() -> None:
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    assert RunConfig.parse(table).to_run_config() == RunConfig().to_run_config()
+    assert table == RunConfig().to_tree()
+
+
+def test_every_experiment_is_a_valid_config() -> None:
+    found = (ROOT / "experiments").rglob("*.toml")
+    others = {"experiment.toml", "expected.toml"}
+    paths = [path for path in sorted(found) if path.name not in others]
+    assert paths
+    for path in paths:
+        RunConfig.load(path)
+
+
+def test_reading_a_config_imports_neither_torch_nor_flower() -> None:
+    code = (
+        "import sys, fedsim.config; fedsim.config.RunConfig();"
+        "sys.exit(bool({'torch', 'flwr', 'ray'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,90 @@
+"""The trainer as a Flower ClientApp."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from clients_helpers import make_data, make_mlp
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app.metadata import Metadata
+
+from fedsim.clients import SGD
+from fedsim.engines.client_app import client_app
+from fedsim.randomness import Randomness
+from fedsim.training import Trainer
+
+
+@pytest.fixture
+def trainer():
+    return Trainer(make_mlp(), SGD(lr=0.1), make_data([5, 6, 7]), randomness=Randomness(1))
+
+
+def ask(app, kind, content, partition=2):
+    context = Context(
+        run_id=1,
+        node_id=5,
+        node_config={"partition-id": partition} if partition is not None else {},
+        state=RecordDict(),
+        run_config={},
+    )
+    metadata = Metadata(
+        run_id=1,
+        message_id="m",
+        src_node_id=1,
+        dst_node_id=5,
+        reply_to_message_id="",
+        group_id="",
+        created_at=time.time(),
+        ttl=60.0,
+        message_type=kind,
+    )
+    return app(Message(content=content, metadata=metadata), context).content
+
+
+def content_of(trainer, vector, round=3):
+    return RecordDict(
+        {
+            "arrays": ArrayRecord(trainer.layout.unflatten(vector)),
+            "config": ConfigRecord({"server-round": round}),
+        }
+    )
+
+
+def test_the_reply_recovers_the_bytes_of_the_blocks_row(trainer):
+    vector = trainer.initial()
+    reply = ask(client_app(lambda _: trainer), "train", content_of(trainer, vector))
+    sent = trainer.layout.flatten(reply["arrays"].to_torch_state_dict())
+    blocks = trainer.train(vector, np.arange(3), 3)
+    rows = torch.cat([block.rows for block in blocks])
+    assert torch.equal(sent - vector, rows[2])
+    assert reply["metrics"]["num-examples"] == 7
+
+
+def test_entries_that_are_not_trained_go_back_as_they_came(trainer):
+    content = content_of(trainer, trainer.initial())
+    arrays = content["arrays"].to_torch_state_dict() | {"counter": torch.tensor([7])}
+    content["arrays"] = ArrayRecord(arrays)
+    reply = ask(client_app(lambda _: trainer), "train", content)
+    assert list(reply["arrays"]) == list(arrays)
+    assert reply["arrays"]["counter"].numpy() == [7]
+
+
+def test_evaluate_replies_loss_and_accuracy(trainer):
+    vector = trainer.initial()
+    reply = ask(client_app(lambda _: trainer), "evaluate", content_of(trainer, vector))
+    (block,) = trainer.evaluate(vector, np.array([2]), 3)
+    assert dict(reply["metrics"]) == {k: v[0] for k, v in block.metrics.items()}
+    assert set(reply["metrics"]) == {"num-examples", "loss", "accuracy"}
+
+
+def test_query_replies_the_client_id(trainer):
+    reply = ask(client_app(lambda _: trainer), "query", RecordDict())
+    assert reply["metrics"]["client-id"] == 2
+
+
+def test_a_node_without_a_partition_id_is_told_so(trainer):
+    with pytest.raises(ValueError, match="partition-id"):
+        ask(client_app(lambda _: trainer), "query", RecordDict(), partition=None)

@@ -1,0 +1,52 @@
+"""Small clients to train."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedsim.training import ClientData
+
+
+def make_data(sizes, features=6, classes=3, seed=0, dtype=torch.float32, shape=None):
+    """Clients of the given sizes, with labels that a linear model can mostly learn."""
+    generator = torch.Generator().manual_seed(seed)
+    total = int(np.sum(sizes))
+    x = torch.randn(max(total, 1), features, generator=generator, dtype=torch.float64)
+    w = torch.randn(features, classes, generator=generator, dtype=torch.float64)
+    noise = torch.randn(len(x), classes, generator=generator, dtype=torch.float64)
+    y = (x @ w + 0.3 * noise).argmax(1)
+    x = x.to(dtype)
+    if shape is not None:
+        x = x.reshape(-1, *shape)
+    order = np.random.default_rng(seed).permutation(total)
+    bounds = np.cumsum(sizes)[:-1]
+    return ClientData(x, y, [part.astype(np.int64) for part in np.split(order, bounds)])
+
+
+def make_mlp(features=6, hidden=5, classes=3, seed=0, dtype=torch.float32, bias=True):
+    """Two dense layers with seeded weights."""
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(features, hidden, bias=bias),
+        nn.ReLU(),
+        nn.Linear(hidden, classes, bias=bias),
+    ).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) * 0.3)
+    return model
+
+
+def make_cnn(classes=3, seed=0, dtype=torch.float32):
+    """One convolution and one dense layer, for inputs ``[1, 6, 6]``."""
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, classes)
+    ).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) * 0.3)
+    return model

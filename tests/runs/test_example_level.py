@@ -1,0 +1,90 @@
+"""Runs in which clients protect their examples, from the config to the statement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dp_accounting
+import pytest
+from typer.testing import CliRunner
+
+import fedsim
+from fedsim import RunConfig
+from fedsim.runs.build import Build
+from fedsim.cli.app import app
+from fedsim.errors import FedsimError
+from fedsim.privacy import Ledger
+
+BASE = RunConfig().replace(
+    **{
+        "rounds": 2,
+        "partition.clients": 5,
+        "client.name": "sgd",
+        "client.batch-size": 41,
+        "client.mechanism.name": "clipping",
+        "client.noise.multiplier": 1.5,
+    }
+)
+
+
+def rdp_epsilon(noise_multiplier: float, rate: float, count: int) -> float:
+    accountant = dp_accounting.rdp.RdpAccountant()
+    gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
+    accountant.compose(dp_accounting.PoissonSampledDpEvent(rate, gaussian), count)
+    return float(accountant.get_epsilon(1e-5))
+
+
+def test_the_statement_is_about_examples_and_counts_every_invocation(tmp_path: Path) -> None:
+    result = fedsim.run(BASE, out=tmp_path / "run")
+    assert result.privacy.level == "example"
+    # 1437 examples: clients have 287 or 288; 7 or 8 steps a round, at rate 41 / N_i.
+    sizes = {len(part) for part in Build(BASE).parts}
+    worst = max(rdp_epsilon(1.5, 41 / size, 2 * -(-size // 41)) for size in sizes)
+    assert result.privacy.cost.rdp_epsilon == pytest.approx(worst, rel=0.02)
+    assert result.privacy.epsilon <= result.privacy.cost.rdp_epsilon
+    assert result.metrics[-1]["example-epsilon"] == pytest.approx(result.privacy.epsilon)
+
+
+def test_each_client_has_a_ledger_with_a_line_a_round(tmp_path: Path) -> None:
+    result = fedsim.run(BASE, out=tmp_path / "run")
+    spent = []
+    for client in range(5):
+        ledger = Ledger.read(tmp_path / "run" / "clients" / f"client-{client}.jsonl")
+        assert [entry.round for entry in ledger.entries] == [1, 2]
+        assert ledger.level == "example"
+        spent.append(ledger.epsilon(1e-5))
+    assert max(spent) == pytest.approx(result.privacy.epsilon, rel=1e-6)
+
+
+def test_a_target_epsilon_holds_for_the_client_that_pays_most() -> None:
+    config = BASE.replace(**{"client.noise.multiplier": "", "client.noise.target-epsilon": 2.0})
+    spent = fedsim.run(config).privacy.epsilon
+    assert 1.95 < spent <= 2.0
+
+
+def test_both_levels_have_a_statement_each() -> None:
+    config = BASE.replace(**{"mechanism.name": "clipping", "noise.multiplier": 1.0})
+    result = fedsim.run(config)
+    assert result.privacy.level == "client"
+    assert result.example_privacy is not None
+    assert result.example_privacy.level == "example"
+
+
+def test_a_batch_larger_than_a_clients_data_is_refused() -> None:
+    with pytest.raises(FedsimError, match=r"client\.batch-size = 300.* at most 287"):
+        fedsim.run(BASE.replace(**{"client.batch-size": 300}))
+
+
+def test_without_noise_examples_have_no_guarantee() -> None:
+    result = fedsim.run(BASE.replace(**{"client.noise.multiplier": 0.0}))
+    assert result.privacy.epsilon == float("inf")
+    assert "No privacy guarantee" in str(result.privacy)
+
+
+def test_the_privacy_command_answers_for_examples(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(BASE.to_toml())
+    said = CliRunner().invoke(app, ["privacy", str(path)]).output
+    spent = fedsim.run(BASE).privacy.epsilon
+    assert f"{spent:.4f}" in said
+    assert "example, add-remove" in said

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fedsim
+from fedsim import RunConfig
+from fedsim.runs.artefacts import RunDirectory
+from fedsim.cohorts import PoissonCohort
+from fedsim.errors import FedsimError
+from fedsim.privacy import epsilon
+from fedsim.reports.sweep import price, read_line
+from fedsim.runs.sweep import is_done, members, parse_axes, run_sweep
+
+BASE = RunConfig().replace(
+    **{
+        "rounds": 3,
+        "partition.clients": 30,
+        "cohort.name": "poisson",
+        "cohort.rate": 0.4,
+        "mechanism.name": "clipping",
+        "noise.multiplier": 1.0,
+        "client.lr": 0.5,
+        "client.batch-size": 5,
+    }
+)
+
+
+@pytest.mark.parametrize(
+    "overs",
+    [
+        ["client.lr=0.1,0.5", "seed=1,2"],
+        ["partition.name=iid,shards", "server.lr=0.5,1.0"],
+        ["noise.max-epsilon=5.0,100.0"],
+        ["model.dtype=float32,float64"],
+        ["client.name=adadp-lr", "client.state=client", "client.lr=0.1,0.2"],
+        ["client.mechanism.name=clipping", "client.noise.multiplier=1.0,2.0"],
+    ],
+    ids=" ".join,
+)
+def test_members_end_with_the_same_bytes_as_when_run_alone(
+    overs: list[str], tmp_path: Path
+) -> None:
+    grid = members(BASE, parse_axes(overs))
+    run_sweep(grid, tmp_path)
+    for number, member in enumerate(grid):
+        alone = tmp_path / f"alone-{number}"
+        fedsim.run(member.config, out=alone)
+        for name in ("model.safetensors", "config.toml"):
+            assert (tmp_path / member.label / name).read_bytes() == (alone / name).read_bytes()
+        ledgers = [
+            sorted(p.name for p in d.glob("clients/*")) for d in (tmp_path / member.label, alone)
+        ]
+        assert ledgers[0] == ledgers[1]
+        together, apart = (RunDirectory(d).metrics for d in (tmp_path / member.label, alone))
+        assert together.read_text().count("\n") == apart.read_text().count("\n")
+
+
+def test_frozen_parameters_are_each_members_own(tmp_path: Path) -> None:
+    base = BASE.replace(**{"model.name": "mlp", "model.widths": "8", "model.trainable": "fc2.*"})
+    grid = members(base, parse_axes(["seed=1,2"]))
+    run_sweep(grid, tmp_path)
+    fedsim.run(grid[1].config, out=tmp_path / "alone")
+    assert RunDirectory(tmp_path / grid[1].label).model.read_bytes() == (
+        RunDirectory(tmp_path / "alone").model.read_bytes()
+    )
+
+
+def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    grid = members(BASE, parse_axes(["model.dtype=float32,float64"]))
+    seen: list[str] = []
+
+    def stop(member, row):  # type: ignore[no-untyped-def]
+        seen.append(member.label)
+        if member is grid[1]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(grid, tmp_path, stop)
+    assert [is_done(member, tmp_path) for member in grid] == [True, False]
+    seen.clear()
+    run_sweep(grid, tmp_path, lambda member, row: seen.append(member.label))
+    assert set(seen) == {grid[1].label}
+    assert all(is_done(member, tmp_path) for member in grid)
+
+
+def test_a_directory_of_another_sweep_is_refused(tmp_path: Path) -> None:
+    run_sweep(members(BASE, parse_axes(["seed=1"])), tmp_path)
+    with pytest.raises(FedsimError, match="a run of another config"):
+        run_sweep(members(BASE.replace(rounds=2), parse_axes(["seed=1"])), tmp_path)
+
+
+def test_choosing_among_members_costs_their_composition(tmp_path: Path) -> None:
+    grid = members(BASE, parse_axes(["seed=1,2,3"]))
+    run_sweep(grid, tmp_path)
+    ledgers = [RunDirectory(tmp_path / member.label).ledger for member in grid]
+    together = epsilon(noise_multiplier=1.0, cohort=PoissonCohort(rate=0.4), rounds=9, delta=1e-5)
+    assert price(ledgers, 1e-5).epsilon == pytest.approx(together, rel=1e-6)
+    alone = epsilon(noise_multiplier=1.0, cohort=PoissonCohort(rate=0.4), rounds=3, delta=1e-5)
+    line = read_line(grid[0].point, tmp_path / grid[0].label)
+    assert line.epsilon == pytest.approx(alone, rel=1e-6)
+
+
+def test_axes_take_any_values_and_refuse_nonsense() -> None:
+    axes = parse_axes(["client.lr=0.1,1e-3", 'model.widths="8,8","16"', "cohort.name=full,fixed"])
+    assert axes == {
+        "client.lr": [0.1, 1e-3],
+        "model.widths": ["8,8", "16"],
+        "cohort.name": ["full", "fixed"],
+    }
+    for bad in (["client.lr"], ["client.lr="], ["seed=1", "seed=2"]):
+        with pytest.raises(FedsimError):
+            parse_axes(bad)
+    with pytest.raises(FedsimError, match=r"client\.lr = -1"):
+        members(BASE, {"client.lr": [0.1, -1.0]})

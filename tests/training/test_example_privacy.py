@@ -1,0 +1,387 @@
+"""Example-level privacy in the client."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from clients_helpers import make_cnn, make_data, make_mlp
+from torch import nn
+
+from fedsim.clients import SGD, AdadpLR, AdadpNoise, RMSProp
+from fedsim.cohorts import PoissonCohort
+from fedsim.mechanisms import AdaClip, AdaptiveNoise, Clipping, Normalization
+from fedsim.privacy import Ledger, epsilon
+from fedsim.randomness import Randomness
+from fedsim.rows import DenseRows, Layout
+from fedsim.rows.packing import Packing
+from fedsim.tasks import cross_entropy
+from fedsim.training import ExamplePrivacy, Trainer, example_epsilon, example_events
+from fedsim.training.batches import Plan, chunk_width, plan_poisson
+from fedsim.training.paths.examples import PositionsPart, example_rows
+from fedsim.training.paths.stacked import stack
+
+SIZES = [20, 7, 0, 33, 12]
+IDS = np.arange(len(SIZES))
+Z64 = {"dtype": torch.float64}
+
+
+def private_trainer(algorithm, mechanism=None, z=1.0, *, model=None, data=None, **kw):
+    given = {k: kw.pop(k) for k in ("sampling", "chunk", "ledger_dir", "hardened") if k in kw}
+    privacy = None if mechanism is None else ExamplePrivacy(mechanism, z, **given)
+    kw = {"batch_size": 5, "steps": 4, "randomness": Randomness(3)} | kw
+    return Trainer(
+        model or make_mlp(**Z64),
+        algorithm,
+        data or make_data(SIZES, **Z64),
+        privacy=privacy,
+        **kw,
+    )
+
+
+def final(trainer, ids=IDS, round=1):
+    return trainer.fit(trainer.initial(), ids, round)
+
+
+def rows_by_autograd(model, x, y):
+    rows = []
+    for k in range(len(x)):
+        grads = torch.autograd.grad(
+            F.cross_entropy(model(x[k : k + 1]), y[k : k + 1]), list(model.parameters())
+        )
+        rows.append(torch.cat([g.reshape(-1) for g in grads]))
+    return torch.stack(rows)
+
+
+class Sequence2(nn.Module):
+    """A linear layer over positions, a convolution with stride and padding, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 4)
+        self.conv = nn.Conv2d(1, 3, 3, stride=2, padding=1, bias=False)
+        self.head = nn.Linear(18, 3)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x.squeeze(1))).unsqueeze(1)
+        return self.head(torch.relu(self.conv(h)).flatten(1))
+
+
+class Normed(nn.Module):
+    """A model whose gradients have no factors: GroupNorm has parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.GroupNorm(2, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (make_mlp(**Z64), (6,)),
+        (make_mlp(bias=False, **Z64), (6,)),
+        (make_cnn(**Z64), (1, 6, 6)),
+        (Sequence2().double(), (1, 6, 6)),
+        (Normed().double(), (6,)),
+    ],
+    ids=["mlp", "mlp without biases", "cnn", "positions", "generic"],
+)
+@pytest.mark.parametrize("shaped", [False, True])
+def test_rows_of_examples_are_their_gradients(model, shape, shaped):
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(2, 7, *shape, generator=generator, **Z64)
+    y = torch.randint(3, (2, 7), generator=generator)
+    packing = Packing(Layout.of(dict(model.named_parameters())))
+    rows = example_rows(
+        model, packing, cross_entropy, stack(model, packing, cross_entropy, len(shape))
+    )
+    theta = packing.layout.flatten(dict(model.named_parameters())).expand(2, -1)
+    found = list(rows(packing.pack(theta), x, y, [7, 4]))
+    for k, count in enumerate((7, 4)):
+        examples = found[k] if len(found) > 1 else found[0]
+        at = 0 if len(found) > 1 else k
+        own, losses = examples.rows[at : at + 1, :count], examples.losses[at, :count]
+        dense = rows_by_autograd(model, x[k, :count], y[k, :count])
+        torch.testing.assert_close(own.dense()[0], dense, rtol=0, atol=1e-12)
+        scale = center = None
+        if shaped:
+            scale = torch.rand(dense.shape[1], generator=generator, **Z64) + 0.5
+            center = torch.randn(dense.shape[1], generator=generator, **Z64) * 0.01
+        expected = DenseRows(dense)
+        torch.testing.assert_close(
+            own.norms(*(None if v is None else v[None] for v in (scale, center)))[0],
+            expected.norms(scale, center), rtol=1e-9, atol=1e-12,
+        )  # fmt: skip
+        weights = torch.rand(count, generator=generator, **Z64)
+        torch.testing.assert_close(own.sum(weights[None])[0], expected.sum(weights))
+        loss = F.cross_entropy(model(x[k, :count]), y[k, :count], reduction="none")
+        torch.testing.assert_close(losses, loss.detach())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("n", "positions", "inputs", "outputs"), [(3, 1, 5, 2), (2, 9, 2, 3), (4, 2, 6, 5)]
+)
+def test_norms_and_sums_over_positions_agree_whichever_is_written_down(
+    n, positions, inputs, outputs, bias
+):
+    generator = torch.Generator().manual_seed(n + 7 * positions)
+    part = PositionsPart(
+        torch.randn(2, n, positions, inputs, generator=generator, **Z64),
+        torch.randn(2, n, positions, outputs, generator=generator, **Z64),
+        bias,
+    )
+    assert part.small == (positions == 9)
+    expected, weights = part.dense(), torch.rand(2, n, generator=generator, **Z64)
+    weights[:, 0] = 0
+    assert expected.shape == (2, n, part.size)
+    torch.testing.assert_close(part.square_norms(None, None), expected.square().sum(2))
+    sums = torch.cat(part.sums(weights), dim=1)
+    torch.testing.assert_close(sums, (weights[:, :, None] * expected).sum(1))
+
+
+def opacus_step(model, x, y, *, lr, clip_norm, expected, noise):
+    """One step of Opacus's optimiser on this batch, with this noise added to its sum."""
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = GradSampleModule(model)
+        optimizer = DPOptimizer(
+            torch.optim.SGD(wrapped.parameters(), lr=lr), noise_multiplier=0.0,
+            max_grad_norm=clip_norm, expected_batch_size=expected,
+        )  # fmt: skip
+        F.cross_entropy(wrapped(x), y).backward()
+    optimizer.pre_step()
+    start = 0
+    for parameter in wrapped.parameters():
+        stop = start + parameter.numel()
+        parameter.grad += noise[start:stop].view_as(parameter).to(parameter) / expected
+        start = stop
+    optimizer.original_optimizer.step()
+    return torch.cat([p.detach().reshape(-1) for p in wrapped.parameters()])
+
+
+@pytest.mark.parametrize("make", [make_mlp, make_cnn])
+def test_one_step_of_dp_sgd_is_opacus_step_on_the_same_batch_and_noise(make):
+    shape = None if make is make_mlp else (1, 6, 6)
+    data = make_data([40], features=6 if shape is None else 36, shape=shape)
+    trainer = private_trainer(
+        SGD(lr=0.5), Clipping(0.3), 0.8, model=make(), data=data,
+        batch_size=16, steps=1,
+    )  # fmt: skip
+    start = trainer.initial()
+    ours = final(trainer, IDS[:1]).theta[0]
+    (batch,) = plan_poisson(trainer.plan, data.indices, IDS[:1], [Randomness(3)], 1)
+    at = torch.from_numpy(batch.index[batch.weight > 0])
+    # The noise is what a step without data moves by.
+    quiet = private_trainer(
+        SGD(lr=0.5), Clipping(0.3), 0.0, model=make(), data=data,
+        batch_size=16, steps=1,
+    )  # fmt: skip
+    clean = final(quiet, IDS[:1]).theta[0]
+    noise = (clean - ours) / 0.5 * 16
+    assert noise.std().item() == pytest.approx(0.8 * 0.3, rel=0.35)
+    theirs = opacus_step(
+        make(), data.x[at], data.y[at], lr=0.5, clip_norm=0.3, expected=16, noise=noise
+    )
+    assert (start - theirs).abs().max() > 1e-3
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_noise_on_the_sum_has_standard_deviation_z_times_c():
+    trainer = private_trainer(SGD(lr=1.0), Clipping(0.5), 2.0, steps=1)
+    quiet = private_trainer(SGD(lr=1.0), Clipping(0.5), 0.0, steps=1)
+    draws = []
+    for t in range(60):
+        noisy, clean = final(trainer, IDS[:1], t).theta, final(quiet, IDS[:1], t).theta
+        draws.append((noisy - clean)[0] * 5)
+    values = torch.stack(draws).flatten()
+    # A chi-square with 60 * 53 degrees of freedom: five standard deviations are 6.3 %.
+    assert values.std().item() == pytest.approx(1.0, rel=0.063)
+
+
+def test_poisson_batches_are_whole_and_binomial():
+    indices = [np.arange(50, dtype=np.int64)]
+    sizes = []
+    for t in range(300):
+        (batch,) = plan_poisson(Plan(10, None, 2), indices, IDS[:1], [Randomness(0)], t, chunk=4)
+        counts = (batch.weight > 0).sum((2, 3))
+        sizes += counts[0].tolist()
+        for step in range(2):
+            drawn = batch.index[0, step][batch.weight[0, step] > 0]
+            assert len(set(drawn)) == len(drawn) == counts[0, step]
+    assert max(sizes) > 12  # more than three chunks of four
+    # Binomial(50, 0.2): mean 10, variance 8, 600 draws.
+    assert np.mean(sizes) == pytest.approx(10, abs=5 * np.sqrt(8 / 600))
+    assert np.var(sizes) == pytest.approx(8, rel=0.3)
+
+
+def test_the_size_of_chunks_changes_nothing_but_rounding():
+    data = make_data([40], **Z64)
+    thetas = [
+        final(
+            private_trainer(SGD(lr=0.5), Clipping(0.2), chunk=chunk, data=data, batch_size=12),
+            IDS[:1],
+        ).theta
+        for chunk in (2, 5, 64)
+    ]
+    torch.testing.assert_close(thetas[1], thetas[0], rtol=0, atol=1e-9)
+    torch.testing.assert_close(thetas[2], thetas[0], rtol=0, atol=1e-9)
+    assert [chunk_width(b) for b in (1, 2, 10, 200)] == [2, 4, 16, 64]
+
+
+@pytest.mark.parametrize("algorithm", [SGD(lr=0.3), AdadpLR(lr=0.3, tol=1.0, discard=False)])
+@pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
+def test_a_private_client_has_the_same_bytes_in_every_block(algorithm, sampling):
+    data, model = make_data(SIZES, features=37), make_mlp(37, 19)
+    reference = None
+    for block_size in (1, 2, 5):
+        trainer = private_trainer(
+            algorithm, Clipping(0.5), model=model, data=data, block_size=block_size,
+            sampling=sampling, steps=None, epochs=2,
+        )  # fmt: skip
+        rows = torch.cat([b.rows for b in trainer.train(trainer.initial(), IDS, 1)])
+        reference = rows if reference is None else reference
+        assert torch.equal(rows, reference)
+    assert torch.equal(rows[2], torch.zeros_like(rows[2]))
+
+
+@pytest.mark.parametrize("path", ["plain", "stacked"])
+def test_private_adadp_without_adaptation_is_dp_sgd_with_half_the_rate(path):
+    still = AdadpLR(lr=0.4, alpha_min=1.0, alpha_max=1.0, discard=False)
+    adadp = final(private_trainer(still, Clipping(0.5), path=path))
+    sgd = final(private_trainer(SGD(lr=0.2), Clipping(0.5), path=path))
+    torch.testing.assert_close(adadp.theta, sgd.theta, rtol=0, atol=1e-12)
+
+
+def test_adaclip_with_centre_zero_and_even_scale_is_dp_sgd():
+    # h1 = h2 fixes s, so b = C in every coordinate for good.
+    C, d = 0.5, 53
+    fixed = AdaClip(clip_norm=C, center=False, h1=C**2 / d, h2=C**2 / d, beta2=0.0)
+    adaclip = final(private_trainer(SGD(lr=0.3), fixed))
+    clipping = final(private_trainer(SGD(lr=0.3), Clipping(C)))
+    torch.testing.assert_close(adaclip.theta, clipping.theta, rtol=0, atol=1e-7)
+
+
+def test_xus_optimiser_that_never_leaves_its_first_phase_is_rmsprop_on_clipped_gradients():
+    never = AdaptiveNoise(clip_norm=0.5, threshold=float("inf"), beta=1.0)
+    xu = AdadpNoise(lr=0.01, decay=0.9, eps=1e-16)
+    ours = final(private_trainer(xu, never))
+    plain = final(private_trainer(xu, Clipping(0.5)))
+    # Factors and dense rows bound with different margins, a few parts in a million.
+    torch.testing.assert_close(ours.theta, plain.theta, rtol=0, atol=1e-6)
+    other = final(private_trainer(RMSProp(lr=0.01, decay=0.9, eps=1e-16), Clipping(0.5)))
+    torch.testing.assert_close(plain.theta, other.theta, rtol=0, atol=1e-6)
+
+
+def test_every_mechanism_and_algorithm_runs_on_every_path():
+    for mechanism in (
+        Normalization(0.5, smoothing=0.01),
+        AdaClip(clip_norm=0.5),
+        AdaptiveNoise(clip_norm=0.5, threshold=0.0, beta=3.0),
+    ):
+        thetas = [
+            final(private_trainer(AdadpNoise(lr=0.01), mechanism, path=path)).theta
+            for path in ("plain", "stacked")
+        ]
+        assert torch.isfinite(thetas[0]).all()
+        torch.testing.assert_close(*thetas, rtol=0, atol=1e-6)
+
+
+def test_the_rate_settles_where_noise_dominates():
+    # eta* = sqrt(2) tol |B| / (sigma C sqrt(d)) on the mean scale.
+    data = make_data([400], features=300, classes=10)
+    model = nn.Sequential(nn.Linear(300, 10))
+    sigma, C, B = 4.0, 1.0, 40
+    expected = np.sqrt(2) * B / (sigma * C * np.sqrt(3010))
+    for start in (0.05, 3.0):
+        trainer = private_trainer(
+            AdadpLR(lr=start, tol=1.0, discard=False, eta_max=10.0), Clipping(C), sigma,
+            model=model, data=data, batch_size=B, steps=120,
+        )  # fmt: skip
+        eta = final(trainer, IDS[:1]).metrics["eta"][0]
+        assert eta == pytest.approx(expected, rel=0.05)
+
+
+def test_a_clients_ledger_counts_every_invocation(tmp_path):
+    trainer = private_trainer(
+        AdadpLR(lr=0.3, discard=True), Clipping(0.5), 1.5, ledger_dir=tmp_path, steps=6,
+    )  # fmt: skip
+    for t in (1, 2):
+        final(trainer, IDS, t)
+    assert not (tmp_path / "client-2.jsonl").exists()
+    ledger = Ledger(tmp_path / "client-3.jsonl")
+    assert [entry.round for entry in ledger.entries] == [1, 2]
+    event = ledger.entries[0].event
+    assert (event.count, event.rate, event.noise_multiplier) == (6, 5 / 33, 1.5)
+    assert ledger.level == "example"
+    assert ledger.epsilon(1e-5) == pytest.approx(
+        epsilon(noise_multiplier=1.5, cohort=PoissonCohort(rate=5 / 33), rounds=12, delta=1e-5),
+        rel=1e-6,
+    )
+
+
+def test_a_round_run_again_with_the_same_draws_is_charged_once(tmp_path):
+    trainer = private_trainer(SGD(lr=0.3), Clipping(0.5), ledger_dir=tmp_path)
+    one, two = final(trainer, IDS[:1]), final(trainer, IDS[:1])
+    assert torch.equal(one.theta, two.theta)
+    assert len(Ledger(tmp_path / "client-0.jsonl").entries) == 1
+
+
+def test_a_round_run_again_with_the_same_seed_but_anything_else_is_charged_again(tmp_path):
+    for lr in (0.3, 0.4):
+        final(private_trainer(SGD(lr=lr), Clipping(0.5), ledger_dir=tmp_path), IDS[:1])
+    assert len(Ledger(tmp_path / "client-0.jsonl").entries) == 2
+    trainer = private_trainer(SGD(lr=0.4), Clipping(0.5), ledger_dir=tmp_path)
+    trainer.fit(trainer.initial() + 1, IDS[:1], 1)
+    assert len(Ledger(tmp_path / "client-0.jsonl").entries) == 3
+
+
+def test_the_line_is_on_disk_before_anything_is_computed(tmp_path):
+    def broken(outputs, targets):
+        raise RuntimeError("on purpose")
+
+    trainer = private_trainer(SGD(lr=0.3), Clipping(0.5), ledger_dir=tmp_path, loss=broken)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        final(trainer, IDS[:1])
+    assert len(Ledger(tmp_path / "client-0.jsonl").entries) == 1
+
+
+def test_shuffled_passes_are_charged_without_amplification():
+    privacy = ExamplePrivacy(Clipping(1.0), 2.0, sampling="shuffle")
+    event = privacy.event(Plan(10, epochs=3), 95)
+    assert (event.sampler, event.count) == ("shuffle", 3)
+    assert privacy.event(Plan(10, None, 11), 95).count == 2
+
+
+def test_full_batches_are_charged_as_full_participation():
+    event = ExamplePrivacy(Clipping(1.0), 2.0).event(Plan(0, None, 7), 30)
+    assert (event.sampler, event.rate, event.count) == ("full", 1.0, 7)
+
+
+def test_the_worst_client_is_found_among_rates_and_counts():
+    privacy = ExamplePrivacy(Clipping(1.0), 2.0)
+    plan, sizes = Plan(10, epochs=1), [20, 50, 200, 1000, 0]
+    worst = example_epsilon(privacy, plan, sizes, rounds=5)
+    each = [example_epsilon(privacy, plan, [size], rounds=5) for size in sizes if size]
+    assert worst == pytest.approx(max(each))
+    # Only the client without examples costs nothing.
+    assert len(example_events(privacy, plan, sizes, 5)) == 4
+
+
+def test_private_clients_report_no_loss_unless_asked():
+    quiet = private_trainer(SGD(lr=0.3), Clipping(0.5))
+    assert set(final(quiet).metrics) == {"num-examples"}
+    loud = Trainer(
+        make_mlp(**Z64), SGD(lr=0.3), make_data(SIZES, **Z64), steps=2, randomness=Randomness(1),
+        privacy=ExamplePrivacy(Clipping(0.5), 1.0, unprotected_metrics=True),
+    )  # fmt: skip
+    assert final(loud).metrics["loss"][0] > 0

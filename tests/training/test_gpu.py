@@ -1,0 +1,180 @@
+"""A GPU against the CPU, and captured steps against launched ones, on a real device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from clients_helpers import make_cnn, make_data, make_mlp
+from cuda_helpers import ALGORITHMS, Reads, make_trainer, rounds
+
+from fedsim import models
+from fedsim.clients import SGD, AdadpLR
+from fedsim.mechanisms import AdaClip, Clipping, NoiseSource, NoPrivacy
+from fedsim.randomness import Randomness
+from fedsim.rows import DenseRows, Layout
+from fedsim.training import ClientData, Trainer
+from fedsim.training.graphs import StepGraphs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
+
+SIZES = [9, 5, 7, 1, 14, 0, 12]
+COHORTS = [range(7), [0, 2, 4], range(7)]
+
+
+def make(kind, algorithm, path, device, dtype=torch.float64, sizes=SIZES, **settings):
+    model = {"mlp": lambda: make_mlp(36, 5, 3, dtype=dtype), "cnn": lambda: make_cnn(dtype=dtype)}
+    data = make_data(sizes, dtype=dtype, features=36, shape=(1, 6, 6))
+    return make_trainer(model[kind](), algorithm, data, path, device=device, **settings)
+
+
+def launched(trainer):
+    trainer.step = trainer.step.launched
+    return trainer
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [("mlp", "stacked"), ("mlp", "func"), ("mlp", "plain"), ("cnn", "func"), ("cnn", "plain")],
+)
+def test_every_path_and_algorithm_agrees_with_the_cpu(kind, path, name):
+    cpu = make(kind, ALGORITHMS[name], "plain", "cpu")
+    gpu = make(kind, ALGORITHMS[name], path, "cuda")
+    expected, got = (rounds(t, t.initial(), COHORTS) for t in (cpu, gpu))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    if path != "plain":
+        assert gpu.step.works
+        assert gpu.step.graphs
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam", "adadp"])
+@pytest.mark.parametrize(("kind", "path"), [("mlp", "stacked"), ("cnn", "func")])
+def test_a_float32_step_agrees_with_the_cpu_to_1e_5(kind, path, name):
+    found = []
+    for way, device in (("plain", "cpu"), (path, "cuda")):
+        trainer = make(kind, ALGORITHMS[name], way, device, torch.float32, [4] * 5)
+        trainer.plan = type(trainer.plan)(4, None, 2 if name == "adadp" else 1)
+        found += rounds(trainer, trainer.initial(), [range(5)])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(("kind", "path"), [("mlp", "stacked"), ("cnn", "func")])
+def test_captured_steps_are_the_launched_ones_to_the_byte(kind, path, name, dtype):
+    # At most seven clients: their number is not rounded up.
+    captured = make(kind, ALGORITHMS[name], path, "cuda", dtype)
+    plainly = launched(make(kind, ALGORITHMS[name], path, "cuda", dtype))
+    expected, got = (rounds(t, t.initial(), COHORTS) for t in (plainly, captured))
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert captured.step.works
+    assert captured.step.graphs
+
+
+@pytest.mark.parametrize("name", ["sgd", "adadp"])
+@pytest.mark.parametrize(("kind", "path"), [("mlp", "stacked"), ("cnn", "func")])
+def test_a_client_has_the_same_bytes_in_blocks_of_any_size(kind, path, name):
+    found = []
+    for block_size in (0, 1, 3):
+        trainer = make(kind, ALGORITHMS[name], path, "cuda", torch.float32, block_size=block_size)
+        found.append(rounds(trainer, trainer.initial(), COHORTS))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def cifar_trainer(device, path="auto"):
+    """ADADP's network on five clients."""
+    model = models.build("adadp-cifar", (3, 32, 32), 10)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    x = torch.randint(256, (250, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    y = torch.randint(10, (250,), generator=generator)
+    data = ClientData(x, y, list(np.arange(250).reshape(5, 50)))
+    return Trainer(
+        model, AdadpLR(lr=0.01), data, batch_size=10, path=path, device=device,
+        randomness=Randomness(1),
+    )  # fmt: skip
+
+
+def test_adadps_network_is_captured_and_a_run_repeats_to_the_byte():
+    found = []
+    for _ in range(2):
+        trainer = cifar_trainer("cuda")
+        assert trainer.path.name == "func"
+        found += rounds(trainer, trainer.initial(), [range(5)])
+        assert trainer.step.works
+        assert trainer.step.graphs
+    assert torch.equal(*found)
+    plain = cifar_trainer("cpu", "plain")
+    expected = rounds(plain, plain.initial(), [range(5)])[0]
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-3)
+
+
+def test_a_loss_of_the_users_own_is_captured_too():
+    def squared(outputs, targets):
+        return (outputs - torch.nn.functional.one_hot(targets, 3)).square().sum(1)
+
+    gpu = make("mlp", SGD(lr=0.05), "stacked", "cuda", loss=squared)
+    cpu = make("mlp", SGD(lr=0.05), "plain", "cpu", loss=squared)
+    got, expected = (rounds(t, t.initial(), COHORTS) for t in (gpu, cpu))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    assert gpu.step.works
+
+
+def test_a_step_that_reads_back_goes_on_without_a_graph_and_spoils_nothing():
+    reads = make("mlp", Reads(lr=0.1), "stacked", "cuda")
+    plain = launched(make("mlp", SGD(lr=0.1), "stacked", "cuda"))
+    got, expected = (rounds(t, t.initial(), COHORTS) for t in (reads, plain))
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert isinstance(reads.step, StepGraphs)
+    assert not reads.step.works
+    # Others can still capture.
+    later = make("mlp", SGD(lr=0.1), "stacked", "cuda")
+    rounds(later, later.initial(), COHORTS)
+    assert later.step.works
+
+
+def test_memory_does_not_grow_with_rounds():
+    trainer = make("mlp", AdadpLR(lr=0.1), "stacked", "cuda", torch.float32, [9] * 50)
+    cohorts = [np.random.default_rng(t).permutation(50)[: 20 + t % 25] for t in range(60)]
+    rounds(trainer, trainer.initial(), cohorts[:30])
+    before = torch.cuda.memory_reserved()
+    rounds(trainer, trainer.initial(), cohorts)
+    assert torch.cuda.memory_reserved() <= before + 2**24
+
+
+def test_evaluations_agree_with_the_cpu():
+    values = []
+    for device in ("cpu", "cuda"):
+        trainer = make("cnn", SGD(lr=0.1), "auto", device)
+        block = next(trainer.evaluate(trainer.initial(), np.arange(7), 1))
+        values.append(block.metrics)
+    for name in values[0]:
+        np.testing.assert_allclose(values[0][name], values[1][name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mechanism", [Clipping(0.5), AdaClip(), NoPrivacy()])
+def test_rows_of_a_gpu_are_bounded_and_summed_as_on_the_cpu(mechanism):
+    layout = Layout.of({"w": torch.zeros(300)})
+    rows = torch.randn(40, 300, generator=torch.Generator().manual_seed(0))
+    rows[3, 5] = float("nan")
+    means = []
+    for device in ("cpu", "cuda"):
+        state = mechanism.init(layout)
+        total = mechanism.accumulate(state, layout, device=device)
+        total.add(DenseRows(rows.to(device)))
+        assert (total.count, total.rejected) == (39, 1)
+        release = mechanism.release(
+            state, total, noise_multiplier=0.0, denominator=39.0,
+            noise=NoiseSource(np.random.default_rng(0), hardened=False),
+        )  # fmt: skip
+        means.append(release.mean.cpu())
+    torch.testing.assert_close(*means, rtol=0, atol=1e-7)

@@ -1,0 +1,168 @@
+"""Captured steps: with a tape in place of a CUDA graph."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from clients_helpers import make_data, make_mlp
+from cuda_helpers import (
+    ALGORITHMS,
+    MODELS,
+    Reads,
+    Tape,
+    as_if_on_a_gpu,
+    images,
+    make_trainer,
+    pretend,
+    rounds,
+)
+
+from fedsim.clients import SGD, AdadpLR
+from fedsim.training import graphs
+from fedsim.training.graphs import StepGraphs, rounded
+
+SIZES = [9, 5, 7, 1, 14, 0, 12, 12, 13, 11, 12]
+# Clients that end at different times, in blocks that grow and shrink and come back.
+COHORTS = [[0, 1, 4], range(11), range(6), range(11)]
+
+
+@pytest.mark.parametrize("path", ["stacked", "func"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_replayed_steps_are_the_launched_ones_to_the_byte(monkeypatch, path, name):
+    found = []
+    for tape in (None, Tape()):
+        trainer = make_trainer(MODELS[path](), ALGORITHMS[name], images(SIZES), path)
+        vector = pretend(trainer.initial())
+        trainer = as_if_on_a_gpu(monkeypatch, trainer)
+        if tape is not None:
+            trainer.step = StepGraphs(trainer.step, tape)
+        found.append(rounds(trainer, vector, COHORTS))
+        monkeypatch.undo()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert trainer.step.works
+    assert tape.recordings >= len(trainer.step.graphs) > 0
+
+
+def taped(algorithm, sizes=SIZES, tape=None):
+    trainer = make_trainer(make_mlp(36, 5, 3), algorithm, make_data(sizes, features=36), "auto")
+    trainer.step = StepGraphs(trainer.step, tape or Tape())
+    return trainer
+
+
+def test_a_later_round_of_the_same_shapes_captures_nothing():
+    trainer = taped(SGD(lr=0.1, momentum=0.9))
+    recordings = []
+    for _ in range(3):  # memory grows in the first, from the narrow batches' clients to the others'
+        rounds(trainer, trainer.initial(), [range(11)])
+        recordings.append(trainer.step.recorder.recordings)
+    assert recordings[1] == recordings[2]
+
+
+def test_the_number_of_clients_is_rounded_up_by_less_than_a_quarter():
+    found = {rounded(n) for n in range(1, 4097)}
+    assert all(n <= rounded(n) < 1.25 * n for n in range(1, 4097))
+    assert rounded(5) == 5
+    assert len(found) == 44
+
+
+def test_graphs_are_bounded_in_number_and_the_oldest_goes(monkeypatch):
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 3)
+    plain = make_trainer(make_mlp(36, 5, 3), SGD(lr=0.1), make_data(SIZES, features=36), "stacked")
+    bounded = taped(SGD(lr=0.1))
+    expected, got = (rounds(t, t.initial(), COHORTS) for t in (plain, bounded))
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert len(bounded.step.graphs) == 3 < bounded.step.recorder.recordings
+
+
+class Fails(Tape):
+    """Cannot capture from a certain time on, and says so when half of the work is done."""
+
+    def __init__(self, good):
+        super().__init__()
+        self.good = good
+
+    def record(self, work):
+        if self.recordings == self.good:
+            work()
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().record(work)
+
+
+@pytest.mark.parametrize("good", [0, 1, 2, 5])
+@pytest.mark.parametrize("algorithm", [SGD(lr=0.2, momentum=0.5), AdadpLR(lr=0.2)])
+def test_after_a_capture_that_fails_training_goes_on_without_and_nothing_is_lost(
+    algorithm, good, caplog
+):
+    plain = make_trainer(make_mlp(36, 5, 3), algorithm, make_data(SIZES, features=36), "stacked")
+    tried = taped(algorithm, tape=Fails(good))
+    with caplog.at_level(logging.WARNING):
+        expected, got = (rounds(t, t.initial(), COHORTS) for t in (plain, tried))
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert not tried.step.works
+    assert not tried.step.graphs
+    assert sum("going on without" in record.message for record in caplog.records) == 1
+
+
+def test_a_step_that_reads_a_value_back_is_not_captured():
+    trainer = taped(Reads(lr=0.1))
+    plain = taped(SGD(lr=0.1))
+    got, expected = (rounds(t, t.initial(), COHORTS) for t in (trainer, plain))
+    assert not trainer.step.works
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_an_algorithm_that_promises_nothing_is_launched():
+    class Warming(SGD):
+        def step(self, state, gradient, at):
+            gradient.subtract_from(state["theta"], state["lr"] * (at.index + 1))
+
+    trainer = taped(Warming(lr=0.1))
+    rounds(trainer, trainer.initial(), COHORTS)
+    assert Warming(lr=0.1).phase(None) is None
+    assert trainer.step.recorder.recordings == 0
+    assert trainer.step.works
+
+
+def test_entries_that_change_places_or_are_one_tensor_stay_what_they_are():
+    class Swaps(SGD):
+        """Two copies of the parameters that change places, and a name for the first."""
+
+        def init(self, theta, numbers):
+            return {**super().init(theta, numbers), "other": theta.clone() + 1, "same": theta}
+
+        def phase(self, at):
+            return "step"
+
+        def step(self, state, gradient, at):
+            gradient.subtract_from(state["same"], state["lr"])
+            assert state["same"] is state["theta"] or torch.equal(state["same"], state["theta"])
+            state["theta"], state["other"] = state["other"], state["theta"]
+            state["same"] = state["theta"]
+
+    sizes = [12, 12, 12]
+    data = make_data(sizes, features=36)
+    plain = make_trainer(make_mlp(36, 5, 3), Swaps(lr=0.1), data, "stacked")
+
+    class Again(Tape):
+        """Does the work again, checks in Python included."""
+
+        def record(self, work):
+            self.recordings += 1
+            _, losses = result = work()
+            return lambda: losses.copy_(work()[1]), result
+
+    tried = taped(Swaps(lr=0.1), sizes, Again())
+    expected, got = (rounds(t, t.initial(), [range(3)] * 2) for t in (plain, tried))
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert tried.step.recorder.recordings > 0
+
+
+def test_what_a_round_returned_stays_when_the_next_one_trains():
+    trainer = taped(SGD(lr=0.1, momentum=0.9))
+    first = next(trainer.train(trainer.initial(), np.arange(11), 1))
+    kept = first.rows.clone()
+    next(trainer.train(trainer.initial() + 1, np.arange(11), 2))
+    assert torch.equal(first.rows, kept)

@@ -1,0 +1,323 @@
+"""The privatised step over a whole block, beside one sum at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from clients_helpers import make_cnn, make_data, make_mlp
+from cuda_helpers import NoReadingBack, as_if_on_a_gpu, pretend
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fedsim.clients import SGD, AdadpLR
+from fedsim.training import steps as steps_module
+from fedsim.mechanisms import (
+    AdaClip,
+    AdaptiveNoise,
+    Clipping,
+    CoordinateClipping,
+    Mechanism,
+    NoiseSource,
+    NoPrivacy,
+    Normalization,
+    PerLayer,
+    QuantileClipping,
+    releases,
+)
+from fedsim.mechanisms.blocks import _Gaussians, _Layers, _OneByOne
+from fedsim.randomness import Randomness
+from fedsim.rows import DenseRows, Layout, LinearPart, OuterRows
+from fedsim.training import ClientData, ExamplePrivacy, Trainer
+from fedsim.training.batches import plan_poisson
+from fedsim.training.steps import PrivateSteps
+
+# A client without data, one that leaves a step's second chunk empty, and several sizes.
+SIZES = [20, 7, 0, 33, 12, 3, 25]
+IDS = np.arange(len(SIZES))
+CPU = torch.device("cpu")
+MECHANISMS: dict[str, Mechanism] = {
+    "clipping": Clipping(0.5),
+    "normalization": Normalization(0.5, smoothing=0.01),
+    "coordinates": CoordinateClipping(0.1),
+    "quantile": QuantileClipping(initial_clip_norm=0.3, bit_noise=1.0),
+    "adaclip": AdaClip(clip_norm=0.5),
+    "literal adaclip": AdaClip(h2=1e-2, literal=True),
+    "first phase": AdaptiveNoise(clip_norm=0.5, threshold=1e9, beta=3.0),
+    "second phase": AdaptiveNoise(clip_norm=0.5, threshold=0.0, beta=3.0),
+    "both phases": AdaptiveNoise(clip_norm=0.5, threshold=4e-4, beta=3.0, noise_shape="optimal"),
+    "layers": PerLayer(Clipping(0.4)),
+    "mixed layers": PerLayer(
+        (("1.*", QuantileClipping(bit_noise=2.0)), ("*", AdaClip(0.5))), shares=(0.25, 0.75)
+    ),
+}
+EVERY = pytest.mark.parametrize("mechanism", MECHANISMS.values(), ids=MECHANISMS.keys())
+
+
+class OneSum(Clipping):
+    """Somebody's own way to release a sum."""
+
+    def release(self, *args, **settings):
+        return super().release(*args, **settings)
+
+
+def trainer_of(mechanism, z=0.7, *, model=None, data=None, **settings):
+    settings = {"batch_size": 6, "steps": 3, "randomness": Randomness(5)} | settings
+    return Trainer(
+        model or make_mlp(37, 19),
+        settings.pop("algorithm", SGD(lr=0.3)),
+        data or make_data(SIZES, features=37),
+        privacy=ExamplePrivacy(mechanism, z, chunk=settings.pop("chunk", 4)),
+        **settings,
+    )
+
+
+def updates(trainer, rounds=1):
+    return torch.cat(
+        [
+            block.rows
+            for t in range(rounds)
+            for block in trainer.train(trainer.initial(), IDS, t + 1)
+        ]
+    )
+
+
+@EVERY
+@pytest.mark.parametrize("z", [0.0, 0.7])
+@pytest.mark.parametrize("chunk", [4, 16])
+def test_a_private_client_has_the_same_bytes_alone_and_in_a_block(mechanism, z, chunk):
+    found = [
+        updates(
+            trainer_of(
+                mechanism, z, block_size=size, chunk=chunk, state="client",
+                algorithm=AdadpLR(lr=0.2, tol=1.0, discard=False),
+            ),
+            rounds=2,
+        )
+        for size in (1, 3, 7)
+    ]  # fmt: skip
+    assert torch.isfinite(found[0]).all()
+    assert torch.equal(found[1], found[0])
+    assert torch.equal(found[2], found[0])
+
+
+@pytest.mark.parametrize("features", [1, 5, 64, 100])
+@pytest.mark.parametrize("hidden", [1, 8, 31])
+def test_bytes_do_not_depend_on_the_block_for_layers_of_any_width(features, hidden):
+    model, data = make_mlp(features, hidden), make_data(SIZES, features=features)
+    for mechanism in (Clipping(0.5), AdaClip(0.5)):
+        one, two = (
+            updates(trainer_of(mechanism, model=model, data=data, block_size=size))
+            for size in (1, 7)
+        )
+        assert torch.equal(one, two)
+
+
+@EVERY
+@pytest.mark.parametrize("make", [make_mlp, make_cnn])
+def test_a_block_releases_what_one_sum_at_a_time_does(monkeypatch, mechanism, make):
+    exact = {"dtype": torch.float64}
+    data = make_data(SIZES, features=36, shape=None if make is make_mlp else (1, 6, 6), **exact)
+    model = make_mlp(36, **exact) if make is make_mlp else make_cnn(**exact)
+    if make is make_cnn and mechanism is MECHANISMS["mixed layers"]:
+        mechanism = PerLayer((("0.*", QuantileClipping(bit_noise=2.0)), ("*", AdaClip(0.5))))
+    settings = {"model": model, "data": data, "state": "client"}
+    together = updates(trainer_of(mechanism, **settings), rounds=2)
+    monkeypatch.setattr("fedsim.mechanisms.blocks._together", lambda mechanism: False)
+    apart = updates(trainer_of(mechanism, **settings), rounds=2)
+    # Apart, implicit sums are rounded to their grid of 2^-30 once for every chunk.
+    torch.testing.assert_close(together, apart, rtol=0, atol=2e-7)
+
+
+def start(mechanism: Mechanism, layout: Layout, n: int, z: float):
+    state = {k: v.expand(n, *v.shape) for k, v in mechanism.init(layout).items()}
+    return releases(
+        mechanism, state, layout, noise_multiplier=z, denominators=[4.0] * n, device=CPU
+    )
+
+
+def sources(n: int) -> list[NoiseSource]:
+    return [NoiseSource(np.random.default_rng([3, k])) for k in range(n)]
+
+
+def layout_of(dtype=torch.float32) -> Layout:
+    return Layout.of({"1.weight": torch.empty(3, 5, dtype=dtype), "1.bias": torch.empty(3)})
+
+
+def both_kinds(x, delta):
+    """The same rows as factors and written out."""
+    outer = OuterRows((LinearPart(x, delta),))
+    return outer, DenseRows(outer.dense())
+
+
+@EVERY
+def test_padding_and_examples_that_are_not_finite_contribute_exactly_nothing(mechanism):
+    if mechanism is MECHANISMS["mixed layers"]:
+        mechanism = PerLayer((("*", QuantileClipping(bit_noise=2.0)),))
+    generator = torch.Generator().manual_seed(2)
+    x, delta = (torch.randn(3, 6, size, generator=generator) for size in (5, 3))
+    x[:, 4:] = torch.tensor([torch.nan, 1e30])[:, None]  # padding
+    x[1, 0, 2], delta[2, 3, 1] = torch.inf, torch.nan
+    counts, weights = [4, 4, 4], torch.zeros(3, 6, dtype=torch.float64)
+    weights[:, :4] = 1
+    good = [[0, 1, 2, 3], [1, 2, 3], [0, 1, 2]]
+    for kind in range(2):
+        block = start(mechanism, layout_of(), 3, 0.8)
+        for _ in range(2):  # rounds
+            block.begin(3)
+            block.add(both_kinds(x, delta)[kind], weights, counts)
+            means = block.release(sources(3)).clone()
+        for k, rows in enumerate(good):
+            alone = start(mechanism, layout_of(), 1, 0.8)
+            for _ in range(2):
+                alone.begin(1)
+                own = both_kinds(x[k : k + 1, rows], delta[k : k + 1, rows])[kind]
+                ones = torch.ones(1, len(rows), dtype=torch.float64)
+                alone.add(own, ones, [len(rows)])
+                mean = alone.release(sources(3)[k : k + 1])
+            assert torch.isfinite(mean).all()
+            assert torch.equal(means[k], mean[0])
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e8, 1e30])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_no_example_moves_a_sum_by_more_than_c(size, noisy):
+    class Silent(np.random.Generator):
+        def standard_normal(self, size=None):
+            return np.zeros(size)
+
+    silence = [NoiseSource(Silent(np.random.PCG64(0)))] * 50
+    generator = torch.Generator().manual_seed(9)
+    x, delta = (torch.randn(50, 1, width, generator=generator) for width in (5, 3))
+    for mechanism in (Clipping(0.7), Normalization(0.7), QuantileClipping(0.5, 0.2, 0.7, 1.0)):
+        for rows in both_kinds(x * size, delta):
+            block = start(mechanism, layout_of(), 50, 0.5 if noisy else 0.0)
+            block.begin(50)
+            block.add(rows, torch.ones(50, 1, dtype=torch.float64), [1] * 50)
+            sums = block.release(silence) * 4.0
+            norms = torch.linalg.vector_norm(sums, dim=1)
+            assert (norms <= 0.7).all()
+            if size >= 1e8:
+                assert (norms >= 0.7 * (1 - 1e-5)).all()
+
+
+def test_clients_of_one_block_may_be_in_either_phase():
+    mechanism = AdaptiveNoise(clip_norm=0.5, threshold=0.01, beta=3.0)
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.randn(4, 6, 18, generator=generator, dtype=torch.float64)
+    spread = torch.linspace(0, 1, 18, dtype=torch.float64) ** 2
+    state = {"mean_square": spread * torch.tensor([[0.0], [1.0], [1e-6], [4.0]])}
+    ones, made = torch.ones(4, 6, dtype=torch.float64), []
+    for own in ([0, 1, 2, 3], [0], [1], [2], [3]):
+        block = releases(
+            mechanism, {"mean_square": state["mean_square"][own]},
+            Layout.of({"w": torch.empty(18, dtype=torch.float64)}),
+            noise_multiplier=1.0, denominators=[6.0] * len(own), device=CPU,
+        )  # fmt: skip
+        block.begin(len(own))
+        block.add(DenseRows(rows[own]), ones[own], [6] * len(own))
+        made.append((block.release([sources(4)[k] for k in own]), block.state["mean_square"]))
+    assert mechanism._ready(state)["adaptive"].flatten().tolist() == [False, True, False, True]
+    for joined, apart in zip(made[0], zip(*made[1:], strict=True), strict=True):
+        assert torch.equal(joined, torch.cat(apart))
+
+
+def test_whoever_overrides_how_one_sum_is_made_is_asked_for_every_sum():
+    rule = {
+        _Gaussians: [Clipping(1.0), AdaClip(), AdaptiveNoise(1.0, 0.1, 1.0)],
+        _Layers: [PerLayer(Normalization(1.0))],
+        _OneByOne: [
+            OneSum(1.0), NoPrivacy(), PerLayer(OneSum(1.0)),
+            AdaptiveNoise(1.0, 0.1, 1.0, unsafe_non_private_raw_statistics=True),
+        ],
+    }  # fmt: skip
+    for kind, mechanisms in rule.items():
+        for mechanism in mechanisms:
+            assert type(start(mechanism, layout_of(), 2, 0.0)) is kind
+    theirs, ours = (updates(trainer_of(kind(0.5))) for kind in (OneSum, Clipping))
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [make_mlp, make_cnn])
+@EVERY
+def test_a_private_step_for_a_gpu_is_that_of_a_cpu_and_reads_nothing_back(
+    monkeypatch, mechanism, make
+):
+    exact = {"dtype": torch.float64}
+    shape = None if make is make_mlp else (1, 6, 6)
+    if make is make_cnn and mechanism is MECHANISMS["mixed layers"]:
+        mechanism = PerLayer((("0.*", QuantileClipping(bit_noise=2.0)), ("*", AdaClip(0.5))))
+    model = make_mlp(36, **exact) if make is make_mlp else make_cnn(**exact)
+    data = make_data(SIZES, features=36, shape=shape, **exact)
+    expected = updates(trainer_of(mechanism, model=model, data=data))
+    trainer = trainer_of(mechanism, model=model, data=data)
+    vector = pretend(trainer.initial())
+    trainer = as_if_on_a_gpu(monkeypatch, trainer)
+    trainer._write_down = lambda *line: None
+    zeros, made = torch.zeros, releases
+    monkeypatch.setattr(torch, "zeros", lambda *size, **kind: pretend(zeros(*size, **kind)))
+    monkeypatch.setattr(
+        steps_module, "releases",
+        lambda mechanism, state, *rest, **settings: made(
+            mechanism, {k: pretend(v) for k, v in state.items()}, *rest, **settings
+        ),
+    )  # fmt: skip
+    step = PrivateSteps.step
+
+    def watched(*given):
+        with NoReadingBack():
+            step(*given)
+
+    monkeypatch.setattr(PrivateSteps, "step", watched)
+    (block,) = trainer.train(vector, IDS, 1)
+    assert block.rows.is_cuda
+    torch.testing.assert_close(block.rows.as_subclass(torch.Tensor), expected, rtol=0, atol=1e-9)
+
+
+@EVERY
+def test_no_private_step_mixes_the_gpu_with_the_host(monkeypatch, mechanism):
+    """On tensors without data, which know their device and refuse to be read."""
+    monkeypatch.setattr("fedsim.training.graphs.CudaRecorder", lambda device: None)
+    monkeypatch.setattr(
+        "fedsim.mechanisms.blocks.normals",
+        lambda noise, sizes, device: torch.zeros(
+            len(noise), sum(sizes), dtype=torch.float64, device=device
+        ),
+    )
+    own = make_data(SIZES).indices
+    with FakeTensorMode(), torch.no_grad():
+        with torch.device("cuda"):
+            model = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+            clients = ClientData(torch.empty(100, 6), torch.zeros(100, dtype=torch.int64), own)
+        monkeypatch.setattr(model, "to", lambda device: model)
+        trainer = trainer_of(mechanism, model=model, data=clients, device="cuda")
+        start = trainer.packing.pack(trainer.initial().unsqueeze(0))
+        for batches in plan_poisson(trainer.plan, own, IDS, [Randomness(0)] * len(own), 1, 4):
+            n = len(batches.members)
+            steps = PrivateSteps(
+                trainer, batches, 1, privacy=trainer.privacy, client_ids=batches.members,
+                randomness=[Randomness(0)] * n, kept={}, present=np.zeros(n, dtype=np.bool_),
+            )  # fmt: skip
+            ended = steps.run(
+                start.expand(n, -1).clone(),
+                {k: start.new_full((n,), v) for k, v in trainer.algorithm.numbers().items()},
+                {}, torch.ones(n, dtype=torch.bool, device="cuda"),
+            )  # fmt: skip
+            found = (ended.theta, *steps.releases.state.values())
+            assert {tensor.device.type for tensor in found} == {"cuda"}
+
+
+def test_noise_for_a_block_is_what_each_client_draws_alone():
+    mechanism = PerLayer((("1.weight", Clipping(1.0)), ("*", Clipping(1e-9))))
+    layout = Layout.of({"1.weight": torch.empty(3, 5), "1.bias": torch.empty(3)})
+    block = start(mechanism, layout, 3, 2.0)
+    block.begin(3)
+    means = block.release([dataclasses.replace(own, hardened=True) for own in sources(3)])
+    for k, source in enumerate(sources(3)):
+        alone = mechanism.release(
+            mechanism.init(layout), mechanism.accumulate(mechanism.init(layout), layout),
+            noise_multiplier=2.0, denominator=4.0, noise=dataclasses.replace(source, hardened=True),
+        )  # fmt: skip
+        assert torch.equal(means[k], alone.mean)
