@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fedsim import RunConfig
 from fedsim.errors import FedsimError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 PRIVATE = ["mechanism.name=clipping", "noise.multiplier=1.0", "cohort.name=poisson"]
 

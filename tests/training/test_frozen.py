@@ -9,9 +9,9 @@ from clients_helpers import make_cnn, make_data
 from torch import Tensor, nn
 
 from fedsim.clients import SGD
-from fedsim.training.paths import frozen as module
 from fedsim.randomness import Randomness
 from fedsim.training import ClientData, Trainer
+from fedsim.training.paths import frozen as module
 from fedsim.training.paths.frozen import past_frozen
 
 SIZES = (5, 0, 11, 3)

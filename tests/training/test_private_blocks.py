@@ -13,7 +13,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fedsim.clients import SGD, AdadpLR
-from fedsim.training import steps as steps_module
 from fedsim.mechanisms import (
     AdaClip,
     AdaptiveNoise,
@@ -31,6 +30,7 @@ from fedsim.mechanisms.blocks import _Gaussians, _Layers, _OneByOne
 from fedsim.randomness import Randomness
 from fedsim.rows import DenseRows, Layout, LinearPart, OuterRows
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
+from fedsim.training import steps as steps_module
 from fedsim.training.batches import plan_poisson
 from fedsim.training.steps import PrivateSteps
 
