@@ -22,6 +22,7 @@ from fedsim.privacy.events import Adjacency, Event, Level, Sampler
 from fedsim.privacy.ledger import Ledger
 from fedsim.privacy.planning import Answer, Plan
 from fedsim.privacy.statement import Statement
+from fedsim.privacy.tradeoff import TradeOff, tradeoff
 
 __all__ = [
     "Accountant",
@@ -36,6 +37,7 @@ __all__ = [
     "Plan",
     "Sampler",
     "Statement",
+    "TradeOff",
     "WorstClient",
     "calibrate",
     "calibrate_events",
@@ -43,5 +45,6 @@ __all__ = [
     "epsilon",
     "rounds_within",
     "rounds_within_events",
+    "tradeoff",
     "worst_client",
 ]

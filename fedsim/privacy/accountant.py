@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
+import numpy as np
+
 from fedsim.errors import FedsimError
 from fedsim.privacy.analytic import gaussian_delta, gaussian_epsilon
 from fedsim.privacy.events import Adjacency, Event, common_adjacency
-from fedsim.privacy.pld import Component, composed_delta, composed_epsilon
+from fedsim.privacy.pld import Component, composed_delta, composed_epsilon, composed_profile
 from fedsim.privacy.rdp import (
     Array,
     fixed_rdp,
@@ -27,6 +29,8 @@ Method = Literal["analytic", "pld", "rdp", "none"]
 # Rounding in the transforms is about 1e-16 of the mass a release; below this delta it
 # would no longer be negligible, and RDP takes over.
 SMALLEST_PLD_DELTA = 1e-10
+# Of a profile without loss distributions; lines through them are valid, however few.
+PROFILE_POINTS = 257
 # Beyond these numbers of distinct (rate, noise) pairs, the noise is rounded down to a 1 %
 # ladder, and then RDP alone is used.
 MOST_EXACT, MOST_ROUNDED = 10, 64
@@ -139,6 +143,30 @@ class Accountant:
         components = spent.components()
         delta = composed_delta(components, epsilon) if components is not None else 0.0
         return delta if delta >= SMALLEST_PLD_DELTA else rdp_delta(spent.rdp(), epsilon)
+
+    @property
+    def gaussian_mu(self) -> float | None:
+        """Sensitivity in standard deviations, where everything so far is one Gaussian."""
+        return self._spent.mu if self._spent.private and self._spent.analytic else None
+
+    def profile(self) -> tuple[Array, Array]:
+        """All that is known at once: epsilons ascending from 0, and a valid delta at each.
+
+        Returns
+        -------
+        tuple of float64 ``[points]``
+            Both empty where a release had no guarantee. Deltas are not below 1e-10.
+        """
+        spent = self._spent
+        if not spent.private:
+            return np.empty(0), np.empty(0)
+        components = spent.components()
+        if not spent.analytic and components is not None:
+            epsilons, deltas = composed_profile(components)
+        else:
+            epsilons = np.linspace(0.0, self.epsilon(SMALLEST_PLD_DELTA), PROFILE_POINTS)
+            deltas = np.array([self.delta(float(epsilon)) for epsilon in epsilons])
+        return epsilons, np.clip(deltas, SMALLEST_PLD_DELTA, 1.0)
 
     def _best(self, delta: float) -> tuple[float, Method]:
         spent = self._spent

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr, ndtri
 
-__all__ = ["Component", "composed_delta", "composed_epsilon"]
+__all__ = ["Component", "composed_delta", "composed_epsilon", "composed_profile"]
 
 Array = npt.NDArray[np.float64]
 Complex = npt.NDArray[np.complex128]
@@ -36,6 +36,7 @@ STEPS_PER_STD = 40
 LARGEST_STEP = 0.02
 MOST_POINTS = 2**19
 MOST_WINDOW_POINTS = 2**22
+MOST_PROFILE_POINTS = 2**12
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,27 @@ def composed_delta(counts: Mapping[Component, int], epsilon: float) -> float:
         over = losses > epsilon
         worst = max(worst, infinite - float(probs[over] @ np.expm1(epsilon - losses[over])))
     return min(1.0, worst)
+
+
+def composed_profile(counts: Mapping[Component, int]) -> tuple[Array, Array]:
+    """Epsilons ascending from 0, and the delta of the worse direction at each: ``[points]``."""
+    h = _step(counts)
+    profiles = [_deltas(*_compose(counts, h, side), h) for side in (0, 1)]
+    points = max(map(len, profiles))
+    # Beyond its last loss a direction keeps what it counts as infinite.
+    worst = np.max([np.pad(p, (0, points - len(p)), mode="edge") for p in profiles], axis=0)
+    stride = -(-points // MOST_PROFILE_POINTS)
+    epsilons = h * np.arange(0, points, stride, dtype=np.float64)
+    return epsilons, np.asarray(np.clip(worst[::stride], 0.0, 1.0))
+
+
+def _deltas(start: int, probs: Array, infinite: float, h: float) -> Array:
+    """Hockey-stick divergence at ``0, h, 2h, ...`` up to and including the largest loss."""
+    if start + len(probs) <= 0:
+        return np.array([infinite])
+    probs = np.concatenate([np.zeros(max(0, start)), probs[max(0, -start) :]])
+    above = infinite + np.cumsum(probs[::-1])[::-1]
+    return np.asarray(above - _discounted(probs, h))
 
 
 def _step(counts: Mapping[Component, int]) -> float:
