@@ -13,10 +13,6 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
 
 from fedsim import datasets, models, partitions
-from fedsim.runs import objects
-from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
-from fedsim.training.batches import Plan
-from fedsim.training.paths.frozen import past_frozen
 from fedsim.config import RunConfig
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
@@ -28,7 +24,11 @@ from fedsim.privacy import (
     worst_client,
 )
 from fedsim.randomness import Randomness
+from fedsim.runs import objects
 from fedsim.strategies import DPFedAvg
+from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
+from fedsim.training.batches import Plan
+from fedsim.training.paths.frozen import past_frozen
 
 __all__ = ["Build"]
 

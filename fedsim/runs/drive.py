@@ -11,11 +11,11 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from fedsim.runs.artefacts import RunDirectory
-from fedsim.runs.build import Build
 from fedsim.engines.arrays import tensors
 from fedsim.models import values_of
 from fedsim.privacy import Statement
+from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.build import Build
 from fedsim.strategies import DPFedAvg, Rounds, rounds_of, run_to_end
 
 __all__ = ["Observer", "Row", "RunResult", "Session", "drive"]

@@ -12,16 +12,16 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from fedsim.runs.artefacts import OUT, RunDirectory
-from fedsim.runs.build import Build
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.flwr_cli import Operator, write_app
 from fedsim.deploy.rehearsal import Rehearsal
 from fedsim.deploy.simulation import Simulation, resources
-from fedsim.runs.drive import Observer, Row, RunResult
 from fedsim.engines.arrays import array_record
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
+from fedsim.runs.artefacts import OUT, RunDirectory
+from fedsim.runs.build import Build
+from fedsim.runs.drive import Observer, Row, RunResult
 from fedsim.strategies import RunFailedError
 
 __all__ = ["RanElsewhere", "run_deployment", "run_simulation"]

@@ -9,12 +9,12 @@ from typing import Any
 from fedsim import mechanisms, partitions, registry, tasks
 from fedsim.clients import LocalAlgorithm
 from fedsim.clients.catalog import make_algorithm, parse_options
-from fedsim.tasks.losses import Loss, Metric
 from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
 from fedsim.config import RunConfig
 from fedsim.config.sections import ClientMechanismSection, MechanismSection
 from fedsim.mechanisms import Mechanism
 from fedsim.strategies import ServerOptimizer, adam, sgd
+from fedsim.tasks.losses import Loss, Metric
 
 __all__ = ["algorithm", "cohort", "loss", "mechanism", "metrics", "partition", "server_optimizer"]
 

@@ -6,12 +6,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedsim.runs.artefacts import RunDirectory
-from fedsim.runs.build import Build
 from fedsim.config import RunConfig
-from fedsim.runs.drive import Observer, RunResult, drive
 from fedsim.engines import LocalGrid
 from fedsim.engines.process import settle
+from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.build import Build
+from fedsim.runs.drive import Observer, RunResult, drive
 
 if TYPE_CHECKING:
     from fedsim.engines.ray import RayGrid

@@ -19,17 +19,17 @@ import numpy as np
 import torch
 from flwr.app import Message
 
-from fedsim.runs.artefacts import RunDirectory
-from fedsim.runs.build import Build
-from fedsim.training import ClientData, Trainer
 from fedsim.config import RunConfig, Scalar
-from fedsim.runs.drive import Row, Session
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
-from fedsim.rows.exchange import Block, Ids, Instructions, Replies
 from fedsim.randomness import Purpose, Randomness
-from fedsim.strategies import Rounds, run_to_end
+from fedsim.rows.exchange import Block, Ids, Instructions, Replies
+from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.build import Build
+from fedsim.runs.drive import Row, Session
 from fedsim.runs.objects import algorithm
+from fedsim.strategies import Rounds, run_to_end
+from fedsim.training import ClientData, Trainer
 
 __all__ = ["Member", "is_done", "members", "parse_axes", "run_sweep"]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedsim.runs.artefacts import RunDirectory
 from fedsim.errors import FedsimError
+from fedsim.runs.artefacts import RunDirectory
 
 
 def test_a_directory_that_holds_a_run_is_refused_unless_it_may_be_overwritten(

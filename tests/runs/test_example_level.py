@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 import fedsim
 from fedsim import RunConfig
-from fedsim.runs.build import Build
 from fedsim.cli.app import app
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
+from fedsim.runs.build import Build
 
 BASE = RunConfig().replace(
     **{

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from fedsim import RunConfig, mechanisms
-from fedsim.runs import objects
 from fedsim.clients import SGD, AdadpLR, LocalAlgorithm, Proximal
 from fedsim.clients.catalog import ALGORITHMS
 from fedsim.config.keys import Section
@@ -21,6 +20,7 @@ from fedsim.mechanisms import (
     PerLayer,
     PrivateScalar,
 )
+from fedsim.runs import objects
 
 
 def config(**changes: Any) -> RunConfig:

@@ -6,11 +6,11 @@ import pytest
 
 import fedsim
 from fedsim import RunConfig
-from fedsim.runs.artefacts import RunDirectory
 from fedsim.cohorts import PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import epsilon
 from fedsim.reports.sweep import price, read_line
+from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.sweep import is_done, members, parse_axes, run_sweep
 
 BASE = RunConfig().replace(
