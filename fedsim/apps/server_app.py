@@ -10,8 +10,10 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedsim.config import RunConfig
+from fedsim.deploy.roster import CLIENTS, read_roster
 from fedsim.engines.process import settle
 from fedsim.engines.streaming import StreamingGrid
+from fedsim.errors import FedsimError
 from fedsim.runs.artefacts import OUT, RUNS, RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.drive import Row, drive
@@ -35,7 +37,10 @@ def main(grid: Grid, context: Context) -> None:
     directory.claim(build.resolved.to_toml())
     _log.info("the artefacts of run %s are in %s", context.run_id, directory.path.absolute())
     streaming = StreamingGrid(
-        grid, clients=config.partition.clients, patience=config.engine.node_timeout
+        grid,
+        clients=config.partition.clients,
+        patience=config.engine.node_timeout,
+        roster=roster_for(config),
     )
     result = drive(build, streaming, directory, _show)
     _log.info("%s %s", result.ended, result.why)
@@ -46,6 +51,25 @@ def run_directory(name: str, run_id: int) -> Path:
     if OUT in os.environ:
         return Path(os.environ[OUT])
     return Path(os.environ.get(RUNS, "runs")) / f"{name}-{run_id}"
+
+
+def roster_for(config: RunConfig) -> dict[str, int] | None:
+    """Client id of each registered key; None where nodes have none and are asked.
+
+    Raises
+    ------
+    FedsimError
+        If nobody has said which key is which client, in a deployment.
+    """
+    if config.engine.name != "deployment":
+        return None
+    if CLIENTS not in os.environ:
+        raise FedsimError(
+            f"{CLIENTS} is not set on the SuperLink's machine; start the SuperLink with "
+            "`fedsim deploy superlink`, which knows whose key is which client's."
+        )
+    path = os.environ[CLIENTS]
+    return read_roster(Path(path)) if path else None
 
 
 def _show(row: Row) -> None:

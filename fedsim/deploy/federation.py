@@ -22,6 +22,8 @@ import tomli_w
 
 from fedsim.deploy.certificates import Authority, node_key, write_private, write_public
 from fedsim.deploy.processes import program
+from fedsim.deploy.roster import CLIENTS, write_roster
+from fedsim.engines.directory import key_digest
 from fedsim.engines.messages import speaks_grpc
 from fedsim.errors import FedsimError
 
@@ -97,8 +99,8 @@ class Federation:
         made.directory.chmod(0o700)
         if not insecure:
             made._make_certificates(days)
-        for node in range(nodes):
-            made._make_node(node)
+        roster = {made._make_node(node): node for node in range(nodes if not insecure else 0)}
+        write_roster(made.roster, roster)
         connection = made._connection((home or made.directory) / "operator")
         write_public(made.operator / "config.toml", connection.encode())
         made.runs.mkdir()
@@ -133,6 +135,11 @@ class Federation:
     def runs(self) -> Path:
         """Where the ServerApp writes, when this machine is the SuperLink's."""
         return self.directory / "runs"
+
+    @property
+    def roster(self) -> Path:
+        """Which key is which client."""
+        return self.directory / "superlink" / "clients.toml"
 
     def node(self, number: int) -> Path:
         """Directory of one SuperNode."""
@@ -218,6 +225,11 @@ class Federation:
         return [*command, "--node-config", written, "--host", "127.0.0.1", "--port", str(port)]
 
     @property
+    def superlink_variables(self) -> dict[str, str]:
+        """Environment of the SuperLink: where its ServerApps find whose key is which client's."""
+        return {CLIENTS: "" if self.insecure else str(self.roster)}
+
+    @property
     def nodes_port(self) -> int:
         """The SuperLink's port for SuperNodes."""
         return self.fleet_port if speaks_grpc() else self.port
@@ -230,14 +242,16 @@ class Federation:
             write_public(party / "ca.crt", certificate)
         self.issue(days)
 
-    def _make_node(self, node: int) -> None:
-        if self.insecure:
-            return
+    def _make_node(self, node: int) -> str:
+        """Make a node's files; the digest of its key."""
         private, public = node_key()
         write_private(self.node(node) / "node.key", private)
         write_public(self.public_key(node), public)
         authority = self.directory / "authority" / "ca.crt"
         write_public(self.node(node) / "ca.crt", authority.read_bytes())
+        digest = key_digest(public)
+        assert digest is not None
+        return digest
 
     def _connection(self, operator: Path) -> str:
         link: dict[str, str | bool] = {"address": f"{self.hosts[0]}:{self.port}"}

@@ -56,7 +56,7 @@ class Rehearsal:
         self.supernodes: dict[int, Running] = {}
         # When each was started last, how often it has ended early, and how to start it again.
         self._starts: dict[int, tuple[float, int, Callable[[], None]]] = {}
-        self._variables = dict(variables or {})
+        self._variables = {**federation.superlink_variables, **(variables or {})}
         self._database = database
         self._processes = Processes(logs)
         self._homes = Path(tempfile.mkdtemp(prefix="fedsim-flower-"))

@@ -1,25 +1,35 @@
 """Which Flower node is which client.
 
 Node ids are Flower's, random in its simulation runtime; client ids are ours, and draws are
-keyed by them. A node says which client it is when asked by a QUERY message, to which
-fedsim's client app replies with a `MetricRecord` that has a ``client-id``.
+keyed by them. In a deployment the operator's roster says which registered key is which client,
+and nobody is asked. Elsewhere (virtual clients, a federation without keys) a node says which
+client it is when asked by a QUERY message, to which fedsim's client app replies with a
+`MetricRecord` that has a ``client-id``.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from cryptography.hazmat.primitives import serialization
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from fedsim.engines.messages import CLIENT_RAISED
+from fedsim.engines.messages import CLIENT_RAISED, NodeInfo
 from fedsim.errors import FedsimError
 
-__all__ = ["CLIENT_ID_KEY", "ClientDirectory", "client_ids"]
+__all__ = ["CLIENT_ID_KEY", "ClientDirectory", "client_ids", "key_digest"]
+
+_log = logging.getLogger("fedsim")
 
 CLIENT_ID_KEY = "client-id"
+_LARGEST_ID = 2**63 - 1
 
 
 @runtime_checkable
@@ -32,17 +42,29 @@ class KnowsClients(Protocol):
 
 @dataclass
 class ClientDirectory:
-    """Client ids of a grid's nodes, asked once for each node.
+    """Client ids of a grid's nodes: by their registered keys, or asked once for each node.
+
+    No node can end a run: one that is not to be believed is ignored and counted.
 
     Parameters
     ----------
     timeout : float
         Seconds that the first `look` waits for the nodes' answers, and `wait` for clients. A
         node that has not answered is left out until it does; nobody waits for it again.
+    roster : mapping of str to int, optional
+        Client id of each registered key, by its `key_digest`. What nodes say is then not asked.
+
+    Attributes
+    ----------
+    ignored : Counter of str
+        Nodes connected at the last look that are no client, by reason: ``no key``,
+        ``unlisted key``, ``duplicate key``; without a roster ``bad claim``, ``duplicate claim``.
     """
 
     timeout: float = 60.0
-    _client_of: dict[int, int] = field(default_factory=dict, init=False, repr=False)
+    roster: Mapping[str, int] | None = None
+    ignored: Counter[str] = field(default_factory=Counter, init=False)
+    _client_of: dict[int, int | str] = field(default_factory=dict, init=False, repr=False)
     _number_of: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     _pending: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _looked: bool = field(default=False, init=False, repr=False)
@@ -51,15 +73,15 @@ class ClientDirectory:
         """Node id of each client id, of the nodes connected now; sorted by client id.
 
         Nodes whose app has no query handler are known by their node ids: they are numbered in
-        sorted order, and those that come later go on from there.
-
-        Raises
-        ------
-        FedsimError
-            If two connected nodes claim one client id, or one claims something that is none.
+        sorted order, and those that come later go on from there. Of two nodes with one client
+        id neither is believed.
         """
         if isinstance(grid, KnowsClients):
             return grid.client_ids()
+        if self.roster is not None:
+            return self._known(
+                (node.node_id, _by_key(node, self.roster)) for node in grid.get_nodes()
+            )
         # Later on a new node must not hold up a round.
         patience = 0.0 if self._looked else self.timeout
         self._looked = True
@@ -78,7 +100,7 @@ class ClientDirectory:
         Raises
         ------
         FedsimError
-            If there are fewer clients when the time is up, and as `look` does.
+            If there are fewer clients when the time is up.
         """
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
@@ -98,17 +120,26 @@ class ClientDirectory:
         # A federation whose clients say who they are has no use for the others' numbers,
         # which would collide with somebody's id.
         known = self._client_of or self._number_of
-        claims: dict[int, int] = {}
-        for node in nodes:
-            if (client := known.get(node)) is None:
-                continue
-            if client in claims:
-                raise FedsimError(
-                    f"nodes {claims[client]} and {node} both claim client id {client}; each "
-                    "client id (the node config's 'partition-id') may be used by one node."
-                )
-            claims[client] = node
-        return dict(sorted(claims.items()))
+        return self._known((node, known[node]) for node in nodes if node in known)
+
+    def _known(self, claims: Iterable[tuple[int, int | str]]) -> dict[int, int]:
+        """Node of each client, of nodes with a client id or the reason why they have none."""
+        nodes_of: dict[int, list[int]] = {}
+        ignored: Counter[str] = Counter()
+        for node, claim in claims:
+            if isinstance(claim, str):
+                ignored[claim] += 1
+            else:
+                nodes_of.setdefault(claim, []).append(node)
+        known = {client: nodes[0] for client, nodes in sorted(nodes_of.items()) if len(nodes) == 1}
+        doubtful = sum(len(nodes) for nodes in nodes_of.values()) - len(known)
+        if doubtful:
+            ignored["duplicate claim" if self.roster is None else "duplicate key"] = doubtful
+        if ignored != self.ignored:
+            why = ", ".join(f"{count} for {reason}" for reason, count in sorted(ignored.items()))
+            _log.warning("nodes ignored: %s", why or "none any more")
+        self.ignored = ignored
+        return known
 
     def _ask(self, grid: Grid, nodes: list[int]) -> None:
         silent = set(self._pending.values())
@@ -148,14 +179,40 @@ class ClientDirectory:
         for record in reply.content.metric_records.values():
             if CLIENT_ID_KEY in record:
                 claimed = record[CLIENT_ID_KEY]
-                if not isinstance(claimed, int) or claimed < 0:
-                    raise FedsimError(
-                        f"node {node} claims client id {claimed!r}; it must be an integer, 0 or "
-                        "more."
-                    )
-                self._client_of[node] = claimed
+                if isinstance(claimed, int) and 0 <= claimed <= _LARGEST_ID:
+                    self._client_of[node] = claimed
+                else:
+                    self._client_of[node] = "bad claim"
                 return True
         return False
+
+
+def key_digest(public_key: bytes) -> str | None:
+    """SHA-256 of a public key's SubjectPublicKeyInfo, in hex; None where it is no key.
+
+    Parameters
+    ----------
+    public_key : bytes
+        PEM, as Flower hands on what was registered, or OpenSSH, as node keys are written.
+    """
+    loaders = (serialization.load_pem_public_key, serialization.load_ssh_public_key)
+    for load in loaders:
+        try:
+            key = load(public_key)
+        except Exception:  # whatever a stranger's bytes make of a parser
+            continue
+        der = key.public_bytes(
+            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+        return hashlib.sha256(der).hexdigest()
+    return None
+
+
+def _by_key(node: NodeInfo, roster: Mapping[str, int]) -> int | str:
+    digest = key_digest(node.public_key)
+    if digest is None:
+        return "no key"
+    return roster.get(digest, "unlisted key")
 
 
 def client_ids(grid: Grid, *, timeout: float = 60.0) -> dict[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -36,6 +36,8 @@ class StreamingGrid(Grid):
         How many clients the first round waits for.
     patience : float
         Seconds that it waits for them, before it goes on with those that are there.
+    roster : mapping of str to int, optional
+        Client id of each registered key, as for `ClientDirectory`.
     slowest_look : float
         Seconds between two looks, at most.
     """
@@ -46,13 +48,14 @@ class StreamingGrid(Grid):
         *,
         clients: int = 1,
         patience: float = 60.0,
+        roster: Mapping[str, int] | None = None,
         slowest_look: float = 0.5,
     ) -> None:
         self._grid = grid
         self._clients = clients
         self._patience = patience
         self._slowest_look = slowest_look
-        self._directory = ClientDirectory(timeout=patience)
+        self._directory = ClientDirectory(timeout=patience, roster=roster)
         self._waited = False
 
     def set_run(self, run: Run) -> None:

@@ -38,6 +38,7 @@ def test_each_party_gets_its_own_files_with_the_right_permissions(made):
         "operator/node-0.pub": 0o644,
         "operator/node-1.pub": 0o644,
         "superlink/ca.crt": 0o644,
+        "superlink/clients.toml": 0o644,
         "superlink/server.key": 0o600,
         "superlink/server.pem": 0o644,
     }

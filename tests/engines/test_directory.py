@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import hashlib
+
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from toy_clients import ToyTrainer, toy_app
 
 from fedsim.engines import ClientDirectory, LocalGrid, client_ids
-from fedsim.engines.messages import NODE_UNAVAILABLE, error_reply
+from fedsim.engines.directory import key_digest
+from fedsim.engines.messages import NODE_UNAVAILABLE, NodeInfo, error_reply
 from fedsim.errors import FedsimError
 
 
@@ -74,10 +79,11 @@ def test_a_node_is_asked_once():
     assert grid.asked == [4, 7, 9]
 
 
-def test_two_nodes_that_claim_one_id_are_refused():
-    grid = RandomNodes(app_claiming({4: 1, 7: 1}), nodes=[4, 7])
-    with pytest.raises(FedsimError, match="nodes 4 and 7 both claim client id 1"):
-        client_ids(grid)
+def test_of_two_nodes_that_claim_one_id_neither_is_believed():
+    grid = RandomNodes(app_claiming({4: 1, 7: 1, 9: 0}), nodes=[4, 7, 9])
+    directory = ClientDirectory()
+    assert directory.look(grid) == {0: 9}
+    assert directory.ignored == {"duplicate claim": 2}
 
 
 def test_a_node_that_comes_back_under_another_node_id_keeps_its_client_id():
@@ -89,9 +95,56 @@ def test_a_node_that_comes_back_under_another_node_id_keeps_its_client_id():
     assert directory.look(grid) == {0: 4, 1: 9}
 
 
-def test_a_negative_claim_is_refused():
-    with pytest.raises(FedsimError, match="client id -3"):
-        client_ids(RandomNodes(app_claiming({4: -3}), nodes=[4]))
+@pytest.mark.parametrize("claim", [-3, 0.5, 2**63])
+def test_a_claim_that_is_no_client_id_is_ignored_and_counted(claim):
+    directory = ClientDirectory()
+    assert directory.look(RandomNodes(app_claiming({4: claim, 7: 1}), nodes=[4, 7])) == {1: 7}
+    assert directory.ignored == {"bad claim": 1}
+
+
+class KeyedNodes(RandomNodes):
+    """A grid whose nodes have registered keys, and say something else when they are asked."""
+
+    def __init__(self, keys):
+        super().__init__(app_claiming(dict.fromkeys(keys, 0)), nodes=list(keys))
+        self.keys = keys
+
+    def get_nodes(self):
+        return [NodeInfo(node_id=node, public_key=key) for node, key in self.keys.items()]
+
+
+@pytest.fixture(scope="module")
+def keys():
+    return [ec.generate_private_key(ec.SECP384R1()).public_key() for _ in range(4)]
+
+
+def pem(key):
+    return key.public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+
+
+def test_a_registered_key_is_the_client_that_the_roster_says_and_nobody_is_asked(keys):
+    grid = KeyedNodes({9: pem(keys[0]), 4: pem(keys[1])})
+    directory = ClientDirectory(roster={key_digest(pem(keys[0])): 5, key_digest(pem(keys[1])): 2})
+    assert directory.look(grid) == {2: 4, 5: 9}
+    assert grid.asked == []
+
+
+def test_unlisted_duplicate_and_missing_keys_are_ignored_and_counted(keys):
+    listed, twice, unlisted, _ = (pem(key) for key in keys)
+    grid = KeyedNodes({4: listed, 5: unlisted, 6: twice, 7: twice, 8: b"", 9: b"garbage"})
+    directory = ClientDirectory(roster={key_digest(listed): 0, key_digest(twice): 1})
+    assert directory.look(grid) == {0: 4}
+    assert directory.ignored == {"duplicate key": 2, "no key": 2, "unlisted key": 1}
+
+
+def test_a_key_has_one_digest_however_it_is_written(keys):
+    ssh = keys[0].public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    der = keys[0].public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    assert key_digest(ssh) == key_digest(pem(keys[0])) == hashlib.sha256(der).hexdigest()
 
 
 def test_apps_without_a_query_handler_are_known_by_sorted_node_id():

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+
+from fedsim.deploy.federation import Federation
+from fedsim.deploy.roster import read_roster, write_roster
+from fedsim.engines.directory import key_digest
+from fedsim.errors import FedsimError
+
+
+def test_a_federation_lists_each_nodes_key_as_its_client(tmp_path):
+    made = Federation.create(tmp_path / "fed", nodes=3)
+    digests = [key_digest(made.public_key(node).read_bytes()) for node in range(3)]
+    assert read_roster(made.roster) == {digest: node for node, digest in enumerate(digests)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[clients]\nabc = 0", f'[clients]\n{"a" * 64} = "0"', f"[clients]\n{'a' * 64} = true"],
+)
+def test_what_is_no_roster_is_refused(tmp_path, text):
+    path = tmp_path / "clients.toml"
+    path.write_text(text)
+    with pytest.raises(FedsimError):
+        read_roster(path)
+
+
+def test_two_keys_of_one_client_are_refused(tmp_path):
+    write_roster(tmp_path / "clients.toml", {"a" * 64: 1, "b" * 64: 1})
+    with pytest.raises(FedsimError, match="two keys one client id"):
+        read_roster(tmp_path / "clients.toml")
