@@ -175,10 +175,15 @@ def _check_noise(config: RunConfig) -> None:
 def _check_evaluation(config: RunConfig) -> None:
     evaluate = config.evaluate
     config.require(
-        not (config.private and evaluate.clients_every and not evaluate.unprotected),
+        not (
+            (config.private or config.client.private)
+            and evaluate.clients_every
+            and not evaluate.unprotected
+        ),
         "evaluate.clients-every",
         evaluate.clients_every,
-        "0 in a private run, since metrics of clients' data are released without noise; "
+        "0 in a run that is private at client or example level, since metrics of clients' data "
+        "are released without noise; "
         "set evaluate.unprotected = true to have them all the same",
     )
 

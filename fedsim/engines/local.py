@@ -59,6 +59,12 @@ class LocalGrid(Grid):
         "num-partitions".
     run_id : int
 
+    Attributes
+    ----------
+    times_each_client : bool
+        True: a timeout counts from each client's own start, so that a slow one shuts nobody
+        else out. A private run sets no timeout on a grid that does not say so.
+
     Examples
     --------
     >>> from flwr.clientapp import ClientApp
@@ -66,6 +72,8 @@ class LocalGrid(Grid):
     >>> grid.client_ids()
     {0: 2, 1: 3, 2: 4}
     """
+
+    times_each_client = True
 
     def __init__(
         self,

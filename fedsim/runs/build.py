@@ -281,6 +281,7 @@ class Build:
             max_failed_rounds=config.server.max_failed_rounds,
             average_client_state=config.client.state == "server",
             unprotected_metrics=evaluate.unprotected,
+            private_examples=config.client.private,
         )
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:

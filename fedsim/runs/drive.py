@@ -16,7 +16,7 @@ from fedsim.models import values_of
 from fedsim.privacy import Statement
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
-from fedsim.strategies import DPFedAvg, Rounds, rounds_of, run_to_end
+from fedsim.strategies import DPFedAvg, Rounds, round_timeout, rounds_of, run_to_end
 
 __all__ = ["Observer", "Row", "RunResult", "Session", "drive"]
 
@@ -90,6 +90,11 @@ class Session:
             on_round=self._scribe.on_round,
         )
 
+    def timeout(self, grid: Grid) -> float | None:
+        """Seconds that a client may take on ``grid``, if there is a limit."""
+        limit = self.build.config.engine.timeout
+        return round_timeout(grid, limit, private=self.strategy.protects)
+
     def save(self) -> None:
         """Write the model reached so far, whole: what is frozen is not in the run's arrays."""
         if self._directory is not None:
@@ -136,7 +141,7 @@ def drive(
     rounds = session.rounds(grid)
     interrupted = False
     try:
-        run_to_end(rounds, grid, build.config.engine.timeout)
+        run_to_end(rounds, grid, session.timeout(grid))
     except KeyboardInterrupt:
         interrupted = True
     finally:

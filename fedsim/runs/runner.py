@@ -45,7 +45,7 @@ def run(
     FedsimError
         For anything in the config that cannot be, before anything is written.
     RunFailedError
-        If too many rounds in a row had no usable reply.
+        If too many rounds in a row of a run without privacy had no usable reply.
     RanElsewhere
         If the run succeeded on a federation whose SuperLink is on another host: the
         artefacts are there.

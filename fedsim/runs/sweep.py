@@ -175,7 +175,7 @@ def _run_group(group: Sequence[Member], out: Path, observer: Observer | None) ->
         runs = [(session, LocalGrid(session.build.trainer)) for session in sessions]
         if len(runs) == 1:
             ((session, grid),) = runs
-            run_to_end(session.rounds(grid), grid, session.build.config.engine.timeout)
+            run_to_end(session.rounds(grid), grid, session.timeout(grid))
         else:
             shared = _SharedTrainer([session.build for session in sessions])
             _in_step([session.rounds(grid) for session, grid in runs], shared)

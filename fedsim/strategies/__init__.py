@@ -1,7 +1,7 @@
 """Strategies: DP-FedAvg, for fedsim's engines and for any Flower app."""
 
 from fedsim.strategies.dp_fedavg import DPFedAvg
-from fedsim.strategies.loop import Rounds, rounds_of, run_to_end
+from fedsim.strategies.loop import Rounds, round_timeout, rounds_of, run_to_end
 from fedsim.strategies.outcome import RoundReport, RunFailedError
 from fedsim.strategies.server_optimizer import ServerOptimizer, TorchOptimizer, adam, sgd
 
@@ -13,6 +13,7 @@ __all__ = [
     "ServerOptimizer",
     "TorchOptimizer",
     "adam",
+    "round_timeout",
     "rounds_of",
     "run_to_end",
     "sgd",

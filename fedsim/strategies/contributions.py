@@ -90,7 +90,8 @@ class Contributions:
             for index, client in enumerate(block.client_ids.tolist()):
                 keep[index] &= client in waiting
                 waiting.discard(client)
-            yield block if keep.all() else block.select(keep)
+            if keep.any():
+                yield block if keep.all() else block.select(keep)
 
     def start(
         self, asked: Asked, replies: Iterable[Message], layout: Layout, state: State

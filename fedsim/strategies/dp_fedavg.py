@@ -26,7 +26,7 @@ from fedsim.strategies.client_evaluation import ClientEvaluation
 from fedsim.strategies.client_state import ClientState
 from fedsim.strategies.contributions import Asked, Contributions, Placement
 from fedsim.strategies.flower_optimizer import FlowerOptimizer
-from fedsim.strategies.loop import rounds_of, run_to_end
+from fedsim.strategies.loop import round_timeout, rounds_of, run_to_end
 from fedsim.strategies.outcome import Failures, RoundReport
 from fedsim.strategies.participants import Participants, node_ids
 from fedsim.strategies.replies import to_arrays
@@ -45,8 +45,10 @@ class DPFedAvg(Strategy):
     `configure_train` and `aggregate_train` in turn: the cohort is drawn and the budget
     checked in the first; the second writes the release to the ledger before it is made.
 
-    A round in which every client that was asked failed is charged and keeps the model. That
-    clients fail is taken not to depend on their data.
+    A private round whose cohort was drawn is always released and charged, whoever fails: if
+    nobody asked was usable, the release is noise alone, and still a step. Failures are counted
+    and never end a private run, since clients may fail because of their data. Only where no
+    node can be reached at all is there no round.
 
     Parameters
     ----------
@@ -81,14 +83,18 @@ class DPFedAvg(Strategy):
     evaluate_every : int
         Rounds from one evaluation by clients to the next.
     min_available_nodes : int
-        Clients to wait for before a round, for at most ``node_timeout`` seconds.
+        Clients to wait for before a round, for at most ``node_timeout`` seconds; in a private
+        run before the first round only.
     max_failed_rounds : int
-        So many rounds in a row without a single usable reply fail the run.
+        So many rounds in a row without a single usable reply fail a run without privacy.
     average_client_state : bool
         Whether clients start from the mean of the state (ADADP's rate) that the last round's
         ended with, which they report: their ``client.state = "server"``.
     unprotected_metrics : bool
-        Whether clients' training metrics may be aggregated, without noise, in a private run.
+        Whether clients' metrics may be aggregated, without noise, in a private run.
+    private_examples : bool
+        Whether clients protect their own examples (example-level privacy). What they report,
+        and how they fail, is then treated as in a private run, whatever the mechanism here.
     weighted_by_key, arrayrecord_key, configrecord_key, train_metrics_aggr_fn, \
 evaluate_metrics_aggr_fn
         As for Flower's `FedAvg`. ``weighted_by_key`` weighs metrics, and updates only under
@@ -120,6 +126,7 @@ evaluate_metrics_aggr_fn
         max_failed_rounds: int = 3,
         average_client_state: bool = False,
         unprotected_metrics: bool = False,
+        private_examples: bool = False,
         weighted_by_key: str = "num-examples",
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",
@@ -131,7 +138,9 @@ evaluate_metrics_aggr_fn
             raise FedsimError(
                 f"max_epsilon = {max_epsilon}, but {mechanism} gives no guarantee to account for."
             )
-        shows_clients = not self.private or unprotected_metrics
+        self.protects = self.private or private_examples
+        """Whether the run claims privacy at either level."""
+        shows_clients = not self.protects or unprotected_metrics
         if fraction_evaluate is None:
             fraction_evaluate = 1.0 if shows_clients else 0.0
         if fraction_evaluate > 0 and not shows_clients:
@@ -178,7 +187,7 @@ evaluate_metrics_aggr_fn
             arrayrecord_key,
         )
         self._participants = Participants(
-            cohort, self.randomness, min_available_nodes, node_timeout
+            cohort, self.randomness, min_available_nodes, node_timeout, private=self.protects
         )
         self._evaluation = ClientEvaluation(
             self._participants,
@@ -192,7 +201,7 @@ evaluate_metrics_aggr_fn
         self._layout: Layout | None = None
         self._state: State = {}
         self._asked: Asked | None = None
-        self._failures = Failures(max_failed_rounds)
+        self._failures = Failures(None if self.protects else max_failed_rounds)
 
     # -- training ---------------------------------------------------------------------
 
@@ -255,7 +264,8 @@ evaluate_metrics_aggr_fn
         Raises
         ------
         RunFailedError
-            After ``max_failed_rounds`` rounds in a row without a usable reply.
+            After ``max_failed_rounds`` rounds in a row without a usable reply, in a run
+            without privacy.
         ValueError
             If this round was not configured, or has been aggregated before.
         """
@@ -280,13 +290,12 @@ evaluate_metrics_aggr_fn
             mechanism=str(self.mechanism),
             clip_norm=self.mechanism.sensitivity(self._state, self._layout),
         )
-        # Of those who were there to be asked: whether a client that is not there was drawn
-        # must not decide if noise is released.
         lost = len(asked.client_of) > 0 and total.count == 0
         failed = len(asked.cohort) - total.count
         self.report = RoundReport(server_round, len(asked.cohort), total.count, failed, {})
         self._failures.note(self.report, lost)
-        if lost:
+        # Whether noise is released must not depend on whether anybody failed.
+        if lost and not self.private:
             return None, None
         if self.client_state is not None:
             self.client_state.average()
@@ -371,6 +380,9 @@ evaluate_metrics_aggr_fn
 
         Parameters
         ----------
+        timeout : float
+            Seconds that a client may take. A private run has none where the grid knows but one
+            deadline for all of a round, by which one client would shut others out.
         first_round : int
             Where a resumed run goes on.
         on_round : callable, optional
@@ -387,7 +399,7 @@ evaluate_metrics_aggr_fn
             evaluate_fn=evaluate_fn,
             on_round=on_round,
         )
-        return run_to_end(rounds, grid, timeout)
+        return run_to_end(rounds, grid, round_timeout(grid, timeout, private=self.protects))
 
     def summary(self) -> None:
         """Log the strategy's settings."""

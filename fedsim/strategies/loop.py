@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterable
 from typing import Protocol
 
@@ -9,7 +10,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-__all__ = ["Rounds", "rounds_of", "run_to_end"]
+__all__ = ["Rounds", "round_timeout", "rounds_of", "run_to_end"]
+
+_log = logging.getLogger("fedsim")
 
 
 class Stoppable(Protocol):
@@ -100,7 +103,24 @@ def rounds_of(
     return result
 
 
-def run_to_end(rounds: Rounds, grid: Grid, timeout: float) -> Result:
+def round_timeout(grid: Grid, timeout: float, *, private: bool) -> float | None:
+    """``timeout``, but None where it would let one client of a private run shut others out.
+
+    Flower's runtimes know one deadline for all of a round: a client that is slow because of
+    its data would decide whose updates are in the sum. fedsim's own engines count from each
+    client's start.
+    """
+    if not private or getattr(grid, "times_each_client", False):
+        return timeout
+    _log.info(
+        "timeout = %g s (engine.timeout) is not used: here it would be one deadline for all of a "
+        "round, by which a slow client of a private run would shut others out.",
+        timeout,
+    )
+    return None
+
+
+def run_to_end(rounds: Rounds, grid: Grid, timeout: float | None) -> Result:
     """Send every message of ``rounds`` over ``grid``; what they reached."""
     try:
         messages = next(rounds)

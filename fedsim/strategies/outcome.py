@@ -11,7 +11,7 @@ _log = logging.getLogger("fedsim")
 
 
 class RunFailedError(RuntimeError):
-    """Too many rounds in a row in which every client that was asked failed."""
+    """Too many rounds in a row, of a run without privacy, in which every client failed."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,12 @@ class Failures:
 
     Parameters
     ----------
-    allowed : int
-        So many of them in a row fail the run.
+    allowed : int or None
+        So many of them in a row fail the run. None in a private run, which never fails by
+        them: that it went on must not tell what is in clients' data.
     """
 
-    def __init__(self, allowed: int) -> None:
+    def __init__(self, allowed: int | None) -> None:
         self._allowed = allowed
         self._in_a_row = 0
 
@@ -49,8 +50,12 @@ class Failures:
         if report.failed:
             _log.info("round %s: %s of %s failed.", report.round, report.failed, report.asked)
         self._in_a_row = self._in_a_row + 1 if lost else 0
-        if self._in_a_row >= self._allowed:
-            raise RunFailedError(
-                f"every client that was asked failed in {self._in_a_row} rounds in a row, "
-                f"the last of them round {report.round}."
-            )
+        if not lost:
+            return
+        happened = (
+            f"every client that was asked failed in {self._in_a_row} rounds in a row, "
+            f"the last of them round {report.round}."
+        )
+        if self._allowed is not None and self._in_a_row >= self._allowed:
+            raise RunFailedError(happened)
+        _log.warning("%s", happened)

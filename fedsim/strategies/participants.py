@@ -27,21 +27,33 @@ class Participants:
         Clients to wait for before a round.
     timeout : float
         Seconds to wait for them.
+    private : bool
+        Then they are waited for before the first round only: later, clients may have left
+        because of their data, and one is enough.
     """
 
     def __init__(
-        self, cohort: Cohort, randomness: Randomness, min_available: int, timeout: float
+        self,
+        cohort: Cohort,
+        randomness: Randomness,
+        min_available: int,
+        timeout: float,
+        *,
+        private: bool,
     ) -> None:
         assert cohort.population is not None
         self.population = cohort.population
         self._cohort = cohort
         self._randomness = randomness
         self._min_available = min_available
+        self._private = private
         self._directory = ClientDirectory(timeout=timeout)
 
     def nodes(self, grid: Grid) -> dict[int, int]:
         """Node id of each client that is there."""
         nodes = self._directory.wait(grid, self._min_available)
+        if self._private:
+            self._min_available = min(self._min_available, 1)
         stranger = next((client for client in nodes if client >= self.population), None)
         if stranger is not None:
             raise FedsimError(
