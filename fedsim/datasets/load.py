@@ -30,7 +30,7 @@ def load(
     Parameters
     ----------
     name : str
-        ``digits`` (comes with scikit-learn), ``mnist``, ``fashion-mnist``, ``cifar10``,
+        ``digits`` (comes with fedsim), ``mnist``, ``fashion-mnist``, ``cifar10``,
         ``cifar100``, or a path to an ``.npz`` that holds ``x_train, y_train, x_test, y_test``
         (see `Dataset.of`), and for normalising ``mean`` and ``std``.
     directory : path
