@@ -1,0 +1,110 @@
+"""Noise as a value: how large, whether it is correlated over rounds, and what a run of it costs.
+
+A noise says nothing of how normal numbers are drawn; it combines fresh draws with what it
+keeps of earlier ones. Both are in units of the standard deviation, coordinate by coordinate,
+in float64, before any rounding to a grid: rounding errors must never enter a recursion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.events import Event
+
+__all__ = ["Independent", "Noise", "NoiseState", "Sampled"]
+
+NoiseState = Mapping[str, Any]
+"""Named arrays, each shaped like the draws. Secret: who knows it can take noise away again."""
+
+
+class Sampled(Protocol):
+    """Whatever knows the event of its draw: a sampler of clients or of examples."""
+
+    def event(
+        self,
+        noise_multiplier: float,
+        *,
+        count: int = 1,
+        sides: Mapping[str, float] | None = None,
+        guarantee: bool = True,
+    ) -> Event:
+        """Of releases over what was drawn."""
+
+
+class Noise(Protocol):
+    """What is added to a sum."""
+
+    @property
+    def multiplier(self) -> float:
+        """Standard deviation of fresh draws on the sum over C, all parts of it taken together."""
+
+    @property
+    def hardened(self) -> bool:
+        """Whether draws withstand attacks on floating-point sampling."""
+
+    @property
+    def correlated(self) -> bool:
+        """Whether rounds share draws.
+
+        The guarantee is then of the whole run in units of one C: bounds whose C or coordinates
+        change are refused, and so are shares, each drawn by a client that may drop out.
+        """
+
+    def start(self) -> NoiseState:
+        """What is kept before the first round."""
+
+    def combine(self, fresh: Any, state: NoiseState) -> tuple[Any, NoiseState]:
+        """This round's noise and what is kept, from standard normal draws ``[..., size]``.
+
+        Neither ``fresh`` nor what ``state`` holds may be overwritten where it is kept.
+        """
+
+    def event(
+        self, sampler: Sampled, *, rounds: int = 1, releases: int = 1, guarantee: bool = True
+    ) -> Event:
+        """What this many rounds cost, each of so many releases, over what ``sampler`` draws."""
+
+
+@dataclass(frozen=True)
+class Independent:
+    """Fresh noise in every release, as in DP-SGD and DP-FedAvg.
+
+    Guarantee: each release is one Gaussian mechanism of this multiplier on a sum of
+    sensitivity C; releases compose.
+
+    Parameters
+    ----------
+    multiplier : float
+        z, at least 0; 0 is no noise.
+    hardened : bool
+        Four draws a value (Holohan and Braghin 2021), at four times the cost.
+    """
+
+    multiplier: float
+    hardened: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.multiplier >= 0:
+            raise FedsimError(f"noise-multiplier is {self.multiplier}; it must be at least 0.")
+
+    @property
+    def correlated(self) -> bool:
+        """False."""
+        return False
+
+    def start(self) -> NoiseState:
+        """Nothing."""
+        return {}
+
+    def combine(self, fresh: Any, state: NoiseState) -> tuple[Any, NoiseState]:
+        """The draws as they are."""
+        return fresh, state
+
+    def event(
+        self, sampler: Sampled, *, rounds: int = 1, releases: int = 1, guarantee: bool = True
+    ) -> Event:
+        """See `Noise`: ``rounds * releases`` Gaussians of this multiplier."""
+        return sampler.event(self.multiplier, count=rounds * releases, guarantee=guarantee)
