@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from experiments.framework.base import Claim, Experiment, Member, Report, Settings, Table
+from experiments.framework.base import (
+    Experiment,
+    ExperimentMember,
+    PaperClaim,
+    Report,
+    Settings,
+    Table,
+)
 from experiments.framework.run import Outcome, find, names, run_experiment
 
 __all__ = [
-    "Claim",
     "Experiment",
-    "Member",
+    "ExperimentMember",
     "Outcome",
+    "PaperClaim",
     "Report",
     "Settings",
     "Table",

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments.framework.base import (
-    Claim,
     Experiment,
-    Member,
+    ExperimentMember,
+    PaperClaim,
     Report,
     Result,
     Settings,
@@ -71,7 +71,7 @@ _COMPARED = (
         "clipping",
     ),
 )
-"""Claim, its words, and which method is ahead of which."""
+"""PaperClaim, its words, and which method is ahead of which."""
 
 
 class Rates(Section):
@@ -108,7 +108,7 @@ class Mnist(Experiment):
     settings: MnistSettings
     settings_type: ClassVar[type[Settings]] = MnistSettings
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[ExperimentMember]:
         """Table 1 (every epsilon, method and rate), then Fig. 4 (momentum)."""
         settings, members = self.settings, []
         methods = settings.rates.model_dump(by_alias=True)
@@ -117,12 +117,12 @@ class Mnist(Experiment):
                 for method, rates in methods.items():
                     for rate in rates:
                         plan = self._plan(method, epsilon, epochs, rate, seed)
-                        members.append(Member(_name(method, epsilon, rate, seed), plan))
+                        members.append(ExperimentMember(_name(method, epsilon, rate, seed), plan))
             for momentum in settings.momenta:
                 plan = self._plan("norm-bound", settings.momentum_epsilon, 10, 0.0, seed)
                 # A heavy ball of momentum m moves 1 / (1 - m) times as far a step.
                 plan |= {"momentum": momentum, "rate": settings.momentum_rate * (1 - momentum)}
-                members.append(Member(f"momentum={momentum:g} seed={seed}", plan))
+                members.append(ExperimentMember(f"momentum={momentum:g} seed={seed}", plan))
         return members
 
     def _plan(
@@ -235,7 +235,7 @@ class Mnist(Experiment):
         best: Mapping[tuple[str, float], tuple[float, float, float]],
         ratios: list[float],
         curves: Mapping[float, Any],
-    ) -> list[Claim]:
+    ) -> list[PaperClaim]:
         def gains(method: str, other: str) -> list[float]:
             return [best[method, e][0] - best[other, e][0] for e in self.settings.epsilons]
 
@@ -245,9 +245,9 @@ class Mnist(Experiment):
         claims = []
         for name, says, method, other in _COMPARED:
             gain = gains(method, other)
-            claims.append(Claim(name, says, min(gain) > 0, spread(gain)))
+            claims.append(PaperClaim(name, says, min(gain) > 0, spread(gain)))
         claims.append(
-            Claim(
+            PaperClaim(
                 "noise-ratio",
                 "Fig. 3: AdaCliP adds about 0.8 of Abadi's noise at every eps",
                 all(0.7 <= ratio <= 0.9 for ratio in ratios),
@@ -257,7 +257,7 @@ class Mnist(Experiment):
         finals = [100 * float(curve[:, -1].mean()) for curve in curves.values()]
         apart = max(finals) - min(finals)
         claims.append(
-            Claim(
+            PaperClaim(
                 "momentum",
                 "Fig. 4: momentum ends where plain SGD does, to half a point",
                 apart <= 0.5,

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from experiments.adaclip.dp_pca import principal_directions
 from experiments.adaclip.mnist import load_images
 from experiments.framework.base import (
-    Claim,
     Experiment,
-    Member,
+    ExperimentMember,
+    PaperClaim,
     Report,
     Result,
     Settings,
@@ -63,14 +63,14 @@ class Pca(Experiment):
     settings: PcaSettings
     settings_type: ClassVar[type[Settings]] = PcaSettings
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[ExperimentMember]:
         """Every epsilon, method and rate, for every seed."""
         common = self.settings.model_dump(
             by_alias=True, exclude={"experiment", "seeds", "epsilons", "rates"}
         )
         rates = self.settings.rates.model_dump(by_alias=True)
         return [
-            Member(
+            ExperimentMember(
                 _name(method, epsilon, rate, seed),
                 {**common, "epsilon": epsilon, "method": method, "rate": rate, "seed": seed},
             )
@@ -152,13 +152,13 @@ class Pca(Experiment):
             ],
             figures={f"{m} eps={e:g}": value[0] for (m, e), value in best.items()},
             claims=[
-                Claim(
+                PaperClaim(
                     "adaclip-ahead",
                     "AdaCliP is ahead of Abadi's clipping at every eps",
                     min(gains) > 0,
                     ", ".join(f"{gain:+.2f}" for gain in gains),
                 ),
-                Claim(
+                PaperClaim(
                     "within-budget",
                     "PCA and training together stay within epsilon, by their one ledger",
                     spent <= 1,

@@ -10,9 +10,9 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments.framework.base import (
-    Claim,
     Experiment,
-    Member,
+    ExperimentMember,
+    PaperClaim,
     Report,
     Result,
     Settings,
@@ -61,11 +61,11 @@ class Regression(Experiment):
     settings: RegressionSettings
     settings_type: ClassVar[type[Settings]] = RegressionSettings
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[ExperimentMember]:
         """Every dimension and method, all seeds together."""
         common = self.settings.model_dump(by_alias=True, exclude={"experiment", "dimensions"})
         return [
-            Member(f"{method} d={d}", {**common, "dimension": d, "method": method})
+            ExperimentMember(f"{method} d={d}", {**common, "dimension": d, "method": method})
             for d in self.settings.dimensions
             for method in METHODS
         ]
@@ -123,7 +123,7 @@ class Regression(Experiment):
 
     def _claims(
         self, errors: Mapping[str, list[float]], noises: Mapping[str, list[float]]
-    ) -> list[Claim]:
+    ) -> list[PaperClaim]:
         dimensions = self.settings.dimensions
         high = [k for k, d in enumerate(dimensions) if d >= 100]
         claims = []
@@ -136,13 +136,13 @@ class Regression(Experiment):
             ]
             flat = [errors[method][k] for k in high]
             claims += [
-                Claim(
+                PaperClaim(
                     f"{method}-below",
                     f"{name}: error below Abadi's in every dimension",
                     len(below) == len(dimensions),
                     f"d = {', '.join(below) or 'none'}",
                 ),
-                Claim(
+                PaperClaim(
                     f"{method}-flat",
                     f"{name}: from d = 100 on, error independent of d (to a factor of 5)",
                     max(flat) <= 5 * min(flat),
@@ -151,7 +151,7 @@ class Regression(Experiment):
             ]
         quiet = all(a <= 1.02 * b for a, b in zip(noises["safe"], noises["clipping"], strict=True))
         claims.append(
-            Claim(
+            PaperClaim(
                 "safe-quiet",
                 "with h2 = C² γ / d, clamped after, ||g - g~||^2 is nowhere above Abadi's",
                 quiet,

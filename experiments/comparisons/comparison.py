@@ -8,9 +8,9 @@ from typing import ClassVar
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from experiments.framework.base import Claim, Report, Result, Settings, Table
+from experiments.framework.base import PaperClaim, Report, Result, Settings, Table
 from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Score
-from experiments.framework.curves import Line, curves
+from experiments.framework.curves import Curve, curves
 from fedsim.config import Scalar
 from fedsim.config.keys import Section
 
@@ -66,7 +66,7 @@ class Comparison(ConfigRuns):
             spent = f"{epsilon:.3f}" if epsilon is not None else "none"
             rows.append([name, spent, f"{rate:g}", score.text])
         claims = [
-            Claim(
+            PaperClaim(
                 claim.name,
                 claim.says,
                 best[claim.ahead][1].mean > best[claim.behind][1].mean,
@@ -89,7 +89,7 @@ class Comparison(ConfigRuns):
     def _picture(self, title: str, best: Mapping[str, tuple[float, Score]]) -> Figure:
         styles = ("adadp", "sgd", "kept", "fixed", "fifth")
         lines = [
-            Line(name, score, styles[k % len(styles)])
+            Curve(name, score, styles[k % len(styles)])
             for k, (name, (_, score)) in enumerate(best.items())
         ]
         return curves(title, [("", lines)], xlabel="epoch", first=1)

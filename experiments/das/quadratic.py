@@ -14,9 +14,9 @@ from pydantic import Field
 from experiments.das.least_squares import LeastSquares, Watched, snr_of_normalization
 from experiments.das.quadratic_pictures import curves, trajectories
 from experiments.framework.base import (
-    Claim,
     Experiment,
-    Member,
+    ExperimentMember,
+    PaperClaim,
     Report,
     Result,
     Settings,
@@ -70,12 +70,12 @@ class Quadratic(Experiment):
     settings: QuadraticSettings
     settings_type: ClassVar[type[Settings]] = QuadraticSettings
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[ExperimentMember]:
         """Each case and method: without noise (seed 0), then one run a seed."""
         common = self.settings.model_dump(by_alias=True, exclude={"cases", "seeds", "experiment"})
         z = self.noise_multiplier
         return [
-            Member(
+            ExperimentMember(
                 f"{case.name} {method} seed={seed}",
                 {
                     **common,
@@ -176,7 +176,7 @@ class Quadratic(Experiment):
         seeds = range(1, self.settings.seeds + 1)
         return [results[f"{case.name} {method} seed={seed}"] for seed in seeds]
 
-    def _claims(self, results: Mapping[str, Result], ratio: float) -> list[Claim]:
+    def _claims(self, results: Mapping[str, Result], ratio: float) -> list[PaperClaim]:
         runs = {
             method: [
                 run for case in self.settings.cases for run in self._runs(results, case, method)
@@ -196,19 +196,19 @@ class Quadratic(Experiment):
         }
         wins = sum(clip > norm for clip, norm in nearer.values())
         return [
-            Claim(
+            PaperClaim(
                 "snr-constant",
                 "the SNR of normalised updates is one constant",
                 constant < 1e-7,
                 f"{ratio:.6f} in every round",
             ),
-            Claim(
+            PaperClaim(
                 "snr-order",
                 "the SNR of clipped updates is never above it",
                 highest <= ratio * (1 + 1e-6),
                 f"between {lowest:.4f} and {highest:.4f}",
             ),
-            Claim(
+            PaperClaim(
                 "normalization-nearer",
                 "normalisation ends nearer to w* than clipping, in every panel",
                 wins == len(panels),

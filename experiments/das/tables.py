@@ -9,10 +9,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.framework.base import (
-    Claim,
     Context,
     Experiment,
-    Member,
+    ExperimentMember,
+    PaperClaim,
     Report,
     Result,
     Settings,
@@ -59,7 +59,7 @@ class Das(Experiment):
             changes["partition.max-examples"] = settings.max_examples
         self.base = base.replace(**changes)
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[ExperimentMember]:
         """FedAvg, then every epsilon, C and method, each for every seed."""
         free = {
             "mechanism.name": "none",
@@ -77,7 +77,7 @@ class Das(Experiment):
                         "noise.target-epsilon": epsilon,
                     }
         return [
-            Member(f"{name} seed={seed}", _chosen(self.base.replace(**plan, seed=seed)))
+            ExperimentMember(f"{name} seed={seed}", _chosen(self.base.replace(**plan, seed=seed)))
             for seed in range(1, self.settings.seeds + 1)
             for name, plan in plans.items()
         ]
@@ -127,7 +127,7 @@ class Das(Experiment):
     def _seeds(self) -> range:
         return range(1, self.settings.seeds + 1)
 
-    def _claims(self, scores: Mapping[str, tuple[float, float]]) -> list[Claim]:
+    def _claims(self, scores: Mapping[str, tuple[float, float]]) -> list[PaperClaim]:
         settings = self.settings
         claims = []
         low, high = min(settings.clip_norms), max(settings.clip_norms)
@@ -143,20 +143,20 @@ class Das(Experiment):
             ]
             tuned = best[1] - best[0]
             claims += [
-                Claim(
+                PaperClaim(
                     f"large-c-eps{epsilon:g}",
                     f"eps = {epsilon:g}: at the largest C, {high:g}, normalisation is ahead by a "
                     "point or more",
                     gain[high] >= 1,
                     f"{gain[high]:+.2f} points",
                 ),
-                Claim(
+                PaperClaim(
                     f"small-c-eps{epsilon:g}",
                     f"eps = {epsilon:g}: at the smallest C, {low:g}, the two agree to 0.2 points",
                     abs(gain[low]) <= 0.2,
                     f"{gain[low]:+.2f} points",
                 ),
-                Claim(
+                PaperClaim(
                     f"tuned-eps{epsilon:g}",
                     f"eps = {epsilon:g}: with C tuned for each, normalisation is still ahead by "
                     "half a point or more",

@@ -22,10 +22,10 @@ from pydantic import Field
 from fedsim.config.keys import Section
 
 __all__ = [
-    "Claim",
     "Context",
     "Experiment",
-    "Member",
+    "ExperimentMember",
+    "PaperClaim",
     "Report",
     "Result",
     "Settings",
@@ -64,7 +64,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Member:
+class ExperimentMember:
     """One independent piece of an experiment.
 
     Attributes
@@ -101,7 +101,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Claim:
+class PaperClaim:
     """Something that a paper says, put so that a run can decide it."""
 
     name: str
@@ -122,7 +122,7 @@ class Report:
 
     tables: Sequence[Table]
     figures: Mapping[str, float]
-    claims: Sequence[Claim]
+    claims: Sequence[PaperClaim]
     pictures: Mapping[str, Figure] = field(default_factory=dict)
 
 
@@ -139,7 +139,7 @@ class Experiment(ABC):
         """Make what all members need, below ``out``; called before the first one is run."""
 
     @abstractmethod
-    def members(self) -> list[Member]:
+    def members(self) -> list[ExperimentMember]:
         """All members; their order is that of the work."""
 
     @abstractmethod

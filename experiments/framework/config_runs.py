@@ -16,7 +16,14 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from experiments.framework.base import Context, Experiment, Member, Result, Settings, over_seeds
+from experiments.framework.base import (
+    Context,
+    Experiment,
+    ExperimentMember,
+    Result,
+    Settings,
+    over_seeds,
+)
 from fedsim.config import RunConfig, Scalar
 from fedsim.engines import LocalGrid
 from fedsim.runs.build import Build
@@ -100,11 +107,11 @@ class ConfigRuns(Experiment):
     def plans(self) -> dict[str, dict[str, Scalar]]:
         """Keys that each member changes, by the member's name without its seed."""
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[ExperimentMember]:
         """All plans with the first seed, then with the second, and so on."""
         plans = self.plans()
         return [
-            Member(f"{name} seed={seed}", self.member_settings({**plan, "seed": seed}))
+            ExperimentMember(f"{name} seed={seed}", self.member_settings({**plan, "seed": seed}))
             for seed in range(1, self.settings.seeds + 1)
             for name, plan in plans.items()
         ]

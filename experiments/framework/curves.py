@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from experiments.framework.config_runs import Score
 from fedsim.reports.plots import COLOURS, grid
 
-__all__ = ["Line", "curves", "sweeps"]
+__all__ = ["Curve", "curves", "sweeps"]
 
 _STYLES = {
     "adadp": COLOURS["normalization"],
@@ -26,7 +26,7 @@ _STYLES = {
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """One curve.
 
     Attributes
@@ -45,7 +45,7 @@ class Line:
 
 def curves(
     title: str,
-    panels: Sequence[tuple[str, Sequence[Line]]],
+    panels: Sequence[tuple[str, Sequence[Curve]]],
     *,
     xlabel: str,
     width: float = 0.0,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import experiments
-from experiments.framework.base import Context, Experiment, Member, Report, Result, Table
+from experiments.framework.base import Context, Experiment, ExperimentMember, Report, Result, Table
 from experiments.framework.expected import Expected
 from experiments.framework.store import Store
 from fedsim.config.sentences import sentence
@@ -170,8 +170,8 @@ def run_experiment(
 
 
 def _work(
-    experiment: Experiment, missing: list[Member], workers: int
-) -> Iterator[tuple[Member, Result, float]]:
+    experiment: Experiment, missing: list[ExperimentMember], workers: int
+) -> Iterator[tuple[ExperimentMember, Result, float]]:
     """Members as they finish."""
     count = min(workers or os.cpu_count() or 1, len(missing))
     if count <= 1:
@@ -189,7 +189,7 @@ def _work(
             raise
 
 
-def _timed(experiment: Experiment, member: Member) -> tuple[Result, float]:
+def _timed(experiment: Experiment, member: ExperimentMember) -> tuple[Result, float]:
     settle()
     start = time.perf_counter()
     return experiment.run(member.settings), time.perf_counter() - start

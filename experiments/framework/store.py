@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from experiments.framework.base import Member, Result
+from experiments.framework.base import ExperimentMember, Result
 
 __all__ = ["Store"]
 
@@ -23,13 +23,13 @@ class Store:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def path(self, member: Member) -> Path:
+    def path(self, member: ExperimentMember) -> Path:
         """File of a member's result."""
         slug = re.sub(r"[^A-Za-z0-9.=-]+", "_", member.name)
         digest = hashlib.sha256(member.name.encode()).hexdigest()[:8]
         return self.directory / f"{slug[:80]}-{digest}.json"
 
-    def get(self, member: Member) -> Result | None:
+    def get(self, member: ExperimentMember) -> Result | None:
         """The result of a finished member."""
         try:
             stored = json.loads(self.path(member).read_text(encoding="utf-8"))
@@ -40,7 +40,7 @@ class Store:
         result = stored.get("result")
         return result if isinstance(result, dict) else None
 
-    def put(self, member: Member, result: Result, seconds: float) -> None:
+    def put(self, member: ExperimentMember, result: Result, seconds: float) -> None:
         """Keep a result: the file is there whole or not at all."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.path(member)

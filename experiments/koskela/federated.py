@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from experiments.framework.base import Claim, Report, Result, Settings, Table
+from experiments.framework.base import PaperClaim, Report, Result, Settings, Table
 from experiments.framework.config_runs import ConfigRunsSettings, Score
-from experiments.framework.curves import Line, curves, sweeps
+from experiments.framework.curves import Curve, curves, sweeps
 from experiments.koskela.common import Koskela, optimiser
 from fedsim.config import Scalar
 
@@ -16,7 +16,7 @@ __all__ = ["KoskelaFederated", "KoskelaFederatedSettings"]
 
 SGD, ADAM = "sgd", "adam"
 READINGS = {"adadp": "ADADP", "adadp kept": "ADADP, $\\eta$ kept"}
-"""Clients start from eta_0 every round, or keep their eta: the paper does not say which."""
+"""Clients start from eta_0 every round, or keep their eta: the paper does not say by_x."""
 STYLES = {"adadp": "adadp", "adadp kept": "kept"}
 
 
@@ -56,38 +56,44 @@ class KoskelaFederated(Koskela):
         """Everything that some figure shows, once."""
         s, batch = self.settings, self._batch
         shown = [(rho, batch) for rho in (s.mixed, *s.randomness)]
-        shown += [(0.0, own) for own in s.batches]
+        shown += [(0.0, batch) for batch in s.batches]
         points = [
-            (method, rate, rho, own)
-            for rho, own in shown
-            for method, rates in ((SGD, s.rates), *((each, [self._start]) for each in READINGS))
+            (method, rate, rho, batch)
+            for rho, batch in shown
+            for method, rates in (
+                (SGD, s.rates),
+                *((reading, [self._start]) for reading in READINGS),
+            )
             for rate in rates
         ]
-        points += [(each, eta, s.mixed, batch) for each in READINGS for eta in s.starts]
+        points += [(reading, eta, s.mixed, batch) for reading in READINGS for eta in s.starts]
         points += [(ADAM, rate, s.mixed, batch) for rate in s.adam_rates]
         return {
-            _name(method, rate, rho, own): {
+            _name(method, rate, rho, batch): {
                 **_changes(method, rate),
                 "partition.randomness": rho,
-                "client.batch-size": own,
+                "client.batch-size": batch,
             }
-            for method, rate, rho, own in points
+            for method, rate, rho, batch in points
         }
 
     def report(self, results: Mapping[str, Result]) -> Report:
         """A table and a picture a figure, and what the paper says about each."""
         scores = self.scores(results)
-        parts = [self._over_rounds(scores), self._over_rates(scores)]
+        reports = [self._over_rounds(scores), self._over_rates(scores)]
         if self.settings.batches:
-            parts.append(self._over_batches(scores))
+            reports.append(self._over_batches(scores))
         if self.settings.randomness:
-            parts.append(self._over_randomness(scores))
-        figures = {f"{each} rejected (%)": 100 * self._rejected(results, each) for each in READINGS}
+            reports.append(self._over_randomness(scores))
+        figures = {
+            f"{reading} rejected (%)": 100 * self._rejected(results, reading)
+            for reading in READINGS
+        }
         return Report(
-            tables=[table for part in parts for table in part.tables],
-            figures=figures | {k: v for part in parts for k, v in part.figures.items()},
-            claims=[claim for part in parts for claim in part.claims],
-            pictures={k: v for part in parts for k, v in part.pictures.items()},
+            tables=[table for figure in reports for table in figure.tables],
+            figures=figures | {k: v for figure in reports for k, v in figure.figures.items()},
+            claims=[claim for figure in reports for claim in figure.claims],
+            pictures={k: v for figure in reports for k, v in figure.pictures.items()},
         )
 
     @property
@@ -110,16 +116,16 @@ class KoskelaFederated(Koskela):
 
     def _adadp(self, scores: Mapping[str, Score], rho: float, batch: int) -> dict[str, Score]:
         """Both readings, from the run's own eta_0."""
-        return {each: scores[_name(each, self._start, rho, batch)] for each in READINGS}
+        return {reading: scores[_name(reading, self._start, rho, batch)] for reading in READINGS}
 
     def _best(
         self, scores: Mapping[str, Score], method: str, rates: Sequence[float], rho: float,
         batch: int,
     ) -> tuple[float, Score]:  # fmt: skip
         """The rate that ends highest, and its score."""
-        found = {rate: scores[_name(method, rate, rho, batch)] for rate in rates}
-        rate = max(found, key=lambda each: found[each].mean)
-        return rate, found[rate]
+        by_rate = {rate: scores[_name(method, rate, rho, batch)] for rate in rates}
+        rate = max(by_rate, key=lambda candidate: by_rate[candidate].mean)
+        return rate, by_rate[rate]
 
     def _over_rounds(self, scores: Mapping[str, Score]) -> Report:
         """Figure 1a, and figure 3 where there are rates for Adam."""
@@ -127,41 +133,45 @@ class KoskelaFederated(Koskela):
         adadp = self._adadp(scores, s.mixed, batch)
         rate, sgd = self._best(scores, SGD, s.rates, s.mixed, batch)
         others = [
-            Line("", scores[_name(SGD, each, s.mixed, batch)], "other")
-            for each in s.rates
-            if each != rate
+            Curve("", scores[_name(SGD, other, s.mixed, batch)], "other")
+            for other in s.rates
+            if other != rate
         ]
         if others:
-            others[0] = Line("SGD, the other rates", others[0].score, "other")
-        own = [Line(READINGS[each], score, STYLES[each]) for each, score in adadp.items()]
+            others[0] = Curve("SGD, the other rates", others[0].score, "other")
+        adadp_lines = [
+            Curve(READINGS[reading], score, STYLES[reading]) for reading, score in adadp.items()
+        ]
         title = f"Fig. 1a: {100 * s.mixed:g} % random\n{self._where}"
-        lines = [*others, Line(f"SGD, tuned: {rate:g}", sgd, "sgd"), *own]
+        lines = [*others, Curve(f"SGD, tuned: {rate:g}", sgd, "sgd"), *adadp_lines]
         pictures = {"figure1a": curves(title, [("", lines)], xlabel="round")}
-        figures = {f"1a {each}": score.mean for each, score in adadp.items()} | {"1a sgd": sgd.mean}
+        figures = {f"1a {reading}": score.mean for reading, score in adadp.items()} | {
+            "1a sgd": sgd.mean
+        }
         rows: list[list[str | float | None]] = [
-            [_plain(each), f"{self._start:g}", score.text] for each, score in adadp.items()
+            [_plain(reading), f"{self._start:g}", score.text] for reading, score in adadp.items()
         ]
         rows.append(["SGD", f"{rate:g}", sgd.text])
         claims = _both("1a", f"at {100 * s.mixed:g} % random, ADADP ends above rate-tuned SGD", {
-            each: (score.mean > sgd.mean, f"{score.mean:.2f} against {sgd.mean:.2f}")
-            for each, score in adadp.items()
+            reading: (score.mean > sgd.mean, f"{score.mean:.2f} against {sgd.mean:.2f}")
+            for reading, score in adadp.items()
         })  # fmt: skip
         if s.adam_rates:
             adam_rate, adam = self._best(scores, ADAM, s.adam_rates, s.mixed, batch)
             rows.append(["Adam", f"{adam_rate:.3g}", adam.text])
             figures["3 adam"] = adam.mean
             adams = [
-                Line(_power(each), scores[_name(ADAM, each, s.mixed, batch)], k)
-                for k, each in enumerate(s.adam_rates)
+                Curve(_power(rate), scores[_name(ADAM, rate, s.mixed, batch)], k)
+                for k, rate in enumerate(s.adam_rates)
             ]
             pictures["figure3"] = curves(
                 f"Fig. 3: Adam, {100 * s.mixed:g} % random\n{self._where}",
-                [("", [*adams, *own])],
+                [("", [*adams, *adadp_lines])],
                 xlabel="round",
             )
             claims += _both("3", "Adam with its best rate ends below ADADP", {
-                each: (adam.mean < score.mean, f"{adam.mean:.2f} against {score.mean:.2f}")
-                for each, score in adadp.items()
+                reading: (adam.mean < score.mean, f"{adam.mean:.2f} against {score.mean:.2f}")
+                for reading, score in adadp.items()
             })  # fmt: skip
         table = Table("figure1a", title, ["method", "rate", "final accuracy (%)"], rows)
         return Report([table], figures, claims, pictures)
@@ -171,33 +181,33 @@ class KoskelaFederated(Koskela):
         s, batch = self.settings, self._batch
         lines = {
             method: {rate: scores[_name(method, rate, s.mixed, batch)] for rate in rates}
-            for method, rates in (*((each, s.starts) for each in READINGS), (SGD, s.rates))
+            for method, rates in (*((reading, s.starts) for reading in READINGS), (SGD, s.rates))
         }
         title = f"Fig. 2b: accuracy against the rate, {100 * s.mixed:g} % random\n{self._where}"
         rows = [
-            [f"{x:g}", *(which[x].text if x in which else None for which in lines.values())]
+            [f"{x:g}", *(by_x[x].text if x in by_x else None for by_x in lines.values())]
             for x in sorted({*s.starts, *s.rates})
         ]
         ranges = {
-            name: max(each.mean for each in which.values())
-            - min(each.mean for each in which.values())
-            for name, which in lines.items()
+            name: max(score.mean for score in by_x.values())
+            - min(score.mean for score in by_x.values())
+            for name, by_x in lines.items()
         }
         figures = {
             f"2b {name} {x:g}": score.mean
-            for name, which in lines.items()
-            for x, score in which.items()
+            for name, by_x in lines.items()
+            for x, score in by_x.items()
         }
         figures |= {f"2b {name} range": value for name, value in ranges.items()}
         claims = _both(
             "2b",
             "over these rates ADADP's accuracy varies less than a quarter as much as SGD's",
             {
-                each: (
-                    ranges[each] < ranges[SGD] / 4,
-                    f"{ranges[each]:.2f} against {ranges[SGD]:.2f} points",
+                reading: (
+                    ranges[reading] < ranges[SGD] / 4,
+                    f"{ranges[reading]:.2f} against {ranges[SGD]:.2f} points",
                 )
-                for each in READINGS
+                for reading in READINGS
             },
         )
         picture = sweeps(
@@ -221,26 +231,28 @@ class KoskelaFederated(Koskela):
         rows: list[list[str | float | None]] = []
         panels = []
         figures: dict[str, float] = {}
-        gains: dict[str, list[float]] = {each: [] for each in READINGS}
-        for own in s.batches:
-            adadp = self._adadp(scores, 0.0, own)
-            rate, sgd = self._best(scores, SGD, s.rates, 0.0, own)
+        gains: dict[str, list[float]] = {reading: [] for reading in READINGS}
+        for batch in s.batches:
+            adadp = self._adadp(scores, 0.0, batch)
+            rate, sgd = self._best(scores, SGD, s.rates, 0.0, batch)
             rows.append(
-                [str(own), *(score.text for score in adadp.values()), sgd.text, f"{rate:g}"]
+                [str(batch), *(score.text for score in adadp.values()), sgd.text, f"{rate:g}"]
             )
-            figures |= {f"1b {each} B={own}": score.mean for each, score in adadp.items()}
-            figures[f"1b sgd B={own}"] = sgd.mean
-            for each, score in adadp.items():
-                gains[each].append(score.mean - sgd.mean)
-            lines = [Line(f"SGD, tuned: {rate:g}", sgd, "sgd")]
-            lines += [Line(READINGS[each], score, STYLES[each]) for each, score in adadp.items()]
-            panels.append((f"|B| = {own}", lines))
+            figures |= {f"1b {reading} B={batch}": score.mean for reading, score in adadp.items()}
+            figures[f"1b sgd B={batch}"] = sgd.mean
+            for reading, score in adadp.items():
+                gains[reading].append(score.mean - sgd.mean)
+            lines = [Curve(f"SGD, tuned: {rate:g}", sgd, "sgd")]
+            lines += [
+                Curve(READINGS[reading], score, STYLES[reading]) for reading, score in adadp.items()
+            ]
+            panels.append((f"|B| = {batch}", lines))
         claims = _both(
             "1b",
             "with a pair of classes a client, ADADP ends above rate-tuned SGD at every |B|",
             {
-                each: (min(gain) > 0, ", ".join(f"{g:+.2f}" for g in gain) + " points")
-                for each, gain in gains.items()
+                reading: (min(gain) > 0, ", ".join(f"{g:+.2f}" for g in gain) + " points")
+                for reading, gain in gains.items()
             },
         )
         columns = ["|B|", "ADADP (%)", "ADADP, kept (%)", "SGD (%)", "SGD's rate"]
@@ -253,21 +265,23 @@ class KoskelaFederated(Koskela):
         adadp = {rho: self._adadp(scores, rho, batch) for rho in s.randomness}
         best = {rho: self._best(scores, SGD, s.rates, rho, batch) for rho in s.randomness}
         uniform = best[s.randomness[-1]][0]
-        lines = {each: {rho: adadp[rho][each] for rho in s.randomness} for each in READINGS}
+        lines = {
+            reading: {rho: adadp[rho][reading] for rho in s.randomness} for reading in READINGS
+        }
         lines["sgd tuned"] = {rho: score for rho, (_, score) in best.items()}
         lines["sgd fixed"] = {rho: scores[_name(SGD, uniform, rho, batch)] for rho in s.randomness}
         drops = {
-            name: which[s.randomness[-1]].mean - which[s.randomness[0]].mean
-            for name, which in lines.items()
+            name: by_x[s.randomness[-1]].mean - by_x[s.randomness[0]].mean
+            for name, by_x in lines.items()
         }
         title = f"Fig. 2a: accuracy against randomness\n{self._where}"
         rows = [
-            [f"{rho:g}", *(which[rho].text for which in lines.values()), f"{best[rho][0]:g}"]
+            [f"{rho:g}", *(by_x[rho].text for by_x in lines.values()), f"{best[rho][0]:g}"]
             for rho in s.randomness
         ]
         figures = {
-            f"2a {name} rho={rho:g}": which[rho].mean
-            for name, which in lines.items()
+            f"2a {name} rho={rho:g}": by_x[rho].mean
+            for name, by_x in lines.items()
             for rho in s.randomness
         }
         figures |= {f"2a {name} drop": drop for name, drop in drops.items()}
@@ -281,14 +295,17 @@ class KoskelaFederated(Koskela):
                 f"2a-{name}",
                 f"from uniform to pathological data SGD, {how}, loses more than ADADP",
                 {
-                    each: (lost > drops[each], f"{lost:.2f} against {drops[each]:.2f} points")
-                    for each in READINGS
+                    reading: (
+                        lost > drops[reading],
+                        f"{lost:.2f} against {drops[reading]:.2f} points",
+                    )
+                    for reading in READINGS
                 },
             )
         picture = sweeps(
             title,
             [
-                *((READINGS[each], lines[each], STYLES[each]) for each in READINGS),
+                *((READINGS[reading], lines[reading], STYLES[reading]) for reading in READINGS),
                 ("SGD, tuned at each randomness", lines["sgd tuned"], "sgd"),
                 (f"SGD, tuned on uniform data: {uniform:g}", lines["sgd fixed"], "fixed"),
             ],
@@ -310,14 +327,17 @@ def _changes(method: str, rate: float) -> dict[str, Scalar]:
     return optimiser(method, rate)
 
 
-def _both(name: str, says: str, found: Mapping[str, tuple[bool, str]]) -> list[Claim]:
+def _both(name: str, says: str, verdicts: Mapping[str, tuple[bool, str]]) -> list[PaperClaim]:
     """One claim for each reading of what becomes of eta."""
     ends = {"adadp": ("", "eta_0 anew every round"), "adadp kept": ("-kept", "eta kept")}
     return [
-        Claim(
-            name + ends[each][0], f"{name.partition('-')[0]}: {says} ({ends[each][1]})", holds, here
+        PaperClaim(
+            name + ends[reading][0],
+            f"{name.partition('-')[0]}: {says} ({ends[reading][1]})",
+            holds,
+            here,
         )
-        for each, (holds, here) in found.items()
+        for reading, (holds, here) in verdicts.items()
     ]
 
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from experiments.framework.base import Claim, Report, Result, Settings, Table
+from experiments.framework.base import PaperClaim, Report, Result, Settings, Table
 from experiments.framework.config_runs import ConfigRunsSettings, Score
-from experiments.framework.curves import Line, curves
+from experiments.framework.curves import Curve, curves
 from experiments.koskela.common import Koskela, optimiser
 from fedsim.config import Scalar
 
@@ -114,21 +114,21 @@ class KoskelaPrivate(Koskela):
         for sigma in s.adam_sigmas:
             ranked = _ranked(scores, ADAM, s.adam_rates, sigma)
             own = adadp[sigma]
-            lines = [Line("ADADP", own, "adadp")]
+            lines = [Curve("ADADP", own, "adadp")]
             rows.append([f"{sigma:g}", "ADADP", None, own.text])
             for start, style in zip(s.starts, _START_STYLES, strict=False):
                 score = scores[_name(ADADP, start, sigma)]
-                lines.append(Line(f"ADADP from {start:g}", score, style))
+                lines.append(Curve(f"ADADP from {start:g}", score, style))
             for place, style, (rate, score) in zip(
                 ("best", "second best"), ("sgd", "second"), ranked, strict=False
             ):
                 rows.append([f"{sigma:g}", f"Adam, {place}", f"{rate:.3g}", score.text])
                 figures[f"4 adam {place} sigma={sigma:g}"] = score.mean
-                lines.append(Line(f"Adam, {place}: {rate:.2g}", score, style))
+                lines.append(Curve(f"Adam, {place}: {rate:.2g}", score, style))
             panels.append((_panel(sigma, epsilons[sigma]), lines))
             behind = ranked[0][1].mean - own.mean
             claims.append(
-                Claim(
+                PaperClaim(
                     f"4-best-sigma{sigma:g}",
                     f"4: at sigma = {sigma:g}, ADADP is within {s.margin:g} points of the best "
                     "Adam",
@@ -139,7 +139,7 @@ class KoskelaPrivate(Koskela):
             if len(ranked) > 1:
                 ahead = own.mean - ranked[1][1].mean
                 claims.append(
-                    Claim(
+                    PaperClaim(
                         f"4-second-sigma{sigma:g}",
                         f"4: at sigma = {sigma:g}, ADADP is ahead of the second-best Adam",
                         ahead > 0,
@@ -162,7 +162,7 @@ class KoskelaPrivate(Koskela):
                 figures[f"adadp from {start:g} sigma={sigma:g}"] = score.mean
             means = [score.mean for score in found.values()]
             claims.append(
-                Claim(
+                PaperClaim(
                     f"starts-sigma{sigma:g}",
                     f"at sigma = {sigma:g}, ADADP ends within {s.margin:g} points from whatever "
                     "eta_0",
@@ -199,14 +199,14 @@ class KoskelaPrivate(Koskela):
             figures[f"5 sgd reused sigma={sigma:g}"] = reused.mean
             figures[f"5 sgd tuned sigma={sigma:g}"] = tuned.mean
             lines = [
-                Line("ADADP", own, "adadp"),
-                Line("SGD" if sigma == first else "SGD, reused", reused, "sgd"),
+                Curve("ADADP", own, "adadp"),
+                Curve("SGD" if sigma == first else "SGD, reused", reused, "sgd"),
             ]
             panels.append((_panel(sigma, epsilons[sigma]), lines))
             if sigma != first:
                 ahead = own.mean - reused.mean
                 claims.append(
-                    Claim(
+                    PaperClaim(
                         f"5-sigma{sigma:g}",
                         f"5: at sigma = {sigma:g}, SGD with the rate tuned at {first:g} loses to "
                         "ADADP",

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.framework.base import Claim, Report, Result, Settings, Table
+from experiments.framework.base import PaperClaim, Report, Result, Settings, Table
 from experiments.framework.config_runs import ConfigRunsSettings
 from experiments.koskela.common import Koskela, optimiser
 from fedsim.config import RunConfig, Scalar
@@ -100,7 +100,7 @@ class KoskelaRate(Koskela):
                 rows.append([f"{sigma:g}", f"{start:g}", rate, end, predicted[sigma]])
             off = max(abs(rate / predicted[sigma] - 1) for rate in found)
             claims.append(
-                Claim(
+                PaperClaim(
                     f"settles-sigma{sigma:g}",
                     f"at sigma = {sigma:g}, from every start the rate is within "
                     f"{100 * s.within:g} % of the formula's after {s.settled} iterations",

@@ -7,7 +7,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from experiments.framework.base import Claim, Experiment, Member, Report, Result, Settings, Table
+from experiments.framework.base import (
+    Experiment,
+    ExperimentMember,
+    PaperClaim,
+    Report,
+    Result,
+    Settings,
+    Table,
+)
 from experiments.xu.beale import METHODS, descend, draw
 from experiments.xu.formulas import (
     constraint,
@@ -55,14 +63,14 @@ class Xu(Experiment):
     settings: XuSettings
     settings_type: ClassVar[type[Settings]] = XuSettings
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[ExperimentMember]:
         """Lemma 1, Theorem 1, and for each method the Beale function with all seeds."""
         toy = self.settings.model_dump(by_alias=True, exclude={"experiment", "draws"})
         return [
-            Member("lemma 1", {"part": "lemma", "draws": self.settings.draws}),
-            Member("theorem 1", {"part": "theorem"}),
+            ExperimentMember("lemma 1", {"part": "lemma", "draws": self.settings.draws}),
+            ExperimentMember("theorem 1", {"part": "theorem"}),
             *(
-                Member(f"beale {method}", {"part": "beale", **toy, "method": method})
+                ExperimentMember(f"beale {method}", {"part": "beale", **toy, "method": method})
                 for method in METHODS
             ),
         ]
@@ -146,53 +154,53 @@ def _epsilons() -> Result:
     }
 
 
-def _claims(lemma: Result, theorem: Result, final: Mapping[str, float]) -> list[Claim]:
+def _claims(lemma: Result, theorem: Result, final: Mapping[str, float]) -> list[PaperClaim]:
     paper, isotropic, reversed_ = (lemma[name] for name in list(NOISES)[:3])
     return [
-        Claim(
+        PaperClaim(
             "lemma-1",
             "Lemma 1: the adaptive noise meets the constraint",
             paper[0] <= 1,
             f"{paper[0]:.4f} <= 1",
         ),
-        Claim(
+        PaperClaim(
             "cosine-mean",
             "the adaptive noise keeps the mean direction better than isotropic (.52 to .36)",
             paper[2] > isotropic[2],
             f"{paper[2]:.3f} to {isotropic[2]:.3f}",
         ),
-        Claim(
+        PaperClaim(
             "cosine-median",
             "the same for the median",
             paper[3] > isotropic[3],
             f"{paper[3]:.3f} to {isotropic[3]:.3f}",
         ),
-        Claim(
+        PaperClaim(
             "cosine-worst",
             "the reversed noise is the worst, mean and median",
             reversed_[2] < min(paper[2], isotropic[2])
             and reversed_[3] < min(paper[3], isotropic[3]),
             f"{reversed_[2]:.3f}, {reversed_[3]:.3f}",
         ),
-        Claim(
+        PaperClaim(
             "theorem-1",
             "Theorem 1 gives epsilon = 4.0 at alpha = 6",
             theorem["Theorem 1, alpha = 6"] <= 4.05,
             f"{theorem['Theorem 1, alpha = 6']:.2f}; best {theorem['Theorem 1, best order']:.2f}",
         ),
-        Claim(
+        PaperClaim(
             "four-spent",
             "the run of the paper spends at most (4.0, 1e-5), by Poisson sampling",
             theorem["Poisson PLD"] <= 4.0,
             f"{theorem['Poisson PLD']:.2f} by PLD",
         ),
-        Claim(
+        PaperClaim(
             "beale",
             "Fig. 1: adaptive noise ends nearer to the minimum than uniform noise",
             final["adaptive"] < final["uniform"],
             f"{final['adaptive']:.2f} to {final['uniform']:.2f}, median",
         ),
-        Claim(
+        PaperClaim(
             "beale-raw",
             "the same with the printed statistics, which are not private",
             final["raw"] < final["uniform"],

@@ -15,7 +15,7 @@ import tomli_w
 import typer
 from typer.testing import CliRunner
 
-from experiments import Claim, Experiment, Member, Report, Settings, find, names
+from experiments import Experiment, ExperimentMember, PaperClaim, Report, Settings, find, names
 from experiments.framework import run as running
 from experiments.framework.base import Result
 from experiments.framework.expected import Expected
@@ -128,8 +128,8 @@ class Counting(Experiment):
     runs: ClassVar[list[int]] = []
     breaks_at: ClassVar[int] = -1
 
-    def members(self) -> list[Member]:
-        return [Member(f"member {k}", {"k": k}) for k in range(self.settings.seeds)]
+    def members(self) -> list[ExperimentMember]:
+        return [ExperimentMember(f"member {k}", {"k": k}) for k in range(self.settings.seeds)]
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         if settings["k"] == self.breaks_at:
@@ -139,7 +139,7 @@ class Counting(Experiment):
 
     def report(self, results: Mapping[str, Result]) -> Report:
         total = float(sum(result["value"] for result in results.values()))
-        return Report([], {"total": total}, [Claim("c", "it adds up", total > 0, "")])
+        return Report([], {"total": total}, [PaperClaim("c", "it adds up", total > 0, "")])
 
 
 @pytest.fixture
@@ -176,14 +176,14 @@ def test_interrupted_experiment_goes_on_where_it_stopped(
 
 
 def test_result_of_other_settings_or_a_torn_file_counts_as_none(tmp_path: Path) -> None:
-    store, member = Store(tmp_path), Member("a b/c", {"x": [1, 2.5]})
+    store, member = Store(tmp_path), ExperimentMember("a b/c", {"x": [1, 2.5]})
     assert store.get(member) is None
     store.put(member, {"value": 3}, 0.1)
     assert store.get(member) == {"value": 3}
-    assert store.get(Member("a b/c", {"x": [1, 2.6]})) is None
+    assert store.get(ExperimentMember("a b/c", {"x": [1, 2.6]})) is None
     store.path(member).write_text('{"settings": {"x": [1,')
     assert store.get(member) is None
-    assert store.path(member) != store.path(Member("a_b/c", {}))
+    assert store.path(member) != store.path(ExperimentMember("a_b/c", {}))
 
 
 def test_expected_figures_are_compared_within_their_tolerance(tmp_path: Path) -> None:
