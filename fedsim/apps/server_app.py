@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 from flwr.app import Context
@@ -33,8 +34,6 @@ def main(grid: Grid, context: Context) -> None:
     config = RunConfig.from_run_config(context.run_config)
     build = Build(config)
     directory = RunDirectory(run_directory(config.name, context.run_id))
-    directory.check_free(overwrite=OUT in os.environ)
-    directory.claim(build.resolved.to_toml())
     _log.info("the artefacts of run %s are in %s", context.run_id, directory.path.absolute())
     streaming = StreamingGrid(
         grid,
@@ -42,7 +41,10 @@ def main(grid: Grid, context: Context) -> None:
         patience=config.engine.node_timeout,
         roster=roster_for(config),
     )
-    result = drive(build, streaming, directory, _show)
+    # Whoever set OUT has claimed the directory, and waits for what comes into it.
+    claimed = OUT in os.environ
+    with nullcontext() if claimed else directory.claim(build.resolved.to_toml()):
+        result = drive(build, streaming, directory, _show)
     _log.info("%s %s", result.ended, result.why)
 
 

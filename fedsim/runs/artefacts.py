@@ -1,4 +1,17 @@
-"""What a run leaves behind: its directory, and how each file in it is written."""
+"""What a run leaves behind: its directory, and how each file in it is written.
+
+::
+
+    config.toml         complete and resolved: reproduces the run
+    metrics.csv         a row a round
+    ledger.jsonl        every private release; clients' own are in clients/
+    model.safetensors   the model
+    clients/            what clients keep between rounds, on this machine
+    archive/1/ ...      ledgers of the runs that were overwritten here, with their configs
+    .fedsim-run         says that all this is a run's, and that nothing else here is
+
+A directory is claimed before anything is written to it, and by one run at a time.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +19,15 @@ import csv
 import io
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors.torch import save as serialise
 from torch import Tensor
 
 from fedsim.errors import FedsimError
+from fedsim.runs.marker import Marker
 
 __all__ = ["OUT", "RUNS", "RunDirectory"]
 
@@ -20,11 +35,9 @@ RUNS = "FEDSIM_RUNS"
 """Environment variable: the directory in which each run of a SuperLink gets one of its own."""
 
 OUT = "FEDSIM_OUT"
-"""Environment variable: the directory of the one run of a SuperLink that serves no other."""
+"""Environment variable: the directory, claimed already, of the one run of a SuperLink."""
 
 Row = Mapping[str, float | int]
-
-_FILES = ("config.toml", "metrics.csv", "ledger.jsonl", "model.safetensors", "report.html")
 
 
 class RunDirectory:
@@ -42,61 +55,201 @@ class RunDirectory:
         self.metrics = self.path / "metrics.csv"
         self.ledger = self.path / "ledger.jsonl"
         self.model = self.path / "model.safetensors"
+        self.report = self.path / "report.html"
+        self.done = self.path / "done"
+        self.checkpoint = self.path / "checkpoint"
         self.clients = self.path / "clients"
-        self.rows: list[dict[str, float | int]] = []
+        self.archive = self.path / "archive"
+        self._marker = Marker(self.path)
+        self._columns: tuple[str, ...] = ()
 
     def check_free(self, overwrite: bool) -> None:
-        """Refuse a directory that holds a run, unless it may be overwritten.
+        """Refuse a directory that this run may not have; nothing is touched.
 
         Raises
         ------
         FedsimError
-            If it does, or if the path is a file.
+            If it holds a run, unless that may be overwritten; if somebody is writing to it; if
+            something in it that no run has written bears the name of a run's file; if it is a file.
         """
-        if self.path.exists() and not self.path.is_dir():
+        try:
+            self._check_free(overwrite)
+        except OSError as error:
+            raise self._unusable(error) from None
+
+    def _check_free(self, overwrite: bool) -> None:
+        if (self.path.exists() or self.path.is_symlink()) and not self.path.is_dir():
             raise FedsimError(f"--out {self.path} is a file; it must be a directory.")
-        if not overwrite and any((self.path / name).exists() for name in _FILES):
+        taken = [path.name for path in self._own if path.exists() or path.is_symlink()]
+        if not self._marker.exists():
+            if taken:
+                raise FedsimError(
+                    f"--out {self.path} holds {', '.join(taken)} and no run's marker "
+                    f"({self._marker.path.name}), so that these may be somebody's own; choose "
+                    "another directory."
+                )
+            return
+        if not self._marker.free():
+            raise self._in_use()
+        if taken and not overwrite:
             raise FedsimError(
                 f"{self.path} already holds a run; choose another --out, or --overwrite it."
             )
 
-    def claim(self, config_toml: str) -> None:
-        """Make the directory, remove an earlier run's files and write the config."""
+    @contextmanager
+    def claim(self, config_toml: str, *, overwrite: bool = False) -> Iterator[None]:
+        """Take the directory for a run, which has it to itself as long as the context lasts.
+
+        Of a run that is overwritten the ledgers are kept in ``archive/``. If the new run fails
+        before it has left anything, the directory is given back as it was found or, after an
+        earlier run, as a run's that is empty.
+
+        Raises
+        ------
+        FedsimError
+            As `check_free` does, or if nothing can be written there.
+        """
+        made = _missing(self.path)
+        try:
+            self._take(config_toml, overwrite)
+        except OSError as error:
+            self._abandon(made)
+            raise self._unusable(error) from None
+        except FedsimError:
+            self._abandon(made)
+            raise
+        try:
+            yield
+        except BaseException:
+            if not any(path.exists() for path in self._own if path != self.config):
+                self.config.unlink(missing_ok=True)
+                self._abandon(made)
+            raise
+        finally:
+            self._marker.release()
+
+    def _take(self, config_toml: str, overwrite: bool) -> None:
+        self._check_free(overwrite)
         self.path.mkdir(parents=True, exist_ok=True)
-        for name in _FILES:
-            (self.path / name).unlink(missing_ok=True)
-        shutil.rmtree(self.clients, ignore_errors=True)
+        if not self._marker.take():
+            raise self._in_use()
+        if any(path.exists() for path in self._own) and not overwrite:
+            # By a run that has begun and ended since the directory was looked at.
+            self._marker.release()
+            raise FedsimError(f"{self.path} already holds a run; choose another --out.")
+        self._put_away()
         _replace(self.config, config_toml.encode())
 
+    def _put_away(self) -> None:
+        """Archive an earlier run's ledgers, with its config; remove its other files."""
+        ledgers = [path for path in (self.ledger, self.clients) if path.exists()]
+        if ledgers:
+            self.archive.mkdir(exist_ok=True)
+            numbers = [int(path.name) for path in self.archive.iterdir() if path.name.isdecimal()]
+            kept = self.archive / str(max(numbers, default=0) + 1)
+            kept.mkdir()
+            for path in (self.config, *ledgers):
+                if path.exists():
+                    path.rename(kept / path.name)
+        for path in self._own:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _abandon(self, made: Sequence[Path]) -> None:
+        """Give back what holds no file of a run; ``made`` are the directories made for it."""
+        empty = not any(path.exists() for path in (*self._own, self.archive))
+        self._marker.release(remove=empty)
+        for directory in made:
+            try:
+                directory.rmdir()
+            except OSError:
+                return  # somebody else's by now, or never made
+
+    def start_metrics(self, columns: Sequence[str]) -> None:
+        """Begin metrics.csv, with the columns that it will have to its end."""
+        self._columns = tuple(columns)
+        _replace(self.metrics, _csv_line(self._columns))
+
     def add_row(self, row: Row) -> None:
-        """Append one round to metrics.csv; columns are those of all rows so far."""
-        known = self._columns()
-        self.rows.append(dict(row))
-        columns = self._columns()
-        if columns == known:
-            with self.metrics.open("a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, columns).writerow(row)
-            return
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, columns)
-        writer.writeheader()
-        writer.writerows(self.rows)
-        _replace(self.metrics, text.getvalue().encode())
+        """Append one round to metrics.csv: a column that it lacks stays empty."""
+        unknown = [key for key in row if key not in self._columns]
+        if unknown:
+            raise ValueError(f"metrics.csv has no column {unknown[0]!r}.")
+        line = _csv_line([row.get(column, "") for column in self._columns])
+        with _named(self.metrics), self.metrics.open("ab") as file:
+            file.write(line)
 
     def save_model(self, arrays: Mapping[str, Tensor]) -> None:
         """Write model.safetensors."""
         content = serialise({name: tensor.contiguous().cpu() for name, tensor in arrays.items()})
         _replace(self.model, content)
 
-    def _columns(self) -> list[str]:
-        return list(dict.fromkeys(key for row in self.rows for key in row))
+    def copy_from(self, other: RunDirectory) -> None:
+        """Take over what a run has left in a directory on this machine."""
+        for mine, theirs in zip(self._own, other._own, strict=True):
+            if theirs.is_file():
+                _replace(mine, theirs.read_bytes())
+
+    @property
+    def _own(self) -> tuple[Path, ...]:
+        """What in the directory is the run's."""
+        return (
+            self.config,
+            self.metrics,
+            self.ledger,
+            self.model,
+            self.report,
+            self.done,
+            self.checkpoint,
+            self.clients,
+        )
+
+    def _in_use(self) -> FedsimError:
+        return FedsimError(f"another run is writing to {self.path}; choose another --out.")
+
+    def _unusable(self, error: OSError) -> FedsimError:
+        return FedsimError(
+            f"--out {self.path} cannot be used ({error.strerror}); it must be a directory that can "
+            "be written to."
+        )
+
+
+def _missing(path: Path) -> list[Path]:
+    """Those of ``path`` and its parents that are not there, innermost first."""
+    missing = []
+    for directory in (path, *path.parents):
+        if os.path.lexists(directory):
+            break
+        missing.append(directory)
+    return missing
+
+
+def _csv_line(values: Sequence[object]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.writer(text).writerow(values)
+    return text.getvalue().encode()
 
 
 def _replace(path: Path, content: bytes) -> None:
     """Write a file so that it is there whole or not at all."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
+    with _named(path):
+        try:
+            with part.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of writing a file, which name no file themselves, name ``path``."""
     try:
-        part.write_bytes(content)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

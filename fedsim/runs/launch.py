@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,7 +59,7 @@ def run_simulation(
     build : Build
         Its config, resolved, goes with the run. Every client of the partition is a SuperNode.
     out : path, optional
-        Directory for the artefacts, which need not exist.
+        Directory for the artefacts, claimed already.
     observer : callable, optional
         Called with each row of the metrics when it is there.
     cpus_per_client, gpus_per_client : float
@@ -134,7 +133,7 @@ def _submit(
     if not written.is_dir():
         raise RanElsewhere(run_id, _where(operator.log(run_id)))
     if out is not None:
-        shutil.copytree(written, out, dirs_exist_ok=True)
+        RunDirectory(out).copy_from(RunDirectory(written))
     return _read(build, out or written, rows)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from flwr.serverapp import Grid
 
 from fedsim.config import RunConfig
 from fedsim.engines import LocalGrid
@@ -61,13 +64,16 @@ def run(
     # Whatever is wrong comes to light here, before anything is written or started.
     trainer = build.trainer
     build.strategy()
-    if config.engine.name in ("simulation", "deployment"):
-        return _launch(build, directory, observer)
-    if directory is not None:
-        directory.claim(build.resolved.to_toml())
-    if config.engine.name == "local":
-        return drive(build, LocalGrid(trainer), directory, observer)
-    with _ray(build) as grid:
+    with ExitStack() as stack:
+        grid: Grid | None = None
+        if config.engine.name == "local":
+            grid = LocalGrid(trainer)
+        elif config.engine.name == "ray":
+            grid = stack.enter_context(_ray(build))
+        if directory is not None:
+            stack.enter_context(directory.claim(build.resolved.to_toml(), overwrite=overwrite))
+        if grid is None:
+            return _launch(build, directory, observer)
         return drive(build, grid, directory, observer)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -125,10 +126,9 @@ def is_done(member: Member, out: Path) -> bool:
     there = RunConfig.load(directory.config)
     if _without_resolved(there) != _without_resolved(member.config):
         raise FedsimError(f"{directory.path} holds a run of another config; choose another --out.")
-    return (directory.path / _DONE).exists()
+    return directory.done.exists()
 
 
-_DONE = "done"
 _RESOLVED = ("client.path", "client.block-size", "engine.device", "noise.entropy")
 
 
@@ -164,26 +164,35 @@ def _shared_work(member: Member) -> tuple[object, ...]:
 
 
 def _run_group(group: Sequence[Member], out: Path, observer: Observer | None) -> None:
-    sessions = []
-    for member in group:
-        directory = RunDirectory(out / member.label)
-        build = Build(member.config, directory.path)
-        directory.claim(build.resolved.to_toml())
-        observe = None if observer is None else partial(observer, member)
-        sessions.append(Session(build, directory, observe))
-    try:
-        runs = [(session, LocalGrid(session.build.trainer)) for session in sessions]
-        if len(runs) == 1:
-            ((session, grid),) = runs
-            run_to_end(session.rounds(grid), grid, session.timeout(grid))
-        else:
-            shared = _SharedTrainer([session.build for session in sessions])
-            _in_step([session.rounds(grid) for session, grid in runs], shared)
-    finally:
-        for session in sessions:
-            session.save()
-    for member in group:
-        (out / member.label / _DONE).touch()
+    directories = [RunDirectory(out / member.label) for member in group]
+    builds = [
+        Build(member.config, directory.path)
+        for member, directory in zip(group, directories, strict=True)
+    ]
+    with ExitStack() as claims:
+        sessions = []
+        for member, directory, build in zip(group, directories, builds, strict=True):
+            # What is there of a member that has not been run to its end begins anew.
+            claims.enter_context(directory.claim(build.resolved.to_toml(), overwrite=True))
+            observe = None if observer is None else partial(observer, member)
+            sessions.append(Session(build, directory, observe))
+        try:
+            _run_sessions(sessions)
+        finally:
+            for session in sessions:
+                session.save()
+        for directory in directories:
+            directory.done.touch()
+
+
+def _run_sessions(sessions: Sequence[Session]) -> None:
+    runs = [(session, LocalGrid(session.build.trainer)) for session in sessions]
+    if len(runs) == 1:
+        ((session, grid),) = runs
+        run_to_end(session.rounds(grid), grid, session.timeout(grid))
+    else:
+        shared = _SharedTrainer([session.build for session in sessions])
+        _in_step([session.rounds(grid) for session, grid in runs], shared)
 
 
 def _in_step(runs: Sequence[Rounds], shared: _SharedTrainer) -> None:

@@ -1,0 +1,122 @@
+"""The marker of a run's directory: it says whose the directory is, and locks it for its writer."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from fedsim.errors import FedsimError
+
+__all__ = ["Marker"]
+
+NAME = ".fedsim-run"
+FORMAT = 1
+
+# Some network file systems have no locks; there a directory is guarded by its marker alone.
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+
+
+class Marker:
+    """A file that only a run's directory has, locked by the one run that writes there.
+
+    The lock ends with the process that holds it, however that ends.
+
+    Parameters
+    ----------
+    directory : Path
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / NAME
+        self._held: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this object has it."""
+        return self._held is not None
+
+    def exists(self) -> bool:
+        """Whether the directory is a run's.
+
+        Raises
+        ------
+        FedsimError
+            If it is one of a later fedsim's, whose files may have other names.
+        """
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8") or "{}")
+            written = int(content.get("format", FORMAT))
+        except FileNotFoundError:
+            return False
+        except (ValueError, TypeError, AttributeError):
+            raise FedsimError(
+                f"{self.path} is damaged; a run's marker holds a JSON object with its format."
+            ) from None
+        if written > FORMAT:
+            raise FedsimError(
+                f"{self.path.parent} is a run's of format {written}, and this fedsim knows "
+                f"{FORMAT}; use the newer fedsim, or choose another directory."
+            )
+        return True
+
+    def take(self) -> bool:
+        """Make the marker unless it is there, and lock it.
+
+        Returns
+        -------
+        bool
+            False if another run holds it.
+        """
+        while True:
+            held = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(held)
+                return False
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    os.close(held)
+                    raise
+            if self._is_there(held):
+                break
+            os.close(held)  # whoever held it before has just removed it
+        self._held = held
+        if not os.fstat(held).st_size:
+            os.write(held, json.dumps({"format": FORMAT}).encode() + b"\n")
+        return True
+
+    def free(self) -> bool:
+        """Whether nobody holds it."""
+        try:
+            probe = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return True
+        try:
+            fcntl.flock(probe, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        finally:
+            os.close(probe)
+        return True
+
+    def release(self, *, remove: bool = False) -> None:
+        """Unlock it, and remove it where the directory is to be nobody's again."""
+        if self._held is None:
+            return
+        if remove:
+            self.path.unlink(missing_ok=True)
+        os.close(self._held)
+        self._held = None
+
+    def _is_there(self, held: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(held), os.stat(self.path))
+        except FileNotFoundError:
+            return False
