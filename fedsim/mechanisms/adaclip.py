@@ -149,5 +149,9 @@ class AdaClip(ScalingMechanism):
         mean = (m * self.beta1).add_(released.mean * (1 - self.beta1))
         return {"m": mean, "s": squares.sqrt_()}
 
+    def shown(self, layout: Layout) -> tuple[str, ...]:
+        """See `Mechanism`."""
+        return ("clip-norm",)
+
     def _info(self, ready: State, new: State, d: int) -> dict[str, float]:
         return {"clip-norm": float(torch.linalg.vector_norm(ready["b"]) / d**0.5)}

@@ -171,6 +171,10 @@ class Mechanism(ABC):
         """Scalars that `Accumulator.add` must be given."""
         return ()
 
+    def shown(self, layout: Layout) -> tuple[str, ...]:
+        """Names of what a release shows beside the mean: `Release.info` and `Release.sides`."""
+        return self.side_names
+
     def init(self, layout: Layout) -> State:
         """State before the first round."""
         return {}

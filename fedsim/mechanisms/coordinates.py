@@ -63,6 +63,10 @@ class CoordinateClipping(GaussianMechanism):
         shaped = _clamp_(y.div_(self.clip_value))
         return shaped._replace(factor=shaped.factor * self.clip_value)
 
+    def shown(self, layout: Layout) -> tuple[str, ...]:
+        """See `Mechanism`."""
+        return ("clip-norm",)
+
     def _info(self, ready: State, new: State, d: int) -> dict[str, float]:
         return {"clip-norm": self._radius(ready, d)}
 
@@ -187,6 +191,10 @@ class AdaptiveNoise(GaussianMechanism):
             square = released.mean.square().sub_((spread * std).square_())
         square.mul_(1 - self.decay).add_(ready["mean_square"] * self.decay)
         return {"mean_square": square}
+
+    def shown(self, layout: Layout) -> tuple[str, ...]:
+        """See `Mechanism`."""
+        return ("adaptive",)
 
     def _info(self, ready: State, new: State, d: int) -> dict[str, float]:
         return {"adaptive": float(ready["adaptive"])}

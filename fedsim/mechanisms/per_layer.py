@@ -77,6 +77,14 @@ class PerLayer(Mechanism):
             "none" if any(part.guarantee == "none" for part in self._mechanisms()) else "gaussian"
         )
 
+    def shown(self, layout: Layout) -> tuple[str, ...]:
+        """Every part's, as ``0.clip-norm``."""
+        return tuple(
+            f"{k}.{name}"
+            for k, (mechanism, entries) in enumerate(self._groups(layout))
+            for name in mechanism.shown(_layout_of(entries))
+        )
+
     def init(self, layout: Layout) -> State:
         """Part k's state under names ``k.*``, and its columns ``[slices, 2]``."""
         state: dict[str, Tensor] = {}
@@ -85,8 +93,7 @@ class PerLayer(Mechanism):
             raise FedsimError(f"shares are {len(self.shares)}; the model has {len(groups)} layers.")
         for k, (mechanism, entries) in enumerate(groups):
             state[f"{k}.columns"] = torch.tensor(_spans(entries))
-            part = Layout.of({e.name: torch.empty(e.shape, dtype=e.dtype) for e in entries})
-            for name, tensor in mechanism.init(part).items():
+            for name, tensor in mechanism.init(_layout_of(entries)).items():
                 state[f"{k}.{name}"] = tensor
         return state
 
@@ -295,6 +302,10 @@ class _LayerAccumulator(Accumulator):
                 if name.startswith(f"{k}.")
             }
             part.add_shares(Shares(rows, own, usable))
+
+
+def _layout_of(entries: Sequence[Entry]) -> Layout:
+    return Layout.of({e.name: torch.empty(e.shape, dtype=e.dtype) for e in entries})
 
 
 def _spans(entries: list[Entry]) -> list[tuple[int, int]]:

@@ -101,6 +101,10 @@ class QuantileClipping(ScalingMechanism):
         log_c = (ready["clip_norm"].log() + step).clamp(math.log(low), math.log(high))
         return {"clip_norm": log_c.exp().clamp(low, high)}
 
+    def shown(self, layout: Layout) -> tuple[str, ...]:
+        """See `Mechanism`."""
+        return (*self._scalars(), "clip-norm", "next-clip-norm")
+
     def _info(self, ready: State, new: State, d: int) -> dict[str, float]:
         used, later = float(ready["clip_norm"]), float(new["clip_norm"])
         return {"clip-norm": used, "next-clip-norm": later}

@@ -73,6 +73,11 @@ class PrivateScalar(Mechanism):
         """The inner mechanism's, and this one."""
         return (*self.mechanism.side_names, self.name)
 
+    def shown(self, layout: Layout) -> tuple[str, ...]:
+        """The inner mechanism's, and this scalar."""
+        inner = self.mechanism.shown(layout)
+        return (*inner, self.name) if self.fraction else inner
+
     def init(self, layout: Layout) -> State:
         """The inner mechanism's state."""
         return self.mechanism.init(layout)

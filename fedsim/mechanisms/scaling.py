@@ -14,6 +14,7 @@ from fedsim.errors import FedsimError
 from fedsim.mechanisms.base import State
 from fedsim.mechanisms.gaussian import GaussianMechanism, Number, Shaped, per_row
 from fedsim.rows.dense import Rows, norms_, round_up
+from fedsim.rows.layout import Layout
 
 __all__ = [
     "Clipping",
@@ -95,6 +96,10 @@ class ScalingMechanism(GaussianMechanism):
 
     def _sides(self, clipped: Tensor) -> Mapping[str, Tensor]:
         return {}
+
+    def shown(self, layout: Layout) -> tuple[str, ...]:
+        """See `Mechanism`."""
+        return ("clip-norm",)
 
     def _info(self, ready: State, new: State, d: int) -> dict[str, float]:
         return {"clip-norm": float(self._radius(ready, d))}

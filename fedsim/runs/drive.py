@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,9 +17,12 @@ from fedsim.models import values_of
 from fedsim.privacy import Statement
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
+from fedsim.runs.columns import columns_of
 from fedsim.strategies import DPFedAvg, Rounds, round_timeout, rounds_of, run_to_end
 
 __all__ = ["Observer", "Row", "RunResult", "Session", "drive"]
+
+_log = logging.getLogger("fedsim")
 
 Row = dict[str, float | int]
 Observer = Callable[[Row], None]
@@ -164,6 +168,9 @@ class _Scribe:
         self._strategy = strategy
         self._directory = directory
         self._observer = observer
+        self._columns = columns_of(build, strategy)
+        if directory is not None:
+            directory.start_metrics(self._columns)
         self._since = time.perf_counter()
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -193,11 +200,16 @@ class _Scribe:
         self._write(row)
 
     def _write(self, row: Row) -> None:
+        # What clients report under names that the plan does not have is left out.
+        row = {name: row[name] for name in self._columns if name in row}
         self.rows.append(row)
         if self._directory is not None:
             self._directory.add_row(row)
         if self._observer is not None:
-            self._observer(row)
+            try:
+                self._observer(row)
+            except Exception:
+                _log.exception("the run goes on, but its observer failed in round %s", row["round"])
         self._since = time.perf_counter()
 
 

@@ -171,6 +171,18 @@ class Trainer:
         """Whether each client keeps its own."""
         return self.state == "client"
 
+    @property
+    def reported(self) -> tuple[str, ...]:
+        """Names of what clients report of their training."""
+        names = ["num-examples"]
+        if self.privacy is None or self.privacy.unprotected_metrics:
+            names.append("loss")
+        if self.memory is not None:
+            names.append("fresh-state")
+        numbers = {name: torch.tensor([value]) for name, value in self.algorithm.numbers().items()}
+        sample = self.algorithm.init(torch.zeros(1, 1), numbers)
+        return (*names, *self.algorithm.report(sample))
+
     def receive(self, config: Mapping[str, object]) -> None:
         """Take the clients' state from the config entries of a round's instructions.
 

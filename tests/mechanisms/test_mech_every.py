@@ -406,3 +406,11 @@ def test_a_client_that_sends_a_malformed_share_is_dropped_and_topped_up_for() ->
         asked=4,
     )
     assert release.mean.std().item() * 4 == pytest.approx(2.0, rel=0.06)
+
+
+@EVERY
+def test_a_release_shows_what_was_declared_before_the_first(mechanism: Mechanism) -> None:
+    layout = layout_of(12)
+    for rounds in (0, 2):
+        release = one_round(mechanism, state_after(mechanism, layout, rounds), torch.ones(3, 12))
+        assert {*release.info, *release.sides} == set(mechanism.shown(layout))

@@ -1,6 +1,12 @@
 from __future__ import annotations
 
 import csv
+import errno
+import multiprocessing
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,6 +16,27 @@ from safetensors.torch import load_file
 from fedsim.errors import FedsimError
 from fedsim.runs.artefacts import RunDirectory
 
+MARKER = ".fedsim-run"
+USERS = ("config.toml", "report.html", "metrics.csv", "ledger.jsonl", "clients/mine.txt", "done")
+
+
+def files(path: Path) -> dict[str, str]:
+    return {str(p.relative_to(path)): p.read_text() for p in path.rglob("*") if p.is_file()}
+
+
+def old_run(path: Path) -> RunDirectory:
+    """A run's directory in which every file of a run is there."""
+    directory = RunDirectory(path)
+    with directory.claim("seed = 1\n"):
+        for file in (directory.ledger, directory.report, directory.done):
+            file.write_text("old")
+        directory.start_metrics(["round"])
+        directory.save_model({"w": torch.zeros(1)})
+        for kept in (directory.clients, directory.checkpoint):
+            kept.mkdir()
+            (kept / "client-0.jsonl").write_text("old")
+    return directory
+
 
 def test_a_directory_that_holds_a_run_is_refused_unless_it_may_be_overwritten(
     tmp_path: Path,
@@ -17,37 +44,204 @@ def test_a_directory_that_holds_a_run_is_refused_unless_it_may_be_overwritten(
     directory = RunDirectory(tmp_path / "run")
     directory.check_free(overwrite=False)
     assert not directory.path.exists()
-    directory.claim("seed = 1\n")
+    old_run(tmp_path / "run")
+    before = files(tmp_path)
     with pytest.raises(FedsimError, match="already holds a run"):
         directory.check_free(overwrite=False)
+    with pytest.raises(FedsimError, match="already holds a run"), directory.claim("seed = 2\n"):
+        pass
+    assert files(tmp_path) == before
     directory.check_free(overwrite=True)
 
 
-def test_claiming_removes_the_files_of_an_earlier_run_and_no_others(tmp_path: Path) -> None:
-    for name in ("metrics.csv", "ledger.jsonl", "model.safetensors", "notes.txt"):
-        (tmp_path / name).write_text("old")
-    RunDirectory(tmp_path).claim("seed = 2\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml", "notes.txt"]
-    assert (tmp_path / "config.toml").read_text() == "seed = 2\n"
+def test_overwriting_archives_every_ledger_and_touches_no_other_file(tmp_path: Path) -> None:
+    old_run(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    for seed in (2, 3):
+        directory = RunDirectory(tmp_path)
+        with directory.claim(f"seed = {seed}\n", overwrite=True):
+            directory.ledger.write_text(f"of {seed}")
+    kept = {name: text for name, text in files(tmp_path).items() if name != MARKER}
+    assert kept == {
+        "archive/1/config.toml": "seed = 1\n",
+        "archive/1/ledger.jsonl": "old",
+        "archive/1/clients/client-0.jsonl": "old",
+        "archive/2/config.toml": "seed = 2\n",
+        "archive/2/ledger.jsonl": "of 2",
+        "config.toml": "seed = 3\n",
+        "ledger.jsonl": "of 3",
+        "notes.txt": "mine",
+    }
 
 
-def test_a_file_where_the_directory_should_be_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    path.write_text("")
-    with pytest.raises(FedsimError, match="must be a directory"):
-        RunDirectory(path).check_free(overwrite=True)
-
-
-def test_metrics_gain_columns_without_losing_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", USERS)
+def test_what_no_run_has_written_is_never_touched(
+    name: str, overwrite: bool, tmp_path: Path
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
     directory = RunDirectory(tmp_path)
-    rows = [{"round": 0, "loss": 2.5}, {"round": 1, "loss": 1.5, "asked": 3}, {"round": 2}]
-    for row in rows:
-        directory.add_row(row)
+    with pytest.raises(FedsimError, match="no run's marker"):
+        directory.check_free(overwrite)
+    with (
+        pytest.raises(FedsimError, match="no run's marker"),
+        directory.claim("seed = 1\n", overwrite=overwrite),
+    ):
+        pass
+    assert files(tmp_path) == {name: "mine"}
+
+
+def test_a_run_fits_beside_files_that_have_other_names(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with RunDirectory(tmp_path).claim("seed = 2\n"):
+        pass
+    assert sorted(files(tmp_path)) == [MARKER, "config.toml", "notes.txt"]
+
+
+def test_one_run_at_a_time_has_the_directory(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "run").claim("seed = 1\n"):
+        before = files(tmp_path)
+        for overwrite in (False, True):
+            second = RunDirectory(tmp_path / "run")
+            with pytest.raises(FedsimError, match="another run is writing"):
+                second.check_free(overwrite)
+            with (
+                pytest.raises(FedsimError, match="another run is writing"),
+                second.claim("seed = 2\n", overwrite=overwrite),
+            ):
+                pass
+        assert files(tmp_path) == before
+    with RunDirectory(tmp_path / "run").claim("seed = 3\n", overwrite=True):
+        pass
+
+
+def _start(path: Path, seed: int, together, outcomes) -> None:  # type: ignore[no-untyped-def]
+    together.wait()
+    try:
+        with RunDirectory(path).claim(f"seed = {seed}\n"):
+            together.wait()  # until everybody has tried
+            outcomes.put(seed)
+    except FedsimError:
+        together.wait()
+
+
+def test_of_many_starts_in_one_directory_one_wins_and_the_others_leave_nothing(
+    tmp_path: Path,
+) -> None:
+    context = multiprocessing.get_context("fork")
+    together, outcomes = context.Barrier(6), context.SimpleQueue()
+    starts = [
+        context.Process(target=_start, args=(tmp_path / "a" / "run", seed, together, outcomes))
+        for seed in range(6)
+    ]
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join()
+    winner = outcomes.get()
+    assert outcomes.empty()
+    assert (tmp_path / "a" / "run" / "config.toml").read_text() == f"seed = {winner}\n"
+    assert sorted(files(tmp_path)) == [f"a/run/{MARKER}", "a/run/config.toml"]
+
+
+def test_the_lock_of_a_killed_run_is_no_obstacle(tmp_path: Path) -> None:
+    pid = os.fork()
+    if not pid:
+        ExitStack().enter_context(RunDirectory(tmp_path / "run").claim("seed = 1\n"))
+        os._exit(9)
+    os.waitpid(pid, 0)
+    with RunDirectory(tmp_path / "run").claim("seed = 2\n", overwrite=True):
+        pass
+    assert (tmp_path / "run" / "config.toml").read_text() == "seed = 2\n"
+
+
+def test_a_run_that_fails_before_it_begins_leaves_nothing(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "a" / "b")
+    with pytest.raises(KeyError), directory.claim("seed = 1\n"):
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(KeyError), RunDirectory(tmp_path).claim("seed = 1\n"):
+        raise KeyError
+    assert files(tmp_path) == {"notes.txt": "mine"}
+
+
+def test_a_run_that_fails_later_keeps_what_it_has_left(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    with ExitStack() as claim:
+        claim.enter_context(pytest.raises(KeyError))
+        claim.enter_context(directory.claim("seed = 1\n"))
+        directory.start_metrics(["round"])
+        raise KeyError
+    assert sorted(files(tmp_path / "run")) == [MARKER, "config.toml", "metrics.csv"]
+
+
+@pytest.mark.parametrize("where", ["file", "file/below", "/proc/nobody/run", "/dev/null"])
+def test_a_place_where_no_directory_can_be_is_refused(where: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    directory = RunDirectory(tmp_path / where)
+    with pytest.raises(FedsimError, match="--out"), directory.claim("seed = 1\n", overwrite=True):
+        pass
+    assert files(tmp_path) == {"file": "mine"}
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_directory_that_cannot_be_written_to_is_refused_and_left_as_it_was(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with (
+        pytest.raises(FedsimError, match=os.strerror(code)),
+        RunDirectory(tmp_path / "run").claim("seed = 1\n"),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_of_a_later_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / MARKER).write_text('{"format": 2}')
+    with pytest.raises(FedsimError, match="format 2, and this fedsim knows 1"):
+        RunDirectory(tmp_path).check_free(overwrite=True)
+    (tmp_path / MARKER).write_text("[")
+    with pytest.raises(FedsimError, match="damaged"):
+        RunDirectory(tmp_path).check_free(overwrite=True)
+
+
+def test_a_row_costs_one_line_however_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.start_metrics(["round", "loss", "asked"])
+    written: list[int] = []
+    opened: Callable[..., object] = Path.open
+
+    def counting(path: Path, mode: str = "r", **keywords: object) -> object:
+        assert mode == "ab"
+        size = path.stat().st_size
+        written.append(size)
+        return opened(path, mode, **keywords)
+
+    monkeypatch.setattr(Path, "open", counting)
+    for number in range(100):
+        directory.add_row({"round": number, "loss": 0.5})
+    monkeypatch.undo()
+    assert {later - earlier for earlier, later in pairwise(written[10:])} == {len("10,0.5,\r\n")}
     with directory.metrics.open(newline="") as file:
         read = list(csv.DictReader(file))
-    assert [row["round"] for row in read] == ["0", "1", "2"]
-    assert [row["asked"] for row in read] == ["", "3", ""]
-    assert [row["loss"] for row in read] == ["2.5", "1.5", ""]
+    assert [row["round"] for row in read] == [str(number) for number in range(100)]
+    assert read[7] == {"round": "7", "loss": "0.5", "asked": ""}
+
+
+def test_a_row_makes_no_column(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.start_metrics(["round"])
+    with pytest.raises(ValueError, match="no column 'evil'"):
+        directory.add_row({"round": 1, "evil": 1.0})
+    assert directory.metrics.read_text() == "round\n"
 
 
 def test_the_model_is_read_back_as_it_was(tmp_path: Path) -> None:

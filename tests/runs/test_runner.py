@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,6 +18,10 @@ from fedsim.cohorts import PoissonCohort
 from fedsim.engines.arrays import tensors
 from fedsim.errors import FedsimError
 from fedsim.privacy import epsilon
+from fedsim.rows.exchange import Block
+from fedsim.runs.build import Build
+from fedsim.runs.columns import columns_of
+from fedsim.training import Trainer
 
 BASE = RunConfig().replace(
     **{
@@ -29,10 +37,31 @@ BASE = RunConfig().replace(
 )
 
 
+RICH: list[dict[str, Any]] = [
+    {"mechanism.name": "quantile-clipping", "mechanism.bit-noise": 2.0},
+    {"mechanism.name": "adaptive-noise", "mechanism.per-layer": True},
+    {"mechanism.name": "none", "noise.multiplier": "", "client.name": "adadp-lr"},
+    {"mechanism.private-scalar": "loss", "noise.placement": "client"},
+    {"client.mechanism.name": "clipping", "client.noise.multiplier": 1.0, "evaluate.every": 2},
+    {
+        "mechanism.name": "none",
+        "noise.multiplier": "",
+        "client.name": "adadp-lr",
+        "client.state": "server",
+    },
+]
+
+
 def test_a_run_leaves_its_artefacts(tmp_path: Path) -> None:
     result = fedsim.run(BASE, out=tmp_path / "run")
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert names == ["config.toml", "ledger.jsonl", "metrics.csv", "model.safetensors"]
+    assert names == [
+        ".fedsim-run",
+        "config.toml",
+        "ledger.jsonl",
+        "metrics.csv",
+        "model.safetensors",
+    ]
     with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["round"]) for row in rows] == [0, 1, 2, 3]
@@ -156,3 +185,44 @@ def test_weights_that_are_not_there_leave_nothing_behind(tmp_path: Path) -> None
     with pytest.raises(FedsimError, match=r"model\.weights"):
         fedsim.run(BASE.replace(**{"model.weights": "nowhere.safetensors"}), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_columns_of_metrics_are_the_plans_whatever_clients_call_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Trainer.train
+
+    def evil(self: Trainer, *arguments: Any) -> Iterator[Block]:
+        for block in honest(self, *arguments):
+            theirs = {"round": 0.5, "epsilon": 0.0, "x\r\n9,9": 1.0, "a" * 9999: 2.0}
+            more = {name: np.full(len(block.client_ids), v) for name, v in theirs.items()}
+            yield replace(block, metrics={**block.metrics, **more})
+
+    monkeypatch.setattr(Trainer, "train", evil)
+    config = BASE.replace(**{"evaluate.unprotected": True, "evaluate.clients-every": 2})
+    result = fedsim.run(config, out=tmp_path / "run")
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
+        columns = file.readline().strip().split(",")
+    assert columns == [
+        *("round", "test-loss", "test-accuracy", "train-loss", "train-num-examples"),
+        *("clients-accuracy", "clients-loss", "clients-num-examples", "epsilon"),
+        *("asked", "usable", "failed", "clip-norm", "clients-per-second", "seconds"),
+    ]
+    assert all(set(row) <= set(columns) for row in result.metrics)
+    assert set().union(*result.metrics) == set(columns)
+    assert [row["round"] for row in result.metrics] == [0, 1, 2, 3]
+
+
+def test_an_observer_that_fails_does_not_end_the_run() -> None:
+    def fail(row: Mapping[str, float]) -> None:
+        raise OSError("the terminal is gone")
+
+    assert fedsim.run(BASE, observer=fail).ended == "finished"
+
+
+@pytest.mark.parametrize("settings", RICH, ids=lambda settings: " ".join(settings))
+def test_every_column_is_filled_by_some_round(settings: dict[str, Any]) -> None:
+    config = BASE.replace(**settings)
+    build = Build(config)
+    columns = columns_of(build, build.strategy())
+    assert set().union(*fedsim.run(config).metrics) == set(columns)

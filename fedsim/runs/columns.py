@@ -1,0 +1,42 @@
+"""The columns of metrics.csv: known before the first round, whatever clients call theirs."""
+
+from __future__ import annotations
+
+from fedsim.errors import FedsimError
+from fedsim.runs.build import Build
+from fedsim.strategies import DPFedAvg
+
+__all__ = ["columns_of"]
+
+
+def columns_of(build: Build, strategy: DPFedAvg) -> tuple[str, ...]:
+    """Every name that a row of this run's metrics may have, in order.
+
+    Raises
+    ------
+    FedsimError
+        If a metric of the user's has the name of another column.
+    """
+    config = build.config
+    evaluated = ("loss", *build.trainer.metrics)
+    columns = ["round"]
+    if config.evaluate.every:
+        columns += [f"test-{name}" for name in evaluated]
+    if strategy.shows_clients:
+        columns += [f"train-{name}" for name in sorted(build.trainer.reported)]
+        if config.evaluate.clients_every:
+            columns += [f"clients-{name}" for name in sorted({"num-examples", *evaluated})]
+    if strategy.private:
+        columns.append("epsilon")
+    if build.example_privacy is not None:
+        columns.append("example-epsilon")
+    columns += ["asked", "usable", "failed"]
+    columns += strategy.mechanism.shown(build.trainer.layout)
+    columns += ["clients-per-second", "seconds"]
+    twice = [name for name in columns if columns.count(name) > 1]
+    if twice:
+        raise FedsimError(
+            f"'{twice[0]}' would be the name of two columns of metrics.csv; a metric of your own "
+            "(model.metrics, mechanism.private-scalar) must have another name."
+        )
+    return tuple(columns)
