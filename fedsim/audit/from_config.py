@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from fedsim.audit.runs import Plan
 from fedsim.audit.verdict import Verdict, audit
 from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
@@ -15,20 +13,13 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import calibrate, epsilon
 from fedsim.runs.build import Build
 from fedsim.runs.objects import cohort, mechanism
-from fedsim.strategies import DPFedAvg
+from fedsim.strategies import DPFedAvg, sgd
 
 __all__ = ["ConfigAudit"]
 
 # More clients, or more rounds of the one run, cost time and teach nothing.
 MOST_CLIENTS = 1000
 MOST_ROUNDS = 300
-
-
-class _Adding:
-    """Adds the mean as it is: what a server's optimiser makes of it is post-processing."""
-
-    def step(self, vector: Tensor, update: Tensor) -> Tensor:
-        return vector + update.to(vector.dtype)
 
 
 @dataclass(frozen=True)
@@ -148,7 +139,8 @@ class _Factory:
             noise_multiplier=self.noise_multiplier,
             delta=noise.delta,
             seed=seed,
-            server_optimizer=_Adding(),
+            # What a server's optimiser makes of the mean is post-processing: it is added.
+            server_optimizer=sgd(),
             placement=noise.placement,
             hardened_noise=noise.hardened,
         )

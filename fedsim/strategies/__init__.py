@@ -3,15 +3,16 @@
 from fedsim.strategies.dp_fedavg import DPFedAvg
 from fedsim.strategies.loop import Rounds, round_timeout, rounds_of, run_to_end
 from fedsim.strategies.outcome import RoundReport, RunFailedError
-from fedsim.strategies.server_optimizer import ServerOptimizer, TorchOptimizer, adam, sgd
+from fedsim.strategies.server_optimizer import ServerAdam, ServerOptimizer, ServerSGD, adam, sgd
 
 __all__ = [
     "DPFedAvg",
     "RoundReport",
     "Rounds",
     "RunFailedError",
+    "ServerAdam",
     "ServerOptimizer",
-    "TorchOptimizer",
+    "ServerSGD",
     "adam",
     "round_timeout",
     "rounds_of",

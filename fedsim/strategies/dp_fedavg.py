@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from os import PathLike
 
@@ -19,6 +19,7 @@ from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism, State
 from fedsim.mechanisms.base import state_on
 from fedsim.privacy import Event, Ledger, Statement
+from fedsim.privacy.chain import GENESIS
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
 from fedsim.rows.exchange import Instructions
@@ -26,11 +27,12 @@ from fedsim.strategies.client_evaluation import ClientEvaluation
 from fedsim.strategies.client_state import ClientState
 from fedsim.strategies.contributions import Asked, Contributions, Placement
 from fedsim.strategies.flower_optimizer import FlowerOptimizer
-from fedsim.strategies.loop import round_timeout, rounds_of, run_to_end
+from fedsim.strategies.loop import ResumableStrategy
 from fedsim.strategies.outcome import Failures, RoundReport
 from fedsim.strategies.participants import Participants, node_ids
 from fedsim.strategies.replies import to_arrays
 from fedsim.strategies.server_optimizer import ServerOptimizer, sgd
+from fedsim.strategies.state import Tree
 from fedsim.strategies.summaries import MetricMeans, MetricsAggregator
 
 __all__ = ["DPFedAvg"]
@@ -38,7 +40,7 @@ __all__ = ["DPFedAvg"]
 _log = logging.getLogger("fedsim")
 
 
-class DPFedAvg(Strategy):
+class DPFedAvg(ResumableStrategy):
     """Federated averaging with client-level differential privacy (Das et al., Algorithm 1).
 
     The guarantee covers the sequence of global models. It holds under any loop that calls
@@ -198,8 +200,10 @@ evaluate_metrics_aggr_fn
             configrecord_key,
             evaluate_metrics_aggr_fn,
         )
+        self.rounds_done = 0
         self._layout: Layout | None = None
         self._state: State = {}
+        self._restored: Tree | None = None
         self._asked: Asked | None = None
         self._failures = Failures(None if self.protects else max_failed_rounds)
 
@@ -208,7 +212,18 @@ evaluate_metrics_aggr_fn
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Draw the cohort; nobody is asked once the budget does not allow a release."""
+        """Draw the cohort; nobody is asked once the budget does not allow a release.
+
+        Raises
+        ------
+        ValueError
+            If the round, or a later one, was aggregated before: its draws would be used twice.
+        """
+        if server_round <= self.rounds_done:
+            raise ValueError(
+                f"round {server_round} cannot follow round {self.rounds_done}: its noise and "
+                "cohort would be drawn twice; a run of its own needs a strategy of its own."
+            )
         self._asked = None
         event = self._event()
         if self.stopped is None and self._exceeds_budget(event):
@@ -221,11 +236,11 @@ evaluate_metrics_aggr_fn
             return []
         server = tensors(arrays)
         layout = self._take_layout(server)
+        vector = layout.flatten(server)
         nodes = self._participants.nodes(grid)
         cohort = self._participants.cohort(server_round)
         present = cohort[np.isin(cohort, list(nodes))]
         asked = node_ids(present, nodes)
-        vector = layout.flatten(server)
         self._asked = Asked(
             round=server_round,
             cohort=cohort,
@@ -274,6 +289,7 @@ evaluate_metrics_aggr_fn
         asked, self._asked = self._asked, None
         if asked is None or asked.round != server_round or self._layout is None:
             raise ValueError(f"round {server_round} was not configured, or is aggregated already.")
+        self.rounds_done = server_round
         total, blocks = self._contributions.start(asked, replies, self._layout, self._state)
         means = MetricMeans(self.weighted_by_key, self.train_metrics_aggr_fn)
         for block in blocks:
@@ -316,8 +332,13 @@ evaluate_metrics_aggr_fn
     def _take_layout(self, server: dict[str, Tensor]) -> Layout:
         layout = Layout.of(server)
         if self._layout is None:
+            state = self.mechanism.init(layout)
+            if self._restored is not None:
+                if self._restored["parameters"] != _described(layout):
+                    raise FedsimError("state= is of a model with other parameters than these.")
+                state = self._restored["mechanism"]
             self._layout = layout
-            self._state = self.mechanism.init(layout)
+            self._state = state_on(state, next(iter(server.values())).device)
             # Refuses a split of the noise that does not exist before anybody is asked.
             self.mechanism.noise_multipliers(
                 self.noise_multiplier, self.cohort.expected_size, self._state
@@ -347,6 +368,64 @@ evaluate_metrics_aggr_fn
         """The same, as Flower's own strategies report it."""
         return self.ledger.get_privacy_spent(self.delta)
 
+    # -- state ------------------------------------------------------------------------
+
+    def state(self) -> Tree:
+        """Everything but the parameters that outlives a round; see `restore`.
+
+        Returns
+        -------
+        mapping of str to tensors, what JSON can say, and such mappings
+            ``round``, the last one aggregated; ``mechanism``, ``optimizer``, ``clients`` (the
+            means of what they ended with), ``failures``, ``stopped``, and ``ledger``: where it
+            stands, and its lines if it is in memory only.
+        """
+        layout, restored = self._layout, self._restored
+        if layout is None and restored is not None:
+            return restored
+        ledger: dict[str, object] = {"head": self.ledger.head}
+        if self.ledger.path is None:
+            ledger |= self.ledger.state_dict()
+        return {
+            "round": self.rounds_done,
+            "parameters": None if layout is None else _described(layout),
+            "mechanism": {name: value.clone() for name, value in self._state.items()},
+            "optimizer": self.server_optimizer.state(),
+            "clients": {} if self.client_state is None else dict(self.client_state.values),
+            "failures": self._failures.state(),
+            "stopped": self.stopped,
+            "ledger": ledger,
+        }
+
+    def restore(self, state: Tree) -> None:
+        """Go on from what `state` gave, in a strategy that was made with the same settings.
+
+        Raises
+        ------
+        FedsimError
+            If this strategy has done rounds of its own, or its ledger does not hold the
+            releases that the state counts.
+        """
+        if self.rounds_done:
+            raise FedsimError(
+                f"this strategy has done {self.rounds_done} rounds; state= needs a new strategy."
+            )
+        if self.ledger.path is None and not self.ledger.entries:
+            self.ledger.load_state_dict(state["ledger"])
+        if state["ledger"]["head"] not in (GENESIS, *self.ledger.heads):
+            raise FedsimError(
+                f"ledger {self.ledger.path} does not hold the releases up to round "
+                f"{state['round']}; it must be the ledger of the run whose state= this is."
+            )
+        self.rounds_done = state["round"]
+        # Which model it is about is seen in the next round.
+        self._restored = None if state["parameters"] is None else state
+        self.server_optimizer.restore(state["optimizer"])
+        if self.client_state is not None:
+            self.client_state.values = dict(state["clients"])
+        self._failures.restore(state["failures"])
+        self.stopped = state["stopped"]
+
     # -- evaluation by clients --------------------------------------------------------
 
     def configure_evaluate(
@@ -363,44 +442,6 @@ evaluate_metrics_aggr_fn
 
     # -- the run ----------------------------------------------------------------------
 
-    def start(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord,
-        num_rounds: int = 3,
-        timeout: float = 3600,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
-        *,
-        first_round: int = 1,
-        on_round: Callable[[int, Result], None] | None = None,
-    ) -> Result:
-        """Run rounds ``first_round .. num_rounds``; as Flower's own, and stops at the budget.
-
-        Parameters
-        ----------
-        timeout : float
-            Seconds that a client may take. A private run has none where the grid knows but one
-            deadline for all of a round, by which one client would shut others out.
-        first_round : int
-            Where a resumed run goes on.
-        on_round : callable, optional
-            Called after each round with its number and the result so far, which keeps the
-            arrays reached whatever happens later.
-        """
-        rounds = rounds_of(
-            self,
-            grid,
-            initial_arrays,
-            range(first_round, num_rounds + 1),
-            train_config=train_config,
-            evaluate_config=evaluate_config,
-            evaluate_fn=evaluate_fn,
-            on_round=on_round,
-        )
-        return run_to_end(rounds, grid, round_timeout(grid, timeout, private=self.protects))
-
     def summary(self) -> None:
         """Log the strategy's settings."""
         where = "in memory only" if self.ledger.path is None else str(self.ledger.path)
@@ -411,3 +452,8 @@ evaluate_metrics_aggr_fn
             f"Ledger: {where}",
         ):
             _log.info("\t├──> %s", line)
+
+
+def _described(layout: Layout) -> list[list[object]]:
+    """What a row is made of, as JSON says it."""
+    return [[entry.name, list(entry.shape), str(entry.dtype)] for entry in layout.entries]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import (
@@ -20,6 +25,7 @@ from torch import Tensor
 from fedsim.engines import LocalGrid
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
+from fedsim.strategies.server_optimizer import ServerOptimizer
 
 __all__ = ["FlowerOptimizer"]
 
@@ -35,7 +41,7 @@ _NEED_SEPARATE_REPLIES = (
 _NAME = "parameters"
 
 
-class FlowerOptimizer:
+class FlowerOptimizer(ServerOptimizer):
     """A Flower strategy that is given one synthetic reply a round: the noisy mean.
 
     What it does with that reply (`FedAdam`, `FedYogi`, `FedAvgM`, ...) is post-processing. Its
@@ -91,6 +97,49 @@ class FlowerOptimizer:
                 f"server_optimizer {type(self._strategy).__name__} gave no parameters."
             )
         return tensors(arrays)[_NAME].to(vector)
+
+    def state(self) -> dict[str, Any]:
+        """The rounds it has seen, and every number, array and record that the strategy holds."""
+        held = {name: _told(value) for name, value in vars(self._strategy).items()}
+        told = {name: value for name, value in held.items() if value is not None}
+        return {"rounds": self._round, "strategy": told}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self._round = state["rounds"]
+        for name, value in state["strategy"].items():
+            setattr(self._strategy, name, _taken(value))
+
+
+def _told(value: Any) -> dict[str, Any] | None:
+    """What a strategy holds, as tensors and JSON; None for functions and the like."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return {"value": value}
+        case ArrayRecord():
+            return {"record": {k: v.clone() for k, v in tensors(value).items()}}
+        case np.ndarray():
+            return {"array": torch.from_numpy(value.copy())}
+        case dict() if all(isinstance(array, np.ndarray) for array in value.values()):
+            return {"dict": {k: torch.from_numpy(v.copy()) for k, v in value.items()}}
+        case list() if all(isinstance(array, np.ndarray) for array in value):
+            return {"list": {str(i): torch.from_numpy(v.copy()) for i, v in enumerate(value)}}
+    return None
+
+
+def _taken(told: Mapping[str, Any]) -> Any:
+    """What `_told` was given."""
+    ((form, value),) = told.items()
+    match form:
+        case "record":
+            return _plain(array_record(value))
+        case "array":
+            return value.numpy().copy()
+        case "dict":
+            return {name: array.numpy().copy() for name, array in value.items()}
+        case "list":
+            return [value[str(i)].numpy().copy() for i in range(len(value))]
+    return value
 
 
 def _plain(record: ArrayRecord) -> ArrayRecord:

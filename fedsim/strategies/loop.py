@@ -3,54 +3,120 @@
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable
-from typing import Protocol
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import Result, Strategy
 
-__all__ = ["Rounds", "round_timeout", "rounds_of", "run_to_end"]
+from fedsim.errors import FedsimError
+from fedsim.strategies.state import Tree
+
+__all__ = ["ResumableStrategy", "Rounds", "round_timeout", "rounds_of", "run_to_end"]
 
 _log = logging.getLogger("fedsim")
-
-
-class Stoppable(Protocol):
-    """A Flower strategy that says when no further round will be made."""
-
-    stopped: str | None
-    result: Result | None
-
-    def summary(self) -> None:
-        """Log the settings."""
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """As Flower's."""
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """As Flower's."""
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """As Flower's."""
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """As Flower's."""
 
 
 Rounds = Generator[Iterable[Message], Iterable[Message], Result]
 """Gives messages to send, takes their replies, returns what the run reached."""
 
 
+class ResumableStrategy(Strategy):
+    """A Flower strategy that may stop early and go on elsewhere.
+
+    Attributes
+    ----------
+    protects : bool
+        Whether the run claims privacy, at whichever level.
+    rounds_done : int
+        The round that was aggregated last.
+    stopped : str or None
+        Why no further round will be made, once that is so.
+    result : Result or None
+        What `start` has reached, also after an exception.
+    """
+
+    protects: bool
+    rounds_done: int
+    stopped: str | None
+    result: Result | None
+
+    @abstractmethod
+    def restore(self, state: Tree) -> None:
+        """Go on from the state that such a strategy has after a round."""
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        *,
+        first_round: int | None = None,
+        state: Tree | None = None,
+        on_round: Callable[[int, Result], None] | None = None,
+    ) -> Result:
+        """Run rounds up to ``num_rounds``; as Flower's own, and stops at the budget.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds that a client may take. A private run has none where the grid knows but one
+            deadline for all of a round, by which one client would shut others out.
+        first_round : int, optional
+            Where a resumed run goes on; by default the round after the last of ``state``.
+        state : mapping, optional
+            What `DPFedAvg.state` gave after the round before, in another process perhaps;
+            ``initial_arrays`` are then the parameters that were reached.
+        on_round : callable, optional
+            Called after each round with its number and the result so far, which keeps the
+            arrays reached whatever happens later.
+
+        Raises
+        ------
+        FedsimError
+            If ``first_round`` does not follow what this strategy, or ``state``, has done:
+            momentum, bounds and budget would start anew.
+        """
+        if state is not None:
+            self.restore(state)
+        elif first_round is None:
+            first_round = 1
+        if first_round is not None:
+            self._check_first(first_round)
+        rounds = rounds_of(
+            self,
+            grid,
+            initial_arrays,
+            range(self.rounds_done + 1, num_rounds + 1),
+            train_config=train_config,
+            evaluate_config=evaluate_config,
+            evaluate_fn=evaluate_fn,
+            on_round=on_round,
+        )
+        return run_to_end(rounds, grid, round_timeout(grid, timeout, private=self.protects))
+
+    def _check_first(self, first_round: int) -> None:
+        done = self.rounds_done
+        if first_round == 1 and done:
+            raise FedsimError(
+                f"this strategy has done {done} rounds; a new run needs a new one, or its noise "
+                "would be drawn twice."
+            )
+        if first_round != done + 1:
+            raise FedsimError(
+                f"first_round is {first_round}, but {done} rounds have been done here; give a new "
+                f"strategy the state= that a run has after round {first_round - 1}, without which "
+                "its momentum, bounds and budget would start anew."
+            )
+
+
 def rounds_of(
-    strategy: Stoppable,
+    strategy: ResumableStrategy,
     grid: Grid,
     initial_arrays: ArrayRecord,
     rounds: range,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = ["Failures", "RoundReport", "RunFailedError"]
@@ -38,6 +39,14 @@ class Failures:
     def __init__(self, allowed: int | None) -> None:
         self._allowed = allowed
         self._in_a_row = 0
+
+    def state(self) -> dict[str, int]:
+        """What outlives a round."""
+        return {"in-a-row": self._in_a_row}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go on from what `state` gave."""
+        self._in_a_row = state["in-a-row"]
 
     def note(self, report: RoundReport, lost: bool) -> None:
         """Note how a round went.

@@ -1,0 +1,70 @@
+"""State as tensors and JSON, so that whoever keeps it needs no pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Tree", "joined", "parted"]
+
+Tree = Mapping[str, Any]
+"""Names to tensors, to what JSON can say, and to trees again."""
+
+_TENSOR = "tensor"
+
+
+def parted(tree: Tree) -> tuple[dict[str, Tensor], str]:
+    """The tensors of a tree, by names of their own, and the rest of it as JSON.
+
+    Raises
+    ------
+    TypeError
+        If anything in it is neither a tensor nor what JSON can say.
+
+    Examples
+    --------
+    >>> tensors, text = parted({"steps": 3, "moments": {"first": torch.ones(2)}})
+    >>> list(tensors), text
+    (['0'], '{"steps": 3, "moments": {"first": {"tensor": "0"}}}')
+    >>> joined(tensors, text)["moments"]["first"].tolist()
+    [1.0, 1.0]
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def named(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            name = str(len(tensors))
+            tensors[name] = value.detach().cpu().contiguous()
+            return {_TENSOR: name}
+        if isinstance(value, Mapping):
+            # One that looks like a tensor's name must not be taken for one.
+            if set(value) == {_TENSOR} and isinstance(value[_TENSOR], str):
+                raise TypeError(f"a mapping whose one key is '{_TENSOR}' cannot be kept.")
+            return {_checked(key): named(entry) for key, entry in value.items()}
+        return value
+
+    return tensors, json.dumps(named(tree))
+
+
+def joined(tensors: Mapping[str, Tensor], text: str) -> dict[str, Any]:
+    """The tree that `parted` took apart."""
+
+    def named(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if set(value) == {_TENSOR} and isinstance(value[_TENSOR], str):
+            return torch.clone(tensors[value[_TENSOR]])
+        return {key: named(entry) for key, entry in value.items()}
+
+    tree: dict[str, Any] = named(json.loads(text))
+    return tree
+
+
+def _checked(key: object) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"a key of the state is {key!r}; it must be a string.")
+    return key
