@@ -8,6 +8,7 @@ from fedsim.cli.audit import audit
 from fedsim.cli.command import Command
 from fedsim.cli.deploy import deploy
 from fedsim.cli.experiment import experiment
+from fedsim.cli.flower_app import app as flower_app
 from fedsim.cli.partition import partition
 from fedsim.cli.privacy import privacy
 from fedsim.cli.run import run
@@ -26,4 +27,5 @@ app = typer.Typer(
 )
 for command in (run, sweep, privacy, partition, experiment, audit, tune):
     app.command(cls=Command)(command)
+app.command("app", cls=Command)(flower_app)
 app.add_typer(deploy, name="deploy")
