@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fedsim import models
 from fedsim.clients import SGD, AdadpLR
 from fedsim.engines.process import settle
-from fedsim.randomness import Purpose, Randomness
+from fedsim.randomness import Draws, Randomness
 from fedsim.training import ClientData, Trainer
 from fedsim.training.graphs import StepGraphs
 from fedsim.training.local_step import exact
@@ -45,7 +45,8 @@ COLUMNS = "| machine | way | ms a step of all clients | rounds/s | the paper's 2
 def batches(data: ClientData, client: int, t: int) -> Iterator[tuple[Tensor, Tensor]]:
     """One shuffled pass over a client's examples."""
     own = data.indices[client]
-    order = own[Randomness(1).generator(Purpose.BATCH, t, client).permutation(len(own))]
+    draws = Draws(Randomness(1), level="example", amplified=False, client=client)
+    order = own[draws.generator(t).permutation(len(own))]
     for start in range(0, len(order), BATCH):
         at = torch.from_numpy(order[start : start + BATCH]).to(data.x.device)
         yield images(data.x[at]), data.y[at]

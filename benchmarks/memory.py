@@ -31,21 +31,22 @@ def peak(name: str, cohort: int) -> float:
     from fedsim.cohorts import FixedCohort
     from fedsim.engines.process import settle
     from fedsim.mechanisms import Clipping, NoiseSource
-    from fedsim.randomness import Purpose, Randomness
+    from fedsim.randomness import Draws, Purpose, Randomness
     from fedsim.rows import DenseRows
 
     settle()
     trainer = trainer_of(JOBS[name], data_of(10_000, own=1000))
-    mechanism, vector, draws = Clipping(1.0), trainer.initial(), Randomness(2)
+    mechanism, vector, randomness = Clipping(1.0), trainer.initial(), Randomness(2)
+    draws = Draws(randomness, level="client", amplified=True)
     state = mechanism.init(trainer.layout)
 
     def one_round(size: int, t: int) -> None:
-        ids = FixedCohort(size, 10_000).draw(draws.generator(Purpose.COHORT, t).random(10_000))
+        ids = FixedCohort(size, 10_000).draw(t, draws)
         total = mechanism.accumulate(state, trainer.layout)
         for block in trainer.train(vector, ids, t):
             assert block.rows is not None
             total.add(DenseRows(block.rows))
-        noise = NoiseSource(draws.generator(Purpose.NOISE, t))
+        noise = NoiseSource(randomness.generator(Purpose.NOISE, level="client", round=t))
         mechanism.release(state, total, noise_multiplier=1.0, denominator=float(size), noise=noise)
 
     one_round(1, 1)  # imports, buffers, thread pools

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.jobs import BATCH, LR, SEED, Job
 from fedsim.cohorts import Cohort
-from fedsim.randomness import Purpose, Randomness
+from fedsim.randomness import Draws, Randomness
 from fedsim.training import ClientData
 
 __all__ = ["plain_rounds"]
@@ -30,13 +30,13 @@ def plain_rounds(
 ) -> Iterator[Tensor]:
     """Parameters after each round of clip, sum, noise, divide: ``[d]``."""
     randomness = Randomness(SEED)
+    draws = Draws(randomness, level="client", amplified=noise_multiplier > 0)
     model = job.model(dtype)
     weights = [p.detach().clone() for p in model.parameters()]
     local = copy.deepcopy(model)
     for t in range(1, rounds + 1):
-        draws = randomness.generator(Purpose.COHORT, round=t).random(data.population)
         total = torch.zeros(sum(w.numel() for w in weights), dtype=torch.float64)
-        for client in cohort.draw(draws):
+        for client in cohort.draw(t, draws):
             update = _update(local, weights, data, int(client), t, randomness)
             norm = float(torch.linalg.vector_norm(update, dtype=torch.float64))
             total += update.double() * min(1.0, clip_norm / max(norm, 1e-300))
@@ -64,7 +64,8 @@ def _update(
             parameter.copy_(weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     own = data.indices[client]
-    order = own[randomness.generator(Purpose.BATCH, t, client).permutation(len(own))]
+    draws = Draws(randomness, level="example", amplified=False, client=client)
+    order = own[draws.generator(t).permutation(len(own))]
     for start in range(0, len(own), BATCH):
         batch = torch.from_numpy(order[start : start + BATCH])
         optimizer.zero_grad()

@@ -1,34 +1,111 @@
-"""Random draws as a function of their address (seed, purpose, round, client).
+"""Random draws as a function of their address (key, level, purpose, round, client, part).
 
 Philox is counter-based: a generator is a point in a space of 2^256 counters under a 2^128
 key, so a draw needs no state that a resumed run, another worker or another block size
 would have to reproduce. Nothing in fedsim draws from a global generator.
+
+A stream counts in the first of its counter's four words; the other three are its address.
+Two addresses are therefore disjoint by construction: no stream of fewer than 2^64 blocks
+reaches into another's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import secrets
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-__all__ = ["Purpose", "Randomness"]
+__all__ = ["PURPOSES", "Address", "DrawLevel", "Draws", "Purpose", "Randomness", "Rule", "Stream"]
+
+DrawLevel = Literal["run", "client", "example"]
+_LEVELS: dict[DrawLevel, int] = {"run": 0, "client": 1, "example": 2}
 
 
 class Purpose(IntEnum):
-    """What a draw is for; two purposes never share a stream."""
+    """What a draw is for."""
 
     INIT = 1
     PARTITION = 2
-    COHORT = 3
-    BATCH = 4
+    SAMPLE = 3
+    AMPLIFIED_SAMPLE = 4
     NOISE = 5
-    CLIENT_NOISE = 6
+    SHARE = 6
     DROPOUT = 7
     EVALUATE = 8
     AUDIT = 9
+
+
+class Rule(NamedTuple):
+    """How draws for a purpose are addressed and keyed.
+
+    Attributes
+    ----------
+    keyed_by : "seed" or "release"
+        The seed alone, so that runs of one seed compare; or seed and release digest, so that
+        two runs of one seed that release different things share no draw.
+    levels : tuple of "run", "client" and "example"
+        Whose rows the draw is about; "run" where it is about none.
+    parts : str
+        What tells draws of one level, purpose, round and client apart.
+    """
+
+    keyed_by: Literal["seed", "release"]
+    levels: tuple[DrawLevel, ...]
+    parts: str
+
+
+PURPOSES: dict[Purpose, Rule] = {
+    Purpose.INIT: Rule("seed", ("run",), "0 a model's weights; an experiment numbers its own"),
+    Purpose.PARTITION: Rule("seed", ("run",), "0 dealing examples, 1 keeping some of them"),
+    Purpose.SAMPLE: Rule("seed", ("client", "example"), "the step, or the pass over examples"),
+    Purpose.AMPLIFIED_SAMPLE: Rule("release", ("client", "example"), "the step"),
+    Purpose.NOISE: Rule("release", ("client", "example"), "0 a release, its scalars last"),
+    Purpose.SHARE: Rule("release", ("client",), "0 a client's share of a release's noise"),
+    Purpose.DROPOUT: Rule("seed", ("example",), "the step"),
+    Purpose.EVALUATE: Rule("seed", ("client",), "0 who evaluates"),
+    Purpose.AUDIT: Rule("seed", ("run",), "an audit numbers its own"),
+}
+"""Everything that is drawn. A sample is amplified if a private event counts on its secrecy."""
+
+
+class Address(NamedTuple):
+    """Where a stream lies. ``key`` is None for a draw from the operating system."""
+
+    key: tuple[int, int] | None
+    level: DrawLevel
+    purpose: Purpose
+    round: int
+    client: int
+    part: int
+
+
+class Stream:
+    """One generator that is moved from address to address.
+
+    Moving it costs an eighth of making a new one, which asks the operating system for entropy
+    that a keyed generator has no use for. What it gave last is overwritten by the next move.
+    """
+
+    def __init__(self) -> None:
+        self._philox = np.random.Philox(key=0)
+        self._generator = np.random.Generator(self._philox)
+
+    def at(self, key: tuple[int, int], counter: tuple[int, int, int, int]) -> np.random.Generator:
+        """The generator, moved."""
+        self._philox.state = {
+            "bit_generator": "Philox",
+            "state": {"counter": counter, "key": key},
+            "buffer": (0, 0, 0, 0),
+            "buffer_pos": 4,  # past its end: nothing of the last address is left in it
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+        return self._generator
 
 
 @dataclass(frozen=True)
@@ -40,13 +117,24 @@ class Randomness:
     seed : int or None
         Between 0 and 2^63 - 1: every draw is a function of it. None: every generator is
         seeded anew from the operating system, and no draw can be repeated.
+    release : str or None
+        Digest of all that determines what the run releases. With it, noise and the samples
+        that a private event amplifies are keyed by seed and digest; without it by the seed
+        alone, and then two different private runs must not have one seed.
     """
 
     seed: int | None
+    release: str | None = None
+    _keys: dict[str, tuple[int, int]] = field(init=False, repr=False, compare=False)
+
+    watch: ClassVar[Callable[[Address], object] | None] = None
+    """Called with each address that is asked for the first time; for tests."""
 
     def __post_init__(self) -> None:
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must lie in [0, 2^63).")
+        keys = {"seed": _key(self.seed, None), "release": _key(self.seed, self.release)}
+        object.__setattr__(self, "_keys", keys)
 
     @property
     def entropy(self) -> Literal["config", "system"]:
@@ -54,18 +142,115 @@ class Randomness:
         return "system" if self.seed is None else "config"
 
     def generator(
-        self, purpose: Purpose, round: int = 0, client: int = 0, part: int = 0
+        self,
+        purpose: Purpose,
+        *,
+        level: DrawLevel,
+        round: int = 0,
+        client: int = 0,
+        part: int = 0,
+        stream: Stream | None = None,
     ) -> np.random.Generator:
-        """Generator of the draws at this address.
+        """Generator of the draws at this address, which must not have been asked for before.
 
-        ``part`` separates draws of one purpose, round and client (an epoch, a scalar).
+        Parameters
+        ----------
+        purpose : Purpose
+        level : "run", "client" or "example"
+            One of the purpose's own; see `PURPOSES`, also for the parts.
+        round, client, part : int
+            0 or more.
+        stream : Stream, optional
+            Move this one instead of making a generator.
+
+        Raises
+        ------
+        ValueError
+            If there is no such address.
         """
-        if self.seed is None:
-            return np.random.Generator(np.random.Philox(key=secrets.randbits(128)))
-        return np.random.Generator(
-            np.random.Philox(key=[self.seed, int(purpose)], counter=[0, part, round, client])
+        if Randomness.watch is not None:
+            key = None if self.seed is None else self._keys[PURPOSES[purpose].keyed_by]
+            Randomness.watch(Address(key, level, purpose, round, client, part))
+        return self.again(
+            purpose, level=level, round=round, client=client, part=part, stream=stream
         )
 
-    def torch_seed(self, purpose: Purpose, round: int = 0, client: int = 0, part: int = 0) -> int:
+    def again(
+        self,
+        purpose: Purpose,
+        *,
+        level: DrawLevel,
+        round: int = 0,
+        client: int = 0,
+        part: int = 0,
+        stream: Stream | None = None,
+    ) -> np.random.Generator:
+        """`generator` at an address that was asked for before: a retry, a replay, a proof.
+
+        With system entropy the draws are new ones all the same.
+        """
+        rule = PURPOSES[purpose]
+        if level not in rule.levels:
+            raise ValueError(f"{purpose.name} has no level {level!r}, only {rule.levels}.")
+        if not (0 <= part < 2**48 and 0 <= round < 2**63 and 0 <= client < 2**63):
+            raise ValueError(f"there is no address of round {round}, client {client}, part {part}.")
+        stream = stream or Stream()
+        if self.seed is None:
+            return stream.at((secrets.randbits(64), secrets.randbits(64)), (0, 0, 0, 0))
+        what = _LEVELS[level] << 56 | purpose << 48 | part
+        return stream.at(self._keys[rule.keyed_by], (0, what, round, client))
+
+    def torch_seed(
+        self,
+        purpose: Purpose,
+        *,
+        level: DrawLevel,
+        round: int = 0,
+        client: int = 0,
+        part: int = 0,
+    ) -> int:
         """63-bit seed for a `torch.Generator` at this address."""
-        return int(self.generator(purpose, round, client, part).integers(2**63))
+        generator = self.generator(purpose, level=level, round=round, client=client, part=part)
+        return int(generator.integers(2**63))
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The draws of one owner's samples: of a server's cohorts, or of a client's batches.
+
+    Parameters
+    ----------
+    randomness : Randomness
+    level : "client" or "example"
+        What is sampled.
+    amplified : bool
+        Whether a private event counts on nobody knowing the sample.
+    client : int
+        Whose examples they are; 0 for cohorts.
+    stream : Stream, optional
+        Shared with others that draw one after another; then a generator is good until the
+        next one.
+    """
+
+    randomness: Randomness
+    level: Literal["client", "example"]
+    amplified: bool
+    client: int = 0
+    stream: Stream | None = None
+
+    def generator(self, round: int, part: int = 0) -> np.random.Generator:
+        """Generator of a round's draws; ``part`` is the step, or another piece of the round."""
+        return self.randomness.generator(
+            Purpose.AMPLIFIED_SAMPLE if self.amplified else Purpose.SAMPLE,
+            level=self.level,
+            round=round,
+            client=self.client,
+            part=part,
+            stream=self.stream,
+        )
+
+
+def _key(seed: int | None, release: str | None) -> tuple[int, int]:
+    text = f"fedsim draws, version 2\nseed {seed}\nrelease {release or ''}\n"
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")

@@ -100,7 +100,7 @@ def principal_directions(
         total,
         noise_multiplier=noise_multiplier,
         denominator=cohort.expected_size,
-        noise=NoiseSource(Randomness(seed).generator(Purpose.NOISE, round=0)),
+        noise=NoiseSource(Randomness(seed).generator(Purpose.NOISE, level="example")),
     )
     vectors: Tensor = torch.linalg.eigh(_to_matrix(release.mean, p)).eigenvectors
     return vectors[:, -count:].flip(1)

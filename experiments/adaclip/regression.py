@@ -207,10 +207,10 @@ def _descend(settings: Mapping[str, Any], seed: int) -> tuple[float, float, floa
     mechanism = _mechanism(settings["method"], settings["clip-norm"])
     layout = Layout.of({"theta": torch.zeros(d, dtype=torch.float64)})
     state, randomness = mechanism.init(layout), Randomness(seed)
-    draws, steps = randomness.generator(Purpose.BATCH), settings["steps"]
+    draws, steps = randomness.generator(Purpose.SAMPLE, level="example"), settings["steps"]
     normal = settings["law"] == "normal"
     data = draws.standard_normal(steps) if normal else draws.choice([-1.0, 1.0], steps)
-    start = randomness.generator(Purpose.INIT).standard_normal(d) / np.sqrt(d)
+    start = randomness.generator(Purpose.INIT, level="run").standard_normal(d) / np.sqrt(d)
     theta, noise, clipped = torch.from_numpy(start), 0.0, 0
     for step, x in enumerate(data, 1):
         row = -theta
@@ -222,7 +222,7 @@ def _descend(settings: Mapping[str, Any], seed: int) -> tuple[float, float, floa
             total,
             noise_multiplier=settings["noise-multiplier"],
             denominator=1.0,
-            noise=NoiseSource(randomness.generator(Purpose.NOISE, round=step)),
+            noise=NoiseSource(randomness.generator(Purpose.NOISE, level="example", round=step)),
         )
         state = release.state
         noise += float((release.mean - row).square().sum())

@@ -118,7 +118,7 @@ class LeastSquares:
         return np.asarray(U @ (shrunk * (U.T @ (w - self.optima[client]))))
 
     def _draws(self, part: int) -> np.random.Generator:
-        return Randomness(self.seed).generator(Purpose.INIT, part=part)
+        return Randomness(self.seed).generator(Purpose.INIT, level="run", part=part)
 
 
 class Watched:

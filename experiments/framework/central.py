@@ -19,7 +19,7 @@ from torch import Tensor
 from fedsim.cohorts import PoissonCohort
 from fedsim.mechanisms import Mechanism, NoiseSource
 from fedsim.privacy import Event, Ledger
-from fedsim.randomness import Purpose, Randomness
+from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows import Layout, LinearPart, OuterRows
 from fedsim.strategies import ServerOptimizer
 
@@ -54,7 +54,7 @@ class DenseNet:
         layout = self.layout
         if len(self.widths) == 2:
             return torch.zeros(layout.d, dtype=torch.float64)
-        draws = Randomness(seed).generator(Purpose.INIT)
+        draws = Randomness(seed).generator(Purpose.INIT, level="run")
         parts = []
         for entry in layout.entries:
             inputs = self.widths[int(entry.name[2:].partition(".")[0]) - 1]
@@ -145,8 +145,9 @@ def train(
     ledger : Ledger
         Takes every release before it is made.
     """
-    cohort = PoissonCohort(rate=batch / len(labels), population=len(labels))
+    cohort = PoissonCohort(batch / len(labels), len(labels), adjacency="zero-out")
     randomness, layout = Randomness(seed), net.layout
+    draws = Draws(randomness, level="example", amplified=True)
     event = _event(mechanism, noise_multiplier, cohort, layout)
     state, vector = mechanism.init(layout), net.start(seed)
     steps = round(len(labels) / batch)
@@ -154,8 +155,7 @@ def train(
     distortions: list[float] = []
     clipped, seen = 0, 0
     for step in range(1, epochs * steps + 1):
-        draws = randomness.generator(Purpose.COHORT, round=step).random(len(labels))
-        index = torch.from_numpy(cohort.draw(draws))
+        index = torch.from_numpy(cohort.draw(step, draws))
         rows = net.descents(vector, inputs(index), labels[index])
         total = mechanism.accumulate(state, layout)
         total.add(rows)
@@ -167,7 +167,7 @@ def train(
             total,
             noise_multiplier=noise_multiplier,
             denominator=cohort.expected_size,
-            noise=NoiseSource(randomness.generator(Purpose.NOISE, round=step)),
+            noise=NoiseSource(randomness.generator(Purpose.NOISE, level="example", round=step)),
         )
         if step % LOOKS == 1:
             plain = rows.sum(torch.ones(rows.count, dtype=torch.float64)) / cohort.expected_size

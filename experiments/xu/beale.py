@@ -65,7 +65,7 @@ def descend(settings: Mapping[str, Any]) -> Result:
             total,
             noise_multiplier=z,
             denominator=1.0,
-            noise=NoiseSource(randomness.generator(Purpose.NOISE, round=step)),
+            noise=NoiseSource(randomness.generator(Purpose.NOISE, level="example", round=step)),
         )
         state, noisy = release.state, release.mean.numpy()
         second = (1 - settings["gamma"]) * second + settings["gamma"] * noisy**2

@@ -94,7 +94,7 @@ def _play(
     plan: Plan, start: Parameters, canaries: int, seed: int, part: int
 ) -> tuple[Floats, Coins, Claim]:
     """Scores and coins of the canaries, both ``[canaries]``, and what the run claims."""
-    draws = Randomness(seed).generator(Purpose.AUDIT, client=1, part=part)
+    draws = Randomness(seed).generator(Purpose.AUDIT, level="run", client=1, part=part)
     run_seed = int(draws.integers(2**63))
     strategy = plan.strategy(run_seed)
     layout = Layout.of(start)

@@ -20,7 +20,7 @@ def noticeable(claim: Claim, runs: int, risk: float, seed: int) -> float | None:
     An ideal canary on the claimed Gaussians, with that much less noise, is audited a few
     times; None if even the largest factor escapes.
     """
-    draws = Randomness(seed).generator(Purpose.AUDIT, part=9)
+    draws = Randomness(seed).generator(Purpose.AUDIT, level="run", part=9)
     return next(
         (
             factor

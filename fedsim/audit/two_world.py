@@ -73,7 +73,8 @@ def attack(
             f"cohort.population is {population}; an audit needs a canary and somebody else."
         )
     scale = reach(strategy.mechanism, layout)
-    seeds = Randomness(seed).generator(Purpose.AUDIT).integers(2**63, size=(2, runs))
+    draws = Randomness(seed).generator(Purpose.AUDIT, level="run")
+    seeds = draws.integers(2**63, size=(2, runs))
     tables: list[Floats] = []
     claims: set[Claim] = set()
     for side, present in enumerate((False, True)):

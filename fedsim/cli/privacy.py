@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
-from fedsim.privacy import Accountant, Adjacency, Answer, Ledger, Plan, Sampler
+from fedsim.privacy import Accountant, Adjacency, Answer, Ledger, Plan, Sampling
 
 __all__ = ["privacy"]
 
@@ -241,7 +241,7 @@ def _sampling(
     if sampling is None:
         return said
     sampler = _one_of("--sampling", sampling, "poisson", "fixed", "full", "shuffle")
-    said["sampler"] = cast(Sampler, sampler)
+    said["sampler"] = cast(Sampling, sampler)
     if sampler == "poisson":
         if rate is None and (size is None or population is None):
             raise FedsimError("--sampling poisson needs --rate, or --size and --population.")

@@ -14,7 +14,7 @@ __all__ = ["chunks", "client_costs"]
 def client_costs(trainer: BlockTrainer, client_ids: Ids) -> npt.NDArray[np.float64]:
     """Relative cost of each client's work, ``[n]``: its local steps where they are known."""
     if isinstance(trainer, Trainer):
-        steps = [trainer.plan.steps_of(trainer.data.size(client)) for client in client_ids]
+        steps = [trainer.work.steps_of(trainer.data.size(client)) for client in client_ids]
         return np.maximum(np.array(steps, dtype=np.float64), 1.0)
     return np.ones(len(client_ids))
 

@@ -85,7 +85,7 @@ def build(
     shape = tuple(input_shape)
     # Layers draw their initial weights from torch's global generator: lend it, put it back.
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(Randomness(seed).torch_seed(Purpose.INIT))
+        torch.default_generator.manual_seed(Randomness(seed).torch_seed(Purpose.INIT, level="run"))
         model = _build(name, shape, num_classes, widths, bias)
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise FedsimError(

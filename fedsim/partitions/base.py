@@ -47,7 +47,7 @@ class Partition(ABC):
         FedsimError
             If the labels are no labels, or cannot be dealt in this way.
         """
-        generator = Randomness(self.seed).generator(Purpose.PARTITION)
+        generator = Randomness(self.seed).generator(Purpose.PARTITION, level="run")
         return [np.sort(part) for part in self._deal(_checked(labels), generator)]
 
     @property
@@ -80,7 +80,9 @@ def subsample(parts: Sequence[Indices], at_most: int, *, seed: int) -> list[Indi
     def keep(client: int, part: Indices) -> Indices:
         if len(part) <= at_most:
             return part
-        generator = randomness.generator(Purpose.PARTITION, client=client, part=_SUBSAMPLE)
+        generator = randomness.generator(
+            Purpose.PARTITION, level="run", client=client, part=_SUBSAMPLE
+        )
         return np.sort(generator.choice(part, size=at_most, replace=False))
 
     return [keep(client, part) for client, part in enumerate(parts)]

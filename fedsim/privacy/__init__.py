@@ -18,7 +18,7 @@ from fedsim.privacy.calibration import (
     worst_client,
 )
 from fedsim.privacy.entry import Entropy, Entry
-from fedsim.privacy.events import Adjacency, Event, Level, Sampler
+from fedsim.privacy.events import Adjacency, Event, Level, Sampling
 from fedsim.privacy.ledger import Ledger
 from fedsim.privacy.planning import Answer, Plan
 from fedsim.privacy.statement import Statement
@@ -35,7 +35,7 @@ __all__ = [
     "Ledger",
     "Level",
     "Plan",
-    "Sampler",
+    "Sampling",
     "Statement",
     "TradeOff",
     "WorstClient",

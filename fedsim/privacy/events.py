@@ -9,15 +9,15 @@ from typing import Any, Literal, cast, get_args
 
 from fedsim.errors import FedsimError
 
-__all__ = ["Adjacency", "Event", "Level", "Sampler", "common_adjacency", "dominating_event"]
+__all__ = ["Adjacency", "Event", "Level", "Sampling", "common_adjacency", "dominating_event"]
 
-Sampler = Literal["poisson", "fixed", "full", "shuffle"]
+Sampling = Literal["poisson", "fixed", "full", "shuffle"]
 Adjacency = Literal["add-remove", "zero-out", "replace-one"]
 Level = Literal["client", "example"]
 
 # Which neighbours a sampler's amplification is proved for. Without amplification (full,
 # shuffle) a fixed denominator makes every relation valid, at its own sensitivity.
-ALLOWED: Mapping[Sampler, tuple[Adjacency, ...]] = {
+ALLOWED: Mapping[Sampling, tuple[Adjacency, ...]] = {
     "poisson": ("add-remove", "zero-out"),
     "fixed": ("replace-one",),
     "full": ("zero-out", "add-remove", "replace-one"),
@@ -62,7 +62,7 @@ class Event:
     """
 
     noise_multiplier: float
-    sampler: Sampler = "poisson"
+    sampler: Sampling = "poisson"
     rate: float = 1.0
     size: int | None = None
     population: int | None = None
@@ -74,7 +74,7 @@ class Event:
     def __post_init__(self) -> None:
         if self.sampler not in ALLOWED:
             raise FedsimError(
-                f"sampler is {self.sampler!r}; it must be one of {', '.join(get_args(Sampler))}."
+                f"sampler is {self.sampler!r}; it must be one of {', '.join(get_args(Sampling))}."
             )
         if self.adjacency is None:
             object.__setattr__(self, "adjacency", ALLOWED[self.sampler][0])
@@ -167,7 +167,7 @@ class Event:
             )
         return cls(
             noise_multiplier=float(data["noise-multiplier"]),
-            sampler=cast(Sampler, data["sampler"]),
+            sampler=cast(Sampling, data["sampler"]),
             rate=float(data["rate"]),
             size=data["size"],
             population=data["population"],

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.calibration import calibrate_events, rounds_within_events
-from fedsim.privacy.events import Adjacency, Event, Level, Sampler
+from fedsim.privacy.events import Adjacency, Event, Level, Sampling
 
 __all__ = ["Answer", "Plan"]
 
@@ -42,7 +42,7 @@ class Plan:
     max_epsilon: float | None = None
     rounds: int | None = None
     delta: float = 1e-5
-    sampler: Sampler = "full"
+    sampler: Sampling = "full"
     rate: float = 1.0
     size: int | None = None
     population: int | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedsim.privacy.accountant import Cost
-from fedsim.privacy.events import Adjacency, Level, Sampler
+from fedsim.privacy.events import Adjacency, Level, Sampling
 
 __all__ = ["NOT_COVERED", "Statement"]
 
@@ -18,7 +18,7 @@ NOT_COVERED = (
     "anything else the operator sees or logs",
 )
 
-_SAMPLERS: dict[Sampler, str] = {
+_SAMPLERS: dict[Sampling, str] = {
     "poisson": "Poisson sampling (each {row} independently)",
     "fixed": "samples of a fixed size without replacement",
     "full": "full participation (no amplification by sampling)",
@@ -58,7 +58,7 @@ class Statement:
 
     cost: Cost
     level: Level
-    samplers: tuple[Sampler, ...] = ()
+    samplers: tuple[Sampling, ...] = ()
     entropies: tuple[str, ...] = ()
     torn: int = 0
     ledger: str | None = None

@@ -23,11 +23,11 @@ from fedsim.privacy import (
     calibrate_events,
     worst_client,
 )
+from fedsim.privacy.plan import LocalWork
 from fedsim.randomness import Randomness
 from fedsim.runs import objects
 from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
-from fedsim.training.batches import Plan
 from fedsim.training.paths.frozen import past_frozen
 
 __all__ = ["Build"]
@@ -169,7 +169,7 @@ class Build:
         def needed(size: int) -> float:
             return calibrate_events(
                 lambda z: example_events(
-                    replace(unnoised, noise_multiplier=z), self._plan, {size}, rounds
+                    replace(unnoised, noise_multiplier=z), self._work, {size}, rounds
                 ),
                 target_epsilon=target,
                 delta=client.noise.delta,
@@ -184,17 +184,17 @@ class Build:
         return {len(part) for part in self.parts if len(part)}
 
     @property
-    def _plan(self) -> Plan:
+    def _work(self) -> LocalWork:
         client = self.config.client
         epochs = None if client.steps else client.epochs
-        return Plan(client.batch_size, epochs, client.steps or None)
+        return LocalWork(client.batch_size, epochs, client.steps or None)
 
     def worst_client(self, rounds: int) -> WorstClient | None:
         """Who pays most for so many rounds at example level, if anybody does."""
         privacy = self.example_privacy
         if privacy is None or not rounds:
             return None
-        events = example_events(privacy, self._plan, self._sizes, rounds)
+        events = example_events(privacy, self._work, self._sizes, rounds)
         return worst_client(events, privacy.delta) if events else None
 
     def example_statement(self, rounds: int) -> Statement | None:

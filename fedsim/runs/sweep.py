@@ -23,7 +23,7 @@ from flwr.app import Message
 from fedsim.config import RunConfig, Scalar
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
-from fedsim.randomness import Purpose, Randomness
+from fedsim.randomness import DrawLevel, Purpose, Randomness, Stream
 from fedsim.rows.exchange import Block, Ids, Instructions, Replies
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
@@ -222,9 +222,23 @@ class _Shifted(Randomness):
     first: int = 0
 
     def generator(
-        self, purpose: Purpose, round: int = 0, client: int = 0, part: int = 0
+        self,
+        purpose: Purpose,
+        *,
+        level: DrawLevel,
+        round: int = 0,
+        client: int = 0,
+        part: int = 0,
+        stream: Stream | None = None,
     ) -> np.random.Generator:
-        return super().generator(purpose, round, client - self.first, part)
+        return super().generator(
+            purpose,
+            level=level,
+            round=round,
+            client=client - self.first,
+            part=part,
+            stream=stream,
+        )
 
 
 class _SharedTrainer:
@@ -236,7 +250,7 @@ class _SharedTrainer:
         self._first = np.concatenate([[0], np.cumsum(sizes)])[:-1]
         self._algorithms = [algorithm(build.config) for build in builds]
         self._randomness = [
-            _Shifted(build.randomness.seed, int(first))
+            _Shifted(build.randomness.seed, build.randomness.release, first=int(first))
             for build, first in zip(builds, self._first, strict=True)
         ]
         parts = [part for build in builds for part in build.parts]

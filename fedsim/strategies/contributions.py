@@ -115,7 +115,9 @@ class Contributions:
 
     def noise(self, purpose: Purpose, server_round: int, client: int = 0) -> NoiseSource:
         """The noise of a round: the server's, or one client's."""
-        generator = self.randomness.generator(purpose, round=server_round, client=client)
+        generator = self.randomness.generator(
+            purpose, level="client", round=server_round, client=client
+        )
         return NoiseSource(generator, hardened=self.hardened)
 
     def request(
@@ -141,7 +143,7 @@ class Contributions:
             denominator=self.denominator,
             asked=len(asked.client_of),
             noise=[
-                self.noise(Purpose.CLIENT_NOISE, asked.round, client)
+                self.noise(Purpose.SHARE, asked.round, client)
                 for client in block.client_ids.tolist()
             ],
             sides=self._sides(block),

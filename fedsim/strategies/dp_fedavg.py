@@ -189,7 +189,12 @@ evaluate_metrics_aggr_fn
             arrayrecord_key,
         )
         self._participants = Participants(
-            cohort, self.randomness, min_available_nodes, node_timeout, private=self.protects
+            cohort,
+            self.randomness,
+            min_available_nodes,
+            node_timeout,
+            private=self.protects,
+            amplified=self.private,
         )
         self._evaluation = ClientEvaluation(
             self._participants,

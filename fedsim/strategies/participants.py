@@ -9,7 +9,7 @@ from flwr.serverapp import Grid
 from fedsim.cohorts import Cohort
 from fedsim.engines.directory import ClientDirectory
 from fedsim.errors import FedsimError
-from fedsim.randomness import Purpose, Randomness
+from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows.exchange import Ids
 
 __all__ = ["Participants", "node_ids"]
@@ -30,6 +30,8 @@ class Participants:
     private : bool
         Then they are waited for before the first round only: later, clients may have left
         because of their data, and one is enough.
+    amplified : bool
+        Whether a private event counts on nobody knowing the cohort.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class Participants:
         timeout: float,
         *,
         private: bool,
+        amplified: bool,
     ) -> None:
         assert cohort.population is not None
         self.population = cohort.population
         self._cohort = cohort
         self._randomness = randomness
+        self._draws = Draws(randomness, level="client", amplified=amplified)
         self._min_available = min_available
         self._private = private
         self._directory = ClientDirectory(timeout=timeout)
@@ -64,13 +68,12 @@ class Participants:
 
     def cohort(self, server_round: int) -> Ids:
         """Sorted ids of this round's cohort, whether or not they are there."""
-        generator = self._randomness.generator(Purpose.COHORT, round=server_round)
-        return self._cohort.draw(generator.random(self.population))
+        return self._cohort.draw(server_round, self._draws)
 
     def evaluators(self, server_round: int, nodes: dict[int, int], fraction: float) -> Ids:
         """Sorted ids of ``fraction`` of those who are there, at least one."""
         clients = np.array(sorted(nodes), dtype=np.int64)
-        generator = self._randomness.generator(Purpose.EVALUATE, round=server_round)
+        generator = self._randomness.generator(Purpose.EVALUATE, level="client", round=server_round)
         return np.sort(generator.permutation(clients)[: max(1, round(fraction * len(clients)))])
 
 

@@ -6,67 +6,19 @@ number of examples only, never from who shares its block: so its bits do not eit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from fedsim.errors import FedsimError
-from fedsim.randomness import Purpose, Randomness
+from fedsim.privacy.plan import LocalWork
+from fedsim.privacy.samplers import Full, ShuffledPasses
+from fedsim.randomness import Draws, Randomness, Stream
 
-__all__ = ["Batches", "Plan", "chunk_width", "plan_batches", "plan_poisson", "width"]
+__all__ = ["Batches", "chunk_width", "plan_batches", "plan_poisson", "width"]
 
 Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a client goes through its data.
-
-    Parameters
-    ----------
-    batch_size : int
-        Examples a step; 0 takes all of a client's examples every step.
-    epochs, steps : int or None
-        Local work: passes over the client's data, or gradient evaluations. Exactly one.
-    """
-
-    batch_size: int
-    epochs: int | None = 1
-    steps: int | None = None
-
-    @classmethod
-    def checked(cls, batch_size: int, epochs: int | None, steps: int | None) -> Plan:
-        """One epoch if neither epochs nor steps are given; `FedsimError` if both, or too few."""
-        if batch_size < 0:
-            raise FedsimError(f"client.batch-size is {batch_size}; it must be 0 (all) or more.")
-        if epochs is not None and steps is not None:
-            raise FedsimError(
-                f"client.epochs = {epochs} and client.steps = {steps}; set one of them."
-            )
-        if epochs is None and steps is None:
-            epochs = 1
-        for key, value in (("epochs", epochs), ("steps", steps)):
-            if value is not None and value < 1:
-                raise FedsimError(f"client.{key} is {value}; it must be at least 1.")
-        return cls(batch_size, epochs, steps)
-
-    def steps_of(self, size: int) -> int:
-        """Gradient evaluations of a client with ``size`` examples (0 without data)."""
-        if size == 0:
-            return 0
-        if self.steps is not None:
-            return self.steps
-        return (self.epochs or 0) * self.steps_per_epoch(size)
-
-    def steps_per_epoch(self, size: int) -> int:
-        """Batches in one pass; the last one may be short."""
-        return -(-size // (self.batch_size or size))
-
-    def batch_of(self, size: int) -> int:
-        """Examples a step of a client with ``size``: the batch size, or all it has."""
-        return min(self.batch_size or size, size)
 
 
 @dataclass(frozen=True)
@@ -104,17 +56,17 @@ def width(batch_size: int, size: int) -> int:
 
 
 def plan_batches(
-    plan: Plan,
+    work: LocalWork,
     indices: Sequence[Ints],
     client_ids: Ints,
     randomness: Sequence[Randomness],
     round: int,
 ) -> Iterator[Batches]:
-    """Draw the batches of some clients, grouped by physical width.
+    """Draw the batches of some clients in shuffled passes, grouped by physical width.
 
     Parameters
     ----------
-    plan : Plan
+    work : LocalWork
     indices : sequence of int64 arrays
         Examples of each of these clients (not of the whole population).
     client_ids : int64 ``[n]``
@@ -122,23 +74,14 @@ def plan_batches(
         One for each of these clients (a sweep's members differ in theirs).
     round : int
     """
-    groups: dict[int, list[int]] = {}
-    for position, own in enumerate(indices):
-        if len(own):
-            groups.setdefault(width(plan.batch_size, len(own)), []).append(position)
-    for B in sorted(groups):
-        members = np.array(groups[B], dtype=np.int64)
-        sizes = np.array([len(indices[i]) for i in members], dtype=np.int64)
-        steps = np.array([plan.steps_of(int(size)) for size in sizes], dtype=np.int64)
-        order = np.argsort(-steps, kind="stable")
-        members, sizes, steps = members[order], sizes[order], steps[order]
-        most = int(steps[0])
-        index = np.zeros((len(members), most, B), dtype=np.int64)
-        weight = np.zeros((len(members), most, B), dtype=np.float64)
-        for row, position in enumerate(members):
-            own = indices[position]
-            draws = randomness[position].generator(Purpose.BATCH, round, int(client_ids[position]))
-            _fill(plan, own, int(steps[row]), draws, index[row], weight[row])
+    stream = Stream()
+    for B, members, steps in _groups(work, indices, lambda size: width(work.batch_size, size)):
+        index = np.zeros((len(members), int(steps[0]), B), dtype=np.int64)
+        weight = np.zeros((len(members), int(steps[0]), B), dtype=np.float64)
+        for row, i in enumerate(members):
+            draws = Draws(randomness[i], "example", False, int(client_ids[i]), stream)
+            sampler = work.passes(len(indices[i]))
+            _fill(sampler, indices[i], int(steps[row]), round, draws, index[row], weight[row])
         yield Batches(members, index, weight, steps)
 
 
@@ -152,39 +95,34 @@ def chunk_width(batch_size: int) -> int:
 
 
 def plan_poisson(
-    plan: Plan,
+    work: LocalWork,
     indices: Sequence[Ints],
     client_ids: Ints,
     randomness: Sequence[Randomness],
     round: int,
     chunk: int = 0,
+    *,
+    amplified: bool = True,
 ) -> Iterator[Batches]:
     """Draw Poisson batches: each example is in one with probability ``|B| / N``.
 
-    Parameters as `plan_batches`, and ``chunk``, the examples that go through a model at once.
-    The batches have a chunk axis: ``index`` and ``weight`` are ``[n, S, chunks, B]``, a weight is
-    1 on every example drawn, and a step has as many chunks as its largest draw needs.
+    Parameters as `plan_batches`; ``chunk``, the examples that go through a model at once; and
+    whether a private event is ``amplified`` by the draw. The batches have a chunk axis: ``index``
+    and ``weight`` are ``[n, S, chunks, B]``, a weight is 1 on every example drawn, and a step has
+    as many chunks as its largest draw needs.
     """
-    groups: dict[int, list[int]] = {}
-    for position, own in enumerate(indices):
-        if len(own):
-            B = chunk or chunk_width(plan.batch_of(len(own)))
-            groups.setdefault(B, []).append(position)
-    for B in sorted(groups):
-        members = np.array(groups[B], dtype=np.int64)
-        steps = np.array([plan.steps_of(len(indices[i])) for i in members], dtype=np.int64)
-        order = np.argsort(-steps, kind="stable")
-        members, steps = members[order], steps[order]
-        drawn = [
-            _poisson(
-                plan,
-                indices[i],
-                int(steps[row]),
-                randomness[i].generator(Purpose.BATCH, round, int(client_ids[i])),
+    stream = Stream()
+    for B, members, steps in _groups(
+        work, indices, lambda size: chunk or chunk_width(work.batch_of(size))
+    ):
+        drawn: list[list[Ints]] = []
+        for row, i in enumerate(members):
+            draws = Draws(randomness[i], "example", amplified, int(client_ids[i]), stream)
+            sampler = work.poisson(len(indices[i]))
+            drawn.append(
+                [indices[i][sampler.draw(round, draws, step)] for step in range(steps[row])]
             )
-            for row, i in enumerate(members)
-        ]
-        chunks = max(1, -(-max(len(batch) for own in drawn for batch in own) // B))
+        chunks = max(1, -(-max(len(batch) for batches in drawn for batch in batches) // B))
         shape = (len(members), int(steps[0]), chunks * B)
         index, weight = np.zeros(shape, dtype=np.int64), np.zeros(shape)
         for row, (steps_drawn, i) in enumerate(zip(drawn, members, strict=True)):
@@ -198,32 +136,39 @@ def plan_poisson(
         )
 
 
-def _poisson(plan: Plan, own: Ints, steps: int, draws: np.random.Generator) -> list[Ints]:
-    rate = plan.batch_of(len(own)) / len(own)
-    return [own[draws.random(len(own)) < rate] for _ in range(steps)]
+def _groups(
+    work: LocalWork, indices: Sequence[Ints], width_of: Callable[[int], int]
+) -> Iterator[tuple[int, Ints, Ints]]:
+    """Clients with data by physical width: it, their positions and steps, most steps first."""
+    groups: dict[int, list[int]] = {}
+    for position, examples in enumerate(indices):
+        if len(examples):
+            groups.setdefault(width_of(len(examples)), []).append(position)
+    for B in sorted(groups):
+        members = np.array(groups[B], dtype=np.int64)
+        steps = np.array([work.steps_of(len(indices[i])) for i in members], dtype=np.int64)
+        order = np.argsort(-steps, kind="stable")
+        yield B, members[order], steps[order]
 
 
 def _fill(
-    plan: Plan,
-    own: Ints,
+    sampler: ShuffledPasses | Full,
+    examples: Ints,
     steps: int,
-    draws: np.random.Generator,
+    round: int,
+    draws: Draws,
     index: Ints,
     weight: npt.NDArray[np.float64],
 ) -> None:
-    """Shuffled passes over ``own`` into ``index [S, B]`` and ``weight [S, B]``."""
-    size = len(own)
-    batch = plan.batch_of(size)
-    full, last = divmod(size, batch)
-    at = 0
-    index[:] = own[0]
-    while at < steps:
-        shuffled = own[draws.permutation(size)] if batch < size else own
-        take = min(full, steps - at)
-        index[at : at + take, :batch] = shuffled[: take * batch].reshape(take, batch)
-        weight[at : at + take, :batch] = 1.0 / batch
-        at += take
-        if last and at < steps:
-            index[at, :last] = shuffled[full * batch :]
-            weight[at, :last] = 1.0 / last
-            at += 1
+    """A client's batches into ``index [S, B]`` and ``weight [S, B]``, a pass at a time."""
+    index[:] = examples[0]
+    batch = int(sampler.expected_size)
+    whole, short = divmod(len(examples), batch)
+    for first in range(0, steps, sampler.steps):
+        shuffled = examples[sampler.order(round, draws, first // sampler.steps)]
+        taken = min(whole, steps - first)
+        index[first : first + taken, :batch] = shuffled[: taken * batch].reshape(taken, batch)
+        weight[first : first + taken, :batch] = 1.0 / batch
+        if short and first + whole < steps:
+            index[first + whole, :short] = shuffled[whole * batch :]
+            weight[first + whole, :short] = 1.0 / short

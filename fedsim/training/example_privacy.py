@@ -10,8 +10,8 @@ from typing import Literal
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Event, Ledger, worst_client
+from fedsim.privacy.plan import LocalWork
 from fedsim.randomness import Randomness
-from fedsim.training.batches import Plan
 
 __all__ = ["ExamplePrivacy", "Ledgers", "example_epsilon", "example_events"]
 
@@ -67,28 +67,16 @@ class ExamplePrivacy:
         if self.chunk < 0:
             raise FedsimError(f"client.chunk is {self.chunk}; it must be 0 (auto) or more.")
 
-    def event(self, plan: Plan, size: int) -> Event | None:
+    def event(self, work: LocalWork, size: int) -> Event | None:
         """What one round costs a client with ``size`` examples; None if it releases nothing."""
-        steps = plan.steps_of(size)
-        if steps == 0:
+        if size == 0:
             return None
-        private = self.mechanism.guarantee == "gaussian"
-        batch = plan.batch_of(size)
-        if self.sampling == "poisson" or batch == size:
-            sampler: Literal["poisson", "full"] = "poisson" if batch < size else "full"
-            return Event(
-                noise_multiplier=self.noise_multiplier,
-                sampler=sampler,
-                rate=batch / size,
-                adjacency="add-remove",
-                count=steps,
-                guarantee=private,
-            )
-        passes = -(-steps // plan.steps_per_epoch(size))
-        return Event(
-            noise_multiplier=self.noise_multiplier, sampler="shuffle", count=passes,
-            guarantee=private,
-        )  # fmt: skip
+        sampler = work.poisson(size) if self.sampling == "poisson" else work.passes(size)
+        return sampler.event(
+            self.noise_multiplier,
+            count=work.steps_of(size),
+            guarantee=self.mechanism.guarantee == "gaussian",
+        )
 
 
 class Ledgers:
@@ -126,16 +114,16 @@ class Ledgers:
 
 
 def example_events(
-    privacy: ExamplePrivacy, plan: Plan, sizes: Iterable[int], rounds: int
+    privacy: ExamplePrivacy, work: LocalWork, sizes: Iterable[int], rounds: int
 ) -> list[Event]:
     """What ``rounds`` rounds cost clients of these sizes that take part in all of them."""
-    events = (privacy.event(plan, size) for size in sorted(set(sizes)))
+    events = (privacy.event(work, size) for size in sorted(set(sizes)))
     return [event.times(rounds) for event in events if event is not None]
 
 
 def example_epsilon(
-    privacy: ExamplePrivacy, plan: Plan, sizes: Iterable[int], rounds: int
+    privacy: ExamplePrivacy, work: LocalWork, sizes: Iterable[int], rounds: int
 ) -> float:
     """Epsilon at ``privacy.delta`` of the client that pays most for ``rounds`` rounds."""
-    events = example_events(privacy, plan, sizes, rounds)
+    events = example_events(privacy, work, sizes, rounds)
     return worst_client(events, privacy.delta).cost.epsilon if events else 0.0

@@ -53,7 +53,7 @@ def share_reply(
     """
     state = message.content.array_records[STATE_RECORD].to_torch_state_dict()
     generator = randomness.generator(
-        Purpose.CLIENT_NOISE, round=_whole(request, "server-round"), client=client
+        Purpose.SHARE, level="client", round=_whole(request, "server-round"), client=client
     )
     shares = mechanism.share(
         row.unsqueeze(0),

@@ -174,9 +174,10 @@ class PrivateSteps(Steps):
         self.counts = (batches.weight > 0).sum(axis=3)
         self.noise = [
             NoiseSource(
-                source.generator(Purpose.CLIENT_NOISE, round, int(client)), privacy.hardened
+                source.generator(Purpose.NOISE, level="example", round=round, client=client),
+                privacy.hardened,
             )
-            for client, source in zip(client_ids, randomness, strict=True)
+            for client, source in zip(client_ids.tolist(), randomness, strict=True)
         ]
         there = torch.from_numpy(present).to(trainer.device)
         state = {}
@@ -191,7 +192,7 @@ class PrivateSteps(Steps):
             state,
             trainer.layout,
             noise_multiplier=privacy.noise_multiplier,
-            denominators=[float(trainer.plan.batch_of(size)) for size in sizes],
+            denominators=[float(trainer.work.batch_of(size)) for size in sizes],
             device=trainer.device,
         )
 

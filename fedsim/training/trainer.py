@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
+from fedsim.privacy.plan import LocalWork
 from fedsim.randomness import Randomness
 from fedsim.rows.exchange import CLIENT_STATE, Block
 from fedsim.rows.layout import Layout
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss, Metric, accuracy, cross_entropy
-from fedsim.training.batches import Batches, Ints, Plan, plan_batches, plan_poisson
+from fedsim.training.batches import Batches, Ints, plan_batches, plan_poisson
 from fedsim.training.checks import check_model
 from fedsim.training.data import ClientData
 from fedsim.training.evaluation import evaluate_clients
@@ -122,7 +123,7 @@ class Trainer:
         check_model(self.model)
         self.algorithm = algorithm
         self.data = data.to(self.device)
-        self.plan = Plan.checked(batch_size, epochs, steps)
+        self.work = LocalWork(batch_size, epochs, steps)
         self.loss = loss
         self.metrics = dict(metrics) if metrics is not None else {"accuracy": accuracy}
         self.randomness = randomness
@@ -200,9 +201,9 @@ class Trainer:
             self.model,
             self.algorithm,
             self.data,
-            batch_size=self.plan.batch_size,
-            epochs=self.plan.epochs,
-            steps=self.plan.steps,
+            batch_size=self.work.batch_size,
+            epochs=self.work.epochs,
+            steps=self.work.steps,
             loss=self.loss,
             metrics=self.metrics,
             path=path,
@@ -327,11 +328,11 @@ class Trainer:
         self, own: list[Ints], ids: Ints, randomness: Sequence[Randomness], round: int
     ) -> Iterator[Batches]:
         if self.privacy is None:
-            yield from plan_batches(self.plan, own, ids, randomness, round)
+            yield from plan_batches(self.work, own, ids, randomness, round)
         elif self.privacy.sampling == "poisson":
-            yield from plan_poisson(self.plan, own, ids, randomness, round, self.privacy.chunk)
+            yield from plan_poisson(self.work, own, ids, randomness, round, self.privacy.chunk)
         else:
-            for b in plan_batches(self.plan, own, ids, randomness, round):
+            for b in plan_batches(self.work, own, ids, randomness, round):
                 yield Batches(b.members, b.index[:, :, None], b.weight[:, :, None], b.steps)
 
     def _steps(
@@ -363,7 +364,7 @@ class Trainer:
         if self.privacy is None:
             return
         for position, client in enumerate(client_ids.tolist()):
-            event = self.privacy.event(self.plan, self.data.size(client))
+            event = self.privacy.event(self.work, self.data.size(client))
             if event is not None:
                 state = [start[position], *(kept[name][position] for name in sorted(kept))]
                 self.ledgers.record(client, round, event, self._draws(client, state))
@@ -373,7 +374,7 @@ class Trainer:
         if self.randomness.seed is None:
             return None
         loss = getattr(self.loss, "__qualname__", repr(self.loss))
-        settings = (self.randomness, self.algorithm, self.plan, self.privacy, loss)
+        settings = (self.randomness, self.algorithm, self.work, self.privacy, loss)
         digest = hashlib.sha256(repr(settings).encode())
         own = torch.from_numpy(self.data.indices[client]).to(self.data.x.device)
         for tensor in (*state, self.data.x[own], self.data.y[own]):

@@ -12,7 +12,6 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedsim.engines import array_record, tensors
-from fedsim.randomness import Purpose, Randomness
 from fedsim.rows.exchange import Block, Ids, Instructions
 
 
@@ -44,7 +43,7 @@ class ToyTrainer:
             yield Block(ids, None, self._metrics(ids), np.ones(len(ids), dtype=np.bool_))
 
     def row(self, vector: Tensor, client: int, round: int) -> Tensor:
-        draws = Randomness(5).generator(Purpose.CLIENT_NOISE, round, client).random(self.d)
+        draws = np.random.default_rng([5, round, client]).random(self.d)
         return -(vector - client) / 2 + torch.from_numpy(draws).to(vector.dtype)
 
     def _metrics(self, ids: Ids) -> dict[str, np.ndarray]:

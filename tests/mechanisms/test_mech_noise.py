@@ -25,7 +25,7 @@ def test_draws_are_standard_normal(hardened: bool) -> None:
 
 def test_keyed_noise_repeats_and_differs_by_round_while_system_noise_never_repeats() -> None:
     def draw(randomness: Randomness, t: int) -> np.ndarray:
-        return NoiseSource(randomness.generator(Purpose.NOISE, round=t)).normal(8)
+        return NoiseSource(randomness.generator(Purpose.NOISE, level="client", round=t)).normal(8)
 
     keyed = Randomness(5)
     assert np.array_equal(draw(keyed, 1), draw(keyed, 1))

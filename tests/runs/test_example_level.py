@@ -87,4 +87,4 @@ def test_the_privacy_command_answers_for_examples(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["privacy", str(path)]).output
     spent = fedsim.run(BASE).privacy.epsilon
     assert f"{spent:.4f}" in said
-    assert "example, add-remove" in said
+    assert "example, zero-out" in said

@@ -69,7 +69,7 @@ def test_no_step_mixes_the_gpu_with_the_host(monkeypatch, name):
         start = trainer.packing.pack(trainer.initial().unsqueeze(0))
         sources = [Randomness(0)] * len(own)
         for t in (1, 2):
-            for batches in plan_batches(trainer.plan, own, np.arange(len(own)), sources, t):
+            for batches in plan_batches(trainer.work, own, np.arange(len(own)), sources, t):
                 n = len(batches.members)
                 ended = Steps(trainer, batches, t).run(
                     start.expand(n, -1).clone(),
@@ -107,7 +107,7 @@ def test_the_host_asks_a_gpu_as_often_for_many_steps_as_for_few(monkeypatch):
     counts = set()
     for epochs in (1, 20):
         trainer = make_trainer(make_mlp(), ALGORITHMS["adadp"], make_data([9, 9, 9]), "auto")
-        trainer.plan = dataclasses.replace(trainer.plan, epochs=epochs)
+        trainer.work = dataclasses.replace(trainer.work, epochs=epochs)
         asked.clear()
         next(trainer.train(trainer.initial(), np.arange(3), 1))
         counts.add(len(asked))

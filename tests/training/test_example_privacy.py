@@ -15,12 +15,13 @@ from fedsim.clients import SGD, AdadpLR, AdadpNoise, RMSProp
 from fedsim.cohorts import PoissonCohort
 from fedsim.mechanisms import AdaClip, AdaptiveNoise, Clipping, Normalization
 from fedsim.privacy import Ledger, epsilon
+from fedsim.privacy.plan import LocalWork
 from fedsim.randomness import Randomness
 from fedsim.rows import DenseRows, Layout
 from fedsim.rows.packing import Packing
 from fedsim.tasks import cross_entropy
 from fedsim.training import ExamplePrivacy, Trainer, example_epsilon, example_events
-from fedsim.training.batches import Plan, chunk_width, plan_poisson
+from fedsim.training.batches import chunk_width, plan_poisson
 from fedsim.training.paths.examples import PositionsPart, example_rows
 from fedsim.training.paths.stacked import stack
 
@@ -179,7 +180,7 @@ def test_one_step_of_dp_sgd_is_opacus_step_on_the_same_batch_and_noise(make):
     )  # fmt: skip
     start = trainer.initial()
     ours = final(trainer, IDS[:1]).theta[0]
-    (batch,) = plan_poisson(trainer.plan, data.indices, IDS[:1], [Randomness(3)], 1)
+    (batch,) = plan_poisson(trainer.work, data.indices, IDS[:1], [Randomness(3)], 1)
     at = torch.from_numpy(batch.index[batch.weight > 0])
     # The noise is what a step without data moves by.
     quiet = private_trainer(
@@ -212,7 +213,9 @@ def test_poisson_batches_are_whole_and_binomial():
     indices = [np.arange(50, dtype=np.int64)]
     sizes = []
     for t in range(300):
-        (batch,) = plan_poisson(Plan(10, None, 2), indices, IDS[:1], [Randomness(0)], t, chunk=4)
+        (batch,) = plan_poisson(
+            LocalWork(10, None, 2), indices, IDS[:1], [Randomness(0)], t, chunk=4
+        )
         counts = (batch.weight > 0).sum((2, 3))
         sizes += counts[0].tolist()
         for step in range(2):
@@ -357,19 +360,19 @@ def test_the_line_is_on_disk_before_anything_is_computed(tmp_path):
 
 def test_shuffled_passes_are_charged_without_amplification():
     privacy = ExamplePrivacy(Clipping(1.0), 2.0, sampling="shuffle")
-    event = privacy.event(Plan(10, epochs=3), 95)
+    event = privacy.event(LocalWork(10, epochs=3), 95)
     assert (event.sampler, event.count) == ("shuffle", 3)
-    assert privacy.event(Plan(10, None, 11), 95).count == 2
+    assert privacy.event(LocalWork(10, None, 11), 95).count == 2
 
 
 def test_full_batches_are_charged_as_full_participation():
-    event = ExamplePrivacy(Clipping(1.0), 2.0).event(Plan(0, None, 7), 30)
+    event = ExamplePrivacy(Clipping(1.0), 2.0).event(LocalWork(0, None, 7), 30)
     assert (event.sampler, event.rate, event.count) == ("full", 1.0, 7)
 
 
 def test_the_worst_client_is_found_among_rates_and_counts():
     privacy = ExamplePrivacy(Clipping(1.0), 2.0)
-    plan, sizes = Plan(10, epochs=1), [20, 50, 200, 1000, 0]
+    plan, sizes = LocalWork(10, epochs=1), [20, 50, 200, 1000, 0]
     worst = example_epsilon(privacy, plan, sizes, rounds=5)
     each = [example_epsilon(privacy, plan, [size], rounds=5) for size in sizes if size]
     assert worst == pytest.approx(max(each))

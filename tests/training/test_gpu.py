@@ -58,7 +58,7 @@ def test_a_float32_step_agrees_with_the_cpu_to_1e_5(kind, path, name):
     found = []
     for way, device in (("plain", "cpu"), (path, "cuda")):
         trainer = make(kind, ALGORITHMS[name], way, device, torch.float32, [4] * 5)
-        trainer.plan = type(trainer.plan)(4, None, 2 if name == "adadp" else 1)
+        trainer.work = type(trainer.work)(4, None, 2 if name == "adadp" else 1)
         found += rounds(trainer, trainer.initial(), [range(5)])
     torch.testing.assert_close(*found, rtol=0, atol=1e-5)
 

@@ -294,7 +294,7 @@ def test_no_private_step_mixes_the_gpu_with_the_host(monkeypatch, mechanism):
         monkeypatch.setattr(model, "to", lambda device: model)
         trainer = trainer_of(mechanism, model=model, data=clients, device="cuda")
         start = trainer.packing.pack(trainer.initial().unsqueeze(0))
-        for batches in plan_poisson(trainer.plan, own, IDS, [Randomness(0)] * len(own), 1, 4):
+        for batches in plan_poisson(trainer.work, own, IDS, [Randomness(0)] * len(own), 1, 4):
             n = len(batches.members)
             steps = PrivateSteps(
                 trainer, batches, 1, privacy=trainer.privacy, client_ids=batches.members,

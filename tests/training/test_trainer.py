@@ -15,9 +15,10 @@ from torch import nn
 
 from fedsim.clients import SGD
 from fedsim.errors import FedsimError
-from fedsim.randomness import Purpose, Randomness
+from fedsim.privacy.plan import LocalWork
+from fedsim.randomness import Draws, Randomness
 from fedsim.training import ClientData, Trainer
-from fedsim.training.batches import Plan, plan_batches, width
+from fedsim.training.batches import plan_batches, width
 
 SIZES = [9, 0, 4, 1, 12, 7, 4]
 IDS = np.arange(len(SIZES))
@@ -50,9 +51,10 @@ def loop(model, data, client, *, lr, batch, epochs, seed, round, momentum=0.0, w
         model.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay
     )
     own = data.indices[client]
-    draws = Randomness(seed).generator(Purpose.BATCH, round, client)
-    for _ in range(epochs if len(own) else 0):
-        order = own[draws.permutation(len(own))] if batch < len(own) else own
+    draws = Draws(Randomness(seed), level="example", amplified=False, client=client)
+    for epoch in range(epochs if len(own) else 0):
+        order = own[draws.generator(round, epoch).permutation(len(own))]
+        order = order if batch < len(own) else own
         for start in range(0, len(own), batch):
             at = torch.from_numpy(order[start : start + batch])
             optimizer.zero_grad()
@@ -162,7 +164,7 @@ def test_a_row_is_the_difference_in_the_models_dtype():
 def test_steps_wrap_around_short_clients():
     trainer = trainer_of(epochs=None, steps=5)
     batches = list(
-        plan_batches(trainer.plan, trainer.data.indices, IDS, [Randomness(3)] * len(IDS), 1)
+        plan_batches(trainer.work, trainer.data.indices, IDS, [Randomness(3)] * len(IDS), 1)
     )
     for group in batches:
         assert (group.steps == 5).all()
@@ -171,7 +173,7 @@ def test_steps_wrap_around_short_clients():
 
 def test_an_epoch_takes_every_example_once():
     data = make_data(SIZES)
-    for group in plan_batches(Plan(4), data.indices, IDS, [Randomness(0)] * len(IDS), 1):
+    for group in plan_batches(LocalWork(4), data.indices, IDS, [Randomness(0)] * len(IDS), 1):
         for row, client in enumerate(group.members):
             seen = group.index[row][group.weight[row] > 0]
             assert sorted(seen) == sorted(data.indices[client])
