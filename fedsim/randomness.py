@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -97,7 +97,8 @@ class Stream:
 
     def at(self, key: tuple[int, int], counter: tuple[int, int, int, int]) -> np.random.Generator:
         """The generator, moved."""
-        self._philox.state = {
+        # numpy takes any sequences of whole numbers, and tuples cost half of what arrays do.
+        state: Any = {
             "bit_generator": "Philox",
             "state": {"counter": counter, "key": key},
             "buffer": (0, 0, 0, 0),
@@ -105,6 +106,7 @@ class Stream:
             "has_uint32": 0,
             "uinteger": 0,
         }
+        self._philox.state = state
         return self._generator
 
 
