@@ -127,6 +127,7 @@ def train(
     optimizer: ServerOptimizer,
     seed: int,
     ledger: Ledger,
+    randomness: Randomness | None = None,
 ) -> Run:
     """Private SGD: Poisson batches, one bounded and noisy sum a step, a fixed denominator.
 
@@ -144,9 +145,11 @@ def train(
         Moves the parameters along the noisy mean of the descents.
     ledger : Ledger
         Takes every release before it is made.
+    randomness : Randomness, optional
+        Where batches and noise come from; the seed, by default.
     """
     cohort = PoissonCohort(batch / len(labels), len(labels), adjacency="zero-out")
-    randomness, layout = Randomness(seed), net.layout
+    randomness, layout = randomness or Randomness(seed), net.layout
     draws = Draws(randomness, level="example", amplified=True)
     event = _event(mechanism, noise_multiplier, cohort, layout)
     state, vector = mechanism.init(layout), net.start(seed)

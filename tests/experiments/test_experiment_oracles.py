@@ -151,6 +151,13 @@ class TestXu:
             assert gradient(w)[k] == pytest.approx(slope, rel=1e-6)
 
 
+class OfClients(Randomness):
+    """Gives examples the draws of clients."""
+
+    def generator(self, purpose, *, level, **address):
+        return super().generator(purpose, level="client", **address)
+
+
 class TestAdaClip:
     def test_error_of_clipping_by_dimension(self) -> None:
         # 5.03e-5 a coordinate, and .005 for the one in which the data vary.
@@ -174,19 +181,6 @@ class TestAdaClip:
         x = torch.randn(80, 6, dtype=torch.float64, generator=draws)
         y = torch.randint(0, 3, (80,), generator=draws)
         mechanism, z, rate, seed = Clipping(0.7), 0.8, 0.3, 5
-        central = train(
-            DenseNet((6, 3)),
-            lambda index: x[index],
-            y,
-            (x, y),
-            mechanism=mechanism,
-            noise_multiplier=z,
-            batch=16.0,
-            epochs=2,
-            optimizer=sgd(rate),
-            seed=seed,
-            ledger=Ledger(delta=1e-5),
-        )
         model = nn.Sequential(nn.Linear(6, 3)).double()
         clients = Trainer(
             model,
@@ -203,6 +197,20 @@ class TestAdaClip:
             seed=seed,
             server_optimizer=sgd(rate),
             hardened_noise=False,
+        )
+        central = train(
+            DenseNet((6, 3)),
+            lambda index: x[index],
+            y,
+            (x, y),
+            mechanism=mechanism,
+            noise_multiplier=z,
+            batch=16.0,
+            epochs=2,
+            optimizer=sgd(rate),
+            seed=seed,
+            ledger=Ledger(delta=1e-5),
+            randomness=OfClients(seed, strategy.randomness.release),
         )
         zero = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
         reached = tensors(strategy.start(LocalGrid(clients), array_record(zero), 10).arrays)
