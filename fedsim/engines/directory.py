@@ -2,9 +2,10 @@
 
 Node ids are Flower's, random in its simulation runtime; client ids are ours, and draws are
 keyed by them. In a deployment the operator's roster says which registered key is which client,
-and nobody is asked. Elsewhere (virtual clients, a federation without keys) a node says which
-client it is when asked by a QUERY message, to which fedsim's client app replies with a
-`MetricRecord` that has a ``client-id``.
+and nobody is asked. fedsim's own client app (virtual clients, a federation without keys) says
+which client it is when asked by a QUERY message, by a `MetricRecord` that has a ``client-id``.
+Other people's apps have no answer to that, and each question would be a traceback in their
+log: their nodes are numbered in the order of their node ids, and never asked.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class KnowsClients(Protocol):
 
 @dataclass
 class ClientDirectory:
-    """Client ids of a grid's nodes: by their registered keys, or asked once for each node.
+    """Client ids of a grid's nodes: by their registered keys, by their answers, or numbered.
 
     No node can end a run: one that is not to be believed is ignored and counted.
 
@@ -53,6 +54,9 @@ class ClientDirectory:
         node that has not answered is left out until it does; nobody waits for it again.
     roster : mapping of str to int, optional
         Client id of each registered key, by its `key_digest`. What nodes say is then not asked.
+    asks : bool
+        Whether the nodes' app is fedsim's, and says which client it is when asked. Otherwise
+        nodes are numbered in the order of their node ids; those that come later go on from there.
 
     Attributes
     ----------
@@ -63,6 +67,7 @@ class ClientDirectory:
 
     timeout: float = 60.0
     roster: Mapping[str, int] | None = None
+    asks: bool = False
     ignored: Counter[str] = field(default_factory=Counter, init=False)
     _client_of: dict[int, int | str] = field(default_factory=dict, init=False, repr=False)
     _number_of: dict[int, int] = field(default_factory=dict, init=False, repr=False)
@@ -72,9 +77,7 @@ class ClientDirectory:
     def look(self, grid: Grid) -> dict[int, int]:
         """Node id of each client id, of the nodes connected now; sorted by client id.
 
-        Nodes whose app has no query handler are known by their node ids: they are numbered in
-        sorted order, and those that come later go on from there. Of two nodes with one client
-        id neither is believed.
+        Of two nodes with one client id neither is believed.
         """
         if isinstance(grid, KnowsClients):
             return grid.client_ids()
@@ -82,6 +85,10 @@ class ClientDirectory:
             return self._known(
                 (node.node_id, _by_key(node, self.roster)) for node in grid.get_nodes()
             )
+        if not self.asks:
+            nodes = sorted(grid.get_node_ids())
+            self._number(nodes)
+            return self._known((node, self._number_of[node]) for node in nodes)
         # Later on a new node must not hold up a round.
         patience = 0.0 if self._looked else self.timeout
         self._looked = True
@@ -107,8 +114,11 @@ class ClientDirectory:
         self._looked = True
         while len(found := self.look(grid)) < clients:
             if time.monotonic() >= deadline:
+                connected = len(list(grid.get_node_ids()))
                 raise FedsimError(
-                    f"{len(found)} clients were there after {limit:g} s; the run needs {clients}."
+                    f"{len(found)} of the {clients} clients that the run needs were there after "
+                    f"{limit:g} s ({connected} nodes are connected); node_timeout says how long "
+                    "to wait."
                 )
             time.sleep(0.1)
         return found
@@ -167,8 +177,11 @@ class ClientDirectory:
                 break
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
-        for node in sorted(numberless - set(self._number_of)):
-            self._number_of[node] = len(self._number_of)
+        self._number(sorted(numberless))
+
+    def _number(self, nodes: Iterable[int]) -> None:
+        for node in nodes:
+            self._number_of.setdefault(node, len(self._number_of))
 
     def _note(self, node: int, reply: Message) -> bool:
         """Note what a node said; False if its app has no answer to give."""
@@ -216,5 +229,5 @@ def _by_key(node: NodeInfo, roster: Mapping[str, int]) -> int | str:
 
 
 def client_ids(grid: Grid, *, timeout: float = 60.0) -> dict[int, int]:
-    """Node id of each client id, of the nodes connected now: a `ClientDirectory`'s first look."""
-    return ClientDirectory(timeout).look(grid)
+    """Node id of each client id, of the nodes connected now, as fedsim's client app says it."""
+    return ClientDirectory(timeout, asks=True).look(grid)

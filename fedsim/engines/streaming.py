@@ -55,7 +55,7 @@ class StreamingGrid(Grid):
         self._clients = clients
         self._patience = patience
         self._slowest_look = slowest_look
-        self._directory = ClientDirectory(timeout=patience, roster=roster)
+        self._directory = ClientDirectory(timeout=patience, roster=roster, asks=True)
         self._waited = False
 
     def set_run(self, run: Run) -> None:

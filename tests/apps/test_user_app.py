@@ -71,7 +71,7 @@ def test_flowers_own_strategy_runs_over_every_client_with_the_apps_config(plain)
 
 def test_our_plugin_example_runs_as_it_is(tmp_path):
     out = tmp_path / "summary.json"
-    run_app(FlowerApp.load(PLUGIN, [f"out={out}", "num-server-rounds=2"]), 4)
+    run_app(FlowerApp.load(PLUGIN, [f"out={out}", "num-server-rounds=2"]), 10)
     assert sorted(json.loads(out.read_text())["accuracy"]) == ["1", "2"]
 
 

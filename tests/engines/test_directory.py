@@ -71,7 +71,7 @@ def test_a_local_grid_answers_without_messages():
 
 def test_a_node_is_asked_once():
     grid = RandomNodes(app_claiming({4: 0, 7: 1, 9: 2}), nodes=[4, 7])
-    directory = ClientDirectory()
+    directory = ClientDirectory(asks=True)
     assert directory.look(grid) == {0: 4, 1: 7}
     grid.nodes = [7, 9]
     directory.look(grid)
@@ -81,14 +81,14 @@ def test_a_node_is_asked_once():
 
 def test_of_two_nodes_that_claim_one_id_neither_is_believed():
     grid = RandomNodes(app_claiming({4: 1, 7: 1, 9: 0}), nodes=[4, 7, 9])
-    directory = ClientDirectory()
+    directory = ClientDirectory(asks=True)
     assert directory.look(grid) == {0: 9}
     assert directory.ignored == {"duplicate claim": 2}
 
 
 def test_a_node_that_comes_back_under_another_node_id_keeps_its_client_id():
     grid = RandomNodes(app_claiming({4: 0, 7: 1, 9: 1}), nodes=[4, 7])
-    directory = ClientDirectory()
+    directory = ClientDirectory(asks=True)
     directory.look(grid)
     grid.nodes = [4, 9]
     directory.look(grid)
@@ -97,7 +97,7 @@ def test_a_node_that_comes_back_under_another_node_id_keeps_its_client_id():
 
 @pytest.mark.parametrize("claim", [-3, 0.5, 2**63])
 def test_a_claim_that_is_no_client_id_is_ignored_and_counted(claim):
-    directory = ClientDirectory()
+    directory = ClientDirectory(asks=True)
     assert directory.look(RandomNodes(app_claiming({4: claim, 7: 1}), nodes=[4, 7])) == {1: 7}
     assert directory.ignored == {"bad claim": 1}
 
@@ -149,16 +149,25 @@ def test_a_key_has_one_digest_however_it_is_written(keys):
 
 def test_apps_without_a_query_handler_are_known_by_sorted_node_id():
     grid = RandomNodes(toy_app(), nodes=[9, 4, 7])
-    directory = ClientDirectory()
+    directory = ClientDirectory(asks=True)
     assert directory.look(grid) == {0: 4, 1: 7, 2: 9}
     grid.nodes = [9, 4, 7, 3]
     directory.look(grid)
     assert directory.look(grid) == {0: 4, 1: 7, 2: 9, 3: 3}
 
 
+def test_apps_of_other_people_are_numbered_and_never_asked():
+    grid = RandomNodes(app_claiming({4: 9, 7: 9, 9: 9}), nodes=[9, 4, 7])
+    directory = ClientDirectory()
+    assert directory.look(grid) == {0: 4, 1: 7, 2: 9}
+    grid.nodes = [9, 7, 3]
+    assert directory.look(grid) == {1: 7, 2: 9, 3: 3}
+    assert grid.asked == []
+
+
 def test_a_silent_node_costs_one_wait_and_is_left_out():
     grid = RandomNodes(app_claiming({4: 0, 7: 1}), nodes=[4, 7], silent=[7])
-    directory = ClientDirectory(timeout=0.2)
+    directory = ClientDirectory(timeout=0.2, asks=True)
     assert directory.look(grid) == {0: 4}
     directory.timeout = 1e9  # nobody waits for it again, or this would never end
     assert directory.look(grid) == {0: 4}
@@ -169,7 +178,7 @@ def test_a_silent_node_costs_one_wait_and_is_left_out():
 
 def test_an_unavailable_node_is_asked_again():
     grid = RandomNodes(app_claiming({4: 0, 7: 1}), nodes=[4, 7], unavailable=[7])
-    directory = ClientDirectory(timeout=0.2)
+    directory = ClientDirectory(timeout=0.2, asks=True)
     assert directory.look(grid) == {0: 4}
     grid.unavailable.clear()
     directory.look(grid)
@@ -178,7 +187,9 @@ def test_an_unavailable_node_is_asked_again():
 
 def test_waiting_for_clients_is_bounded():
     grid = RandomNodes(app_claiming({4: 0}), nodes=[4])
-    directory = ClientDirectory(timeout=0.3)
+    directory = ClientDirectory(timeout=0.3, asks=True)
     assert directory.wait(grid, 1) == {0: 4}
-    with pytest.raises(FedsimError, match=r"1 clients were there after 0\.3 s; the run needs 2"):
+    with pytest.raises(
+        FedsimError, match=r"1 of the 2 clients .* 0\.3 s \(1 nodes are connected\); node_timeout"
+    ):
         directory.wait(grid, 2)

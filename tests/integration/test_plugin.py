@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +23,7 @@ from fedsim.engines import LocalGrid
 from fedsim.privacy import epsilon
 
 PLUGIN = Path(__file__).parents[2] / "examples" / "plugin"
-CONFIG = {"num-server-rounds": 5, "population": 4, "noise-multiplier": 0.3}
+CONFIG = {"num-server-rounds": 5, "population": 10, "noise-multiplier": 1.4}
 
 
 def load(name, monkeypatch):
@@ -25,7 +32,7 @@ def load(name, monkeypatch):
     return importlib.import_module(name)
 
 
-def check(path: Path, rounds: int) -> None:
+def check(path: Path, rounds: int, *, nodes: int = 10, noise: float = 1.4) -> None:
     from fedsim.cohorts import FullCohort
 
     found = json.loads(path.read_text())
@@ -33,7 +40,7 @@ def check(path: Path, rounds: int) -> None:
     assert sorted(map(int, found["accuracy"])) == list(range(1, rounds + 1))
     assert found["accuracy"][str(rounds)] > 0.85
     expected = epsilon(
-        noise_multiplier=0.3, cohort=FullCohort(population=4), rounds=rounds, delta=1e-5
+        noise_multiplier=noise, cohort=FullCohort(population=nodes), rounds=rounds, delta=1e-5
     )
     assert found["epsilon"] == pytest.approx(expected)
 
@@ -43,7 +50,7 @@ def test_it_runs_in_one_process(tmp_path, monkeypatch):
     server = load("numpy_app.server_app", monkeypatch).app
     out = tmp_path / "summary.json"
     config = {**CONFIG, "out": str(out)}
-    grid = LocalGrid(client, num_nodes=4, run_config=config)
+    grid = LocalGrid(client, num_nodes=10, run_config=config)
     server(grid, Context(1, 0, {}, RecordDict(), config))
     check(out, 5)
 
@@ -53,7 +60,7 @@ def test_it_runs_as_virtual_clients(tmp_path):
     out = tmp_path / "summary.json"
     with Simulation() as simulation:
         run_id = simulation.operator.submit(
-            PLUGIN, federation_config=resources(4, 1, 0), run_config=f'out="{out}"'
+            PLUGIN, federation_config=resources(10, 1, 0), run_config=f'out="{out}"'
         )
         assert simulation.operator.follow(run_id) == "finished:completed", simulation.operator.log(
             run_id
@@ -66,7 +73,53 @@ def test_it_runs_as_networked_processes(tmp_path):
     out = tmp_path / "summary.json"
     with Rehearsal.temporary(4) as rehearsal:
         rehearsal.start_all()
-        run_id = rehearsal.operator.submit(PLUGIN, run_config=f'out="{out}" num-server-rounds=3')
+        run_id = rehearsal.operator.submit(
+            PLUGIN, run_config=f'out="{out}" num-server-rounds=3 population=4'
+        )
         status = rehearsal.operator.follow(run_id, alive=rehearsal.tend)
         assert status == "finished:completed", rehearsal.operator.log(run_id)
-    check(out, 3)
+    check(out, 3, nodes=4, noise=0.3)
+
+
+@contextmanager
+def empty_flower_home(directory: Path):
+    """The environment of somebody who never ran Flower; the SuperLink it starts is ended."""
+    home = directory / "flwr-home"
+    home.mkdir()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    commands = str(Path(sys.executable).parent)
+    environment = os.environ | {
+        "FLWR_HOME": str(home),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(port),
+        "PATH": f"{commands}:{os.environ['PATH']}",
+    }
+    try:
+        yield environment
+    finally:
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                command = entry.read_bytes().decode().split("\0")
+            except OSError:  # it has ended meanwhile
+                continue
+            if any("flower-superlink" in word for word in command) and str(port) in command:
+                os.kill(int(entry.parent.name), signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_the_readmes_literal_commands_work_on_an_empty_flower_home(tmp_path):
+    app = shutil.copytree(PLUGIN, tmp_path / "plugin")
+    (commands,) = re.findall(r"```\n(.*?)```", (app / "README.md").read_text(), flags=re.DOTALL)
+    with empty_flower_home(tmp_path) as environment:
+        ran = subprocess.run(
+            ["bash", "-ec", commands],
+            cwd=app, env=environment, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+    output = ran.stdout + ran.stderr
+    assert ran.returncode == 0, output
+    # `flwr run` exits 0 when a run fails; only the statement at its end shows that it did not.
+    (spent,) = re.findall(r"is \(([\d.]+), 1e-05\)-differentially private", output)
+    assert float(spent) <= 8
+    assert "Traceback" not in output
+    assert "No query function" not in output
