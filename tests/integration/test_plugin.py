@@ -74,7 +74,7 @@ def test_it_runs_as_networked_processes(tmp_path):
     with Rehearsal.temporary(4) as rehearsal:
         rehearsal.start_all()
         run_id = rehearsal.operator.submit(
-            PLUGIN, run_config=f'out="{out}" num-server-rounds=3 population=4'
+            PLUGIN, run_config=f'out="{out}" num-server-rounds=3 population=4 noise-multiplier=0.3'
         )
         status = rehearsal.operator.follow(run_id, alive=rehearsal.tend)
         assert status == "finished:completed", rehearsal.operator.log(run_id)
