@@ -1,17 +1,21 @@
 """The ClientApp that Flower's runtimes load.
 
-A deployed SuperNode starts a process for every message, so torch is imported only where
-there is something to train: saying who one is takes a tenth of the time.
+Flower's simulation imports it in every worker, so torch is imported only where there is something
+to train: saying who one is takes a tenth of the time.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedsim.apps.identity import client_id
+
+if TYPE_CHECKING:
+    from fedsim.deploy.policy import Policy
 
 __all__ = ["app"]
 
@@ -27,14 +31,32 @@ def query(message: Message, context: Context) -> Message:
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Train on this node's data."""
+    """Train on this node's data, if its policy allows it."""
+    policy = _admitted(context)
+    if policy is not None:
+        policy.join(client_id(context.node_config))
     return _client()(message, context)
 
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """Evaluate on this node's data."""
+    """Evaluate on this node's data, if its policy allows it."""
+    policy = _admitted(context)
+    if policy is not None:
+        policy.check_evaluation()
     return _client()(message, context)
+
+
+def _admitted(context: Context) -> Policy | None:
+    """This node's policy, which has let the run in."""
+    from fedsim.config import RunConfig
+    from fedsim.deploy.policy import Policy
+
+    config = RunConfig.from_run_config(context.run_config)
+    policy = Policy.here(config)
+    if policy is not None:
+        policy.check(config)
+    return policy
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from flwr.app import Context
 from fedsim import datasets
 from fedsim.apps.identity import client_id
 from fedsim.config import RunConfig
+from fedsim.deploy.policy import NODE, Policy
 from fedsim.engines.process import settle
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
@@ -71,11 +73,11 @@ class NodeBuild(Build):
 
 
 def trainer_for(context: Context) -> Trainer:
-    """Trainer of a node: from the run's config, and its own node config.
+    """Trainer of a node: from the run's config, its own node config and its policy.
 
-    The node config's ``partition-id`` says which client the node is. With ``data`` it also
-    says where that client's examples are, and otherwise they are its part of the run's data
-    set, as in a simulation.
+    The node config's ``partition-id`` says which client the node is. With ``data``, there or in
+    the policy, the client has a file of examples, and otherwise they are its part of the run's
+    data set, as in a simulation. What a node's client keeps goes where its policy says.
 
     Raises
     ------
@@ -83,11 +85,15 @@ def trainer_for(context: Context) -> Trainer:
         If the node is no client of this run.
     """
     settle()
-    return _trainer(
-        tuple(sorted(context.run_config.items())),
-        client_id(context.node_config),
-        str(context.node_config.get("data", "")),
-    )
+    config = RunConfig.from_run_config(context.run_config)
+    data = str(context.node_config.get("data", ""))
+    policy = Policy.here(config)
+    if policy is not None and NODE in os.environ:
+        keeps = config.client.private or config.client.state == "client"
+        state_dir = str(policy.state.absolute()) if keeps else ""
+        config = config.replace(**{"client.state-dir": state_dir})
+        data = policy.data_file
+    return _trainer(config, client_id(context.node_config), data)
 
 
 def mechanism_for(context: Context) -> Mechanism:
@@ -95,8 +101,7 @@ def mechanism_for(context: Context) -> Mechanism:
     return mechanism(RunConfig.from_run_config(context.run_config).mechanism)
 
 
-def _trainer(flat: tuple[tuple[str, Scalar], ...], client: int, data: str) -> Trainer:
-    config = RunConfig.from_run_config(dict(flat))
+def _trainer(config: RunConfig, client: int, data: str) -> Trainer:
     if config.client.private and not config.client.state_dir:
         raise FedsimError(
             "client.state-dir is not set; a client with example-level privacy keeps its ledger "
@@ -108,7 +113,7 @@ def _trainer(flat: tuple[tuple[str, Scalar], ...], client: int, data: str) -> Tr
             f"{config.partition.clients - 1}, the clients of the run."
         )
     if config.engine.name == "simulation" and not data:
-        return _everybody(flat)
+        return _everybody(tuple(sorted(config.to_run_config().items())))
     return NodeBuild(config, client, data).trainer
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from fedsim.cli.command import Command
+
+if TYPE_CHECKING:
+    from fedsim.deploy.supervisor import Service
 
 __all__ = ["deploy"]
 
@@ -35,10 +40,10 @@ def init(
             "given, and the first is the one that the others use. 127.0.0.1 by default."
         ),
     ] = None,
-    port: Annotated[int, typer.Option(help="The SuperLink's port.")] = 8000,
-    fleet_port: Annotated[
-        int, typer.Option(help="The SuperLink's port for SuperNodes that speak gRPC.")
-    ] = 9092,
+    port: Annotated[
+        int, typer.Option(help="The SuperLink's port for its operator, on loopback.")
+    ] = 8000,
+    fleet_port: Annotated[int, typer.Option(help="The SuperLink's port for SuperNodes.")] = 9092,
     days: Annotated[int, typer.Option(help="How long the server's certificate lasts.")] = 365,
     split: Annotated[
         Path | None,
@@ -67,6 +72,7 @@ def init(
     """
     from fedsim.config import RunConfig
     from fedsim.deploy.federation import Federation
+    from fedsim.deploy.parties import Node
 
     config = None if split is None else RunConfig.load(split)
     if config is not None:
@@ -85,6 +91,8 @@ def init(
         from fedsim.apps.split import split_data
 
         split_data(config, lambda client: federation.node(client) / "data.npz")
+        for number in range(nodes):
+            Node.load(federation.node(number)).save({"data": "data.npz"})
     console = Console()
     console.print(f"{directory}: a federation of {nodes} nodes around {federation.hosts[0]}.")
     if insecure:
@@ -93,10 +101,66 @@ def init(
 
 
 @deploy.command(cls=Command)
+def superlink(
+    directory: Annotated[Path, typer.Argument(help="The server's directory, `superlink/`.")],
+    host: Annotated[
+        str,
+        typer.Option(help="Address on which nodes are heard; 0.0.0.0 where they are elsewhere."),
+    ] = "127.0.0.1",
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where the SuperLink's database and the runs go, to outlive a restart. "
+            "DIRECTORY/state by default."
+        ),
+    ] = None,
+) -> None:
+    """Run the server, until Ctrl-C, and start again what ends.
+
+        fedsim deploy superlink fed/superlink --host 0.0.0.0
+
+    Nodes reach it on the port for SuperNodes and nothing else there; the operator, who has a
+    token, on this machine's loopback address (from elsewhere by `ssh -L 8000:127.0.0.1:8000`). It
+    runs fedsim's own ServerApp and no other code. Artefacts go to `$FEDSIM_RUNS`, or STATE/runs.
+    """
+    from fedsim.deploy.parties import SuperLink
+    from fedsim.runs.artefacts import RUNS
+
+    party = SuperLink.load(directory)
+    kept = (directory / "state" if state is None else state).absolute()
+    variables = {RUNS: os.environ.get(RUNS, str(kept / "runs"))}
+    services = [service.among(variables) for service in party.services(kept, host=host)]
+    _keep_up(services, kept, f"The SuperLink is up; nodes reach it on port {party.fleet_port}.")
+
+
+@deploy.command(cls=Command)
+def node(
+    directory: Annotated[Path, typer.Argument(help="The node's directory, `node-0/` or so.")],
+    state: Annotated[
+        Path | None, typer.Option(help="Where Flower's own files go. DIRECTORY/flower by default.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="For its own app, on 127.0.0.1.")] = 9094,
+) -> None:
+    """Run one node, until Ctrl-C, and start again what ends.
+
+        fedsim deploy node node-0
+
+    It asks the server for work and trains on its own data, with the installed fedsim and no
+    other code, within the limits of the table `policy` of its `node.toml`.
+    """
+    from fedsim.deploy.parties import Node
+
+    party = Node.load(directory)
+    kept = (directory / "flower" if state is None else state).absolute()
+    _keep_up(party.services(kept, port=port), kept, f"Client {party.client} is up.")
+
+
+@deploy.command(cls=Command)
 def up(
     directory: DIRECTORY,
-    database: Annotated[
-        Path | None, typer.Option(help="Keeps the SuperLink's state over a restart.")
+    state: Annotated[
+        Path | None,
+        typer.Option(help="Where the SuperLink's database goes, to be found there by the next."),
     ] = None,
 ) -> None:
     """Bring the whole federation up on this machine, until Ctrl-C.
@@ -120,13 +184,33 @@ def up(
             federation,
             variables={RUNS: str(federation.runs)},
             logs=federation.directory / "logs",
-            database="" if database is None else str(database.absolute()),
+            state=None if state is None else state.absolute(),
         ) as rehearsal:
             console.print(f"The SuperLink is up; {federation.nodes} SuperNodes are joining.")
             rehearsal.start_all()
             console.print(f"Up. Logs are in {directory}/logs, runs in {directory}/runs.")
             while True:
                 rehearsal.tend()
+                time.sleep(0.5)
+    except KeyboardInterrupt:
+        console.print("Down.")
+
+
+def _keep_up(services: Sequence[Service], kept: Path, told: str) -> None:
+    """Run services until Ctrl-C or SIGTERM; their output goes to ``logs`` in ``kept``."""
+    from fedsim.deploy.processes import Processes
+    from fedsim.deploy.supervisor import Supervisor
+
+    console = Console()
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with Processes(kept / "logs") as processes:
+            supervisor = Supervisor(processes)
+            for service in services:
+                supervisor.start(service)
+            console.print(f"{told} Logs are in {kept / 'logs'}.")
+            while True:
+                supervisor.tend()
                 time.sleep(0.5)
     except KeyboardInterrupt:
         console.print("Down.")

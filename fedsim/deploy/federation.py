@@ -1,30 +1,32 @@
-"""A federation on disk: the files of each party, and the commands that they run.
+"""A federation on disk: the files of each party.
 
 ::
 
     DIR/federation.toml     host names, ports, number of nodes
     DIR/authority/          ca.key, ca.crt: stays with whoever lets nodes in
-    DIR/superlink/          ca.crt, server.pem, server.key
-    DIR/node-0/ ...         ca.crt, node.key: one directory for each SuperNode
-    DIR/operator/           ca.crt, config.toml, node-0.pub ...: a FLWR_HOME, for whoever lets
-                            nodes in and submits runs
+    DIR/superlink/          for the server: superlink.toml, its certificate and key, clients.toml
+                            (whose key is which client's), what it knows of the operator's token
+    DIR/node-0/ ...         one for each SuperNode: node.toml (with its policy), ca.crt, node.key
+    DIR/operator/           a FLWR_HOME, for whoever lets nodes in and submits runs: ca.crt,
+                            config.toml, credentials.yaml (the operator's token), node-0.pub ...
     DIR/runs/               what runs leave, on the SuperLink's machine
 """
 
 from __future__ import annotations
 
+import secrets
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tomli_w
 
 from fedsim.deploy.certificates import Authority, node_key, write_private, write_public
-from fedsim.deploy.processes import program
-from fedsim.deploy.roster import CLIENTS, write_roster
+from fedsim.deploy.control import credentials, new_token, token_digest
+from fedsim.deploy.parties import Node, SuperLink
+from fedsim.deploy.roster import write_roster
 from fedsim.engines.directory import key_digest
-from fedsim.engines.messages import speaks_grpc
 from fedsim.errors import FedsimError
 
 __all__ = ["CONNECTION", "Federation"]
@@ -42,12 +44,12 @@ class Federation:
     directory : Path
     hosts : tuple of str
         Names and addresses of the SuperLink, all in its certificate; the first is the one
-        that the nodes and the operator use.
+        that the nodes use.
     nodes : int
         Number of SuperNodes that have keys.
     port, fleet_port : int
-        Of the SuperLink: for the operator and its own apps, and for SuperNodes that speak
-        gRPC. Newer ones use the first.
+        Of the SuperLink: for the operator and its own apps, on its loopback address, and for
+        SuperNodes.
     insecure : bool
         No TLS and no authentication, where somebody has asked for that.
     """
@@ -99,10 +101,13 @@ class Federation:
         made.directory.chmod(0o700)
         if not insecure:
             made._make_certificates(days)
-        roster = {made._make_node(node): node for node in range(nodes if not insecure else 0)}
+        SuperLink(made.superlink, port, fleet_port, insecure).save()
+        write_private(made.superlink / "superexec.secret", secrets.token_hex(32).encode())
+        roster = {made._make_key(node): node for node in range(0 if insecure else nodes)}
         write_roster(made.roster, roster)
-        connection = made._connection((home or made.directory) / "operator")
-        write_public(made.operator / "config.toml", connection.encode())
+        for node in range(nodes):
+            made._make_node(node)
+        made._make_operator((home or made.directory) / "operator")
         made.runs.mkdir()
         description = {k: v for k, v in asdict(made).items() if k != "directory"}
         content = tomli_w.dumps({**description, "hosts": list(hosts)})
@@ -137,9 +142,14 @@ class Federation:
         return self.directory / "runs"
 
     @property
+    def superlink(self) -> Path:
+        """Directory of the server."""
+        return self.directory / "superlink"
+
+    @property
     def roster(self) -> Path:
         """Which key is which client."""
-        return self.directory / "superlink" / "clients.toml"
+        return self.superlink / "clients.toml"
 
     def node(self, number: int) -> Path:
         """Directory of one SuperNode."""
@@ -155,112 +165,47 @@ class Federation:
         # The SuperLink's own apps reach it on loopback.
         names = dict.fromkeys([*self.hosts, "127.0.0.1", "localhost"])
         certificate, key = authority.issue(list(names), days)
-        write_public(self.directory / "superlink" / "server.pem", certificate)
-        write_private(self.directory / "superlink" / "server.key", key)
-
-    def superlink_command(self, *, host: str = "127.0.0.1", database: str = "") -> list[str]:
-        """Command of the SuperLink.
-
-        Parameters
-        ----------
-        host : str
-            Address to listen on; ``0.0.0.0`` where nodes are elsewhere.
-        database : path, optional
-            Keeps the SuperLink's state over a restart; in memory by default.
-        """
-        command = [program("flower-superlink"), "--host", host, "--port", str(self.port)]
-        if speaks_grpc():
-            command += ["--fleet-api-type", "grpc-rere"]
-            command += ["--fleet-api-address", f"{host}:{self.fleet_port}"]
-        if self.insecure:
-            command += ["--insecure"]
-        else:
-            files = self.directory / "superlink"
-            command += ["--ssl-ca-certfile", str(files / "ca.crt")]
-            command += ["--ssl-certfile", str(files / "server.pem")]
-            command += ["--ssl-keyfile", str(files / "server.key"), "--enable-supernode-auth"]
-        if database:
-            command += ["--database", database]
-        return [*command, "--disable-runtime-dependency-installation"]
-
-    def supernode_command(
-        self,
-        node: int,
-        *,
-        client: int | None = None,
-        port: int = 9094,
-        config: Mapping[str, str | int] | None = None,
-    ) -> list[str]:
-        """Command of one SuperNode.
-
-        Parameters
-        ----------
-        node : int
-            Whose key it uses.
-        client : int, optional
-            Which client it is; its own number by default.
-        port : int
-            On which its apps reach it, on its own machine.
-        config : mapping, optional
-            Further node config, such as ``data``: a path to the client's own examples.
-        """
-        settings: dict[str, str | int] = {
-            "partition-id": node if client is None else client,
-            "num-partitions": self.nodes,
-            **(config or {}),
-        }
-        if (self.node(node) / "data.npz").exists():
-            settings.setdefault("data", str(self.node(node) / "data.npz"))
-        command = [program("flower-supernode")]
-        if speaks_grpc():
-            command += ["--grpc-rere"]
-        command += ["--superlink", f"{self.hosts[0]}:{self.nodes_port}"]
-        if self.insecure:
-            command += ["--insecure"]
-        else:
-            files = self.node(node)
-            command += ["--root-certificates", str(files / "ca.crt")]
-            command += ["--auth-supernode-private-key", str(files / "node.key")]
-        written = " ".join(f"{key}={_toml(value)}" for key, value in settings.items())
-        return [*command, "--node-config", written, "--host", "127.0.0.1", "--port", str(port)]
-
-    @property
-    def superlink_variables(self) -> dict[str, str]:
-        """Environment of the SuperLink: where its ServerApps find whose key is which client's."""
-        return {CLIENTS: "" if self.insecure else str(self.roster)}
-
-    @property
-    def nodes_port(self) -> int:
-        """The SuperLink's port for SuperNodes."""
-        return self.fleet_port if speaks_grpc() else self.port
+        write_public(self.superlink / "server.pem", certificate)
+        write_private(self.superlink / "server.key", key)
 
     def _make_certificates(self, days: int) -> None:
         authority = Authority.create(days=max(days, 3650))
         authority.save(self.directory / "authority")
         certificate = (self.directory / "authority" / "ca.crt").read_bytes()
-        for party in (self.directory / "superlink", self.operator):
+        for party in (self.superlink, self.operator):
             write_public(party / "ca.crt", certificate)
         self.issue(days)
 
-    def _make_node(self, node: int) -> str:
-        """Make a node's files; the digest of its key."""
+    def _make_key(self, node: int) -> str:
+        """Make a node's key; its digest."""
         private, public = node_key()
         write_private(self.node(node) / "node.key", private)
         write_public(self.public_key(node), public)
-        authority = self.directory / "authority" / "ca.crt"
-        write_public(self.node(node) / "ca.crt", authority.read_bytes())
         digest = key_digest(public)
         assert digest is not None
         return digest
 
-    def _connection(self, operator: Path) -> str:
-        link: dict[str, str | bool] = {"address": f"{self.hosts[0]}:{self.port}"}
+    def _make_node(self, node: int) -> None:
+        """Make the rest of what a node needs."""
+        files = self.node(node)
+        write_private(files / "superexec.secret", secrets.token_hex(32).encode())
+        if not self.insecure:
+            authority = self.directory / "authority" / "ca.crt"
+            write_public(files / "ca.crt", authority.read_bytes())
+        address = f"{self.hosts[0]}:{self.fleet_port}"
+        Node(files, address, node, self.nodes, self.insecure).save()
+
+    def _make_operator(self, operator: Path) -> None:
+        """Make a FLWR_HOME that will be found at ``operator``."""
+        # Wherever the operator is: from elsewhere through a tunnel to the SuperLink's machine.
+        address = f"127.0.0.1:{self.port}"
+        link: dict[str, str | bool] = {"address": address}
         if self.insecure:
             link["insecure"] = True
         else:
             link["root-certificates"] = str(operator / "ca.crt")
-        return tomli_w.dumps({"superlink": {"default": CONNECTION, CONNECTION: link}})
-
-
-def _toml(value: str | int) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
+            token = new_token()
+            write_private(self.operator / "credentials.yaml", credentials(token, address))
+            write_public(self.superlink / "operator.sha256", token_digest(token).encode())
+        connection = tomli_w.dumps({"superlink": {"default": CONNECTION, CONNECTION: link}})
+        write_public(self.operator / "config.toml", connection.encode())

@@ -7,53 +7,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from fedsim.deploy.processes import environment, program
 from fedsim.errors import FedsimError
 
-__all__ = ["Operator", "write_app"]
-
-Scalar = bool | int | float | str
-
-
-def write_app(directory: Path, run_config: Mapping[str, Any]) -> Path:
-    """Write an app bundle that is no more than a config: the code is the installed fedsim.
-
-    Parameters
-    ----------
-    run_config : mapping
-        Nested, with kebab-case keys.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    project = {
-        "project": {
-            "name": "fedsim-run",
-            "version": "1.0.0",
-            "description": "A fedsim run",
-            "license": "Apache-2.0",
-            "dependencies": [],
-        },
-        "tool": {
-            "flwr": {
-                "app": {
-                    "publisher": "fedsim",
-                    "components": {
-                        "serverapp": "fedsim.apps.server_app:app",
-                        "clientapp": "fedsim.apps.client_app:app",
-                    },
-                    "config": dict(run_config),
-                }
-            }
-        },
-    }
-    (directory / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
-    return directory
+__all__ = ["Operator"]
 
 
 class Operator:

@@ -112,6 +112,7 @@ class Processes:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**environment(), **(variables or {})},
+                umask=0o077,
                 start_new_session=True,
             )
         self._tell(f"start {process.pid}")
@@ -146,16 +147,30 @@ def _stream(pipe: IO[str] | None) -> IO[str]:
     return pipe
 
 
+# What a process may know of the one that started it: where things are, and how fast to go.
+_INHERITED = (
+    *("HOME", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "USER", "LOGNAME"),
+    *("LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES"),
+    *("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
+)
+
+
 def environment() -> dict[str, str]:
-    """Environment of Flower's processes: this one's, without phoning home or installing."""
+    """Environment of Flower's processes: clean, without phoning home or installing.
+
+    What this process was given besides (passwords, tokens of other services) stays with it.
+    """
     here = str(Path(sys.executable).parent)
     return {
-        **os.environ,
-        # The SuperLink and the SuperNodes start further programs by name.
-        "PATH": os.pathsep.join([here, os.environ.get("PATH", "")]),
+        **{name: os.environ[name] for name in _INHERITED if name in os.environ},
+        # Ray and Flower's simulation runtime start further programs by name.
+        "PATH": os.pathsep.join([here, os.environ.get("PATH", os.defpath)]),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        # A second by default, of which a round would be spent waiting.
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
         "RAY_USAGE_STATS_ENABLED": "0",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONUNBUFFERED": "1",

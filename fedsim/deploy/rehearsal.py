@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import socket
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.flwr_cli import Operator
-from fedsim.deploy.processes import Processes, Running, free_ports, wait_for_port
+from fedsim.deploy.parties import Node, SuperLink
+from fedsim.deploy.processes import Processes, Running, free_ports
+from fedsim.deploy.supervisor import Supervisor
 from fedsim.errors import FedsimError
 
 __all__ = ["Rehearsal"]
-
-_PAUSE = 5.0
-_LASTED = 60.0
-_TRIES = 20
 
 
 class Rehearsal:
@@ -30,16 +29,15 @@ class Rehearsal:
     federation : Federation
         Its keys and certificates; its ports must be free.
     variables : mapping, optional
-        Environment variables of the SuperLink and its ServerApps.
+        Environment variables of the ServerApps.
     logs : path, optional
-        Where the processes' output and Flower's own files go; temporary by default.
-    database : path, optional
-        Keeps the SuperLink's state, so that it can be restarted.
+        Where the processes' output goes; temporary by default.
+    state : path, optional
+        Where the SuperLink's database goes, to be found there by the next; temporary by
+        default.
 
     Attributes
     ----------
-    superlink : Running
-    supernodes : dict of int to Running
     operator : Operator
     """
 
@@ -49,20 +47,19 @@ class Rehearsal:
         *,
         variables: Mapping[str, str] | None = None,
         logs: Path | None = None,
-        database: str = "",
+        state: Path | None = None,
     ) -> None:
         self.federation = federation
         self.operator = Operator(federation.operator, CONNECTION)
-        self.supernodes: dict[int, Running] = {}
-        # When each was started last, how often it has ended early, and how to start it again.
-        self._starts: dict[int, tuple[float, int, Callable[[], None]]] = {}
-        self._variables = {**federation.superlink_variables, **(variables or {})}
-        self._database = database
+        self._variables = dict(variables or {})
         self._processes = Processes(logs)
+        self._supervisor = Supervisor(self._processes)
         self._homes = Path(tempfile.mkdtemp(prefix="fedsim-flower-"))
         self._processes.remove_at_end(self._homes)
+        self._state = state or self._homes / "superlink"
         try:
-            self.superlink = self.start_superlink()
+            self._check_ports()
+            self.start_superlink()
         except BaseException:
             self.close()
             raise
@@ -74,7 +71,8 @@ class Rehearsal:
         *,
         variables: Mapping[str, str] | None = None,
         logs: Path | None = None,
-        database: bool = False,
+        apps: tuple[str, str] | None = None,
+        policy: Mapping[str, Any] | None = None,
     ) -> Rehearsal:
         """A federation made for one occasion, on free ports, removed with its processes.
 
@@ -84,16 +82,21 @@ class Rehearsal:
             How many SuperNodes to make keys for; none is started yet.
         variables, logs
             As for `Rehearsal`.
-        database : bool
-            Whether the SuperLink keeps its state in a file, so that it can be restarted.
+        apps : pair of str, optional
+            The installed ServerApp and ClientApp that are run, instead of fedsim's.
+        policy : mapping, optional
+            Of every node, as in ``node.toml``.
         """
         port, fleet_port = free_ports(2)
         directory = Path(tempfile.mkdtemp(prefix="fedsim-federation-"))
         federation = Federation.create(
             directory, nodes=nodes, days=2, port=port, fleet_port=fleet_port
         )
-        state = str(directory / "superlink.db") if database else ""
-        rehearsal = cls(federation, variables=variables, logs=logs, database=state)
+        server_app, client_app = apps or (SERVER_APP, CLIENT_APP)
+        replace(SuperLink.load(federation.superlink), app=server_app).save()
+        for node in range(nodes):
+            replace(Node.load(federation.node(node)), app=client_app).save(policy)
+        rehearsal = cls(federation, variables=variables, logs=logs)
         rehearsal._processes.remove_at_end(directory)
         return rehearsal
 
@@ -108,18 +111,24 @@ class Rehearsal:
     ) -> None:
         self.close()
 
-    def start_superlink(self) -> Running:
-        """Start the SuperLink and wait until it listens on its ports."""
-        self._check_ports()
-        running = self.start(
-            "superlink",
-            self.federation.superlink_command(database=self._database),
-            self._variables,
-        )
-        for port in {self.federation.port, self.federation.nodes_port}:
-            wait_for_port(running, port)
-        self.superlink = running
-        return running
+    @property
+    def superlink(self) -> Running:
+        """The SuperLink's process."""
+        return self._supervisor.running["superlink"]
+
+    def supernode(self, node: int) -> Running:
+        """A SuperNode's process."""
+        return self._supervisor.running[f"supernode-{node}"]
+
+    def start_superlink(self) -> None:
+        """Start what the server runs, again where it is there, and wait until it listens."""
+        for service in SuperLink.load(self.federation.superlink).services(self._state):
+            self._supervisor.start(service.among(self._variables))
+
+    def stop_superlink(self) -> None:
+        """End what the server runs."""
+        for service in SuperLink.load(self.federation.superlink).services(self._state):
+            self._supervisor.stop(service.name)
 
     def register(self, nodes: Iterable[int] | None = None) -> None:
         """Let SuperNodes in; all of them by default. Flower refuses a key that it knows."""
@@ -131,28 +140,27 @@ class Rehearsal:
         self,
         node: int,
         *,
-        client: int | None = None,
         config: Mapping[str, str | int] | None = None,
         variables: Mapping[str, str] | None = None,
-    ) -> Running:
+    ) -> None:
         """Start one SuperNode; it goes on trying until the SuperLink answers."""
         (port,) = free_ports(1)
-        command = self.federation.supernode_command(node, client=client, port=port, config=config)
+        party = Node.load(self.federation.node(node))
+        for service in party.services(self._homes / f"node-{node}", port=port, config=config):
+            self._supervisor.start(service.among(variables or {}), wait=False)
 
-        def again() -> None:
-            self.supernodes[node] = self.start(f"supernode-{node}", command, variables)
-
-        again()
-        self._starts[node] = (time.monotonic(), 0, again)
-        return self.supernodes[node]
+    def stop_node(self, node: int) -> None:
+        """End one SuperNode and its app."""
+        for name in (f"supernode-{node}", f"supernode-{node}-app"):
+            self._supervisor.stop(name)
 
     def start(
         self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None
     ) -> Running:
         """Start any other process that ends with the rest."""
-        return self._processes.start(
-            name, command, {"FLWR_HOME": self._home(name), **(variables or {})}
-        )
+        home = self._homes / name
+        home.mkdir(exist_ok=True)
+        return self._processes.start(name, command, {"FLWR_HOME": str(home), **(variables or {})})
 
     def start_all(self) -> None:
         """Register every SuperNode that the SuperLink does not know yet, and start them all."""
@@ -161,48 +169,22 @@ class Rehearsal:
         for node in range(self.federation.nodes):
             self.start_node(node)
 
-    def stop(self, running: Running) -> None:
-        """End one process."""
-        self._processes.stop(running)
-
     def tend(self) -> None:
-        """See that the SuperLink is alive, and start again SuperNodes that have ended.
-
-        One that was killed is taken back when the SuperLink has missed its heartbeat, which
-        takes up to a minute; until then it is refused, and ends again.
+        """Start again what has ended.
 
         Raises
         ------
         FedsimError
-            If the SuperLink has ended, or a SuperNode does so again and again, with the end
-            of its log.
+            If something ends again and again, with the end of its log.
         """
-        if not self.superlink.alive():
-            raise FedsimError(f"the SuperLink ended:\n{self.superlink.tail()}")
-        for node, running in list(self.supernodes.items()):
-            if running.alive():
-                continue
-            started, ended, again = self._starts[node]
-            if time.monotonic() - started < _PAUSE:
-                continue
-            # One that has lasted had been let in: it is a new failure.
-            ended = 0 if time.monotonic() - started > _LASTED else ended + 1
-            if ended > _TRIES:
-                raise FedsimError(f"SuperNode {node} keeps ending:\n{running.tail()}")
-            again()
-            self._starts[node] = (time.monotonic(), ended, again)
+        self._supervisor.tend()
 
     def close(self) -> None:
         """End everything."""
         self._processes.close()
 
-    def _home(self, name: str) -> str:
-        home = self._homes / name
-        home.mkdir(exist_ok=True)
-        return str(home)
-
     def _check_ports(self) -> None:
-        taken = busy_port([self.federation.port, self.federation.nodes_port])
+        taken = busy_port([self.federation.port, self.federation.fleet_port])
         if taken is not None:
             raise FedsimError(
                 f"port {taken} is in use; end what listens there, or make a federation with other "

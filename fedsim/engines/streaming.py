@@ -19,6 +19,8 @@ __all__ = ["StreamingGrid"]
 _log = logging.getLogger("fedsim")
 
 _PUSH_AT_ONCE = 64
+_REASONS_TOLD = 20
+_LONGEST_REASON = 300
 
 
 class StreamingGrid(Grid):
@@ -57,6 +59,7 @@ class StreamingGrid(Grid):
         self._slowest_look = slowest_look
         self._directory = ClientDirectory(timeout=patience, roster=roster, asks=True)
         self._waited = False
+        self._told: set[str] = set()
 
     def set_run(self, run: Run) -> None:
         """Set the run that this grid belongs to."""
@@ -137,7 +140,18 @@ class StreamingGrid(Grid):
                 message_id = reply.metadata.reply_to_message_id
                 if message_id in waiting:
                     waiting.discard(message_id)
+                    self._tell(reply)
                     yield reply
             if waiting:
                 pause = 0.02 if arrived else min(1.5 * pause, self._slowest_look)
                 time.sleep(pause)
+
+    def _tell(self, reply: Message) -> None:
+        """Tell the operator why a node has no answer: each reason once, and not too many."""
+        if not reply.has_error() or len(self._told) >= _REASONS_TOLD:
+            return
+        # A stranger's text: it may hold anything, and is shown as what it is.
+        reason = ascii(str(reply.error.reason)[:_LONGEST_REASON])
+        if reason not in self._told:
+            self._told.add(reason)
+            _log.warning("a node answered with an error: %s", reason)

@@ -8,11 +8,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 
+from fedsim.deploy.bundle import write_app
 from fedsim.deploy.federation import CONNECTION, Federation
-from fedsim.deploy.flwr_cli import Operator, write_app
+from fedsim.deploy.flwr_cli import Operator
 from fedsim.deploy.rehearsal import Rehearsal
 from fedsim.deploy.simulation import Simulation, resources
 from fedsim.engines.arrays import array_record
@@ -111,7 +113,9 @@ def run_deployment(
     with (
         _directory(out) as directory,
         Rehearsal.temporary(
-            build.config.partition.clients, variables={OUT: str(directory)}
+            build.config.partition.clients,
+            variables={OUT: str(directory)},
+            policy=_own_policy(build),
         ) as rehearsal,
         tempfile.TemporaryDirectory(prefix="fedsim-app-") as app,
     ):
@@ -120,6 +124,17 @@ def run_deployment(
         run_id = operator.submit(write_app(Path(app), build.resolved.to_tree()))
         rows = _follow(operator, run_id, directory, observer, rehearsal.tend)
         return _read(build, directory, rows)
+
+
+def _own_policy(build: Build) -> dict[str, Any]:
+    """Policy of nodes that are this user's own: whatever the config says goes."""
+    config = build.config
+    texts = [value for value in config.to_run_config().values() if isinstance(value, str)]
+    modules = [text.partition(":")[0] for text in texts if ":" in text]
+    policy: dict[str, Any] = {"files": ["/"], "modules": sorted(set(modules))}
+    if config.client.state_dir:
+        policy["state-dir"] = str(Path(config.client.state_dir).absolute())
+    return policy
 
 
 def _submit(

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import base64
+import hashlib
 import stat
 import tomllib
 
 import pytest
+import yaml
 from cryptography import x509
 
-from fedsim.deploy import federation as module
+from fedsim.deploy import parties as module
 from fedsim.deploy.federation import CONNECTION, Federation
+from fedsim.deploy.parties import Node, SuperLink
 from fedsim.errors import FedsimError
 
 
@@ -31,16 +35,24 @@ def test_each_party_gets_its_own_files_with_the_right_permissions(made):
         "federation.toml": 0o644,
         "node-0/ca.crt": 0o644,
         "node-0/node.key": 0o600,
+        "node-0/node.toml": 0o644,
+        "node-0/superexec.secret": 0o600,
         "node-1/ca.crt": 0o644,
         "node-1/node.key": 0o600,
+        "node-1/node.toml": 0o644,
+        "node-1/superexec.secret": 0o600,
         "operator/ca.crt": 0o644,
         "operator/config.toml": 0o644,
+        "operator/credentials.yaml": 0o600,
         "operator/node-0.pub": 0o644,
         "operator/node-1.pub": 0o644,
         "superlink/ca.crt": 0o644,
         "superlink/clients.toml": 0o644,
+        "superlink/operator.sha256": 0o644,
         "superlink/server.key": 0o600,
         "superlink/server.pem": 0o644,
+        "superlink/superexec.secret": 0o600,
+        "superlink/superlink.toml": 0o644,
     }
 
 
@@ -59,11 +71,11 @@ def test_the_server_is_known_under_its_names_and_to_its_own_apps_on_loopback(mad
     ]
 
 
-def test_the_operator_knows_the_superlink_and_its_authority(made):
+def test_the_operator_reaches_the_superlink_on_loopback_and_knows_its_authority(made):
     home = tomllib.loads((made.operator / "config.toml").read_text())["superlink"]
     assert home["default"] == CONNECTION
     assert home[CONNECTION] == {
-        "address": "superlink:8000",
+        "address": "127.0.0.1:8000",
         "root-certificates": str(made.operator / "ca.crt"),
     }
 
@@ -85,32 +97,75 @@ def test_a_federation_needs_nodes_and_a_name(tmp_path, nodes, hosts):
     assert not (tmp_path / "x").exists()
 
 
-def test_tls_and_authentication_are_on_unless_switched_off(made, tmp_path):
-    link, node = made.superlink_command(), made.supernode_command(1)
-    assert {"--enable-supernode-auth", "--ssl-certfile", "--ssl-keyfile"} <= set(link)
-    assert {"--root-certificates", "--auth-supernode-private-key"} <= set(node)
-    assert "--insecure" not in [*link, *node]
+def test_the_server_knows_the_operators_token_by_its_digest_only(made):
+    store = yaml.safe_load((made.operator / "credentials.yaml").read_text())
+    token = base64.b64decode(store["flower.account-auth.127.0.0.1:8000.oidc-access-token"]).decode()
+    digest = (made.superlink / "operator.sha256").read_text()
+    assert digest == hashlib.sha256(token.encode()).hexdigest()
+    assert len(token) >= 32
+
+
+def services(federation, state):
+    link = SuperLink.load(federation.superlink).services(state / "s", host="0.0.0.0")
+    return link, Node.load(federation.node(1)).services(state / "n")
+
+
+def words(services, name):
+    (service,) = (service for service in services if service.name == name)
+    return list(service.command)
+
+
+def test_tls_authentication_and_isolation_are_on_unless_switched_off(made, tmp_path):
+    link, node = services(made, tmp_path)
+    assert {"--enable-supernode-auth", "--ssl-certfile"} <= set(words(link, "superlink"))
+    assert "fedsim.deploy.control" in words(link, "superlink")
+    supernode = words(node, "supernode-1")
+    assert {"--root-certificates", "--auth-supernode-private-key"} <= set(supernode)
+    for command in (words(link, "superlink"), supernode):
+        assert command[command.index("--isolation") + 1] == "process"
+        assert "--superexec-auth-secret-file" in command
+        assert "--insecure" not in command
     open_ = Federation.create(tmp_path / "open", insecure=True)
     assert not (open_.directory / "authority").exists()
-    for command in (open_.superlink_command(), open_.supernode_command(0)):
-        assert "--insecure" in command
-        assert not any("ssl" in word or "auth" in word for word in command)
+    for service in [*services(open_, tmp_path)[0][:2], services(open_, tmp_path)[1][0]]:
+        assert "--insecure" in service.command
+        assert not any("ssl" in word or "auth-supernode" in word for word in service.command)
 
 
-@pytest.mark.parametrize(("grpc", "port"), [(True, 9092), (False, 8000)])
-def test_the_transport_follows_the_installed_flower(made, monkeypatch, grpc, port):
+@pytest.mark.parametrize("grpc", [True, False])
+def test_only_what_nodes_need_listens_outside_whatever_the_installed_flower(
+    made, tmp_path, monkeypatch, grpc
+):
     monkeypatch.setattr(module, "speaks_grpc", lambda: grpc)
-    link, node = made.superlink_command(), made.supernode_command(0)
-    assert ("--fleet-api-address" in link) == grpc
-    assert ("--grpc-rere" in node) == grpc
-    assert node[node.index("--superlink") + 1] == f"superlink:{port}"
+    link, node = services(made, tmp_path)
+    superlink = words(link, "superlink")
+    assert superlink[superlink.index("--host") + 1] == "127.0.0.1"
+    outside = [service.name for service in link if any("0.0.0.0" in w for w in service.command)]
+    assert outside == (["superlink"] if grpc else ["front"])
+    if grpc:
+        assert superlink[superlink.index("--fleet-api-address") + 1] == "0.0.0.0:9092"
+    supernode = words(node, "supernode-1")
+    assert ("--grpc-rere" in supernode) == grpc
+    assert supernode[supernode.index("--superlink") + 1] == "superlink:9092"
+    assert supernode[supernode.index("--host") + 1] == "127.0.0.1"
 
 
-def test_a_node_with_a_file_of_its_own_loads_that(made):
-    def node_config(node):
-        command = made.supernode_command(node)
-        return command[command.index("--node-config") + 1]
+def test_no_secret_is_among_the_words_that_everybody_on_a_machine_can_read(made, tmp_path):
+    link, node = services(made, tmp_path)
+    store = yaml.safe_load((made.operator / "credentials.yaml").read_text())
+    secrets = [path.read_text().strip() for path in made.directory.rglob("superexec.secret")]
+    secrets += [base64.b64decode(value).decode() for value in store.values()]
+    secrets = [secret for secret in secrets if len(secret) > 16]
+    assert len(secrets) == 4
+    for service in [*link, *node]:
+        said = " ".join([*service.command, *service.variables.values()])
+        assert not any(secret in said for secret in secrets)
 
-    (made.node(1) / "data.npz").write_bytes(b"")
-    assert node_config(0) == "partition-id=0 num-partitions=2"
-    assert node_config(1) == f'partition-id=1 num-partitions=2 data="{made.node(1)}/data.npz"'
+
+def test_a_party_that_was_edited_wrongly_is_refused(made):
+    path = made.node(0) / "node.toml"
+    path.write_text(path.read_text() + "sekure = true\n")
+    with pytest.raises(FedsimError, match="'sekure'"):
+        Node.load(made.node(0))
+    with pytest.raises(FedsimError, match="fedsim deploy init"):
+        SuperLink.load(made.node(0))

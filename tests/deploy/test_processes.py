@@ -104,3 +104,23 @@ def test_a_server_that_ends_before_it_listens_is_reported_with_its_log():
         running = processes.start("broken", [sys.executable, "-c", "print('no such key')"])
         with pytest.raises(FedsimError, match="no such key"):
             wait_for_port(running, port)
+
+
+def test_a_process_is_told_nothing_that_this_one_was_given_beside_where_things_are(monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    monkeypatch.setenv("FLWR_INTERNAL_GRPC_CONTROL_API", "1")
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:hunter2@proxy")
+    with Processes() as processes:
+        program = "import os; print(sorted(os.environ.items()))"
+        running = processes.start("tell", [sys.executable, "-c", program], {"GIVEN": "yes"})
+        told = printed(running)
+    assert "GIVEN" in told
+    assert not any(word in told for word in ("hunter2", "GRPC_CONTROL", "PROXY"))
+
+
+def test_what_a_process_writes_is_for_its_owner_only(tmp_path):
+    with Processes(tmp_path) as processes:
+        path = tmp_path / "written"
+        program = f"open({str(path)!r}, 'w')"
+        processes.start("write", [sys.executable, "-c", program]).process.wait(20)
+        assert path.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,210 @@
+"""What each party of a federation runs: the server, and each node, from its own directory."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import tomli_w
+
+from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
+from fedsim.deploy.certificates import write_public
+from fedsim.deploy.policy import NODE
+from fedsim.deploy.processes import program
+from fedsim.deploy.roster import CLIENTS
+from fedsim.deploy.supervisor import Service
+from fedsim.engines.messages import speaks_grpc
+from fedsim.errors import FedsimError
+
+__all__ = ["Node", "SuperLink"]
+
+
+@dataclass(frozen=True)
+class SuperLink:
+    """The server: it answers its operator on loopback, and nodes on a port of their own.
+
+    Attributes
+    ----------
+    directory : Path
+        With ``superlink.toml`` (the settings below), ``clients.toml``, ``operator.sha256``,
+        ``superexec.secret``, ``ca.crt``, ``server.pem`` and ``server.key``.
+    port : int
+        For the operator and the server's own apps, on 127.0.0.1 whatever the host.
+    fleet_port : int
+        For nodes.
+    insecure : bool
+        No TLS and no authentication, where somebody has asked for that.
+    app : str
+        The installed ServerApp that is run, and no other.
+    """
+
+    directory: Path
+    port: int = 8000
+    fleet_port: int = 9092
+    insecure: bool = False
+    app: str = SERVER_APP
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Read what `save` wrote."""
+        return cls(directory.absolute(), **_read(directory / "superlink.toml", cls))
+
+    def save(self) -> None:
+        """Write the settings."""
+        _write(self.directory / "superlink.toml", self)
+
+    def services(self, state: Path, *, host: str = "127.0.0.1") -> list[Service]:
+        """The SuperLink, the SuperExec of its apps, and, from Flower 1.40 on, the nodes' door.
+
+        Parameters
+        ----------
+        state : path
+            What must outlive a restart: the SuperLink's database, and Flower's own files.
+        host : str
+            Address on which nodes are heard; ``0.0.0.0`` where they are elsewhere.
+        """
+        files = self.directory
+        home = {"FLWR_HOME": _private(state / "flower")}
+        link = ["--host", "127.0.0.1", "--port", str(self.port), "--isolation", "process"]
+        link += ["--database", str(state / "superlink.db")]
+        link += ["--disable-runtime-dependency-installation"]
+        if speaks_grpc():
+            link += ["--fleet-api-type", "grpc-rere"]
+            link += ["--fleet-api-address", f"{host}:{self.fleet_port}"]
+        secret = ["--superexec-auth-secret-file", str(files / "superexec.secret")]
+        execute = ["--runtime-api-address", f"127.0.0.1:{self.port}"]
+        if self.insecure:
+            command = [program("flower-superlink"), "--insecure", *link]
+            execute += ["--insecure"]
+        else:
+            link += ["--ssl-ca-certfile", str(files / "ca.crt"), "--enable-supernode-auth"]
+            link += ["--ssl-certfile", str(files / "server.pem")]
+            link += ["--ssl-keyfile", str(files / "server.key"), *secret]
+            command = [*_module("control"), str(files / "operator.sha256"), *link]
+            execute += ["--root-certificates", str(files / "ca.crt"), *secret]
+        roster = {CLIENTS: "" if self.insecure else str(files / "clients.toml")}
+        execute = [*_module("executor"), "server", self.app, "0", *execute]
+        services = [
+            Service("superlink", tuple(command), home, self.port),
+            Service("serverapps", tuple(execute), {**home, **roster}),
+        ]
+        if not speaks_grpc():
+            front = [*_module("front"), host, str(self.fleet_port), str(self.port)]
+            front += [] if self.insecure else [str(files)]
+            services.append(Service("front", tuple(front), {}, self.fleet_port))
+        return services
+
+
+@dataclass(frozen=True)
+class Node:
+    """A SuperNode: it asks the server for work, and runs one installed app on its own data.
+
+    Attributes
+    ----------
+    directory : Path
+        With ``node.toml`` (the settings below, and the table ``policy`` of
+        `fedsim.deploy.policy.Policy`), ``superexec.secret``, ``ca.crt`` and ``node.key``.
+    superlink : str
+        ``host:port`` of the server.
+    client, clients : int
+        Which client it is, and of how many.
+    insecure : bool
+        As for `SuperLink`.
+    app : str
+        The installed ClientApp that is run, and no other.
+    task_seconds : float
+        A task that takes longer is ended; 0 for no limit.
+    """
+
+    directory: Path
+    superlink: str
+    client: int
+    clients: int
+    insecure: bool = False
+    app: str = CLIENT_APP
+    task_seconds: float = 3600.0
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Read what `save` wrote, or the node's owner has edited."""
+        return cls(directory.absolute(), **_read(directory / "node.toml", cls))
+
+    def save(self, policy: Mapping[str, Any] | None = None) -> None:
+        """Write the settings, and the policy beside them."""
+        _write(self.directory / "node.toml", self, {"policy": policy} if policy else {})
+
+    def services(
+        self, state: Path, *, port: int = 9094, config: Mapping[str, str | int] | None = None
+    ) -> list[Service]:
+        """The SuperNode and the SuperExec of its app.
+
+        Parameters
+        ----------
+        state : path
+            Flower's own files.
+        port : int
+            On which its app reaches it, on 127.0.0.1.
+        config : mapping, optional
+            Further node config, for an app of one's own.
+        """
+        files, name = self.directory, f"supernode-{self.client}"
+        settings = {"partition-id": self.client, "num-partitions": self.clients, **(config or {})}
+        written = " ".join(f"{key}={_word(value)}" for key, value in settings.items())
+        secret = ["--superexec-auth-secret-file", str(files / "superexec.secret")]
+        command = [program("flower-supernode"), *(["--grpc-rere"] if speaks_grpc() else [])]
+        command += ["--superlink", self.superlink, "--isolation", "process", *secret]
+        command += ["--node-config", written, "--host", "127.0.0.1", "--port", str(port)]
+        if self.insecure:
+            command += ["--insecure"]
+        else:
+            command += ["--root-certificates", str(files / "ca.crt")]
+            command += ["--auth-supernode-private-key", str(files / "node.key")]
+        # The SuperNode's own API is plaintext on loopback; the secret is never sent, it signs.
+        execute = ["--runtime-api-address", f"127.0.0.1:{port}", "--insecure", *secret]
+        execute = [*_module("executor"), "client", self.app, f"{self.task_seconds:g}", *execute]
+        home = {"FLWR_HOME": _private(state / "flower")}
+        return [
+            Service(name, tuple(command), home, port),
+            Service(f"{name}-app", tuple(execute), {**home, NODE: str(files / "node.toml")}),
+        ]
+
+
+def _module(name: str) -> list[str]:
+    # -P: what lies in the current directory is no module.
+    return [sys.executable, "-P", "-m", f"fedsim.deploy.{name}"]
+
+
+def _private(directory: Path) -> str:
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return str(directory.absolute())
+
+
+def _word(value: str | int) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _write(path: Path, party: SuperLink | Node, tables: Mapping[str, Any] | None = None) -> None:
+    settings = {
+        field.name.replace("_", "-"): getattr(party, field.name)
+        for field in fields(party)
+        if field.name != "directory"
+    }
+    write_public(path, tomli_w.dumps({**settings, **(tables or {})}).encode())
+
+
+def _read(path: Path, party: type[SuperLink | Node]) -> dict[str, Any]:
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise FedsimError(f"{path} is not there; `fedsim deploy init` makes it.") from None
+    except ValueError as error:
+        raise FedsimError(f"{path} is no TOML: {error}.") from None
+    tree.pop("policy", None)
+    known = {field.name.replace("_", "-") for field in fields(party)} - {"directory"}
+    if unknown := sorted(set(tree) - known):
+        raise FedsimError(f"{path} has the key {unknown[0]!r}; it may have {sorted(known)}.")
+    return {key.replace("-", "_"): value for key, value in tree.items()}

@@ -1,0 +1,223 @@
+"""What a node lets a run do with its data, whoever submitted it."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from fedsim.config import RunConfig
+from fedsim.errors import FedsimError
+
+__all__ = ["NODE", "Policy"]
+
+NODE = "FEDSIM_NODE"
+"""Environment variable: where a node's app finds its ``node.toml``."""
+
+_MODULE = re.compile(r"^([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*$")
+_FILE_KEYS = ("data.name", "data.dir", "model.weights")
+_WITH_CLIP_NORM = ("clipping", "normalization", "adaclip", "adaptive-noise", "norm-bound")
+_ROUNDS = "rounds-joined"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Floors and limits of one node; a run outside them is refused before data is read.
+
+    A node can see what a run's config declares and what it is itself asked to do. It checks
+    what it adds itself (noise on examples, or on its share) by adding it; noise that the server
+    adds it must take the server's word for.
+
+    Attributes
+    ----------
+    data : str
+        An ``.npz`` with this client's own examples, from the directory of ``node.toml``. Empty
+        for its part of the run's data set.
+    state_dir : str
+        Where what the client keeps goes (its ledger, its state), from there too; a run's own
+        ``client.state-dir`` is not heeded.
+    modules : tuple of str
+        Installed modules or packages that a run may name as ``module:Name``.
+    files : tuple of str
+        Directories from which a run may name files (``data.dir``, ``model.weights``).
+    least_noise_multiplier, largest_clip_norm : float
+        Of the updates' release, whoever adds the noise.
+    least_example_noise_multiplier : float
+        Of the releases of this client's per-example gradients.
+    least_population : int
+        Clients that the run declares.
+    most_rounds : int
+        Rounds in which the client takes part, over all runs; 0 for any number.
+    evaluation : bool
+        Whether metrics of its data are answered, which no noise protects.
+    directory : Path
+        Where ``node.toml`` is.
+    """
+
+    data: str = ""
+    state_dir: str = "state"
+    modules: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    least_noise_multiplier: float = 0.0
+    largest_clip_norm: float = math.inf
+    least_example_noise_multiplier: float = 0.0
+    least_population: int = 1
+    most_rounds: int = 0
+    evaluation: bool = True
+    directory: Path = Path()
+
+    @classmethod
+    def here(cls, config: RunConfig) -> Self | None:
+        """The policy of the node that this process serves.
+
+        None for the virtual clients of a simulation, who are whoever submits it. A node that was
+        started without a policy has the default one, under which a run brings nothing.
+        """
+        path = os.environ.get(NODE)
+        if path is not None:
+            return cls.load(Path(path))
+        return None if config.engine.name == "simulation" else cls()
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read the table ``policy`` of a ``node.toml``.
+
+        Raises
+        ------
+        FedsimError
+            If it cannot be read, or has a key or a value that is none.
+        """
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8")).get("policy", {})
+        except (OSError, ValueError) as error:
+            raise FedsimError(f"this node's policy cannot be read: {error}.") from None
+        defaults = cls()
+        known = {field.name.replace("_", "-"): field.name for field in fields(cls)}
+        del known["directory"]
+        values: dict[str, Any] = {}
+        for key, value in table.items():
+            if key not in known:
+                raise FedsimError(f"this node's policy has the key {key!r}; {sorted(known)} are.")
+            values[known[key]] = _like(getattr(defaults, known[key]), key, value)
+        return cls(**values, directory=path.parent.absolute())
+
+    @property
+    def data_file(self) -> str:
+        """The client's own examples, or the empty string."""
+        return str(self.directory / self.data) if self.data else ""
+
+    @property
+    def state(self) -> Path:
+        """Where what the client keeps goes."""
+        return self.directory / self.state_dir
+
+    def check(self, config: RunConfig) -> None:
+        """Refuse a run that asks for more than this node gives.
+
+        Raises
+        ------
+        FedsimError
+            With the setting that is outside, and the limit.
+        """
+        self._check_code_and_files(config)
+        bounded = config.mechanism.name
+        multiplier = (config.noise.multiplier or 0.0) if bounded != "none" else 0.0
+        clip_norm = config.mechanism.clip_norm if bounded in _WITH_CLIP_NORM else math.inf
+        bounded_examples = config.client.mechanism.name != "none"
+        example_multiplier = (config.client.noise.multiplier or 0.0) if bounded_examples else 0.0
+        _at_least("noise.multiplier", multiplier, self.least_noise_multiplier)
+        _at_least(
+            "client.noise.multiplier", example_multiplier, self.least_example_noise_multiplier
+        )
+        _at_least("partition.clients", config.partition.clients, self.least_population)
+        if clip_norm > self.largest_clip_norm:
+            raise _refusal(
+                f"mechanism.clip-norm is {clip_norm:g}; here it may be at most "
+                f"{self.largest_clip_norm:g}"
+            )
+
+    def _check_code_and_files(self, config: RunConfig) -> None:
+        flat = config.to_run_config()
+        defaults = RunConfig().to_run_config()
+        for key, value in flat.items():
+            named = _MODULE.match(value) if isinstance(value, str) else None
+            if named is not None and not _within(named[1], self.modules, "."):
+                raise _refusal(f"{key} is {value!r}; here a run may name {list(self.modules)}")
+        allowed = [os.path.realpath(self.directory / directory) for directory in self.files]
+        for key in _FILE_KEYS:
+            value = str(flat[key])
+            # A data set of fedsim's own is a word, and its default directory is nobody's secret.
+            is_file = key != "data.name" or "/" in value or value.endswith(".npz")
+            if not is_file or value in ("", defaults[key]):
+                continue
+            if not _within(os.path.realpath(value), allowed, os.sep):
+                raise _refusal(f"{key} is {value!r}; here it may lie in {list(self.files)}")
+
+    def check_evaluation(self) -> None:
+        """Refuse to evaluate where that is not allowed."""
+        if not self.evaluation:
+            raise _refusal("evaluation is asked for; here it is off")
+
+    def join(self, client: int) -> None:
+        """Count a round in which the client takes part, on disk and before it does.
+
+        Nothing is counted where there is no limit.
+
+        Raises
+        ------
+        FedsimError
+            If it has taken part in as many as it may.
+        """
+        if not self.most_rounds:
+            return
+        self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(self.state / f"{_ROUNDS}-{client}", os.O_RDWR | os.O_CREAT, 0o600)
+        with open(descriptor, "r+", encoding="ascii") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            text = file.read().strip()
+            if text and not text.isdigit():
+                raise _refusal(f"its file {_ROUNDS} holds no number")
+            joined = int(text or 0)
+            if joined >= self.most_rounds:
+                raise _refusal(f"it has joined {joined} rounds; the limit is {self.most_rounds}")
+            file.seek(0)
+            file.write(f"{joined + 1}\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _refusal(why: str) -> FedsimError:
+    return FedsimError(f"this node's policy refuses the run: {why}.")
+
+
+def _at_least(key: str, value: float, limit: float) -> None:
+    if not value >= limit:
+        raise _refusal(f"{key} is {value:g}; here it must be at least {limit:g}")
+
+
+def _within(name: str, allowed: Iterable[str], separator: str) -> bool:
+    return any(
+        name == place or name.startswith(place.rstrip(separator) + separator) for place in allowed
+    )
+
+
+def _like(default: Any, key: str, value: Any) -> Any:
+    """A value of the default's type, or a refusal."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(default, tuple):
+        if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+            return tuple(value)
+    elif isinstance(default, float):
+        if is_number and value >= 0:
+            return float(value)
+    elif type(default) is type(value) and (not is_number or value >= 0):
+        return value
+    raise FedsimError(
+        f"this node's policy says {key} = {value!r}; it must be like {default!r}, not negative."
+    )

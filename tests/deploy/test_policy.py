@@ -1,0 +1,177 @@
+"""What a node lets a run do with its data."""
+
+from __future__ import annotations
+
+from unittest.mock import MagicMock
+
+import pytest
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+
+from fedsim.apps import client_app
+from fedsim.apps import node as module
+from fedsim.config import RunConfig
+from fedsim.deploy.policy import NODE, Policy
+from fedsim.engines.messages import ensure_identity
+from fedsim.errors import FedsimError
+
+PRIVATE = {
+    "mechanism": {"name": "clipping", "clip-norm": 1.0},
+    "noise": {"multiplier": 1.0},
+    "partition": {"clients": 100},
+    "engine": {"name": "deployment", "device": "cpu"},
+}
+
+
+def config(**tables) -> RunConfig:
+    return RunConfig.parse({**PRIVATE, **tables})
+
+
+def node(tmp_path, policy: str):
+    path = tmp_path / "node.toml"
+    path.write_text(f'superlink = "x:1"\nclient = 0\nclients = 100\n[policy]\n{policy}')
+    return path
+
+
+ONE_FAULT = {
+    "less noise": ("least-noise-multiplier = 1.5", {}, "noise.multiplier is 1; .* at least 1.5"),
+    "no bound": (
+        "least-noise-multiplier = 0.5",
+        {"mechanism": {"name": "none"}, "noise": {}},
+        "noise.multiplier is 0",
+    ),
+    "noise that is not stated": (
+        "least-noise-multiplier = 0.5",
+        {"noise": {"target-epsilon": 8.0}},
+        "noise.multiplier is 0",
+    ),
+    "a larger bound": ("largest-clip-norm = 0.5", {}, "mechanism.clip-norm is 1; .* at most 0.5"),
+    "a bound that is not fixed": (
+        "largest-clip-norm = 5.0",
+        {"mechanism": {"name": "quantile-clipping"}},
+        "mechanism.clip-norm is inf",
+    ),
+    "no noise on examples": (
+        "least-example-noise-multiplier = 1.0",
+        {},
+        "client.noise.multiplier is 0",
+    ),
+    "too small a population": ("least-population = 101", {}, "partition.clients is 100"),
+    "a module": ("", {"model": {"name": "os:system"}}, "model.name is 'os:system'"),
+    "a module that only begins alike": (
+        'modules = ["mylab"]',
+        {"model": {"name": "mylab_evil.models:Net"}},
+        "model.name",
+    ),
+    "weights from anywhere": ("", {"model": {"weights": "/etc/passwd"}}, "model.weights"),
+    "weights from beside": (
+        'files = ["weights"]',
+        {"model": {"weights": "weights/../../secret"}},
+        "model.weights",
+    ),
+    "a data directory": ("", {"data": {"dir": "/home"}}, "data.dir is '/home'"),
+}
+
+
+@pytest.mark.parametrize(("policy", "tables", "why"), ONE_FAULT.values(), ids=ONE_FAULT.keys())
+def test_a_run_outside_the_policy_is_refused_by_name_and_limit(tmp_path, policy, tables, why):
+    with pytest.raises(FedsimError, match=f"this node's policy refuses the run: {why}"):
+        Policy.load(node(tmp_path, policy)).check(config(**tables))
+
+
+def test_a_run_within_the_policy_is_let_in(tmp_path):
+    Policy.load(
+        node(
+            tmp_path,
+            "least-noise-multiplier = 1.0\nlargest-clip-norm = 1.0\nleast-population = 100\n"
+            f'modules = ["mylab"]\nfiles = ["{tmp_path}/weights"]',
+        )
+    ).check(
+        config(model={"name": "mylab.models:Net", "weights": f"{tmp_path}/weights/a.safetensors"})
+    )
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *("least-nois = 1.0", "least-noise-multiplier = -1.0", "least-noise-multiplier = nan"),
+        *('least-noise-multiplier = "2"', "modules = [3]", "most-rounds = true", "data = 3"),
+        *("most-rounds = 1.5", "evaluation = 1", "["),
+    ],
+)
+def test_a_policy_that_cannot_be_understood_lets_nobody_in(tmp_path, policy):
+    with pytest.raises(FedsimError, match="this node's policy"):
+        Policy.load(node(tmp_path, policy))
+
+
+def test_a_client_joins_at_most_so_many_rounds_over_all_processes(tmp_path):
+    path = node(tmp_path, "most-rounds = 3")
+    for _ in range(3):
+        Policy.load(path).join(0)
+    with pytest.raises(FedsimError, match="it has joined 3 rounds; the limit is 3"):
+        Policy.load(path).join(0)
+    Policy.load(path).join(1)
+    assert (tmp_path / "state" / "rounds-joined-0").read_text() == "3\n"
+
+
+def test_a_count_that_cannot_be_read_is_no_leave_to_join(tmp_path):
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "rounds-joined-0").write_text("many")
+    with pytest.raises(FedsimError, match="holds no number"):
+        Policy.load(node(tmp_path, "most-rounds = 3")).join(0)
+
+
+def context_of(config: RunConfig) -> Context:
+    return Context(1, 7, {"partition-id": 0}, RecordDict(), config.to_run_config())
+
+
+def message(kind: str) -> Message:
+    ensure_identity(1)
+    content = RecordDict({"config": ConfigRecord({"server-round": 1})})
+    return Message(content, 7, kind)
+
+
+@pytest.fixture
+def on_a_node(tmp_path, monkeypatch):
+    def serve(policy: str):
+        monkeypatch.setenv(NODE, str(node(tmp_path, policy)))
+
+    return serve
+
+
+def test_the_app_refuses_before_it_trains_or_evaluates(on_a_node):
+    on_a_node("least-noise-multiplier = 2.0")
+    for handler in (client_app.train, client_app.evaluate):
+        with pytest.raises(FedsimError, match=r"refuses the run: noise\.multiplier is 1"):
+            handler(message("train"), context_of(config()))
+
+
+def test_a_node_that_answers_no_evaluation_says_so(on_a_node):
+    on_a_node("evaluation = false")
+    with pytest.raises(FedsimError, match="evaluation is asked for; here it is off"):
+        client_app.evaluate(message("evaluate"), context_of(config()))
+
+
+def test_a_simulation_config_does_not_get_round_a_nodes_policy(on_a_node):
+    on_a_node("least-noise-multiplier = 2.0")
+    hostile = config(engine={"name": "simulation", "device": "cpu"})
+    with pytest.raises(FedsimError, match="refuses the run"):
+        client_app.train(message("train"), context_of(hostile))
+
+
+def test_a_node_without_a_policy_lets_a_run_name_no_module(monkeypatch):
+    monkeypatch.delenv(NODE, raising=False)
+    with pytest.raises(FedsimError, match=r"model\.name is 'os:system'"):
+        client_app.train(message("train"), context_of(config(model={"name": "os:system"})))
+
+
+def test_what_a_client_keeps_and_trains_on_is_where_its_node_says(on_a_node, tmp_path, monkeypatch):
+    built = []
+    monkeypatch.setattr(module, "NodeBuild", lambda *words: built.append(words) or MagicMock())
+    on_a_node('state-dir = "kept"\ndata = "own.npz"')
+    kept = {"name": "adadp-lr", "state": "client", "state-dir": "/somewhere/else"}
+    context = context_of(config(client=kept))
+    context.node_config["data"] = "/somewhere/else.npz"
+    module.trainer_for(context)
+    ((settings, client, data),) = built
+    assert settings.client.state_dir == str(tmp_path / "kept")
+    assert (client, data) == (0, str(tmp_path / "own.npz"))
