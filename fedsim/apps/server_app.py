@@ -17,6 +17,7 @@ from fedsim.engines.streaming import StreamingGrid
 from fedsim.errors import FedsimError
 from fedsim.runs.artefacts import OUT, RUNS, RunDirectory
 from fedsim.runs.build import Build
+from fedsim.runs.check import check
 from fedsim.runs.drive import Row, drive
 
 __all__ = ["app", "run_directory"]
@@ -33,6 +34,7 @@ def main(grid: Grid, context: Context) -> None:
     settle()
     config = RunConfig.from_run_config(context.run_config)
     build = Build(config)
+    check(build)
     directory = RunDirectory(run_directory(config.name, context.run_id))
     _log.info("the artefacts of run %s are in %s", context.run_id, directory.path.absolute())
     streaming = StreamingGrid(

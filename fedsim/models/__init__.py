@@ -1,7 +1,7 @@
 """Models: the papers' own, the usual small ones, and a user's."""
 
 from fedsim.models.build import NAMES, build
-from fedsim.models.checks import refuse_running_statistics
+from fedsim.models.checks import refuse_running_statistics, refuse_unusable_parameters
 from fedsim.models.trainable import freeze
 from fedsim.models.weights import load_weights, values_of
 
@@ -11,5 +11,6 @@ __all__ = [
     "freeze",
     "load_weights",
     "refuse_running_statistics",
+    "refuse_unusable_parameters",
     "values_of",
 ]

@@ -92,6 +92,12 @@ def build(
             f"model.name is '{name}', which has lazy layers, whose shapes are unknown until data "
             "come; give every layer its sizes."
         )
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise FedsimError(
+                f"model.name is '{name}', whose {parameter_name} is complex; parameters must be "
+                "real numbers."
+            )
     return model.to(dtype)
 
 

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedsim.errors import FedsimError
 
-__all__ = ["refuse_running_statistics"]
+__all__ = ["refuse_running_statistics", "refuse_unusable_parameters"]
+
+
+def refuse_unusable_parameters(model: nn.Module) -> None:
+    """Refuse parameters with which no training can begin.
+
+    Raises
+    ------
+    FedsimError
+        Naming the first that has NaN or infinite numbers.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
+            raise FedsimError(
+                f"the model starts with NaN or infinite numbers in {name}; every parameter must be "
+                "finite."
+            )
 
 
 def refuse_running_statistics(model: nn.Module) -> None:

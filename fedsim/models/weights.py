@@ -76,11 +76,24 @@ def load_weights(model: nn.Module, path: str | Path, patterns: str = "") -> list
                 f"{where} has shape {tuple(found[name].shape)} for {name}; it must be "
                 f"{tuple(own[name].shape)}."
             )
-        if found[name].is_floating_point() and not bool(torch.isfinite(found[name]).all()):
+        if _sort(found[name]) != _sort(own[name]):
             raise FedsimError(
-                f"{where} has NaN or infinite numbers in {name}; every number must be finite."
+                f"{where} has dtype {found[name].dtype} for {name}; it must be one that fits "
+                f"{own[name].dtype}."
+            )
+        if not bool(torch.isfinite(found[name].to(own[name].dtype)).all()):
+            raise FedsimError(
+                f"{where} has NaN, infinite or too large numbers in {name}; every number must be "
+                f"finite in {own[name].dtype}."
             )
     with torch.no_grad():
         for name in wanted:
             own[name].copy_(found[name])  # the model's own storage
     return wanted
+
+
+def _sort(tensor: Tensor) -> str:
+    """Which numbers a tensor can hold: those of one sort are cast to each other."""
+    if tensor.is_complex():
+        return "complex"
+    return "floating" if tensor.is_floating_point() else "whole"

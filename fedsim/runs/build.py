@@ -84,6 +84,7 @@ class Build:
         )
         if settings.weights:
             models.load_weights(model, settings.weights, settings.weights_for)
+        models.refuse_unusable_parameters(model)
         models.freeze(model, settings.trainable)
         if self.config.private:
             models.refuse_running_statistics(model)

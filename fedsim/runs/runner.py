@@ -14,6 +14,7 @@ from fedsim.engines import LocalGrid
 from fedsim.engines.process import settle
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
+from fedsim.runs.check import check
 from fedsim.runs.drive import Observer, RunResult, drive
 
 if TYPE_CHECKING:
@@ -61,13 +62,11 @@ def run(
         directory.check_free(overwrite)
     settle()
     build = Build(config, None if directory is None else directory.path)
-    # Whatever is wrong comes to light here, before anything is written or started.
-    trainer = build.trainer
-    build.strategy()
+    check(build)
     with ExitStack() as stack:
         grid: Grid | None = None
         if config.engine.name == "local":
-            grid = LocalGrid(trainer)
+            grid = LocalGrid(build.trainer)
         elif config.engine.name == "ray":
             grid = stack.enter_context(_ray(build))
         if directory is not None:

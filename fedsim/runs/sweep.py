@@ -27,6 +27,7 @@ from fedsim.randomness import DrawLevel, Purpose, Randomness, Stream
 from fedsim.rows.exchange import Block, Ids, Instructions, Replies
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
+from fedsim.runs.check import check
 from fedsim.runs.drive import Row, Session
 from fedsim.runs.objects import algorithm
 from fedsim.strategies import Rounds, run_to_end
@@ -108,6 +109,9 @@ def run_sweep(grid: Sequence[Member], out: Path, observer: Observer | None = Non
         if engine != "local":
             raise FedsimError(f"engine.name = '{engine}'; a sweep's members run on 'local'.")
     waiting = [member for member in grid if not is_done(member, out)]
+    for member in waiting:
+        RunDirectory(out / member.label).check_free(overwrite=True)
+        check(Build(member.config))
     for group in _groups(waiting):
         _run_group(group, out, observer)
 

@@ -18,7 +18,7 @@ from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism, State
 from fedsim.mechanisms.base import state_on
-from fedsim.privacy import Event, Ledger, Statement
+from fedsim.privacy import Accountant, Event, Ledger, Statement
 from fedsim.privacy.chain import GENESIS
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
@@ -333,6 +333,34 @@ evaluate_metrics_aggr_fn
         self.report = replace(self.report, info={**release.info, **release.sides})
         arrays = array_record(to_arrays(vector, self._layout, asked.server))
         return arrays, means.record()
+
+    def check(self, arrays: ArrayRecord) -> None:
+        """Refuse now what the first round would refuse.
+
+        Parameters
+        ----------
+        arrays : ArrayRecord
+            The initial parameters.
+
+        Raises
+        ------
+        FedsimError
+            If the mechanism, the placement of its noise or the budget does not fit the model.
+        """
+        layout = self._take_layout(tensors(arrays))
+        self.mechanism.sensitivity(self._state, layout)
+        if self.placement == "client" and self.mechanism.guarantee == "none":
+            raise FedsimError(
+                f"placement = 'client' (noise.placement); it must be 'server' with "
+                f"{self.mechanism}, which has no noise that clients could share."
+            )
+        if self.max_epsilon is not None:
+            least = Accountant([self._event()]).epsilon(self.delta)
+            if least > self.max_epsilon:
+                raise FedsimError(
+                    f"max_epsilon = {self.max_epsilon} (noise.max-epsilon) at delta = {self.delta}"
+                    f"; it must be at least {least:.4g}, what one round costs."
+                )
 
     def _take_layout(self, server: dict[str, Tensor]) -> Layout:
         layout = Layout.of(server)

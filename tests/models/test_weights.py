@@ -67,7 +67,18 @@ def test_buffers_are_values_too_and_shared_parameters_are_held_once(tmp_path: Pa
         ({"fc2.bias": None}, "fc2.*", r"lacks fc2\.bias"),
         ({"more": torch.zeros(1)}, "", r"holds more, which the model does not have"),
         ({"fc2.bias": torch.zeros(4)}, "", r"shape \(4,\) for fc2\.bias; it must be \(3,\)"),
-        ({"fc2.bias": torch.full((3,), torch.nan)}, "", r"NaN or infinite numbers in fc2\.bias"),
+        ({"fc2.bias": torch.full((3,), torch.nan)}, "", r"NaN, infinite or .* in fc2\.bias"),
+        (
+            {"fc2.bias": torch.full((3,), 1e300, dtype=torch.float64)},
+            "",
+            r"too large numbers in fc2\.bias; every number must be finite in torch\.float32",
+        ),
+        (
+            {"fc2.bias": torch.zeros(3, dtype=torch.complex64)},
+            "",
+            r"complex64 for fc2\.bias; it must be one that fits torch\.float32",
+        ),
+        ({"fc2.bias": torch.zeros(3, dtype=torch.int64)}, "", r"dtype torch\.int64 for fc2\.bias"),
         ({}, "conv*", r"model\.weights-for has the pattern 'conv\*', which matches no parameter"),
     ],
 )

@@ -1,0 +1,52 @@
+"""Everything that can be wrong with a run, before anything of it is written or started."""
+
+from __future__ import annotations
+
+from fedsim.errors import FedsimError
+from fedsim.runs.build import Build
+from fedsim.runs.columns import columns_of
+from fedsim.training.evaluation import evaluate_clients
+
+__all__ = ["check"]
+
+
+def check(build: Build) -> None:
+    """Refuse a run that cannot be: called before its directory or a server is touched.
+
+    The data, the model and the client algorithm are built, and the mechanism, the placement of its
+    noise, its scalars and the budget are held against the model; loss and metrics are tried on one
+    example. A resolved config is one that has passed.
+
+    Raises
+    ------
+    FedsimError
+        Naming the key, its value and what is allowed. Errors of the user's own code come through
+        as they are.
+    """
+    strategy = build.strategy()
+    strategy.check(build.initial_arrays)
+    _check_scalars(build, strategy.mechanism.side_names)
+    columns_of(build, strategy)
+    _try_out(build)
+
+
+def _check_scalars(build: Build, names: tuple[str, ...]) -> None:
+    reported = build.trainer.reported
+    for name in names:
+        if name not in reported:
+            raise FedsimError(
+                f"mechanism.private-scalar = '{name}'; it must be a number that these clients "
+                f"report: {', '.join(reported)}."
+            )
+
+
+def _try_out(build: Build) -> None:
+    """Evaluate the initial model on one example."""
+    trainer = build.trainer
+    example = next((own[:1] for own in trainer.data.indices if len(own)), None)
+    if example is not None:
+        trainer.model.eval()
+        theta = trainer.packing.pack(trainer.initial().unsqueeze(0))
+        evaluate_clients(
+            trainer.path, theta, trainer.data, [example], trainer.loss, trainer.metrics
+        )
