@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedsim.clients import SGD
 from fedsim.mechanisms import Mechanism
 from fedsim.randomness import Purpose, Randomness
-from fedsim.rows.exchange import Block, Ids
+from fedsim.rows.exchange import Block, Ids, TrainerDefaults
 from fedsim.training import ClientData, Trainer
 
 __all__ = ["LeastSquares", "Watched", "snr_of_normalization"]
@@ -121,7 +121,7 @@ class LeastSquares:
         return Randomness(self.seed).generator(Purpose.INIT, level="run", part=part)
 
 
-class Watched:
+class Watched(TrainerDefaults):
     """A block trainer that keeps what its updates' bounded norms are, round by round.
 
     Attributes

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedsim.mechanisms import Mechanism
 from fedsim.rows import Layout
-from fedsim.rows.exchange import Block, Ids
+from fedsim.rows.exchange import Block, Ids, Reason, TrainerDefaults
 
 __all__ = ["ALONE", "OPPOSED", "RARE", "WORLDS", "Canaries", "World", "reach"]
 
@@ -115,7 +115,7 @@ def _all_but_last(d: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Canaries:
+class Canaries(TrainerDefaults):
     """A block trainer whose clients send the same rows in every round.
 
     Attributes
@@ -155,11 +155,14 @@ class Canaries:
                 name: np.where(own, values[index], 1.0 if name == "num-examples" else 0.0)
                 for name, values in self.metrics.items()
             }
-            yield Block(client_ids=ids, rows=rows, metrics=metrics, ok=ok)
+            if not ok.all():
+                rows = rows.masked_fill(torch.from_numpy(~ok)[:, None], 0.0)
+            reasons: dict[int, Reason] = dict.fromkeys(ids[~ok].tolist(), "raised")
+            yield Block(ids, rows, metrics, ok, reasons)
 
     def evaluate(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
         """Canaries have no data."""
-        yield Block(client_ids, None, {"num-examples": np.ones(len(client_ids))}, client_ids >= 0)
+        yield Block.sent(client_ids, None, {"num-examples": np.ones(len(client_ids))})
 
 
 def reach(mechanism: Mechanism, layout: Layout) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,96 +10,83 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
 from fedsim.engines.arrays import LazyArray, tensors
-from fedsim.engines.memory import Transaction, memory_of
 from fedsim.engines.messages import CLIENT_RAISED, error_reply
-from fedsim.rows.exchange import Block, BlockTrainer, Ids, Instructions, Kind
-from fedsim.training.trainer import Trainer
+from fedsim.rows.exchange import (
+    Block,
+    BlockTrainer,
+    Ids,
+    Instructions,
+    Kind,
+    MalformedBlockError,
+    Reason,
+)
 
-__all__ = ["failed_block", "guarded_blocks", "messages_of"]
+__all__ = ["guarded_blocks", "messages_of"]
 
 log = logging.getLogger(__name__)
 
+SILENT: tuple[Reason, ...] = ("missing", "timeout")
+"""Failures of which a Flower node says nothing."""
+
 
 def guarded_blocks(
-    trainer: BlockTrainer,
-    kind: Kind,
-    vector: Tensor,
-    client_ids: Ids,
-    round: int,
-    *,
-    deadline: float | None = None,
+    trainer: BlockTrainer, kind: Kind, vector: Tensor, client_ids: Ids, round: int
 ) -> Iterator[Block]:
     """Blocks of a trainer, in which clients that raise have failed and nobody else has.
 
-    When a block raises, its clients are run one at a time until the one at fault is found;
-    blocks go on after it. Clients do not depend on their neighbours, so those that succeed
-    give the same bytes as they would have in the block, and what they keep for the next round
-    is kept only with their replies.
-
-    Parameters
-    ----------
-    deadline : float, optional
-        Reading of `time.monotonic` after which no further client is started.
+    When a block raises, or is not what was asked for, its clients are run one at a time until
+    the one at fault is found; blocks go on after it. Clients do not depend on their neighbours,
+    so those that succeed give the same bytes as they would have in the block.
 
     Yields
     ------
     Block
         In the order of ``client_ids``.
     """
-    memory = memory_of(trainer)
-    if memory is None or not isinstance(trainer, Trainer):
-        yield from _guarded(trainer, kind, vector, client_ids, round, deadline, None)
-        return
-    changes = trainer.memory = Transaction(memory)
-    try:
-        yield from _guarded(trainer, kind, vector, client_ids, round, deadline, changes)
-    finally:
-        trainer.memory = memory
-
-
-def _guarded(
-    trainer: BlockTrainer,
-    kind: Kind,
-    vector: Tensor,
-    client_ids: Ids,
-    round: int,
-    deadline: float | None,
-    changes: Transaction | None,
-) -> Iterator[Block]:
     work = trainer.train if kind == "train" else trainer.evaluate
     position = 0
     alone = False
     while position < len(client_ids):
-        if deadline is not None and time.monotonic() >= deadline:
-            return
         asked = client_ids[position : position + 1] if alone else client_ids[position:]
         end = position + len(asked)
+        reason: Reason = "missing"
+        detail = "there was no block of it"
         try:
             for block in work(vector, asked, round):
-                if changes is not None:
-                    changes.commit()
+                _require_asked(block, kind, vector, client_ids[position:end])
                 yield block
                 position += len(block.client_ids)
-                if deadline is not None and time.monotonic() >= deadline:
-                    return
-        except Exception:  # a client's code may raise anything
-            if changes is not None:
-                changes.discard()
-            if not alone:
-                alone = True
-                continue
-            log.warning("client %d failed in round %d", client_ids[position], round, exc_info=True)
-            yield failed_block(client_ids[position : position + 1])
-            position += 1
-            alone = False
+        # A client's code may raise anything, and `sys.exit` is one way to.
+        except (Exception, SystemExit) as error:
+            reason = "malformed" if isinstance(error, MalformedBlockError) else "raised"
+            detail = f"{type(error).__name__}: {error}"
+            log.debug("clients %s in round %d", asked, round, exc_info=True)
+        if position == end:
             continue
-        if position < end:
-            raise RuntimeError(f"{type(trainer).__name__} left out {end - position} clients")
+        if not alone:
+            alone = True
+            continue
+        log.warning("client %d failed in round %d: %s", client_ids[position], round, detail)
+        yield Block.failed(client_ids[position:end], reason)
+        position += 1
+        alone = False
 
 
-def failed_block(client_ids: Ids) -> Block:
-    """Block of clients that have all failed."""
-    return Block(client_ids, None, {}, np.zeros(len(client_ids), dtype=np.bool_))
+def _require_asked(block: Block, kind: Kind, vector: Tensor, asked: Ids) -> None:
+    """Raise `MalformedBlockError` unless a block is of the clients and parameters asked for."""
+    ids = block.client_ids
+    if not len(ids) or not np.array_equal(ids, asked[: len(ids)]):
+        raise MalformedBlockError(f"a block is of clients {ids}; asked next were {asked}.")
+    if kind == "evaluate":
+        if block.rows is not None:
+            raise MalformedBlockError("a block of an evaluation has rows; it must have none.")
+    elif block.rows is None:
+        if block.ok.any():
+            raise MalformedBlockError("a block of trained clients has no rows.")
+    elif block.rows.shape[1] != len(vector):
+        raise MalformedBlockError(
+            f"rows of a block have {block.rows.shape[1]} entries; they must have {len(vector)}."
+        )
 
 
 def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
@@ -111,8 +97,9 @@ def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
     shapes = tensors(instructions.arrays)
     for index, client_id in enumerate(block.client_ids.tolist()):
         request = Message(RecordDict(), node_of[client_id], instructions.kind)
-        if not block.ok[index]:
-            yield error_reply(request, CLIENT_RAISED, f"client {client_id} failed")
+        if (reason := block.reasons.get(client_id)) is not None:
+            if reason not in SILENT:
+                yield error_reply(request, CLIENT_RAISED, f"client {client_id} failed: {reason}")
             continue
         content = RecordDict()
         if block.rows is not None:

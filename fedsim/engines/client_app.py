@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -11,14 +12,36 @@ from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
+from fedsim.randomness import Randomness
+from fedsim.rows.exchange import BlockTrainer, Ids
+from fedsim.rows.layout import Layout
 from fedsim.training.shares import STATE_RECORD, asks_for_share, share_reply
-from fedsim.training.trainer import Trainer
+from fedsim.training.trainer import Local
 
-__all__ = ["client_app"]
+__all__ = ["AppTrainer", "client_app"]
+
+
+@runtime_checkable
+class AppTrainer(BlockTrainer, Protocol):
+    """What a client that answers Flower's messages asks of its trainer, besides blocks.
+
+    Attributes
+    ----------
+    layout : Layout
+        Which of a message's arrays are trained.
+    randomness : Randomness
+        Where the noise of a client's own share comes from.
+    """
+
+    layout: Layout
+    randomness: Randomness
+
+    def fit(self, vector: Tensor, client_ids: Ids, round: int) -> Local:
+        """Where these clients end: a row is ``theta - vector``, and a reply is ``theta`` itself."""
 
 
 def client_app(
-    trainer_for: Callable[[Context], Trainer],
+    trainer_for: Callable[[Context], AppTrainer],
     mechanism_for: Callable[[Context], Mechanism] | None = None,
 ) -> ClientApp:
     """A ClientApp that trains and evaluates one client with `Trainer`.
@@ -104,7 +127,7 @@ def _arrays(message: Message) -> tuple[str, ArrayRecord]:
     return next(iter(records.items()))
 
 
-def _vector(trainer: Trainer, arrays: ArrayRecord) -> Tensor:
+def _vector(trainer: AppTrainer, arrays: ArrayRecord) -> Tensor:
     return trainer.layout.flatten(arrays.to_torch_state_dict())
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from flwr.app import Context, Message, RecordDict
@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 
 from fedsim.engines.arrays import own_content
 from fedsim.engines.blocks import guarded_blocks, messages_of
-from fedsim.engines.client_app import client_app
+from fedsim.engines.client_app import AppTrainer, client_app
 from fedsim.engines.messages import (
     CLIENT_RAISED,
     NODE_UNAVAILABLE,
@@ -27,8 +27,7 @@ from fedsim.engines.messages import (
     set_message_id,
 )
 from fedsim.errors import FedsimError
-from fedsim.rows.exchange import BlockTrainer, Instructions, Replies
-from fedsim.training.trainer import Trainer
+from fedsim.rows.exchange import Block, BlockTrainer, Instructions, Replies
 
 __all__ = ["LocalGrid"]
 
@@ -84,8 +83,8 @@ class LocalGrid(Grid):
         node_config: Mapping[str, Any] | None = None,
         run_id: int = 1,
     ) -> None:
-        self._trainer = None if isinstance(client, ClientApp) else client
         self._app: Handler | None = client if isinstance(client, ClientApp) else None
+        self._trainer = None if isinstance(client, ClientApp) else require_trainer(client)
         self._num_nodes = _count_nodes(self._trainer, num_nodes)
         self._run_config = dict(run_config or {})
         self._node_config = dict(node_config or {})
@@ -159,8 +158,9 @@ class LocalGrid(Grid):
         messages : iterable of Message
             `Instructions` to a block trainer are trained in blocks as the replies are read.
         timeout : float, optional
-            Seconds after which no further client is started; those that were not started
-            give no reply. A client that is running is let finish.
+            Seconds that a client's reply may take from the client's own start: nobody is late
+            because of somebody else. In one process a client cannot be ended, only disregarded;
+            those that train in a block have no times of their own, and are let finish.
 
         Returns
         -------
@@ -171,33 +171,34 @@ class LocalGrid(Grid):
         if self._open is not None:
             self._open.drain()
             self._open = None
-        deadline = None if timeout is None else time.monotonic() + timeout
         if self._trainer is not None and isinstance(messages, Instructions):
-            if isinstance(self._trainer, Trainer) and messages.kind == "train":
-                self._trainer.receive(messages.config)
-            self._open = self._in_blocks(self._trainer, messages, deadline)
+            trainer, instructions = self._trainer, messages
+            if instructions.kind == "train":
+                trainer.receive(instructions.config)
+            self._open = Replies(
+                lambda: self._blocks(trainer, instructions, timeout),
+                lambda block: messages_of(instructions, block),
+            )
             return self._open
         replies = []
         for message in messages:
-            if deadline is not None and time.monotonic() >= deadline:
-                break
             self._take(message)
-            replies.append(self._reply(self._pushed.pop(message.metadata.message_id)))
+            started = time.monotonic()
+            reply = self._reply(self._pushed.pop(message.metadata.message_id))
+            if timeout is None or time.monotonic() - started < timeout:
+                replies.append(reply)
         return replies
 
-    def _in_blocks(
-        self, trainer: BlockTrainer, instructions: Instructions, deadline: float | None
-    ) -> Replies:
-        return Replies(
-            lambda: guarded_blocks(
-                trainer,
-                instructions.kind,
-                instructions.vector,
-                np.asarray(instructions.client_ids, dtype=np.int64),
-                instructions.round,
-                deadline=deadline,
-            ),
-            lambda block: messages_of(instructions, block),
+    def _blocks(
+        self, trainer: BlockTrainer, instructions: Instructions, timeout: float | None
+    ) -> Iterator[Block]:
+        del timeout
+        return guarded_blocks(
+            trainer,
+            instructions.kind,
+            instructions.vector,
+            np.asarray(instructions.client_ids, dtype=np.int64),
+            instructions.round,
         )
 
     def _take(self, message: Message) -> str:
@@ -221,13 +222,19 @@ class LocalGrid(Grid):
             reply = self._handler()(message, context)
             if not isinstance(reply, Message):
                 raise TypeError(f"the client returned a {type(reply).__name__}, not a Message")
-        except Exception as error:  # a client's code may raise anything
+        # A client's code may raise anything, and `sys.exit` is one way to.
+        except (Exception, SystemExit) as error:
             return error_reply(message, CLIENT_RAISED, f"{type(error).__name__}: {error}")
         return reply
 
     def _handler(self) -> Handler:
         if self._app is None:
-            trainer = cast(Trainer, self._trainer)
+            trainer = self._trainer
+            if not isinstance(trainer, AppTrainer):
+                raise FedsimError(
+                    f"a {type(trainer).__name__} trains for fedsim's strategies only; to answer "
+                    "others' messages it must be a fedsim Trainer."
+                )
             self._app = client_app(lambda _context: trainer)
         return self._app
 
@@ -245,6 +252,22 @@ class LocalGrid(Grid):
                 run_config=dict(self._run_config),
             )
         return self._contexts[node_id]
+
+
+def require_trainer(trainer: BlockTrainer) -> BlockTrainer:
+    """The trainer, if it is one.
+
+    Raises
+    ------
+    FedsimError
+        If it does not do all that a `BlockTrainer` does.
+    """
+    if isinstance(trainer, BlockTrainer):
+        return trainer
+    raise FedsimError(
+        f"a {type(trainer).__name__} is no fedsim.rows.exchange.BlockTrainer; a class with "
+        "population, train and evaluate that inherits from TrainerDefaults there is one."
+    )
 
 
 def _count_nodes(trainer: BlockTrainer | None, num_nodes: int | None) -> int:

@@ -7,29 +7,29 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from fedsim.engines.blocks import failed_block, guarded_blocks, messages_of
-from fedsim.engines.devices import moved
-from fedsim.engines.local import LocalGrid
-from fedsim.engines.memory import Borrowed, memory_of
+from fedsim.engines.blocks import guarded_blocks
+from fedsim.engines.local import LocalGrid, require_trainer
 from fedsim.engines.parcel import Parcel
 from fedsim.engines.process import settle
-from fedsim.engines.schedule import chunks, client_costs
+from fedsim.engines.schedule import chunks
 from fedsim.errors import FedsimError
-from fedsim.rows.exchange import Block, BlockTrainer, Ids, Instructions, Kind, Replies
-from fedsim.training.memory import Memory
-from fedsim.training.trainer import Trainer
+from fedsim.rows.exchange import Block, BlockTrainer, ClientStates, Ids, Instructions, Kind
 
 __all__ = ["RayGrid"]
 
 _log = logging.getLogger(__name__)
+
+_Arrays = dict[str, npt.NDArray[Any]]
 
 # No reply of a worker is larger than this, if a single client's is not.
 _CHUNK_BYTES = 64 << 20
@@ -41,8 +41,8 @@ class RayGrid(LocalGrid):
     Every worker holds the trainer, and the data once for a machine. Parameters go out once a
     round; chunks of clients go to whichever worker is free, longest first, and blocks come
     back as they are done, in no particular order. A worker that dies is replaced and its
-    clients are trained again, to the same bytes; clients that keep killing their worker, or
-    do not finish in time, have failed.
+    clients are trained again, to the same bytes; clients that keep killing their worker have
+    failed. So has a client that alone takes a worker longer than the round's timeout.
 
     Parameters
     ----------
@@ -76,13 +76,13 @@ class RayGrid(LocalGrid):
         node_config: Mapping[str, Any] | None = None,
         run_id: int = 1,
     ) -> None:
-        if not hasattr(trainer, "population"):
+        if isinstance(trainer, ClientApp):
             raise FedsimError(
-                f"RayGrid trains a fedsim trainer's clients, not a {type(trainer).__name__}; "
-                "run a ClientApp on LocalGrid, or in Flower's own simulation."
+                "RayGrid trains a BlockTrainer's clients; run a ClientApp on LocalGrid, or in "
+                "Flower's own simulation."
             )
-        device = getattr(trainer, "device", torch.device("cpu"))
-        if device.type == "cuda" and not gpus_per_worker:
+        require_trainer(trainer)
+        if trainer.device.type == "cuda" and not gpus_per_worker:
             raise FedsimError(
                 "engine.gpus-per-worker is 0 while engine.device is 'cuda'; it must be more (a "
                 "fraction lets workers share a GPU), or engine.device must be 'cpu'."
@@ -94,7 +94,6 @@ class RayGrid(LocalGrid):
             node_config=node_config,
             run_id=run_id,
         )
-        self._block_trainer = trainer
         self._retries = retries
         self._started_ray = _start_ray(address, workers)
         self._options = {"num_cpus": cpus_per_worker, "num_gpus": gpus_per_worker}
@@ -129,15 +128,9 @@ class RayGrid(LocalGrid):
             ray.shutdown()
             self._started_ray = False
 
-    def _in_blocks(
-        self, trainer: BlockTrainer, instructions: Instructions, deadline: float | None
-    ) -> Replies:
-        return Replies(
-            lambda: self._blocks(instructions, deadline),
-            lambda block: messages_of(instructions, block),
-        )
-
-    def _blocks(self, instructions: Instructions, deadline: float | None) -> Iterator[Block]:
+    def _blocks(
+        self, trainer: BlockTrainer, instructions: Instructions, timeout: float | None
+    ) -> Iterator[Block]:
         import ray
 
         ids = np.asarray(instructions.client_ids, dtype=np.int64)
@@ -147,49 +140,56 @@ class RayGrid(LocalGrid):
             _Chunk(part)
             for part in chunks(
                 ids,
-                client_costs(self._block_trainer, ids),
+                trainer.costs(ids),
                 workers=len(self._workers),
                 largest=max(1, _CHUNK_BYTES // max(row_bytes, 1)),
             )
         )
-        memory = memory_of(self._block_trainer) if instructions.kind == "train" else None
-        call = _Call(instructions.kind, ray.put(vector.numpy()), instructions.round, memory)
+        call = _Call(
+            instructions.kind,
+            ray.put(vector.numpy()),
+            instructions.round,
+            dict(instructions.config),
+        )
         for idle in self._workers:
             idle.queue.clear()
         while todo or any(busy.queue for busy in self._workers):
-            self._hand_out(todo, call)
-            if (worker := self._first_done(deadline)) is None:
-                self._replace_stuck()
-                return
-            chunk, reply = worker.queue.popleft()
+            self._hand_out(trainer, todo, call)
+            worker = self._first_done(timeout)
+            if worker is None:
+                yield from self._after_timeout(todo, timeout)
+                continue
+            chunk, reply = worker.take()
             try:
-                parts, borrowed = ray.get(reply)
+                blocks, states = ray.get(reply)
             except ray.exceptions.RayError as error:
                 yield from self._after_loss(worker, chunk, error, todo)
                 continue
-            if borrowed is not None and call.memory is not None:
-                borrowed.give_back(call.memory, call.round)
-            yield from (_from_wire(part) for part in parts)
+            if states:
+                trainer.keep(_tensors(states), call.round)
+            yield from (_from_wire(block) for block in blocks)
 
-    def _hand_out(self, todo: deque[_Chunk], call: _Call) -> None:
+    def _hand_out(self, trainer: BlockTrainer, todo: deque[_Chunk], call: _Call) -> None:
         # Two at a time: the next one waits at the worker while the reply travels.
         for depth in (1, 2):
             for worker in self._workers:
                 if todo and len(worker.queue) < depth:
                     chunk = todo.popleft()
-                    borrowed = (
-                        None
-                        if call.memory is None
-                        else Borrowed.of(call.memory, chunk.client_ids, call.round)
-                    )
-                    worker.queue.append((chunk, worker.ask(call, chunk.client_ids, borrowed)))
+                    states: ClientStates = {}
+                    if call.kind == "train":
+                        states = trainer.state(chunk.client_ids, call.round)
+                    worker.ask(call, chunk, _arrays(states))
 
-    def _first_done(self, deadline: float | None) -> _Worker | None:
+    def _first_done(self, timeout: float | None) -> _Worker | None:
+        """A worker whose reply is there; None once one has worked for ``timeout`` on a chunk."""
         import ray
 
         busy = {worker.queue[0][1]: worker for worker in self._workers if worker.queue}
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        done, _ = ray.wait(list(busy), num_returns=1, timeout=timeout, fetch_local=False)
+        patience = None
+        if timeout is not None:
+            first = min(worker.since for worker in busy.values())
+            patience = max(0.0, first + timeout - time.monotonic())
+        done, _ = ray.wait(list(busy), num_returns=1, timeout=patience, fetch_local=False)
         return busy[done[0]] if done else None
 
     def _after_loss(
@@ -197,31 +197,46 @@ class RayGrid(LocalGrid):
     ) -> Iterator[Block]:
         """Replace a worker that was lost; what it had not begun is not to blame."""
         _log.warning("a worker was lost with clients %s: %s", chunk.client_ids, error)
-        waiting = [queued for queued, _ in worker.queue]
-        self._workers[self._workers.index(worker)] = self._new_worker()
-        todo.extendleft(reversed(waiting))
+        self._replace(worker, todo)
         lost = replace(chunk, losses=chunk.losses + 1)
         if lost.losses < self._retries:
             todo.appendleft(lost)
         elif len(lost.client_ids) > 1:
-            todo.extend(_Chunk(lost.client_ids[i : i + 1]) for i in range(len(lost.client_ids)))
+            todo.extend(lost.singles())
         else:
-            yield failed_block(lost.client_ids)
+            yield Block.failed(lost.client_ids, "missing")
 
-    def _replace_stuck(self) -> None:
+    def _after_timeout(self, todo: deque[_Chunk], timeout: float | None) -> Iterator[Block]:
+        """Replace the workers that have worked too long on a chunk.
+
+        Which of the chunk's clients is slow nobody knows: each of them is tried alone, with as
+        much time of its own. So one that hangs takes time from no other.
+        """
+        late = time.monotonic() - (timeout or 0.0)
+        for worker in list(self._workers):
+            if not worker.queue or worker.since > late:
+                continue
+            chunk, _ = worker.take()
+            _log.warning("clients %s have not finished in %s s", chunk.client_ids, timeout)
+            self._replace(worker, todo)
+            if len(chunk.client_ids) > 1:
+                todo.extend(chunk.singles())
+            else:
+                yield Block.failed(chunk.client_ids, "timeout")
+
+    def _replace(self, worker: _Worker, todo: deque[_Chunk]) -> None:
         import ray
 
-        for index, worker in enumerate(self._workers):
-            if worker.queue:
-                ray.kill(worker.actor)
-                self._workers[index] = self._new_worker()
+        ray.kill(worker.actor)
+        todo.extendleft(reversed([waiting for waiting, _ in worker.queue]))
+        self._workers[self._workers.index(worker)] = self._new_worker()
 
     def _new_worker(self) -> _Worker:
         import ray
 
         device = "cuda" if self._options["num_gpus"] > 0 else "cpu"
         actor = ray.remote(_Training).options(**self._options).remote(self._parcel, device)
-        return _Worker(actor, deque())
+        return _Worker(actor)
 
 
 @dataclass(frozen=True)
@@ -231,7 +246,7 @@ class _Call:
     kind: Kind
     vector: Any
     round: int
-    memory: Memory | None
+    config: Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -241,16 +256,46 @@ class _Chunk:
     client_ids: Ids
     losses: int = 0
 
+    def singles(self) -> list[_Chunk]:
+        """Each of these clients alone."""
+        return [_Chunk(self.client_ids[k : k + 1]) for k in range(len(self.client_ids))]
+
 
 @dataclass(eq=False)
 class _Worker:
-    """A Ray actor, and the chunks that it was asked for with the replies to come."""
+    """A Ray actor, and the chunks that it was asked for with the replies to come.
+
+    Attributes
+    ----------
+    actor, queue
+    since : float
+        When it began with the first of them, by `time.monotonic`.
+    started : bool
+        Whether its process is known to have started.
+    """
 
     actor: Any
-    queue: deque[tuple[_Chunk, Any]]
+    queue: deque[tuple[_Chunk, Any]] = field(default_factory=deque)
+    since: float = 0.0
+    started: bool = False
 
-    def ask(self, call: _Call, client_ids: Ids, borrowed: Borrowed | None) -> Any:
-        return self.actor.work.remote(call.kind, call.vector, client_ids, call.round, borrowed)
+    def ask(self, call: _Call, chunk: _Chunk, states: _Arrays) -> None:
+        """Ask for a chunk, whose clients keep these states."""
+        import ray
+
+        if not self.started:
+            # That takes seconds, which are not its clients'.
+            ray.wait([self.actor.ready.remote()])
+            self.started = True
+        if not self.queue:
+            self.since = time.monotonic()
+        arguments = (call.kind, call.vector, chunk.client_ids, call.round, call.config, states)
+        self.queue.append((chunk, self.actor.work.remote(*arguments)))
+
+    def take(self) -> tuple[_Chunk, Any]:
+        """The first chunk and its reply; the next one has begun."""
+        self.since = time.monotonic()
+        return self.queue.popleft()
 
 
 class _Training:
@@ -258,9 +303,11 @@ class _Training:
 
     def __init__(self, parcel: Parcel, device: str) -> None:
         settle()
-        trainer = parcel.unpack()
         self._device = device
-        self._trainer: BlockTrainer = moved(trainer, device)
+        self._trainer: BlockTrainer = parcel.unpack().copy_for(device)
+
+    def ready(self) -> None:
+        """Reply, once the process has started."""
 
     def work(
         self,
@@ -268,25 +315,39 @@ class _Training:
         vector: np.ndarray[Any, Any],
         client_ids: Ids,
         round: int,
-        borrowed: Borrowed | None,
-    ) -> tuple[list[Block], Borrowed | None]:
-        if borrowed is not None:
-            # The driver keeps what clients keep: whichever worker trains them next has it.
-            cast(Trainer, self._trainer).memory = borrowed
+        config: Mapping[str, object],
+        states: _Arrays,
+    ) -> tuple[list[Block], _Arrays]:
         here: Tensor = torch.from_numpy(np.array(vector)).to(self._device)
-        blocks = guarded_blocks(self._trainer, kind, here, np.array(client_ids), round)
-        return [_to_wire(block) for block in blocks], borrowed
+        ids = np.array(client_ids)
+        if kind == "train":
+            self._trainer.receive(config)
+            # The driver keeps what clients keep: whichever worker trains them next is lent it.
+            self._trainer.restore(_tensors(states))
+        blocks = guarded_blocks(self._trainer, kind, here, ids, round)
+        replies = [_to_wire(block) for block in blocks]
+        return replies, _arrays(self._trainer.state(ids)) if kind == "train" else {}
+
+
+# Ray ships numpy arrays out of band, and tensors by pickling them. What comes out of its object
+# store is copied: it is read-only, and pins memory there.
+
+
+def _arrays(states: ClientStates) -> _Arrays:
+    return {name: values.cpu().numpy() for name, values in states.items()}
+
+
+def _tensors(states: _Arrays) -> ClientStates:
+    return {name: torch.from_numpy(np.array(values)) for name, values in states.items()}
 
 
 def _to_wire(block: Block) -> Block:
-    # Ray ships numpy arrays out of band and tensors by pickling them.
     rows: Any = None if block.rows is None else block.rows.detach().cpu().numpy()
     return replace(block, rows=rows)
 
 
 def _from_wire(block: Block) -> Block:
     rows: Any = block.rows
-    # Copies: arrays in the object store are read-only, and pin its memory.
     return replace(
         block,
         rows=None if rows is None else torch.from_numpy(np.array(rows)),
@@ -297,7 +358,7 @@ def _from_wire(block: Block) -> Block:
 def _put_parcel(trainer: BlockTrainer) -> Any:
     import ray
 
-    return ray.put(Parcel.pack(moved(trainer, "cpu")))
+    return ray.put(Parcel.pack(trainer.copy_for("cpu")))
 
 
 def _start_ray(address: str | None, workers: int) -> bool:

@@ -5,18 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fedsim.rows.exchange import BlockTrainer, Ids
-from fedsim.training.trainer import Trainer
+from fedsim.rows.exchange import Ids
 
-__all__ = ["chunks", "client_costs"]
-
-
-def client_costs(trainer: BlockTrainer, client_ids: Ids) -> npt.NDArray[np.float64]:
-    """Relative cost of each client's work, ``[n]``: its local steps where they are known."""
-    if isinstance(trainer, Trainer):
-        steps = [trainer.work.steps_of(trainer.data.size(client)) for client in client_ids]
-        return np.maximum(np.array(steps, dtype=np.float64), 1.0)
-    return np.ones(len(client_ids))
+__all__ = ["chunks"]
 
 
 def chunks(

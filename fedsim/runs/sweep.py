@@ -304,18 +304,17 @@ class _SharedTrainer:
             mine = np.flatnonzero(member == index)
             yield (
                 index,
-                Block(
-                    client_ids=ids[mine] - self._first[index],
-                    rows=rows[torch.from_numpy(mine)],
-                    metrics={name: column[mine] for name, column in local.metrics.items()},
-                    ok=np.ones(len(mine), dtype=np.bool_),
+                Block.sent(
+                    ids[mine] - self._first[index],
+                    rows[torch.from_numpy(mine)],
+                    {name: column[mine] for name, column in local.metrics.items()},
                 ),
             )
 
     def _evaluate(self, index: int, asked: Instructions) -> list[Block]:
         first = self._first[index]
         return [
-            Block(block.client_ids - first, None, block.metrics, block.ok)
+            Block.sent(block.client_ids - first, None, block.metrics)
             for block in self._trainer.evaluate(asked.vector, asked.client_ids + first, asked.round)
         ]
 

@@ -63,11 +63,10 @@ def blocks_from_messages(
             except (ValueError, TypeError, KeyError, RuntimeError, EOFError, OSError) as error:
                 _log.warning("the reply of client %s is left out: %s", client, error)
                 continue
-        yield Block(
-            client_ids=np.array([client], dtype=np.int64),
-            rows=rows,
-            metrics={key: np.array([value]) for key, value in metrics_of(reply).items()},
-            ok=np.array([True]),
+        yield Block.sent(
+            np.array([client], dtype=np.int64),
+            rows,
+            {key: np.array([value]) for key, value in metrics_of(reply).items()},
         )
 
 

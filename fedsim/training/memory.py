@@ -16,30 +16,36 @@ from torch import Tensor
 
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
-from fedsim.rows.exchange import CLIENT_STATE
+from fedsim.rows.exchange import CLIENT_IDS, CLIENT_STATE, ClientStates, Ids
 
-__all__ = ["Columns", "Files", "Memory", "Sent", "StateKind", "memory_for"]
+__all__ = ["Columns", "Files", "Memory", "Sent", "StateKind", "memory_for", "packed", "unpacked"]
 
-Ids = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+ABSENT = -1
 StateKind = Literal["reset", "client", "server"]
 
 
 class Memory(Protocol):
     """State of clients between rounds."""
 
-    def load(self, client_ids: Ids, round: int) -> tuple[Bools, dict[str, Tensor]]:
+    def load(self, client_ids: Ids, round: int | None) -> tuple[Bools, dict[str, Tensor]]:
         """Which of these clients have state from an earlier round, and it: each ``[n, ...]``.
 
-        Rows of clients without state mean nothing.
+        Rows of clients without state mean nothing. Without a round, the latest state.
         """
 
     def store(self, client_ids: Ids, round: int, state: Mapping[str, Tensor]) -> None:
         """Keep these clients' state as of the end of ``round``."""
 
+    def state(self) -> ClientStates:
+        """What a checkpoint must hold: nothing where it outlives the process by itself."""
+
+    def restore(self, states: ClientStates) -> None:
+        """Go on from what `state` gave, and nothing else."""
+
 
 class Columns:
-    """State in memory: one tensor ``[population, ...]`` for each entry, made when first needed.
+    """State in memory: for each entry one tensor, with a row for each client that has state.
 
     Parameters
     ----------
@@ -47,43 +53,85 @@ class Columns:
     """
 
     def __init__(self, population: int) -> None:
-        self.present = np.zeros(population, dtype=np.bool_)
+        self._row_of = np.full(population, ABSENT, dtype=np.int64)
+        self._used = 0
         self._columns: dict[str, Tensor] = {}
 
-    def load(self, client_ids: Ids, round: int) -> tuple[Bools, dict[str, Tensor]]:
+    @property
+    def client_ids(self) -> Ids:
+        """Who has state."""
+        return np.flatnonzero(self._row_of != ABSENT)
+
+    def load(self, client_ids: Ids, round: int | None) -> tuple[Bools, dict[str, Tensor]]:
         """See `Memory`."""
-        at = torch.from_numpy(client_ids)
-        rows = {name: column[at.to(column.device)] for name, column in self._columns.items()}
-        return self.present[client_ids], rows
+        rows = self._row_of[client_ids]
+        index = torch.from_numpy(np.maximum(rows, 0))
+        return rows != ABSENT, {k: v[index.to(v.device)] for k, v in self._columns.items()}
 
     def store(self, client_ids: Ids, round: int, state: Mapping[str, Tensor]) -> None:
-        """See `Memory`."""
+        """See `Memory`; all of it, or nothing where memory runs out."""
+        if not state:
+            return
+        new = client_ids[self._row_of[client_ids] == ABSENT]
+        columns = {name: self._column(name, rows, len(new)) for name, rows in state.items()}
+        self._columns |= columns
+        self._row_of[new] = np.arange(self._used, self._used + len(new))
+        self._used += len(new)
+        index = torch.from_numpy(self._row_of[client_ids])
         for name, rows in state.items():
-            if name not in self._columns:
-                self._columns[name] = rows.new_zeros(len(self.present), *rows.shape[1:])
-            self._columns[name][torch.from_numpy(client_ids).to(rows.device)] = rows
-        if state:
-            self.present[client_ids] = True
+            columns[name][index.to(rows.device)] = rows
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Everything, for a checkpoint."""
-        return {"present": torch.from_numpy(self.present.copy()), **self._columns}
+    def _column(self, name: str, rows: Tensor, more: int) -> Tensor:
+        """The entry's column, with room for so many clients more."""
+        column = self._columns.get(name, rows.new_zeros(0, *rows.shape[1:]))
+        needed = self._used + more
+        if needed <= len(column):
+            return column
+        larger = column.new_zeros(min(2 * needed, len(self._row_of)), *column.shape[1:])
+        larger[: len(column)] = column
+        return larger
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint.
+    def state(self) -> ClientStates:
+        """See `Memory`."""
+        ids = self.client_ids
+        return packed(ids, *self.load(ids, None))
+
+    def restore(self, states: ClientStates) -> None:
+        """See `Memory`.
 
         Raises
         ------
         FedsimError
             If it is of another population.
         """
-        if len(state["present"]) != len(self.present):
+        client_ids, rows = unpacked(states)
+        population = len(self._row_of)
+        if len(client_ids) and int(client_ids.max()) >= population:
             raise FedsimError(
-                f"the checkpoint keeps state of {len(state['present'])} clients; this run has "
-                f"{len(self.present)}."
+                f"the checkpoint keeps state of client {client_ids.max()}; this run has clients 0 "
+                f".. {population - 1}."
             )
-        self.present = state["present"].numpy().copy()
-        self._columns = {k: v.clone() for k, v in state.items() if k != "present"}
+        self._row_of[:], self._used, self._columns = ABSENT, 0, {}
+        self.store(client_ids, 0, rows)
+
+
+def packed(client_ids: Ids, present: Bools, rows: Mapping[str, Tensor]) -> ClientStates:
+    """What those who are present of these clients keep, as trainers give it."""
+    if not present.any():
+        return {}
+    there = torch.from_numpy(np.flatnonzero(present))
+    return {
+        CLIENT_IDS: torch.from_numpy(client_ids[present]),
+        **{name: values[there.to(values.device)] for name, values in rows.items()},
+    }
+
+
+def unpacked(states: ClientStates) -> tuple[Ids, dict[str, Tensor]]:
+    """Clients, and what they keep."""
+    if not states:
+        return np.zeros(0, dtype=np.int64), {}
+    rows = {name: values for name, values in states.items() if name != CLIENT_IDS}
+    return states[CLIENT_IDS].numpy(), rows
 
 
 class Files:
@@ -110,12 +158,13 @@ class Files:
                 found.append((int(number[1]), path))
         return sorted(found)
 
-    def load(self, client_ids: Ids, round: int) -> tuple[Bools, dict[str, Tensor]]:
+    def load(self, client_ids: Ids, round: int | None) -> tuple[Bools, dict[str, Tensor]]:
         """See `Memory`."""
         present = np.zeros(len(client_ids), dtype=np.bool_)
         rows: dict[str, Tensor] = {}
         for k, client in enumerate(client_ids):
-            earlier = [path for number, path in self._rounds(int(client)) if number < round]
+            rounds = self._rounds(int(client))
+            earlier = [path for number, path in rounds if round is None or number < round]
             if earlier:
                 present[k] = True
                 for name, row in load_file(earlier[-1]).items():
@@ -135,6 +184,13 @@ class Files:
             os.replace(draft, path)
             for _, old in self._rounds(int(client))[: -self.KEEP]:
                 old.unlink()
+
+    def state(self) -> ClientStates:
+        """See `Memory`."""
+        return {}
+
+    def restore(self, states: ClientStates) -> None:
+        """See `Memory`: the files are there."""
 
 
 class Sent:
@@ -174,7 +230,7 @@ class Sent:
             }
         )
 
-    def load(self, client_ids: Ids, round: int) -> tuple[Bools, dict[str, Tensor]]:
+    def load(self, client_ids: Ids, round: int | None) -> tuple[Bools, dict[str, Tensor]]:
         """See `Memory`: the same for every client."""
         n = len(client_ids)
         rows = {k: torch.full((n,), v, dtype=torch.float64) for k, v in self._values.items()}
@@ -182,6 +238,13 @@ class Sent:
 
     def store(self, client_ids: Ids, round: int, state: Mapping[str, Tensor]) -> None:
         """See `Memory`: the server is told by other means."""
+
+    def state(self) -> ClientStates:
+        """See `Memory`."""
+        return {}
+
+    def restore(self, states: ClientStates) -> None:
+        """See `Memory`: the server sends it every round."""
 
 
 def memory_for(

@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedsim.clients.base import State, Step
+from fedsim.clients.base import LocalAlgorithm, State, Step
 from fedsim.clients.gradients import Dense, Gradient
 from fedsim.mechanisms import NoiseSource, releases
 from fedsim.randomness import Purpose, Randomness
+from fedsim.rows.packing import Packing
 from fedsim.training.batches import Batches
+from fedsim.training.data import ClientData
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.graphs import StepGraphs
-from fedsim.training.local_step import exact
+from fedsim.training.local_step import LocalStep, exact
+from fedsim.training.paths.examples import ExampleRows
 
-if TYPE_CHECKING:
-    from fedsim.training.trainer import Trainer
-
-__all__ = ["Ended", "PrivateSteps", "Steps"]
+__all__ = ["Bench", "Ended", "PrivateSteps", "Steps"]
 
 Floats = npt.NDArray[np.float64]
 MECHANISM = "mechanism."
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What local steps are made with, the same for all of a trainer's clients.
+
+    Attributes
+    ----------
+    step : LocalStep or StepGraphs
+        Makes a step without privacy.
+    algorithm, data, packing
+    carried : tuple of str
+        Entries of the algorithm's state that outlive a round.
+    """
+
+    step: LocalStep | StepGraphs
+    algorithm: LocalAlgorithm
+    data: ClientData
+    packing: Packing
+    carried: tuple[str, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where steps are made."""
+        return self.data.x.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        return self.packing.layout.dtype
 
 
 @dataclass(frozen=True)
@@ -68,16 +97,15 @@ class Steps:
 
     Parameters
     ----------
-    trainer : Trainer
+    bench : Bench
     batches : Batches
     round : int
     """
 
-    def __init__(self, trainer: Trainer, batches: Batches, round: int) -> None:
-        self.trainer, self.batches, self.round = trainer, batches, round
-        dtype, device = trainer.layout.dtype, trainer.device
-        self.index = torch.from_numpy(batches.index).to(device)
-        self.weight = torch.from_numpy(batches.weight).to(device, dtype)
+    def __init__(self, bench: Bench, batches: Batches, round: int) -> None:
+        self.bench, self.batches, self.round = bench, batches, round
+        self.index = torch.from_numpy(batches.index).to(bench.device)
+        self.weight = torch.from_numpy(batches.weight).to(bench.device, bench.dtype)
         self.losses: list[Tensor] = []
 
     def run(
@@ -88,15 +116,15 @@ class Steps:
         ``kept`` replaces the entries of the initial state of those clients that are ``present
         [n]``.
         """
-        algorithm, steps = self.trainer.algorithm, self.batches.steps
+        algorithm, steps = self.bench.algorithm, self.batches.steps
         state = algorithm.init(theta, numbers)
-        for name in self.trainer.carried:
+        for name in self.bench.carried:
             if name in kept and name in state:
                 mask = present.view(-1, *[1] * (state[name].dim() - 1))
                 state[name] = torch.where(mask, kept[name].to(state[name]), state[name])
         active = len(steps)
         ended: list[Ended] = []
-        with exact(self.trainer.device):
+        with exact(self.bench.device):
             for index in range(int(steps[0])):
                 still = int((steps > index).sum())
                 if still < active:
@@ -111,15 +139,15 @@ class Steps:
     def step(self, state: State, index: int, active: int) -> None:
         """One step of the first ``active`` clients."""
         at, weight = self.index[:active, index], self.weight[:active, index]
-        self.losses.append(self.trainer.step(state, at, weight, Step(self.round, index)))
+        self.losses.append(self.bench.step(state, at, weight, Step(self.round, index)))
 
     def _end(self, state: State, first: int) -> Ended:
-        algorithm = self.trainer.algorithm
+        algorithm = self.bench.algorithm
         theta = algorithm.finish(state)
-        carried = {name: state[name] for name in self.trainer.carried if name in state}
+        carried = {name: state[name] for name in self.bench.carried if name in state}
         ended = Ended(theta, algorithm.report(state), carried | self.mechanism_state(first, theta))
         # Captured steps go on writing where this lies.
-        return ended.clone() if isinstance(self.trainer.step, StepGraphs) else ended
+        return ended.clone() if isinstance(self.bench.step, StepGraphs) else ended
 
     def mechanism_state(self, first: int, theta: Tensor) -> dict[str, Tensor]:
         """State of the mechanism of the clients that end, from position ``first``."""
@@ -148,29 +176,40 @@ class PrivateSteps(Steps):
 
     Parameters
     ----------
-    trainer, batches, round : as `Steps`
+    bench, batches, round : as `Steps`
         The batches have a chunk axis.
     privacy : ExamplePrivacy
+    rows : ExampleRows
+        Gives the gradients of single examples.
+    denominators : sequence of n floats
+        What each client's sums are divided by.
     client_ids : int64 ``[n]``
         Whose noise is drawn.
     randomness : sequence of n Randomness
     kept : mapping of str to Tensor ``[n, ...]``, and present bool ``[n]``
         The mechanism's state from an earlier round.
+    keeps_state : bool
+        Whether it goes on to the next.
     """
 
     def __init__(
         self,
-        trainer: Trainer,
+        bench: Bench,
         batches: Batches,
         round: int,
         *,
         privacy: ExamplePrivacy,
+        rows: ExampleRows,
+        denominators: Sequence[float],
         client_ids: npt.NDArray[np.int64],
         randomness: list[Randomness],
         kept: Mapping[str, Tensor],
         present: npt.NDArray[np.bool_],
+        keeps_state: bool,
     ) -> None:
-        super().__init__(trainer, batches, round)
+        super().__init__(bench, batches, round)
+        self.rows, self.keeps_state = rows, keeps_state
+        layout = bench.packing.layout
         self.counts = (batches.weight > 0).sum(axis=3)
         self.noise = [
             NoiseSource(
@@ -179,32 +218,31 @@ class PrivateSteps(Steps):
             )
             for client, source in zip(client_ids.tolist(), randomness, strict=True)
         ]
-        there = torch.from_numpy(present).to(trainer.device)
+        there = torch.from_numpy(present).to(bench.device)
         state = {}
-        for name, first in privacy.mechanism.init(trainer.layout).items():
-            state[name] = first.to(trainer.device).expand(len(client_ids), *first.shape)
+        for name, first in privacy.mechanism.init(layout).items():
+            state[name] = first.to(bench.device).expand(len(client_ids), *first.shape)
             if MECHANISM + name in kept:
                 own = kept[MECHANISM + name].to(state[name])
                 state[name] = torch.where(there.view(-1, *[1] * first.dim()), own, state[name])
-        sizes = [trainer.data.size(int(client)) for client in client_ids]
         self.releases = releases(
             privacy.mechanism,
             state,
-            trainer.layout,
+            layout,
             noise_multiplier=privacy.noise_multiplier,
-            denominators=[float(trainer.work.batch_of(size)) for size in sizes],
-            device=trainer.device,
+            denominators=denominators,
+            device=bench.device,
         )
 
     def step(self, state: State, index: int, active: int) -> None:
         """See `Steps`."""
-        algorithm = self.trainer.algorithm
+        algorithm = self.bench.algorithm
         gradient = self.gradient(algorithm.point(state), index, active)
         algorithm.step(state, gradient, Step(self.round, index))
 
     def gradient(self, point: Tensor, index: int, active: int) -> Gradient:
         """Of the first ``active`` clients, released by the mechanism."""
-        trainer = self.trainer
+        data = self.bench.data
         self.releases.begin(active)
         losses = torch.zeros_like(self.weight[:active, index])
         for chunk in range(self.index.shape[2]):
@@ -213,19 +251,19 @@ class PrivateSteps(Steps):
                 continue
             at = self.index[:active, index, chunk]
             there = (self.weight[:active, index, chunk] > 0).double()
-            x, y = trainer.data.inputs(at, trainer.layout.dtype), trainer.data.targets(at)
-            for examples in trainer.rows(point, x, y, counts.tolist()):
+            x, y = data.inputs(at, self.bench.dtype), data.targets(at)
+            for examples in self.rows(point, x, y, counts.tolist()):
                 clients, b = examples.clients, examples.rows.count
                 losses[clients, chunk, :b] = examples.losses
                 weights = there[clients, :b]
                 self.releases.add(examples.rows, weights, examples.counts, clients)
         self.losses.append(losses.flatten(1))
         means = self.releases.release(self.noise[:active])
-        return Dense(trainer.packing.pack(means))
+        return Dense(self.bench.packing.pack(means))
 
     def mechanism_state(self, first: int, theta: Tensor) -> dict[str, Tensor]:
         """See `Steps`."""
-        if not self.trainer.keeps_state:
+        if not self.keeps_state:
             return {}
         own = slice(first, first + len(theta))
         return {MECHANISM + name: tensor[own] for name, tensor in self.releases.state.items()}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path as FilePath
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +18,7 @@ from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.privacy.plan import LocalWork
 from fedsim.randomness import Randomness
-from fedsim.rows.exchange import CLIENT_STATE, Block
+from fedsim.rows.exchange import CLIENT_STATE, Block, ClientStates
 from fedsim.rows.layout import Layout
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss, Metric, accuracy, cross_entropy
@@ -27,11 +29,11 @@ from fedsim.training.evaluation import evaluate_clients
 from fedsim.training.example_privacy import ExamplePrivacy, Ledgers
 from fedsim.training.graphs import steps_by
 from fedsim.training.local_step import LocalStep
-from fedsim.training.memory import Memory, Sent, StateKind, memory_for
+from fedsim.training.memory import Memory, Sent, StateKind, memory_for, packed, unpacked
 from fedsim.training.paths.choice import Path, PathName, block_limit, choose, convolutional
 from fedsim.training.paths.examples import example_rows
 from fedsim.training.paths.stacked import stack
-from fedsim.training.steps import PrivateSteps, Steps
+from fedsim.training.steps import Bench, PrivateSteps, Steps
 
 __all__ = ["Local", "Trainer"]
 
@@ -52,6 +54,15 @@ class Local:
 
     theta: Tensor
     metrics: dict[str, Floats]
+
+
+@dataclass
+class _Fitted:
+    """A block's packed parameters ``[n, D]``, its metrics, and what whom of it is to keep."""
+
+    theta: Tensor
+    metrics: dict[str, Floats]
+    carried: list[tuple[Ints, dict[str, Tensor]]] = field(default_factory=list)
 
 
 class Trainer:
@@ -152,10 +163,11 @@ class Trainer:
             stacked = stack(self.model, self.packing, loss, self.data.x.dim() - 1)
             self.rows = example_rows(self.model, self.packing, loss, stacked)
             self.ledgers = Ledgers(self.privacy, randomness)
-        self.state = state
+        self.state_kind = state
         self.memory: Memory | None = memory_for(
             state, algorithm, self.population, self.packing.width, state_dir
         )
+        self._begun: dict[int, int] = {}
 
     @property
     def population(self) -> int:
@@ -165,12 +177,12 @@ class Trainer:
     @property
     def carried(self) -> tuple[str, ...]:
         """Entries of the algorithm's state that outlive a round."""
-        return () if self.state == "reset" else self.algorithm.carried
+        return () if self.state_kind == "reset" else self.algorithm.carried
 
     @property
     def keeps_state(self) -> bool:
         """Whether each client keeps its own."""
-        return self.state == "client"
+        return self.state_kind == "client"
 
     @property
     def reported(self) -> tuple[str, ...]:
@@ -192,26 +204,63 @@ class Trainer:
         FedsimError
             If clients count on the server, and it keeps none.
         """
-        if self.state == "server":
+        if self.state_kind == "server":
             self.memory = Sent.of(config)
 
+    def costs(self, client_ids: Ints) -> Floats:
+        """Local steps of each client, ``[n]``, or 1 without any."""
+        steps = [self.work.steps_of(self.data.size(client)) for client in client_ids]
+        return np.maximum(np.array(steps, dtype=np.float64), 1.0)
+
+    def state(self, client_ids: Ints | None = None, round: int | None = None) -> ClientStates:
+        """See `BlockTrainer`."""
+        if self.memory is None or (client_ids is not None and not self.keeps_state):
+            return {}
+        if client_ids is None:
+            return self.memory.state()
+        return packed(client_ids, *self.memory.load(client_ids, round))
+
+    def keep(self, states: ClientStates, round: int) -> None:
+        """See `BlockTrainer`."""
+        if self.memory is not None:
+            client_ids, rows = unpacked(states)
+            self.memory.store(client_ids, round, rows)
+
+    def restore(self, states: ClientStates) -> None:
+        """See `BlockTrainer`."""
+        if self.memory is not None:
+            self.memory.restore(states)
+
     def on(self, path: PathName, block_size: int = 0) -> Trainer:
-        """The same clients on another path, their state starting anew."""
-        return Trainer(
-            self.model,
-            self.algorithm,
-            self.data,
-            batch_size=self.work.batch_size,
-            epochs=self.work.epochs,
-            steps=self.work.steps,
-            loss=self.loss,
-            metrics=self.metrics,
-            path=path,
-            block_size=block_size,
-            randomness=self.randomness,
-            device=self.device,
-            privacy=self.privacy,
+        """The same clients on another path, their state starting anew in every round."""
+        return self._copy(path=path, block_size=block_size)
+
+    def copy_for(self, device: str) -> Trainer:
+        """See `BlockTrainer`: by the same path, in blocks of the same size."""
+        copied = self._copy(
+            model=copy.deepcopy(self.model),
+            path=cast(PathName, self.path.name),
+            block_size=self.block_size,
+            device=device,
+            state=self.state_kind,
         )
+        # Also where the rule for that device is another: clients may be on their way to a third.
+        copied.block_size = self.block_size
+        return copied
+
+    def _copy(self, **changes: Any) -> Trainer:
+        settings: dict[str, Any] = {
+            "model": self.model,
+            "batch_size": self.work.batch_size,
+            "epochs": self.work.epochs,
+            "steps": self.work.steps,
+            "loss": self.loss,
+            "metrics": self.metrics,
+            "randomness": self.randomness,
+            "device": self.device,
+            "privacy": self.privacy,
+        }
+        return Trainer(algorithm=self.algorithm, data=self.data, **(settings | changes))
 
     def initial(self) -> Tensor:
         """The model's own parameters as a row, ``[d]``."""
@@ -221,23 +270,25 @@ class Trainer:
         """Local work of these clients from ``vector [d]``, block by block."""
         vector = self._own(vector)
         start = self.packing.pack(vector.unsqueeze(0))
-        for at in range(0, len(client_ids), self.block_size):
-            ids = client_ids[at : at + self.block_size]
-            theta, metrics = self._fit(start, ids, round, {}, [self.randomness] * len(ids))
-            rows = self.packing.difference(theta, vector)
-            del theta
-            yield Block(ids, rows, metrics, np.ones(len(ids), dtype=np.bool_))
+        for first in range(0, len(client_ids), self.block_size):
+            ids = client_ids[first : first + self.block_size]
+            fitted = self._fit(start, ids, round, {}, [self.randomness] * len(ids))
+            rows = self.packing.difference(fitted.theta, vector)
+            block = Block.sent(ids, rows, fitted.metrics)
+            self._finish(fitted, ids, round)
+            del fitted
+            yield block
 
     def evaluate(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Loss and metrics of ``vector [d]`` on these clients' data."""
         del round  # nothing is drawn
         theta = self.packing.pack(self._own(vector).unsqueeze(0))
-        for at in range(0, len(client_ids), EVALUATE_CLIENTS):
-            ids = client_ids[at : at + EVALUATE_CLIENTS]
+        for first in range(0, len(client_ids), EVALUATE_CLIENTS):
+            ids = client_ids[first : first + EVALUATE_CLIENTS]
             self.model.eval()
             own = [self.data.indices[i] for i in ids]
             values = evaluate_clients(self.path, theta, self.data, own, self.loss, self.metrics)
-            yield Block(ids, None, values, np.ones(len(ids), dtype=np.bool_))
+            yield Block.sent(ids, None, values)
 
     def fit(
         self,
@@ -265,8 +316,10 @@ class Trainer:
             raise FedsimError("clients with numbers of their own must have client.state = 'reset'.")
         sources = [self.randomness] * len(client_ids) if randomness is None else randomness
         start = self.packing.pack(self._own(vector).view(-1, self.layout.d))
-        theta, metrics = self._fit(start, client_ids, round, numbers or {}, sources)
-        return Local(self.packing.unpack(theta), metrics)
+        fitted = self._fit(start, client_ids, round, numbers or {}, sources)
+        local = Local(self.packing.unpack(fitted.theta), fitted.metrics)
+        self._finish(fitted, client_ids, round)
+        return local
 
     @torch.no_grad()
     def _fit(
@@ -276,8 +329,8 @@ class Trainer:
         round: int,
         numbers: Mapping[str, Sequence[float]],
         randomness: Sequence[Randomness],
-    ) -> tuple[Tensor, dict[str, Floats]]:
-        """Final packed parameters ``[n, D]`` and metrics, from ``start [1 or n, D]``."""
+    ) -> _Fitted:
+        """Train from ``start [1 or n, D]``; nothing is kept before `_finish`."""
         n = len(client_ids)
         start = start.expand(n, -1)
         own = [self.data.indices[i] for i in client_ids]
@@ -290,6 +343,8 @@ class Trainer:
             present, kept = self.memory.load(client_ids, round)
             metrics["fresh-state"] = (~present).astype(np.float64)
         self._write_down(client_ids, round, start, kept)
+        self._begun.update(dict.fromkeys(client_ids.tolist(), round))
+        carried: list[tuple[Ints, dict[str, Tensor]]] = []
         theta: Tensor | None = None
         self.model.train()
         for batches in self._batches(own, client_ids, randomness, round):
@@ -311,18 +366,26 @@ class Trainer:
                 theta = start.clone() if theta is None else theta
                 theta[members] = ended.theta
             if self.memory is not None:
-                self.memory.store(client_ids[at], round, ended.carried)
+                carried.append((client_ids[at], ended.carried))
             if "loss" in metrics:
                 metrics["loss"][at] = steps.mean_losses()
             for name, report in ended.reports.items():
                 column = metrics.setdefault(name, np.zeros(n))
                 column[at] = report.double().cpu().numpy()
-            if self.state == "server":
+            if self.state_kind == "server":
                 for name, rows in ended.carried.items():
                     # A client without data has no part in the mean.
                     column = metrics.setdefault(f"{CLIENT_STATE}.{name}", np.full(n, np.nan))
                     column[at] = rows.double().cpu().numpy()
-        return start.clone() if theta is None else theta, metrics
+        return _Fitted(start.clone() if theta is None else theta, metrics, carried)
+
+    def _finish(self, fitted: _Fitted, client_ids: Ints, round: int) -> None:
+        """Let clients keep what they ended with: the last thing that happens to a block."""
+        if self.memory is not None:
+            for members, carried in fitted.carried:
+                self.memory.store(members, round, carried)
+        for client in client_ids.tolist():
+            self._begun.pop(client, None)
 
     def _batches(
         self, own: list[Ints], ids: Ints, randomness: Sequence[Randomness], round: int
@@ -344,26 +407,37 @@ class Trainer:
         kept: Mapping[str, Tensor],
         present: npt.NDArray[np.bool_],
     ) -> Steps:
+        bench = Bench(self.step, self.algorithm, self.data, self.packing, self.carried)
         if self.privacy is None:
-            return Steps(self, batches, round)
+            return Steps(bench, batches, round)
+        sizes = [self.data.size(int(client)) for client in ids]
         return PrivateSteps(
-            self,
+            bench,
             batches,
             round,
             privacy=self.privacy,
+            rows=self.rows,
+            denominators=[float(self.work.batch_of(size)) for size in sizes],
             client_ids=ids,
             randomness=randomness,
             kept=kept,
             present=present & self.keeps_state,
+            keeps_state=self.keeps_state,
         )
 
     def _write_down(
         self, client_ids: Ints, round: int, start: Tensor, kept: Mapping[str, Tensor]
     ) -> None:
-        """The round's line in each client's ledger, before anything is drawn or released."""
+        """The round's line in each client's ledger, before anything is drawn or released.
+
+        A client that has begun this round and whose block then raised has released nothing:
+        what it was charged then, it is charged for now.
+        """
         if self.privacy is None:
             return
         for position, client in enumerate(client_ids.tolist()):
+            if self._begun.get(client) == round:
+                continue
             event = self.privacy.event(self.work, self.data.size(client))
             if event is not None:
                 state = [start[position], *(kept[name][position] for name in sorted(kept))]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_clients import ToyTrainer
 
-from fedsim.engines.schedule import chunks, client_costs
+from fedsim.engines.schedule import chunks
 
 costs_of = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
@@ -33,4 +33,4 @@ def test_free_workers_finish_within_one_chunk_of_each_other(costs, workers):
 
 
 def test_a_trainer_that_does_not_know_its_steps_has_equal_clients():
-    assert client_costs(ToyTrainer(), np.array([3, 1])).tolist() == [1.0, 1.0]
+    assert ToyTrainer().costs(np.array([3, 1])).tolist() == [1.0, 1.0]

@@ -8,7 +8,6 @@ import torch
 
 from fedsim.config import RunConfig
 from fedsim.engines.blocks import guarded_blocks
-from fedsim.engines.memory import Borrowed, Transaction
 from fedsim.runs.build import Build
 from fedsim.training.memory import Columns
 
@@ -55,34 +54,37 @@ def test_a_block_that_fails_after_training_is_run_again_from_the_same_state(expe
     trainer._fit = fails_once_a_round
     assert run(trainer) == expected
     assert failed == [1, 2, 3]
-    assert isinstance(trainer.memory, Columns)
 
 
 def test_state_that_travels_to_a_worker_and_back_gives_the_same_bytes(expected):
     home, worker = trainer_with_memory(), trainer_with_memory()
-    memory = home.memory
     rows = {}
     for number in (1, 2, 3):
         for part in (IDS[3:], IDS[:3]):
-            borrowed = Borrowed.of(memory, part, number)
-            worker.memory = borrowed
+            worker.restore(home.state(part, number))
             vector = torch.zeros(home.layout.d)
             for block in guarded_blocks(worker, "train", vector, part, number):
                 for at, client in enumerate(block.client_ids.tolist()):
                     rows[number, client] = block.rows[at].numpy().tobytes()
-            borrowed.give_back(memory, number)
+            home.keep(worker.state(part), number)
     assert rows == expected
 
 
-def test_a_transaction_shows_nothing_before_it_is_committed():
-    inner = Columns(3)
-    transaction = Transaction(inner)
+def test_a_worker_is_lent_no_more_than_its_clients_state():
+    home, worker = trainer_with_memory(), trainer_with_memory().copy_for("cpu")
+    run(home, 1)
+    worker.restore(home.state(IDS[:2], 2))
+    worker.restore(home.state(IDS[3:5], 2))
+    assert worker.state()["client_ids"].tolist() == [3, 4]
+    assert worker.state(IDS)["velocity"].shape == (2, home.packing.width)
+
+
+def test_what_clients_keep_is_all_there_or_not_at_all():
+    columns = Columns(3)
     ids, state = np.array([1]), {"eta": torch.tensor([0.5])}
-    transaction.store(ids, 1, state)
-    assert not transaction.load(ids, 1)[0].any()
-    transaction.discard()
-    transaction.commit()
-    assert not inner.present.any()
-    transaction.store(ids, 1, state)
-    transaction.commit()
-    assert transaction.load(ids, 2)[1]["eta"].tolist() == [0.5]
+    columns.store(ids, 1, state)
+    with pytest.raises((RuntimeError, IndexError)):
+        columns.store(np.array([0, 2]), 1, {"eta": torch.tensor([0.1, 0.2, 0.3])})
+    columns.store(np.array([2]), 1, {"eta": torch.tensor([0.7])})
+    assert columns.state()["eta"].tolist()[-1] == pytest.approx(0.7)
+    assert columns.load(ids, 2)[1]["eta"].tolist() == [0.5]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from fedsim.rows.exchange import Block, Ids
+from fedsim.rows.exchange import Block, Ids, TrainerDefaults
 
 
-class Fixed:
+class Fixed(TrainerDefaults):
     """A block trainer whose clients send the same updates in every round."""
 
     def __init__(
@@ -32,13 +33,15 @@ class Fixed:
         self.rounds.append(client_ids.tolist())
         for start in range(0, len(client_ids), self.block_size):
             ids = client_ids[start : start + self.block_size]
+            ok = np.array([i not in self.failing for i in ids.tolist()])
             yield Block(
                 client_ids=ids,
-                rows=self.updates[ids],
+                rows=self.updates[ids].masked_fill(torch.from_numpy(~ok)[:, None], 0.0),
                 metrics={"num-examples": self.examples[ids], "loss": self.examples[ids]},
-                ok=np.array([i not in self.failing for i in ids.tolist()]),
+                ok=ok,
+                reasons=dict.fromkeys(ids[~ok].tolist(), "raised"),
             )
 
     def evaluate(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
         ones = np.ones(len(client_ids))
-        yield Block(client_ids, None, {"num-examples": ones, "loss": 2 * ones}, ones > 0)
+        yield Block.sent(client_ids, None, {"num-examples": ones, "loss": 2 * ones})

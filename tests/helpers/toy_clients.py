@@ -12,11 +12,11 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedsim.engines import array_record, tensors
-from fedsim.rows.exchange import Block, Ids, Instructions
+from fedsim.rows.exchange import Block, Ids, Instructions, TrainerDefaults
 
 
 @dataclass
-class ToyTrainer:
+class ToyTrainer(TrainerDefaults):
     """Client k's update is -(w - k) / 2 plus keyed noise; clients in `raising` raise."""
 
     population: int = 7
@@ -36,11 +36,11 @@ class ToyTrainer:
     def train(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
         for ids in self._blocks(client_ids):
             rows = torch.stack([self.row(vector, k, round) for k in ids.tolist()])
-            yield Block(ids, rows, self._metrics(ids), np.ones(len(ids), dtype=np.bool_))
+            yield Block.sent(ids, rows, self._metrics(ids))
 
     def evaluate(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
         for ids in self._blocks(client_ids):
-            yield Block(ids, None, self._metrics(ids), np.ones(len(ids), dtype=np.bool_))
+            yield Block.sent(ids, None, self._metrics(ids))
 
     def row(self, vector: Tensor, client: int, round: int) -> Tensor:
         draws = np.random.default_rng([5, round, client]).random(self.d)

@@ -43,10 +43,10 @@ def run(grid, strategy, arrays, rounds=4, state=None) -> tuple[dict[str, bytes],
     return {name: value.numpy().tobytes() for name, value in tensors(result.arrays).items()}, state
 
 
-def block(values, ok=None, name="eta") -> Block:
+def block(values, name="eta") -> Block:
     n = len(values)
     metrics = {f"client-state.{name}": np.array(values), "num-examples": np.ones(n)}
-    return Block(np.arange(n), torch.zeros(n, 2), metrics, np.ones(n, bool) if ok is None else ok)
+    return Block.sent(np.arange(n), torch.zeros(n, 2), metrics)
 
 
 def averaged(*blocks, usable=None) -> dict[str, float]:

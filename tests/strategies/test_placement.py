@@ -14,6 +14,7 @@ from fedsim.engines.arrays import array_record, tensors
 from fedsim.engines.client_app import client_app
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, PrivateScalar, QuantileClipping
 from fedsim.randomness import Randomness
+from fedsim.rows.exchange import Block, TrainerDefaults
 from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData, Trainer
 
@@ -112,15 +113,14 @@ def test_a_share_tells_the_server_no_loss_and_no_example_count() -> None:
 def test_the_noise_on_the_sum_does_not_depend_on_how_many_took_part(rate: float) -> None:
     d = 4000
 
-    class Zero:
+    class Zero(TrainerDefaults):
         population = 40
 
         def train(self, vector, client_ids, round):  # type: ignore[no-untyped-def]
-            from fedsim.rows.exchange import Block
-
             # A third of the clients drop out.
             ok = client_ids % 3 != 0
-            yield Block(client_ids, torch.zeros(len(client_ids), d), {}, ok)
+            reasons = dict.fromkeys(client_ids[~ok].tolist(), "raised")
+            yield Block(client_ids, torch.zeros(len(client_ids), d), {}, ok, reasons)
 
         def evaluate(self, vector, client_ids, round):  # type: ignore[no-untyped-def]
             raise NotImplementedError

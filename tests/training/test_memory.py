@@ -148,16 +148,18 @@ def test_a_round_run_again_starts_from_where_it_did(tmp_path):
 def test_a_checkpoint_of_the_state_goes_on_where_it_was():
     whole = trainer_of("client")
     etas(whole, rounds=2)
-    saved = {name: tensor.clone() for name, tensor in whole.memory.state_dict().items()}
+    saved = {name: tensor.clone() for name, tensor in whole.state().items()}
     resumed = trainer_of("client")
-    resumed.memory.load_state_dict(saved)
+    resumed.restore(saved)
     rows = [next(t.train(t.initial(), IDS, 3)).rows for t in (whole, resumed)]
     assert torch.equal(*rows)
 
 
 def test_columns_of_another_population_are_refused():
-    with pytest.raises(FedsimError, match="3 clients"):
-        Columns(4).load_state_dict(Columns(3).state_dict())
+    larger = Columns(4)
+    larger.store(np.array([3]), 1, {"eta": torch.ones(1)})
+    with pytest.raises(FedsimError, match="client 3; this run has clients 0 .. 2"):
+        Columns(3).restore(larger.state())
 
 
 def test_a_mechanisms_state_is_kept_with_its_client():
@@ -165,7 +167,7 @@ def test_a_mechanisms_state_is_kept_with_its_client():
     trainer = trainer_of("client", SGD(lr=0.1), privacy=privacy)
     for t in (1, 2):
         list(trainer.train(trainer.initial(), IDS, t))
-    saved = trainer.memory.state_dict()
+    saved = trainer.state()
     names = [name for name in saved if name.startswith("mechanism.")]
     assert names
     assert not any(torch.equal(saved[n][0], saved[n][3]) for n in names if saved[n].dim() > 1)
