@@ -266,7 +266,8 @@ def require_trainer(trainer: BlockTrainer) -> BlockTrainer:
         return trainer
     raise FedsimError(
         f"a {type(trainer).__name__} is no fedsim.rows.exchange.BlockTrainer; a class with "
-        "population, train and evaluate that inherits from TrainerDefaults there is one."
+        "population, train and evaluate that inherits from TrainerDefaults there is one (and a "
+        "ClientApp runs on LocalGrid, or in Flower's own simulation)."
     )
 
 

@@ -14,7 +14,6 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import torch
-from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedsim.engines.blocks import guarded_blocks
@@ -23,13 +22,15 @@ from fedsim.engines.parcel import Parcel
 from fedsim.engines.process import settle
 from fedsim.engines.schedule import chunks
 from fedsim.errors import FedsimError
-from fedsim.rows.exchange import Block, BlockTrainer, ClientStates, Ids, Instructions, Kind
+from fedsim.rows.exchange import Block, BlockTrainer, ClientStates, Ids, Instructions, Kind, Reason
 
 __all__ = ["RayGrid"]
 
 _log = logging.getLogger(__name__)
 
 _Arrays = dict[str, npt.NDArray[Any]]
+_Wire = tuple[Ids, npt.NDArray[Any] | None, _Arrays, npt.NDArray[np.bool_], dict[int, Reason]]
+"""A block's fields, its rows as an array."""
 
 # No reply of a worker is larger than this, if a single client's is not.
 _CHUNK_BYTES = 64 << 20
@@ -76,11 +77,6 @@ class RayGrid(LocalGrid):
         node_config: Mapping[str, Any] | None = None,
         run_id: int = 1,
     ) -> None:
-        if isinstance(trainer, ClientApp):
-            raise FedsimError(
-                "RayGrid trains a BlockTrainer's clients; run a ClientApp on LocalGrid, or in "
-                "Flower's own simulation."
-            )
         require_trainer(trainer)
         if trainer.device.type == "cuda" and not gpus_per_worker:
             raise FedsimError(
@@ -317,7 +313,7 @@ class _Training:
         round: int,
         config: Mapping[str, object],
         states: _Arrays,
-    ) -> tuple[list[Block], _Arrays]:
+    ) -> tuple[list[_Wire], _Arrays]:
         here: Tensor = torch.from_numpy(np.array(vector)).to(self._device)
         ids = np.array(client_ids)
         if kind == "train":
@@ -341,17 +337,19 @@ def _tensors(states: _Arrays) -> ClientStates:
     return {name: torch.from_numpy(np.array(values)) for name, values in states.items()}
 
 
-def _to_wire(block: Block) -> Block:
-    rows: Any = None if block.rows is None else block.rows.detach().cpu().numpy()
-    return replace(block, rows=rows)
+def _to_wire(block: Block) -> _Wire:
+    rows = None if block.rows is None else block.rows.detach().cpu().numpy()
+    return block.client_ids, rows, dict(block.metrics), block.ok, dict(block.reasons)
 
 
-def _from_wire(block: Block) -> Block:
-    rows: Any = block.rows
-    return replace(
-        block,
+def _from_wire(wire: _Wire) -> Block:
+    client_ids, rows, metrics, ok, reasons = wire
+    return Block(
+        client_ids=np.array(client_ids),
         rows=None if rows is None else torch.from_numpy(np.array(rows)),
-        metrics={name: np.array(values) for name, values in block.metrics.items()},
+        metrics={name: np.array(values) for name, values in metrics.items()},
+        ok=np.array(ok),
+        reasons=reasons,
     )
 
 

@@ -46,14 +46,12 @@ Ids = npt.NDArray[np.int64]
 NodeIds = npt.NDArray[np.uint64]
 """Flower's node ids use all 64 bits."""
 
-Reason = Literal[
-    "missing", "raised", "timeout", "malformed", "non-finite", "duplicate", "unknown"
-]
+Reason = Literal["missing", "raised", "timeout", "malformed", "non-finite", "duplicate", "unknown"]
 """Why a client contributes nothing to a round."""
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 ClientStates = Mapping[str, Tensor]
-"""`CLIENT_IDS`, int64 ``[m]``, and what these clients keep between rounds by name, each ``[m, ...]``."""
+"""`CLIENT_IDS`, int64 ``[m]``, and by name what these keep between rounds, ``[m, ...]``."""
 
 
 class MalformedBlockError(ValueError):
@@ -100,7 +98,7 @@ class Block:
             _require_array(f"metrics['{name}']", values, np.float64, n)
         failed = ids[~self.ok].tolist()
         if len(set(ids.tolist())) != n:
-            raise MalformedBlockError(f"client_ids are {ids.tolist()}; each client may be there once.")
+            raise MalformedBlockError(f"client_ids are {ids.tolist()}; each may be there once.")
         if set(self.reasons) != set(failed) or not set(self.reasons.values()) <= set(REASONS):
             raise MalformedBlockError(
                 f"reasons are {dict(self.reasons)} and clients {failed} failed; each of them, and "

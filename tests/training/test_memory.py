@@ -158,7 +158,7 @@ def test_a_checkpoint_of_the_state_goes_on_where_it_was():
 def test_columns_of_another_population_are_refused():
     larger = Columns(4)
     larger.store(np.array([3]), 1, {"eta": torch.ones(1)})
-    with pytest.raises(FedsimError, match="client 3; this run has clients 0 .. 2"):
+    with pytest.raises(FedsimError, match="client 3; this run has clients 0"):
         Columns(3).restore(larger.state())
 
 
