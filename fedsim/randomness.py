@@ -11,12 +11,13 @@ reaches into another's.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -128,6 +129,7 @@ class Randomness:
     seed: int | None
     release: str | None = None
     _keys: dict[str, tuple[int, int]] = field(init=False, repr=False, compare=False)
+    _repeats: bool = field(default=False, init=False, repr=False, compare=False)
 
     watch: ClassVar[Callable[[Address], object] | None] = None
     """Called with each address that is asked for the first time; for tests."""
@@ -142,6 +144,12 @@ class Randomness:
     def entropy(self) -> Literal["config", "system"]:
         """What the ledger calls this source."""
         return "system" if self.seed is None else "config"
+
+    def repeated(self) -> Self:
+        """The same source, for work that is done again: all its draws are asked for `again`."""
+        source = copy.copy(self)
+        object.__setattr__(source, "_repeats", True)
+        return source
 
     def generator(
         self,
@@ -170,7 +178,7 @@ class Randomness:
         ValueError
             If there is no such address.
         """
-        if Randomness.watch is not None:
+        if Randomness.watch is not None and not self._repeats:
             key = None if self.seed is None else self._keys[PURPOSES[purpose].keyed_by]
             Randomness.watch(Address(key, level, purpose, round, client, part))
         return self.again(

@@ -207,6 +207,11 @@ class Trainer:
         if self.state_kind == "server":
             self.memory = Sent.of(config)
 
+    @property
+    def bench(self) -> Bench:
+        """What its clients' steps are made with."""
+        return Bench(self.step, self.algorithm, self.data, self.packing, self.carried)
+
     def costs(self, client_ids: Ints) -> Floats:
         """Local steps of each client, ``[n]``, or 1 without any."""
         steps = [self.work.steps_of(self.data.size(client)) for client in client_ids]
@@ -331,6 +336,7 @@ class Trainer:
         randomness: Sequence[Randomness],
     ) -> _Fitted:
         """Train from ``start [1 or n, D]``; nothing is kept before `_finish`."""
+        randomness = self._sources(client_ids, round, randomness)
         n = len(client_ids)
         start = start.expand(n, -1)
         own = [self.data.indices[i] for i in client_ids]
@@ -379,6 +385,15 @@ class Trainer:
                     column[at] = rows.double().cpu().numpy()
         return _Fitted(start.clone() if theta is None else theta, metrics, carried)
 
+    def _sources(
+        self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
+    ) -> list[Randomness]:
+        """Where each client's draws come from: a block that raised has asked for them before."""
+        return [
+            source.repeated() if self._begun.get(client) == round else source
+            for client, source in zip(client_ids.tolist(), randomness, strict=True)
+        ]
+
     def _finish(self, fitted: _Fitted, client_ids: Ints, round: int) -> None:
         """Let clients keep what they ended with: the last thing that happens to a block."""
         if self.memory is not None:
@@ -407,12 +422,11 @@ class Trainer:
         kept: Mapping[str, Tensor],
         present: npt.NDArray[np.bool_],
     ) -> Steps:
-        bench = Bench(self.step, self.algorithm, self.data, self.packing, self.carried)
         if self.privacy is None:
-            return Steps(bench, batches, round)
+            return Steps(self.bench, batches, round)
         sizes = [self.data.size(int(client)) for client in ids]
         return PrivateSteps(
-            bench,
+            self.bench,
             batches,
             round,
             privacy=self.privacy,

@@ -219,16 +219,24 @@ def test_a_block_trained_at_once_loses_only_those_at_fault(fault, block_size):
                 assert torch.equal(block.rows[index], own.rows[0])
 
 
-def test_a_client_that_is_run_again_after_its_neighbour_raised_is_charged_once(orders):
+def test_a_client_that_is_run_again_after_its_neighbour_raised_draws_and_is_charged_once(
+    orders, monkeypatch
+):
+    addresses = []
+    monkeypatch.setattr(Randomness, "watch", staticmethod(addresses.append))
     privacy = ExamplePrivacy(Clipping(0.5), 1.0)
     for randomness in (Randomness(3), Randomness(None)):
+        addresses.clear()
         give(orders, "raises", (3,))
         trainer = treacherous(orders, privacy=privacy, randomness=randomness)
-        for round in (1, 2):
-            for _ in guarded_blocks(trainer, "train", trainer.initial(), np.arange(6), round):
+        for server_round in (1, 2):
+            for _ in guarded_blocks(
+                trainer, "train", trainer.initial(), np.arange(6), server_round
+            ):
                 pass
         for client in EVERYBODY:
             assert len(trainer.ledgers.of(client).entries) == 2
+    assert len(set(addresses)) == len(addresses) > 0
 
 
 class Misbehaving(ToyTrainer):

@@ -71,7 +71,7 @@ def test_no_step_mixes_the_gpu_with_the_host(monkeypatch, name):
         for t in (1, 2):
             for batches in plan_batches(trainer.work, own, np.arange(len(own)), sources, t):
                 n = len(batches.members)
-                ended = Steps(trainer, batches, t).run(
+                ended = Steps(trainer.bench, batches, t).run(
                     start.expand(n, -1).clone(),
                     {k: start.new_full((n,), v) for k, v in algorithm.numbers().items()},
                     {}, torch.ones(n, dtype=torch.bool, device="cuda"),

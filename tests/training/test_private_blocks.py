@@ -296,10 +296,8 @@ def test_no_private_step_mixes_the_gpu_with_the_host(monkeypatch, mechanism):
         start = trainer.packing.pack(trainer.initial().unsqueeze(0))
         for batches in plan_poisson(trainer.work, own, IDS, [Randomness(0)] * len(own), 1, 4):
             n = len(batches.members)
-            steps = PrivateSteps(
-                trainer, batches, 1, privacy=trainer.privacy, client_ids=batches.members,
-                randomness=[Randomness(0)] * n, kept={}, present=np.zeros(n, dtype=np.bool_),
-            )  # fmt: skip
+            nobody = np.zeros(n, dtype=np.bool_)
+            steps = trainer._steps(batches, 1, batches.members, [Randomness(0)] * n, {}, nobody)
             ended = steps.run(
                 start.expand(n, -1).clone(),
                 {k: start.new_full((n,), v) for k, v in trainer.algorithm.numbers().items()},
