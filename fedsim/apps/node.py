@@ -46,15 +46,18 @@ class NodeBuild(Build):
         self._file = data
 
     @functools.cached_property
+    def _everybody(self) -> Build:
+        return Build(self.config)
+
+    @functools.cached_property
     def dataset(self) -> datasets.Dataset:
         """The client's examples."""
         if self._file:
             whole = datasets.load(self._file, normalize=self.config.data.normalize)
             own = torch.arange(len(whole.y_train))
         else:
-            everybody = Build(self.config)
-            whole = everybody.dataset
-            own = torch.from_numpy(everybody.parts[self._node_client])
+            whole = self._everybody.dataset
+            own = torch.from_numpy(self._everybody.parts[self._node_client])
         return replace(
             whole,
             x_train=whole.x_train[own],
@@ -62,6 +65,16 @@ class NodeBuild(Build):
             x_test=whole.x_test[:0],
             y_test=whole.y_test[:0],
         ).to(self.device)
+
+    @property
+    def _calibrated_sizes(self) -> set[int]:
+        """Everybody's, so that all nodes have the noise that the server has."""
+        if self._file:
+            raise FedsimError(
+                "client.noise.target-epsilon is set, and a node with data of its own does not know "
+                "how many examples others have; set client.noise.multiplier instead."
+            )
+        return self._everybody._calibrated_sizes
 
     @functools.cached_property
     def parts(self) -> list[Indices]:

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-__all__ = ["Maybe", "MaybeBool", "Range", "Section", "one_of", "only"]
+__all__ = ["Maybe", "MaybeBool", "Range", "Section", "one_of", "only", "setting"]
 
 
 def _from_empty(value: Any) -> Any:
@@ -46,6 +46,11 @@ MaybeBool = Annotated[
 def only(*names: str, default: Any, **bounds: Any) -> Any:
     """A key that has a meaning only where its table's ``name`` is one of ``names``."""
     return Field(default, json_schema_extra={"only": list(names)}, **bounds)
+
+
+def setting(default: Any, *, affects_release: bool, **bounds: Any) -> Any:
+    """A key or a table that says whether it may change what a run releases; others may."""
+    return Field(default, json_schema_extra={"affects-release": affects_release}, **bounds)
 
 
 class Section(BaseModel):

@@ -15,7 +15,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError, model_validator
 
-from fedsim.config.keys import Section
+from fedsim.config.keys import Section, setting
 from fedsim.config.sections import (
     ClientSection,
     CohortSection,
@@ -39,9 +39,10 @@ Scalar = bool | int | float | str
 class RunConfig(Section):
     """Everything that determines a run. See the README for a commented example."""
 
-    name: str = "fedsim-run"
+    name: str = setting("fedsim-run", affects_release=False)
     seed: int = 1
-    rounds: int = 10
+    # Schedules have lengths of their own, and a calibrated noise multiplier is resolved.
+    rounds: int = setting(10, affects_release=False)
     data: DataSection = DataSection()
     partition: PartitionSection = PartitionSection()
     model: ModelSection = ModelSection()
@@ -50,8 +51,8 @@ class RunConfig(Section):
     mechanism: MechanismSection = MechanismSection()
     noise: NoiseSection = NoiseSection()
     server: ServerSection = ServerSection()
-    evaluate: EvaluateSection = EvaluateSection()
-    engine: EngineSection = EngineSection()
+    evaluate: EvaluateSection = setting(EvaluateSection(), affects_release=False)
+    engine: EngineSection = setting(EngineSection(), affects_release=False)
 
     @classmethod
     def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:

@@ -9,7 +9,7 @@ from pydantic import (
     model_validator,
 )
 
-from fedsim.config.keys import Maybe, MaybeBool, Range, Section, one_of, only
+from fedsim.config.keys import Maybe, MaybeBool, Range, Section, one_of, only, setting
 
 __all__ = [
     "ClientMechanismSection",
@@ -32,8 +32,8 @@ class DataSection(Section):
 
     table: ClassVar[str] = "data"
     name: str = "digits"
-    dir: str = "data"
-    download: bool = False
+    dir: str = setting("data", affects_release=False)
+    download: bool = setting(False, affects_release=False)
     normalize: bool = False
     train: Range = ""
 
@@ -141,7 +141,7 @@ class ClientNoiseSection(Section):
     delta: float = Field(1e-5, gt=0, lt=1)
     sampling: Literal["poisson", "shuffle"] = "poisson"
     hardened: bool = True
-    chunk: int = Field(0, ge=0)
+    chunk: int = setting(0, affects_release=False, ge=0)
 
 
 class ClientSection(Section):
@@ -174,9 +174,9 @@ class ClientSection(Section):
     post_decay: float = only("adadp-lr", default=0.1, ge=0)
     options: str = ""
     state: Literal["reset", "client", "server"] = "reset"
-    state_dir: str = ""
-    path: Literal["auto", "plain", "func", "stacked"] = "auto"
-    block_size: int = Field(0, ge=0)
+    state_dir: str = setting("", affects_release=False)
+    path: Literal["auto", "plain", "func", "stacked"] = setting("auto", affects_release=False)
+    block_size: int = setting(0, affects_release=False, ge=0)
     mechanism: ClientMechanismSection = ClientMechanismSection()
     noise: ClientNoiseSection = ClientNoiseSection()
 
@@ -238,7 +238,7 @@ class NoiseSection(Section):
     table: ClassVar[str] = "noise"
     multiplier: Maybe = None
     target_epsilon: Maybe = None
-    max_epsilon: Maybe = None
+    max_epsilon: Maybe = setting(None, affects_release=False)
     delta: float = Field(1e-5, gt=0, lt=1)
     entropy: Literal["", "config", "system"] = ""
     placement: Literal["server", "client"] = "server"
@@ -284,7 +284,7 @@ class ServerSection(Section):
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.999, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
-    max_failed_rounds: int = Field(3, ge=1)
+    max_failed_rounds: int = setting(3, affects_release=False, ge=1)
 
 
 class EvaluateSection(Section):

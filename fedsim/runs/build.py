@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fedsim import datasets, models, partitions
 from fedsim.config import RunConfig
+from fedsim.config.digest import release_digest
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.privacy import (
@@ -176,13 +177,18 @@ class Build:
                 delta=client.noise.delta,
             )
 
-        noise_multiplier = max(map(needed, self._sizes), default=0.0)
+        noise_multiplier = max(map(needed, self._calibrated_sizes), default=0.0)
         return replace(unnoised, noise_multiplier=noise_multiplier)
 
     @property
     def _sizes(self) -> set[int]:
         """Numbers of examples that clients have."""
         return {len(part) for part in self.parts if len(part)}
+
+    @property
+    def _calibrated_sizes(self) -> set[int]:
+        """Those of them that a noise multiplier must be enough for."""
+        return self._sizes
 
     @property
     def _work(self) -> LocalWork:
@@ -217,14 +223,34 @@ class Build:
 
     @cached_property
     def resolved(self) -> RunConfig:
-        """The config with everything filled in that a rule chose: device, path, block size."""
+        """The config with everything filled in that was left to a rule or to a calibration."""
         chosen: dict[str, str | int] = {
             "client.path": self.trainer.path.name,
             "client.block-size": self.trainer.block_size,
             "engine.device": self.device.type,
-            "noise.entropy": self.entropy,
         }
-        return self.config.replace(**chosen)
+        return self.released.replace(**chosen)
+
+    @cached_property
+    def released(self) -> RunConfig:
+        """The config with everything filled in that bears on what is released.
+
+        Noise multipliers stand in the place of target epsilons: who reads this, a node or a
+        resumed run, calibrates nothing, and draws the same noise.
+        """
+        config = self.config
+        chosen: dict[str, str | float] = {"noise.entropy": self.entropy}
+        if config.noise.target_epsilon is not None:
+            chosen |= {"noise.multiplier": self.noise_multiplier, "noise.target-epsilon": ""}
+        if self.example_privacy is not None and config.client.noise.target_epsilon is not None:
+            z = self.example_privacy.noise_multiplier
+            chosen |= {"client.noise.multiplier": z, "client.noise.target-epsilon": ""}
+        return config.replace(**chosen)
+
+    @cached_property
+    def release(self) -> str:
+        """Digest of all that determines what the run releases."""
+        return release_digest(self.released)
 
     @property
     def entropy(self) -> Literal["config", "system"]:
@@ -235,7 +261,7 @@ class Build:
     @property
     def randomness(self) -> Randomness:
         """Where cohorts, batches and noise come from."""
-        return Randomness(None if self.entropy == "system" else self.config.seed)
+        return Randomness(None if self.entropy == "system" else self.config.seed, self.release)
 
     @cached_property
     def noise_multiplier(self) -> float:
@@ -273,6 +299,7 @@ class Build:
             max_epsilon=config.noise.max_epsilon,
             ledger=ledger,
             seed=self.randomness.seed,
+            release=self.release,
             server_optimizer=objects.server_optimizer(config),
             placement=config.noise.placement,
             hardened_noise=config.noise.hardened,

@@ -128,7 +128,7 @@ def is_done(member: Member, out: Path) -> bool:
     if not directory.config.exists():
         return False
     there = RunConfig.load(directory.config)
-    if _without_resolved(there) != _without_resolved(member.config):
+    if _without_resolved(there) != _without_resolved(Build(member.config).released):
         raise FedsimError(f"{directory.path} holds a run of another config; choose another --out.")
     return directory.done.exists()
 

@@ -122,15 +122,16 @@ class Contributions:
 
     def request(
         self, asked: int, state: State
-    ) -> tuple[dict[str, float | int], dict[str, ArrayRecord]]:
+    ) -> tuple[dict[str, float | int | str], dict[str, ArrayRecord]]:
         """What to tell clients that noise their own rows: config entries and records."""
         if self.placement == "server":
             return {}, {}
-        entries: dict[str, float | int] = {
+        entries: dict[str, float | int | str] = {
             "share-noise-multiplier": self.noise_multiplier,
             "share-denominator": self.denominator,
             "share-asked": asked,
             "share-hardened": self.hardened,
+            "share-release": self.randomness.release or "",
         }
         return entries, {STATE_RECORD: array_record(state)}
 

@@ -20,6 +20,7 @@ from fedsim.mechanisms import Mechanism, State
 from fedsim.mechanisms.base import state_on
 from fedsim.privacy import Accountant, Event, Ledger, Statement
 from fedsim.privacy.chain import GENESIS
+from fedsim.privacy.digest import digest_of
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
 from fedsim.rows.exchange import Instructions
@@ -70,6 +71,10 @@ class DPFedAvg(ResumableStrategy):
     seed : int, optional
         Keys the cohorts, the noise and the evaluation samples. By default they come from the
         operating system, as they must wherever the guarantee is meant in earnest.
+    release : str, optional
+        Digest of all that determines what is released, which keys the noise beside the seed, so
+        that two runs of one seed share none. By default it is of the settings given here; then
+        runs whose clients do other work must have other seeds.
     server_optimizer : ServerOptimizer or Flower Strategy, optional
         Applied to the noisy mean; by default it is added as it is. Of Flower's strategies,
         those that refine FedAvg's mean will do: `FedAdam`, `FedYogi`, `FedAvgM`, ...
@@ -118,6 +123,7 @@ evaluate_metrics_aggr_fn
         max_epsilon: float | None = None,
         ledger: Ledger | str | PathLike[str] | None = None,
         seed: int | None = None,
+        release: str | None = None,
         server_optimizer: ServerOptimizer | Strategy | None = None,
         placement: Placement = "server",
         hardened_noise: bool = True,
@@ -159,10 +165,20 @@ evaluate_metrics_aggr_fn
         if not isinstance(ledger, Ledger):
             ledger = Ledger(ledger, delta=delta, max_epsilon=max_epsilon, declared=self._event())
         self.ledger = ledger
-        self.randomness = Randomness(seed)
+        server_optimizer = server_optimizer or sgd()
+        settings = {
+            "seed": seed,
+            "mechanism": mechanism,
+            "cohort": cohort,
+            "noise-multiplier": noise_multiplier,
+            "placement": placement,
+            "hardened": hardened_noise,
+            "server-optimizer": server_optimizer,
+        }
+        self.randomness = Randomness(seed, release or digest_of(settings))
         if isinstance(server_optimizer, Strategy):
             server_optimizer = FlowerOptimizer(server_optimizer)
-        self.server_optimizer = server_optimizer or sgd()
+        self.server_optimizer = server_optimizer
         self.placement = placement
         self.shows_clients = shows_clients
         self.weighted_by_key = weighted_by_key

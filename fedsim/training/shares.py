@@ -52,7 +52,8 @@ def share_reply(
         Where the client's noise comes from.
     """
     state = message.content.array_records[STATE_RECORD].to_torch_state_dict()
-    generator = randomness.generator(
+    # Of the strategy's release: an engine in its process would have made the same share.
+    generator = Randomness(randomness.seed, str(request["share-release"]) or None).generator(
         Purpose.SHARE, level="client", round=_whole(request, "server-round"), client=client
     )
     shares = mechanism.share(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
+from fedsim.privacy.digest import digest_of
 from fedsim.privacy.plan import LocalWork
 from fedsim.randomness import Randomness
 from fedsim.rows.exchange import CLIENT_STATE, Block, ClientStates
@@ -89,6 +90,8 @@ class Trainer:
     block_size : int
         Most clients at a time; 0 leaves it to the rule. Results do not depend on it.
     randomness : Randomness
+        With example-level privacy and without a release digest of its own it takes one of the
+        settings given here, so that two trainers of one seed share no noise.
     device : torch.device or str
     privacy : ExamplePrivacy, optional
         Example-level privacy.
@@ -137,6 +140,18 @@ class Trainer:
         self.work = LocalWork(batch_size, epochs, steps)
         self.loss = loss
         self.metrics = dict(metrics) if metrics is not None else {"accuracy": accuracy}
+        if privacy is not None and randomness.release is None:
+            settings = {
+                "seed": randomness.seed,
+                "algorithm": algorithm,
+                "work": self.work,
+                "loss": loss,
+                "mechanism": privacy.mechanism,
+                "noise-multiplier": privacy.noise_multiplier,
+                "sampling": privacy.sampling,
+                "hardened": privacy.hardened,
+            }
+            randomness = Randomness(randomness.seed, digest_of(settings))
         self.randomness = randomness
         self.layout = Layout.of(
             {n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}

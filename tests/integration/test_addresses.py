@@ -99,3 +99,33 @@ def test_a_share_does_not_cancel_the_noise_of_the_clients_own_steps() -> None:
     after = torch.cat([value.reshape(-1) for value in tensors(result.arrays).values()])
     # A chi-square with 2000 degrees of freedom: five standard deviations are 8 %.
     assert (after - before).std().item() == pytest.approx(2**0.5, rel=0.08)
+
+
+def released(config: RunConfig) -> np.ndarray:
+    return np.concatenate([a.numpy().ravel() for a in fedsim.run(config).arrays.values()])
+
+
+# Clients that do not move: what is released is noise.
+STILL = RunConfig().replace(
+    **{
+        "rounds": 1,
+        "partition.clients": 4,
+        "partition.max-examples": 20,
+        "mechanism.name": "clipping",
+        "noise.multiplier": 1.0,
+        "client.lr": 1e-30,
+        "evaluate.every": 0,
+    }
+)
+
+
+def test_two_runs_of_one_seed_that_release_different_things_share_no_noise() -> None:
+    start = released(STILL.replace(**{"mechanism.clip-norm": 1e-20}))
+    once = released(STILL)
+    # 650 parameters; correlations of independent noise have a standard deviation of .04.
+    for change in ({"client.lr": 2e-30}, {"mechanism.clip-norm": 0.5}, {"noise.multiplier": 2.0}):
+        other = released(STILL.replace(**change))
+        assert abs(np.corrcoef(once - start, other - start)[0, 1]) < 0.2
+    # What cannot affect a release leaves every byte as it is; the seed still starts the model.
+    same = STILL.replace(name="other", **{"client.path": "plain", "client.block-size": 1})
+    assert (released(same) == once).all()

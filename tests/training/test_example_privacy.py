@@ -27,13 +27,15 @@ from fedsim.training.paths.stacked import stack
 
 SIZES = [20, 7, 0, 33, 12]
 IDS = np.arange(len(SIZES))
+# One release, whatever the noise: trainers with it and without draw the same batches.
+RANDOMNESS = Randomness(3, "ab")
 Z64 = {"dtype": torch.float64}
 
 
 def private_trainer(algorithm, mechanism=None, z=1.0, *, model=None, data=None, **kw):
     given = {k: kw.pop(k) for k in ("sampling", "chunk", "ledger_dir", "hardened") if k in kw}
     privacy = None if mechanism is None else ExamplePrivacy(mechanism, z, **given)
-    kw = {"batch_size": 5, "steps": 4, "randomness": Randomness(3)} | kw
+    kw = {"batch_size": 5, "steps": 4, "randomness": RANDOMNESS} | kw
     return Trainer(
         model or make_mlp(**Z64),
         algorithm,
@@ -180,7 +182,7 @@ def test_one_step_of_dp_sgd_is_opacus_step_on_the_same_batch_and_noise(make):
     )  # fmt: skip
     start = trainer.initial()
     ours = final(trainer, IDS[:1]).theta[0]
-    (batch,) = plan_poisson(trainer.work, data.indices, IDS[:1], [Randomness(3)], 1)
+    (batch,) = plan_poisson(trainer.work, data.indices, IDS[:1], [RANDOMNESS], 1)
     at = torch.from_numpy(batch.index[batch.weight > 0])
     # The noise is what a step without data moves by.
     quiet = private_trainer(

@@ -64,7 +64,7 @@ class OneSum(Clipping):
 
 
 def trainer_of(mechanism, z=0.7, *, model=None, data=None, **settings):
-    settings = {"batch_size": 6, "steps": 3, "randomness": Randomness(5)} | settings
+    settings = {"batch_size": 6, "steps": 3, "randomness": Randomness(5, "ab")} | settings
     return Trainer(
         model or make_mlp(37, 19),
         settings.pop("algorithm", SGD(lr=0.3)),

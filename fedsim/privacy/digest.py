@@ -1,0 +1,54 @@
+"""Digests of settings: the same for equal settings, in any process and on any machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+__all__ = ["digest_of"]
+
+
+def digest_of(settings: Mapping[str, Any]) -> str:
+    """Hex digest (SHA-256) of named settings.
+
+    A dataclass counts by its name and the fields it is made with, another object by its name
+    and those of its attributes that are numbers, text or unset. 1 and 1.0 are equal.
+    """
+    text = json.dumps(_plain(settings), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(f"fedsim release, version 1\n{text}".encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return float(value) if abs(value) < 2**53 else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(entry) for entry in value]
+    if hasattr(value, "tolist"):  # arrays and tensors, without loading what they are made of
+        return _plain(value.tolist())
+    if is_dataclass(value) and not isinstance(value, type):
+        made_with = {
+            field.name: getattr(value, field.name) for field in fields(value) if field.init
+        }
+        return [_name(type(value)), _plain(made_with)]
+    if callable(value) and hasattr(value, "__qualname__"):
+        return _name(value)
+    simple = {
+        name: attribute
+        for name, attribute in getattr(value, "__dict__", {}).items()
+        if attribute is None or isinstance(attribute, bool | int | float | str)
+    }
+    return [_name(type(value)), _plain(simple)]
+
+
+def _name(thing: Any) -> str:
+    # Where fedsim keeps a class may change; a user's may be one of many of its name.
+    module = str(thing.__module__)
+    ours = module.partition(".")[0] == "fedsim"
+    return str(thing.__qualname__ if ours else f"{module}:{thing.__qualname__}")

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedsim import RunConfig
+from fedsim.config.digest import affects_release, release_digest
+from fedsim.errors import FedsimError
+from fedsim.privacy.digest import digest_of
+from fedsim.runs.build import Build
+
+# What DESIGN's third guarantee names, and what is like it.
+OUTSIDE = {
+    "name",
+    "rounds",
+    "data.dir",
+    "data.download",
+    "client.path",
+    "client.block-size",
+    "client.state-dir",
+    "client.noise.chunk",
+    "noise.max-epsilon",
+    "server.max-failed-rounds",
+}
+RESOLVED = RunConfig().replace(**{"noise.entropy": "config"})
+
+
+def test_every_key_is_in_the_digest_or_marked_in_its_declaration() -> None:
+    for key in RESOLVED.to_run_config():
+        marked = key in OUTSIDE or key.split(".")[0] in ("evaluate", "engine")
+        assert affects_release(key) == (not marked), key
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 2},
+        {"data.normalize": True},
+        {"partition.clients": 50},
+        {"model.dtype": "float64"},
+        {"client.lr": 0.2},
+        {"client.momentum": 0.5},
+        {"cohort.name": "poisson"},
+        {"mechanism.name": "clipping", "noise.multiplier": 1.0},
+        {"mechanism.name": "clipping", "noise.multiplier": 2.0},
+        {"mechanism.name": "clipping", "noise.multiplier": 1.0, "mechanism.clip-norm": 2.0},
+        {"noise.hardened": False},
+        {"noise.delta": 1e-6},
+        {"server.lr": 0.5},
+        {"client.mechanism.name": "clipping", "client.noise.multiplier": 1.0},
+        {},
+    ],
+    ids=str,
+)
+def test_what_determines_a_release_changes_the_digest_and_nothing_else_does(
+    change: dict[str, Any],
+) -> None:
+    config = RESOLVED.replace(**change)
+    digest = release_digest(config)
+    assert (digest == release_digest(RESOLVED)) == (not change)
+    operational: dict[str, Any] = {
+        "name": "other",
+        "rounds": 99,
+        "data.dir": "elsewhere",
+        "client.path": "plain",
+        "client.block-size": 7,
+        "client.state-dir": "kept",
+        "client.noise.chunk": 8,
+        "evaluate.every": 0,
+        "engine.name": "ray",
+        "engine.workers": 3,
+        "server.max-failed-rounds": 9,
+    }
+    assert release_digest(config.replace(**operational)) == digest
+
+
+def test_resolving_twice_changes_nothing_and_a_calibration_stands_for_its_result() -> None:
+    config = RunConfig().replace(
+        **{
+            "partition.clients": 7,
+            "rounds": 20,
+            "mechanism.name": "clipping",
+            "noise.target-epsilon": 5.0,
+            "client.mechanism.name": "clipping",
+            "client.noise.target-epsilon": 8.0,
+            "client.batch-size": 50,
+        }
+    )
+    build = Build(config)
+    once = build.resolved
+    again = Build(once)
+    assert again.resolved == once
+    assert again.release == build.release
+    assert (once.noise.target_epsilon, once.client.noise.target_epsilon) == (None, None)
+    assert again.noise_multiplier == build.noise_multiplier > 0
+    # More rounds of the resolved config are the same release, of the calibrated one they are not.
+    assert Build(once.replace(rounds=30)).release == build.release
+    assert Build(config.replace(rounds=30)).release != build.release
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"noise.entropy": ""}, "noise.entropy is None"),
+        ({"mechanism.name": "clipping", "noise.target-epsilon": 1.0}, "noise.target-epsilon is 1"),
+    ],
+)
+def test_a_config_that_is_not_resolved_has_no_digest(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(FedsimError, match=named):
+        release_digest(RESOLVED.replace(**change))
+
+
+def test_a_key_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(FedsimError, match="there is no key"):
+        affects_release("noise.colour")
+
+
+@dataclass
+class Settings:
+    lr: float = 1.0
+    hidden: float = field(default=0.0, init=False)
+
+
+class Plain:
+    def __init__(self, lr: float) -> None:
+        self.lr, self.child = lr, object()
+
+
+def test_a_digest_is_of_settings_and_neither_of_state_nor_of_addresses() -> None:
+    used = Settings()
+    used.hidden = 3.0
+    assert digest_of({"a": used}) == digest_of({"a": Settings(1)})
+    assert digest_of({"a": Settings(2.0)}) != digest_of({"a": Settings(1.0)})
+    assert digest_of({"a": Plain(1.0)}) == digest_of({"a": Plain(1.0)})
+    assert digest_of({"a": Plain(1.0)}) != digest_of({"a": Plain(2.0)})
+    assert digest_of({"a": np.ones(2)}) != digest_of({"a": np.zeros(2)})
+    assert digest_of({"a": digest_of}) == digest_of({"a": digest_of})
+    assert digest_of({"a": 1, "b": None}) == digest_of({"b": None, "a": 1.0})
+
+
+def test_a_digest_is_the_same_in_another_process() -> None:
+    script = (
+        "from fedsim import RunConfig; from fedsim.config.digest import release_digest;"
+        "print(release_digest(RunConfig().replace(**{'noise.entropy': 'config'})))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == release_digest(RESOLVED)
