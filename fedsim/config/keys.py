@@ -21,7 +21,32 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-__all__ = ["Maybe", "MaybeBool", "Range", "Section", "one_of", "only", "setting"]
+__all__ = [
+    "Maybe",
+    "MaybeBool",
+    "Multiplier",
+    "Name",
+    "Range",
+    "Section",
+    "TargetEpsilon",
+    "one_of",
+    "only",
+    "setting",
+    "shown",
+]
+
+# Beyond these a number is a mistake, and single precision or Flower's records cannot hold it.
+LARGEST_FLOAT, LARGEST_INT, LONGEST_STRING = 1e30, 2**63 - 1, 10_000
+
+
+def shown(value: Any) -> str:
+    """A value as a sentence shows it: not at its full length, however long that is."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a whole number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _from_empty(value: Any) -> Any:
@@ -72,7 +97,30 @@ class Section(BaseModel):
     def require(holds: bool, key: str, value: Any, allowed: str) -> None:
         """Raise the sentence ``key = value; it must be allowed`` unless ``holds``."""
         if not holds:
-            raise ValueError(f"{key} = {value!r}; it must be {allowed}.")
+            raise ValueError(f"{key} = {shown(value)}; it must be {allowed}.")
+
+    @model_validator(mode="after")
+    def _no_value_beyond_use(self) -> Section:
+        for attribute, field in type(self).model_fields.items():
+            value, key = getattr(self, attribute), f"{self.table}.{field.alias}".lstrip(".")
+            if isinstance(value, float):
+                self.require(abs(value) <= LARGEST_FLOAT, key, value, f"at most {LARGEST_FLOAT:g}")
+            elif isinstance(value, int):
+                self.require(abs(value) <= LARGEST_INT, key, value, "at most 2^63 - 1")
+            elif isinstance(value, str):
+                self.require(
+                    len(value) <= LONGEST_STRING,
+                    key,
+                    value,
+                    f"at most {LONGEST_STRING:,} characters",
+                )
+                self.require(
+                    not re.search("[\x00-\x1f\x7f-\x9f\ud800-\udfff]", value),
+                    key,
+                    value,
+                    "without control characters and valid UTF-8",
+                )
+        return self
 
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> Section:
@@ -108,6 +156,40 @@ def one_of(*names: str) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def _check_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", value, re.ASCII) or not value.strip("."):
+        raise PydanticCustomError(
+            "name",
+            "1 to 100 letters, digits, '.', '_' and '-', and not only dots (it names files); any "
+            "other words go into title",
+        )
+    return value
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
+"""What may stand in a path as one part of it."""
+
+
+def _check_multiplier(value: float | None) -> float | None:
+    if value is not None and value != 0 and not 1e-3 <= value <= 1e9:
+        raise PydanticCustomError("multiplier", "0.0, or from 0.001 to 1e9")
+    return value
+
+
+Multiplier = Annotated[Maybe, AfterValidator(_check_multiplier)]
+"""A noise multiplier, 0 for no noise, or unset."""
+
+
+def _check_target(value: float | None) -> float | None:
+    if value is not None and not 1e-6 <= value <= 1e6:
+        raise PydanticCustomError("target", "from 1e-6 to 1e6")
+    return value
+
+
+TargetEpsilon = Annotated[Maybe, AfterValidator(_check_target)]
+"""The epsilon that noise is calibrated to, or unset."""
 
 
 def _check_range(value: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError, model_validator
 
-from fedsim.config.keys import Section, setting
+from fedsim.config.keys import Name, Section, setting, shown
 from fedsim.config.sections import (
     ClientSection,
     CohortSection,
@@ -35,14 +35,17 @@ __all__ = ["RunConfig", "Scalar"]
 
 Scalar = bool | int | float | str
 
+LARGEST_FILE = 2**20
+
 
 class RunConfig(Section):
     """Everything that determines a run. See the README for a commented example."""
 
-    name: str = setting("fedsim-run", affects_release=False)
+    name: Name = setting("fedsim-run", affects_release=False)
+    title: str = setting("", affects_release=False)
     seed: int = 1
     # Schedules have lengths of their own, and a calibrated noise multiplier is resolved.
-    rounds: int = setting(10, affects_release=False)
+    rounds: int = setting(10, affects_release=False, ge=1, le=1_000_000_000)
     data: DataSection = DataSection()
     partition: PartitionSection = PartitionSection()
     model: ModelSection = ModelSection()
@@ -63,12 +66,7 @@ class RunConfig(Section):
         FedsimError
             If the file cannot be read or anything in it is wrong, in one sentence.
         """
-        try:
-            tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise FedsimError(f"cannot read the config {path}: {error.strerror}.") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise FedsimError(f"{path} is not valid TOML: {error}.") from None
+        tree = _read(path)
         for override in overrides:
             key, value = _parse_override(override)
             _assign(tree, key, value)
@@ -121,12 +119,28 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
         self.require(0 <= self.seed < 2**63, "seed", self.seed, "an integer from 0 to 2^63 - 1")
-        self.require(self.rounds >= 1, "rounds", self.rounds, "at least 1")
         _check_cohort(self)
         _check_noise(self)
         _check_evaluation(self)
         _check_state(self)
         return self
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    """The tree of a TOML file, which may be a pipe."""
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise FedsimError(f"cannot read the config {path}: {error.strerror}.") from None
+    if len(content) > LARGEST_FILE:
+        raise FedsimError(f"{path} is no config; one has at most {LARGEST_FILE:,} bytes.")
+    try:
+        return tomllib.loads(content.decode())
+    except RecursionError:
+        raise FedsimError(f"{path} is not valid TOML: it is nested too deeply.") from None
+    except ValueError as error:  # of its syntax, of its encoding, of an endless number
+        raise FedsimError(f"{path} is not valid TOML: {error}.") from None
 
 
 def _check_cohort(config: RunConfig) -> None:
@@ -210,10 +224,12 @@ def _check_state(config: RunConfig) -> None:
 def _parse_override(text: str) -> tuple[str, Scalar]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise FedsimError(f"--set {text!r} is not of the form key=value, such as client.lr=0.1.")
+        raise FedsimError(
+            f"--set {shown(text)} is not of the form key=value, such as client.lr=0.1."
+        )
     try:
         parsed: Scalar = tomllib.loads(f"value = {value.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         parsed = value.strip()
     return key.strip(), parsed
 
@@ -223,7 +239,7 @@ def _assign(tree: dict[str, Any], dotted: str, value: Any) -> None:
     for table in tables:
         tree = tree.setdefault(table, {})
         if not isinstance(tree, dict):
-            raise FedsimError(f"{dotted} cannot be set: '{table}' is a value, not a table.")
+            raise FedsimError(f"{shown(dotted)} cannot be set: '{table}' is a value, not a table.")
     tree[key] = value
 
 

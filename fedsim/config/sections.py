@@ -9,7 +9,17 @@ from pydantic import (
     model_validator,
 )
 
-from fedsim.config.keys import Maybe, MaybeBool, Range, Section, one_of, only, setting
+from fedsim.config.keys import (
+    Maybe,
+    MaybeBool,
+    Multiplier,
+    Range,
+    Section,
+    TargetEpsilon,
+    one_of,
+    only,
+    setting,
+)
 
 __all__ = [
     "ClientMechanismSection",
@@ -43,7 +53,7 @@ class PartitionSection(Section):
 
     table: ClassVar[str] = "partition"
     name: Literal["iid", "interpolated-pathological", "dirichlet", "shards"] = "iid"
-    clients: int = Field(100, ge=1)
+    clients: int = Field(100, ge=1, le=10_000_000)
     randomness: float = only("interpolated-pathological", default=0.0, ge=0, le=1)
     groups: str = only("interpolated-pathological", default="")
     alpha: float = only("dirichlet", default=0.5, gt=0)
@@ -136,9 +146,9 @@ class ClientNoiseSection(Section):
     """The noise on a client's sums of per-example gradients."""
 
     table: ClassVar[str] = "client.noise"
-    multiplier: Maybe = None
-    target_epsilon: Maybe = None
-    delta: float = Field(1e-5, gt=0, lt=1)
+    multiplier: Multiplier = None
+    target_epsilon: TargetEpsilon = None
+    delta: float = Field(1e-5, ge=1e-100, lt=1)
     sampling: Literal["poisson", "shuffle"] = "poisson"
     hardened: bool = True
     chunk: int = setting(0, affects_release=False, ge=0)
@@ -151,8 +161,8 @@ class ClientSection(Section):
     name: Annotated[str, one_of("sgd", "adam", "rmsprop", "adadp-lr", "adadp-noise")] = "sgd"
     lr: float = Field(0.1, gt=0)
     batch_size: int = Field(10, ge=0)
-    epochs: int = Field(1, ge=0)
-    steps: int = Field(0, ge=0)
+    epochs: int = Field(1, ge=0, le=10_000)
+    steps: int = Field(0, ge=0, le=1_000_000)
     momentum: float = only("sgd", default=0.0, ge=0, lt=1)
     weight_decay: float = only("sgd", "adam", "rmsprop", "adadp-noise", default=0.0, ge=0)
     schedule: str = only("sgd", "adam", "rmsprop", "adadp-noise", default="")
@@ -228,7 +238,7 @@ class CohortSection(Section):
 
     table: ClassVar[str] = "cohort"
     name: Literal["poisson", "fixed", "full"] = "full"
-    rate: float = only("poisson", default=0.1, gt=0, le=1)
+    rate: float = only("poisson", default=0.1, ge=1e-9, le=1)
     size: int = only("fixed", default=10, ge=1)
 
 
@@ -236,10 +246,10 @@ class NoiseSection(Section):
     """How much noise a release carries, and what privacy it must give."""
 
     table: ClassVar[str] = "noise"
-    multiplier: Maybe = None
-    target_epsilon: Maybe = None
+    multiplier: Multiplier = None
+    target_epsilon: TargetEpsilon = None
     max_epsilon: Maybe = setting(None, affects_release=False)
-    delta: float = Field(1e-5, gt=0, lt=1)
+    delta: float = Field(1e-5, ge=1e-100, lt=1)
     entropy: Literal["", "config", "system"] = ""
     placement: Literal["server", "client"] = "server"
     hardened: bool = True
@@ -253,19 +263,11 @@ class NoiseSection(Section):
             f"unset while noise.target-epsilon = {self.target_epsilon}, which determines it",
         )
         self.require(
-            self.multiplier is None or self.multiplier >= 0,
-            "noise.multiplier",
-            self.multiplier,
-            "at least 0",
+            self.max_epsilon is None or self.max_epsilon > 0,
+            "noise.max-epsilon",
+            self.max_epsilon,
+            "greater than 0",
         )
-        for key in ("target_epsilon", "max_epsilon"):
-            value = getattr(self, key)
-            self.require(
-                value is None or value > 0,
-                f"noise.{key.replace('_', '-')}",
-                value,
-                "greater than 0",
-            )
         return self
 
     @property
@@ -303,10 +305,10 @@ class EngineSection(Section):
     table: ClassVar[str] = "engine"
     name: Literal["local", "ray", "simulation", "deployment"] = "local"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    workers: int = only("ray", default=0, ge=0)
+    workers: int = only("ray", default=0, ge=0, le=10_000)
     address: str = only("ray", default="")
     cpus_per_worker: float = only("ray", "simulation", default=1.0, gt=0)
     gpus_per_worker: float = only("ray", "simulation", default=0.0, ge=0)
     federation: str = only("deployment", default="")
-    timeout: float = Field(3600.0, gt=0)
-    node_timeout: float = Field(60.0, gt=0)
+    timeout: float = Field(3600.0, gt=0, le=1e8)
+    node_timeout: float = Field(60.0, gt=0, le=1e8)

@@ -7,6 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from fedsim.config.keys import shown
+
 __all__ = ["sentence"]
 
 _KINDS = {
@@ -43,11 +45,11 @@ def sentence(model: type[BaseModel], error: ValidationError) -> str:
     if kind == "value_error":
         return str(context["error"])
     if kind == "literal_error":
-        return f"{key} = {_show(value)}; it must be {context['expected']}."
+        return f"{key} = {shown(value)}; it must be {context['expected']}."
     if kind in _BOUNDS:
         words, bound = _BOUNDS[kind]
-        return f"{key} = {_show(value)}; it must be {words} {context[bound]}."
-    return f"{key} = {_show(value)}; it must be {_KINDS.get(kind, first['msg'])}."
+        return f"{key} = {shown(value)}; it must be {words} {context[bound]}."
+    return f"{key} = {shown(value)}; it must be {_KINDS.get(kind, first['msg'])}."
 
 
 def _unknown_key(model: type[BaseModel], path: list[str]) -> str:
@@ -63,9 +65,3 @@ def _keys_of(model: Any, path: list[str]) -> list[str]:
         field = next(f for f in model.model_fields.values() if f.alias == part)
         model = field.annotation
     return [field.alias or name for name, field in model.model_fields.items()]
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return repr(value)

@@ -45,7 +45,7 @@ BAD = {
     ("mechanism.name=clipping",): "noise.multiplier = ''; it must be a number (0.0 for no noise)",
     (*PRIVATE, "noise.target-epsilon=2.0"): "unset while noise.target-epsilon = 2.0",
     (*PRIVATE, "noise.max-epsilon=0.0"): "noise.max-epsilon = 0.0; it must be greater than 0.",
-    ("mechanism.name=clipping", "noise.multiplier=-1.0"): "it must be at least 0.",
+    ("mechanism.name=clipping", "noise.multiplier=-1.0"): "it must be 0.0, or from 0.001 to 1e9.",
     ("noise.max-epsilon=2.0",): "unset in a run without a mechanism and noise",
     (*PRIVATE, "evaluate.clients-every=1"): "set evaluate.unprotected = true",
     (*PRIVATE, "mechanism.clip-norm=0.0"): "mechanism.clip-norm = 0.0; it must be greater than 0",
@@ -57,6 +57,20 @@ BAD = {
     ("client.mechanism.name=clipping",): "client.noise.multiplier = ''; it must be set",
     ("client.tol=1.0",): "client.tol = 1.0 has no effect with client.name = 'sgd'",
     (*PRIVATE, "client.state=server"): "client.state = 'server'; it must be 'reset' or 'client'",
+    (
+        "name=../../evil",
+    ): "name = '../../evil'; it must be 1 to 100 letters, digits, '.', '_' and '-'",
+    ("name=",): "name = ''; it must be 1 to 100",
+    ("name=...",): "and not only dots",
+    ("name=a b",): "any other words go into title",
+    ("name=größe",): "any other words go into title",
+    ('title="a\\nb"',): "title = 'a\\nb'; it must be without control characters",
+    ("rounds=100000000000000000",): "it must be at most 1000000000.",
+    ("client.steps=9007199254740992",): "it must be at most 1000000.",
+    ("client.batch-size=9223372036854775808",): "it must be at most 2^63 - 1.",
+    ("partition.clients=1000000000",): "it must be at most 10000000.",
+    ("server.lr=1e300",): "server.lr = 1e+300; it must be at most 1e+30.",
+    ("noise.target-epsilon=1e-9", *PRIVATE[::2]): "from 1e-6 to 1e6",
     ("data.train='5'",): "data.train = '5'; it must be a range such as '10000:'",
     ("data.train='-5:'",): "data.train = '-5:'; it must be a range",
     ("model.weights-for='fc*'",): "model.weights-for = 'fc*'; it must be unset without",
@@ -144,3 +158,36 @@ def test_reading_a_config_imports_neither_torch_nor_flower() -> None:
         "sys.exit(bool({'torch', 'flwr', 'ray'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_config_that_is_no_text_is_one_sentence(tmp_path: Path) -> None:
+    for content, sentence in (
+        (b"\xff", "valid TOML"),
+        (b"a = " + b"[" * 100_000, "nested too deeply"),
+        (b"rounds = " + b"9" * 5000, "valid TOML"),
+        (b"#" * 2**21, "at most 1,048,576 bytes"),
+    ):
+        (tmp_path / "run.toml").write_bytes(content)
+        with pytest.raises(FedsimError, match=sentence):
+            RunConfig.load(tmp_path / "run.toml")
+    for path in (tmp_path, tmp_path / "none", "/dev/zero"):
+        with pytest.raises(FedsimError):
+            RunConfig.load(path)
+
+
+@pytest.mark.parametrize("name", ["a", "A.b_c-9", "..a", "-", "a" * 100])
+def test_a_name_may_stand_in_a_path(name: str) -> None:
+    assert RunConfig.parse({"name": name, "title": "Größe 大小 [/bold]"}).name == name
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rounds", "9" * 5000), ("data.name", "[" * 20_000), ("name", "a" * 101)],
+    ids=["digits", "brackets", "letters"],
+)
+def test_a_sentence_stays_short_however_long_the_value_is(
+    tmp_path: Path, key: str, value: str
+) -> None:
+    with pytest.raises(FedsimError) as error:
+        load(tmp_path, f"{key}={value}")
+    assert len(str(error.value)) < 400
