@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from fedsim.audit.canaries import ALONE, OPPOSED, RARE, WORLDS, World
+from fedsim.audit.checks import Check
 from fedsim.audit.claim import Claim
+from fedsim.audit.observe import Plan
 from fedsim.audit.one_run import OneRun
-from fedsim.audit.runs import Plan
 from fedsim.audit.two_world import TwoWorlds
 from fedsim.audit.verdict import Verdict, audit
+from fedsim.audit.worlds import ALONE, OPPOSED, RARE, WORLDS, World
 
 __all__ = [
     "ALONE",
     "OPPOSED",
     "RARE",
     "WORLDS",
+    "Check",
     "Claim",
     "OneRun",
     "Plan",

@@ -1,4 +1,4 @@
-"""What is claimed: (epsilon, delta) for every epsilon, which is a trade-off curve."""
+"""What is claimed: a trade-off curve, of which (epsilon, delta) is one point."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ import numpy.typing as npt
 
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Adjacency, Event, Ledger
+from fedsim.privacy.tradeoff import TradeOff, tradeoff
 
-__all__ = ["Claim"]
+__all__ = ["Claim", "common_claim"]
 
 Floats = npt.NDArray[np.float64]
-
-# Where the curve is sampled. Lines through the samples lie nowhere above the true curve, so a
-# coarse grid only makes the audit more lenient.
-DELTAS = np.concatenate([np.geomspace(1e-7, 0.02, 32), np.linspace(0.03, 0.99, 49)])
 
 
 @dataclass(frozen=True)
@@ -27,9 +24,7 @@ class Claim:
     """What a ledger says about the releases of one run.
 
     Whoever tells two neighbouring federations apart, with false positives ``a``, has false
-    negatives of at least ``curve(a)`` if the claim holds: for every epsilon,
-    ``a' >= 1 - delta - e^eps a`` and ``a' >= e^-eps (1 - delta - a)`` (Kairouz, Oh and
-    Viswanath 2015; Dong, Roth and Su 2022).
+    negatives of at least ``curve(a)`` if the claim holds.
 
     Parameters
     ----------
@@ -72,8 +67,8 @@ class Claim:
         return self._accountant.releases
 
     @cached_property
-    def pairs(self) -> tuple[Floats, Floats]:
-        """Epsilons and their deltas, both ``[points]``; together they are the whole claim.
+    def tradeoff(self) -> TradeOff:
+        """The whole claim.
 
         Raises
         ------
@@ -84,18 +79,11 @@ class Claim:
             raise FedsimError(
                 "epsilon is infinite by the ledger itself: there is no claim to audit."
             )
-        epsilons = [self._accountant.epsilon(float(delta)) for delta in DELTAS]
-        # Beyond the first delta that costs nothing, the others say nothing new.
-        last = 1 + next((k for k, epsilon in enumerate(epsilons) if epsilon == 0), len(epsilons))
-        return np.array(epsilons[:last]), DELTAS[:last]
+        return tradeoff(self._accountant)
 
     def curve(self, false_positives: npt.ArrayLike) -> Floats:
         """Least false negative rate that the claim allows, same shape as the argument."""
-        a = np.asarray(false_positives, dtype=np.float64)[..., None]
-        epsilons, deltas = self.pairs
-        grown = np.exp(np.minimum(epsilons, 700.0))
-        lines = np.maximum(1 - deltas - grown * a, (1 - deltas - a) / grown)
-        return np.asarray(np.maximum(lines, 0.0).max(-1))
+        return self.tradeoff(false_positives)
 
 
 def common_claim(claims: Iterable[Claim]) -> Claim:

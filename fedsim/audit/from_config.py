@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fedsim.audit.runs import Plan
-from fedsim.audit.verdict import Verdict, audit
-from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
+from fedsim.audit.charges import promise_check
+from fedsim.audit.checks import Check
+from fedsim.audit.conformance import MOST_ROUNDS as MOST_WHOLE_ROUNDS
+from fedsim.audit.observe import PARAMETERS, Plan, observe
+from fedsim.audit.verdict import Verdict, audit, quiet
+from fedsim.audit.worlds import Canaries, still
+from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.privacy import calibrate, epsilon
 from fedsim.runs.build import Build
-from fedsim.runs.objects import cohort, mechanism
+from fedsim.runs.objects import cohort
 from fedsim.strategies import DPFedAvg, sgd
 
 __all__ = ["ConfigAudit"]
@@ -62,8 +66,9 @@ class ConfigAudit:
     def run(
         self,
         *,
-        runs: int = 1000,
+        runs: int = 300,
         canaries: int = 512,
+        checks: bool = True,
         confidence: float = 0.99,
         seed: int = 1,
         tick: Callable[[int], None] = lambda runs: None,
@@ -77,12 +82,10 @@ class ConfigAudit:
         """
         noise, config = Build(self.config).noise_multiplier, self.config
         declared = cohort(config)
-        small = _smaller(declared)
+        smaller = _smaller(config)
+        delta = config.noise.delta
         claimed = epsilon(
-            noise_multiplier=noise,
-            cohort=declared,
-            rounds=config.rounds,
-            delta=config.noise.delta,
+            noise_multiplier=noise, cohort=declared, rounds=config.rounds, delta=delta
         )
 
         def plan(most: int) -> tuple[Plan, float]:
@@ -90,31 +93,41 @@ class ConfigAudit:
             z = noise
             if rounds < config.rounds:
                 z = calibrate(
-                    target_epsilon=claimed, cohort=small, rounds=rounds, delta=config.noise.delta
+                    target_epsilon=claimed, cohort=cohort(smaller), rounds=rounds, delta=delta
                 )
-            return Plan(_Factory(config, small, z), rounds), z
+            return Plan(_Factory.of(smaller, z), rounds), z
 
         (few, few_z), (many, many_z) = plan(self.rounds), plan(MOST_ROUNDS)
+        whole = Plan(_Factory.of(smaller, noise), min(config.rounds, MOST_WHOLE_ROUNDS))
+        small = whole.strategy(seed).cohort
+        assert small.population is not None
+        with quiet():
+            extra = [_promise(whole, config.rounds, claimed, delta)]
         verdict = audit(
             few.strategy,
             rounds=few.rounds,
             runs=runs,
             canaries=canaries,
             one_run=many,
+            whole=whole,
+            checks=checks,
+            extra=extra,
             confidence=confidence,
             seed=seed,
             tick=tick,
         )
         assumed = {
-            "claim": f"epsilon {claimed:.4g} at delta {config.noise.delta:g} after "
+            "claim": f"epsilon {claimed:.4g} at delta {delta:g} after "
             f"{config.rounds:,} rounds of {config.mechanism.name} at noise multiplier {noise:.4g}",
             "neighbours": _NEIGHBOURS[declared.adjacency],
+            "tests": f"the first {_rounds(whole.rounds)} of {config.rounds:,}, of clients that "
+            "stand still, that each move a coordinate of their own, or do their worst",
             "two worlds": f"{runs:,} runs without and {runs:,} with the canary, "
             f"{_rounds(few.rounds)} at noise multiplier {few_z:.4g}: epsilon "
             f"{verdict.claim.epsilon:.4g}; thresholds from one half, errors from the other",
             "federation": f"{small.population:,} clients, {small.name} cohort of "
             f"{small.expected_size:g} expected, noise by the {config.noise.placement}; a model of "
-            "8 parameters; the mean is added to it as it is, since the rest is post-processing",
+            "few parameters; the mean is added to it as it is, since the rest is post-processing",
         }
         if verdict.one_run is not None and verdict.one_run_claim is not None:
             assumed["one run"] = (
@@ -125,25 +138,45 @@ class ConfigAudit:
         return verdict, assumed
 
 
+def _promise(whole: Plan, rounds: int, claimed: float, delta: float) -> Check:
+    """What the ledger of a run says, against what was said before it."""
+    brief = observe(Plan(whole.strategy, 1), _nobody(whole), PARAMETERS, 1)
+    return promise_check([entry.event for entry in brief.entries], rounds, claimed, delta)
+
+
+def _nobody(whole: Plan) -> Canaries:
+    strategy = whole.strategy(1)
+    assert strategy.cohort.population is not None
+    d = sum(tensor.numel() for tensor in PARAMETERS.values())
+    return still(strategy.cohort.population, d, strategy.mechanism.side_names)
+
+
 @dataclass(frozen=True)
 class _Factory:
-    config: RunConfig
-    cohort: Cohort
-    noise_multiplier: float
+    """Strategies as the config's runs have them, but for seed and server optimiser."""
 
-    def __call__(self, seed: int) -> DPFedAvg:
-        noise = self.config.noise
-        return DPFedAvg(
-            mechanism=mechanism(self.config.mechanism),
-            cohort=self.cohort,
-            noise_multiplier=self.noise_multiplier,
-            delta=noise.delta,
-            seed=seed,
-            # What a server's optimiser makes of the mean is post-processing: it is added.
-            server_optimizer=sgd(),
-            placement=noise.placement,
-            hardened_noise=noise.hardened,
-        )
+    seeded: RunConfig
+    unseeded: RunConfig
+
+    @classmethod
+    def of(cls, config: RunConfig, noise_multiplier: float) -> _Factory:
+        changes: dict[str, float | str] = {
+            "noise.multiplier": noise_multiplier,
+            "noise.target-epsilon": "",
+            "noise.max-epsilon": "",
+            "noise.entropy": "config",
+            "client.state": "reset",
+            "evaluate.clients-every": 0,
+        }
+        changed = config.replace(**changes)
+        return cls(changed, changed.replace(**{"noise.entropy": "system"}))
+
+    def __call__(self, seed: int | None) -> DPFedAvg:
+        config = self.unseeded if seed is None else self.seeded.model_copy(update={"seed": seed})
+        strategy = Build(config).strategy()
+        # What a server's optimiser makes of the mean is post-processing: it is added.
+        strategy.server_optimizer = sgd()
+        return strategy
 
 
 _NEIGHBOURS = {
@@ -153,18 +186,16 @@ _NEIGHBOURS = {
 }
 
 
-def _smaller(declared: Cohort) -> Cohort:
-    """The same cohort of at most `MOST_CLIENTS` clients, at the same rate."""
-    population = declared.population
-    assert population is not None
-    if population <= MOST_CLIENTS:
-        return declared
-    if isinstance(declared, PoissonCohort):
-        return PoissonCohort(rate=declared.rate, population=MOST_CLIENTS)
+def _smaller(config: RunConfig) -> RunConfig:
+    """The same federation with at most `MOST_CLIENTS` clients, at the same rate."""
+    declared = cohort(config)
+    assert declared.population is not None
+    if declared.population <= MOST_CLIENTS:
+        return config
+    changes: dict[str, int] = {"partition.clients": MOST_CLIENTS}
     if isinstance(declared, FixedCohort):
-        size = max(1, round(declared.rate * MOST_CLIENTS))
-        return FixedCohort(size=size, population=MOST_CLIENTS)
-    return FullCohort(population=MOST_CLIENTS)
+        changes["cohort.size"] = max(1, round(declared.rate * MOST_CLIENTS))
+    return config.replace(**changes)
 
 
 def _rounds(rounds: int) -> str:

@@ -1,4 +1,7 @@
-"""One run with many canaries, each in or out by a coin (Steinke, Nasr and Jagielski 2023)."""
+"""One run with many canaries, each in or out by a coin (Steinke, Nasr and Jagielski 2023).
+
+What was guessed is held against the whole trade-off curve (`fedsim.audit.guesses`).
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ import torch
 from scipy.linalg import hadamard
 from torch import Tensor
 
-from fedsim.audit.canaries import EXAMPLES, Canaries, reach
 from fedsim.audit.claim import Claim, common_claim
-from fedsim.audit.confidence import guesses_epsilon_bound, guesses_p_value
-from fedsim.audit.runs import Parameters, Plan, observe
+from fedsim.audit.confidence import guesses_epsilon_bound
+from fedsim.audit.guesses import refuted_p_value
+from fedsim.audit.observe import Parameters, Plan, observe
+from fedsim.audit.worlds import EXAMPLES, Canaries, reach
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
@@ -49,7 +53,7 @@ class OneRun:
 def guess(
     plan: Plan, start: Parameters, canaries: int, risk: float, seed: int
 ) -> tuple[OneRun, Claim]:
-    """A first run chooses how many coins to guess and at which epsilon; a second one counts.
+    """A first run chooses how many coins to guess; a second one counts.
 
     Parameters
     ----------
@@ -62,23 +66,18 @@ def guess(
         _play(plan, start, canaries, seed, part) for part in (0, 1)
     )
     common_claim((claim, same))
-    epsilons, deltas = claim.pairs
-    chosen = None
-    for share in SHARES:
-        guesses, correct = _guess(scores, coins, share)
-        for epsilon, delta in zip(epsilons, deltas, strict=True):
-            p = guesses_p_value(canaries, guesses, correct, float(epsilon), float(delta))
-            if chosen is None or p < chosen[0]:
-                chosen = (p, share, float(epsilon), float(delta))
-    assert chosen is not None
+    # Whichever share would refute the claim most clearly in the first run.
+    share = min(
+        SHARES, key=lambda share: refuted_p_value(canaries, *_guess(scores, coins, share), claim)
+    )
     widest = max(
         SHARES,
         key=lambda share: guesses_epsilon_bound(
             canaries, *_guess(scores, coins, share), risk, claim.delta
         ),
     )
-    guesses, correct = _guess(fresh, fresh_coins, chosen[1])
-    p_value = guesses_p_value(canaries, guesses, correct, chosen[2], chosen[3])
+    guesses, correct = _guess(fresh, fresh_coins, share)
+    p_value = refuted_p_value(canaries, guesses, correct, claim)
     bound = guesses_epsilon_bound(canaries, *_guess(fresh, fresh_coins, widest), risk, claim.delta)
     return OneRun(canaries, guesses, correct, p_value, bound), claim
 
@@ -121,9 +120,9 @@ def _play(
     metrics = {"num-examples": np.full(canaries, EXAMPLES)}
     metrics |= dict.fromkeys(strategy.mechanism.side_names, np.zeros(canaries))
     trainer = Canaries(rows[:there], ok[:there], metrics, silent=population - canaries)
-    seen, claim = observe(plan, trainer, start, run_seed)
-    moved = torch.from_numpy(seen[:, : layout.d].sum(0))
-    return (directions @ moved).numpy(), coins, claim
+    seen = observe(plan, trainer, start, run_seed)
+    moved = torch.from_numpy(seen.moves.sum(0))
+    return (directions @ moved).numpy(), coins, seen.claim
 
 
 def _directions(canaries: int, d: int, draws: np.random.Generator) -> Tensor:

@@ -13,11 +13,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedsim.audit.canaries import WORLDS
 from fedsim.audit.claim import Claim
 from fedsim.audit.power import noticeable
 from fedsim.audit.two_world import TwoWorlds
 from fedsim.audit.verdict import Verdict
+from fedsim.audit.worlds import WORLDS
 
 __all__ = ["draw", "power_sentence", "tabulate"]
 
@@ -36,14 +36,12 @@ def tabulate(verdict: Verdict, assumed: Mapping[str, str]) -> RenderableType:
         seen = f"{_SENTENCES.get(found.world, '')}; seen by {found.score}"
         facts.add_row(Text(found.world, style="dim"), seen)
     good = verdict.accepted
-    return Group(
-        facts,
-        Text(),
-        _attacks(verdict),
-        Text(power_sentence(verdict), style="dim"),
-        Text(),
-        Text(str(verdict), style="bold green" if good else "bold red"),
-    )
+    parts: list[RenderableType] = [facts, Text()]
+    if verdict.checks:
+        parts.append(_checks(verdict))
+    if verdict.attacks:
+        parts += [_attacks(verdict), Text(power_sentence(verdict), style="dim")]
+    return Group(*parts, Text(), Text(str(verdict), style="bold green" if good else "bold red"))
 
 
 def power_sentence(verdict: Verdict, seed: int = 1) -> str:
@@ -54,6 +52,23 @@ def power_sentence(verdict: Verdict, seed: int = 1) -> str:
     if factor is None:
         return "So few runs would not have noticed even ten times less noise: make more of them."
     return f"So many runs notice noise that is {factor:g} times too small, or anything as bad."
+
+
+def _checks(verdict: Verdict) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("of", no_wrap=True)
+    for heading in ("test", "looked at", "found", "should be"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("p", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    order = list(dict.fromkeys(check.subject for check in verdict.checks))
+    for check in sorted(verdict.checks, key=lambda check: order.index(check.subject)):
+        bad = check.refutes(verdict.risk_of_check)
+        table.add_row(
+            check.subject, check.name, check.looked_at, check.found, check.allowed,
+            _p(check.p_value), "refuted" if bad else "holds", style="red" if bad else "",
+        )  # fmt: skip
+    return table
 
 
 def _attacks(verdict: Verdict) -> Table:
@@ -91,13 +106,18 @@ def _style(p_value: float, verdict: Verdict) -> str:
 
 
 def _p(value: float) -> str:
+    if value == 0:
+        return "0"
     return f"{value:.2g}" if value > 1e-11 else "< 1e-11"
 
 
 def draw(verdict: Verdict, title: str) -> Figure:
     """The claim's trade-off curve with the measured boxes, on plain and logarithmic axes."""
-    figure = Figure(figsize=(11, 5.6), layout="constrained")
-    plain, logarithmic = figure.subplots(1, 2)
+    figure = Figure(figsize=(16 if verdict.checks else 11, 5.6), layout="constrained")
+    widths = [5, 5, 5] if verdict.checks else [5, 5]
+    plain, logarithmic, *rest = figure.subplots(1, len(widths), width_ratios=widths)
+    for axes in rest:
+        _bars(axes, verdict)
     for axes, scale in ((plain, "linear"), (logarithmic, "log")):
         axes.set_xscale(scale)
         axes.set_yscale(scale)
@@ -128,6 +148,19 @@ def _curve(axes: Axes, claim: Claim, low: float) -> None:
     label = f"claim: epsilon {claim.epsilon:.3g} at delta {claim.delta:g}"
     axes.plot(x, np.maximum(y, 1e-9), color=_INK, lw=1.5, label=label)
     axes.plot(x, np.maximum(1 - x, 1e-9), color=_INK, lw=0.8, ls=":", label="a guess")
+
+
+def _bars(axes: Axes, verdict: Verdict) -> None:
+    """How odd each check's finding is: beyond the line it refutes."""
+    oddness = [-np.log10(max(check.p_value, 1e-12)) for check in verdict.checks]
+    colours = ["#d9534f" if check in verdict.failed else "#3b6ea5" for check in verdict.checks]
+    axes.barh([str(check) for check in verdict.checks], oddness, color=colours, height=0.7)
+    axes.axvline(-np.log10(verdict.risk_of_check), color=_INK, lw=1, ls=":")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 12.5)
+    axes.set_xlabel("digits of oddness; a bar beyond the line refutes", color=_INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_INK, labelsize=7)
 
 
 def _box(axes: Axes, found: TwoWorlds, colour: str, low: float) -> None:

@@ -11,13 +11,18 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PLAIN", "Score", "fitted_scores"]
+__all__ = ["Score", "fitted_scores", "is_fitted"]
 
 Floats = npt.NDArray[np.float64]
 Score = Callable[[Floats], Floats]
 
-PLAIN = ("matched filter", "likelihood ratio")
-"""Scores with hardly anything to fit: they are as good as they look on the first half."""
+WINDOWS = 10
+FITTED = ("linear discriminant", "magnitudes")
+
+
+def is_fitted(name: str) -> bool:
+    """Whether a score looks better on the runs that it was fitted to than on others."""
+    return name in FITTED
 
 
 def fitted_scores(
@@ -34,21 +39,44 @@ def fitted_scores(
     rate : float
         Probability of the canary taking part in a round.
     """
-    d = len(direction)
+    d, rounds = len(direction), without.shape[1]
 
     def projected(seen: Floats) -> Floats:
         return np.asarray(seen[:, :, :d] @ direction)
 
-    def matched(seen: Floats) -> Floats:
-        return np.asarray(projected(seen).sum(1))
+    scores: dict[str, Score] = {
+        "matched filter": lambda seen: projected(seen).sum(1),
+        "likelihood ratio": _likelihood_ratio(
+            projected(without), projected(present), projected, rate
+        ),
+        "linear discriminant": _discriminant(without, present, _flat),
+        "magnitudes": _discriminant(without, present, _magnitudes),
+    }
+    if rounds > 1:
+        scores |= {
+            "largest round": lambda seen: projected(seen).max(1),
+            "range of rounds": lambda seen: np.ptp(projected(seen), axis=1),
+            "alike rounds": lambda seen: -_nearest(seen),
+        }
+        width = -(-rounds // WINDOWS)
+        for first in range(0, rounds, width):
+            window = slice(first, min(first + width, rounds))
+            scores[f"rounds {first + 1} to {window.stop}"] = _window(projected, window)
+    return scores
 
-    fitted: list[Score] = [
-        matched,
-        _likelihood_ratio(projected(without), projected(present), projected, rate),
-        _discriminant(without, present, _flat),
-        _discriminant(without, present, _magnitudes),
-    ]
-    return dict(zip((*PLAIN, "linear discriminant", "magnitudes"), fitted, strict=True))
+
+def _window(projected: Score, window: slice) -> Score:
+    return lambda seen: np.asarray(projected(seen)[:, window].sum(1))
+
+
+def _nearest(seen: Floats) -> Floats:
+    """Distance of the two rounds of a run that are nearest to each other."""
+    squares = np.square(seen).sum(2)
+    inner = np.einsum("rsd,rtd->rst", seen, seen)
+    distances = squares[:, :, None] + squares[:, None, :] - 2 * inner
+    rounds = seen.shape[1]
+    distances[:, np.arange(rounds), np.arange(rounds)] = np.inf
+    return np.asarray(distances.min((1, 2)))
 
 
 def _likelihood_ratio(without: Floats, present: Floats, projected: Score, rate: float) -> Score:

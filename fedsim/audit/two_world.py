@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fedsim.audit.canaries import World, reach
 from fedsim.audit.claim import Claim, common_claim
 from fedsim.audit.confidence import Box, box_p_value, epsilon_bound
-from fedsim.audit.runs import Parameters, Plan, observe
-from fedsim.audit.scores import PLAIN, Score, fitted_scores
+from fedsim.audit.observe import Parameters, Plan, observe
+from fedsim.audit.scores import Score, fitted_scores, is_fitted
+from fedsim.audit.worlds import World, reach
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
@@ -87,14 +87,14 @@ def attack(
             sides=strategy.mechanism.side_names,
         )
         for number in range(runs):
-            table, claim = observe(plan, trainer, start, int(seeds[side, number]))
-            tables.append(table)
-            claims.add(claim)
+            seen = observe(plan, trainer, start, int(seeds[side, number]))
+            tables.append(seen.table())
+            claims.add(seen.claim)
             tick(1)
     claim = common_claim(claims)
-    seen = _stacked(tables)
+    shown = _stacked(tables)
     direction = world.canary(layout.d).numpy()
-    return distinguish(world.name, seen[:runs], seen[runs:], direction, claim, risk), claim
+    return distinguish(world.name, shown[:runs], shown[runs:], direction, claim, risk), claim
 
 
 def _stacked(tables: list[Floats]) -> Floats:
@@ -153,7 +153,7 @@ def _choose(
         p_values = box_p_value(fp, fn, trials, claim)
         bounds = epsilon_bound(fp, fn, trials, risk, claim.delta)
         # A score looks better than it is on the runs that it was fitted to.
-        handicap = 0.0 if name in PLAIN else HANDICAP
+        handicap = HANDICAP if is_fitted(name) else 0.0
         first = int(np.lexsort((fp + fn, p_values))[0])
         most = int(bounds.argmax())
         evidence = math.log(p_values[first]) + handicap

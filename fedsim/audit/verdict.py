@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from fedsim.audit.canaries import WORLDS, World
+from fedsim.audit.checks import Check
 from fedsim.audit.claim import Claim
+from fedsim.audit.conformance import conformance, model_for
+from fedsim.audit.ideal import accounting_check
+from fedsim.audit.observe import PARAMETERS, Parameters, Plan, StrategyFactory
 from fedsim.audit.one_run import OneRun, guess
-from fedsim.audit.runs import PARAMETERS, Parameters, Plan, StrategyFactory
+from fedsim.audit.pairs import pair_checks
 from fedsim.audit.two_world import TwoWorlds, attack
+from fedsim.audit.worlds import WORLDS, World
 from fedsim.errors import FedsimError
 
-__all__ = ["Verdict", "audit"]
+__all__ = ["Verdict", "audit", "quiet"]
+
+# Attacks are bounded from above and seldom use their share of the risk; the p-values of tests
+# are exact, and what they look for is far beyond doubt where it is there.
+SHARE_OF_CHECKS = 0.1
 
 
 @dataclass(frozen=True)
@@ -25,11 +35,13 @@ class Verdict:
     Attributes
     ----------
     claim : Claim
-        Of the runs of the two-world attacks.
+        Of the runs of the two-world attacks, or of the one run if there were none.
     two_worlds : tuple of TwoWorlds
     one_run : OneRun or None
     one_run_claim : Claim or None
         The one run may have more rounds, and then claims something of its own.
+    checks : tuple of Check
+        Of whole runs: noise, draws, what one client moves, what is charged.
     confidence : float
         Probability with which a true claim is accepted, at least.
     rounds, runs : int
@@ -40,26 +52,43 @@ class Verdict:
     two_worlds: tuple[TwoWorlds, ...]
     one_run: OneRun | None
     one_run_claim: Claim | None
+    checks: tuple[Check, ...]
     confidence: float
     rounds: int
     runs: int
 
     @property
+    def attacks(self) -> int:
+        """Number of attacks that were made."""
+        return len(self.two_worlds) + (self.one_run is not None)
+
+    @property
     def risk(self) -> float:
         """Of each attack: they share the verdict's between them (Bonferroni)."""
-        return (1 - self.confidence) / (len(self.two_worlds) + (self.one_run is not None))
+        return _risk_of_attack(self.confidence, self.attacks, bool(self.checks))
+
+    @property
+    def risk_of_check(self) -> float:
+        """Of each check, from what is left to them."""
+        share = SHARE_OF_CHECKS if self.attacks else 1.0
+        return (1 - self.confidence) * share / max(len(self.checks), 1)
 
     @property
     def refuting(self) -> tuple[str, ...]:
-        """Attacks that no system for which the claim is true would have let succeed."""
+        """Attacks and checks that no system for which the claim is true would have failed."""
         names = [found.world for found in self.two_worlds if found.p_value <= self.risk]
         if self.one_run is not None and self.one_run.p_value <= self.risk:
             names.append("one run")
-        return tuple(names)
+        return (*names, *(str(check) for check in self.failed))
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """Checks whose p-value is too small for chance."""
+        return tuple(check for check in self.checks if check.refutes(self.risk_of_check))
 
     @property
     def accepted(self) -> bool:
-        """Whether no attack refuted the claim."""
+        """Whether no attack and no check refuted the claim."""
         return not self.refuting
 
     @property
@@ -68,18 +97,22 @@ class Verdict:
         return max((found.epsilon_bound for found in self.two_worlds), default=0.0)
 
     def __str__(self) -> str:
-        attacks = len(self.two_worlds) + (self.one_run is not None)
+        claimed = f"(epsilon, delta) = ({self.claim.epsilon:.3g}, {self.claim.delta:g})"
+        level = f"at {self.confidence:.4g} confidence."
         if self.accepted:
+            tests = f", and none of {len(self.checks)} tests finds anything" if self.checks else ""
             return (
-                f"The claim stands: none of {attacks} attacks does better than (epsilon, delta) = "
-                f"({self.claim.epsilon:.3g}, {self.claim.delta:g}) allows, at "
-                f"{self.confidence:.4g} confidence."
+                f"The claim stands: none of {self.attacks} attacks does better than {claimed} "
+                f"allows{tests}, {level}"
             )
         return (
-            f"The claim is refuted by {' and '.join(self.refuting)}: more leaks than (epsilon, "
-            f"delta) = ({self.claim.epsilon:.3g}, {self.claim.delta:g}) allows, at "
-            f"{self.confidence:.4g} confidence."
+            f"The claim is refuted by {' and '.join(self.refuting)}: this is not what "
+            f"{claimed} says, {level}"
         )
+
+
+def _risk_of_attack(confidence: float, attacks: int, checked: bool) -> float:
+    return (1 - confidence) * (1 - SHARE_OF_CHECKS * checked) / max(attacks, 1)
 
 
 def audit(
@@ -90,28 +123,38 @@ def audit(
     worlds: Sequence[World] = WORLDS,
     canaries: int = 512,
     one_run: Plan | None = None,
+    whole: Plan | None = None,
+    checks: bool = True,
+    extra: Sequence[Check] = (),
     confidence: float = 0.99,
     start: Parameters = PARAMETERS,
     seed: int = 1,
     tick: Callable[[int], None] = lambda runs: None,
 ) -> Verdict:
-    """Attack the claim that a strategy's own ledger makes.
+    """Attack the claim that a strategy's own ledger makes, and test what it takes for granted.
 
-    In each world the strategy is run ``runs`` times without and ``runs`` times with a canary
-    client, on a `LocalGrid`; score and threshold are chosen on one half and errors counted on
-    the other. In the one run, every canary is in or out by a coin, and the coins are guessed.
+    *Checks* look at whole runs: is released noise white, normal and new in every round, are
+    clients drawn as the ledger says, how far does one client move the sum, whatever it sends,
+    does it decide anything else, is every release charged. *Two worlds*: the strategy is run
+    ``runs`` times without and ``runs`` times with a canary client, on a `LocalGrid`; score and
+    threshold are chosen on one half and errors counted on the other. *One run*: every canary
+    is in or out by a coin, and the coins are guessed.
 
     Parameters
     ----------
     strategy : callable
-        From a seed to a fresh `DPFedAvg`.
+        From a seed, or None for the system's entropy, to a fresh `DPFedAvg`.
     rounds : int
-        Of each run; mechanisms that adapt show it from the second.
+        Of each run of the two worlds; mechanisms that adapt show it from the second.
     worlds : sequence of World
     canaries : int
         Of the one run, at most; 0 leaves it out.
-    one_run : Plan, optional
-        What the one run does, if not the same: it can afford more rounds.
+    one_run, whole : Plan, optional
+        What the one run and the checks do, if not the same: they can afford more rounds.
+    checks : bool
+        Whether to look at whole runs.
+    extra : sequence of Check
+        More checks, made by the caller, that share the risk.
     confidence : float
         Probability with which a true claim is accepted, at least.
     start : mapping of name to Tensor
@@ -131,25 +174,56 @@ def audit(
     if runs < 20 and worlds:
         raise FedsimError(f"runs is {runs}; it must be at least 20.")
     attacks = len(worlds) + (canaries > 0)
-    if not attacks:
+    if not attacks and not checks:
         raise FedsimError("there is neither a world nor a canary; an audit needs one of them.")
-    risk = (1 - confidence) / attacks
+    population = strategy(seed).cohort.population or 0
+    if population < 2:
+        raise FedsimError(
+            f"cohort.population is {population}; an audit needs a canary and somebody else."
+        )
+    risk = _risk_of_attack(confidence, attacks, checks or bool(extra))
     plan = Plan(strategy, rounds)
+    whole = whole or plan
     claim: Claim | None = None
-    found = []
-    for number, world in enumerate(worlds):
-        result, claim = attack(plan, world, start, runs, risk, seed + number, tick)
-        found.append(result)
-    guessed = guessed_claim = None
-    if canaries:
-        whole = one_run or plan
-        population = whole.strategy(seed).cohort.population or 0
-        canaries = min(canaries, population)
-        d = 2 ** math.ceil(math.log2(max(canaries, 8)))
-        guessed, guessed_claim = guess(whole, _spread(start, d), canaries, risk, seed)
-    claim = claim or guessed_claim
-    assert claim is not None
-    return Verdict(claim, tuple(found), guessed, guessed_claim, confidence, rounds, runs)
+    with quiet():
+        made = [*extra, *(_checks(whole, seed) if checks else ())]
+        found = []
+        for number, world in enumerate(worlds):
+            result, claim = attack(plan, world, start, runs, risk, seed + number, tick)
+            found.append(result)
+        guessed = guessed_claim = None
+        if canaries:
+            canaries = min(canaries, population)
+            d = 2 ** math.ceil(math.log2(max(canaries, 8)))
+            guessed, guessed_claim = guess(one_run or plan, _spread(start, d), canaries, risk, seed)
+    claim = claim or guessed_claim or Claim((strategy(seed)._event(),) * rounds)
+    return Verdict(
+        claim, tuple(found), guessed, guessed_claim, tuple(made), confidence, rounds, runs
+    )
+
+
+def _checks(whole: Plan, seed: int) -> list[Check]:
+    start = model_for(whole)
+    event = whole.strategy(seed)._event()
+    claim = Claim((event.times(whole.rounds),), whole.strategy(seed).delta)
+    # Before anything is run: without a claim there is nothing to check.
+    claim.curve(0.5)
+    made, noise = conformance(whole, start, seed)
+    if noise.stds.all():
+        made += pair_checks(whole, start, noise, seed)
+    return [*made, accounting_check(claim, seed)]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings of runs in which clients fail on purpose."""
+    log = logging.getLogger("fedsim")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _spread(start: Parameters, d: int) -> Parameters:

@@ -26,7 +26,7 @@ def audit(
     ] = None,
     runs: Annotated[
         int, typer.Option(help="Runs without a canary, and as many with, in each world.")
-    ] = 1000,
+    ] = 300,
     rounds: Annotated[int, typer.Option(help="Rounds of each of these runs, at most.")] = 3,
     canaries: Annotated[int, typer.Option(help="Canaries of the one run; 0 leaves it out.")] = 512,
     confidence: Annotated[
@@ -36,12 +36,17 @@ def audit(
 ) -> None:
     """Attack what a config claims, through the strategy and the engine that it would run on.
 
+    Tests look at whole runs of the config's own length: is what is released white noise of the
+    claimed size, new in every round; are clients drawn as the ledger says; how far does one
+    client move the sum, and what else, whatever it sends, and whether or not it answers; is
+    every release charged, at what it costs.
+
     A canary is a client that does its worst. It is put into federations where it shows most;
     many runs with it and without it give the false positives and false negatives of whoever
     wants to tell them apart, and these are held against the trade-off curve that the ledger's
-    (epsilon, delta) allows, for every epsilon. A second attack flips a coin for each of many
+    (epsilon, delta) allows, for every epsilon. Another attack flips a coin for each of many
     canaries in one run of the config's own length, and guesses the coins (Steinke, Nasr and
-    Jagielski 2023).
+    Jagielski 2023; Mahloujifar, Melis and Chaudhuri 2024).
 
         fedsim audit run.toml --runs 2000
 

@@ -1,9 +1,10 @@
-"""Canary clients: what they send, and what everybody else does meanwhile."""
+"""Worlds: federations of made-up clients, in one of which a canary does its worst."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,17 @@ from fedsim.mechanisms import Mechanism
 from fedsim.rows import Layout
 from fedsim.rows.exchange import Block, Ids, Reason, TrainerDefaults
 
-__all__ = ["ALONE", "OPPOSED", "RARE", "WORLDS", "Canaries", "World", "reach"]
+__all__ = [
+    "ALONE",
+    "OPPOSED",
+    "RARE",
+    "WORLDS",
+    "Canaries",
+    "World",
+    "orthogonal",
+    "reach",
+    "still",
+]
 
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
@@ -126,12 +137,22 @@ class Canaries(TrainerDefaults):
     metrics : mapping of name to float64 ``[k]`` or longer
     silent : int
         So many clients, with the lowest ids, send zero; the others follow them.
+    raises : bool
+        Whether the last client raises an exception instead of answering.
+    pause, pauses : float and int
+        Seconds that one client takes to answer, and its id.
+    answered : dict of int to list of int64 arrays
+        Who answered or raised in each round, in the order in which they did.
     """
 
     rows: Tensor
     ok: Mask
     metrics: Mapping[str, Floats]
     silent: int = 0
+    raises: bool = False
+    pause: float = 0.0
+    pauses: int = 0
+    answered: dict[int, list[Ids]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def population(self) -> int:
@@ -140,29 +161,73 @@ class Canaries(TrainerDefaults):
 
     def train(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
         """Their rows, whatever the global parameters are."""
-        for start in range(0, len(client_ids), BLOCK):
-            ids = client_ids[start : start + BLOCK]
-            index = ids - self.silent
-            own = index >= 0
-            if own.all():
-                rows, ok = self.rows[index], self.ok[index]
-            else:
-                rows = self.rows.new_zeros(len(ids), self.rows.shape[1])
-                rows[torch.from_numpy(own)] = self.rows[index[own]]
-                ok = np.ones(len(ids), dtype=np.bool_)
-                ok[own] = self.ok[index[own]]
-            metrics = {
-                name: np.where(own, values[index], 1.0 if name == "num-examples" else 0.0)
-                for name, values in self.metrics.items()
-            }
-            if not ok.all():
-                rows = rows.masked_fill(torch.from_numpy(~ok)[:, None], 0.0)
-            reasons: dict[int, Reason] = dict.fromkeys(ids[~ok].tolist(), "raised")
-            yield Block(ids, rows, metrics, ok, reasons)
+        last = self.population - 1
+        if self.raises and len(client_ids) > 1 and last in client_ids:
+            raise RuntimeError("the canary is among them")
+        # One that pauses answers alone, so that others can be left out after it.
+        width = 1 if self.pause else BLOCK
+        for start in range(0, len(client_ids), width):
+            ids = client_ids[start : start + width]
+            self.answered.setdefault(round, []).append(ids)
+            if self.raises and last in ids:
+                raise RuntimeError("the canary has no answer")
+            if self.pause and self.pauses in ids:
+                time.sleep(self.pause)
+            yield self._block(ids)
+
+    def _block(self, ids: Ids) -> Block:
+        index = ids - self.silent
+        loud = index >= 0
+        if loud.all():
+            rows, ok = self.rows[index], self.ok[index]
+        else:
+            rows = self.rows.new_zeros(len(ids), self.rows.shape[1])
+            rows[torch.from_numpy(loud)] = self.rows[index[loud]]
+            ok = np.ones(len(ids), dtype=np.bool_)
+            ok[loud] = self.ok[index[loud]]
+        metrics = {
+            name: np.where(
+                loud, values[np.maximum(index, 0)], 1.0 if name == "num-examples" else 0.0
+            )
+            for name, values in self.metrics.items()
+        }
+        if not ok.all():
+            rows = rows.masked_fill(torch.from_numpy(~ok)[:, None], 0.0)
+        reasons: dict[int, Reason] = dict.fromkeys(ids[~ok].tolist(), "raised")
+        return Block(ids, rows, metrics, ok, reasons)
 
     def evaluate(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
         """Canaries have no data."""
         yield Block.sent(client_ids, None, {"num-examples": np.ones(len(client_ids))})
+
+    def but(self, **changes: object) -> Canaries:
+        """The same federation with something else about it, and its own memory of answers."""
+        return replace(self, answered={}, **changes)  # type: ignore[arg-type]
+
+
+def still(population: int, d: int, sides: tuple[str, ...]) -> Canaries:
+    """A federation whose clients all send zero."""
+    metrics = dict.fromkeys(("num-examples", *sides), np.zeros(1))
+    return Canaries(
+        torch.zeros(0, d, dtype=torch.float64), np.ones(0, np.bool_), metrics, silent=population
+    )
+
+
+def orthogonal(population: int, d: int, scale: float, sides: tuple[str, ...]) -> Canaries:
+    """A federation in which client i moves coordinate i alone, as far as it can.
+
+    Raises
+    ------
+    ValueError
+        If there are more clients than coordinates.
+    """
+    if population > d:
+        raise ValueError(f"{population} clients cannot each have one of {d} coordinates.")
+    rows = torch.zeros(population, d, dtype=torch.float64)
+    rows.fill_diagonal_(scale)
+    metrics = {"num-examples": np.linspace(1, EXAMPLES, population)}
+    metrics |= dict.fromkeys(sides, np.zeros(population))
+    return Canaries(rows, np.ones(population, dtype=np.bool_), metrics)
 
 
 def reach(mechanism: Mechanism, layout: Layout) -> float:

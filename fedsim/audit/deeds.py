@@ -1,0 +1,97 @@
+"""Everything that one client may try: what it sends, reports, or leaves undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedsim.audit.observe import Parameters, columns
+from fedsim.audit.worlds import ALONE, OPPOSED, Canaries, World
+
+__all__ = ["Deed", "deeds"]
+
+Change = Callable[[Canaries], Canaries]
+
+
+@dataclass(frozen=True)
+class Deed:
+    """What the canary does in a world.
+
+    Attributes
+    ----------
+    name : str
+        Goes on "a canary that".
+    world : World
+    change : callable
+        From the world's federation to one in which the canary does it.
+    harmless : bool
+        Whether its row can be used as it is: then its share of noise is there too.
+    """
+
+    name: str
+    world: World
+    change: Change
+    harmless: bool = True
+
+
+def deeds(start: Parameters, scale: float) -> list[Deed]:
+    """All of them, for a model of these parameters.
+
+    Parameters
+    ----------
+    scale : float
+        Length of a coordinate that every bound shortens.
+    """
+    d = sum(tensor.numel() for tensor in start.values())
+
+    def full(value: float) -> Tensor:
+        return torch.full((d,), value, dtype=torch.float64)
+
+    last = torch.zeros(d, dtype=torch.float64)
+    last[-1] = 1
+    layers = []
+    for name, part in zip(start, columns(start), strict=True):
+        row = torch.zeros(d, dtype=torch.float64)
+        row[part] = scale
+        layers.append(Deed(f"moves {name} alone", ALONE, _sends(row)))
+    return [
+        Deed("pulls as hard as it can", ALONE, lambda them: them),
+        Deed("pulls against all others", OPPOSED, lambda them: them),
+        Deed("moves one coordinate", OPPOSED, _sends(scale * last)),
+        *layers,
+        Deed("sends 1e200", OPPOSED, _sends(full(1e200))),
+        Deed("sends 1e-200", OPPOSED, _sends(full(1e-200))),
+        Deed("sends nothing", OPPOSED, _sends(full(0.0))),
+        Deed("sends NaN", OPPOSED, _sends(full(torch.nan)), harmless=False),
+        Deed(
+            "sends one infinity", OPPOSED, _sends(torch.where(last > 0, torch.inf, last)),
+            harmless=False,
+        ),
+        Deed("raises an exception", OPPOSED, lambda them: them.but(raises=True), harmless=False),
+        *(
+            Deed(f"reports {value:g}", OPPOSED, _reports(value), harmless=False)
+            for value in (0.0, -1e9, 1e300, float("nan"))
+        ),
+    ]  # fmt: skip
+
+
+def _sends(row: Tensor) -> Change:
+    def change(them: Canaries) -> Canaries:
+        rows = them.rows.clone()
+        rows[-1] = row
+        return them.but(rows=rows)
+
+    return change
+
+
+def _reports(value: float) -> Change:
+    def change(them: Canaries) -> Canaries:
+        metrics = {name: values.copy() for name, values in them.metrics.items()}
+        for values in metrics.values():
+            values[-1] = value
+        return them.but(metrics=metrics)
+
+    return change

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from fedsim.audit.draws import draw_checks
+from fedsim.privacy import Event
+
+Ids = npt.NDArray[np.int64]
+Run = list[Ids]
+N, RATE, ROUNDS = 300, 0.2, 80
+POISSON = Event(noise_multiplier=1.0, rate=RATE)
+FIXED = Event(noise_multiplier=1.0, sampler="fixed", size=60, population=N)
+FULL = Event(noise_multiplier=1.0, sampler="full")
+RISK = 1e-5
+
+
+def poisson(rng: np.random.Generator, rate: float = RATE) -> Ids:
+    return np.flatnonzero(rng.random(N) < rate)
+
+
+def refuted(runs: list[Run], event: Event) -> set[str]:
+    return {check.name for check in draw_checks(runs, event, N) if check.p_value <= RISK}
+
+
+def drawn(draw: Callable[[np.random.Generator], Ids], seed: int = 0) -> list[Run]:
+    rng = np.random.default_rng(seed)
+    return [[draw(rng) for _ in range(ROUNDS)] for _ in range(2)]
+
+
+def test_honest_draws_raise_no_alarm() -> None:
+    for seed in range(10):
+        assert not refuted(drawn(poisson, seed), POISSON)
+        assert not refuted(drawn(lambda rng: rng.permutation(N)[:60], seed), FIXED)
+    assert not refuted(drawn(lambda rng: np.arange(N)), FULL)
+
+
+@pytest.mark.parametrize(("n", "rate", "rounds"), [(10, 0.05, 5), (500, 0.02, 30), (40, 0.5, 20)])
+def test_p_values_of_honest_draws_are_not_too_small_too_often(
+    n: int, rate: float, rounds: int
+) -> None:
+    rng = np.random.default_rng(1)
+    event = Event(noise_multiplier=1.0, rate=rate)
+    p_values = np.array(
+        [
+            [
+                check.p_value
+                for check in draw_checks(
+                    [[np.flatnonzero(rng.random(n) < rate) for _ in range(rounds)]], event, n
+                )
+            ]
+            for _ in range(100)
+        ]
+    )
+    assert ((p_values <= 0.02).sum(0) <= 10).all()
+
+
+def correlated(rng: np.random.Generator) -> Ids:
+    uniforms = rng.random(N)
+    uniforms[7] = uniforms[3]
+    return np.flatnonzero(uniforms < RATE)
+
+
+def favouring(rng: np.random.Generator) -> Ids:
+    uniforms = rng.random(N)
+    uniforms[7] /= 2.5
+    return np.flatnonzero(uniforms < RATE)
+
+
+@pytest.mark.parametrize(
+    ("draw", "seen_by"),
+    [
+        (lambda rng: poisson(rng, 2 * RATE), "sizes"),
+        (lambda rng: poisson(rng, 1.1 * RATE), "sizes"),
+        (lambda rng: rng.permutation(N)[:60], "spread of sizes"),
+        (lambda rng: np.arange(60), "how often each is asked"),
+        (lambda rng: np.arange(60), "overlap of rounds"),
+        (correlated, "pairs asked together"),
+        (favouring, "how often each is asked"),
+        (lambda rng: np.repeat(poisson(rng, RATE), 2), "who is asked"),
+        (lambda rng: poisson(rng) + 1, "who is asked"),
+    ],
+    ids=["twice", "a tenth more", "fixed", "the same", "the same, by rounds", "two as one",
+         "one more often", "each twice", "strangers"],
+)  # fmt: skip
+def test_draws_that_are_not_poisson_are_seen(
+    draw: Callable[[np.random.Generator], Ids], seen_by: str
+) -> None:
+    assert seen_by in refuted(drawn(draw), POISSON)
+
+
+def test_one_draw_used_again_is_seen_in_a_run_and_across_two() -> None:
+    runs = drawn(poisson)
+    runs[0][40] = runs[0][39]
+    assert "overlap of rounds" in refuted(runs, POISSON)
+    runs = drawn(poisson)
+    runs[1][5] = runs[0][5]
+    assert "overlap of rounds" in refuted(runs, POISSON)
+
+
+def test_waiting_after_being_asked_is_seen() -> None:
+    rng = np.random.default_rng(2)
+    run, last = [], np.zeros(N, dtype=bool)
+    for _ in range(ROUNDS):
+        last = (rng.random(N) < RATE / (1 - RATE)) & ~last
+        run.append(np.flatnonzero(last))
+    assert "rounds after being asked" in refuted([run], POISSON)
+
+
+def test_a_fixed_or_full_cohort_of_another_size_is_seen() -> None:
+    assert "sizes" in refuted(drawn(poisson), FIXED)
+    assert "sizes" in refuted(drawn(lambda rng: np.arange(N - 1)), FULL)
