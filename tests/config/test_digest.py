@@ -17,6 +17,7 @@ from fedsim.runs.build import Build
 # What DESIGN's third guarantee names, and what is like it.
 OUTSIDE = {
     "name",
+    "title",
     "rounds",
     "data.dir",
     "data.download",
