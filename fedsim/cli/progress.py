@@ -14,6 +14,7 @@ from rich.text import Text
 
 from fedsim.config import RunConfig
 from fedsim.runs.drive import Row, RunResult
+from fedsim.strategies.outcome import failures_in, reasons_in, told
 
 __all__ = ["Progress", "summary"]
 
@@ -63,6 +64,8 @@ class Progress:
             for key, (label, form) in _FIELDS.items()
             if key in self._shown
         )
+        if row.get("failed"):
+            text += f"  failed [bold]{row['failed']}[/] ({told(reasons_in([row]))})"
         done = int(row["round"])
         self._bar.update(self._task, completed=done, description=text)
         tenth = max(self._rounds // 10, 1)
@@ -83,6 +86,8 @@ def summary(config: RunConfig, result: RunResult) -> RenderableType:
     if result.directory is not None:
         lines.append(Text())
         lines.append(_artefacts(result))
+    if failures := failures_in(result.metrics):
+        lines.append(Text(f"\n{failures}", style="yellow"))
     if result.why:
         lines.append(Text(f"\n{result.why}", style="bold yellow"))
     return Panel(Group(*lines), title=f"[bold]{config.name}", title_align="left", padding=(1, 2))

@@ -15,6 +15,7 @@ from flwr.supercore.task_identity import TaskIdentity
 __all__ = [
     "CLIENT_RAISED",
     "NODE_UNAVAILABLE",
+    "RAISED",
     "SUPERLINK_NODE_ID",
     "NodeInfo",
     "Run",
@@ -30,6 +31,18 @@ __all__ = [
 SUPERLINK_NODE_ID = 1
 CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE
+RAISED = frozenset(
+    getattr(ErrorCode, name)
+    for name in (
+        "LOAD_CLIENT_APP_EXCEPTION",
+        "CLIENT_APP_RAISED_EXCEPTION",
+        "MOD_FAILED_PRECONDITION",
+        "INVALID_FAB",
+        "CLIENT_APP_CRASHED",
+    )
+    if hasattr(ErrorCode, name)
+)
+"""Errors of a client's own; any other means that no answer came."""
 
 
 def flower_version() -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedsim.errors import FedsimError
 from fedsim.runs.build import Build
-from fedsim.strategies import DPFedAvg
+from fedsim.strategies import DPFedAvg, RoundReport
 
 __all__ = ["columns_of"]
 
@@ -30,7 +30,7 @@ def columns_of(build: Build, strategy: DPFedAvg) -> tuple[str, ...]:
         columns.append("epsilon")
     if build.example_privacy is not None:
         columns.append("example-epsilon")
-    columns += ["asked", "usable", "failed"]
+    columns += RoundReport.columns()
     columns += strategy.mechanism.shown(build.trainer.layout)
     columns += ["clients-per-second", "seconds"]
     twice = [name for name in columns if columns.count(name) > 1]

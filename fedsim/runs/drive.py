@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -12,12 +13,13 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from fedsim.engines.arrays import tensors
+from fedsim.engines.arrays import array_record, tensors
 from fedsim.models import values_of
 from fedsim.privacy import Statement
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.columns import columns_of
+from fedsim.runs.state import RunState
 from fedsim.strategies import DPFedAvg, Rounds, round_timeout, rounds_of, run_to_end
 
 __all__ = ["Observer", "Row", "RunResult", "Session", "drive"]
@@ -70,6 +72,8 @@ class Session:
         Claimed already; the ledger, the metrics and the model go there.
     observer : callable, optional
         Called with each row as it is written.
+    resume : RunState, optional
+        From where to go on: what `state` gave after a round of the same run.
     """
 
     def __init__(
@@ -77,19 +81,40 @@ class Session:
         build: Build,
         directory: RunDirectory | None = None,
         observer: Observer | None = None,
+        *,
+        resume: RunState | None = None,
     ) -> None:
         self.build = build
         self.strategy = build.strategy(directory.ledger if directory else None)
+        self._arrays = build.initial_arrays
+        if resume is not None:
+            self.strategy.restore(resume.strategy)
+            build.trainer.restore(resume.clients)
+            self._arrays = array_record(resume.parameters)
         self._directory = directory
         self._scribe = _Scribe(build, self.strategy, directory, observer)
 
+    def state(self) -> RunState:
+        """All that outlives the last round."""
+        ledger = self.strategy.ledger
+        return RunState(
+            round=self.strategy.rounds_done,
+            parameters=tensors(self._reached),
+            strategy=self.strategy.state(),
+            clients=self.build.trainer.state(),
+            ledger_head=ledger.head,
+            ledger_length=len(ledger.entries),
+            metrics_length=len(self._scribe.rows),
+            config_digest=hashlib.sha256(self.build.resolved.to_toml().encode()).hexdigest(),
+        )
+
     def rounds(self, grid: Grid) -> Rounds:
-        """The run's rounds, up to whoever sends their messages."""
+        """The run's rounds that are left, up to whoever sends their messages."""
         return rounds_of(
             self.strategy,
             grid,
-            self.build.initial_arrays,
-            range(1, self.build.config.rounds + 1),
+            self._arrays,
+            range(self.strategy.rounds_done + 1, self.build.config.rounds + 1),
             evaluate_fn=self._scribe.evaluate,
             on_round=self._scribe.on_round,
         )
@@ -128,7 +153,7 @@ class Session:
 
     @property
     def _reached(self) -> ArrayRecord:
-        return self.strategy.result.arrays if self.strategy.result else self.build.initial_arrays
+        return self.strategy.result.arrays if self.strategy.result else self._arrays
 
 
 def drive(
@@ -193,7 +218,7 @@ class _Scribe:
         if (examples := self._build.example_statement(server_round)) is not None:
             row["example-epsilon"] = examples.epsilon
         if report is not None:
-            row |= {"asked": report.asked, "usable": report.usable, "failed": report.failed}
+            row |= report.row()
             row |= report.info
             row["clients-per-second"] = report.usable / seconds
         row["seconds"] = seconds

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from fedsim.engines.arrays import tensors
 from fedsim.rows import Layout
 from fedsim.rows.exchange import Instructions, Replies
+from fedsim.strategies.outcome import Tally
 from fedsim.strategies.participants import Participants, node_ids
-from fedsim.strategies.replies import blocks_from_messages
+from fedsim.strategies.replies import Expected, Reply, read
 from fedsim.strategies.summaries import MetricMeans, MetricsAggregator
 
 __all__ = ["ClientEvaluation"]
@@ -69,11 +71,13 @@ class ClientEvaluation:
         asked, self._asked = self._asked, {}
         if not asked:
             return None
+        tally = Tally(np.array(sorted(asked.values()), dtype=np.int64))
         if isinstance(replies, Replies):
-            blocks = replies.blocks()
+            sent: Iterator[Reply] = map(Reply, replies.blocks())
         else:
-            blocks = blocks_from_messages(replies, asked, None, None, self.arrayrecord_key)
+            expected = Expected(None, None, self.arrayrecord_key, self.weighted_by_key)
+            sent = read(replies, asked, expected, tally)
         means = MetricMeans(self.weighted_by_key, self.aggregate_fn)
-        for block in blocks:
-            means.add(block.select(block.ok))
+        for reply in sent:
+            means.add(tally.take(reply.block), reply.content)
         return means.record()

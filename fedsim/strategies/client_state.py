@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from fedsim.errors import FedsimError
 from fedsim.rows.exchange import CLIENT_STATE, Block
 from fedsim.strategies.contributions import Placement
+from fedsim.strategies.summaries import LARGEST
 
 __all__ = ["ClientState"]
 
@@ -60,17 +60,14 @@ class ClientState:
         self._ended = {}
         return {CLIENT_STATE: True, **{PREFIX + name: v for name, v in self.values.items()}}
 
-    def take(self, block: Block, usable: Tensor) -> Block:
-        """Note what the ``usable [n]`` clients ended with; the block without it."""
-        others, counted = {}, usable.cpu().numpy()
+    def take(self, block: Block, usable: Tensor) -> None:
+        """Note what the ``usable [n]`` clients ended with."""
+        counted = usable.cpu().numpy()
         for key, values in block.metrics.items():
             if key.startswith(PREFIX):
                 # A client without data has ended with nothing.
-                ended = values[counted & np.isfinite(values)].tolist()
+                ended = values[counted & (np.abs(values) <= LARGEST)].tolist()
                 self._ended.setdefault(key.removeprefix(PREFIX), []).extend(ended)
-            else:
-                others[key] = values
-        return replace(block, metrics=others)
 
     def average(self) -> None:
         """Make what was noted the state of the next round; what nobody reported stays."""

@@ -16,16 +16,19 @@ from torch import Tensor
 from fedsim.engines.arrays import array_record
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Accumulator, Mechanism, NoiseSource, Shares, State
+from fedsim.mechanisms.exact import FreeSum
 from fedsim.privacy import Event
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout
-from fedsim.rows.exchange import Block, Ids, Replies
-from fedsim.strategies.replies import blocks_from_messages
+from fedsim.rows.exchange import Block, Ids, Reason, Replies
+from fedsim.strategies.outcome import Tally
+from fedsim.strategies.replies import MOST_EXAMPLES, Expected, Reply, read
 from fedsim.training.shares import SIDE_PREFIX, STATE_RECORD, USABLE
 
 __all__ = ["Asked", "Contributions", "Placement"]
 
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 Placement = Literal["server", "client"]
 
 
@@ -37,8 +40,10 @@ class Asked:
     ----------
     cohort : int64 ``[m]``
         Everybody drawn, whether or not they were there to be asked.
+    client_ids : int64 ``[a]``
+        Those who were there to be asked, sorted.
     client_of : mapping of node id to client id
-        Those who were asked.
+        The same.
     server : mapping of name to Tensor
         The global parameters, entries that are not trained included.
     vector : Tensor ``[d]``
@@ -48,6 +53,7 @@ class Asked:
 
     round: int
     cohort: Ids
+    client_ids: Ids
     client_of: dict[int, int]
     server: dict[str, Tensor]
     vector: Tensor
@@ -71,47 +77,89 @@ class Contributions:
     weighted_by_key: str
     arrayrecord_key: str
 
-    def blocks(self, asked: Asked, replies: Iterable[Message], layout: Layout) -> Iterator[Block]:
-        """Blocks without failures, each client of the cohort at most once."""
+    def replies(
+        self, asked: Asked, replies: Iterable[Message], layout: Layout, tally: Tally
+    ) -> Iterator[Reply]:
+        """Each client of the cohort at most once, and nobody who failed."""
         if isinstance(replies, Replies):
-            blocks = replies.blocks()
+            sent: Iterator[Reply] = map(Reply, replies.blocks())
         else:
-            blocks = blocks_from_messages(
-                replies,
-                asked.client_of,
+            expected = Expected(
                 layout,
                 asked.vector,
                 self.arrayrecord_key,
+                self.weighted_by_key,
                 shares=self.placement == "client",
+                needed=self._needed,
             )
-        waiting = set(asked.client_of.values())
-        for block in blocks:
-            keep = block.ok.copy()
-            for index, client in enumerate(block.client_ids.tolist()):
-                keep[index] &= client in waiting
-                waiting.discard(client)
-            if keep.any():
-                yield block if keep.all() else block.select(keep)
+            sent = read(replies, asked.client_of, expected, tally)
+        for reply in sent:
+            block = self._trusted(tally.take(reply.block), asked, tally)
+            if len(block.client_ids):
+                yield Reply(block, reply.content)
 
     def start(
-        self, asked: Asked, replies: Iterable[Message], layout: Layout, state: State
-    ) -> tuple[Accumulator, Iterator[Block]]:
-        """An empty sum on the device that rows come on, a GPU if need be; and the blocks."""
-        blocks = self.blocks(asked, replies, layout)
-        first = next(blocks, None)
-        own = asked.vector if first is None or first.rows is None else first.rows
-        total = self.mechanism.accumulate(state, layout, device=own.device)
-        return total, chain([] if first is None else [first], blocks)
+        self, asked: Asked, replies: Iterable[Message], layout: Layout, state: State, tally: Tally
+    ) -> tuple[Accumulator, Iterator[Reply]]:
+        """An empty sum on the device that rows come on, a GPU if need be; and the replies."""
+        sent = self.replies(asked, replies, layout, tally)
+        first = next(sent, None)
+        rows = asked.vector if first is None or first.block.rows is None else first.block.rows
+        total = self.mechanism.accumulate(state, layout, device=rows.device)
+        return total, chain([] if first is None else [first], sent)
 
-    def add(self, total: Accumulator, asked: Asked, block: Block, state: State) -> Tensor:
+    def add(
+        self, total: Accumulator, asked: Asked, block: Block, state: State, tally: Tally
+    ) -> Tensor:
         """Add a block's rows, or its clients' shares; which of them are usable, bool ``[n]``."""
         assert block.rows is not None
+        ids = block.client_ids
         if self.placement == "server":
-            rows = DenseRows(block.rows)
-            return total.add(rows, weights=self._weights(block), sides=self._sides(block))
-        shares = self._sent(block) if USABLE in block.metrics else self._made(asked, block, state)
+            rows, weights = DenseRows(block.rows), self._weights(block)
+            usable = total.add(rows, weights=weights, sides=self._sides(block))
+            out = ~usable.cpu().numpy()
+            # Without examples a client weighs nothing, which is no failure.
+            tally.reject(ids[out if weights is None else out & (weights > 0)], "non-finite")
+            return usable
+        sent = USABLE in block.metrics
+        shares = self._sent(block) if sent else self._made(asked, block, state)
         total.add_shares(shares)
-        return shares.usable
+        usable = shares.checked(shares.rows.device).usable
+        out = ~usable.cpu().numpy()
+        # That its row was not finite a client says; anything else its share cannot be.
+        tally.reject(ids[out & shares.usable.cpu().numpy()], "malformed")
+        tally.reject(ids[~shares.usable.cpu().numpy()], "non-finite")
+        return usable
+
+    @property
+    def _needed(self) -> tuple[str, ...]:
+        """Numbers that a reply must have."""
+        if self.placement == "client":
+            return (USABLE,)
+        return (*self.mechanism.side_names, *((self.weighted_by_key,) if self._weighs else ()))
+
+    def _trusted(self, block: Block, asked: Asked, tally: Tally) -> Block:
+        """The clients of a block whose weights and scalars may enter the sum."""
+        if not len(block.client_ids) or USABLE in block.metrics:
+            return block
+        keep = np.ones(len(block.client_ids), dtype=np.bool_)
+
+        def require(sound: Bools, reason: Reason) -> None:
+            tally.reject(block.client_ids[keep & ~sound], reason)
+            np.logical_and(keep, sound, out=keep)
+
+        for values in self._sides(block).values():
+            require(np.isfinite(values), "non-finite")
+        weights = self._weights(block)
+        if weights is not None:
+            require((weights >= 0) & (weights <= MOST_EXAMPLES), "malformed")
+            assert block.rows is not None
+            norms = torch.linalg.vector_norm(block.rows, dim=1, dtype=torch.float64).cpu().numpy()
+            with np.errstate(all="ignore"):
+                reach = np.where(np.isfinite(norms), weights * norms, 0.0)
+            # However many do so, the weighted sum stays one that is exact.
+            require(reach <= FreeSum.MAX_TOTAL / len(asked.client_ids), "malformed")
+        return block if keep.all() else block.select(keep)
 
     def noise(self, purpose: Purpose, server_round: int, client: int = 0) -> NoiseSource:
         """The noise of a round: the server's, or one client's."""
@@ -162,8 +210,12 @@ class Contributions:
     def _sides(self, block: Block) -> dict[str, Floats]:
         return {name: _reported(block, name) for name in self.mechanism.side_names}
 
+    @property
+    def _weighs(self) -> bool:
+        return self.mechanism.weighting == "num-examples"
+
     def _weights(self, block: Block) -> Floats | None:
-        if self.mechanism.weighting != "num-examples":
+        if not self._weighs:
             return None
         return _reported(block, self.weighted_by_key)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from os import PathLike
@@ -29,16 +28,15 @@ from fedsim.strategies.client_state import ClientState
 from fedsim.strategies.contributions import Asked, Contributions, Placement
 from fedsim.strategies.flower_optimizer import FlowerOptimizer
 from fedsim.strategies.loop import ResumableStrategy
-from fedsim.strategies.outcome import Failures, RoundReport
+from fedsim.strategies.outcome import Failures, RoundReport, Tally, told
 from fedsim.strategies.participants import Participants, node_ids
+from fedsim.strategies.refusals import refuse_flowers_keywords, refuse_running_statistics
 from fedsim.strategies.replies import to_arrays
 from fedsim.strategies.server_optimizer import ServerOptimizer, sgd
 from fedsim.strategies.state import Tree
 from fedsim.strategies.summaries import MetricMeans, MetricsAggregator
 
 __all__ = ["DPFedAvg"]
-
-_log = logging.getLogger("fedsim")
 
 
 class DPFedAvg(ResumableStrategy):
@@ -106,6 +104,8 @@ class DPFedAvg(ResumableStrategy):
 evaluate_metrics_aggr_fn
         As for Flower's `FedAvg`. ``weighted_by_key`` weighs metrics, and updates only under
         ``NoPrivacy(weighting="num-examples")``.
+    **flowers
+        Other keywords of Flower's strategies are refused with the one to use here.
 
     Raises
     ------
@@ -140,7 +140,9 @@ evaluate_metrics_aggr_fn
         configrecord_key: str = "config",
         train_metrics_aggr_fn: MetricsAggregator | None = None,
         evaluate_metrics_aggr_fn: MetricsAggregator | None = None,
+        **flowers: object,
     ) -> None:
+        refuse_flowers_keywords(flowers)
         self.private = mechanism.guarantee == "gaussian" and noise_multiplier > 0
         if mechanism.guarantee == "none" and max_epsilon is not None:
             raise FedsimError(
@@ -252,7 +254,7 @@ evaluate_metrics_aggr_fn
                 f"round {server_round} would exceed max-epsilon = {self.max_epsilon} "
                 f"at delta = {self.delta}"
             )
-            _log.warning("stopping: %s.", self.stopped)
+            self.log.warning("stopping: %s.", self.stopped)
         if self.stopped is not None:
             return []
         server = tensors(arrays)
@@ -265,6 +267,7 @@ evaluate_metrics_aggr_fn
         self._asked = Asked(
             round=server_round,
             cohort=cohort,
+            client_ids=present,
             client_of=dict(zip(asked.tolist(), present.tolist(), strict=True)),
             server=server,
             vector=vector,
@@ -311,14 +314,16 @@ evaluate_metrics_aggr_fn
         if asked is None or asked.round != server_round or self._layout is None:
             raise ValueError(f"round {server_round} was not configured, or is aggregated already.")
         self.rounds_done = server_round
-        total, blocks = self._contributions.start(asked, replies, self._layout, self._state)
+        tally = Tally(asked.client_ids, absent=len(asked.cohort) - len(asked.client_ids))
+        parts = self._contributions
+        total, sent = parts.start(asked, replies, self._layout, self._state, tally)
         means = MetricMeans(self.weighted_by_key, self.train_metrics_aggr_fn)
-        for block in blocks:
-            usable = self._contributions.add(total, asked, block, self._state)
+        for reply in sent:
+            usable = parts.add(total, asked, reply.block, self._state, tally)
             if self.client_state is not None:
-                block = self.client_state.take(block, usable)
+                self.client_state.take(reply.block, usable)
             if self.shows_clients:
-                means.add(block)
+                means.add(reply.block, reply.content)
         # On disk before the release exists: a crash from here on counts one too many.
         self.ledger.record(
             round=server_round,
@@ -328,8 +333,7 @@ evaluate_metrics_aggr_fn
             clip_norm=self.mechanism.sensitivity(self._state, self._layout),
         )
         lost = len(asked.client_of) > 0 and total.count == 0
-        failed = len(asked.cohort) - total.count
-        self.report = RoundReport(server_round, len(asked.cohort), total.count, failed, {})
+        self.report = tally.report(server_round)
         self._failures.note(self.report, lost)
         # Whether noise is released must not depend on whether anybody failed.
         if lost and not self.private:
@@ -381,6 +385,8 @@ evaluate_metrics_aggr_fn
     def _take_layout(self, server: dict[str, Tensor]) -> Layout:
         layout = Layout.of(server)
         if self._layout is None:
+            if self.private:
+                refuse_running_statistics(server)
             state = self.mechanism.init(layout)
             if self._restored is not None:
                 if self._restored["parameters"] != _described(layout):
@@ -491,6 +497,23 @@ evaluate_metrics_aggr_fn
 
     # -- the run ----------------------------------------------------------------------
 
+    def progress(self) -> list[str]:
+        """Lines about the round that was aggregated last: who was usable, and epsilon."""
+        report = self.report
+        if report is None:
+            return []
+        failed = f" ({told(report.reasons)})" if report.failed else ""
+        received = f"aggregate_train: {report.usable} of {report.asked} clients drawn are usable"
+        lines = [f"{received}{failed}"]
+        if self.private:
+            spent = self.ledger.cost(self.delta)
+            simulated = "simulated " if self.randomness.entropy == "config" else ""
+            lines.append(
+                f"\t└──> {simulated}epsilon {spent.epsilon:.4g} at delta {spent.delta:g} "
+                f"(client level, {spent.adjacency})"
+            )
+        return lines
+
     def summary(self) -> None:
         """Log the strategy's settings."""
         where = "in memory only" if self.ledger.path is None else str(self.ledger.path)
@@ -500,7 +523,7 @@ evaluate_metrics_aggr_fn
             f"Noise multiplier: {self.noise_multiplier:g} ({self.randomness.entropy} entropy)",
             f"Ledger: {where}",
         ):
-            _log.info("\t├──> %s", line)
+            self.log.info("\t├──> %s", line)
 
 
 def _described(layout: Layout) -> list[list[object]]:

@@ -35,8 +35,11 @@ class ResumableStrategy(Strategy):
         Why no further round will be made, once that is so.
     result : Result or None
         What `start` has reached, also after an exception.
+    log : Logger
+        Where it tells of the run: Flower's, once `start` was called.
     """
 
+    log: logging.Logger = _log
     protects: bool
     rounds_done: int
     stopped: str | None
@@ -45,6 +48,10 @@ class ResumableStrategy(Strategy):
     @abstractmethod
     def restore(self, state: Tree) -> None:
         """Go on from the state that such a strategy has after a round."""
+
+    @abstractmethod
+    def progress(self) -> list[str]:
+        """Lines about the round that was aggregated last."""
 
     def start(
         self,
@@ -74,7 +81,7 @@ class ResumableStrategy(Strategy):
             ``initial_arrays`` are then the parameters that were reached.
         on_round : callable, optional
             Called after each round with its number and the result so far, which keeps the
-            arrays reached whatever happens later.
+            arrays reached whatever happens later. What it raises is logged, and the run goes on.
 
         Raises
         ------
@@ -82,6 +89,7 @@ class ResumableStrategy(Strategy):
             If ``first_round`` does not follow what this strategy, or ``state``, has done:
             momentum, bounds and budget would start anew.
         """
+        self.log = logging.getLogger("flwr")
         if state is not None:
             self.restore(state)
         elif first_round is None:
@@ -96,7 +104,7 @@ class ResumableStrategy(Strategy):
             train_config=train_config,
             evaluate_config=evaluate_config,
             evaluate_fn=evaluate_fn,
-            on_round=on_round,
+            on_round=_Teller(self, num_rounds, on_round),
         )
         return run_to_end(rounds, grid, round_timeout(grid, timeout, private=self.protects))
 
@@ -113,6 +121,42 @@ class ResumableStrategy(Strategy):
                 f"strategy the state= that a run has after round {first_round - 1}, without which "
                 "its momentum, bounds and budget would start anew."
             )
+
+
+class _Teller:
+    """Logs each round as Flower does, and calls an observer whose failures are its own."""
+
+    def __init__(
+        self,
+        strategy: ResumableStrategy,
+        num_rounds: int,
+        observer: Callable[[int, Result], None] | None,
+    ) -> None:
+        self._strategy = strategy
+        self._num_rounds = num_rounds
+        self._observer = observer
+        self._warned = False
+
+    def __call__(self, server_round: int, result: Result) -> None:
+        log = self._strategy.log
+        log.info("[ROUND %s/%s]", server_round, self._num_rounds)
+        for line in self._strategy.progress():
+            log.info("%s", line)
+        for kept in (
+            result.train_metrics_clientapp,
+            result.evaluate_metrics_clientapp,
+            result.evaluate_metrics_serverapp,
+        ):
+            if server_round in kept:
+                log.info("\t└──> MetricRecord: %s", dict(kept[server_round]))
+        if self._observer is None:
+            return
+        try:
+            self._observer(server_round, result)
+        except Exception:
+            if not self._warned:
+                log.warning("on_round failed; the run goes on.", exc_info=True)
+            self._warned = True
 
 
 def rounds_of(

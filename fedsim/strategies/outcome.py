@@ -1,14 +1,39 @@
-"""How a round went, and when a run has failed."""
+"""How a round went, why clients failed in it, and when a run has failed."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["Failures", "RoundReport", "RunFailedError"]
+import numpy as np
+import numpy.typing as npt
+
+from fedsim.rows.exchange import REASONS, Block, Ids, Reason
+
+__all__ = [
+    "Failures",
+    "RoundReport",
+    "RunFailedError",
+    "Tally",
+    "failures_in",
+    "reasons_in",
+    "told",
+]
 
 _log = logging.getLogger("fedsim")
+
+Bools = npt.NDArray[np.bool_]
+
+_ADVICE: Mapping[Reason, str] = {
+    "missing": "the nodes may be down, or too slow",
+    "raised": "the clients' own logs say what was raised",
+    "timeout": "engine.timeout may be too short",
+    "malformed": "the clients may run another app, or train another model",
+    "non-finite": "client.lr may be too high",
+}
 
 
 class RunFailedError(RuntimeError):
@@ -17,13 +42,123 @@ class RunFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What happened in one round: the operator's knowledge, not covered by the guarantee."""
+    """What happened in one round: the operator's knowledge, not covered by the guarantee.
+
+    Attributes
+    ----------
+    asked : int
+        Clients that were drawn, whether or not they were there.
+    usable, failed : int
+        Of those.
+    reasons : mapping of Reason to int
+        Why they failed; and under ``duplicate`` and ``unknown`` how many replies were of
+        clients that had replied before, and of nobody that was asked.
+    info : mapping of name to float
+        What the release says of itself.
+    """
 
     round: int
     asked: int
     usable: int
     failed: int
-    info: dict[str, float]
+    reasons: Mapping[Reason, int] = field(default_factory=dict)
+    info: Mapping[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def columns() -> tuple[str, ...]:
+        """Names of the counts of `row`, the same in every run."""
+        return ("asked", "usable", "failed", *(f"failed-{reason}" for reason in REASONS))
+
+    def row(self) -> dict[str, int]:
+        """What stands in metrics.csv."""
+        reasons = (self.reasons.get(reason, 0) for reason in REASONS)
+        counts = (self.asked, self.usable, self.failed, *reasons)
+        return dict(zip(self.columns(), counts, strict=True))
+
+
+def failures_in(rows: Iterable[Mapping[str, float]]) -> str:
+    """A sentence about the failures in the rows of a run's metrics; empty if there are none.
+
+    Examples
+    --------
+    >>> failures_in([{"asked": 5, "usable": 4, "failed": 1, "failed-non-finite": 1}])
+    'Clients failed once (non-finite 1; client.lr may be too high).'
+    """
+    rows = list(rows)
+    failed = int(sum(row.get("failed", 0) for row in rows))
+    lost = sum(row.get("asked", 0) > 0 and not row.get("usable", 0) for row in rows)
+    counts = reasons_in(rows)
+    if not counts.total():
+        return ""
+    every = f", all that were asked in {lost} round{'s' if lost != 1 else ''}" if lost else ""
+    times = "once" if failed == 1 else f"{failed} times"
+    return f"Clients failed {times} ({told(counts, advise=True)}){every}."
+
+
+def reasons_in(rows: Iterable[Mapping[str, float]]) -> Counter[Reason]:
+    """How often each reason stands in rows of a run's metrics."""
+    counts: Counter[Reason] = Counter()
+    for row in rows:
+        counts.update({reason: int(row.get(f"failed-{reason}", 0)) for reason in REASONS})
+    return counts
+
+
+class Tally:
+    """What became of each client that was asked in one round: its first reply decides.
+
+    Parameters
+    ----------
+    asked : int64 ``[m]``
+        Sorted client ids.
+    absent : int
+        Clients that were drawn, and were not there to be asked.
+    """
+
+    def __init__(self, asked: Ids, absent: int = 0) -> None:
+        self.unknown = 0
+        self.duplicates = 0
+        self._asked = asked
+        self._absent = absent
+        # Until it is heard of, a client is missing.
+        self._fate = np.full(len(asked), REASONS.index("missing"), dtype=np.int8)
+        self._heard = np.zeros(len(asked), dtype=np.bool_)
+
+    def take(self, block: Block) -> Block:
+        """The clients of a block that count: asked, heard for the first time, and not failed."""
+        position = np.searchsorted(self._asked, block.client_ids)
+        known = position < len(self._asked)
+        known[known] = self._asked[position[known]] == block.client_ids[known]
+        first = known.copy()
+        first[known] = ~self._heard[position[known]]
+        self.unknown += int((~known).sum())
+        self.duplicates += int((known & ~first).sum())
+        self._heard[position[first]] = True
+        self._fate[position[first & block.ok]] = _USABLE
+        for client, reason in block.reasons.items():
+            self._fail(position[first & (block.client_ids == client)], reason)
+        keep = first & block.ok
+        return block if keep.all() else block.select(keep)
+
+    def reject(self, client_ids: Ids, reason: Reason) -> None:
+        """Say that these clients, heard of before, are not usable after all."""
+        self._fail(np.searchsorted(self._asked, client_ids), reason)
+
+    def _fail(self, position: npt.NDArray[np.intp], reason: Reason) -> None:
+        self._fate[position] = REASONS.index(reason)
+
+    def report(self, server_round: int) -> RoundReport:
+        """What became of everybody that was drawn."""
+        counts = np.bincount(self._fate[self._fate != _USABLE], minlength=len(REASONS)).tolist()
+        reasons = dict(zip(REASONS, counts, strict=True))
+        reasons["missing"] += self._absent
+        failed = sum(reasons.values())
+        reasons["duplicate"] += self.duplicates
+        reasons["unknown"] += self.unknown
+        drawn = len(self._asked) + self._absent
+        return RoundReport(server_round, drawn, drawn - failed, failed, reasons)
+
+
+_USABLE = -1
 
 
 class Failures:
@@ -39,14 +174,16 @@ class Failures:
     def __init__(self, allowed: int | None) -> None:
         self._allowed = allowed
         self._in_a_row = 0
+        self._reasons: Counter[Reason] = Counter()
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """What outlives a round."""
-        return {"in-a-row": self._in_a_row}
+        return {"in-a-row": self._in_a_row, "reasons": dict(self._reasons)}
 
-    def restore(self, state: Mapping[str, int]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave."""
         self._in_a_row = state["in-a-row"]
+        self._reasons = Counter(state["reasons"])
 
     def note(self, report: RoundReport, lost: bool) -> None:
         """Note how a round went.
@@ -57,14 +194,32 @@ class Failures:
             If it was ``lost``, and too many before it.
         """
         if report.failed:
-            _log.info("round %s: %s of %s failed.", report.round, report.failed, report.asked)
+            failed = (report.failed, report.asked, told(report.reasons))
+            _log.info("round %s: %s of %s failed: %s.", report.round, *failed)
         self._in_a_row = self._in_a_row + 1 if lost else 0
         if not lost:
+            self._reasons.clear()
             return
+        self._reasons.update(report.reasons)
         happened = (
             f"every client that was asked failed in {self._in_a_row} rounds in a row, "
-            f"the last of them round {report.round}."
+            f"the last of them round {report.round}: {told(self._reasons, advise=True)}."
         )
         if self._allowed is not None and self._in_a_row >= self._allowed:
             raise RunFailedError(happened)
         _log.warning("%s", happened)
+
+
+def told(reasons: Mapping[Reason, int], *, advise: bool = False) -> str:
+    """``non-finite 20, raised 1``, most first; and what may be wrong, if ``advise``.
+
+    Examples
+    --------
+    >>> told({"raised": 1, "non-finite": 20, "missing": 0}, advise=True)
+    'non-finite 20, raised 1; client.lr may be too high'
+    """
+    most: Iterable[tuple[Reason, int]] = sorted(reasons.items(), key=lambda item: -item[1])
+    counted = [(reason, count) for reason, count in most if count]
+    text = ", ".join(f"{reason} {count}" for reason, count in counted)
+    advice = _ADVICE.get(counted[0][0]) if counted and advise else None
+    return f"{text}; {advice}" if advice else text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import numpy.typing as npt
 from flwr.serverapp import Grid
@@ -13,6 +15,8 @@ from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows.exchange import Ids
 
 __all__ = ["Participants", "node_ids"]
+
+_log = logging.getLogger("fedsim")
 
 
 class Participants:
@@ -51,20 +55,47 @@ class Participants:
         self._draws = Draws(randomness, level="client", amplified=amplified)
         self._min_available = min_available
         self._private = private
+        self._begun = False
+        self._told = (0, 0)
         self._directory = ClientDirectory(timeout=timeout)
 
     def nodes(self, grid: Grid) -> dict[int, int]:
-        """Node id of each client that is there."""
+        """Node id of each client that is there.
+
+        Raises
+        ------
+        FedsimError
+            If the run begins with clients beyond its population, or too few came in time.
+        """
         nodes = self._directory.wait(grid, self._min_available)
+        strangers = [client for client in nodes if client >= self.population]
+        if strangers and not self._begun:
+            raise FedsimError(
+                f"a node is client {strangers[0]}, but cohort.population = {self.population}; "
+                f"client ids must lie in 0 .. {self.population - 1}."
+            )
+        there = {client: node for client, node in nodes.items() if client < self.population}
+        self._tell(len(there), len(strangers))
         if self._private:
             self._min_available = min(self._min_available, 1)
-        stranger = next((client for client in nodes if client >= self.population), None)
-        if stranger is not None:
-            raise FedsimError(
-                f"a node is client {stranger}, but cohort.population = {self.population}; client "
-                f"ids must lie in 0 .. {self.population - 1}."
+        self._begun = True
+        return there
+
+    def _tell(self, there: int, strangers: int) -> None:
+        """Say it when the population and the nodes differ, and whenever that has changed."""
+        absent = self.population - there
+        if (absent, strangers) == self._told:
+            return
+        self._told = (absent, strangers)
+        if absent:
+            _log.warning(
+                "%d of the population's %d clients are there; the others are drawn too, and count "
+                "as missing: the mean is divided by the expected cohort all the same.",
+                there,
+                self.population,
             )
-        return nodes
+        if strangers:
+            _log.warning("%d nodes beyond the population have no part in the run.", strangers)
 
     def cohort(self, server_round: int) -> Ids:
         """Sorted ids of this round's cohort, whether or not they are there."""

@@ -1,111 +1,202 @@
-"""From Flower reply messages to blocks, trusting nothing that they say."""
+"""From Flower reply messages to blocks: the one place where what a client sent is read.
+
+A reply is rows or a reason. Whatever it is made of, reading it raises nothing, allocates nothing
+that it merely claims, and takes no weight or scalar on trust.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, Message, RecordDict
 from torch import Tensor
 
-from fedsim.engines.arrays import tensors
-from fedsim.rows.exchange import Block
+from fedsim.engines.messages import RAISED, SUPERLINK_NODE_ID
+from fedsim.rows.exchange import Block, Reason
 from fedsim.rows.layout import Layout
-from fedsim.training.shares import SHARE, USABLE
+from fedsim.strategies.npy import floats
+from fedsim.strategies.outcome import Tally
+from fedsim.training.shares import SHARE
 
-__all__ = ["blocks_from_messages", "metrics_of", "to_arrays"]
+__all__ = ["MOST_EXAMPLES", "Expected", "Reply", "numbers_of", "read", "to_arrays"]
 
 _log = logging.getLogger("fedsim")
 
+MOST_EXAMPLES = 2.0**32
+"""What a client may say that it has: weights beyond it would leave exact sums."""
+MOST_METRICS = 1000
+"""Numbers that a client may report."""
 
-def blocks_from_messages(
-    replies: Iterable[Message],
-    client_of: Mapping[int, int],
-    layout: Layout | None,
-    vector: Tensor | None,
-    arrayrecord_key: str,
-    *,
-    shares: bool = False,
-) -> Iterator[Block]:
-    """One block for each usable reply.
 
-    Errors, replies from nodes that were not asked, and payloads with missing, surplus or
-    misshapen arrays are logged and left out.
+@dataclass(frozen=True)
+class Expected:
+    """What a usable reply of a round is like.
+
+    Attributes
+    ----------
+    layout, vector : Layout and Tensor ``[d]``, or None
+        To compute updates against; None for an evaluation, whose replies carry no arrays.
+    arrayrecord_key, weighted_by_key : str
+    shares : bool
+        Whether the clients bound and noise their own rows: ``rows`` are then those shares.
+    needed : tuple of str
+        Numbers without which a reply is of no use, each finite.
+    """
+
+    layout: Layout | None
+    vector: Tensor | None
+    arrayrecord_key: str
+    weighted_by_key: str
+    shares: bool = False
+    needed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One client's block, and its content as it came, where it came in a message."""
+
+    block: Block
+    content: RecordDict | None = None
+
+
+class _UnusableError(Exception):
+    """A reply that is not what was asked for, and why."""
+
+    def __init__(self, reason: Reason, why: str) -> None:
+        super().__init__(why)
+        self.reason = reason
+
+
+def read(
+    replies: Iterable[Message], client_of: Mapping[int, int], expected: Expected, tally: Tally
+) -> Iterator[Reply]:
+    """One block of one for every reply of a client that was asked.
 
     Parameters
     ----------
     client_of : mapping of node id to client id
         Those who were asked.
-    layout, vector : Layout and Tensor ``[d]``, or None
-        To compute updates against; None for an evaluation, whose replies carry no arrays.
-    shares : bool
-        Whether the clients bound and noise their own rows: ``rows`` are then those shares.
+    expected : Expected
+    tally : Tally
+        Counts the replies of others.
     """
     for reply in replies:
-        node = reply.metadata.src_node_id
-        if reply.has_error():
-            _log.warning("node %s failed: %s", node, reply.error.reason)
-            continue
-        client = client_of.get(node)
-        if client is None:
-            _log.warning("a reply from node %s, which was not asked, is left out.", node)
-            continue
-        rows = None
-        if layout is not None and vector is not None:
-            try:
-                rows = (
-                    _share(reply, layout)
-                    if shares
-                    else _update(reply, layout, vector, arrayrecord_key)
-                )
-            except (ValueError, TypeError, KeyError, RuntimeError, EOFError, OSError) as error:
-                _log.warning("the reply of client %s is left out: %s", client, error)
+        client = None
+        try:
+            client = client_of.get(reply.metadata.src_node_id)
+            if client is None:
+                _note_stranger(reply, tally)
                 continue
-        yield Block.sent(
-            np.array([client], dtype=np.int64),
-            rows,
-            {key: np.array([value]) for key, value in metrics_of(reply).items()},
+            yield _usable(reply, client, expected)
+        except GeneratorExit:
+            raise
+        except _UnusableError as error:
+            _log.warning("the reply of client %s is left out: %s", client, error)
+            yield _failed(client, error.reason)
+        # What a reply is made of may raise anything.
+        except Exception as error:
+            _log.warning("the reply of client %s cannot be read: %.200s", client, error)
+            yield _failed(client, "malformed")
+
+
+def _failed(client: int | None, reason: Reason) -> Reply:
+    ids = [] if client is None else [client]
+    return Reply(Block.failed(np.array(ids, dtype=np.int64), reason))
+
+
+def _note_stranger(reply: Message, tally: Tally) -> None:
+    # Flower answers for a node that it has lost: that client is missing, and nobody unknown.
+    node = reply.metadata.src_node_id
+    if not (reply.has_error() and node == SUPERLINK_NODE_ID):
+        _log.warning("a reply from node %s, which was not asked, is left out.", node)
+        tally.unknown += 1
+
+
+def _usable(reply: Message, client: int, expected: Expected) -> Reply:
+    if reply.has_error():
+        code = reply.error.code
+        reason: Reason = "raised" if code in RAISED else "missing"
+        raise _UnusableError(reason, f"{reply.error.reason:.200}")
+    numbers = numbers_of(reply.content)
+    _require_sound(numbers, expected)
+    rows = None
+    if expected.layout is not None and expected.vector is not None:
+        rows = _rows(reply.content, expected, expected.layout, expected.vector)
+    metrics = {name: np.array([value]) for name, value in numbers.items()}
+    return Reply(Block.sent(np.array([client], dtype=np.int64), rows, metrics), reply.content)
+
+
+def numbers_of(content: RecordDict) -> dict[str, float]:
+    """Every number in a reply's metric records; NaN for one that no float holds.
+
+    Raises
+    ------
+    ValueError
+        If there are more than a client has a use for.
+    """
+    numbers: dict[str, float] = {}
+    for record in content.metric_records.values():
+        for name, value in record.items():
+            if isinstance(value, int | float):
+                numbers[str(name)] = _number(value)
+                if len(numbers) > MOST_METRICS:
+                    raise ValueError(f"it reports more than {MOST_METRICS} numbers.")
+    return numbers
+
+
+def _number(value: int | float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
+def _require_sound(numbers: Mapping[str, float], expected: Expected) -> None:
+    """Refuse a reply without the numbers that its part in the sum depends on."""
+    examples = numbers.get(expected.weighted_by_key, 0.0)
+    if not 0 <= examples <= MOST_EXAMPLES:
+        raise _UnusableError(
+            "malformed",
+            f"its '{expected.weighted_by_key}' is {examples}, not from 0 to {MOST_EXAMPLES:g}.",
         )
+    for name in expected.needed:
+        if name not in numbers:
+            raise _UnusableError("malformed", f"it reports no '{name}'.")
+        if not math.isfinite(numbers[name]):
+            raise _UnusableError("non-finite", f"its '{name}' is {numbers[name]}.")
 
 
-def metrics_of(reply: Message) -> dict[str, float]:
-    """Every number in a reply's metric records."""
-    return {
-        key: float(value)
-        for record in reply.content.metric_records.values()
-        for key, value in record.items()
-        if isinstance(value, int | float)
-    }
-
-
-def _update(reply: Message, layout: Layout, vector: Tensor, key: str) -> Tensor:
-    arrays = tensors(_arrays_of(reply, key))
+def _rows(content: RecordDict, expected: Expected, layout: Layout, vector: Tensor) -> Tensor:
+    arrays = _arrays_of(content, "arrays" if expected.shares else expected.arrayrecord_key)
+    if expected.shares:
+        if set(arrays) != {SHARE}:
+            raise _UnusableError(
+                "malformed", "it is no share; the client app must bound and noise its own update."
+            )
+        return floats(arrays[SHARE], (layout.d,), torch.float64).unsqueeze(0)
     surplus = set(arrays) - {entry.name for entry in layout.entries} - set(layout.kept)
-    if surplus:
-        raise ValueError(f"it has arrays that the model has not: {', '.join(sorted(surplus))}.")
-    for entry in layout.entries:
-        if entry.name in arrays and not arrays[entry.name].is_floating_point():
-            raise ValueError(f"parameter '{entry.name}' is not floating point.")
-    return (layout.flatten(arrays).to(vector.device) - vector).unsqueeze(0)
+    missing = {entry.name for entry in layout.entries} - set(arrays)
+    if surplus or missing:
+        what = f"arrays that the model has not, {min(surplus)}" if surplus else f"no {min(missing)}"
+        raise _UnusableError("malformed", f"it has {what:.200}.")
+    # Integer and boolean entries keep the server's value: nobody reads what came of them.
+    named = {entry.name: floats(arrays[entry.name], entry.shape) for entry in layout.entries}
+    return (layout.flatten(named).to(vector.device) - vector).unsqueeze(0)
 
 
-def _share(reply: Message, layout: Layout) -> Tensor:
-    if USABLE not in metrics_of(reply):
-        raise ValueError("it is no share; the client app must bound and noise its own update.")
-    share = tensors(_arrays_of(reply, "arrays")).get(SHARE)
-    if share is None or share.shape != (layout.d,) or share.dtype != torch.float64:
-        raise ValueError(f"its share is not float64 [{layout.d}].")
-    return share.unsqueeze(0)
-
-
-def _arrays_of(reply: Message, key: str) -> ArrayRecord:
-    records = reply.content.array_records
+def _arrays_of(content: RecordDict, key: str) -> ArrayRecord:
+    records = content.array_records
     if key in records:
         return records[key]
     if len(records) != 1:
-        raise ValueError(f"it has {len(records)} array records and none is called '{key}'.")
+        raise _UnusableError(
+            "malformed", f"it has {len(records)} array records and none is called '{key}'."
+        )
     return next(iter(records.values()))
 
 

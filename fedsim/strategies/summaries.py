@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
-import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
-from fedsim.rows.exchange import Block
+from fedsim.rows.exchange import CLIENT_STATE, Block
 
-__all__ = ["MetricMeans", "MetricsAggregator"]
+__all__ = ["LARGEST", "MetricMeans", "MetricsAggregator"]
+
+_log = logging.getLogger("fedsim")
+
+LARGEST = 1e100
+"""What is larger than this, or not finite, stands in no mean: sums of it would overflow."""
 
 MetricsAggregator = Callable[[list[RecordDict], str], MetricRecord]
 """As Flower's ``train_metrics_aggr_fn``: from one record a client to the aggregate."""
 
 
 class MetricMeans:
-    """Weighted means of metrics over blocks; the number of examples itself is summed.
+    """Weighted means of metrics over clients; the number of examples itself is summed.
 
-    A metric is averaged over the clients that report a finite value for it.
+    A metric is averaged over the clients that report a number for it, a list entry by entry
+    over those whose lists are as long as most. What is not finite is left out, and counted.
 
     Parameters
     ----------
     weighted_by_key : str
         Metric that weighs the others; clients without it count one each.
     aggregate : callable, optional
-        A user's own, in Flower's form: it is given one `RecordDict` a client instead.
+        A user's own, in Flower's form: it is given each client's own record instead.
+
+    Attributes
+    ----------
+    left_out : int
+        Numbers that were not finite, or beyond 1e100.
     """
 
     def __init__(
@@ -34,39 +46,100 @@ class MetricMeans:
         weighted_by_key: str,
         aggregate: MetricsAggregator | None = None,
     ) -> None:
+        self.left_out = 0
         self._key = weighted_by_key
         self._aggregate = aggregate
         self._records: list[RecordDict] = []
         self._reports: dict[str, list[tuple[float, float]]] = {}
+        self._lists: dict[str, list[tuple[float, list[int] | list[float]]]] = {}
 
-    def add(self, block: Block) -> None:
-        """Take in the metrics of a block."""
+    def add(self, block: Block, content: RecordDict | None = None) -> None:
+        """Take in the metrics of a block, none of whose clients failed.
+
+        Parameters
+        ----------
+        block : Block
+        content : RecordDict, optional
+            As the one client of the block sent it.
+        """
+        if self._aggregate is not None and content is not None and len(block.client_ids):
+            self._records.append(content)
+            return
+        metrics = {k: v.tolist() for k, v in block.metrics.items() if not _is_state(k)}
         if self._aggregate is not None:
             self._records += [
-                RecordDict(
-                    {"metrics": MetricRecord({k: float(v[i]) for k, v in block.metrics.items()})}
-                )
+                RecordDict({"metrics": MetricRecord({k: v[i] for k, v in metrics.items()})})
                 for i in range(len(block.client_ids))
             ]
             return
-        weights = block.metrics.get(self._key, np.ones(len(block.client_ids)))
-        for key, values in block.metrics.items():
-            self._reports.setdefault(key, []).extend(
-                zip(weights.tolist(), values.tolist(), strict=True)
-            )
+        weights = metrics.get(self._key, [1.0] * len(block.client_ids))
+        for name, values in metrics.items():
+            self._note(name, weights, values)
+        if content is not None and weights:
+            self._add_lists(content, weights[0])
+
+    def _add_lists(self, content: RecordDict, weight: float) -> None:
+        """Take in the lists that a client reports."""
+        for record in content.metric_records.values():
+            for name, values in record.items():
+                if isinstance(values, list) and not _is_state(name):
+                    self._lists.setdefault(name, []).append((weight, values))
+
+    def _note(self, name: str, weights: Sequence[float], values: Sequence[float]) -> None:
+        reports = self._reports.setdefault(name, [])
+        for weight, value in zip(weights, values, strict=True):
+            if abs(value) <= LARGEST:
+                reports.append((weight, value))
+            else:
+                self.left_out += 1
 
     def record(self) -> MetricRecord | None:
-        """The means; None if nobody reported."""
+        """The means; None if nobody reported, or if a user's own way to them failed."""
         if self._aggregate is not None:
-            return self._aggregate(self._records, self._key) if self._records else None
-        if not self._reports:
-            return None
-        return MetricRecord({key: self._mean(key) for key in sorted(self._reports)})
+            return self._users_record(self._aggregate)
+        means: dict[str, float | list[float]] = {}
+        for name, reports in self._reports.items():
+            if (mean := self._mean(name, reports)) is not None:
+                means[name] = mean
+        for name, lists in self._lists.items():
+            means |= self._list_mean(name, lists)
+        if self.left_out:
+            _log.warning("%d numbers that clients report stand in no mean.", self.left_out)
+        return MetricRecord({name: means[name] for name in sorted(means)}) if means else None
 
-    def _mean(self, key: str) -> float:
-        reports = [(w, v) for w, v in self._reports[key] if math.isfinite(v)]
+    def _list_mean(
+        self, name: str, lists: Sequence[tuple[float, list[int] | list[float]]]
+    ) -> dict[str, list[float]]:
+        """The mean of lists as long as most of them are, if it has one."""
+        lengths = Counter(len(values) for _, values in lists)
+        length = max(lengths, key=lambda n: (lengths[n], n))
+        sound = []
+        for weight, values in lists:
+            if len(values) == length and all(abs(value) <= LARGEST for value in values):
+                sound.append((weight, values))
+            else:
+                self.left_out += 1
+        entries = ([(w, float(v[i])) for w, v in sound] for i in range(length))
+        means = [mean for entry in entries if (mean := self._mean("", entry)) is not None]
+        return {name: means} if len(means) == length else {}
+
+    def _users_record(self, aggregate: MetricsAggregator) -> MetricRecord | None:
+        if not self._records:
+            return None
+        try:
+            return aggregate(self._records, self._key)
+        except Exception:
+            _log.exception("the run goes on, but its aggregation of metrics failed")
+            return None
+
+    def _mean(self, name: str, reports: Sequence[tuple[float, float]]) -> float | None:
+        """The weighted mean; None over nobody."""
         # fsum: the same bytes in whatever order clients report.
-        if key == self._key:
+        if name == self._key:
             return math.fsum(value for _, value in reports)
         weight = math.fsum(w for w, _ in reports)
-        return math.fsum(w * v for w, v in reports) / weight if weight else math.nan
+        return math.fsum(w * v for w, v in reports) / weight if weight else None
+
+
+def _is_state(name: str) -> bool:
+    return name.startswith(f"{CLIENT_STATE}.")

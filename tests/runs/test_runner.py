@@ -21,6 +21,7 @@ from fedsim.privacy import epsilon
 from fedsim.rows.exchange import Block
 from fedsim.runs.build import Build
 from fedsim.runs.columns import columns_of
+from fedsim.strategies import RoundReport
 from fedsim.training import Trainer
 
 BASE = RunConfig().replace(
@@ -206,7 +207,8 @@ def test_the_columns_of_metrics_are_the_plans_whatever_clients_call_theirs(
     assert columns == [
         *("round", "test-loss", "test-accuracy", "train-loss", "train-num-examples"),
         *("clients-accuracy", "clients-loss", "clients-num-examples", "epsilon"),
-        *("asked", "usable", "failed", "clip-norm", "clients-per-second", "seconds"),
+        *RoundReport.columns(),
+        *("clip-norm", "clients-per-second", "seconds"),
     ]
     assert all(set(row) <= set(columns) for row in result.metrics)
     assert set().union(*result.metrics) == set(columns)

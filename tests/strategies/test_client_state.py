@@ -53,7 +53,7 @@ def averaged(*blocks, usable=None) -> dict[str, float]:
     state = ClientState(private=False, placement="server")
     for one in blocks:
         keep = torch.ones(len(one.client_ids)) > 0 if usable is None else torch.tensor(usable)
-        assert set(state.take(one, keep).metrics) == {"num-examples"}
+        state.take(one, keep)
     state.average()
     return state.values
 

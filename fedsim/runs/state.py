@@ -1,0 +1,85 @@
+"""RunState: everything of a run that outlives a round, as tensors and JSON."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from fedsim.strategies.state import Tree, joined, parted
+
+__all__ = ["RunState", "versions"]
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a run has reached after a round; whoever has it needs nothing else to go on.
+
+    Its parts are given by `state` and taken by `restore` of those whose they are; how noise and
+    cohorts are drawn is a function of seed, release digest and round, and has no state.
+
+    Attributes
+    ----------
+    round : int
+        The last one whose release was made.
+    parameters : mapping of name to Tensor
+        Reached after it: the run's arrays.
+    strategy : Tree
+        Of `DPFedAvg`: mechanism and noise, server optimiser, means of the clients' state,
+        failures, budget.
+    clients : mapping of name to Tensor
+        What clients keep: `BlockTrainer.state`.
+    ledger_head : str
+        Hash of the ledger's last line; a ledger that goes on from it has it among its heads.
+    ledger_length : int
+        Lines.
+    metrics_length : int
+        Rows of metrics.csv.
+    config_digest : str
+        Of the resolved config.
+    callbacks : Tree
+        Of observers that keep anything.
+    versions : mapping of str to str
+        Of the packages that arithmetic depends on.
+    """
+
+    round: int
+    parameters: Mapping[str, Tensor]
+    strategy: Tree
+    clients: Mapping[str, Tensor]
+    ledger_head: str
+    ledger_length: int
+    metrics_length: int
+    config_digest: str
+    callbacks: Tree = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=lambda: versions())
+
+    def parted(self) -> tuple[dict[str, Tensor], str]:
+        """Its tensors, by names of their own, and JSON for the rest."""
+        parts = {part.name: getattr(self, part.name) for part in fields(self)}
+        return parted({"format": FORMAT, **parts})
+
+    @classmethod
+    def joined(cls, tensors: Mapping[str, Tensor], text: str) -> RunState:
+        """What `parted` took apart.
+
+        Raises
+        ------
+        ValueError
+            If it was written by a version whose format is another.
+        """
+        tree = joined(tensors, text)
+        if (written := tree.pop("format", None)) != FORMAT:
+            raise ValueError(f"the run's state has format {written}; this version reads {FORMAT}.")
+        return cls(**tree)
+
+
+def versions() -> dict[str, str]:
+    """Of the packages whose arithmetic a run's bytes depend on."""
+    found = {"torch": torch.__version__}
+    return found | {name: importlib.metadata.version(name) for name in ("numpy", "flwr")}
