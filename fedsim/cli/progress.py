@@ -22,7 +22,7 @@ _FIELDS = {
     "test-loss": ("loss", "{:.3f}"),
     "test-accuracy": ("accuracy", "{:.1%}"),
     "epsilon": ("epsilon", "{:.2f}"),
-    "example-epsilon": ("epsilon (examples)", "{:.2f}"),
+    "example-epsilon": ("examples' epsilon", "{:.2f}"),
     "clients-per-second": ("clients/s", "{:,.0f}"),
 }
 
@@ -59,8 +59,9 @@ class Progress:
     def row(self, row: Row) -> None:
         """Show the round that has just finished."""
         self._shown |= row
+        simulated = " (simulated)" if self._shown.get("simulated") else ""
         text = "  ".join(
-            f"{label} [bold]{form.format(self._shown[key])}[/]"
+            f"{label}{simulated * key.endswith('epsilon')} [bold]{form.format(self._shown[key])}[/]"
             for key, (label, form) in _FIELDS.items()
             if key in self._shown
         )

@@ -148,6 +148,7 @@ class ClientNoiseSection(Section):
     table: ClassVar[str] = "client.noise"
     multiplier: Multiplier = None
     target_epsilon: TargetEpsilon = None
+    max_epsilon: Maybe = setting(None, affects_release=False)
     delta: float = Field(1e-5, ge=1e-100, lt=1)
     sampling: Literal["poisson", "shuffle"] = "poisson"
     hardened: bool = True
@@ -216,6 +217,12 @@ class ClientSection(Section):
     @model_validator(mode="after")
     def _example_level(self) -> ClientSection:
         noise, bounded = self.noise, self.mechanism.name != "none"
+        self.require(
+            noise.max_epsilon is None or (self.private and noise.max_epsilon > 0),
+            "client.noise.max-epsilon",
+            noise.max_epsilon,
+            "greater than 0, and unset where clients do not protect their examples",
+        )
         amounts = (noise.multiplier, noise.target_epsilon)
         self.require(
             bounded or amounts == (None, None),

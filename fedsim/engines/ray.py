@@ -150,7 +150,10 @@ class RayGrid(LocalGrid):
         for idle in self._workers:
             idle.queue.clear()
         while todo or any(busy.queue for busy in self._workers):
-            self._hand_out(trainer, todo, call)
+            for refused in self._hand_out(trainer, todo, call, vector):
+                yield Block.failed(refused, "raised")
+            if not any(worker.queue for worker in self._workers):
+                continue
             worker = self._first_done(timeout)
             if worker is None:
                 yield from self._after_timeout(todo, timeout)
@@ -165,7 +168,11 @@ class RayGrid(LocalGrid):
                 trainer.keep(_tensors(states), call.round)
             yield from (_from_wire(block) for block in blocks)
 
-    def _hand_out(self, trainer: BlockTrainer, todo: deque[_Chunk], call: _Call) -> None:
+    def _hand_out(
+        self, trainer: BlockTrainer, todo: deque[_Chunk], call: _Call, start: Tensor
+    ) -> list[Ids]:
+        """Give idle workers chunks; the clients whose own budgets refuse."""
+        refused: list[Ids] = []
         # Two at a time: the next one waits at the worker while the reply travels.
         for depth in (1, 2):
             for worker in self._workers:
@@ -173,8 +180,19 @@ class RayGrid(LocalGrid):
                     chunk = todo.popleft()
                     states: ClientStates = {}
                     if call.kind == "train":
+                        # Ledgers are here: the clients' lines are on the disk before they begin.
+                        try:
+                            trainer.charge(start, chunk.client_ids, call.round)
+                        except FedsimError as error:
+                            if len(chunk.client_ids) > 1:
+                                todo.extendleft(chunk.singles())
+                            else:
+                                _log.warning("client %s refuses: %s", chunk.client_ids[0], error)
+                                refused.append(chunk.client_ids)
+                            continue
                         states = trainer.state(chunk.client_ids, call.round)
                     worker.ask(call, chunk, _arrays(states))
+        return refused
 
     def _first_done(self, timeout: float | None) -> _Worker | None:
         """A worker whose reply is there; None once one has worked for ``timeout`` on a chunk."""

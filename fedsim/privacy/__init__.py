@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.calibration import (
-    WorstClient,
     calibrate,
     calibrate_events,
     cost,
     epsilon,
     rounds_within,
     rounds_within_events,
-    worst_client,
 )
+from fedsim.privacy.client_ledgers import ClientLedgers, ClientRelease
 from fedsim.privacy.entry import Entropy, Entry
 from fedsim.privacy.events import Adjacency, Event, Level, Sampling
 from fedsim.privacy.ledger import Ledger
+from fedsim.privacy.parallel import WorstClient, worst_client
 from fedsim.privacy.planning import Answer, Plan
 from fedsim.privacy.statement import Statement
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
@@ -28,6 +28,8 @@ __all__ = [
     "Accountant",
     "Adjacency",
     "Answer",
+    "ClientLedgers",
+    "ClientRelease",
     "Cost",
     "Entropy",
     "Entry",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from fedsim.errors import FedsimError
@@ -19,7 +18,6 @@ __all__ = [
     "epsilon",
     "rounds_within",
     "rounds_within_events",
-    "worst_client",
 ]
 
 # Calibrated noise is searched here; beyond, the target or the plan is a mistake.
@@ -190,56 +188,6 @@ def rounds_within_events(
 def _check_rounds(rounds: int) -> None:
     if rounds != int(rounds) or rounds < 1:
         raise FedsimError(f"rounds is {rounds}; it must be a whole number, 1 or more.")
-
-
-@dataclass(frozen=True)
-class WorstClient:
-    """The client that an example-level statement over all clients is about."""
-
-    cost: Cost
-    event: Event
-
-
-def worst_client(events: Iterable[Event], delta: float) -> WorstClient:
-    """Largest example-level cost over clients that hold disjoint data.
-
-    Parameters
-    ----------
-    events : iterable of Event
-        One a client: all its invocations at its own rate ``|B| / N_i``. Only those on the
-        Pareto front of (noise, rate, count) are accounted for.
-    delta : float
-
-    Raises
-    ------
-    FedsimError
-        If there is no client.
-    """
-    front = _pareto_front(set(events))
-    if not front:
-        raise FedsimError("there are no clients to account for.")
-    costs = [WorstClient(Accountant([event]).cost(delta), event) for event in front]
-    return max(costs, key=lambda worst: worst.cost.epsilon)
-
-
-def _pareto_front(events: Iterable[Event]) -> list[Event]:
-    """Events that no other of their kind is at least as costly as in every respect."""
-
-    def key(event: Event) -> tuple[float, float, int]:
-        return (-event.total_noise_multiplier, event.rate, event.count)
-
-    front: list[Event] = []
-    for event in sorted(events, key=key, reverse=True):
-        beaten = any(
-            other.sampler == event.sampler
-            and other.relation == event.relation
-            and (event.private or not other.private)
-            and all(a >= b for a, b in zip(key(other), key(event), strict=True))
-            for other in front
-        )
-        if not beaten:
-            front.append(event)
-    return front
 
 
 def _decreasing_root(

@@ -1,31 +1,45 @@
-"""Lines of a ledger file: JSON, one an event, each sealed with the hash of all before it."""
+"""Lines of a ledger file: JSON, one an entry, each sealed with the hash of all before it.
+
+A line is ``{"entry": {...}, "hash": "...", "noted": {...}}``. The hash covers the bytes of the
+entry, which name the hash of the line before. What was noted on the side (time, host) is
+covered by nothing, so that equal runs have equal heads.
+
+What a chain proves: that no line was damaged, lost or swapped by accident. It has no secret:
+whoever can write the file can seal a forged one, cut its end off or empty it. To notice that,
+compare its head with one kept elsewhere (`fedsim privacy RUN --verify`), or sign it.
+"""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fedsim.errors import FedsimError
 
-__all__ = ["GENESIS", "append_durably", "opened", "replace_durably", "sealed", "split"]
+__all__ = ["DECODER", "GENESIS", "HEADER", "opened", "parsed", "sealed", "sealed_part", "split"]
 
 GENESIS = "0" * 64
-_SEAL = len(',"hash":""}') + 64
+_BEFORE = '{"entry":'
+HEADER = b'{"entry":{"kind":"ledger","version":'
+"""What a ledger file begins with."""
 
 
-def sealed(entry: Mapping[str, Any], previous: str) -> tuple[bytes, str]:
-    """One line with its newline, and its hash.
+def sealed(
+    entry: Mapping[str, Any], previous: str, noted: Mapping[str, Any] | None = None
+) -> tuple[bytes, str]:
+    """One line with its newline, and its hash."""
+    part, digest = sealed_part(entry, previous)
+    beside = json.dumps(dict(noted or {}), separators=(",", ":"), allow_nan=False)
+    return f'{part},"noted":{beside}}}\n'.encode(), digest
 
-    The hash covers the bytes of the line before it, ``previous`` among them.
-    """
+
+def sealed_part(entry: Mapping[str, Any], previous: str) -> tuple[str, str]:
+    """A line up to and including its hash, and the hash."""
     body = json.dumps({**entry, "previous": previous}, separators=(",", ":"), allow_nan=False)
     digest = hashlib.sha256(body.encode()).hexdigest()
-    return f'{body[:-1]},"hash":"{digest}"}}\n'.encode(), digest
+    return f'{_BEFORE}{body},"hash":"{digest}"', digest
 
 
 def split(data: bytes) -> tuple[list[bytes], bytes]:
@@ -34,60 +48,56 @@ def split(data: bytes) -> tuple[list[bytes], bytes]:
     return lines, rest
 
 
-def opened(line: bytes, previous: str) -> tuple[dict[str, Any], str]:
+def opened(line: bytes, previous: str, *, torn: bool = False) -> tuple[dict[str, Any], str]:
     """Entry and hash of a line that follows one whose hash is ``previous``.
+
+    Parameters
+    ----------
+    torn : bool
+        Whether what is noted may be missing: a line that was cut behind its hash says all.
 
     Raises
     ------
     FedsimError
         If the line is not one that `sealed` wrote there.
     """
-    body, seal = line[:-_SEAL] + b"}", line[-_SEAL:]
-    digest = hashlib.sha256(body).hexdigest()
-    if seal != f',"hash":"{digest}"}}'.encode():
+    try:
+        text = line.decode("ascii")
+        if not text.startswith(_BEFORE):
+            raise ValueError(text)
+        entry, end = DECODER.raw_decode(text, len(_BEFORE))
+    except (ValueError, RecursionError):
+        raise FedsimError("it is not a ledger's line.") from None
+    digest = hashlib.sha256(text[len(_BEFORE) : end].encode()).hexdigest()
+    seal = f',"hash":"{digest}"'
+    if not isinstance(entry, dict) or not text.startswith(seal, end):
         raise FedsimError("its hash does not match its content.")
-    entry: dict[str, Any] = json.loads(body)
-    if entry.pop("previous") != previous:
+    if not torn:
+        beside = text[end + len(seal) :]
+        if not beside.startswith(',"noted":') or not isinstance(parsed(f"{{{beside[1:]}"), dict):
+            raise FedsimError("what is noted beside its entry is not legible.")
+    if entry.pop("previous", None) != previous:
         raise FedsimError("it does not follow the line before it.")
     return entry, digest
 
 
-def append_durably(path: Path, line: bytes, *, expected_size: int) -> None:
-    """Append, and return only when the line is on the disk.
+def parsed(text: str | bytes) -> Any:
+    """JSON without NaN, infinities or depths that only a stranger would write.
 
     Raises
     ------
     FedsimError
-        If the file does not have ``expected_size`` bytes: somebody else writes to it, and
-        two writers would fork the chain.
+        If it is not.
     """
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if file.seek(0, os.SEEK_END) != expected_size:
-            raise FedsimError(f"ledger {path} was changed by another process while in use.")
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
-    if new:
-        _sync_directory(path.parent)
-
-
-def replace_durably(path: Path, data: bytes) -> None:
-    """Put a file's new content in its place, whole or not at all."""
-    temporary = path.with_name(path.name + ".repair")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync_directory(path.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        return DECODER.decode(text if isinstance(text, str) else text.decode())
+    except (ValueError, RecursionError):
+        raise FedsimError("it is not a ledger's line.") from None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of a ledger")
+
+
+DECODER = json.JSONDecoder(parse_constant=_no_constant)
+"""Of JSON without NaN and infinities."""

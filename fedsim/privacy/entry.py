@@ -2,65 +2,93 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any, Literal
 
-from fedsim.privacy.events import Event, Level
+from fedsim.errors import FedsimError
+from fedsim.privacy.chain import DECODER
+from fedsim.privacy.events import Event, Level, dominating_event
 
-__all__ = ["Entropy", "Entry", "event_in"]
+__all__ = ["Entropy", "Entry", "Fact", "Placement", "torn_entry"]
 
 Entropy = Literal["config", "system"]
+Placement = Literal["", "server", "client"]
+Fact = str | int | float | bool | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One line of a ledger.
+    """One line of a ledger: what was released, and nothing about when, where or by what.
 
     Attributes
     ----------
     kind : "release" or "torn"
         Torn: stands for an unreadable last line, counted at the cost of ``event``.
     round : int or None
-    event : Event
+    attempt : int
+        Which time the round was drawn anew.
+    release : str or None
+        Digest of all settings that the release follows from (or a number used once, for a
+        trainer without a config); None where nothing names it.
+    client : int or None
+        Whose ledger this is, at example level.
+    fingerprint : str or None
+        A client's HMAC of its data and of what it received, under a key of its own.
     level : "client" or "example"
         What a row of the released sum is.
     entropy : "config" or "system"
-        Where noise and cohort came from: the seed, or the operating system.
+        Where noise and samples came from: the seed, or the operating system.
+    event : Event
     mechanism : str
     clip_norm : float or None
-    draws : str or None
-        Names the draws of a run whose entropy is its config's: two records of one round with
-        the same draws are the same release.
-    client : int or None
-        Whose ledger this is, at example level.
+    placement : "", "server" or "client"
+        Where the noise was drawn; "" where nobody said.
+    declared_by_user : bool
+        Whether the event is a user's word for what their sampler draws.
+    public : mapping of str to str, number, bool or None
+        What else was taken as public: a population or number of examples, steps, a
+        denominator; ``rows`` says how rows were shown to be rows of one example ("probed").
     settles : bool
         Whether this is the release that the torn line just before it began.
     fragment : str
         What was legible of a torn line.
-    time : str
-        UTC, ISO 8601.
+    version : int
+        Of the format that it was read from; not written into a line.
     """
 
+    # In this order in a line: a torn one is recognised by as much as stands there.
     kind: Literal["release", "torn"] = "release"
     round: int | None = None
-    event: Event
+    attempt: int = 0
+    release: str | None = None
+    client: int | None = None
+    fingerprint: str | None = None
     level: Level = "client"
     entropy: Entropy = "system"
+    event: Event
     mechanism: str = ""
     clip_norm: float | None = None
-    draws: str | None = None
-    client: int | None = None
-    time: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
+    placement: Placement = ""
+    declared_by_user: bool = False
+    public: Mapping[str, Fact] = field(default_factory=dict)
     settles: bool = False
     fragment: str = ""
+    version: int = field(default=2, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, (holds, allowed) in _FIELDS.items():
+            value = getattr(self, name)
+            if not holds(value):
+                raise FedsimError(
+                    f"{name.replace('_', '-')} is {value!r}; in a ledger it must be {allowed}."
+                )
+        object.__setattr__(self, "public", dict(sorted(self.public.items())))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe mapping with kebab-case keys, in the order of the fields."""
-        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        data = {name: getattr(self, name) for name in _WRITTEN}
         data["event"] = self.event.to_dict()
         if self.clip_norm is not None and math.isinf(self.clip_norm):
             data["clip_norm"] = "inf"
@@ -68,26 +96,109 @@ class Entry:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Entry:
-        """Inverse of `to_dict`."""
+        """Inverse of `to_dict`.
+
+        Raises
+        ------
+        FedsimError
+            If a field is missing, unknown, of the wrong type or out of range.
+        """
         fields = {name.replace("-", "_"): value for name, value in data.items()}
+        if set(fields) != set(_WRITTEN):
+            strange = sorted(set(fields) ^ set(_WRITTEN))
+            raise FedsimError(f"its fields are not an entry's: {', '.join(strange)}.")
+        if not isinstance(fields["event"], Mapping):
+            raise FedsimError(f"event is {fields['event']!r}; it must be a mapping.")
         fields["event"] = Event.from_dict(fields["event"])
-        if fields["clip_norm"] is not None:
-            fields["clip_norm"] = float(fields["clip_norm"])
+        if fields["clip_norm"] == "inf":
+            fields["clip_norm"] = math.inf
         return cls(**fields)
 
     @property
-    def release(self) -> tuple[object, ...]:
-        """What makes two records one release, when their draws are the config's."""
-        return (self.round, self.draws, self.client, self.event, self.mechanism, self.clip_norm)
+    def identity(self) -> tuple[object, ...] | None:
+        """What two lines that are one release have in common; None if it cannot be repeated.
+
+        Noise of the operating system never is; a client's release is known by its keyed
+        fingerprint. Another event under the same names is another release.
+        """
+        named = self.release is not None and self.kind == "release"
+        known = self.level == "client" or self.fingerprint is not None
+        if self.entropy != "config" or not named or not known:
+            return None
+        return (self.release, self.round, self.attempt, self.client, self.fingerprint, self.event)
 
 
-def event_in(fragment: str) -> Event | None:
+def torn_entry(rest: bytes, known: Iterable[Event]) -> Entry:
+    """An entry at least as costly as whatever a torn line was to say.
+
+    Parameters
+    ----------
+    rest : bytes
+        What is there of the line.
+    known : iterable of Event
+        Everything recorded or planned.
+    """
+    fragment = rest.decode("ascii", "backslashreplace")
+    legible = _event_in(fragment)
+    event = dominating_event([*known, *([legible] if legible is not None else [])])
+    # Of a line without any event known, nothing can be said.
+    nothing = Event(noise_multiplier=0.0, guarantee=False)
+    return Entry(kind="torn", event=event or nothing, fragment=fragment)
+
+
+def _event_in(fragment: str) -> Event | None:
     """The event of a torn line, if all of it is legible."""
     _, found, tail = fragment.partition('"event":')
     if not found:
         return None
     try:
-        data, _ = json.JSONDecoder().raw_decode(tail)
+        data, _ = DECODER.raw_decode(tail)
         return Event.from_dict(data)
-    except (ValueError, TypeError, AttributeError, KeyError):
+    except (FedsimError, ValueError, TypeError, RecursionError):
         return None
+
+
+def _whole(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _optional(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or holds(value)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+def _facts(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str)
+        and isinstance(fact, str | int | float | bool | None)
+        and not (isinstance(fact, float) and not math.isfinite(fact))
+        for name, fact in value.items()
+    )
+
+
+_BOOL = (lambda value: isinstance(value, bool), "true or false")
+_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "kind": (lambda value: value in ("release", "torn"), "'release' or 'torn'"),
+    "round": (_optional(_whole), "a whole number, 0 or more, or null"),
+    "attempt": (_whole, "a whole number, 0 or more"),
+    "release": (_optional(_text), "text or null"),
+    "client": (_optional(_whole), "a whole number, 0 or more, or null"),
+    "fingerprint": (_optional(_text), "text or null"),
+    "level": (lambda value: value in ("client", "example"), "'client' or 'example'"),
+    "entropy": (lambda value: value in ("config", "system"), "'config' or 'system'"),
+    "mechanism": (_text, "text"),
+    "clip_norm": (_optional(_number), "a number, 0 or more, or null"),
+    "placement": (lambda value: value in ("", "server", "client"), "'', 'server' or 'client'"),
+    "declared_by_user": _BOOL,
+    "public": (_facts, "a table of text, finite numbers, true or false"),
+    "settles": _BOOL,
+    "fragment": (_text, "text"),
+}
+_WRITTEN = tuple(name for name in Entry.__dataclass_fields__ if name != "version")

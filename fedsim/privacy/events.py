@@ -72,7 +72,7 @@ class Event:
     guarantee: bool = True
 
     def __post_init__(self) -> None:
-        if self.sampler not in ALLOWED:
+        if not isinstance(self.sampler, str) or self.sampler not in ALLOWED:
             raise FedsimError(
                 f"sampler is {self.sampler!r}; it must be one of {', '.join(get_args(Sampling))}."
             )
@@ -136,6 +136,11 @@ class Event:
         """This event ``count`` times over."""
         return replace(self, count=self.count * count)
 
+    @property
+    def once(self) -> Event:
+        """One invocation of it."""
+        return self if self.count == 1 else replace(self, count=1)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe mapping; infinite numbers are written as the string "inf"."""
         return {
@@ -165,16 +170,24 @@ class Event:
             raise FedsimError(
                 f"an event has the fields {sorted(data)}; it must have {sorted(known)}."
             )
+        sides = data["sides"]
+        if not isinstance(sides, Mapping) or not isinstance(data["guarantee"], bool):
+            raise FedsimError("an event's sides must be a mapping, its guarantee true or false.")
+        for name in ("size", "population", "count"):
+            value = data[name]
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole and (value is not None or name == "count"):
+                raise FedsimError(f"an event's {name} is {value!r}; it must be a whole number.")
         return cls(
-            noise_multiplier=float(data["noise-multiplier"]),
+            noise_multiplier=_decoded("noise-multiplier", data["noise-multiplier"]),
             sampler=cast(Sampling, data["sampler"]),
-            rate=float(data["rate"]),
+            rate=_decoded("rate", data["rate"]),
             size=data["size"],
             population=data["population"],
             adjacency=cast(Adjacency, data["adjacency"]),
             count=data["count"],
-            sides={name: float(z) for name, z in data["sides"].items()},
-            guarantee=bool(data["guarantee"]),
+            sides={name: _decoded(name, z) for name, z in sides.items()},
+            guarantee=data["guarantee"],
         )
 
 
@@ -221,3 +234,11 @@ def dominating_event(events: Iterable[Event]) -> Event | None:
 
 def _encoded(z: float) -> float | str:
     return "inf" if math.isinf(z) else z
+
+
+def _decoded(name: str, value: object) -> float:
+    if value == "inf":
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise FedsimError(f"an event's {name} is {value!r}; it must be a number.")
+    return float(value)

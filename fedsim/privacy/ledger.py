@@ -1,9 +1,8 @@
 """The ledger: every release, on disk before it happens.
 
-A file of JSON lines, one an event, append-only and chained by hashes: a line changed,
-removed or swapped is found out. It needs nothing else to recompute epsilon. What a chain
-cannot show is that whole lines are missing at its end; who needs that keeps `Ledger.head`
-elsewhere (a checkpoint does).
+A file of JSON lines, append-only and chained by hashes: a header, then one line an event. It
+needs nothing else to recompute epsilon. Ledgers in ``archive/`` beside it are its
+predecessors, and count.
 
 A last line without its newline was being written when the machine stopped. `record` had
 not returned, so nothing was released; the ledger counts it as spent all the same, at a cost
@@ -13,24 +12,19 @@ release again.
 
 from __future__ import annotations
 
-import json
 import os
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost, check_delta
-from fedsim.privacy.chain import (
-    GENESIS,
-    append_durably,
-    opened,
-    replace_durably,
-    sealed,
-    split,
-)
-from fedsim.privacy.entry import Entropy, Entry, event_in
-from fedsim.privacy.events import Event, Level, dominating_event
+from fedsim.privacy.archive import archived
+from fedsim.privacy.entry import Entropy, Entry, Fact, Placement
+from fedsim.privacy.events import Event, Level
+from fedsim.privacy.ledger_file import LedgerFile
 from fedsim.privacy.statement import Statement
 
 if TYPE_CHECKING:
@@ -60,7 +54,8 @@ class Ledger:
     Raises
     ------
     FedsimError
-        If the file was changed after it was written.
+        If the file is no ledger, or was changed after it was written, or what is archived
+        beside it does not compose with what is declared.
     """
 
     def __init__(
@@ -78,9 +73,9 @@ class Ledger:
         self.max_epsilon = max_epsilon
         self.declared = declared
         self._read_only = False
-        self._clear()
-        if self.path is not None and self.path.exists():
-            self._load(self.path.read_bytes(), repair=True)
+        self._file = LedgerFile(self.path, planned=declared)
+        if declared is not None:
+            self._file.history.after(Entry(event=declared))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, delta: float | None = None) -> Self:
@@ -89,13 +84,13 @@ class Ledger:
         Raises
         ------
         FedsimError
-            If there is no such file, or it was changed after it was written.
+            If there is no such file, or it is no ledger, or was changed after it was written.
         """
         ledger = cls(delta=delta)
         ledger.path, ledger._read_only = Path(path), True
-        if not ledger.path.is_file():
+        if not ledger.path.is_file() and not archived(ledger.path):
             raise FedsimError(f"there is no ledger at {path}.")
-        ledger._load(ledger.path.read_bytes(), repair=False)
+        ledger._file = LedgerFile(ledger.path, read_only=True)
         return ledger
 
     def record(
@@ -107,77 +102,94 @@ class Ledger:
         entropy: Entropy = "system",
         mechanism: str = "",
         clip_norm: float | None = None,
-        draws: str | None = None,
+        release: str | None = None,
+        attempt: int = 0,
         client: int | None = None,
+        fingerprint: str | None = None,
+        placement: Placement = "",
+        declared_by_user: bool = False,
+        public: Mapping[str, Fact] | None = None,
     ) -> bool:
         """Write a release down; when this returns it is on the disk, and may be made.
+
+        Parameters are those of `Entry`.
 
         Returns
         -------
         bool
-            False if the same release stood there already: same round, event, mechanism and
-            clip norm under the same ``draws``, entropy "config". It is not charged again.
+            False if the same release stood there already: entropy "config" and the same
+            release digest, round, attempt and event, and at example level the same client
+            and fingerprint. It is not charged again.
 
         Raises
         ------
         FedsimError
-            If the level or adjacency is not that of the ledger, or somebody else wrote to
-            the file meanwhile.
+            If the level or adjacency is not that of the ledger, or the file was changed
+            behind our back.
         """
         if self._read_only:
             raise FedsimError(f"ledger {self.path} was opened for reading only.")
-        if self.entries and level != self.level:
+        if level == "example" and event.adjacency == "add-remove":
             raise FedsimError(
-                f"level is {level!r}; this ledger is about {self.level} level, and guarantees of "
-                "different levels do not add up."
+                "adjacency is 'add-remove'; at example level it must be zero-out (or "
+                "replace-one): how many examples a client has is public there."
             )
         entry = Entry(
             event=event, round=round, level=level, entropy=entropy, mechanism=mechanism,
-            clip_norm=clip_norm, draws=draws, client=client,
+            clip_norm=clip_norm, release=release, attempt=attempt, client=client,
+            fingerprint=fingerprint, placement=placement, declared_by_user=declared_by_user,
+            public=dict(public or {}),
         )  # fmt: skip
-        repeatable = entropy == "config" and draws is not None
-        if repeatable and entry.release in self._seen:
-            return False
-        if repeatable and self._began(entry):
-            entry = replace(entry, settles=True)
-        # Refuses an event that does not compose before anything is written.
-        self._after(entry)
-        self._append(entry)
-        return True
+        return self._file.write(entry)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Lines so far, torn ones included."""
-        return tuple(self._entries)
+        """Releases in this ledger so far, torn lines included."""
+        return tuple(self._file.history.entries)
 
     @property
     def charged(self) -> tuple[Entry, ...]:
-        """Lines that are charged: all but torn ones whose release was recorded after all."""
-        settled = {at for at, entry in enumerate(self._entries[1:]) if entry.settles}
-        return tuple(entry for at, entry in enumerate(self._entries) if at not in settled)
+        """What is charged, the archive's first: each release once, and no torn line whose
+        release was recorded after all."""
+        return tuple(self._file.history.charged)
+
+    @property
+    def before(self) -> tuple[Entry, ...]:
+        """Those of the charged ones that archived ledgers recorded."""
+        return self._file.history.before
+
+    @property
+    def own(self) -> tuple[Entry, ...]:
+        """What would be charged without the archive."""
+        return self._file.history.own
+
+    @property
+    def counts(self) -> Counter[Event]:
+        """How often each event is charged."""
+        return Counter(self._file.history.counts)
 
     @property
     def level(self) -> Level:
         """What a row is; "client" until something is recorded."""
-        return self._entries[0].level if self._entries else "client"
+        return self._file.level
 
     @property
     def head(self) -> str:
         """Hash of the last line, and by it of the whole ledger."""
-        return self._head
+        return self._file.head
 
     @property
     def heads(self) -> tuple[str, ...]:
         """Hash after each line: a ledger that was continued still has its earlier heads."""
-        return tuple(self._heads)
+        return tuple(self._file.heads)
 
     def cost(self, delta: float | None = None) -> Cost:
         """Epsilon spent so far, how it was found, and what stands beside it."""
-        return self._accountant.cost(self._delta(delta))
+        return self._file.history.accountant.cost(self._delta(delta))
 
     def epsilon(self, delta: float | None = None) -> float:
         """Epsilon spent so far; milliseconds, however many rounds are in the ledger."""
-        return self._accountant.epsilon(self._delta(delta))
+        return self._file.history.accountant.epsilon(self._delta(delta))
 
     def would_exceed(
         self,
@@ -187,39 +199,61 @@ class Ledger:
         *,
         delta: float | None = None,
         round: int | None = None,
-        draws: str | None = None,
+        level: Level | None = None,
+        entropy: Entropy = "system",
+        release: str | None = None,
+        attempt: int = 0,
+        client: int | None = None,
+        fingerprint: str | None = None,
     ) -> bool:
         """Whether this event would spend more than ``max_epsilon``; records nothing.
 
-        With the ``round`` and ``draws`` of a run whose entropy is its config's, a release
-        that stands in the ledger already costs nothing more.
+        With the names under which `record` would write it down, a release that stands there
+        already costs nothing more.
         """
         budget = self.max_epsilon if max_epsilon is None else max_epsilon
         if budget is None:
             raise FedsimError("max_epsilon was given neither to the ledger nor to would_exceed.")
-        planned = self._ours(event).times(count)
-        accountant = self._accountant
-        if draws is not None:
-            if (round, draws, planned) in self._rounds:
-                return accountant.epsilon(self._delta(delta)) > budget
-            entry = Entry(
-                event=planned, round=round, draws=draws, level=self.level, entropy="config"
-            )
-            if self._untorn is not None and self._began(entry, upto=',"mechanism":'):
-                accountant = self._untorn
-        return accountant.would_exceed(planned, budget, self._delta(delta))
+        self.refresh()
+        planned = Entry(
+            event=self._ours(event).times(count), round=round, level=level or self.level,
+            entropy=entropy, release=release, attempt=attempt, client=client,
+            fingerprint=fingerprint,
+        )  # fmt: skip
+        if self._file.began(planned, upto=',"mechanism":'):
+            planned = replace(planned, settles=True)
+        return self._file.history.after(planned).epsilon(self._delta(delta)) > budget
 
     def statement(self, delta: float | None = None) -> Statement:
         """The privacy statement in words and numbers."""
-        charged = self.charged
-        return Statement(
-            cost=self.cost(delta),
-            level=self.level,
-            samplers=tuple(sorted({entry.event.sampler for entry in charged})),
-            entropies=tuple(sorted({entry.entropy for entry in charged})),
-            torn=sum(entry.kind == "torn" for entry in charged),
-            ledger=None if self.path is None else str(self.path),
-        )
+        return Statement.of([self], self._delta(delta))
+
+    def accountant(self) -> Accountant:
+        """What is charged, to go on with elsewhere."""
+        return self._file.history.accountant.copy()
+
+    def refresh(self) -> None:
+        """Take up what another process has written since."""
+        self._file.refresh()
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands, for a checkpoint: the hash of its last line, and how many there are."""
+        return {"head": self.head, "lines": len(self._file.heads)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Make sure that this ledger goes on from a checkpoint; what is beyond stays charged.
+
+        Raises
+        ------
+        FedsimError
+            If lines that the checkpoint knew are missing, or are others.
+        """
+        lines = int(state["lines"])
+        if lines and (self.heads[lines - 1 : lines] or [""])[0] != state["head"]:
+            raise FedsimError(
+                f"ledger {self.path or 'in memory'} does not continue the checkpoint's, which had "
+                f"{lines} lines up to {state['head']}; put back the one that the run wrote."
+            )
 
     # Flower's PrivacyAccountant protocol.
 
@@ -232,8 +266,8 @@ class Ledger:
 
     @property
     def num_releases(self) -> int:
-        """Mechanism invocations recorded."""
-        return self._accountant.releases
+        """Mechanism invocations charged."""
+        return self._file.history.accountant.releases
 
     def compose(self, event: Event | GaussianPrivacyEvent, count: int = 1) -> None:
         """`record` as Flower calls it: nothing is known but the event."""
@@ -245,7 +279,7 @@ class Ledger:
 
     def get_delta(self, epsilon: float) -> float:
         """Smallest delta known at this epsilon."""
-        return self._accountant.delta(epsilon)
+        return self._file.history.accountant.delta(epsilon)
 
     def get_privacy_spent(self, delta: float | None = None) -> PrivacySpent:
         """`cost` as Flower's record."""
@@ -255,7 +289,7 @@ class Ledger:
 
     def state_dict(self) -> dict[str, object]:
         """The ledger's lines, for a checkpoint."""
-        return {"lines": [line.decode() for line in self._lines]}
+        return {"lines": [line.decode() for line in self._file.lines]}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Take up a checkpointed ledger.
@@ -273,106 +307,10 @@ class Ledger:
             raise FedsimError("a ledger's state must hold its lines.")
         data = [line.encode() for line in lines]
         if self.path is not None:
-            if self._lines[: len(data)] != data:
+            if self._file.lines[: len(data)] != data:
                 raise FedsimError(f"ledger {self.path} does not continue the checkpointed one.")
             return
-        self._clear()
-        self._load(b"".join(line + b"\n" for line in data), repair=False)
-
-    # What is kept, and the file.
-
-    def _clear(self) -> None:
-        self._entries: list[Entry] = []
-        self._lines: list[bytes] = []
-        self._size = 0
-        self._heads: list[str] = []
-        self._head = GENESIS
-        self._seen: set[tuple[object, ...]] = set()
-        self._rounds: set[tuple[int | None, str, Event]] = set()
-        self._distinct: set[Event] = set()
-        self._accountant = Accountant()
-        self._untorn: Accountant | None = None
-
-    def _after(self, entry: Entry) -> Accountant:
-        """The accountant once ``entry`` is counted."""
-        settled = entry.settles and self._untorn is not None
-        accountant = (self._untorn if settled else self._accountant) or Accountant()
-        accountant = accountant.copy()
-        accountant.add(entry.event)
-        return accountant
-
-    def _take(self, entry: Entry, line: bytes, head: str) -> None:
-        accountant = self._after(entry)
-        self._untorn = self._accountant if entry.kind == "torn" else None
-        self._accountant = accountant
-        self._entries.append(entry)
-        self._lines.append(line)
-        self._size += len(line) + 1
-        self._heads.append(head)
-        self._head = head
-        self._distinct.add(entry.event)
-        if entry.kind == "release" and entry.entropy == "config" and entry.draws is not None:
-            self._seen.add(entry.release)
-            self._rounds.add((entry.round, entry.draws, entry.event))
-
-    def _append(self, entry: Entry) -> None:
-        line, head = sealed(entry.to_dict(), self._head)
-        if self.path is not None:
-            append_durably(self.path, line, expected_size=self._size)
-        self._take(entry, line[:-1], head)
-
-    def _load(self, data: bytes, *, repair: bool) -> None:
-        lines, rest = split(data)
-        for number, line in enumerate(lines, start=1):
-            self._take(*self._opened(line, number))
-        if not rest:
-            return
-        try:
-            whole = self._opened(rest, len(lines) + 1)
-        except FedsimError:
-            torn = self._torn(rest)
-            line, head = sealed(torn.to_dict(), self._head)
-            whole = (torn, line[:-1], head)
-        self._take(*whole)
-        if repair and self.path is not None:
-            replace_durably(self.path, b"".join(line + b"\n" for line in self._lines))
-
-    def _opened(self, line: bytes, number: int) -> tuple[Entry, bytes, str]:
-        try:
-            data, head = opened(line, self._head)
-            return Entry.from_dict(data), line, head
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            reason = str(error) if isinstance(error, FedsimError) else "it is not a ledger's line."
-            raise FedsimError(
-                f"ledger {self.path or 'state'}, line {number}: {reason} A ledger that was "
-                "changed after it was written proves nothing."
-            ) from error
-
-    def _torn(self, rest: bytes) -> Entry:
-        """An entry at least as costly as whatever the torn line was to say."""
-        known = [*self._distinct]
-        known += [self.declared] if self.declared is not None else []
-        fragment = rest.decode("ascii", "backslashreplace")
-        legible = event_in(fragment)
-        known += [legible] if legible is not None else []
-        bound = dominating_event(known) or Event(noise_multiplier=0.0, guarantee=False)
-        entropies: set[Entropy] = {entry.entropy for entry in self._entries}
-        return Entry(
-            kind="torn",
-            event=bound,
-            level=self.level,
-            entropy="config" if entropies == {"config"} else "system",
-            fragment=fragment,
-        )
-
-    def _began(self, entry: Entry, upto: str = ',"time":') -> bool:
-        """Whether the torn last line is the beginning of this one."""
-        if self._untorn is None:
-            return False
-        fragment = self._entries[-1].fragment
-        text = json.dumps(entry.to_dict(), separators=(",", ":"), allow_nan=False)
-        text = text[: text.index(upto)]
-        return text.startswith(fragment) or fragment.startswith(text)
+        self._file.load_lines(data)
 
     def _delta(self, delta: float | None) -> float:
         chosen = self.delta if delta is None else delta

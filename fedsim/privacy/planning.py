@@ -60,13 +60,21 @@ class Plan:
 
     def event(self, noise_multiplier: float) -> Event:
         """What one round costs at this noise."""
+        adjacency = self.adjacency
+        if self.level == "example":
+            if adjacency == "add-remove":
+                raise FedsimError(
+                    "adjacency is 'add-remove'; at example level it must be zero-out, since how "
+                    "many examples a client has is public."
+                )
+            adjacency = adjacency or ("zero-out" if self.sampler != "fixed" else None)
         return Event(
             noise_multiplier=noise_multiplier,
             sampler=self.sampler,
             rate=self.rate,
             size=self.size,
             population=self.population,
-            adjacency=self.adjacency,
+            adjacency=adjacency,
             count=self.invocations,
         )
 

@@ -1,22 +1,21 @@
-"""The privacy statement: what is covered, at which level, against which neighbours."""
+"""The privacy statement: what is covered, at which level, against which neighbours and whom."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, Self
 
-from fedsim.privacy.accountant import Cost
+from fedsim.privacy.accountant import Accountant, Cost
+from fedsim.privacy.adversary import NOT_COVERED, adversary, public_facts
+from fedsim.privacy.entry import Entry
 from fedsim.privacy.events import Adjacency, Level, Sampling
+from fedsim.privacy.parallel import Spending, dearest
+from fedsim.privacy.tradeoff import TradeOff, tradeoff
 
 __all__ = ["NOT_COVERED", "Statement"]
-
-NOT_COVERED = (
-    "metrics that clients report",
-    "example counts",
-    "who took part, and cohort sizes",
-    "anything else the operator sees or logs",
-)
 
 _SAMPLERS: dict[Sampling, str] = {
     "poisson": "Poisson sampling (each {row} independently)",
@@ -38,30 +37,105 @@ _METHODS = {
 }
 
 
+class Recorded(Spending, Protocol):
+    """What a statement is made from: a ledger."""
+
+    path: Path | None
+
+    @property
+    def level(self) -> Level:
+        """What a row is."""
+
+    @property
+    def charged(self) -> tuple[Entry, ...]:
+        """What is charged, the archive's among it."""
+
+    @property
+    def before(self) -> tuple[Entry, ...]:
+        """The archive's."""
+
+    @property
+    def own(self) -> tuple[Entry, ...]:
+        """What would be charged without the archive."""
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """Hash after each line."""
+
+    def cost(self, delta: float | None = None) -> Cost:
+        """What all of it has cost."""
+
+    def accountant(self) -> Accountant:
+        """The same, to ask more of."""
+
+
 @dataclass(frozen=True)
 class Statement:
-    """What may be claimed about a run.
+    """What may be claimed about a run, from its ledgers and from nothing else.
 
     Attributes
     ----------
     cost : Cost
-        Epsilon, delta, adjacency, and how they were found.
+        Epsilon, delta, adjacency, and how they were found: of everything that is charged, at
+        example level to the client that pays most.
     level : "client" or "example"
         Whose participation is hidden: a client with all its data, or one example.
-    samplers, entropies : tuple of str
-        All that the ledger has.
-    torn : int
-        Releases counted from lines that were torn in writing.
+    charged : tuple of Entry
+        What was composed.
+    tradeoff : TradeOff
+        The same as what an attacker must miss.
+    ledgers : int
+        How many there are: one a client at example level.
+    before : int
+        Releases among the charged ones that an earlier run's archived ledger recorded.
+    own : Cost or None
+        Without those; None where there are none.
     ledger : str or None
         Where it is written; None when it was kept in memory only.
+    head : str
+        Hash of the last line; empty where there is none, or one a client.
+    lines : int
+        How many there are.
     """
 
     cost: Cost
     level: Level
-    samplers: tuple[Sampling, ...] = ()
-    entropies: tuple[str, ...] = ()
-    torn: int = 0
+    charged: tuple[Entry, ...] = field(repr=False)
+    tradeoff: TradeOff = field(repr=False, compare=False)
+    ledgers: int = 1
+    before: int = 0
+    own: Cost | None = None
     ledger: str | None = None
+    head: str = ""
+    lines: int = 0
+
+    @classmethod
+    def of(cls, ledgers: Sequence[Recorded], delta: float, place: str | None = None) -> Self:
+        """The statement over ledgers whose owners hold disjoint data, at least one.
+
+        Parameters
+        ----------
+        ledgers : sequence of Ledger
+            One at client level, one a client at example level.
+        delta : float
+        place : str, optional
+            Where several of them are.
+        """
+        worst = dearest(ledgers, delta)
+        alone = len(ledgers) == 1 and place is None
+        own = Accountant(entry.event for entry in worst.own) if worst.before else None
+        return cls(
+            cost=worst.cost(delta),
+            level=worst.level,
+            charged=worst.charged,
+            tradeoff=tradeoff(worst.accountant()),
+            ledgers=len(ledgers),
+            before=sum(entry.event.count for entry in worst.before),
+            own=own.cost(delta) if own is not None else None,
+            ledger=str(worst.path) if alone and worst.path is not None else place,
+            head=worst.heads[-1] if alone and worst.heads else "",
+            lines=len(worst.heads) if alone else 0,
+        )
 
     @property
     def epsilon(self) -> float:
@@ -83,6 +157,26 @@ class Statement:
         """Whether epsilon is finite."""
         return math.isfinite(self.cost.epsilon)
 
+    @property
+    def simulated(self) -> bool:
+        """Whether some noise follows from the config's seed, which is no secret."""
+        return any(entry.entropy == "config" for entry in self.charged)
+
+    @property
+    def torn(self) -> int:
+        """Releases counted from lines that were torn in writing."""
+        return sum(entry.kind == "torn" for entry in self.charged)
+
+    @property
+    def samplers(self) -> tuple[Sampling, ...]:
+        """How rows were drawn."""
+        return tuple(sorted({entry.event.sampler for entry in self.charged}))
+
+    @property
+    def words(self) -> str:
+        """What an epsilon of this statement is called wherever it is shown."""
+        return "epsilon (simulated)" if self.simulated else "epsilon"
+
     def __str__(self) -> str:
         return "\n".join(self.sentences())
 
@@ -91,16 +185,32 @@ class Statement:
         if not self.cost.releases:
             return ["Nothing was released."]
         if not self.private:
-            return [
-                "No privacy guarantee: at least one release was made without sufficient noise, "
-                f"so epsilon is infinite at {self.level} level."
-            ]
-        cost = self.cost
+            return [*self._no_guarantee(), *self._archive(), *self._written()]
+        return [
+            *self._guarantee(),
+            self.tradeoff.sentence(),
+            *adversary(self.charged, self.level, self.delta),
+            *public_facts(self.charged, self.level),
+            *self._archive(),
+            *self._provisos(),
+            f"Not covered: {'; '.join(NOT_COVERED)}.",
+            *self._written(),
+        ]
+
+    def _guarantee(self) -> list[str]:
+        cost, many = self.cost, self.cost.releases != 1
+        simulated = ", simulated" if self.simulated else ""
+        dearest_client = " for the client that has spent most" if self.ledgers > 1 else ""
+        row = "client with all its data" if self.level == "client" else "example"
+        neighbours = _ADJACENCIES[cost.adjacency].format(row=row)
+        if self.level == "example":
+            neighbours += ", the number of every client's examples staying as it is"
+        sampling = " and ".join(_SAMPLERS[name].format(row=self.level) for name in self.samplers)
         said = [
             f"The sequence of global models is ({cost.epsilon:.4g}, {cost.delta:g})-differentially "
-            f"private at {self.level} level.",
-            f"Neighbours: {_ADJACENCIES[cost.adjacency].format(row=self._row)} ({cost.adjacency}).",
-            f"{cost.releases:,} release{'s' if cost.releases != 1 else ''}; {self._sampling}; "
+            f"private at {self.level} level{simulated}.",
+            f"Neighbours: {neighbours} ({cost.adjacency}).",
+            f"{cost.releases:,} release{'s' if many else ''}{dearest_client}; {sampling}; "
             f"accounted for by {_METHODS[cost.method]}; Rényi accounting gives "
             f"{cost.rdp_epsilon:.4g}.",
         ]
@@ -109,15 +219,52 @@ class Statement:
                 f"Poisson cohorts of the same expected size would have cost epsilon "
                 f"{cost.poisson_epsilon:.4g} (add-remove)."
             )
-        if "config" in self.entropies:
+        if self.simulated:
             said.append(
-                "Noise and sampling come from the config's seed: the guarantee holds against "
-                "those who do not know it."
+                "Simulated: noise and samples follow from the config's seed, so the guarantee "
+                'holds only against those who do not know it; with noise.entropy = "system" they '
+                "come from the operating system, and it holds against all who are named here."
+            )
+        return said
+
+    def _no_guarantee(self) -> list[str]:
+        return [
+            "No privacy guarantee: at least one release was made without sufficient noise, "
+            f"so epsilon is infinite at {self.level} level."
+        ]
+
+    def _archive(self) -> list[str]:
+        if self.own is None:
+            return []
+        alone = f"{self.own.epsilon:.4g}" if math.isfinite(self.own.epsilon) else "infinite"
+        return [
+            f"{self.before:,} of the releases were made by earlier runs, whose ledgers are "
+            f"archived beside this one and count; this run's own would be epsilon {alone}."
+        ]
+
+    def _provisos(self) -> list[str]:
+        said = []
+        if any(entry.version == 1 for entry in self.charged):
+            said.append(
+                "Part of the ledger is of format 1"
+                + (
+                    ", which claimed add-remove; it is read as zero-out, with the number of every "
+                    "client's examples public."
+                    if self.level == "example"
+                    else ": none of its releases is taken for the same as another."
+                )
             )
         if self.torn:
             said.append(f"{self.torn} torn ledger line(s) are counted as releases.")
-        said.append(f"Not covered: {', '.join(NOT_COVERED)}.")
-        said.append(f"Ledger: {self.ledger or 'kept in memory only'}.")
+        return said
+
+    def _written(self) -> list[str]:
+        said = [f"Ledger: {self.ledger or 'kept in memory only'}."]
+        if self.head:
+            said.append(
+                f"Head of its {self.lines:,} lines: {self.head} (a chain of hashes shows "
+                "accidents; against forgers keep the head elsewhere, or sign it)."
+            )
         return said
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,28 +274,30 @@ class Statement:
         def safe(value: float | None) -> float | str | None:
             return "inf" if value is not None and math.isinf(value) else value
 
+        misses = self.tradeoff([0.01, 0.05, 0.1])
         return {
             "epsilon": safe(cost.epsilon),
             "delta": cost.delta,
+            "simulated": self.simulated,
             "adjacency": cost.adjacency,
             "level": self.level,
             "method": cost.method,
             "rdp-epsilon": safe(cost.rdp_epsilon),
             "poisson-epsilon": safe(cost.poisson_epsilon),
+            "misses": dict(zip(("0.01", "0.05", "0.1"), map(float, misses), strict=True)),
+            "advantage": self.tradeoff.advantage,
+            "mu": safe(self.tradeoff.mu),
             "releases": cost.releases,
+            "releases-before": self.before,
+            "own-epsilon": safe(None if self.own is None else self.own.epsilon),
             "samplers": list(self.samplers),
-            "entropies": list(self.entropies),
+            "entropies": sorted({entry.entropy for entry in self.charged}),
             "torn": self.torn,
             "covers": "the sequence of global models",
+            "adversary": adversary(self.charged, self.level, self.delta) if self.private else [],
+            "public": public_facts(self.charged, self.level),
             "not-covered": list(NOT_COVERED),
             "ledger": self.ledger,
+            "head": self.head,
+            "lines": self.lines,
         }
-
-    @property
-    def _row(self) -> str:
-        return "client with all its data" if self.level == "client" else "example"
-
-    @property
-    def _sampling(self) -> str:
-        row = self.level
-        return " and ".join(_SAMPLERS[name].format(row=row) for name in self.samplers)

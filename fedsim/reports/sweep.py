@@ -77,7 +77,7 @@ def price(ledgers: Sequence[Path], delta: float) -> Cost:
     """What all members together cost: the composition of all their releases at ``delta``."""
     accountant = Accountant()
     for path in ledgers:
-        for entry in Ledger.read(path).entries:
+        for entry in Ledger.read(path).charged:
             accountant.add(entry.event)
     return accountant.cost(delta)
 

@@ -197,6 +197,12 @@ class BlockTrainer(Protocol):
     def restore(self, states: ClientStates) -> None:
         """Let clients keep what `state` gave, and nothing else."""
 
+    def charge(self, vector: Tensor, client_ids: Ids, round: int) -> None:
+        """Write down what these clients will release in a copy that trains them from ``vector``.
+
+        Called before it does, each time that it does; `train` itself does the same.
+        """
+
     def copy_for(self, device: str) -> BlockTrainer:
         """The same clients, to train on ``device`` in a process that is lent what they keep."""
 
@@ -222,6 +228,9 @@ class TrainerDefaults:
 
     def restore(self, states: ClientStates) -> None:
         """Nothing is kept."""
+
+    def charge(self, vector: Tensor, client_ids: Ids, round: int) -> None:
+        """Nothing is released under a client's own privacy."""
 
     def copy_for(self, device: str) -> Self:
         """The trainer itself, whatever the device."""

@@ -18,6 +18,7 @@ from fedsim.config.digest import release_digest
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.privacy import (
+    ClientLedgers,
     Statement,
     WorstClient,
     calibrate,
@@ -28,6 +29,7 @@ from fedsim.privacy.plan import LocalWork
 from fedsim.randomness import Randomness
 from fedsim.runs import objects
 from fedsim.strategies import DPFedAvg
+from fedsim.strategies.dp_fedavg import ClientBudget
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
 from fedsim.training.paths.frozen import past_frozen
 
@@ -151,7 +153,6 @@ class Build:
                 "batch is drawn at a rate of batch size over examples, it must be at most "
                 f"{smallest}, what the smallest client has."
             )
-        directory = self._state_dir or self.out
         unnoised = ExamplePrivacy(
             mechanism=objects.mechanism(client.mechanism),
             noise_multiplier=client.noise.multiplier or 0.0,
@@ -159,7 +160,8 @@ class Build:
             chunk=client.noise.chunk,
             hardened=client.noise.hardened,
             delta=client.noise.delta,
-            ledger_dir=directory / "clients" if directory else None,
+            max_epsilon=client.noise.max_epsilon,
+            ledger_dir=self._ledger_dir,
             unprotected_metrics=self.config.evaluate.unprotected,
         )
         target = client.noise.target_epsilon
@@ -204,22 +206,28 @@ class Build:
         events = example_events(privacy, self._work, self._sizes, rounds)
         return worst_client(events, privacy.delta) if events else None
 
-    def example_statement(self, rounds: int) -> Statement | None:
-        """What example-level privacy holds for every client after so many rounds.
+    @cached_property
+    def client_ledgers(self) -> ClientLedgers | None:
+        """What clients have spent of their examples' privacy; None where nobody here can know.
 
-        Determined by the config alone: each client is taken to have been in every round, and
-        the one that pays most stands for all, since clients hold disjoint data.
+        On engines of ours they are the trainer's; other processes on this machine write theirs
+        to files; nodes elsewhere keep theirs.
         """
-        privacy, worst = self.example_privacy, self.worst_client(rounds)
-        if privacy is None or worst is None:
+        client, engine = self.config.client, self.config.engine
+        if client.mechanism.name == "none" or engine.federation:
             return None
-        return Statement(
-            cost=worst.cost,
-            level="example",
-            samplers=(worst.event.sampler,),
-            entropies=(self.entropy,),
-            ledger=None if privacy.ledger_dir is None else f"{privacy.ledger_dir}/, one a client",
-        )
+        if engine.name in ("local", "ray"):
+            return self.trainer.ledgers
+        return ClientLedgers(self._ledger_dir, delta=client.noise.delta, read_only=True)
+
+    @property
+    def _ledger_dir(self) -> Path | None:
+        directory = self._state_dir or self.out
+        return directory / "clients" if directory else None
+
+    def example_statement(self) -> Statement | None:
+        """What the clients' ledgers say, where there are any."""
+        return None if self.client_ledgers is None else self.client_ledgers.statement()
 
     @cached_property
     def resolved(self) -> RunConfig:
@@ -309,8 +317,16 @@ class Build:
             max_failed_rounds=config.server.max_failed_rounds,
             average_client_state=config.client.state == "server",
             unprotected_metrics=evaluate.unprotected,
+            client_budget=self._client_budget(),
             private_examples=config.client.private,
         )
+
+    def _client_budget(self) -> ClientBudget | None:
+        """What stops a run on an engine of ours before a client's budget is exceeded."""
+        ours = self.config.engine.name in ("local", "ray")
+        if not ours or self.config.client.noise.max_epsilon is None:
+            return None
+        return self.trainer.over_budget
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Loss and accuracy on the test examples, in the rounds in which they are asked for."""

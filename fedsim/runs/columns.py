@@ -28,8 +28,11 @@ def columns_of(build: Build, strategy: DPFedAvg) -> tuple[str, ...]:
             columns += [f"clients-{name}" for name in sorted({"num-examples", *evaluated})]
     if strategy.private:
         columns.append("epsilon")
-    if build.example_privacy is not None:
+    if build.client_ledgers is not None:
         columns.append("example-epsilon")
+    if strategy.private or build.client_ledgers is not None:
+        # 1 where noise follows from the config's seed: what the epsilons then are.
+        columns.append("simulated")
     columns += RoundReport.columns()
     columns += strategy.mechanism.shown(build.trainer.layout)
     columns += ["clients-per-second", "seconds"]

@@ -139,7 +139,7 @@ class Session:
         elif self.strategy.stopped is not None:
             ended = "budget"
             why = f"Stopped before the budget was exceeded: {self.strategy.stopped}."
-        examples = self.build.example_statement(self.strategy.privacy_spent().num_releases)
+        examples = self.build.example_statement()
         only_examples = examples is not None and not self.strategy.private
         return RunResult(
             metrics=self._scribe.rows,
@@ -215,8 +215,10 @@ class _Scribe:
         row |= _numbers(result.evaluate_metrics_clientapp.get(server_round), "clients-")
         if self._strategy.private:
             row["epsilon"] = self._strategy.ledger.epsilon(self._strategy.delta)
-        if (examples := self._build.example_statement(server_round)) is not None:
-            row["example-epsilon"] = examples.epsilon
+        if self._build.client_ledgers is not None:
+            row["example-epsilon"] = self._build.client_ledgers.epsilon()
+        if row.keys() & {"epsilon", "example-epsilon"}:
+            row["simulated"] = int(self._build.entropy == "config")
         if report is not None:
             row |= report.row()
             row |= report.info

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from os import PathLike
 
 import numpy as np
+import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid, PrivacySpent
 from flwr.serverapp.strategy import Result, Strategy
@@ -37,6 +38,8 @@ from fedsim.strategies.state import Tree
 from fedsim.strategies.summaries import MetricMeans, MetricsAggregator
 
 __all__ = ["DPFedAvg"]
+
+ClientBudget = Callable[[Tensor, npt.NDArray[np.int64], int], str | None]
 
 
 class DPFedAvg(ResumableStrategy):
@@ -100,6 +103,10 @@ class DPFedAvg(ResumableStrategy):
     private_examples : bool
         Whether clients protect their own examples (example-level privacy). What they report,
         and how they fail, is then treated as in a private run, whatever the mechanism here.
+    client_budget : callable ``(vector [d], client ids, round) -> sentence or None``, optional
+        Asked before clients are: a sentence says why their own budgets do not allow the round,
+        and stops the run. Not where the run is private at client level: it would show who was
+        drawn.
     weighted_by_key, arrayrecord_key, configrecord_key, train_metrics_aggr_fn, \
 evaluate_metrics_aggr_fn
         As for Flower's `FedAvg`. ``weighted_by_key`` weighs metrics, and updates only under
@@ -135,6 +142,7 @@ evaluate_metrics_aggr_fn
         average_client_state: bool = False,
         unprotected_metrics: bool = False,
         private_examples: bool = False,
+        client_budget: ClientBudget | None = None,
         weighted_by_key: str = "num-examples",
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",
@@ -181,7 +189,10 @@ evaluate_metrics_aggr_fn
         if isinstance(server_optimizer, Strategy):
             server_optimizer = FlowerOptimizer(server_optimizer)
         self.server_optimizer = server_optimizer
+        # Without a config's digest no release is ever taken for one that was made before.
+        self._release = release
         self.placement = placement
+        self.client_budget = client_budget
         self.shows_clients = shows_clients
         self.weighted_by_key = weighted_by_key
         self.arrayrecord_key = arrayrecord_key
@@ -249,7 +260,7 @@ evaluate_metrics_aggr_fn
             )
         self._asked = None
         event = self._event()
-        if self.stopped is None and self._exceeds_budget(event):
+        if self.stopped is None and self._exceeds_budget(event, server_round):
             self.stopped = (
                 f"round {server_round} would exceed max-epsilon = {self.max_epsilon} "
                 f"at delta = {self.delta}"
@@ -263,6 +274,11 @@ evaluate_metrics_aggr_fn
         nodes = self._participants.nodes(grid)
         cohort = self._participants.cohort(server_round)
         present = cohort[np.isin(cohort, list(nodes))]
+        if self.client_budget is not None and not self.private:
+            self.stopped = self.client_budget(vector, present, server_round)
+            if self.stopped is not None:
+                self.log.warning("stopping: %s.", self.stopped)
+                return []
         asked = node_ids(present, nodes)
         self._asked = Asked(
             round=server_round,
@@ -331,6 +347,9 @@ evaluate_metrics_aggr_fn
             entropy=self.randomness.entropy,
             mechanism=str(self.mechanism),
             clip_norm=self.mechanism.sensitivity(self._state, self._layout),
+            release=self._release,
+            placement=self.placement,
+            public={"denominator": float(self.cohort.expected_size)},
         )
         lost = len(asked.client_of) > 0 and total.count == 0
         self.report = tally.report(server_round)
@@ -410,9 +429,14 @@ evaluate_metrics_aggr_fn
             self.noise_multiplier, guarantee=self.mechanism.guarantee == "gaussian"
         )
 
-    def _exceeds_budget(self, event: Event) -> bool:
+    def _exceeds_budget(self, event: Event, server_round: int) -> bool:
         return self.max_epsilon is not None and self.ledger.would_exceed(
-            event, self.max_epsilon, delta=self.delta
+            event,
+            self.max_epsilon,
+            delta=self.delta,
+            round=server_round,
+            entropy=self.randomness.entropy,
+            release=self._release,
         )
 
     def privacy_statement(self) -> Statement:

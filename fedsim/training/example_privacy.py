@@ -9,18 +9,17 @@ from typing import Literal
 
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
-from fedsim.privacy import Event, Ledger, worst_client
+from fedsim.privacy import ClientLedgers, Event, worst_client
 from fedsim.privacy.plan import LocalWork
-from fedsim.randomness import Randomness
 
-__all__ = ["ExamplePrivacy", "Ledgers", "example_epsilon", "example_events"]
+__all__ = ["ExamplePrivacy", "example_epsilon", "example_events"]
 
 
 @dataclass(frozen=True)
 class ExamplePrivacy:
     """Every gradient a local algorithm sees is a noisy sum of bounded per-example gradients.
 
-    Guarantee: for each client on its own, with add-remove adjacency of one of its examples
+    Guarantee: for each client on its own, with zero-out adjacency of one of its examples
     (``sampling="poisson"``), T Gaussian releases of multiplier z at rate ``|B| / N_i``, where T
     counts every gradient evaluation: two an ADADP iteration, discarded ones included. Clients
     hold disjoint data, so the federation's epsilon is the largest of theirs.
@@ -40,6 +39,8 @@ class ExamplePrivacy:
     hardened : bool
         Noise that is safe against attacks on floating-point sampling, at four times the cost.
     delta : float
+    max_epsilon : float, optional
+        What no client spends more than.
     ledger_dir : path, optional
         Where each client's ledger is; in memory otherwise.
     unprotected_metrics : bool
@@ -52,6 +53,7 @@ class ExamplePrivacy:
     chunk: int = 0
     hardened: bool = False
     delta: float = 1e-5
+    max_epsilon: float | None = None
     ledger_dir: Path | None = None
     unprotected_metrics: bool = False
 
@@ -67,6 +69,10 @@ class ExamplePrivacy:
         if self.chunk < 0:
             raise FedsimError(f"client.chunk is {self.chunk}; it must be 0 (auto) or more.")
 
+    def ledgers(self) -> ClientLedgers:
+        """Where clients write their releases down, and what they have spent."""
+        return ClientLedgers(self.ledger_dir, delta=self.delta, max_epsilon=self.max_epsilon)
+
     def event(self, work: LocalWork, size: int) -> Event | None:
         """What one round costs a client with ``size`` examples; None if it releases nothing."""
         if size == 0:
@@ -76,40 +82,6 @@ class ExamplePrivacy:
             self.noise_multiplier,
             count=work.steps_of(size),
             guarantee=self.mechanism.guarantee == "gaussian",
-        )
-
-
-class Ledgers:
-    """One ledger for each client, opened when it first takes part."""
-
-    def __init__(self, privacy: ExamplePrivacy, randomness: Randomness) -> None:
-        self._privacy, self._randomness = privacy, randomness
-        self._open: dict[int, Ledger] = {}
-
-    def of(self, client: int) -> Ledger:
-        """The ledger of one client."""
-        if client not in self._open:
-            directory = self._privacy.ledger_dir
-            if directory is not None:
-                directory.mkdir(parents=True, exist_ok=True)
-            path = None if directory is None else directory / f"client-{client}.jsonl"
-            self._open[client] = Ledger(path, delta=self._privacy.delta)
-        return self._open[client]
-
-    def record(self, client: int, round: int, event: Event, draws: str | None) -> None:
-        """One line for this client and round, on disk before anything is computed.
-
-        ``draws`` names all that the release is a function of: run again from the same, it is
-        the same release and is charged once. None: it cannot be the same.
-        """
-        self.of(client).record(
-            event=event,
-            round=round,
-            level="example",
-            entropy=self._randomness.entropy,
-            mechanism=str(self._privacy.mechanism),
-            draws=draws,
-            client=client,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
+from fedsim.privacy import ClientLedgers
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.plan import LocalWork
 from fedsim.randomness import Randomness
@@ -27,7 +27,8 @@ from fedsim.training.batches import Batches, Ints, plan_batches, plan_poisson
 from fedsim.training.checks import check_model
 from fedsim.training.data import ClientData
 from fedsim.training.evaluation import evaluate_clients
-from fedsim.training.example_privacy import ExamplePrivacy, Ledgers
+from fedsim.training.example_privacy import ExamplePrivacy
+from fedsim.training.example_releases import ExampleReleases, Starting
 from fedsim.training.graphs import steps_by
 from fedsim.training.local_step import LocalStep
 from fedsim.training.memory import Memory, Sent, StateKind, memory_for, packed, unpacked
@@ -140,7 +141,8 @@ class Trainer:
         self.work = LocalWork(batch_size, epochs, steps)
         self.loss = loss
         self.metrics = dict(metrics) if metrics is not None else {"accuracy": accuracy}
-        if privacy is not None and randomness.release is None:
+        named = randomness.release is not None
+        if privacy is not None and not named:
             settings = {
                 "seed": randomness.seed,
                 "algorithm": algorithm,
@@ -174,10 +176,19 @@ class Trainer:
         alone = self.device.type == "cpu" and convolutional(self.model)
         self.block_size = limit if alone or not block_size else block_size
         self.privacy = privacy
-        if self.privacy is not None:
+        self.releases: ExampleReleases | None = None
+        if privacy is not None:
             stacked = stack(self.model, self.packing, loss, self.data.x.dim() - 1)
             self.rows = example_rows(self.model, self.packing, loss, stacked)
-            self.ledgers = Ledgers(self.privacy, randomness)
+            self.releases = ExampleReleases(
+                privacy,
+                self.model,
+                algorithm,
+                self.data,
+                self.work,
+                path=self.path.name,
+                named=named,
+            )
         self.state_kind = state
         self.memory: Memory | None = memory_for(
             state, algorithm, self.population, self.packing.width, state_dir
@@ -264,6 +275,8 @@ class Trainer:
             device=device,
             state=self.state_kind,
         )
+        # What a copy releases its original has written down: see `charge`.
+        copied.releases = None
         # Also where the rule for that device is another: clients may be on their way to a third.
         copied.block_size = self.block_size
         return copied
@@ -363,7 +376,7 @@ class Trainer:
         if self.memory is not None:
             present, kept = self.memory.load(client_ids, round)
             metrics["fresh-state"] = (~present).astype(np.float64)
-        self._write_down(client_ids, round, start, kept)
+        self._write_down(client_ids, round, start, kept, values, randomness)
         self._begun.update(dict.fromkeys(client_ids.tolist(), round))
         carried: list[tuple[Ints, dict[str, Tensor]]] = []
         theta: Tensor | None = None
@@ -454,35 +467,64 @@ class Trainer:
             keeps_state=self.keeps_state,
         )
 
+    @property
+    def ledgers(self) -> ClientLedgers | None:
+        """What clients have spent of their examples' privacy, if they protect it."""
+        return None if self.releases is None else self.releases.ledgers
+
+    def over_budget(self, vector: Tensor, client_ids: Ints, round: int) -> str | None:
+        """Why these clients' budgets do not allow a round from ``vector [d]``; None if they do."""
+        if self.releases is None:
+            return None
+        return self.releases.exceeded(round, self._all_starting(vector, client_ids, round))
+
+    def charge(self, vector: Tensor, client_ids: Ints, round: int) -> None:
+        """See `BlockTrainer`."""
+        if self.releases is not None:
+            self.releases.record(round, self._all_starting(vector, client_ids, round))
+
+    def _all_starting(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Starting]:
+        start = self.packing.pack(self._own(vector).view(1, -1)).expand(len(client_ids), -1)
+        kept = {} if self.memory is None else self.memory.load(client_ids, round)[1]
+        numbers = _numbers(self.algorithm, {}, len(client_ids))
+        sources = [self.randomness] * len(client_ids)
+        return self._starting(client_ids, start, kept, numbers, sources)
+
     def _write_down(
-        self, client_ids: Ints, round: int, start: Tensor, kept: Mapping[str, Tensor]
+        self,
+        client_ids: Ints,
+        round: int,
+        start: Tensor,
+        kept: Mapping[str, Tensor],
+        numbers: Mapping[str, Floats],
+        randomness: Sequence[Randomness],
     ) -> None:
         """The round's line in each client's ledger, before anything is drawn or released.
 
         A client that has begun this round and whose block then raised has released nothing:
         what it was charged then, it is charged for now.
         """
-        if self.privacy is None:
+        if self.releases is None:
             return
-        for position, client in enumerate(client_ids.tolist()):
-            if self._begun.get(client) == round:
-                continue
-            event = self.privacy.event(self.work, self.data.size(client))
-            if event is not None:
-                state = [start[position], *(kept[name][position] for name in sorted(kept))]
-                self.ledgers.record(client, round, event, self._draws(client, state))
+        for starting in self._starting(client_ids, start, kept, numbers, randomness):
+            if self._begun.get(starting.client) != round:
+                self.releases.record(round, [starting])
+                self._begun[starting.client] = round
 
-    def _draws(self, client: int, state: Sequence[Tensor]) -> str | None:
-        """Digest of all that a client's release is a function of, but for the round."""
-        if self.randomness.seed is None:
-            return None
-        loss = getattr(self.loss, "__qualname__", repr(self.loss))
-        settings = (self.randomness, self.algorithm, self.work, self.privacy, loss)
-        digest = hashlib.sha256(repr(settings).encode())
-        own = torch.from_numpy(self.data.indices[client]).to(self.data.x.device)
-        for tensor in (*state, self.data.x[own], self.data.y[own]):
-            digest.update(tensor.cpu().numpy().tobytes())
-        return digest.hexdigest()
+    def _starting(
+        self,
+        client_ids: Ints,
+        start: Tensor,
+        kept: Mapping[str, Tensor],
+        numbers: Mapping[str, Floats],
+        randomness: Sequence[Randomness],
+    ) -> Iterator[Starting]:
+        """What each of these clients goes into a round with, from ``start [n, D]``."""
+        for position, client in enumerate(client_ids.tolist()):
+            received = {"start": start[position]}
+            received |= {f"kept.{name}": rows[position] for name, rows in kept.items()}
+            values = {name: float(column[position]) for name, column in numbers.items()}
+            yield Starting(client, randomness[position], received, values)
 
     def _own(self, vector: Tensor) -> Tensor:
         return vector.to(self.device, self.layout.dtype)

@@ -92,7 +92,7 @@ def test_example_level_steps_and_adadps_two_invocations():
     arguments = ["--level", "example", "--rate", "0.01", "-z", "2", "--rounds"]
     once, twice = ask(*arguments, "1000"), ask(*arguments, "500", "--invocations", "2")
     assert answer(once, "epsilon") == answer(twice, "epsilon")
-    assert "example, add-remove" in once
+    assert "example, zero-out" in once
 
 
 def test_shuffled_passes():
@@ -178,6 +178,10 @@ def test_a_runs_directory_is_read_with_its_own_delta(ledger, tmp_path):
         (["--over", "x=1"], "--over is 'x'"),
         (["--over", "rounds=many"], "KEY=A,B,C"),
         (["--level", "server"], "--level is 'server'"),
+        (
+            ["--level", "example", "--adjacency", "add-remove", "-z", "1", "--rounds", "1"],
+            "at example level it must be zero-out",
+        ),
         (["--set", "rounds=3"], "name the config first"),
         (["nowhere.jsonl"], "there is no ledger at nowhere.jsonl"),
         (["nowhere.toml"], "nowhere.toml"),

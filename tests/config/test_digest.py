@@ -26,6 +26,7 @@ OUTSIDE = {
     "client.state-dir",
     "client.noise.chunk",
     "noise.max-epsilon",
+    "client.noise.max-epsilon",
     "server.max-failed-rounds",
 }
 RESOLVED = RunConfig().replace(**{"noise.entropy": "config"})

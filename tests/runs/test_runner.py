@@ -206,7 +206,7 @@ def test_the_columns_of_metrics_are_the_plans_whatever_clients_call_theirs(
         columns = file.readline().strip().split(",")
     assert columns == [
         *("round", "test-loss", "test-accuracy", "train-loss", "train-num-examples"),
-        *("clients-accuracy", "clients-loss", "clients-num-examples", "epsilon"),
+        *("clients-accuracy", "clients-loss", "clients-num-examples", "epsilon", "simulated"),
         *RoundReport.columns(),
         *("clip-norm", "clients-per-second", "seconds"),
     ]

@@ -1,0 +1,120 @@
+"""Against whom a guarantee holds: who sees what, and what is public, assumed or left open."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from fedsim.privacy.accountant import Accountant
+from fedsim.privacy.entry import Entry, Fact
+from fedsim.privacy.events import Adjacency, Event, Level
+
+__all__ = ["NOT_COVERED", "adversary", "public_facts"]
+
+NOT_COVERED = (
+    "what the operator sees and logs: who was asked, who replied, who failed and why, when",
+    "metrics of clients' data, where evaluate.unprotected releases them",
+)
+
+
+def adversary(entries: Sequence[Entry], level: Level, delta: float) -> list[str]:
+    """Sentences on who sees what, and what then still protects a row."""
+    if level == "example":
+        return [
+            "Against whoever sees what clients send, the server and other clients included: "
+            "noise is added before anything leaves a client, which trusts nobody but itself."
+        ]
+    shared = [entry for entry in entries if entry.placement == "client"]
+    if not shared:
+        return [
+            "Against whoever sees the models. The server sees the clients' updates before the "
+            "noise, and is trusted."
+        ]
+    return [
+        "Against whoever sees the models only. Clients noise their own shares, and are trusted "
+        "to bound them.",
+        *_against_server(shared, delta),
+    ]
+
+
+def _against_server(shared: Sequence[Entry], delta: float) -> list[str]:
+    events = [entry.event for entry in shared]
+    asked = min((_expected(event) for event in events), default=None)
+    noise = min(event.total_noise_multiplier for event in events)
+    said = (
+        "The server knows whom it asked and what noise it added itself, so sampling amplifies "
+        "nothing against it: where it sees only the sum of r shares, of which D are missing and "
+        "k known to colluders, a noise multiplier of z sqrt((r-D-k)/r) is left"
+    )
+    if not asked or not noise or math.isinf(noise):
+        return [f"{said}; of a single share that it sees, z / sqrt(r)."]
+    cases = {"nobody missing or colluding": 0, "a tenth of them": math.ceil(asked / 10)}
+    spent = [
+        f"epsilon {_unamplified(events, (asked - gone) / asked, delta):.4g} with {name}"
+        for name, gone in cases.items()
+        if gone < asked
+    ]
+    alone = _unamplified(events, 1 / asked, delta)
+    return [
+        f"{said} (z = {noise:g}, r = {asked}: {', '.join(spent)}); of the single shares that it "
+        f"sees without secure aggregation, z / sqrt(r), epsilon {alone:.4g}."
+    ]
+
+
+def _expected(event: Event) -> int:
+    """How many a round asks, on average; 0 where the population is not known."""
+    return round(event.rate * event.population) if event.population else 0
+
+
+def _unamplified(events: Sequence[Event], share: float, delta: float) -> float:
+    """Epsilon against somebody who knows the cohort, with this share of the noise's variance."""
+    accountant = Accountant()
+    for event in events:
+        relation: Adjacency = "replace-one" if event.relation == "replace-one" else "zero-out"
+        z = event.total_noise_multiplier * math.sqrt(share)
+        accountant.add(
+            Event(noise_multiplier=z, sampler="full", adjacency=relation, count=event.count)
+        )
+    return accountant.epsilon(delta)
+
+
+def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
+    """Sentences on what is taken as public, and what was shown, declared or assumed of it."""
+    said = []
+    if level == "example":
+        said.append(
+            "Public: the number of every client's examples, and with it its steps, sampling "
+            "rates and denominators."
+        )
+    else:
+        populations = sorted({e.event.population for e in entries if e.event.population})
+        clients = f" ({', '.join(f'{n:,}' for n in populations)} clients)" if populations else ""
+        said.append(
+            f"Public: the declared population{clients}, the sampling rate, the denominator and "
+            "the number of rounds."
+        )
+    facts = _facts(entries)
+    if facts.get("rows") == {"probed"}:
+        said.append(
+            "That a row is one example's, whatever the others are, was probed on the model and "
+            "the loss, not proved."
+        )
+    if any(entry.declared_by_user for entry in entries):
+        said.append(
+            "Declared by the user: that the sampler draws what its event says was not derived "
+            "from inclusion probabilities."
+        )
+    if True in facts.get("rounds-can-be-lost", ()):
+        said.append(
+            "Assumed: that rounds which are lost (no node reachable, too few for secure "
+            "aggregation) are lost independently of the data."
+        )
+    return said
+
+
+def _facts(entries: Sequence[Entry]) -> Mapping[str, set[Fact]]:
+    facts: dict[str, set[Fact]] = {}
+    for entry in entries:
+        for name, value in entry.public.items():
+            facts.setdefault(name, set()).add(value)
+    return facts

@@ -1,0 +1,172 @@
+"""The ledgers of clients that protect their examples: one each, and what all of them say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.archive import archived
+from fedsim.privacy.entry import Entropy, Fact
+from fedsim.privacy.events import Event
+from fedsim.privacy.fingerprint import Fingerprints
+from fedsim.privacy.ledger import Ledger
+from fedsim.privacy.parallel import dearest
+from fedsim.privacy.statement import Statement
+
+__all__ = ["ClientLedgers", "ClientRelease"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientRelease:
+    """What a client is about to release in a round.
+
+    Attributes
+    ----------
+    client : int
+    event : Event
+    entropy : "config" or "system"
+    release : str
+        Digest of the config, or a number used once.
+    fingerprint : str
+        Its own, of its data and of what it received.
+    mechanism : str
+    public : mapping
+        What it has declared: its number of examples, steps, a denominator.
+    """
+
+    client: int
+    event: Event
+    entropy: Entropy
+    release: str
+    fingerprint: str
+    mechanism: str = ""
+    public: Mapping[str, Fact] = field(default_factory=dict)
+
+    def names(self, round: int) -> dict[str, Any]:
+        """By what a ledger knows it again."""
+        return {
+            "round": round,
+            "level": "example",
+            "entropy": self.entropy,
+            "release": self.release,
+            "client": self.client,
+            "fingerprint": self.fingerprint,
+        }
+
+
+class ClientLedgers:
+    """One ledger for each client, opened when it is first needed.
+
+    Clients hold disjoint data, so what holds for all of them is what holds for the one that
+    has spent most.
+
+    Parameters
+    ----------
+    directory : path or None
+        Where they are, as ``client-7.jsonl``; None: in memory.
+    delta : float
+        At which epsilon is asked.
+    max_epsilon : float or None
+        What no client may spend more than.
+    read_only : bool
+        Whether they are other processes', to look at.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        *,
+        delta: float,
+        max_epsilon: float | None = None,
+        read_only: bool = False,
+    ) -> None:
+        self.directory = directory
+        self.delta = delta
+        self.max_epsilon = max_epsilon
+        self._read_only = read_only
+        self._open: dict[int, Ledger] = {}
+        self._fingerprints = Fingerprints(directory)
+
+    def of(self, client: int) -> Ledger:
+        """The ledger of one client."""
+        if client not in self._open:
+            path = None if self.directory is None else self.directory / f"client-{client}.jsonl"
+            self._open[client] = (
+                Ledger.read(path, delta=self.delta)
+                if self._read_only and path is not None
+                else Ledger(path, delta=self.delta, max_epsilon=self.max_epsilon)
+            )
+        return self._open[client]
+
+    def fingerprint(self, parts: Iterable[bytes]) -> str:
+        """A client's keyed fingerprint of what its release is a function of."""
+        return self._fingerprints.of(parts)
+
+    def record(self, round: int, release: ClientRelease) -> None:
+        """One line in the client's ledger, on disk before anything is computed.
+
+        Raises
+        ------
+        FedsimError
+            If the client's budget does not allow it.
+        """
+        if (why := self.exceeded(round, [release])) is not None:
+            raise FedsimError(f"{why}.")
+        self.of(release.client).record(
+            **release.names(round),
+            event=release.event,
+            mechanism=release.mechanism,
+            placement="client",
+            public=release.public,
+        )
+
+    def exceeded(self, round: int, releases: Iterable[ClientRelease]) -> str | None:
+        """Why one of these cannot be made within its client's budget; None if all can."""
+        if self.max_epsilon is None:
+            return None
+        for release in releases:
+            if self.of(release.client).would_exceed(release.event, **release.names(round)):
+                return (
+                    f"round {round} would exceed client.noise.max-epsilon = {self.max_epsilon} of "
+                    f"client {release.client} at delta = {self.delta}"
+                )
+        return None
+
+    def everyone(self) -> list[Ledger]:
+        """The ledgers of all clients that have ever released anything, as they are now."""
+        for client in self._found():
+            self.of(client)
+        for ledger in self._open.values():
+            ledger.refresh()
+        return [self._open[client] for client in sorted(self._open) if self._open[client].charged]
+
+    def epsilon(self) -> float:
+        """What the client that has spent most has spent."""
+        everyone = self.everyone()
+        return dearest(everyone, self.delta).epsilon() if everyone else 0.0
+
+    def statement(self) -> Statement | None:
+        """What holds for every client; None if none has released anything."""
+        everyone = self.everyone()
+        if not everyone:
+            return None
+        many = len(everyone)
+        place = "kept in memory only" if self.directory is None else f"{self.directory}/"
+        return Statement.of(
+            everyone, self.delta, f"{place}, one for each of {many} client{'s' * (many > 1)}"
+        )
+
+    def _found(self) -> list[int]:
+        """Clients that have a ledger on the disk."""
+        if self.directory is None:
+            return []
+        paths = [
+            *self.directory.glob("client-*.jsonl"),
+            *archived(self.directory / "client-*.jsonl"),
+        ]
+        names = (re.fullmatch(r"client-(\d+)\.jsonl", path.name, re.ASCII) for path in paths)
+        return sorted({int(name[1]) for name in names if name})

@@ -1,0 +1,109 @@
+"""What a ledger's lines amount to: each release charged once, in the order of the lines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from fedsim.privacy.accountant import Accountant
+from fedsim.privacy.chain import sealed_part
+from fedsim.privacy.entry import Entry
+from fedsim.privacy.events import Event
+
+__all__ = ["History"]
+
+
+class History:
+    """Entries so far, and what they cost together.
+
+    Parameters
+    ----------
+    before : iterable of Entry
+        Charged earlier, elsewhere: an archive. What stands there and here is charged once.
+    """
+
+    def __init__(self, before: Iterable[Entry] = ()) -> None:
+        self.entries: list[Entry] = []
+        """Of this ledger, all of them."""
+        self.charged: list[Entry] = []
+        """All but repeated ones, and torn ones whose release was recorded after all."""
+        self.accountant = Accountant()
+        self.counts: Counter[Event] = Counter()
+        """How often each event was charged, a count of several as several."""
+        self.names: set[tuple[object, ...]] = set()
+        """Identities of the releases in this ledger."""
+        self._charged_names: set[tuple[object, ...]] = set()
+        self._untorn: Accountant | None = None
+        for entry in before:
+            self._charge(entry)
+        self.before = tuple(self.charged)
+        """Those of the charged ones that are the archive's."""
+
+    @property
+    def own(self) -> tuple[Entry, ...]:
+        """What would be charged without the archive."""
+        kept: list[Entry] = []
+        for entry in self.entries:
+            if entry.settles and kept and kept[-1].kind == "torn":
+                kept.pop()
+            kept.append(entry)
+        return tuple(kept)
+
+    def after(self, entry: Entry) -> Accountant:
+        """The accountant once ``entry`` is counted.
+
+        Raises
+        ------
+        FedsimError
+            If its adjacency does not compose with what is here.
+        """
+        accountant = self._untorn if entry.settles and self._untorn else self.accountant
+        if entry.identity is not None and entry.identity in self._charged_names:
+            return accountant
+        accountant = accountant.copy()
+        accountant.add(entry.event)
+        return accountant
+
+    def take(self, entry: Entry) -> None:
+        """Count one more line."""
+        self.entries.append(entry)
+        if entry.identity is not None:
+            self.names.add(entry.identity)
+        before = self.accountant
+        if entry.settles and self._untorn is not None:
+            self.accountant = self._untorn
+            self._count(self.charged.pop().event, -1)
+        self._charge(entry)
+        self._untorn = before if entry.kind == "torn" else None
+
+    def began(self, entry: Entry, head: str, *, upto: str = "") -> bool:
+        """Whether the torn line that stands last is the beginning of this entry's.
+
+        Parameters
+        ----------
+        head : str
+            Hash of the line before the torn one.
+        upto : str
+            Compare what stands before this; by default, all that the hash covers.
+        """
+        if self._untorn is None:
+            return False
+        text, _ = sealed_part(entry.to_dict(), head)
+        text = text[: text.index(upto)] if upto else text
+        fragment = self.entries[-1].fragment
+        return text.startswith(fragment) or fragment.startswith(text)
+
+    def _charge(self, entry: Entry) -> None:
+        if entry.identity is not None:
+            if entry.identity in self._charged_names:
+                return
+            self._charged_names.add(entry.identity)
+        # A copy: an accountant handed out stays as it was.
+        self.accountant = self.accountant.copy()
+        self.accountant.add(entry.event)
+        self.charged.append(entry)
+        self._count(entry.event, 1)
+
+    def _count(self, event: Event, sign: int) -> None:
+        self.counts[event.once] += sign * event.count
+        self.counts += Counter()  # drop what has come to nothing

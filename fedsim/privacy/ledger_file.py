@@ -1,0 +1,287 @@
+"""The lines of a ledger, on disk and in memory: read, continued by several processes, repaired."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO
+
+from fedsim.errors import FedsimError
+from fedsim.privacy import durable
+from fedsim.privacy.archive import archive, archived
+from fedsim.privacy.chain import GENESIS, opened, sealed, split
+from fedsim.privacy.entry import Entry, torn_entry
+from fedsim.privacy.events import Event, Level
+from fedsim.privacy.header import Header
+from fedsim.privacy.history import History
+from fedsim.privacy.old_ledger import is_old, old_entries
+
+__all__ = ["LedgerFile"]
+
+
+class LedgerFile:
+    """A file of lines, or the same in memory.
+
+    Parameters
+    ----------
+    path : path or None
+        None: in memory only.
+    planned : Event or None
+        Whatever is torn costs no less than this.
+    read_only : bool
+        Nothing is written, not even a repair.
+
+    Attributes
+    ----------
+    header : Header or None
+        None until something is recorded.
+    lines : list of bytes
+        Without their newlines.
+    heads : list of str
+        The hash of each.
+    history : History
+        What they amount to, with the ledgers archived beside the file.
+
+    Raises
+    ------
+    FedsimError
+        If the file is no ledger, or was changed after it was written.
+    """
+
+    def __init__(
+        self, path: Path | None, *, planned: Event | None = None, read_only: bool = False
+    ) -> None:
+        self.path = path
+        self._planned = planned
+        self._read_only = read_only
+        self.clear()
+        if path is None:
+            return
+        self._take_archive()
+        if path.exists():
+            with durable.locked(path, write=not read_only) as file:
+                self._load(file.read())
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.header: Header | None = None
+        self.lines: list[bytes] = []
+        self.heads: list[str] = []
+        self.history = History()
+        self._size = 0  # of the file, as far as it was read
+        self._is_old = False
+        self._torn_on_disk = False
+
+    @property
+    def head(self) -> str:
+        """Hash of the last line."""
+        return self.heads[-1] if self.heads else GENESIS
+
+    @property
+    def level(self) -> Level:
+        """What a row is; "client" until something is recorded."""
+        if self.header is not None:
+            return self.header.level
+        return self.history.charged[-1].level if self.history.charged else "client"
+
+    def began(self, entry: Entry, *, upto: str = "") -> bool:
+        """Whether the torn line that stands last is the beginning of this entry's."""
+        if entry.identity is None or len(self.heads) < 2:
+            return False
+        return self.history.began(entry, self.heads[-2], upto=upto)
+
+    def refresh(self) -> None:
+        """Take up what another process has written since."""
+        if self.path is None or not self.path.exists():
+            return
+        if self.path.stat().st_size != self._size or self._torn_on_disk:
+            with durable.locked(self.path, write=not self._read_only) as file:
+                self._catch_up(file)
+
+    def load_lines(self, lines: Iterable[bytes]) -> None:
+        """Start anew from these lines, in memory."""
+        self.clear()
+        if data := b"".join(line + b"\n" for line in lines):
+            self._load(data)
+
+    def write(self, entry: Entry) -> bool:
+        """Add a line, durably; False if this very release stands there already."""
+        if self.path is None:
+            return self._add(entry, None)
+        if self._is_old:
+            # It stays charged, as what went before.
+            archive(self.path)
+            self.clear()
+            self._take_archive()
+        while True:
+            if not self.path.exists():
+                if self.header is not None:
+                    raise FedsimError(f"ledger {self.path} was removed while it was in use.")
+                if self._create(entry):
+                    return True
+                continue  # somebody else was faster
+            with durable.locked(self.path) as file:
+                if not self._catch_up(file):
+                    return self._add(entry, file)
+
+    def _create(self, entry: Entry) -> bool:
+        """Put the file there with its first release; False if it has come to be there."""
+        assert self.path is not None
+        self._check(entry)
+        header, first = Header(entry.level, entry.client).sealed()
+        line, head = sealed(entry.to_dict(), first, _noted())
+        if not durable.create(self.path, header + line):
+            return False
+        self._take_line(header[:-1])
+        self._take(entry, line, head)
+        return True
+
+    def _add(self, entry: Entry, file: BinaryIO | None) -> bool:
+        if entry.identity is not None and entry.identity in self.history.names:
+            return False
+        if self.began(entry):
+            entry = replace(entry, settles=True)
+        self._check(entry)
+        if self.header is None:
+            self._take_line(Header(entry.level, entry.client).sealed()[0][:-1])
+        line, head = sealed(entry.to_dict(), self.head, _noted())
+        if file is not None:
+            durable.append(file, line)
+        self._take(entry, line, head)
+        return True
+
+    def _check(self, entry: Entry) -> None:
+        """Refuse what does not compose with what is here, before anything is written."""
+        if self.history.charged and entry.level != self.level:
+            raise FedsimError(
+                f"level is {entry.level!r}; ledger {self.path or 'in memory'} is about "
+                f"{self.level} level, and guarantees of different levels do not add up."
+            )
+        self.history.after(entry)
+
+    def _take_archive(self) -> None:
+        """What was charged by the ledgers that stood here before."""
+        assert self.path is not None
+        charged: list[Entry] = []
+        for path in archived(self.path):
+            charged += _Archived(path).history.charged
+        self.history = self._composed(charged)
+
+    def _composed(self, before: Iterable[Entry]) -> History:
+        try:
+            return History(before)
+        except FedsimError as error:
+            raise FedsimError(
+                f"what is archived beside ledger {self.path} counts, and does not add up: {error}"
+            ) from None
+
+    def _catch_up(self, file: BinaryIO) -> bool:
+        """Read what is new in the file; whether a repair put another in its place."""
+        if self.header is None or self._torn_on_disk:
+            self.clear()
+            self._take_archive()
+        size = os.fstat(file.fileno()).st_size
+        if size < self._size:
+            raise FedsimError(f"ledger {self.path} was cut off while it was in use.")
+        if size == self._size > 0:
+            return False
+        file.seek(self._size)
+        return self._load(file.read())
+
+    def _load(self, data: bytes) -> bool:
+        """Take up more of the file; whether it had to be repaired."""
+        if self.header is None and is_old(data):
+            self._load_old(data)
+            return False
+        lines, rest = split(data)
+        if self.header is None and not lines:
+            raise FedsimError(
+                f"{self._name} is {'cut off' if rest else 'empty'}, or no ledger; a ledger is "
+                "never written so: put back what was there."
+            )
+        for line in lines:
+            self._take_line(line)
+        if not rest:
+            return False
+        planned = [self._planned] if self._planned is not None else []
+        try:
+            entry, _ = self._opened(rest, torn=True)
+        except FedsimError:
+            known = {charged.event for charged in self.history.charged}
+            torn = torn_entry(rest, [*known, *planned])
+            entry = replace(torn, level=self.level)
+        self._take(entry, *sealed(entry.to_dict(), self.head))
+        self._torn_on_disk = self._read_only
+        if self.path is None or self._read_only:
+            return False
+        durable.replace(self.path, b"".join(line + b"\n" for line in self.lines))
+        return True
+
+    def _load_old(self, data: bytes) -> None:
+        planned = [self._planned] if self._planned is not None else []
+        try:
+            entries = old_entries(data, planned)
+        except FedsimError as error:
+            raise self._changed(str(error)) from None
+        for entry in entries:
+            self.history.take(entry)
+        self._size, self._is_old = len(data), True
+
+    def _take_line(self, line: bytes) -> None:
+        if self.header is not None:
+            entry, head = self._opened(line)
+            self._take(entry, line + b"\n", head)
+            return
+        try:
+            self.header, head = Header.of(line)
+        except FedsimError as error:
+            raise FedsimError(f"{self._name}: {error}") from None
+        self._keep(line + b"\n", head)
+
+    def _opened(self, line: bytes, *, torn: bool = False) -> tuple[Entry, str]:
+        try:
+            data, head = opened(line, self.head, torn=torn)
+            entry = Entry.from_dict(data)
+            if entry.level != self.level and entry.kind == "release":
+                raise FedsimError(f"level is {entry.level!r}, in a ledger of {self.level} level.")
+            return entry, head
+        except FedsimError as error:
+            raise self._changed(f"line {len(self.lines) + 1}: {error}") from None
+
+    def _take(self, entry: Entry, line: bytes, head: str) -> None:
+        self.history.take(entry)
+        self._keep(line, head)
+
+    def _keep(self, line: bytes, head: str) -> None:
+        self.lines.append(line[:-1])
+        self.heads.append(head)
+        self._size += len(line)
+
+    @property
+    def _name(self) -> str:
+        return f"ledger {self.path}" if self.path is not None else "the ledger's state"
+
+    def _changed(self, reason: str) -> FedsimError:
+        return FedsimError(
+            f"{self._name}, {reason} A ledger that was changed after it was written proves nothing."
+        )
+
+
+class _Archived(LedgerFile):
+    """A ledger in an archive, which has no archive of its own."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, read_only=True)
+
+    def _take_archive(self) -> None:
+        pass
+
+
+def _noted() -> dict[str, str]:
+    """What an operator may want to know of a line, and the hash does not cover."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return {"time": now, "host": socket.gethostname()}

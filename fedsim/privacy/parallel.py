@@ -1,0 +1,96 @@
+"""Parallel composition: over owners of disjoint data, the dearest stands for all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.accountant import Accountant, Cost
+from fedsim.privacy.events import Event
+
+__all__ = ["WorstClient", "dearest", "worst_client"]
+
+
+@dataclass(frozen=True)
+class WorstClient:
+    """The client that an example-level statement over all clients is about."""
+
+    cost: Cost
+    event: Event
+
+
+def worst_client(events: Iterable[Event], delta: float) -> WorstClient:
+    """Largest example-level cost over clients that hold disjoint data.
+
+    Parameters
+    ----------
+    events : iterable of Event
+        One a client: all its invocations at its own rate ``|B| / N_i``. Only those on the
+        Pareto front of (noise, rate, count) are accounted for.
+    delta : float
+
+    Raises
+    ------
+    FedsimError
+        If there is no client.
+    """
+    front = _pareto_front(set(events))
+    if not front:
+        raise FedsimError("there are no clients to account for.")
+    costs = [WorstClient(Accountant([event]).cost(delta), event) for event in front]
+    return max(costs, key=lambda worst: worst.cost.epsilon)
+
+
+class Spending(Protocol):
+    """What has a cost: a ledger."""
+
+    @property
+    def counts(self) -> Counter[Event]:
+        """How often each event is charged."""
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """What they cost together."""
+
+
+Spender = TypeVar("Spender", bound=Spending)
+
+
+def dearest(ledgers: Sequence[Spender], delta: float) -> Spender:
+    """The ledger with the largest epsilon.
+
+    Only one of those that say the same is accounted for, and of those with one kind of event
+    only the Pareto front.
+    """
+    distinct = {frozenset(ledger.counts.items()): ledger for ledger in reversed(ledgers)}
+    single = {
+        next(event.times(count) for event, count in counts): counts
+        for counts in distinct
+        if len(counts) == 1
+    }
+    front = _pareto_front(single)
+    candidates = [distinct[single[event]] for event in front]
+    candidates += [ledger for counts, ledger in distinct.items() if len(counts) != 1]
+    return max(candidates, key=lambda ledger: ledger.epsilon(delta))
+
+
+def _pareto_front(events: Iterable[Event]) -> list[Event]:
+    """Events that no other of their kind is at least as costly as in every respect."""
+
+    def key(event: Event) -> tuple[float, float, int]:
+        return (-event.total_noise_multiplier, event.rate, event.count)
+
+    front: list[Event] = []
+    for event in sorted(events, key=key, reverse=True):
+        beaten = any(
+            other.sampler == event.sampler
+            and other.relation == event.relation
+            and (event.private or not other.private)
+            and all(a >= b for a, b in zip(key(other), key(event), strict=True))
+            for other in front
+        )
+        if not beaten:
+            front.append(event)
+    return front

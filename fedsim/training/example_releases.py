@@ -1,0 +1,137 @@
+"""Clients' private rounds as their ledgers know them: written down before anything is drawn."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.clients.base import LocalAlgorithm
+from fedsim.privacy import ClientRelease
+from fedsim.privacy.plan import LocalWork
+from fedsim.randomness import Randomness
+from fedsim.training.data import ClientData
+from fedsim.training.example_privacy import ExamplePrivacy
+
+__all__ = ["ExampleReleases", "Starting"]
+
+
+@dataclass(frozen=True)
+class Starting:
+    """What a client goes into a round with.
+
+    Attributes
+    ----------
+    client : int
+    randomness : Randomness
+    received : mapping of name to Tensor
+        Parameters that came in, and state that was kept.
+    numbers : mapping of name to float
+        The algorithm's numbers, which may be the client's own.
+    """
+
+    client: int
+    randomness: Randomness
+    received: Mapping[str, Tensor]
+    numbers: Mapping[str, float]
+
+
+class ExampleReleases:
+    """What each round of these clients is to their ledgers.
+
+    A release is the same as an earlier one if the config's release digest is (without one,
+    only if this very object made it), and the client's keyed fingerprint of all that it is a
+    function of: data and normalisation, frozen parameters, what came in, the work.
+
+    Parameters
+    ----------
+    privacy : ExamplePrivacy
+    model : nn.Module
+    algorithm : LocalAlgorithm
+    data : ClientData
+    work : LocalWork
+    path : str
+        Which path computes the gradients: another gives other bits.
+    named : bool
+        Whether the clients' randomness has the release digest of a config.
+    """
+
+    def __init__(
+        self,
+        privacy: ExamplePrivacy,
+        model: nn.Module,
+        algorithm: LocalAlgorithm,
+        data: ClientData,
+        work: LocalWork,
+        *,
+        path: str,
+        named: bool,
+    ) -> None:
+        self.ledgers = privacy.ledgers()
+        self._privacy, self._model, self._data, self._work = privacy, model, data, work
+        bounded = (privacy.mechanism, privacy.noise_multiplier, privacy.sampling, privacy.hardened)
+        self._settings = (algorithm, work, *bounded, path, data.x.device.type)
+        self._once = None if named else f"once:{secrets.token_hex(16)}"
+
+    def record(self, round: int, clients: Iterable[Starting]) -> None:
+        """A line for each of these clients, on disk when this returns.
+
+        Raises
+        ------
+        FedsimError
+            If a client's budget does not allow it.
+        """
+        for release in self._releases(clients):
+            self.ledgers.record(round, release)
+
+    def exceeded(self, round: int, clients: Iterable[Starting]) -> str | None:
+        """Why one of these clients' budgets does not allow the round; None if all do."""
+        if self._privacy.max_epsilon is None:
+            return None
+        return self.ledgers.exceeded(round, self._releases(clients))
+
+    def _releases(self, clients: Iterable[Starting]) -> Iterator[ClientRelease]:
+        for starting in clients:
+            size = self._data.size(starting.client)
+            event = self._privacy.event(self._work, size)
+            if event is not None:
+                yield ClientRelease(
+                    client=starting.client,
+                    event=event,
+                    entropy=starting.randomness.entropy,
+                    release=self._once or starting.randomness.release or "",
+                    fingerprint=self.ledgers.fingerprint(self._parts(starting)),
+                    mechanism=str(self._privacy.mechanism),
+                    public={"examples": size, "steps": self._work.steps_of(size)},
+                )
+
+    def _parts(self, starting: Starting) -> Iterator[bytes]:
+        yield from self._frozen
+        yield repr((self._settings, starting.randomness, dict(starting.numbers))).encode()
+        data = self._data
+        examples = torch.from_numpy(data.indices[starting.client]).to(data.x.device)
+        tensors = {"x": data.x[examples], "y": data.y[examples], "mean": data.mean, "std": data.std}
+        yield from _tensor_parts(tensors | dict(starting.received))
+
+    @cached_property
+    def _frozen(self) -> list[bytes]:
+        """The model's structure, and what of it is not trained."""
+        frozen: dict[str, Tensor | None] = {}
+        for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad:
+                frozen[name] = parameter
+        frozen.update(self._model.named_buffers())
+        return [repr(self._model).encode(), *_tensor_parts(frozen)]
+
+
+def _tensor_parts(tensors: Mapping[str, Tensor | None]) -> Iterator[bytes]:
+    for name, tensor in sorted(tensors.items()):
+        if tensor is None:
+            yield f"{name}: none".encode()
+            continue
+        yield f"{name}: {tensor.dtype} {tuple(tensor.shape)}".encode()
+        yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
