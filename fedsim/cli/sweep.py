@@ -10,6 +10,7 @@ import typer
 from rich import box, progress
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
@@ -64,7 +65,7 @@ def sweep(
     if kept:
         console.print(f"{kept} of {len(grid)} members are there already.")
     try:
-        _run(console, grid, where)
+        failed = _run(console, grid, where)
     except KeyboardInterrupt:
         console.print(f"Interrupted. Finished members are kept in {where}; run it again.")
         raise typer.Exit(130) from None
@@ -72,11 +73,13 @@ def sweep(
     (where / "sweep.csv").write_text(to_csv(lines), encoding="utf-8")
     save(draw(lines, axis, f"{base.name}: test accuracy over {axis}"), where / "sweep.png")
     console.print(_table(lines))
+    for label, reason in failed.items():
+        console.print(Text(f"{label} failed: {reason}", style="yellow"))
     _say_price(console, grid, lines, where)
     console.print(f"{where / 'sweep.csv'}  {where / 'sweep.png'}")
 
 
-def _run(console: Console, grid: Sequence[Member], where: Path) -> None:
+def _run(console: Console, grid: Sequence[Member], where: Path) -> dict[str, str]:
     from fedsim.runs.sweep import is_done, run_sweep
 
     total = sum(member.config.rounds for member in grid if not is_done(member, where))
@@ -87,7 +90,7 @@ def _run(console: Console, grid: Sequence[Member], where: Path) -> None:
     )
     with progress.Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=total)
-        run_sweep(grid, where, lambda _, row: bar.advance(task, row["round"] > 0))
+        return run_sweep(grid, where, lambda _, row: bar.advance(task, row["round"] > 0))
 
 
 def _table(lines: Sequence[Line]) -> Table:

@@ -9,6 +9,7 @@ with the same bytes as when it is run alone.
 from __future__ import annotations
 
 import itertools
+import logging
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -30,10 +31,12 @@ from fedsim.runs.build import Build
 from fedsim.runs.check import check
 from fedsim.runs.drive import Row, Session
 from fedsim.runs.objects import algorithm
-from fedsim.strategies import Rounds, run_to_end
+from fedsim.strategies import Rounds, RunFailedError, run_to_end
 from fedsim.training import ClientData, Trainer
 
 __all__ = ["Member", "is_done", "members", "parse_axes", "run_sweep"]
+
+_log = logging.getLogger("fedsim")
 
 Axes = dict[str, list[Scalar]]
 Observer = Callable[["Member", Row], None]
@@ -88,7 +91,9 @@ def members(config: RunConfig, axes: Axes) -> list[Member]:
     return [Member(point, config.replace(**point)) for point in points]
 
 
-def run_sweep(grid: Sequence[Member], out: Path, observer: Observer | None = None) -> None:
+def run_sweep(
+    grid: Sequence[Member], out: Path, observer: Observer | None = None
+) -> dict[str, str]:
     """Run the members that have not been run to their end in ``out``.
 
     Parameters
@@ -98,6 +103,11 @@ def run_sweep(grid: Sequence[Member], out: Path, observer: Observer | None = Non
         Each member's artefacts go to a directory of its own in it.
     observer : callable, optional
         Called with each row of each member.
+
+    Returns
+    -------
+    dict of str to str
+        Why those members failed that did, by their labels; the others go on without them.
 
     Raises
     ------
@@ -112,8 +122,10 @@ def run_sweep(grid: Sequence[Member], out: Path, observer: Observer | None = Non
     for member in waiting:
         RunDirectory(out / member.label).check_free(overwrite=True)
         check(Build(member.config))
+    failed: dict[str, str] = {}
     for group in _groups(waiting):
-        _run_group(group, out, observer)
+        failed |= _run_group(group, out, observer)
+    return failed
 
 
 def is_done(member: Member, out: Path) -> bool:
@@ -167,7 +179,7 @@ def _shared_work(member: Member) -> tuple[object, ...]:
     )
 
 
-def _run_group(group: Sequence[Member], out: Path, observer: Observer | None) -> None:
+def _run_group(group: Sequence[Member], out: Path, observer: Observer | None) -> dict[str, str]:
     directories = [RunDirectory(out / member.label) for member in group]
     builds = [
         Build(member.config, directory.path)
@@ -181,42 +193,51 @@ def _run_group(group: Sequence[Member], out: Path, observer: Observer | None) ->
             observe = None if observer is None else partial(observer, member)
             sessions.append(Session(build, directory, observe))
         try:
-            _run_sessions(sessions)
+            failed = _run_sessions(sessions)
         finally:
             for session in sessions:
                 session.save()
-        for directory in directories:
-            directory.done.touch()
+        for index, directory in enumerate(directories):
+            if index not in failed:
+                directory.done.touch()
+    return {group[index].label: reason for index, reason in failed.items()}
 
 
-def _run_sessions(sessions: Sequence[Session]) -> None:
+def _run_sessions(sessions: Sequence[Session]) -> dict[int, str]:
+    """Run them to their ends; why those failed that did."""
     runs = [(session, LocalGrid(session.build.trainer)) for session in sessions]
     if len(runs) == 1:
         ((session, grid),) = runs
-        run_to_end(session.rounds(grid), grid, session.timeout(grid))
-    else:
-        shared = _SharedTrainer([session.build for session in sessions])
-        _in_step([session.rounds(grid) for session, grid in runs], shared)
+        try:
+            run_to_end(session.rounds(grid), grid, session.timeout(grid))
+        except RunFailedError as error:
+            return {0: str(error)}
+        return {}
+    shared = _SharedTrainer([session.build for session in sessions])
+    return _in_step([session.rounds(grid) for session, grid in runs], shared)
 
 
-def _in_step(runs: Sequence[Rounds], shared: _SharedTrainer) -> None:
+def _in_step(runs: Sequence[Rounds], shared: _SharedTrainer) -> dict[int, str]:
     """Advance all runs together: what they ask for at a time is trained at a time."""
     asked: dict[int, Iterable[Message]] = {}
+    failed: dict[int, str] = {}
+
+    def advance(index: int, step: Callable[[], Iterable[Message]]) -> None:
+        asked.pop(index, None)
+        try:
+            asked[index] = step()
+        except StopIteration:
+            pass
+        except RunFailedError as error:
+            failed[index] = str(error)
+
     for index, rounds in enumerate(runs):
-        _advance(asked, index, partial(next, rounds))
+        advance(index, partial(next, rounds))
     while asked:
         replies = shared.replies({i: m for i, m in asked.items() if isinstance(m, Instructions)})
         for index in list(asked):
-            _advance(asked, index, partial(runs[index].send, replies.get(index, [])))
-
-
-def _advance(
-    asked: dict[int, Iterable[Message]], index: int, step: Callable[[], Iterable[Message]]
-) -> None:
-    try:
-        asked[index] = step()
-    except StopIteration:
-        asked.pop(index, None)
+            advance(index, partial(runs[index].send, replies.get(index, [])))
+    return failed
 
 
 @dataclass(frozen=True)
@@ -283,7 +304,22 @@ class _SharedTrainer:
         (server_round,) = rounds
         for start in range(0, len(ids), self._trainer.block_size):
             part = slice(start, start + self._trainer.block_size)
-            yield from self._block(asked, member[part], ids[part], server_round)
+            yield from self._guarded(asked, member[part], ids[part], server_round)
+
+    def _guarded(
+        self, asked: dict[int, Instructions], member: Ids, ids: Ids, server_round: int
+    ) -> list[tuple[int, Block]]:
+        """A common block; where it raises, its clients one by one, so that only one has failed."""
+        try:
+            return list(self._block(asked, member, ids, server_round))
+        except Exception:
+            if len(ids) > 1:
+                alone = (slice(position, position + 1) for position in range(len(ids)))
+                blocks = (self._guarded(asked, member[k], ids[k], server_round) for k in alone)
+                return list(itertools.chain.from_iterable(blocks))
+            _log.warning("client %d failed in round %d", ids[0], server_round, exc_info=True)
+            index = int(member[0])
+            return [(index, Block.failed(ids - self._first[index], "raised"))]
 
     def _block(
         self, asked: dict[int, Instructions], member: Ids, ids: Ids, server_round: int

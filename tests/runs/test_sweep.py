@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from fedsim.privacy import epsilon
 from fedsim.reports.sweep import price, read_line
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.sweep import is_done, members, parse_axes, run_sweep
+from fedsim.training import Trainer
 
 BASE = RunConfig().replace(
     **{
@@ -114,3 +116,39 @@ def test_axes_take_any_values_and_refuse_nonsense() -> None:
             parse_axes(bad)
     with pytest.raises(FedsimError, match=r"client\.lr = -1"):
         members(BASE, {"client.lr": [0.1, -1.0]})
+
+
+PLAIN = BASE.replace(**{"mechanism.name": "none", "noise.multiplier": "", "rounds": 5})
+
+
+def test_a_member_that_fails_ends_alone_and_says_why(tmp_path: Path) -> None:
+    grid = members(PLAIN, parse_axes(["client.lr=0.1,1e6"]))
+    failed = run_sweep(grid, tmp_path)
+    assert list(failed) == [grid[1].label]
+    assert "3 rounds in a row" in failed[grid[1].label]
+    assert "client.lr may be too high" in failed[grid[1].label]
+    alone = tmp_path / "alone"
+    fedsim.run(grid[0].config, out=alone)
+    whole = RunDirectory(tmp_path / grid[0].label)
+    assert whole.model.read_bytes() == (alone / "model.safetensors").read_bytes()
+    assert [is_done(member, tmp_path) for member in grid] == [True, False]
+    assert run_sweep(grid[1:], tmp_path) == failed
+
+
+def test_a_client_that_raises_in_a_common_block_has_failed_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Trainer.fit
+
+    def fit(self: Trainer, vector: Any, client_ids: Any, round: int, **settings: Any) -> Any:
+        if 33 in client_ids:
+            raise ArithmeticError("overflow")
+        return honest(self, vector, client_ids, round, **settings)
+
+    monkeypatch.setattr(Trainer, "fit", fit)
+    grid = members(PLAIN.replace(**{"cohort.rate": 1.0}), parse_axes(["client.lr=0.1,0.2"]))
+    rows: list[tuple[str, object]] = []
+    run_sweep(grid, tmp_path, lambda member, row: rows.append((member.label, row.get("failed"))))
+    # Clients are numbered one member after another: 33 is the second one's client 3.
+    assert {count for label, count in rows if label == grid[0].label} == {0, None}
+    assert {count for label, count in rows if label == grid[1].label} == {1, None}
