@@ -77,7 +77,8 @@ def roster_for(config: RunConfig) -> dict[str, int] | None:
 
 
 def _show(row: Row) -> None:
-    _log.info("%s", "  ".join(f"{key} {value:.6g}" for key, value in row.items()))
+    told = {key: value for key, value in row.items() if value or not key.startswith("failed-")}
+    _log.info("%s", "  ".join(f"{key} {value:.6g}" for key, value in told.items()))
 
 
 def _show_our_log() -> None:

@@ -3,12 +3,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from fedsim.cli.app import app
+from fedsim.rows.exchange import Block
+from fedsim.training import Trainer
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -91,3 +97,32 @@ def test_help_says_what_the_argument_is(command: str, says: str) -> None:
     told = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "150"})
     assert told.exit_code == 0
     assert says in told.output
+
+
+def test_a_private_run_whose_clients_all_fail_ends_well_and_its_summary_says_it(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Trainer.train
+
+    def diverge(self: Trainer, *arguments: Any) -> Iterator[Block]:
+        for block in honest(self, *arguments):
+            yield replace(block, rows=torch.full_like(block.rows, torch.nan))
+
+    monkeypatch.setattr(Trainer, "train", diverge)
+    five = ("--set", "rounds=5")
+    result = CliRunner().invoke(app, ["run", str(config), *five, "--out", str(tmp_path / "x")])
+    assert result.exit_code == 0
+    said = " ".join(result.output.replace("│", " ").split())
+    assert "client.lr may be too high), all that were asked in 5 rounds." in said
+    assert "5 releases" in said
+    columns, *rows = (tmp_path / "x" / "metrics.csv").read_text().splitlines()
+    last = dict(zip(columns.split(","), rows[-1].split(","), strict=True))
+    assert last["failed-non-finite"] == last["asked"] == last["failed"] != "0"
+    plain = ("--set", "mechanism.name=none", "--set", "noise.target-epsilon=")
+    result = CliRunner().invoke(
+        app, ["run", str(config), *five, *plain, "--out", str(tmp_path / "y")]
+    )
+    assert result.exit_code == 1
+    said = " ".join(result.output.split())
+    assert "The run failed: every client that was asked failed in 3 rounds in a row" in said
+    assert "client.lr may be too high" in said
