@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fedsim.audit.charges import promise_check
 from fedsim.audit.checks import Check
 from fedsim.audit.conformance import MOST_ROUNDS as MOST_WHOLE_ROUNDS
+from fedsim.audit.conformance import unrelated
 from fedsim.audit.observe import PARAMETERS, Plan, observe
 from fedsim.audit.verdict import Verdict, audit, quiet
 from fedsim.audit.worlds import Canaries, still
@@ -102,7 +103,10 @@ class ConfigAudit:
         small = whole.strategy(seed).cohort
         assert small.population is not None
         with quiet():
-            extra = [_promise(whole, config.rounds, claimed, delta)]
+            extra = [
+                _promise(whole, config.rounds, claimed, delta),
+                unrelated(whole, Plan(_Factory.of(smaller, 1.25 * noise), whole.rounds), seed),
+            ]
         verdict = audit(
             few.strategy,
             rounds=few.rounds,
