@@ -216,14 +216,16 @@ def _checks(whole: Plan, seed: int) -> list[Check]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings of runs in which clients fail on purpose."""
-    log = logging.getLogger("fedsim")
-    level = log.level
-    log.setLevel(logging.CRITICAL + 1)
+    """Without a line for each round, and warnings of clients that fail on purpose."""
+    logs = [logging.getLogger(name) for name in ("fedsim", "flwr")]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
 
 
 def _spread(start: Parameters, d: int) -> Parameters:
