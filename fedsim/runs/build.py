@@ -253,7 +253,8 @@ class Build:
         if self.example_privacy is not None and config.client.noise.target_epsilon is not None:
             z = self.example_privacy.noise_multiplier
             chosen |= {"client.noise.multiplier": z, "client.noise.target-epsilon": ""}
-        return config.replace(**chosen)
+        nothing_left = chosen == {"noise.entropy": config.noise.entropy}
+        return config if nothing_left else config.replace(**chosen)
 
     @cached_property
     def release(self) -> str:

@@ -140,7 +140,8 @@ class _Teller:
     def __call__(self, server_round: int, result: Result) -> None:
         log = self._strategy.log
         log.info("[ROUND %s/%s]", server_round, self._num_rounds)
-        for line in self._strategy.progress():
+        # An epsilon a round is not for nothing.
+        for line in self._strategy.progress() if log.isEnabledFor(logging.INFO) else ():
             log.info("%s", line)
         for kept in (
             result.train_metrics_clientapp,
