@@ -22,7 +22,7 @@ def main(grid, context):
     strategy = DPFedAvg(
         mechanism=Clipping(clip_norm=100.0),
         cohort=FullCohort(population=population),
-        noise_multiplier=1e-6,
+        noise_multiplier=float(config["noise"]),
         seed=1,
         ledger=out.with_suffix(".ledger"),
     )
