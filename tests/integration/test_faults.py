@@ -25,7 +25,7 @@ def rows_of(out: Path) -> list[dict]:
 
 def releases(out: Path) -> int:
     lines = out.with_suffix(".ledger").read_text().splitlines()
-    return sum(json.loads(line)["kind"] == "release" for line in lines)
+    return sum(json.loads(line)["entry"]["kind"] == "release" for line in lines)
 
 
 def counts(row: dict) -> tuple[int, int, int]:
