@@ -30,24 +30,26 @@ def peak(name: str, cohort: int) -> float:
     from benchmarks.jobs import JOBS, data_of, trainer_of
     from fedsim.cohorts import FixedCohort
     from fedsim.engines.process import settle
-    from fedsim.mechanisms import Clipping, NoiseSource
+    from fedsim.mechanisms import Clipping, Independent, NoiseSource, Releaser
     from fedsim.randomness import Draws, Purpose, Randomness
     from fedsim.rows import DenseRows
 
     settle()
     trainer = trainer_of(JOBS[name], data_of(10_000, own=1000))
-    mechanism, vector, randomness = Clipping(1.0), trainer.initial(), Randomness(2)
+    vector, randomness = trainer.initial(), Randomness(2)
     draws = Draws(randomness, level="client", amplified=True)
-    state = mechanism.init(trainer.layout)
 
     def one_round(size: int, t: int) -> None:
         ids = FixedCohort(size, 10_000).draw(t, draws)
-        total = mechanism.accumulate(state, trainer.layout)
+        releaser = Releaser(
+            Clipping(1.0), trainer.layout, noise=Independent(1.0), denominator=float(size)
+        )
+        total = releaser.start({})
         for block in trainer.train(vector, ids, t):
             assert block.rows is not None
             total.add(DenseRows(block.rows))
         noise = NoiseSource(randomness.generator(Purpose.NOISE, level="client", round=t))
-        mechanism.release(state, total, noise_multiplier=1.0, denominator=float(size), noise=noise)
+        releaser.release(total, noise)
 
     one_round(1, 1)  # imports, buffers, thread pools
     before = resident("VmRSS")

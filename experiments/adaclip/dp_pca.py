@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedsim.cohorts import FullCohort
-from fedsim.mechanisms import Clipping, NoiseSource
+from fedsim.mechanisms import Clipping, Independent, NoiseSource, Releaser
 from fedsim.privacy import Ledger
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout, Rows
@@ -35,6 +35,11 @@ class SquareRows:
     def count(self) -> int:
         """Number of rows."""
         return len(self.x)
+
+    @property
+    def materialised(self) -> bool:
+        """False."""
+        return False
 
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
         """See `Rows`."""
@@ -79,28 +84,23 @@ def principal_directions(
         Orthonormal columns, float64 ``[p, count]``.
     """
     p = x.shape[1]
-    mechanism = Clipping(1.0)
     layout = Layout.of({"moments": torch.empty(p * (p + 1) // 2, dtype=torch.float64)})
-    state = mechanism.init(layout)
-    total = mechanism.accumulate(state, layout)
+    cohort, noise = FullCohort(population=len(x)), Independent(noise_multiplier, hardened=False)
+    releaser = Releaser(Clipping(1.0), layout, noise=noise, denominator=cohort.expected_size)
+    total = releaser.start({})
     for start in range(0, len(x), CHUNK):
         block = x[start : start + CHUNK].double()
         norms = torch.linalg.vector_norm(block, dim=1, keepdim=True).clamp_min(1e-12)
         total.add(SquareRows(block / norms))
-    cohort = FullCohort(population=len(x))
     ledger.record(
-        event=cohort.event(noise_multiplier),
+        event=noise.event(cohort),
         round=0,
         level="example",
         entropy="config",
         mechanism="second moments",
     )
-    release = mechanism.release(
-        state,
-        total,
-        noise_multiplier=noise_multiplier,
-        denominator=cohort.expected_size,
-        noise=NoiseSource(Randomness(seed).generator(Purpose.NOISE, level="example")),
+    release = releaser.release(
+        total, NoiseSource(Randomness(seed).generator(Purpose.NOISE, level="example"))
     )
     vectors: Tensor = torch.linalg.eigh(_to_matrix(release.mean, p)).eigenvectors
     return vectors[:, -count:].flip(1)

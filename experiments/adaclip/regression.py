@@ -20,7 +20,7 @@ from experiments.framework.base import (
     over_seeds,
     seeds_text,
 )
-from fedsim.mechanisms import AdaClip, Clipping, Mechanism, NoiseSource
+from fedsim.mechanisms import AdaClip, Clipping, Independent, Mechanism, NoiseSource, Releaser
 from fedsim.randomness import Purpose, Randomness
 from fedsim.reports.plots import COLOURS, grid
 from fedsim.rows import DenseRows, Layout
@@ -207,6 +207,9 @@ def _descend(settings: Mapping[str, Any], seed: int) -> tuple[float, float, floa
     mechanism = _mechanism(settings["method"], settings["clip-norm"])
     layout = Layout.of({"theta": torch.zeros(d, dtype=torch.float64)})
     state, randomness = mechanism.init(layout), Randomness(seed)
+    releaser = Releaser(
+        mechanism, layout, noise=Independent(settings["noise-multiplier"]), denominator=1.0
+    )
     draws, steps = randomness.generator(Purpose.SAMPLE, level="example"), settings["steps"]
     normal = settings["law"] == "normal"
     data = draws.standard_normal(steps) if normal else draws.choice([-1.0, 1.0], steps)
@@ -215,15 +218,10 @@ def _descend(settings: Mapping[str, Any], seed: int) -> tuple[float, float, floa
     for step, x in enumerate(data, 1):
         row = -theta
         row[0] += x
-        total = mechanism.accumulate(state, layout)
+        total = releaser.start(state)
         total.add(DenseRows(row[None]))
-        release = mechanism.release(
-            state,
-            total,
-            noise_multiplier=settings["noise-multiplier"],
-            denominator=1.0,
-            noise=NoiseSource(randomness.generator(Purpose.NOISE, level="example", round=step)),
-        )
+        source = NoiseSource(randomness.generator(Purpose.NOISE, level="example", round=step))
+        release = releaser.release(total, source)
         state = release.state
         noise += float((release.mean - row).square().sum())
         clipped += total.clipped

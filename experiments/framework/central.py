@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim.cohorts import PoissonCohort
-from fedsim.mechanisms import Mechanism, NoiseSource
+from fedsim.mechanisms import Independent, Mechanism, NoiseSource, Releaser
 from fedsim.privacy import Event, Ledger
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows import Layout, LinearPart, OuterRows
@@ -152,6 +152,12 @@ def train(
     randomness, layout = randomness or Randomness(seed), net.layout
     draws = Draws(randomness, level="example", amplified=True)
     event = _event(mechanism, noise_multiplier, cohort, layout)
+    releaser = Releaser(
+        mechanism,
+        layout,
+        noise=Independent(noise_multiplier),
+        denominator=cohort.expected_size,
+    )
     state, vector = mechanism.init(layout), net.start(seed)
     steps = round(len(labels) / batch)
     accuracy: list[float] = []
@@ -160,18 +166,13 @@ def train(
     for step in range(1, epochs * steps + 1):
         index = torch.from_numpy(cohort.draw(step, draws))
         rows = net.descents(vector, inputs(index), labels[index])
-        total = mechanism.accumulate(state, layout)
+        total = releaser.start(state)
         total.add(rows)
         ledger.record(
             event=event, round=step, level="example", entropy="config", mechanism=str(mechanism)
         )
-        release = mechanism.release(
-            state,
-            total,
-            noise_multiplier=noise_multiplier,
-            denominator=cohort.expected_size,
-            noise=NoiseSource(randomness.generator(Purpose.NOISE, level="example", round=step)),
-        )
+        source = NoiseSource(randomness.generator(Purpose.NOISE, level="example", round=step))
+        release = releaser.release(total, source)
         if step % LOOKS == 1:
             plain = rows.sum(torch.ones(rows.count, dtype=torch.float64)) / cohort.expected_size
             distortions.append(float(torch.linalg.vector_norm(release.mean - plain)))
@@ -185,6 +186,6 @@ def train(
 
 
 def _event(mechanism: Mechanism, z: float, cohort: PoissonCohort, layout: Layout) -> Event:
-    parts = dict(mechanism.noise_multipliers(z, cohort.expected_size, mechanism.init(layout)))
+    parts = dict(mechanism.noise_multipliers(z, cohort.expected_size, layout))
     first = next(iter(parts))
     return cohort.event(parts.pop(first), sides=parts, guarantee=mechanism.guarantee == "gaussian")

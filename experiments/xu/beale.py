@@ -11,7 +11,15 @@ import torch
 from matplotlib.axes import Axes
 
 from experiments.framework.base import Result
-from fedsim.mechanisms import AdaptiveNoise, Clipping, Mechanism, NoiseSource, NoPrivacy
+from fedsim.mechanisms import (
+    AdaptiveNoise,
+    Clipping,
+    Independent,
+    Mechanism,
+    NoiseSource,
+    NoPrivacy,
+    Releaser,
+)
 from fedsim.randomness import Purpose, Randomness
 from fedsim.reports.plots import COLOURS
 from fedsim.rows import DenseRows, Layout
@@ -54,19 +62,15 @@ def descend(settings: Mapping[str, Any]) -> Result:
     """
     mechanism, z = _mechanism(settings)
     layout = Layout.of({"w": torch.zeros(2, dtype=torch.float64)})
+    releaser = Releaser(mechanism, layout, noise=Independent(z), denominator=1.0)
     state, randomness = mechanism.init(layout), Randomness(settings["seed"])
     w, second = np.array(settings["start"]), np.zeros(2)
     path = [w.tolist()]
     for step in range(1, settings["steps"] + 1):
-        total = mechanism.accumulate(state, layout)
+        total = releaser.start(state)
         total.add(DenseRows(torch.from_numpy(gradient(w))[None]))
-        release = mechanism.release(
-            state,
-            total,
-            noise_multiplier=z,
-            denominator=1.0,
-            noise=NoiseSource(randomness.generator(Purpose.NOISE, level="example", round=step)),
-        )
+        source = NoiseSource(randomness.generator(Purpose.NOISE, level="example", round=step))
+        release = releaser.release(total, source)
         state, noisy = release.state, release.mean.numpy()
         second = (1 - settings["gamma"]) * second + settings["gamma"] * noisy**2
         w = w - settings["rate"] * noisy / np.sqrt(second + 1e-8)

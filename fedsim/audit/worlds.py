@@ -233,5 +233,5 @@ def orthogonal(population: int, d: int, scale: float, sides: tuple[str, ...]) ->
 def reach(mechanism: Mechanism, layout: Layout) -> float:
     """Scale of a row that every bound of the mechanism shortens."""
     huge = torch.full((1, layout.d), 1e12, dtype=torch.float64)
-    bounded = mechanism.bound(huge, mechanism.init(layout))
+    bounded = mechanism.bound(huge, layout=layout)
     return LENGTH * float(bounded.abs().max())

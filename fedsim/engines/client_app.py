@@ -79,6 +79,7 @@ def client_app(
             content = share_reply(
                 mechanism_for(context),
                 row,
+                trainer.layout,
                 reported,
                 message,
                 request,

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.base import State
-from fedsim.mechanisms.gaussian import Released
-from fedsim.mechanisms.scaling import BOUND_RANGE, ScalingMechanism, check_number, clip_factor
+from fedsim.mechanisms.base import BOUND_RANGE, Released, State, check_number
+from fedsim.mechanisms.scaling import ScalingBound, clip_factor
 from fedsim.rows.layout import Layout
 
 __all__ = ["AdaClip"]
 
 
 @dataclass(frozen=True)
-class AdaClip(ScalingMechanism):
+class AdaClip(ScalingBound):
     """Coordinate-wise adaptive clipping (Pichapati et al. 2019).
 
     With estimates m of the rows' mean and s of their standard deviation, coordinate by
@@ -108,22 +107,27 @@ class AdaClip(ScalingMechanism):
         """``min(1, 1 / norm)`` of whitened norms (see `whitening`)."""
         return clip_factor(norms, 1.0, unit)
 
-    def whitening(self, state: State) -> tuple[Tensor | None, Tensor | None]:
+    def whitening(self, ready: State) -> tuple[Tensor | None, Tensor | None]:
         """``1 / b``, and m where rows are centred."""
-        scale = state["scale"] if "scale" in state else 1 / self._b(state["s"])
-        return scale, state["m"] if self.center else None
+        return ready["scale"], ready["m"] if self.center else None
 
-    def _ready(self, state: State) -> State:
-        b = self._b(state["s"])
-        return {**state, "b": b, "scale": 1 / b}
+    def ready(self, state: State) -> State:
+        """b, ``1 / b`` and m."""
+        s = state["s"]
+        b = (s / self.gamma).sqrt_().mul_(s.sum(-1, keepdim=True).sqrt_())
+        return {"b": b, "scale": 1 / b, "m": state["m"]}
 
-    def _b(self, s: Tensor) -> Tensor:
-        return (s / self.gamma).sqrt_().mul_(s.sum(-1, keepdim=True).sqrt_())
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """``1 / b``, and m where rows are centred."""
+        return ("scale", "m") if self.center else ("scale",)
 
-    def _radius(self, ready: State, d: int) -> float:
+    def radius(self, ready: State, d: int) -> float:
+        """1, in whitened coordinates."""
         return 1.0
 
-    def _restore(self, w: Tensor, ready: State) -> Tensor:
+    def restore(self, w: Tensor, ready: State) -> Tensor:
+        """``b * w + m``."""
         rows = w * ready["b"]
         return rows.add_(ready["m"]) if self.center else rows
 
@@ -131,8 +135,9 @@ class AdaClip(ScalingMechanism):
         # Not below h1: the literal range would be empty.
         return max(self.clip_norm**2 * self.gamma / d, self.h1) if self.h2 is None else self.h2
 
-    def _next(self, ready: State, released: Released) -> State:
-        m, s, b, r = ready["m"], ready["s"], ready["b"], released.denominator
+    def next(self, state: State, ready: State, released: Released) -> State:
+        """Moving averages of the released mean, and of its square less its noise's variance."""
+        m, s, b, r = state["m"], state["s"], ready["b"], released.denominator
         noise_variance = (b * released.noise_multipliers["sum"]).div_(r).square_()
         # m before its update: the noise of this release must be independent of it.
         estimate = (released.mean - m).square_().sub_(noise_variance)
@@ -149,9 +154,6 @@ class AdaClip(ScalingMechanism):
         mean = (m * self.beta1).add_(released.mean * (1 - self.beta1))
         return {"m": mean, "s": squares.sqrt_()}
 
-    def shown(self, layout: Layout) -> tuple[str, ...]:
-        """See `Mechanism`."""
-        return ("clip-norm",)
-
-    def _info(self, ready: State, new: State, d: int) -> dict[str, float]:
+    def info(self, ready: State, new: State, d: int) -> dict[str, float]:
+        """Root mean square of b: the C of plain clipping with as much noise."""
         return {"clip-norm": float(torch.linalg.vector_norm(ready["b"]) / d**0.5)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,35 +11,33 @@ from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.mechanisms.base import (
-    Accumulator,
-    Counts,
+    Bound,
     Guarantee,
-    Mechanism,
-    Release,
-    Shares,
+    Number,
+    Scalar,
+    Shaped,
     State,
     Weighting,
     Weights,
     row_weights,
 )
-from fedsim.mechanisms.exact import FreeSum
-from fedsim.mechanisms.noise import NoiseSource
-from fedsim.rows.dense import Chunks, Rows, chunks
-from fedsim.rows.layout import Layout
+from fedsim.rows.exact import FREE_TOTAL
 
 __all__ = ["NoPrivacy"]
 
 MAX_NORM = 2.0**20
 WEIGHT_UNIT = 2.0**-20
+REACH_UNIT = 2.0**-16
 
 
 @dataclass(frozen=True)
-class NoPrivacy(Mechanism):
+class NoPrivacy(Bound):
     """The mean of the rows, weighted, as in FedAvg. No guarantee of any kind.
 
     Rows are summed to a resolution of 2^-48 and weights to one of 2^-20, so that the mean has
     the same bytes for any order and any block size. A row longer than 2^20 has diverged: it
-    is rejected and counted, like one that is not finite.
+    is rejected and counted, like one that is not finite. The sum is divided by the realised
+    weights, and the mean over no rows is zero.
 
     Parameters
     ----------
@@ -60,9 +58,7 @@ class NoPrivacy(Mechanism):
         """``"none"``."""
         return "none"
 
-    def noise_multipliers(
-        self, noise_multiplier: float, denominator: float, state: State | None = None
-    ) -> Mapping[str, float]:
+    def split(self, noise_multiplier: float, denominator: float) -> Mapping[str, float]:
         """None; anything but 0 is refused."""
         if noise_multiplier != 0:
             raise FedsimError(
@@ -70,133 +66,48 @@ class NoPrivacy(Mechanism):
             )
         return {"sum": 0.0}
 
-    def sensitivity(self, state: State, layout: Layout) -> float:
-        """Unbounded."""
+    @property
+    def free(self) -> bool:
+        """True."""
+        return True
+
+    def radius(self, ready: State, d: int) -> float:
+        """Infinite."""
         return math.inf
 
-    def bound(self, block: Tensor, state: State | None = None) -> Tensor:
-        """The block itself, with rows that would be rejected set to zero."""
-        out = block.clone()
-        for part, y in chunks(block):
-            out[part].masked_fill_(~(_norms(y) <= MAX_NORM)[:, None], 0.0)
-        return out
+    def weights(self, weights: Weights | None, count: int, device: torch.device) -> Tensor:
+        """Up to 2^32, to a resolution of 2^-20."""
+        if weights is None and self.weighting == "num-examples":
+            raise FedsimError("weighting is 'num-examples'; the rows came without weights.")
+        given = row_weights(weights, count, device, highest=2.0**32)
+        if self.weighting == "uniform":
+            return (given > 0).to(torch.float64)
+        return torch.round(given / WEIGHT_UNIT) * WEIGHT_UNIT
 
-    def accumulate(
-        self, state: State, layout: Layout, *, device: torch.device | str = "cpu"
-    ) -> Accumulator:
-        """An empty weighted sum."""
-        return _WeightedSum(self.weighting, layout.d, device)
-
-    def release(
-        self,
-        state: State,
-        total: Accumulator,
-        *,
-        noise_multiplier: float = 0.0,
-        denominator: float = 1.0,
-        noise: NoiseSource | None = None,
-        asked: int | None = None,
-    ) -> Release:
-        """Divide by the realised weights; ``denominator`` and ``noise`` are not used.
-
-        The mean over no rows is zero.
-        """
-        if not isinstance(total, _WeightedSum):
-            raise TypeError(f"total is a {type(total).__name__}, not made by accumulate().")
-        self.noise_multipliers(noise_multiplier, denominator)
-        weight = total.weight
-        return Release(total.sum.value() / (weight if weight > 0 else 1.0), state)
-
-    def share(
-        self,
-        block: Tensor,
-        state: State,
-        *,
-        noise_multiplier: float,
-        denominator: float,
-        asked: int,
-        noise: Sequence[NoiseSource],
-        sides: Mapping[str, Weights] | None = None,
-    ) -> Shares:
-        """Refused: there is no noise to share."""
-        raise FedsimError("noise placement is 'client'; without a mechanism there is no noise.")
-
-
-class _WeightedSum(Accumulator):
-    def __init__(self, weighting: Weighting, size: int, device: torch.device | str) -> None:
-        self._weighting = weighting
-        self.sum = FreeSum(size, device=device)
-        self._chunks = Chunks()
-        self._reach = torch.zeros((), dtype=torch.float64, device=device)
-        self._weight = torch.zeros((), dtype=torch.float64, device=device)
-        self._counts = Counts()
+    def shape_(self, y: Tensor, ready: State) -> Shaped:
+        """Rows as they are, but for those that have diverged."""
+        norms = torch.linalg.vector_norm(y, dim=-1)
+        factor = torch.where(norms <= MAX_NORM, 1.0, torch.nan)
+        sides = {"weight": torch.ones_like(factor), "reach": norms}
+        return Shaped(factor, torch.zeros_like(factor, dtype=torch.bool), sides)
 
     @property
-    def count(self) -> int:
-        return self._counts.total(0)
+    def scalars(self) -> Mapping[str, Scalar]:
+        """The weights, and weights times norms."""
+        return {"weight": Scalar(unit=WEIGHT_UNIT), "reach": Scalar(unit=REACH_UNIT)}
 
-    @property
-    def rejected(self) -> int:
-        return self._counts.total(1)
-
-    @property
-    def clipped(self) -> int:
-        return 0
-
-    @property
-    def weight(self) -> float:
-        """Sum of the weights.
+    def divisor(self, sums: Mapping[str, Tensor], denominator: Number) -> Tensor:
+        """The realised weights.
 
         Raises
         ------
         FedsimError
             If weights times norms are too large for an exact sum.
         """
-        if float(self._reach) > FreeSum.MAX_TOTAL:
+        reach = float(sums["reach"].max())
+        if reach > FREE_TOTAL:
             raise FedsimError(
-                f"weights times norms of the updates add up to {float(self._reach):g}; an exact "
-                f"mean allows {FreeSum.MAX_TOTAL:g}."
+                f"weights times norms of the updates add up to {reach:g}; an exact mean allows "
+                f"{FREE_TOTAL:g}."
             )
-        return float(self._weight)
-
-    def add(
-        self,
-        rows: Rows,
-        *,
-        weights: Weights | None = None,
-        sides: Mapping[str, Weights] | None = None,
-    ) -> Tensor:
-        block = rows.dense()
-        if weights is None and self._weighting == "num-examples":
-            raise FedsimError("weighting is 'num-examples'; the rows came without weights.")
-        given = row_weights(weights, len(block), block.device, highest=2.0**32)
-        if given is None:
-            given = torch.ones(len(block), dtype=torch.float64, device=block.device)
-        elif self._weighting == "uniform":
-            given = (given > 0).to(torch.float64)
-        given = torch.round(given / WEIGHT_UNIT) * WEIGHT_UNIT
-        usable = torch.empty(len(block), dtype=torch.bool, device=block.device)
-        for part, y in self._chunks.of(block):
-            usable[part] = self._add(y, given[part])
-        return usable
-
-    def _add(self, y: Tensor, weight: Tensor) -> Tensor:
-        norms = _norms(y)
-        bad = ~(norms <= MAX_NORM)
-        if y.is_cuda or bool(bad.any()):
-            y.masked_fill_(bad[:, None], 0.0)
-        present = ~bad & (weight > 0)
-        weight = torch.where(present, weight, 0.0)
-        self._reach += (weight * torch.where(bad, 0.0, norms)).sum()
-        self._weight += weight.sum()
-        self._counts.add(present, bad)
-        self.sum.add_(y.mul_(weight[:, None] * FreeSum.SCALE))
-        return present
-
-    def add_shares(self, shares: Shares) -> None:
-        raise FedsimError("noise placement is 'client'; without a mechanism there is no noise.")
-
-
-def _norms(y: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(y, dim=1)
-    return norms
+        return torch.where(sums["weight"] > 0, sums["weight"], 1.0)

@@ -1,20 +1,20 @@
-"""The interface of every mechanism: bound rows, sum them, add noise once.
+"""What a mechanism is: parts, each with a bound of its own, and scalars beside them.
 
-A mechanism turns each row into one that lies in an L2 ball of known radius, in coordinates
-of its own (AdaCliP's are whitened). The bounded rows are summed exactly, isotropic noise of
+A bound turns each row into one that lies in an L2 ball of known radius, in coordinates of
+its own (AdaCliP's are whitened). The bounded rows are summed exactly, isotropic noise of
 standard deviation ``z * radius`` is put on the sum once, and everything after that (division
 by a denominator that does not depend on the data, change of coordinates, new state) is
-post-processing. Named scalars, each with a bound and a noise multiplier of its own, may go
-with the vector; together they cost what one Gaussian of multiplier z does:
-``1/z^2 = sum_j 1/z_j^2``.
+post-processing. A composition (`PerLayer`, `PrivateScalar`) only says which columns have
+which bound, which scalars go beside, and how ``1/z^2`` is shared out; `Releaser` does the rest.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,22 +22,31 @@ import torch
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.noise import NoiseSource
-from fedsim.rows.dense import Rows
+from fedsim.rows.dense import Chunks, DenseRows, Rows
 from fedsim.rows.layout import Layout
 
 __all__ = [
-    "Accumulator",
-    "Counts",
+    "BOUND_RANGE",
+    "NOISE_PREFIX",
+    "Bound",
     "Guarantee",
     "Mechanism",
-    "Release",
-    "Shares",
+    "Number",
+    "Part",
+    "Released",
+    "Scalar",
+    "Shaped",
+    "Side",
     "State",
     "Weighting",
     "Weights",
-    "row_layout",
+    "bounded_",
+    "check_number",
+    "per_row",
     "row_weights",
+    "scatter",
+    "shared",
+    "state_of",
     "state_on",
 ]
 
@@ -45,250 +54,348 @@ State = Mapping[str, Tensor]
 Guarantee = Literal["gaussian", "none"]
 Weighting = Literal["uniform", "num-examples"]
 Weights = Tensor | npt.NDArray[np.float64] | npt.NDArray[np.bool_]
+Number = float | Tensor
+"""A number, or one for each of several sums."""
+
+NOISE_PREFIX = "noise."
+"""Of what a noise keeps of earlier rounds, in the state that a release returns: never sent out."""
+
+# Above 1e9 the grid of a noise-free sum would be coarser than 1e-9.
+BOUND_RANGE = (1e-30, 1e9)
 
 
 @dataclass(frozen=True)
-class Release:
-    """What leaves a mechanism in one round.
+class Part:
+    """Columns of a row that have a bound of their own.
 
     Attributes
     ----------
-    mean : float64 ``[d]``
-        Noisy mean row, to be added to the parameters.
-    state : State
-        The mechanism's state for the next round.
-    sides : mapping of name to float
-        Noisy means of the side scalars.
-    info : mapping of name to float
-        Post-processed diagnostics (the ``clip-norm`` that was used), as public as the mean.
+    bound : Bound
+    layout : Layout
+        Of these columns.
+    prefix : str
+        Before the names of its state, scalars and noise multipliers.
+    columns : tuple of slice, or None
+        None is all of them.
+    shares : tuple of float
+        Factors, one for each composition around it, of its share of ``1/z^2``.
     """
 
-    mean: Tensor
-    state: State
-    sides: Mapping[str, float] = field(default_factory=dict)
-    info: Mapping[str, float] = field(default_factory=dict)
+    bound: Bound
+    layout: Layout
+    prefix: str = ""
+    columns: tuple[slice, ...] | None = None
+    shares: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
-class Shares:
-    """What clients send where they bound and noise their own rows.
+class Side:
+    """A scalar that comes with each row, clamped to ``[0, high]``; ``shares`` as of a `Part`."""
 
-    Attributes
-    ----------
-    rows : float64 ``[n, d]``
-        Bounded rows in the mechanism's coordinates, with noise, on the sum's grid.
-    sides : mapping of name to float64 ``[n]``
-        Noisy scalars, centred.
-    usable : bool ``[n]``
-        False where the client's row was not finite; its share is noise all the same and the
-        server drops it.
-    """
-
-    rows: Tensor
-    sides: Mapping[str, Tensor]
-    usable: Tensor
-
-    def checked(self, device: torch.device) -> Shares:
-        """On ``device``, and usable only where everything is finite.
-
-        A share counts as a whole or not at all: only then is one top-up right for all parts.
-        """
-        rows, usable = self.rows.to(device, torch.float64), self.usable.to(device)
-        sides = {name: values.to(device, torch.float64) for name, values in self.sides.items()}
-        usable = usable & torch.isfinite(rows.sum(1))
-        for values in sides.values():
-            usable = usable & torch.isfinite(values)
-        return Shares(rows, sides, usable)
-
-
-class Accumulator(ABC):
-    """A sum in the making; memory does not grow with the number of rows."""
-
-    @property
-    @abstractmethod
-    def count(self) -> int:
-        """Rows that the sum contains."""
-
-    @property
-    @abstractmethod
-    def rejected(self) -> int:
-        """Rows that were not finite and contributed nothing."""
-
-    @property
-    @abstractmethod
-    def clipped(self) -> int:
-        """Rows that were longer than their bound. The operator's: it is not noised."""
-
-    @abstractmethod
-    def add(
-        self,
-        rows: Rows,
-        *,
-        weights: Weights | None = None,
-        sides: Mapping[str, Weights] | None = None,
-    ) -> Tensor:
-        """Bound ``rows`` and add them.
-
-        Parameters
-        ----------
-        rows : Rows ``[n, d]``
-        weights : ``[n]``, optional
-            Applied after bounding. Private mechanisms take numbers in [0, 1], which may not
-            depend on anything but the row's own client; 0 removes a row from every sum.
-        sides : mapping of name to ``[n]``, optional
-            Values of the side scalars that the mechanism asks for.
-
-        Returns
-        -------
-        usable : bool ``[n]``
-            Which rows the sum now contains.
-        """
-
-    @abstractmethod
-    def add_shares(self, shares: Shares) -> None:
-        """Add what clients bounded and noised themselves; unusable shares are dropped."""
+    name: str
+    high: float
+    shares: tuple[float, ...]
 
 
 class Mechanism(ABC):
-    """Bounds, sums and noises rows. Subclasses are frozen dataclasses without hidden state."""
+    """Parts and sides as data. Subclasses are frozen dataclasses without hidden state."""
 
     @property
+    @abstractmethod
     def guarantee(self) -> Guarantee:
         """``"gaussian"``: a release is one Gaussian of multiplier z on a sum of sensitivity C.
 
         Adjacency is add-remove (or zero-out) of one row; replace-one doubles the sensitivity,
         which is the accountant's business. ``"none"``: no (epsilon, delta) whatever the noise.
         """
-        return "gaussian"
 
     @property
     def weighting(self) -> Weighting:
-        """What `Accumulator.add` takes as weights beyond a mask."""
+        """What a sum takes as weights beyond a mask."""
         return "uniform"
+
+    @abstractmethod
+    def cover(self, layout: Layout) -> tuple[Part, ...]:
+        """Bounds that together cover a row, each column once."""
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """Scalars beside the row, the innermost first."""
+        return ()
 
     @property
     def side_names(self) -> tuple[str, ...]:
-        """Scalars that `Accumulator.add` must be given."""
-        return ()
+        """Scalars that a sum must be given with its rows."""
+        return tuple(side.name for side in self.sides)
 
     def shown(self, layout: Layout) -> tuple[str, ...]:
-        """Names of what a release shows beside the mean: `Release.info` and `Release.sides`."""
-        return self.side_names
+        """Names of what a release shows beside the mean: `Release.sides` and `Release.info`."""
+        parts = (
+            part.prefix + name
+            for part in self.cover(layout)
+            for name in (*part.bound.released_scalars, *part.bound.shows)
+        )
+        return (*parts, *(side.name for side in self.sides if all(side.shares)))
 
     def init(self, layout: Layout) -> State:
         """State before the first round."""
-        return {}
+        return {
+            part.prefix + name: tensor
+            for part in self.cover(layout)
+            for name, tensor in part.bound.init(part.layout).items()
+        }
 
-    @abstractmethod
+    def bounding_state(self, state: State, layout: Layout) -> State:
+        """What of a state somebody needs who bounds rows, and nothing that only `Bound.next` does.
+
+        Clients that make shares are sent this.
+        """
+        found = {}
+        for part in self.cover(layout):
+            ready = part.bound.ready(state_of(state, part.prefix))
+            names = ready if part.bound.needs is None else part.bound.needs
+            found.update({part.prefix + name: ready[name] for name in names if name in ready})
+        return found
+
     def noise_multipliers(
-        self, noise_multiplier: float, denominator: float, state: State | None = None
+        self, noise_multiplier: float, denominator: float, layout: Layout
     ) -> Mapping[str, float]:
-        """Noise multipliers of the parts of one release: ``1/z^2 = sum_j 1/z_j^2``.
+        """Noise multipliers of what one release consists of: ``1/z^2 = sum_j 1/z_j^2``.
 
-        The vector is called ``sum``, a scalar by its name. ``state`` is needed only by
-        `PerLayer`, whose parts depend on the layout.
+        A part's vector is called ``sum``, a scalar by its name. They stand in the order in
+        which noise is drawn; one that is infinite is not released.
 
         Raises
         ------
         FedsimError
             If no such split exists.
         """
+        split = {
+            part.prefix + name: z
+            for part in self.cover(layout)
+            for name, z in part.bound.split(
+                shared(noise_multiplier, part.shares), denominator
+            ).items()
+        }
+        return split | {side.name: shared(noise_multiplier, side.shares) for side in self.sides}
 
-    @abstractmethod
     def sensitivity(self, state: State, layout: Layout) -> float:
-        """C: the L2 norm that one row can add to the sum, in the mechanism's coordinates."""
+        """C: the L2 norm that one row can add to the sum, in the bounds' coordinates."""
+        radii = []
+        for part in self.cover(layout):
+            ready = part.bound.ready(state_of(state, part.prefix))
+            radii.append(float(part.bound.radius(ready, part.layout.d)))
+        return math.hypot(*radii)
 
-    @abstractmethod
-    def bound(self, block: Tensor, state: State | None = None) -> Tensor:
-        """What each row of ``block [n, d]`` contributes: ``[n, d]``, same dtype.
+    def bound(
+        self, block: Tensor, state: State | None = None, layout: Layout | None = None
+    ) -> Tensor:
+        """What each row of ``block [n, d]`` contributes, before it is rounded to the sum's grid.
 
-        Non-finite rows contribute zero. Without ``state``, that of the first round.
+        Non-finite rows contribute zero. Without ``state``, that of the first round; without
+        ``layout``, a row is one entry.
+
+        Returns
+        -------
+        Tensor ``[n, d]``
+            Of the block's dtype.
         """
-
-    @abstractmethod
-    def accumulate(
-        self, state: State, layout: Layout, *, device: torch.device | str = "cpu"
-    ) -> Accumulator:
-        """An empty sum for one round."""
-
-    @abstractmethod
-    def release(
-        self,
-        state: State,
-        total: Accumulator,
-        *,
-        noise_multiplier: float,
-        denominator: float,
-        noise: NoiseSource,
-        asked: int | None = None,
-    ) -> Release:
-        """Noise the sum, once, and divide.
-
-        Parameters
-        ----------
-        noise_multiplier : float
-            Standard deviation of the noise on the sum over C, all parts taken together.
-        denominator : float
-            The expected number of rows; public, never a count of rows seen.
-        noise : NoiseSource
-        asked : int, optional
-            For a sum of shares: how many clients were asked. The server then adds only what
-            the missing ones would have.
-        """
-
-    @abstractmethod
-    def share(
-        self,
-        block: Tensor,
-        state: State,
-        *,
-        noise_multiplier: float,
-        denominator: float,
-        asked: int,
-        noise: Sequence[NoiseSource],
-        sides: Mapping[str, Weights] | None = None,
-    ) -> Shares:
-        """Bound and noise the rows of ``n`` clients, on the clients' side.
-
-        Each share has noise of variance ``z^2 C^2 / asked``, from that client's own source.
-
-        Parameters
-        ----------
-        block : Tensor ``[n, d]``
-        asked : int
-            Number of clients asked in this round, n or more.
-        noise : sequence of n NoiseSource
-        """
+        layout = Layout.of({"row": block.new_empty(block.shape[1])}) if layout is None else layout
+        state = state_on(self.init(layout) if state is None else state, block.device)
+        rows, out = DenseRows(block), torch.empty_like(block)
+        bad = torch.zeros(len(block), dtype=torch.bool, device=block.device)
+        for part in self.cover(layout):
+            ready = part.bound.ready(state_of(state, part.prefix))
+            own = rows if part.columns is None else rows.columns(part.columns)
+            for chunk, y in Chunks().of(own.dense()):
+                bad[chunk] |= bounded_(part.bound, y, ready, 1.0, None)[1]
+                scatter(out[chunk], part.bound.restore(y, ready), part.columns)
+        return out.masked_fill_(bad[:, None], 0.0)
 
 
-class Counts:
-    """Numbers of true entries of masks, summed over blocks.
+class Scalar(NamedTuple):
+    """A scalar that a bound makes of each row: it lies within ``center +- half``.
 
-    On a GPU they stay there until somebody asks, so that no block waits for them.
+    With a ``unit`` of its own it is no part of the release: weighted like its row, it is summed
+    in that unit, without noise, for `Bound.divisor` alone. That is for bounds without a guarantee.
     """
 
-    def __init__(self) -> None:
-        self._on_cpu = [0, 0, 0]
-        self._on_gpu: Tensor | None = None
-
-    def add(self, *masks: Tensor) -> None:
-        """Count bool masks ``[n]``, at most three, always in the same order."""
-        if masks[0].is_cuda:
-            counts = torch.stack([mask.sum() for mask in masks])
-            self._on_gpu = counts if self._on_gpu is None else self._on_gpu + counts
-            return
-        for index, mask in enumerate(masks):
-            self._on_cpu[index] += int(np.count_nonzero(mask.numpy()))
-
-    def total(self, index: int) -> int:
-        """Count of the mask at this place."""
-        gpu = 0 if self._on_gpu is None else int(self._on_gpu[index])
-        return self._on_cpu[index] + gpu
+    center: float = 0.0
+    half: float = math.inf
+    unit: float | None = None
 
 
-def row_layout(block: Tensor) -> Layout:
-    """Layout of a row that nobody described: one entry."""
-    return Layout.of({"row": block.new_empty(block.shape[1])})
+class Shaped(NamedTuple):
+    """Rows that ``factor [..., c]`` brings into the ball; NaN marks a non-finite row.
+
+    ``clipped`` says which of them were longer than their bound; ``sides`` are scalars, centred.
+    """
+
+    factor: Tensor
+    clipped: Tensor
+    sides: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Released:
+    """What a state is updated from: the noisy mean and scalars, and how noisy they are.
+
+    Of n sums: ``mean [n, d]``, sides ``[n]``, and ``[n, 1]`` for what goes with the mean.
+    ``raw_mean`` is not private, and None except for the bound that asks for it by name.
+    """
+
+    mean: Tensor
+    sides: Mapping[str, Number]
+    noise_multipliers: Mapping[str, Number]
+    denominator: Number
+    raw_mean: Tensor | None
+
+
+class Bound(Mechanism):
+    """A bound in coordinates where one isotropic Gaussian does; a mechanism of one part.
+
+    A subclass gives `radius` and `shape_`, and where it has them `init`, `ready`, `restore`,
+    `next`, `scalars`, `split` and `info`. They see one sum, or those of n owners with a leading
+    ``n`` on every tensor (``...`` below), and but for `info` never read a value.
+    """
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """See `Mechanism`."""
+        return "gaussian"
+
+    def cover(self, layout: Layout) -> tuple[Part, ...]:
+        """Itself."""
+        return (Part(self, layout),)
+
+    def init(self, layout: Layout) -> State:
+        """State before the first round; a bound that has none never changes."""
+        return {}
+
+    def ready(self, state: State) -> State:
+        """What bounding rows and restoring their mean takes, derived once a round."""
+        return state
+
+    @property
+    def needs(self) -> tuple[str, ...] | None:
+        """Entries of `ready` without which no row can be bounded; None for all of them."""
+        return None
+
+    @abstractmethod
+    def radius(self, ready: State, d: int) -> Number:
+        """L2 norm that no bounded row exceeds, in the bound's coordinates, ``[...]``."""
+
+    @abstractmethod
+    def shape_(self, y: Tensor, ready: State) -> Shaped:
+        """Overwrite float64 rows ``y [..., c, d]`` and say by which factor they fit the ball."""
+
+    def implicit(
+        self, rows: Rows, ready: State, unit: Number, weights: Tensor
+    ) -> tuple[Shaped, Tensor] | None:
+        """For rows that are not materialised: their factors and their bounded sum ``[..., d]``.
+
+        The sum is in units of a grid, not yet on it. None where the bound needs dense rows.
+        """
+        return None
+
+    def restore(self, w: Tensor, ready: State) -> Tensor:
+        """Rows or a mean ``w [..., d]`` in the parameters' coordinates."""
+        return w
+
+    @property
+    def scalars(self) -> Mapping[str, Scalar]:
+        """Scalars that `shape_` returns."""
+        return {}
+
+    @property
+    def released_scalars(self) -> tuple[str, ...]:
+        """Those of them that have noise."""
+        return tuple(name for name, scalar in self.scalars.items() if scalar.unit is None)
+
+    @property
+    def free(self) -> bool:
+        """Whether the radius is infinite: rows are then summed in a unit of no bound's."""
+        return False
+
+    @property
+    def keeps_raw(self) -> bool:
+        """Whether the un-noised sum of raw rows is kept beside; that voids the guarantee."""
+        return False
+
+    def split(self, noise_multiplier: float, denominator: float) -> Mapping[str, float]:
+        """Noise multipliers of the vector, ``sum``, and of the released scalars."""
+        return {"sum": noise_multiplier}
+
+    def weights(self, weights: Weights | None, count: int, device: torch.device) -> Tensor:
+        """Weights of rows as given, float64 ``[count]``; see `row_weights`."""
+        return row_weights(weights, count, device)
+
+    def divisor(self, sums: Mapping[str, Tensor], denominator: Number) -> Number:
+        """What a sum is divided by; ``sums`` are those of scalars with a unit of their own."""
+        return denominator
+
+    def next(self, state: State, ready: State, released: Released) -> State:
+        """State after a release, a function of released values alone."""
+        return state
+
+    @property
+    def shows(self) -> tuple[str, ...]:
+        """Names of `info`."""
+        return ()
+
+    def info(self, ready: State, new: State, d: int) -> dict[str, float]:
+        """What to show of one release, as public as the mean."""
+        return {}
+
+
+def bounded_(
+    bound: Bound, y: Tensor, ready: State, unit: Number, weights: Tensor | None
+) -> tuple[Shaped, Tensor]:
+    """Overwrite float64 rows ``y [..., c, d]`` by bounded, weighted rows in units of a grid.
+
+    Returns their shape and which rows, bool ``[..., c]``, were not finite.
+    """
+    shaped = bound.shape_(y, ready)
+    factor = shaped.factor / per_row(unit)
+    if weights is not None:
+        factor = factor * weights
+    bad = factor.isnan()
+    # A row of NaN times zero is NaN: non-finite rows are wiped, not multiplied by zero.
+    if y.is_cuda or bool(bad.any()):
+        y.masked_fill_(bad[..., None], 0.0)
+        factor = factor.masked_fill(bad, 0.0)
+    y.mul_(factor[..., None])
+    return shaped, bad
+
+
+def per_row(number: Number) -> Number:
+    """A number a sum, ``[...]``, to go with ``[..., rows]``."""
+    return number.unsqueeze(-1) if torch.is_tensor(number) and number.ndim else number
+
+
+def shared(noise_multiplier: float, shares: tuple[float, ...]) -> float:
+    """Noise multiplier of what has these shares of ``1/z^2``; infinite for a share of 0."""
+    for share in shares:
+        noise_multiplier = noise_multiplier / math.sqrt(share) if share > 0 else math.inf
+    return noise_multiplier
+
+
+def scatter(out: Tensor, values: Tensor, columns: tuple[slice, ...] | None) -> None:
+    """Put ``values [..., size]`` into these columns of ``out [..., d]``."""
+    start = 0
+    for part in (slice(None),) if columns is None else columns:
+        into = out[..., part]
+        into.copy_(values[..., start : start + into.shape[-1]])
+        start += into.shape[-1]
+
+
+def state_of(state: State, prefix: str) -> State:
+    """A part's entries, by their names in the part; the noise's are nobody's."""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in state.items()
+        if name.startswith(prefix) and not name.startswith(NOISE_PREFIX)
+    }
 
 
 def state_on(state: State, device: torch.device) -> State:
@@ -298,8 +405,8 @@ def state_on(state: State, device: torch.device) -> State:
 
 def row_weights(
     weights: Weights | None, count: int, device: torch.device, highest: float = 1.0
-) -> Tensor | None:
-    """Weights as float64 ``[count]`` on ``device``.
+) -> Tensor:
+    """Weights as float64 ``[count]`` on ``device``; one each by default.
 
     Raises
     ------
@@ -307,10 +414,17 @@ def row_weights(
         If one is negative, above ``highest``, or NaN: that would exceed the sensitivity.
     """
     if weights is None:
-        return None
+        return torch.ones(count, dtype=torch.float64, device=device)
     tensor = torch.as_tensor(weights, dtype=torch.float64, device=device)
     if tensor.shape != (count,):
         raise FedsimError(f"weights have shape {tuple(tensor.shape)}; it must be ({count},).")
     if not bool(((tensor >= 0) & (tensor <= highest)).all()):
         raise FedsimError(f"weights of rows must lie in [0, {highest:g}]; one does not.")
     return tensor
+
+
+def check_number(name: str, value: float, low: float, high: float) -> None:
+    """Raise `FedsimError` unless ``value`` lies in ``[low, high]``."""
+    if not low <= value <= high:
+        allowed = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+        raise FedsimError(f"{name} is {value}; it must be {allowed}.")

@@ -1,4 +1,4 @@
-"""Mechanisms that bound each coordinate: fixed bounds, and Xu's adaptive ones."""
+"""Bounds on each coordinate: fixed ones, and Xu's adaptive ones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.base import Guarantee, State
-from fedsim.mechanisms.gaussian import GaussianMechanism, Released, Shaped
-from fedsim.mechanisms.scaling import BOUND_RANGE, check_number, clip_factor
+from fedsim.mechanisms.base import (
+    BOUND_RANGE,
+    Bound,
+    Guarantee,
+    Released,
+    Shaped,
+    State,
+    check_number,
+)
+from fedsim.mechanisms.scaling import clip_factor
 from fedsim.rows.dense import norms_, round_up
 from fedsim.rows.layout import Layout
 
@@ -40,7 +47,7 @@ def _clamp_(y: Tensor, only: Tensor | None = None) -> Shaped:
 
 
 @dataclass(frozen=True)
-class CoordinateClipping(GaussianMechanism):
+class CoordinateClipping(Bound):
     """Each coordinate clamped to ``[-clip_value, clip_value]`` (Shokri and Shmatikov 2015).
 
     Guarantee: the sum changes by at most ``C = clip_value * sqrt(d)`` in L2 norm when a row is
@@ -56,23 +63,27 @@ class CoordinateClipping(GaussianMechanism):
     def __post_init__(self) -> None:
         check_number("clip-value", self.clip_value, *BOUND_RANGE)
 
-    def _radius(self, ready: State, d: int) -> float:
+    def radius(self, ready: State, d: int) -> float:
+        """``clip_value * sqrt(d)``."""
         return self.clip_value * math.sqrt(d)
 
-    def _shape(self, y: Tensor, ready: State) -> Shaped:
+    def shape_(self, y: Tensor, ready: State) -> Shaped:
+        """Clamp."""
         shaped = _clamp_(y.div_(self.clip_value))
         return shaped._replace(factor=shaped.factor * self.clip_value)
 
-    def shown(self, layout: Layout) -> tuple[str, ...]:
-        """See `Mechanism`."""
+    @property
+    def shows(self) -> tuple[str, ...]:
+        """See `Bound`."""
         return ("clip-norm",)
 
-    def _info(self, ready: State, new: State, d: int) -> dict[str, float]:
-        return {"clip-norm": self._radius(ready, d)}
+    def info(self, ready: State, new: State, d: int) -> dict[str, float]:
+        """C."""
+        return {"clip-norm": self.radius(ready, d)}
 
 
 @dataclass(frozen=True)
-class AdaptiveNoise(GaussianMechanism):
+class AdaptiveNoise(Bound):
     """Bounds and noise per coordinate from a moving average of squares (Xu et al. 2020).
 
     While ``Var[sqrt(E)] <= threshold`` (across the coordinates) rows are clipped at C. Above it
@@ -135,16 +146,18 @@ class AdaptiveNoise(GaussianMechanism):
         return {"mean_square": torch.zeros(layout.d, dtype=torch.float64)}
 
     @property
-    def _keeps_raw(self) -> bool:
+    def keeps_raw(self) -> bool:
+        """In the printed form."""
         return self.unsafe_non_private_raw_statistics
 
-    def _ready(self, state: State) -> State:
+    def ready(self, state: State) -> State:
+        """Whose phase is the second, and there the bounds and the noise's shape."""
         mean_square = state["mean_square"]
         root = mean_square.clamp_min(0).sqrt_()
         # A mask and no branch: clients of one block may be in either phase.
         adaptive = root.var(-1, correction=0, keepdim=True) > self.threshold
         if not adaptive.is_cuda and not bool(adaptive.any()):
-            return {**state, "adaptive": adaptive}
+            return {"adaptive": adaptive}
         limit = mean_square.clamp_min(self.floor).sqrt_().mul_(self.beta)
         if self.noise_shape == "proportional":
             shape = limit * math.sqrt(limit.shape[-1])
@@ -154,15 +167,22 @@ class AdaptiveNoise(GaussianMechanism):
         own = {"shrink": 1 / limit, "stretch": limit / shape, "shape": shape}
         if adaptive.is_cuda or not bool(adaptive.all()):
             own = {name: torch.where(adaptive, each, 1.0) for name, each in own.items()}
-        return {**state, **own, "adaptive": adaptive}
+        return {**own, "adaptive": adaptive}
 
-    def _radius(self, ready: State, d: int) -> Tensor:
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """All but the noise's shape, which is the server's business."""
+        return ("adaptive", "shrink", "stretch")
+
+    def radius(self, ready: State, d: int) -> Tensor:
+        """C, or 1 in coordinates divided by the noise's shape."""
         return _either(ready["adaptive"], 1.0, self.clip_norm).squeeze(-1)
 
-    def _shape(self, y: Tensor, ready: State) -> Shaped:
+    def shape_(self, y: Tensor, ready: State) -> Shaped:
+        """Clip, or clamp and divide, as the phase is."""
         adaptive = ready["adaptive"]
         # Where that can be read for nothing, a phase that is nobody's is left out.
-        first, second = y.is_cuda or not bool(adaptive.all()), "shape" in ready
+        first, second = y.is_cuda or not bool(adaptive.all()), "shrink" in ready
         factor = torch.ones(y.shape[:-1], dtype=torch.float64, device=y.device)
         clipped = torch.zeros_like(factor, dtype=torch.bool)
         if second:
@@ -177,26 +197,30 @@ class AdaptiveNoise(GaussianMechanism):
             clipped = clipped | ((norms if unit is None else norms * unit) > limit)
         return Shaped(factor, clipped, {})
 
-    def _restore(self, w: Tensor, ready: State) -> Tensor:
+    def restore(self, w: Tensor, ready: State) -> Tensor:
+        """Times the noise's shape."""
         return w * ready["shape"] if "shape" in ready else w
 
-    def _next(self, ready: State, released: Released) -> State:
+    def next(self, state: State, ready: State, released: Released) -> State:
+        """Moving average of squares of the released mean, less its noise's variance."""
         if released.raw_mean is not None:
             square = released.raw_mean.square()
         else:
             std = released.noise_multipliers["sum"] / released.denominator
-            spread = self._radius(ready, 0).unsqueeze(-1)
+            spread = self.radius(ready, 0).unsqueeze(-1)
             if "shape" in ready:
                 spread = torch.where(ready["adaptive"], ready["shape"], spread)
             square = released.mean.square().sub_((spread * std).square_())
-        square.mul_(1 - self.decay).add_(ready["mean_square"] * self.decay)
+        square.mul_(1 - self.decay).add_(state["mean_square"] * self.decay)
         return {"mean_square": square}
 
-    def shown(self, layout: Layout) -> tuple[str, ...]:
-        """See `Mechanism`."""
+    @property
+    def shows(self) -> tuple[str, ...]:
+        """See `Bound`."""
         return ("adaptive",)
 
-    def _info(self, ready: State, new: State, d: int) -> dict[str, float]:
+    def info(self, ready: State, new: State, d: int) -> dict[str, float]:
+        """1 in the second phase."""
         return {"adaptive": float(ready["adaptive"])}
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.base import State
-from fedsim.mechanisms.gaussian import Released, Scalar, per_row
-from fedsim.mechanisms.scaling import BOUND_RANGE, ScalingMechanism, check_number, clip_factor
+from fedsim.mechanisms.base import BOUND_RANGE, Released, Scalar, State, check_number, per_row
+from fedsim.mechanisms.scaling import ScalingBound, clip_factor
 from fedsim.rows.layout import Layout
 
 __all__ = ["QuantileClipping"]
@@ -21,7 +20,7 @@ BIT = "unclipped"
 
 
 @dataclass(frozen=True)
-class QuantileClipping(ScalingMechanism):
+class QuantileClipping(ScalingBound):
     """Clipping whose C follows a quantile of the norms (Andrew et al. 2021).
 
     Each row gives a bit, whether its norm is at most this round's C; the noisy share of such
@@ -63,10 +62,8 @@ class QuantileClipping(ScalingMechanism):
         """``clip_norm``: C, float64 scalar."""
         return {"clip_norm": torch.tensor(self.initial_clip_norm, dtype=torch.float64)}
 
-    def noise_multipliers(
-        self, noise_multiplier: float, denominator: float, state: State | None = None
-    ) -> Mapping[str, float]:
-        """See `Mechanism`; the bit's multiplier is ``2 * bit_noise * denominator``."""
+    def split(self, noise_multiplier: float, denominator: float) -> Mapping[str, float]:
+        """The bit's multiplier is ``2 * bit_noise * denominator``; the vector has the rest."""
         if noise_multiplier == 0:
             return {"sum": 0.0, BIT: 0.0}
         bit = 2 * self.bit_noise * denominator
@@ -81,30 +78,37 @@ class QuantileClipping(ScalingMechanism):
     def scales(
         self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0
     ) -> Tensor:
-        """``min(1, C / norm)`` at the state's C; see `ScalingMechanism`."""
+        """``min(1, C / norm)`` at the state's C; see `ScalingBound`."""
         clip_norm = self.initial_clip_norm if state is None else state["clip_norm"]
         return clip_factor(norms, per_row(clip_norm), unit)
 
-    def _radius(self, ready: State, d: int) -> Tensor:
+    def radius(self, ready: State, d: int) -> Tensor:
+        """This round's C."""
         return ready["clip_norm"]
 
-    def _scalars(self) -> Mapping[str, Scalar]:
+    @property
+    def scalars(self) -> Mapping[str, Scalar]:
+        """The bit."""
         return {BIT: Scalar(center=0.5, half=0.5)}
 
-    def _sides(self, clipped: Tensor) -> Mapping[str, Tensor]:
+    def sides_of(self, clipped: Tensor) -> Mapping[str, Tensor]:
+        """The bit, centred."""
         return {BIT: 0.5 - clipped.to(torch.float64)}
 
-    def _next(self, ready: State, released: Released) -> State:
+    def next(self, state: State, ready: State, released: Released) -> State:
+        """C, moved by the noisy share of unclipped rows."""
         step = -self.learning_rate * (released.sides[BIT] - self.target_quantile)
         low, high = BOUND_RANGE
         # Through the logarithm: noise on a tiny cohort may make a step that exp() cannot take.
-        log_c = (ready["clip_norm"].log() + step).clamp(math.log(low), math.log(high))
+        log_c = (state["clip_norm"].log() + step).clamp(math.log(low), math.log(high))
         return {"clip_norm": log_c.exp().clamp(low, high)}
 
-    def shown(self, layout: Layout) -> tuple[str, ...]:
-        """See `Mechanism`."""
-        return (*self._scalars(), "clip-norm", "next-clip-norm")
+    @property
+    def shows(self) -> tuple[str, ...]:
+        """See `Bound`."""
+        return ("clip-norm", "next-clip-norm")
 
-    def _info(self, ready: State, new: State, d: int) -> dict[str, float]:
+    def info(self, ready: State, new: State, d: int) -> dict[str, float]:
+        """C of this round and of the next."""
         used, later = float(ready["clip_norm"]), float(new["clip_norm"])
         return {"clip-norm": used, "next-clip-norm": later}

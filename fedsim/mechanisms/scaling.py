@@ -1,8 +1,7 @@
-"""Mechanisms that multiply a row by a number: clipping, normalisation, a known bound."""
+"""Bounds that multiply a row by a number: clipping, normalisation, a known bound."""
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,35 +9,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedsim.errors import FedsimError
-from fedsim.mechanisms.base import State
-from fedsim.mechanisms.gaussian import GaussianMechanism, Number, Shaped, per_row
+from fedsim.mechanisms.base import (
+    BOUND_RANGE,
+    Bound,
+    Number,
+    Shaped,
+    State,
+    check_number,
+    per_row,
+)
 from fedsim.rows.dense import Rows, norms_, round_up
-from fedsim.rows.layout import Layout
 
-__all__ = [
-    "Clipping",
-    "NormBound",
-    "Normalization",
-    "ScalingMechanism",
-    "check_number",
-    "clip_factor",
-]
+__all__ = ["Clipping", "NormBound", "Normalization", "ScalingBound", "clip_factor"]
 
-# Above 1e9 the grid of a noise-free sum would be coarser than 1e-9.
-BOUND_RANGE = (1e-30, 1e9)
 IMPLICIT_MARGIN = 2.0**-19
 
 
-def check_number(name: str, value: float, low: float, high: float) -> None:
-    """Raise `FedsimError` unless ``value`` lies in ``[low, high]``."""
-    if not low <= value <= high:
-        allowed = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
-        raise FedsimError(f"{name} is {value}; it must be {allowed}.")
-
-
-class ScalingMechanism(GaussianMechanism):
-    """A mechanism whose bounded row is the row times what `scales` gives."""
+class ScalingBound(Bound):
+    """A bound whose bounded row is the row times what `scales` gives."""
 
     @abstractmethod
     def scales(
@@ -64,7 +52,8 @@ class ScalingMechanism(GaussianMechanism):
         """
         return None, None
 
-    def _shape(self, y: Tensor, ready: State) -> Shaped:
+    def shape_(self, y: Tensor, ready: State) -> Shaped:
+        """Multiply, in the coordinates of `whitening`."""
         scale, center = self.whitening(ready)
         if center is not None:
             y.sub_(center.unsqueeze(-2))
@@ -73,40 +62,42 @@ class ScalingMechanism(GaussianMechanism):
         d = y.shape[-1]
         norms, unit = norms_(y)
         factor = self.scales(round_up(norms, d), ready, unit=1.0 if unit is None else unit)
-        clipped = (norms if unit is None else norms * unit) > per_row(self._radius(ready, d))
-        return Shaped(factor, clipped, self._sides(clipped))
+        clipped = (norms if unit is None else norms * unit) > per_row(self.radius(ready, d))
+        return Shaped(factor, clipped, self.sides_of(clipped))
 
-    def _implicit(
-        self, rows: Rows, ready: State, unit: Number, weights: Tensor | None
+    def implicit(
+        self, rows: Rows, ready: State, unit: Number, weights: Tensor
     ) -> tuple[Shaped, Tensor]:
+        """From norms and one weighted sum, without a row."""
         scale, center = self.whitening(ready)
         norms = rows.norms(scale, center)
-        clipped = norms > per_row(self._radius(ready, 1))
+        clipped = norms > per_row(self.radius(ready, 1))
         # The margin covers the rounding of the formula for norms, and of the sum to the grid.
         factor = self.scales(norms * (1 + IMPLICIT_MARGIN), ready)
-        weight = factor.nan_to_num(nan=0.0) / per_row(unit)
-        if weights is not None:
-            weight = weight * weights
+        weight = factor.nan_to_num(nan=0.0) / per_row(unit) * weights
         total = rows.sum(weight)
         if center is not None:
             total = total - weight.sum(-1, keepdim=True) * center
         if scale is not None:
             total = total * scale
-        return Shaped(factor, clipped, self._sides(clipped)), total
+        return Shaped(factor, clipped, self.sides_of(clipped)), total
 
-    def _sides(self, clipped: Tensor) -> Mapping[str, Tensor]:
+    def sides_of(self, clipped: Tensor) -> Mapping[str, Tensor]:
+        """Scalars of rows, of which bool ``clipped [..., rows]`` are longer than the bound."""
         return {}
 
-    def shown(self, layout: Layout) -> tuple[str, ...]:
-        """See `Mechanism`."""
+    @property
+    def shows(self) -> tuple[str, ...]:
+        """See `Bound`."""
         return ("clip-norm",)
 
-    def _info(self, ready: State, new: State, d: int) -> dict[str, float]:
-        return {"clip-norm": float(self._radius(ready, d))}
+    def info(self, ready: State, new: State, d: int) -> dict[str, float]:
+        """The norm that was used."""
+        return {"clip-norm": float(self.radius(ready, d))}
 
 
 @dataclass(frozen=True)
-class Clipping(ScalingMechanism):
+class Clipping(ScalingBound):
     """``u * min(1, C / ||u||)`` (Abadi et al. 2016; McMahan et al. 2018).
 
     Guarantee: the sum changes by at most C in L2 norm when a row is added or removed.
@@ -125,10 +116,11 @@ class Clipping(ScalingMechanism):
     def scales(
         self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0
     ) -> Tensor:
-        """``min(1, C / norm)``; see `ScalingMechanism`."""
+        """``min(1, C / norm)``; see `ScalingBound`."""
         return clip_factor(norms, self.clip_norm, unit)
 
-    def _radius(self, ready: State, d: int) -> float:
+    def radius(self, ready: State, d: int) -> float:
+        """C."""
         return self.clip_norm
 
 
@@ -137,7 +129,7 @@ class NormBound(Clipping):
     """Rows whose norm is known never to exceed C (the "norm bound" of AdaCliP's tables).
 
     A row that does exceed it is clipped all the same, so that the guarantee does not rest on
-    the claim; the accumulator's ``clipped`` says how many did.
+    the claim; the sum's ``clipped`` says how many did.
 
     Parameters
     ----------
@@ -147,7 +139,7 @@ class NormBound(Clipping):
 
 
 @dataclass(frozen=True)
-class Normalization(ScalingMechanism):
+class Normalization(ScalingBound):
     """``C * u / (||u|| + smoothing)``, and 0 for u = 0 (Das et al. 2021).
 
     With ``smoothing > 0`` this is the smooth form of AUTO-S (Bu et al. 2023) and alpha-NormEC.
@@ -174,11 +166,12 @@ class Normalization(ScalingMechanism):
     def scales(
         self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0
     ) -> Tensor:
-        """``C / (norm + smoothing)``, and 0 for a norm of 0; see `ScalingMechanism`."""
+        """``C / (norm + smoothing)``, and 0 for a norm of 0; see `ScalingBound`."""
         smooth = norms if self.smoothing == 0 else norms + self.smoothing / unit
         return torch.where(norms == 0, 0.0, self.clip_norm / smooth)
 
-    def _radius(self, ready: State, d: int) -> float:
+    def radius(self, ready: State, d: int) -> float:
+        """C."""
         return self.clip_norm
 
 

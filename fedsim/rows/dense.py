@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = ["BlockRows", "Chunks", "DenseRows", "Index", "Rows", "chunks", "norms_", "round_up"]
+__all__ = ["BlockRows", "Chunks", "DenseRows", "Index", "Rows", "norms_", "round_up"]
 
 CHUNK_BYTES = 2**22
 CUDA_CHUNK_BYTES = 2**28
@@ -31,6 +31,10 @@ class Rows(Protocol):
     @property
     def count(self) -> int:
         """Number of rows, of each client."""
+
+    @property
+    def materialised(self) -> bool:
+        """Whether the rows are there; otherwise norms and sums cost less than the rows do."""
 
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
         """``||(row - center) * scale||``, float64 ``[..., rows]``; NaN for a non-finite row.
@@ -68,6 +72,11 @@ class DenseRows:
     def count(self) -> int:
         """Number of rows."""
         return self.tensor.shape[-2]
+
+    @property
+    def materialised(self) -> bool:
+        """True."""
+        return True
 
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
         """See `Rows`. Neither overflows nor underflows where the norm itself does not."""
@@ -160,11 +169,6 @@ class Chunks:
                 shape = (clients.stop - first, part.stop - start, d)
                 y = buffer[: shape[0] * shape[1]].view(shape)
                 yield (clients, part), y.copy_(rows[clients, part].dense())
-
-
-def chunks(block: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """`Chunks.of` with a buffer of its own."""
-    return Chunks().of(block)
 
 
 def norms_(y: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -114,6 +114,11 @@ class OuterRows:
         """Number of rows."""
         return self.parts[0].count
 
+    @property
+    def materialised(self) -> bool:
+        """False."""
+        return False
+
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
         """See `Rows`. A norm whose square leaves float64's range counts as non-finite."""
         found = []

@@ -15,11 +15,21 @@ from torch import Tensor
 
 from fedsim.engines.arrays import array_record
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Accumulator, Mechanism, NoiseSource, Shares, State
-from fedsim.mechanisms.exact import FreeSum
+from fedsim.mechanisms import (
+    Mechanism,
+    NoiseSource,
+    PartialSum,
+    Release,
+    Releaser,
+    Shares,
+    State,
+    share,
+)
 from fedsim.privacy import Event
+from fedsim.privacy.noise import Noise
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout
+from fedsim.rows.exact import FREE_TOTAL
 from fedsim.rows.exchange import Block, Ids, Reason, Replies
 from fedsim.strategies.outcome import Tally
 from fedsim.strategies.replies import MOST_EXAMPLES, Expected, Reply, read
@@ -69,11 +79,10 @@ class Contributions:
     """
 
     mechanism: Mechanism
-    noise_multiplier: float
+    noise: Noise
     denominator: float
     placement: Placement
     randomness: Randomness
-    hardened: bool
     weighted_by_key: str
     arrayrecord_key: str
 
@@ -100,16 +109,37 @@ class Contributions:
 
     def start(
         self, asked: Asked, replies: Iterable[Message], layout: Layout, state: State, tally: Tally
-    ) -> tuple[Accumulator, Iterator[Reply]]:
-        """An empty sum on the device that rows come on, a GPU if need be; and the replies."""
+    ) -> tuple[Releaser, PartialSum, Iterator[Reply]]:
+        """A releaser and its empty sum, on the device that rows come on; and the replies."""
         sent = self.replies(asked, replies, layout, tally)
         first = next(sent, None)
         rows = asked.vector if first is None or first.block.rows is None else first.block.rows
-        total = self.mechanism.accumulate(state, layout, device=rows.device)
-        return total, chain([] if first is None else [first], sent)
+        releaser = self.releaser(layout, rows.device)
+        sent = chain([] if first is None else [first], sent)
+        return releaser, releaser.start(state), sent
+
+    def releaser(self, layout: Layout, device: torch.device | str = "cpu") -> Releaser:
+        """Of the round's sum.
+
+        Raises
+        ------
+        FedsimError
+            If the noise and the mechanism do not go together.
+        """
+        return Releaser(
+            self.mechanism, layout, noise=self.noise, denominator=self.denominator, device=device
+        )
+
+    def release(self, releaser: Releaser, total: PartialSum, asked: Asked) -> Release:
+        """The round's release; of shares, the server adds what missing clients would have."""
+        return releaser.release(
+            total,
+            self.source(Purpose.NOISE, asked.round),
+            asked=len(asked.client_of) if self.placement == "client" else None,
+        )
 
     def add(
-        self, total: Accumulator, asked: Asked, block: Block, state: State, tally: Tally
+        self, releaser: Releaser, total: PartialSum, asked: Asked, block: Block, tally: Tally
     ) -> Tensor:
         """Add a block's rows, or its clients' shares; which of them are usable, bool ``[n]``."""
         assert block.rows is not None
@@ -122,9 +152,8 @@ class Contributions:
             tally.reject(ids[out if weights is None else out & (weights > 0)], "non-finite")
             return usable
         sent = USABLE in block.metrics
-        shares = self._sent(block) if sent else self._made(asked, block, state)
-        total.add_shares(shares)
-        usable = shares.checked(shares.rows.device).usable
+        shares = self._sent(block) if sent else self._made(releaser, total, asked, block)
+        usable = total.add_shares(shares)
         out = ~usable.cpu().numpy()
         # That its row was not finite a client says; anything else its share cannot be.
         tally.reject(ids[out & shares.usable.cpu().numpy()], "malformed")
@@ -158,41 +187,44 @@ class Contributions:
             with np.errstate(all="ignore"):
                 reach = np.where(np.isfinite(norms), weights * norms, 0.0)
             # However many do so, the weighted sum stays one that is exact.
-            require(reach <= FreeSum.MAX_TOTAL / len(asked.client_ids), "malformed")
+            require(reach <= FREE_TOTAL / len(asked.client_ids), "malformed")
         return block if keep.all() else block.select(keep)
 
-    def noise(self, purpose: Purpose, server_round: int, client: int = 0) -> NoiseSource:
+    def source(self, purpose: Purpose, server_round: int, client: int = 0) -> NoiseSource:
         """The noise of a round: the server's, or one client's."""
         generator = self.randomness.generator(
             purpose, level="client", round=server_round, client=client
         )
-        return NoiseSource(generator, hardened=self.hardened)
+        return NoiseSource(generator, hardened=self.noise.hardened)
 
     def request(
-        self, asked: int, state: State
+        self, asked: int, state: State, layout: Layout
     ) -> tuple[dict[str, float | int | str], dict[str, ArrayRecord]]:
         """What to tell clients that noise their own rows: config entries and records."""
         if self.placement == "server":
             return {}, {}
         entries: dict[str, float | int | str] = {
-            "share-noise-multiplier": self.noise_multiplier,
+            "share-noise-multiplier": self.noise.multiplier,
             "share-denominator": self.denominator,
             "share-asked": asked,
-            "share-hardened": self.hardened,
+            "share-hardened": self.noise.hardened,
             "share-release": self.randomness.release or "",
         }
-        return entries, {STATE_RECORD: array_record(state)}
+        bounding = self.mechanism.bounding_state(state, layout)
+        return entries, {STATE_RECORD: array_record(bounding)}
 
-    def _made(self, asked: Asked, block: Block, state: State) -> Shares:
+    def _made(self, releaser: Releaser, total: PartialSum, asked: Asked, block: Block) -> Shares:
         assert block.rows is not None
-        return self.mechanism.share(
+        return share(
+            self.mechanism,
             block.rows,
-            state,
-            noise_multiplier=self.noise_multiplier,
+            self.mechanism.bounding_state(total.before, releaser.layout),
+            releaser.layout,
+            noise=self.noise,
             denominator=self.denominator,
             asked=len(asked.client_of),
-            noise=[
-                self.noise(Purpose.SHARE, asked.round, client)
+            sources=[
+                self.source(Purpose.SHARE, asked.round, client)
                 for client in block.client_ids.tolist()
             ],
             sides=self._sides(block),

@@ -21,7 +21,8 @@ from fedsim.mechanisms.base import state_on
 from fedsim.privacy import Accountant, Event, Ledger, Statement
 from fedsim.privacy.chain import GENESIS
 from fedsim.privacy.digest import digest_of
-from fedsim.randomness import Purpose, Randomness
+from fedsim.privacy.noise import Independent
+from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.exchange import Instructions
 from fedsim.strategies.client_evaluation import ClientEvaluation
@@ -209,11 +210,10 @@ evaluate_metrics_aggr_fn
         """What `start` has reached, also after an exception."""
         self._contributions = Contributions(
             mechanism,
-            noise_multiplier,
+            Independent(noise_multiplier, hardened_noise),
             cohort.expected_size,
             placement,
             self.randomness,
-            hardened_noise,
             weighted_by_key,
             arrayrecord_key,
         )
@@ -289,7 +289,7 @@ evaluate_metrics_aggr_fn
             vector=vector,
             event=event,
         )
-        entries, records = self._contributions.request(len(present), self._state)
+        entries, records = self._contributions.request(len(present), self._state, layout)
         if self.client_state is not None:
             entries |= self.client_state.entries()
         return Instructions(
@@ -332,10 +332,10 @@ evaluate_metrics_aggr_fn
         self.rounds_done = server_round
         tally = Tally(asked.client_ids, absent=len(asked.cohort) - len(asked.client_ids))
         parts = self._contributions
-        total, sent = parts.start(asked, replies, self._layout, self._state, tally)
+        releaser, total, sent = parts.start(asked, replies, self._layout, self._state, tally)
         means = MetricMeans(self.weighted_by_key, self.train_metrics_aggr_fn)
         for reply in sent:
-            usable = parts.add(total, asked, reply.block, self._state, tally)
+            usable = parts.add(releaser, total, asked, reply.block, tally)
             if self.client_state is not None:
                 self.client_state.take(reply.block, usable)
             if self.shows_clients:
@@ -359,17 +359,10 @@ evaluate_metrics_aggr_fn
             return None, None
         if self.client_state is not None:
             self.client_state.average()
-        release = self.mechanism.release(
-            self._state,
-            total,
-            noise_multiplier=self.noise_multiplier,
-            denominator=self.cohort.expected_size,
-            noise=self._contributions.noise(Purpose.NOISE, server_round),
-            asked=len(asked.client_of) if self.placement == "client" else None,
-        )
+        release = parts.release(releaser, total, asked)
         self._state = state_on(release.state, asked.vector.device)
         vector = self.server_optimizer.step(asked.vector, release.mean.to(asked.vector.device))
-        self.report = replace(self.report, info={**release.info, **release.sides})
+        self.report = replace(self.report, info=release.shown)
         arrays = array_record(to_arrays(vector, self._layout, asked.server))
         return arrays, means.record()
 
@@ -414,9 +407,7 @@ evaluate_metrics_aggr_fn
             self._layout = layout
             self._state = state_on(state, next(iter(server.values())).device)
             # Refuses a split of the noise that does not exist before anybody is asked.
-            self.mechanism.noise_multipliers(
-                self.noise_multiplier, self.cohort.expected_size, self._state
-            )
+            self._contributions.releaser(layout)
         elif layout != self._layout:
             raise FedsimError("the model's parameters changed their names or shapes in the run.")
         return layout

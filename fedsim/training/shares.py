@@ -1,9 +1,9 @@
 """A client's own share of the noise: what it sends where the server is not to see its update.
 
-The strategy says with what noise (``share-*`` entries of the message's config) and in which state
-the mechanism is (an array record named `STATE_RECORD`); the client bounds and noises its
-row and replies that, an array record with the one entry ``share``, and nothing else about
-its data.
+The strategy says with what noise (``share-*`` entries of the message's config), and what of the
+mechanism's state it takes to bound a row (an array record named `STATE_RECORD`); the client
+bounds and noises its row and replies that, an array record with the one entry ``share``, and
+nothing else about its data.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
-from fedsim.mechanisms import Mechanism, NoiseSource
+from fedsim.mechanisms import Mechanism, NoiseSource, share
+from fedsim.privacy.noise import Independent
 from fedsim.randomness import Purpose, Randomness
+from fedsim.rows import Layout
 
 __all__ = ["SHARE", "SIDE_PREFIX", "STATE_RECORD", "USABLE", "asks_for_share", "share_reply"]
 
@@ -34,6 +36,7 @@ def asks_for_share(message: Message) -> ConfigRecord | None:
 def share_reply(
     mechanism: Mechanism,
     row: Tensor,
+    layout: Layout,
     reported: dict[str, float],
     message: Message,
     request: ConfigRecord,
@@ -45,24 +48,29 @@ def share_reply(
     Parameters
     ----------
     row : Tensor ``[d]``
-        The client's update.
+        The client's update, in this layout.
     reported : mapping of name to float
         From which the mechanism's side scalars are taken; the rest stays here.
     randomness : Randomness
         Where the client's noise comes from.
     """
-    state = message.content.array_records[STATE_RECORD].to_torch_state_dict()
+    bounding = message.content.array_records[STATE_RECORD].to_torch_state_dict()
+    noise = Independent(
+        _number(request, "share-noise-multiplier"), hardened=bool(request["share-hardened"])
+    )
     # Of the strategy's release: an engine in its process would have made the same share.
     generator = Randomness(randomness.seed, str(request["share-release"]) or None).generator(
         Purpose.SHARE, level="client", round=_whole(request, "server-round"), client=client
     )
-    shares = mechanism.share(
+    shares = share(
+        mechanism,
         row.unsqueeze(0),
-        state,
-        noise_multiplier=_number(request, "share-noise-multiplier"),
+        bounding,
+        layout,
+        noise=noise,
         denominator=_number(request, "share-denominator"),
         asked=_whole(request, "share-asked"),
-        noise=[NoiseSource(generator, hardened=bool(request["share-hardened"]))],
+        sources=[NoiseSource(generator, hardened=noise.hardened)],
         sides={name: np.array([reported[name]]) for name in mechanism.side_names},
     )
     metrics = {f"{SIDE_PREFIX}{name}": float(value[0]) for name, value in shares.sides.items()}

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fedsim.clients.base import LocalAlgorithm, State, Step
 from fedsim.clients.gradients import Dense, Gradient
-from fedsim.mechanisms import NoiseSource, releases
+from fedsim.mechanisms import NoiseSource, Releaser
+from fedsim.privacy.noise import Independent
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows.packing import Packing
 from fedsim.training.batches import Batches
@@ -219,19 +220,21 @@ class PrivateSteps(Steps):
             for client, source in zip(client_ids.tolist(), randomness, strict=True)
         ]
         there = torch.from_numpy(present).to(bench.device)
-        state = {}
+        self.state: dict[str, Tensor] = {}
+        """The mechanism's, of the clients that were active last."""
         for name, first in privacy.mechanism.init(layout).items():
-            state[name] = first.to(bench.device).expand(len(client_ids), *first.shape)
+            start = first.to(bench.device).expand(len(client_ids), *first.shape)
             if MECHANISM + name in kept:
-                own = kept[MECHANISM + name].to(state[name])
-                state[name] = torch.where(there.view(-1, *[1] * first.dim()), own, state[name])
-        self.releases = releases(
+                own = kept[MECHANISM + name].to(start)
+                start = torch.where(there.view(-1, *[1] * first.dim()), own, start)
+            self.state[name] = start
+        self.releaser = Releaser(
             privacy.mechanism,
-            state,
             layout,
-            noise_multiplier=privacy.noise_multiplier,
-            denominators=denominators,
+            noise=Independent(privacy.noise_multiplier, privacy.hardened),
+            denominator=denominators,
             device=bench.device,
+            exact=False,
         )
 
     def step(self, state: State, index: int, active: int) -> None:
@@ -243,7 +246,7 @@ class PrivateSteps(Steps):
     def gradient(self, point: Tensor, index: int, active: int) -> Gradient:
         """Of the first ``active`` clients, released by the mechanism."""
         data = self.bench.data
-        self.releases.begin(active)
+        total = self.releaser.start({k: v[:active] for k, v in self.state.items()}, active)
         losses = torch.zeros_like(self.weight[:active, index])
         for chunk in range(self.index.shape[2]):
             counts = self.counts[:active, index, chunk]
@@ -256,14 +259,15 @@ class PrivateSteps(Steps):
                 clients, b = examples.clients, examples.rows.count
                 losses[clients, chunk, :b] = examples.losses
                 weights = there[clients, :b]
-                self.releases.add(examples.rows, weights, examples.counts, clients)
+                total.add_owners(examples.rows, weights, examples.counts, clients)
         self.losses.append(losses.flatten(1))
-        means = self.releases.release(self.noise[:active])
-        return Dense(self.bench.packing.pack(means))
+        release = self.releaser.release(total, *self.noise[:active])
+        self.state = dict(release.state)
+        return Dense(self.bench.packing.pack(release.mean))
 
     def mechanism_state(self, first: int, theta: Tensor) -> dict[str, Tensor]:
         """See `Steps`."""
         if not self.keeps_state:
             return {}
         own = slice(first, first + len(theta))
-        return {MECHANISM + name: tensor[own] for name, tensor in self.releases.state.items()}
+        return {MECHANISM + name: tensor[own] for name, tensor in self.state.items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedsim.cohorts import Cohort, FullCohort
 from fedsim.mechanisms import AdaptiveNoise, Clipping, Mechanism
-from fedsim.rows import DenseRows
+from fedsim.mechanisms.base import Scalar
 from fedsim.strategies import DPFedAvg
 
 
@@ -43,62 +43,48 @@ def strategies(
 class LessNoise(Clipping):
     """The noise is five times too small."""
 
-    def release(self, state, total, *, noise_multiplier, **rest):
-        return super().release(state, total, noise_multiplier=noise_multiplier / 5, **rest)
+    def split(self, noise_multiplier, denominator):
+        return {"sum": noise_multiplier / 5}
 
 
 class CountedTwice(Clipping):
     """A client's row enters the sum twice."""
 
-    def accumulate(self, state, layout, **rest):
-        total = super().accumulate(state, layout, **rest)
-        add = total.add
-
-        def twice(rows, **settings):
-            usable = add(rows, **settings)
-            add(DenseRows(rows.dense()[-1:]))
-            return usable
-
-        total.add = twice
-        return total
+    def shape_(self, y, ready):
+        shaped = super().shape_(y, ready)
+        return shaped._replace(factor=2 * shaped.factor)
 
 
 class RealisedCount(Clipping):
     """The mean is over those who replied, not over those expected."""
 
-    def release(self, state, total, *, denominator, **rest):
-        return super().release(state, total, denominator=max(total.count, 1), **rest)
+    @property
+    def scalars(self):
+        return {"count": Scalar(unit=1.0)}
+
+    def sides_of(self, clipped):
+        return {"count": torch.ones_like(clipped, dtype=torch.float64)}
+
+    def divisor(self, sums, denominator):
+        return sums["count"].clamp_min(1)
 
 
-class WeightedByExamples(Clipping):
-    """FedAvg's weighted mean, with the noise of the plain one."""
+class WeightedByExamples(RealisedCount):
+    """FedAvg's weighted mean, of rows that are bounded before they are weighted."""
 
     @property
     def weighting(self):
         return "num-examples"
 
-    def accumulate(self, state, layout, **rest):
-        total = super().accumulate(state, layout, **rest)
-        add = total.add
-        total.weight = 0.0
+    @property
+    def scalars(self):
+        return {"count": Scalar(unit=2.0**-20)}
 
-        def weighted(rows, *, weights, **settings):
-            shares = torch.as_tensor(weights) / 1000
-            total.weight += float(shares.sum())
-            return add(rows, weights=shares, **settings)
+    def weights(self, weights, count, device):
+        return super().weights(torch.as_tensor(weights) / 1000, count, device)
 
-        total.add = weighted
-        return total
-
-    def release(self, state, total, *, noise_multiplier, denominator, **rest):
-        weight = total.weight or 1.0
-        return super().release(
-            state,
-            total,
-            noise_multiplier=noise_multiplier * weight / denominator,
-            denominator=weight,
-            **rest,
-        )
+    def divisor(self, sums, denominator):
+        return torch.where(sums["count"] > 0, sums["count"], 1.0)
 
 
 class RawStatistics(AdaptiveNoise):

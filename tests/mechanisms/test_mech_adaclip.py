@@ -6,6 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from release_helpers import layout_of_rows, releaser
+from release_helpers import one_round as released
 from scipy import stats
 from torch import Tensor
 
@@ -36,17 +38,13 @@ def one_round(
     denominator: float,
     generator: np.random.Generator,
 ) -> Release:
-    total = mechanism.accumulate(state, Layout.of({"w": rows[0]}))
-    total.add(DenseRows(rows))
-    return mechanism.release(
-        state, total, noise_multiplier=z, denominator=denominator, noise=NoiseSource(generator)
-    )
+    return released(mechanism, state, rows, z, denominator, NoiseSource(generator))
 
 
 def test_one_step_in_closed_form() -> None:
     mechanism = AdaClip(h2=10.0, beta1=0.99, beta2=0.9)
     state = {"m": tensor(1, 1), "s": tensor(4, 1)}
-    scale, center = mechanism.whitening(state)
+    scale, center = mechanism.whitening(mechanism.ready(state))
     assert scale is not None
     assert center is state["m"]
     b = 1 / scale
@@ -162,7 +160,7 @@ def test_the_literal_start_is_a_trap_and_the_corrected_one_is_not() -> None:
         state = mechanism.init(Layout.of({"w": rows[0]}))
         for t in range(30):
             state = one_round(mechanism, state, rows, 0.1, 20.0, np.random.default_rng(t)).state
-        total = mechanism.accumulate(state, Layout.of({"w": rows[0]}))
+        total = releaser(mechanism, layout_of_rows(rows)).start(state)
         total.add(DenseRows(rows))
         clipped[mechanism.literal] = total.clipped
     assert clipped[True] == 20

@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from release_helpers import one_round as released
+from release_helpers import shares_of, source
 from scipy import stats
 from torch import Tensor
 
@@ -14,11 +16,10 @@ from fedsim.mechanisms import (
     Clipping,
     CoordinateClipping,
     Mechanism,
-    NoiseSource,
     Release,
     State,
 )
-from fedsim.rows import DenseRows, Layout
+from fedsim.rows import Layout
 
 
 def tensor(*values: float) -> Tensor:
@@ -28,19 +29,11 @@ def tensor(*values: float) -> Tensor:
 def one_round(
     mechanism: Mechanism, state: State, rows: Tensor, z: float, denominator: float, seed: int = 0
 ) -> Release:
-    total = mechanism.accumulate(state, Layout.of({"w": rows[0]}))
-    total.add(DenseRows(rows))
-    return mechanism.release(
-        state,
-        total,
-        noise_multiplier=z,
-        denominator=denominator,
-        noise=NoiseSource(np.random.default_rng(seed)),
-    )
+    return released(mechanism, state, rows, z, denominator, source(seed))
 
 
 def noise_shape(mechanism: AdaptiveNoise, state: State) -> Tensor:
-    return mechanism._ready(state)["shape"]
+    return mechanism.ready(state)["shape"]
 
 
 def test_xus_worked_numbers() -> None:
@@ -134,9 +127,7 @@ def test_raw_statistics_cannot_be_shared_out() -> None:
     mechanism = AdaptiveNoise(1.0, 0.0, 1.0, unsafe_non_private_raw_statistics=True)
     state = mechanism.init(Layout.of({"w": torch.ones(2)}))
     with pytest.raises(FedsimError, match="placement"):
-        mechanism.share(
-            torch.ones(1, 2), state, noise_multiplier=1.0, denominator=1.0, asked=1, noise=[]
-        )
+        shares_of(mechanism, state, torch.ones(1, 2), 1.0, 1.0, [source(0)])
 
 
 def test_coordinate_clipping_in_closed_form() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from release_helpers import one_round as released
+from release_helpers import releaser, shares_of, source, sources
 from scipy import stats
 from torch import Tensor
 
@@ -19,7 +21,6 @@ from fedsim.mechanisms import (
     Clipping,
     CoordinateClipping,
     Mechanism,
-    NoiseSource,
     NoPrivacy,
     Normalization,
     NormBound,
@@ -29,7 +30,8 @@ from fedsim.mechanisms import (
     Release,
     State,
 )
-from fedsim.mechanisms.noise import share_multiplier, top_up_multiplier
+from fedsim.mechanisms.base import state_of
+from fedsim.mechanisms.drawing import share_multiplier, top_up_multiplier
 from fedsim.rows import DenseRows, Layout
 
 NAN = float("nan")
@@ -64,10 +66,6 @@ def layout_of(d: int, dtype: torch.dtype = torch.float32) -> Layout:
     )
 
 
-def sources(seed: int, n: int) -> list[NoiseSource]:
-    return [NoiseSource(np.random.default_rng([seed, k])) for k in range(n)]
-
-
 def sides_of(mechanism: Mechanism, rows: Tensor) -> dict[str, Tensor]:
     return {name: rows[:, 0].abs().double() for name in mechanism.side_names}
 
@@ -82,17 +80,10 @@ def one_round(
     seed: int = 0,
     splits: tuple[int, ...] | None = None,
 ) -> Release:
-    layout = layout_of(rows.shape[1], rows.dtype)
-    total = mechanism.accumulate(state, layout)
-    for block in torch.split(rows, list(splits) if splits else max(len(rows), 1)):
-        total.add(DenseRows(block), sides=sides_of(mechanism, block))
-    return mechanism.release(
-        state,
-        total,
-        noise_multiplier=z,
-        denominator=denominator,
-        noise=NoiseSource(np.random.default_rng(seed)),
-    )
+    return released(
+        mechanism, state, rows, z, denominator, source(seed), blocks=splits,
+        layout=layout_of(rows.shape[1], rows.dtype), sides=sides_of(mechanism, rows),
+    )  # fmt: skip
 
 
 def state_after(mechanism: Mechanism, layout: Layout, rounds: int) -> State:
@@ -106,27 +97,21 @@ def state_after(mechanism: Mechanism, layout: Layout, rounds: int) -> State:
 
 def in_the_ball(mechanism: Mechanism, state: State, rows: Tensor) -> Tensor:
     """Bounded rows in the mechanism's coordinates: shares without noise."""
-    return mechanism.share(
-        rows,
-        state,
-        noise_multiplier=0.0,
-        denominator=10.0,
-        asked=len(rows),
-        noise=sources(0, len(rows)),
-        sides=sides_of(mechanism, rows),
-    ).rows
+    return shares_of(
+        mechanism, state, rows, 0.0, 10.0, sources(0, len(rows)),
+        layout=layout_of(rows.shape[1]), sides=sides_of(mechanism, rows),
+    ).rows  # fmt: skip
 
 
 def ball_bounds(mechanism: Mechanism, state: State, layout: Layout) -> list[tuple[slice, float]]:
     """Radius of each part that has noise of its own."""
-    if isinstance(mechanism, PrivateScalar):
-        return ball_bounds(mechanism.mechanism, state, layout)
-    if isinstance(mechanism, PerLayer):
-        return [
-            (columns[0], part.sensitivity(own, Layout.of({"w": torch.empty(layout.d)[columns[0]]})))
-            for part, own, columns in mechanism._split(state)
-        ]
-    return [(slice(0, layout.d), mechanism.sensitivity(state, layout))]
+    return [
+        (
+            part.columns[0] if part.columns else slice(0, layout.d),
+            part.bound.sensitivity(state_of(state, part.prefix), part.layout),
+        )
+        for part in mechanism.cover(layout)
+    ]
 
 
 @EVERY
@@ -156,7 +141,7 @@ def test_no_row_leaves_the_ball(mechanism: Mechanism, rounds: int, rows: list[li
         norms = torch.linalg.vector_norm(bounded[:, columns] / radius, dim=1)
         assert bool((norms <= 1.0).all())
     finite = torch.isfinite(block).all(1)
-    assert bool((mechanism.bound(block, state)[~finite] == 0).all())
+    assert bool((mechanism.bound(block, state, layout)[~finite] == 0).all())
 
 
 @EVERY
@@ -213,7 +198,7 @@ def test_noise_free_releases_are_the_mean_of_bounded_rows(
     state = state_after(mechanism, layout, rounds)
     rows = torch.randn(10, 12, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     release = one_round(mechanism, state, rows, z=0.0, denominator=10.0)
-    expected = mechanism.bound(rows, state).mean(0)
+    expected = mechanism.bound(rows, state, layout).mean(0)
     torch.testing.assert_close(release.mean, expected, atol=2e-8, rtol=0)
 
 
@@ -228,7 +213,7 @@ def test_a_non_finite_row_contributes_to_no_sum(mechanism: Mechanism) -> None:
     a, b = (one_round(mechanism, state, each) for each in (rows, with_bad))
     assert torch.equal(a.mean, b.mean)
     assert a.sides == b.sides
-    total = mechanism.accumulate(state, layout)
+    total = releaser(mechanism, layout).start(state)
     usable = total.add(DenseRows(with_bad), sides=sides_of(mechanism, with_bad))
     assert usable.tolist() == [True] * 4 + [False] * 2
     assert (total.count, total.rejected) == (4, 2)
@@ -239,16 +224,11 @@ def test_a_masked_row_contributes_to_no_sum(mechanism: Mechanism) -> None:
     layout = layout_of(12)
     state = state_after(mechanism, layout, 2)
     rows = torch.randn(4, 12, generator=torch.Generator().manual_seed(6))
-    total = mechanism.accumulate(state, layout)
+    releasing = releaser(mechanism, layout, 1.0, 10.0)
+    total = releasing.start(state)
     mask = np.array([True, False, True, True])
     total.add(DenseRows(rows), weights=mask, sides=sides_of(mechanism, rows))
-    masked = mechanism.release(
-        state,
-        total,
-        noise_multiplier=1.0,
-        denominator=10.0,
-        noise=NoiseSource(np.random.default_rng(0)),
-    )
+    masked = releasing.release(total, source(0))
     without = one_round(mechanism, state, rows[[0, 2, 3]], seed=0)
     assert total.count == 3
     assert torch.equal(masked.mean, without.mean)
@@ -258,22 +238,19 @@ def test_a_masked_row_contributes_to_no_sum(mechanism: Mechanism) -> None:
 @EVERY
 @pytest.mark.parametrize("z", [0.3, 1.7])
 def test_parts_of_a_release_cost_what_one_gaussian_does(mechanism: Mechanism, z: float) -> None:
-    state = mechanism.init(layout_of(12))
-    split = mechanism.noise_multipliers(z, 10.0, state)
+    split = mechanism.noise_multipliers(z, 10.0, layout_of(12))
     assert sum(part**-2 for part in split.values()) == pytest.approx(z**-2, rel=1e-12)
 
 
 def expected_std(mechanism: Mechanism, state: State, layout: Layout, z: float) -> Tensor:
     """Standard deviation of the released sum's noise in each coordinate."""
-    split = mechanism.noise_multipliers(z, 10.0, state)
+    split = mechanism.noise_multipliers(z, 10.0, layout)
     out = torch.empty(layout.d, dtype=torch.float64)
-    inner = mechanism.mechanism if isinstance(mechanism, PrivateScalar) else mechanism
-    if isinstance(inner, PerLayer):
-        for k, (part, own, columns) in enumerate(inner._split(state)):
-            size = columns[0].stop - columns[0].start
-            out[columns[0]] = shape_of(part, own, size) * split[f"{k}.sum"]
-        return out
-    return shape_of(inner, state, layout.d) * split["sum"]
+    for part in mechanism.cover(layout):
+        columns = part.columns[0] if part.columns else slice(0, layout.d)
+        shape = shape_of(part.bound, state_of(state, part.prefix), part.layout.d)
+        out[columns] = shape * split[part.prefix + "sum"]
+    return out
 
 
 def shape_of(mechanism: Mechanism, state: State, d: int) -> Tensor:
@@ -297,29 +274,20 @@ def test_noise_has_the_stated_variance_wherever_it_is_drawn(
     state = state_after(mechanism, layout, 2)
     std = expected_std(mechanism, state, layout, z)
     rows = torch.randn(asked, d, generator=torch.Generator().manual_seed(8)) * 0.01
-    total = mechanism.accumulate(state, layout)
+    releasing = releaser(mechanism, layout, z, 10.0)
+    total = releasing.start(state)
     arrived = {"server": asked, "client": asked, "client with drop-outs": 4, "empty": 0}[placement]
     if placement == "server":
         total.add(DenseRows(rows), sides=sides_of(mechanism, rows))
     elif arrived:
         total.add_shares(
-            mechanism.share(
-                rows[:arrived],
-                state,
-                noise_multiplier=z,
-                denominator=10.0,
-                asked=asked,
-                noise=sources(3, arrived),
-                sides=sides_of(mechanism, rows[:arrived]),
+            shares_of(
+                mechanism, state, rows[:arrived], z, 10.0, sources(3, arrived), layout=layout,
+                asked=asked, sides=sides_of(mechanism, rows[:arrived]),
             )
-        )
-    release = mechanism.release(
-        state,
-        total,
-        noise_multiplier=z,
-        denominator=10.0,
-        noise=NoiseSource(np.random.default_rng(99)),
-        asked={"server": None, "empty": 0}.get(placement, asked),
+        )  # fmt: skip
+    release = releasing.release(
+        total, source(99), asked={"server": None, "empty": 0}.get(placement, asked)
     )
     clean = one_round(mechanism, state, rows[:arrived], z=0.0)
     residual = ((release.mean - clean.mean) * 10 / std).numpy()
@@ -327,7 +295,7 @@ def test_noise_has_the_stated_variance_wherever_it_is_drawn(
     assert low < float(np.sum(residual**2)) < high
     assert stats.kstest(residual, "norm").pvalue > 1e-4
     for name, value in release.sides.items():
-        bit = mechanism.noise_multipliers(z, 10.0, state)[name]
+        bit = mechanism.noise_multipliers(z, 10.0, layout)[name]
         half = mechanism.high / 2 if isinstance(mechanism, PrivateScalar) else 0.5
         assert abs(value - clean.sides[name]) < 6 * bit * half / 10
 
@@ -337,33 +305,17 @@ def test_a_scalars_noise_has_the_stated_variance_on_both_placements() -> None:
     rows = torch.zeros(n, 3)
     sides = {"loss": torch.linspace(-1, 6, n)}
     clean = 2 + (sides["loss"].clamp(0, 4) - 2).sum().item() / 8
-    layout = Layout.of({"w": rows[0]})
+    releasing = releaser(mechanism, Layout.of({"w": rows[0]}), z, 8.0)
     found: dict[str, list[float]] = {"server": [], "client": []}
     for t in range(300):
         for placement, values in found.items():
-            total = mechanism.accumulate({}, layout)
+            total = releasing.start({})
             if placement == "server":
                 total.add(DenseRows(rows), sides=sides)
             else:
-                total.add_shares(
-                    mechanism.share(
-                        rows,
-                        {},
-                        noise_multiplier=z,
-                        denominator=8.0,
-                        asked=n,
-                        noise=sources(t, n),
-                        sides=sides,
-                    )
-                )
-            release = mechanism.release(
-                {},
-                total,
-                noise_multiplier=z,
-                denominator=8.0,
-                noise=NoiseSource(np.random.default_rng([1, t])),
-                asked=None if placement == "server" else n,
-            )
+                total.add_shares(shares_of(mechanism, {}, rows, z, 8.0, sources(t, n), sides=sides))
+            asked = None if placement == "server" else n
+            release = releasing.release(total, source(1, t), asked=asked)
             values.append((release.sides["loss"] - clean) * 8 / (z / 0.3**0.5 * 2))
     low, high = stats.chi2.ppf([1e-6, 1 - 1e-6], 300)
     assert all(low < float(np.sum(np.square(values))) < high for values in found.values())
@@ -378,33 +330,18 @@ def test_under_full_participation_a_share_is_das_own() -> None:
 
 def test_without_privacy_there_is_nothing_to_share() -> None:
     with pytest.raises(FedsimError, match="placement"):
-        NoPrivacy().share(
-            torch.ones(1, 2), {}, noise_multiplier=0.0, denominator=1.0, asked=1, noise=[]
-        )
+        shares_of(NoPrivacy(), {}, torch.ones(1, 2), 0.0, 1.0, sources(0, 1))
 
 
 def test_a_client_that_sends_a_malformed_share_is_dropped_and_topped_up_for() -> None:
     mechanism, layout = Clipping(1.0), Layout.of({"w": torch.empty(5000)})
-    shares = mechanism.share(
-        torch.zeros(4, 5000),
-        {},
-        noise_multiplier=2.0,
-        denominator=4.0,
-        asked=4,
-        noise=sources(0, 4),
-    )
+    shares = shares_of(mechanism, {}, torch.zeros(4, 5000), 2.0, 4.0, sources(0, 4))
     shares.rows[1, 17] = NAN
-    total = mechanism.accumulate({}, layout)
+    releasing = releaser(mechanism, layout, 2.0, 4.0)
+    total = releasing.start({})
     total.add_shares(shares)
     assert (total.count, total.rejected) == (3, 1)
-    release = mechanism.release(
-        {},
-        total,
-        noise_multiplier=2.0,
-        denominator=4.0,
-        noise=NoiseSource(np.random.default_rng(5)),
-        asked=4,
-    )
+    release = releasing.release(total, source(5), asked=4)
     assert release.mean.std().item() * 4 == pytest.approx(2.0, rel=0.06)
 
 

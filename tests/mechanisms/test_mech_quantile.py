@@ -3,12 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from release_helpers import one_round as released
+from release_helpers import source
 from scipy import stats
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import NoiseSource, QuantileClipping, Release, State
-from fedsim.rows import DenseRows, Layout
+from fedsim.mechanisms import QuantileClipping, Release, State
+from fedsim.rows import Layout
 
 
 def one_round(
@@ -19,15 +21,7 @@ def one_round(
     denominator: float,
     seed: int = 0,
 ) -> Release:
-    total = mechanism.accumulate(state, Layout.of({"w": torch.empty(rows.shape[1])}))
-    total.add(DenseRows(rows))
-    return mechanism.release(
-        state,
-        total,
-        noise_multiplier=z,
-        denominator=denominator,
-        noise=NoiseSource(np.random.default_rng(seed)),
-    )
+    return released(mechanism, state, rows, z, denominator, source(seed))
 
 
 def rows_of_norms(norms: np.ndarray, d: int = 3) -> Tensor:
@@ -77,7 +71,7 @@ def test_noise_uses_the_c_that_rows_were_clipped_at() -> None:
     release = one_round(mechanism, state, torch.zeros(10, d), z, 10.0)
     assert release.info["clip-norm"] == 1.0
     assert float(release.state["clip_norm"]) < 0.8
-    split = mechanism.noise_multipliers(z, 10.0)
+    split = mechanism.split(z, 10.0)
     residual = release.mean.numpy() * 10 / split["sum"]
     low, high = stats.chi2.ppf([1e-6, 1 - 1e-6], d)
     assert low < float(np.sum(residual**2)) < high
@@ -85,7 +79,7 @@ def test_noise_uses_the_c_that_rows_were_clipped_at() -> None:
 
 def test_the_bits_noise_has_its_stated_deviation_and_the_vector_the_rest() -> None:
     mechanism, z, r = QuantileClipping(bit_noise=0.05), 1.1, 100.0
-    split = mechanism.noise_multipliers(z, r)
+    split = mechanism.split(z, r)
     sigma_b = r / 20
     assert split["unclipped"] == 2 * sigma_b
     assert split["sum"] == pytest.approx((z**-2 - (2 * sigma_b) ** -2) ** -0.5)
@@ -101,7 +95,7 @@ def test_the_bits_noise_has_its_stated_deviation_and_the_vector_the_rest() -> No
 
 def test_a_split_that_would_need_negative_noise_is_refused() -> None:
     with pytest.raises(FedsimError, match="bit-noise"):
-        QuantileClipping(bit_noise=0.05).noise_multipliers(1.1, 10.0)
+        QuantileClipping(bit_noise=0.05).split(1.1, 10.0)
 
 
 def test_a_small_cohorts_noisy_bits_keep_c_in_range() -> None:

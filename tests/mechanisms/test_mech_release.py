@@ -7,30 +7,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from release_helpers import layout_of_rows, one_round, releaser, source
 from scipy import stats
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import (
-    Accumulator,
-    Clipping,
-    Mechanism,
-    NoiseSource,
-    NoPrivacy,
-    Normalization,
-)
+from fedsim.mechanisms import Clipping, Mechanism, NoPrivacy, Normalization, PartialSum
 from fedsim.rows import DenseRows, Layout
 
 NAN = float("nan")
 
 
-def source(seed: int = 0, hardened: bool = False) -> NoiseSource:
-    return NoiseSource(np.random.default_rng(seed), hardened)
-
-
-def summed(mechanism: Mechanism, *blocks: Tensor, weights: Tensor | None = None) -> Accumulator:
-    layout = Layout.of({"w": blocks[0][0]})
-    total = mechanism.accumulate(mechanism.init(layout), layout)
+def summed(mechanism: Mechanism, *blocks: Tensor, weights: Tensor | None = None) -> PartialSum:
+    layout = layout_of_rows(blocks[0])
+    total = releaser(mechanism, layout).start(mechanism.init(layout))
     start = 0
     for block in blocks:
         part = None if weights is None else weights[start : start + len(block)]
@@ -39,10 +29,9 @@ def summed(mechanism: Mechanism, *blocks: Tensor, weights: Tensor | None = None)
     return total
 
 
-def mean(mechanism: Mechanism, total: Accumulator, denominator: float = 1.0) -> Tensor:
-    return mechanism.release(
-        {}, total, noise_multiplier=0.0, denominator=denominator, noise=source()
-    ).mean
+def mean(mechanism: Mechanism, total: PartialSum, denominator: float = 1.0) -> Tensor:
+    layout = total.terms.parts[0].layout
+    return releaser(mechanism, layout, 0.0, denominator).release(total, source()).mean
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -138,7 +127,7 @@ def test_without_privacy_noise_is_refused_and_diverged_rows_are_counted() -> Non
     total = summed(NoPrivacy(), torch.tensor([[1.0], [2.0**21]]))
     assert (total.count, total.rejected) == (1, 1)
     with pytest.raises(FedsimError, match="noise-multiplier"):
-        NoPrivacy().release({}, total, noise_multiplier=1.0, denominator=1.0, noise=source())
+        releaser(NoPrivacy(), layout_of_rows(torch.ones(1, 1)), 1.0)
     assert NoPrivacy().guarantee == "none"
     assert Clipping(1.0).guarantee == "gaussian"
 
@@ -154,16 +143,14 @@ def test_a_bound_that_never_binds_without_noise_is_the_uniform_mean(dtype: torch
 
 
 def test_the_mean_of_no_rows_without_privacy_is_zero() -> None:
-    total = NoPrivacy().accumulate({}, Layout.of({"w": torch.ones(3)}))
+    total = releaser(NoPrivacy(), Layout.of({"w": torch.ones(3)})).start({})
     assert torch.equal(mean(NoPrivacy(), total), torch.zeros(3, dtype=torch.float64))
 
 
 def test_an_empty_cohort_releases_pure_noise() -> None:
     layout = Layout.of({"w": torch.ones(20_000)})
-    total = Clipping(2.0).accumulate({}, layout)
-    release = Clipping(2.0).release(
-        {}, total, noise_multiplier=1.5, denominator=10.0, noise=source(3)
-    )
+    releasing = releaser(Clipping(2.0), layout, 1.5, 10.0)
+    release = releasing.release(releasing.start({}), source(3))
     assert release.mean.std().item() == pytest.approx(0.3, rel=0.03)
 
 
@@ -172,21 +159,19 @@ def test_an_empty_cohort_releases_pure_noise() -> None:
 def test_noise_on_the_sum_has_standard_deviation_z_c(mechanism: Clipping, hardened: bool) -> None:
     d, z = 40_000, 1.3
     rows = torch.randn(5, d, generator=torch.Generator().manual_seed(0))
-    total = summed(mechanism, rows)
-    noisy = mechanism.release(
-        {}, total, noise_multiplier=z, denominator=4.0, noise=source(5, hardened)
-    ).mean
-    residual = (noisy - mean(mechanism, total, 4.0)).numpy() * 4 / (z * mechanism.clip_norm)
+    noisy = one_round(mechanism, {}, rows, z, 4.0, source(5, hardened=hardened)).mean
+    residual = (
+        (noisy - mean(mechanism, summed(mechanism, rows), 4.0)).numpy()
+        * 4
+        / (z * mechanism.clip_norm)
+    )
     low, high = stats.chi2.ppf([1e-6, 1 - 1e-6], d)
     assert low < float(np.sum(residual**2)) < high
     assert stats.kstest(residual, "norm").pvalue > 1e-4
 
 
 def test_released_sums_lie_on_the_grid() -> None:
-    total = summed(Clipping(0.3), torch.randn(3, 50))
-    noisy = (
-        Clipping(0.3).release({}, total, noise_multiplier=0.7, denominator=1.0, noise=source()).mean
-    )
+    noisy = one_round(Clipping(0.3), {}, torch.randn(3, 50), 0.7, 1.0).mean
     units = noisy / 2.0**-32
     assert torch.equal(units, units.round())
 
@@ -194,11 +179,7 @@ def test_released_sums_lie_on_the_grid() -> None:
 def test_noise_is_fresh_in_every_release() -> None:
     rows = torch.zeros(1, 20_000)
     noise = source(7)
-    c = Clipping(1.0)
-    a, b = (
-        c.release({}, summed(c, rows), noise_multiplier=1.0, denominator=1.0, noise=noise).mean
-        for _ in range(2)
-    )
+    a, b = (one_round(Clipping(1.0), {}, rows, 1.0, 1.0, noise).mean for _ in range(2))
     assert abs(np.corrcoef(a, b)[0, 1]) < 0.04
 
 

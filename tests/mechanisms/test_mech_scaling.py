@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from release_helpers import layout_of_rows, releaser
 from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping, Normalization, NormBound
-from fedsim.mechanisms.scaling import ScalingMechanism
+from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.rows import DenseRows, Layout
 
 NAN, INF = float("nan"), float("inf")
@@ -102,7 +103,7 @@ def test_rows_within_c_pass_clipping_unchanged() -> None:
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_scales_of_norms_of_any_shape_give_the_bounded_rows(mechanism: ScalingMechanism) -> None:
+def test_scales_of_norms_of_any_shape_give_the_bounded_rows(mechanism: ScalingBound) -> None:
     block = torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     factors = mechanism.scales(torch.linalg.vector_norm(block, dim=2))
     assert factors.shape == (6, 4)
@@ -113,7 +114,7 @@ def test_scales_of_norms_of_any_shape_give_the_bounded_rows(mechanism: ScalingMe
 def test_a_known_norm_bound_is_enforced_and_violations_are_counted() -> None:
     mechanism = NormBound(5.0)
     block = torch.tensor([[3.0, 4.0], [6.0, 8.0], [0.0, 1.0]])
-    total = mechanism.accumulate({}, Layout.of({"w": block[0]}))
+    total = releaser(mechanism, layout_of_rows(block)).start({})
     total.add(DenseRows(block))
     assert (total.count, total.clipped) == (3, 1)
     torch.testing.assert_close(
@@ -140,7 +141,7 @@ def test_impossible_bounds_are_refused(value: float) -> None:
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_the_scale_of_a_non_finite_row_is_nan_and_of_a_zero_row_finite(
-    mechanism: ScalingMechanism,
+    mechanism: ScalingBound,
 ) -> None:
     scales = mechanism.scales(torch.tensor([NAN, 0.0]))
     assert scales.isnan().tolist() == [True, False]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from release_helpers import releaser
 from torch import nn
 
 from fedsim.mechanisms import Clipping
@@ -67,5 +68,5 @@ def test_integer_buffers_are_no_part_of_what_is_bounded(length: float) -> None:
     layout = Layout.of(dict(model.state_dict()))
     assert layout.kept == ("num_batches_tracked",)
     rows = torch.full((1, layout.d), length)
-    total = Clipping(1.0).accumulate({}, layout)
+    total = releaser(Clipping(1.0), layout).start({})
     assert total.add(DenseRows(rows)).tolist() == [True]

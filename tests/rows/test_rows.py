@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from release_helpers import releaser, source
 from torch import Tensor, nn
 
 from fedsim.mechanisms import (
@@ -10,7 +11,6 @@ from fedsim.mechanisms import (
     Clipping,
     CoordinateClipping,
     Mechanism,
-    NoiseSource,
     Normalization,
     PerLayer,
     QuantileClipping,
@@ -105,20 +105,15 @@ def test_mechanisms_release_the_same_from_implicit_rows_as_from_dense_ones(
             "2.weight": torch.empty(3, 4, dtype=torch.float64),
         }
     )
+    releasing = releaser(mechanism, layout, 0.3, 7.0)
     means = []
     kinds: tuple[Rows, Rows] = (implicit, DenseRows(implicit.dense()))
     for rows in kinds:
         state = mechanism.init(layout)
         for t in range(rounds):
-            total = mechanism.accumulate(state, layout)
+            total = releasing.start(state)
             total.add(rows, weights=torch.tensor([1.0, 1, 0, 1, 0.5, 1, 1]))
-            release = mechanism.release(
-                state,
-                total,
-                noise_multiplier=0.3,
-                denominator=7.0,
-                noise=NoiseSource(np.random.default_rng(t)),
-            )
+            release = releasing.release(total, source(t))
             state = release.state
             assert total.count == 6
         means.append(release.mean)
@@ -129,16 +124,11 @@ def test_a_non_finite_example_contributes_nothing_to_an_implicit_sum() -> None:
     rows = outer_rows()
     rows.parts[0].x[2, 1] = float("nan")
     mechanism = Clipping(1.0)
-    total = mechanism.accumulate({}, Layout.of({"w": rows.dense()[0]}))
+    releasing = releaser(mechanism, Layout.of({"w": rows.dense()[0]}))
+    total = releasing.start({})
     assert total.add(rows).tolist() == [True, True, False, True, True, True, True]
     assert (total.count, total.rejected) == (6, 1)
-    release = mechanism.release(
-        {},
-        total,
-        noise_multiplier=0.0,
-        denominator=1.0,
-        noise=NoiseSource(np.random.default_rng(0)),
-    )
+    release = releasing.release(total, source(0))
     assert bool(torch.isfinite(release.mean).all())
 
 

@@ -206,9 +206,9 @@ def test_the_ledger_line_is_on_disk_before_the_release(tmp_path: Path) -> None:
     class Watching(Clipping):
         lines: list[int] = []  # noqa: RUF012
 
-        def release(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        def restore(self, w, ready):  # type: ignore[no-untyped-def]
             self.lines.append(path.read_text().count('"round"'))
-            return super().release(*args, **kwargs)
+            return super().restore(w, ready)
 
     strategy = DPFedAvg(
         mechanism=Watching(1.0),

@@ -10,7 +10,7 @@ from cuda_helpers import ALGORITHMS, Reads, make_trainer, rounds
 
 from fedsim import models
 from fedsim.clients import SGD, AdadpLR
-from fedsim.mechanisms import AdaClip, Clipping, NoiseSource, NoPrivacy
+from fedsim.mechanisms import AdaClip, Clipping, Independent, NoiseSource, NoPrivacy, Releaser
 from fedsim.randomness import Randomness
 from fedsim.rows import DenseRows, Layout
 from fedsim.training import ClientData, Trainer
@@ -169,12 +169,12 @@ def test_rows_of_a_gpu_are_bounded_and_summed_as_on_the_cpu(mechanism):
     means = []
     for device in ("cpu", "cuda"):
         state = mechanism.init(layout)
-        total = mechanism.accumulate(state, layout, device=device)
+        releaser = Releaser(
+            mechanism, layout, noise=Independent(0.0), denominator=39.0, device=device
+        )
+        total = releaser.start(state)
         total.add(DenseRows(rows.to(device)))
         assert (total.count, total.rejected) == (39, 1)
-        release = mechanism.release(
-            state, total, noise_multiplier=0.0, denominator=39.0,
-            noise=NoiseSource(np.random.default_rng(0), hardened=False),
-        )  # fmt: skip
+        release = releaser.release(total, NoiseSource(np.random.default_rng(0)))
         means.append(release.mean.cpu())
     torch.testing.assert_close(*means, rtol=0, atol=1e-7)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from clients_helpers import make_cnn, make_data, make_mlp
 from cuda_helpers import NoReadingBack, as_if_on_a_gpu, pretend
+from release_helpers import one_round
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,23 +17,42 @@ from fedsim.clients import SGD, AdadpLR
 from fedsim.mechanisms import (
     AdaClip,
     AdaptiveNoise,
+    Bound,
     Clipping,
     CoordinateClipping,
+    Independent,
     Mechanism,
     NoiseSource,
-    NoPrivacy,
     Normalization,
     PerLayer,
     QuantileClipping,
-    releases,
+    Release,
+    Releaser,
 )
-from fedsim.mechanisms.blocks import _Gaussians, _Layers, _OneByOne
+from fedsim.mechanisms.base import Shaped
 from fedsim.randomness import Randomness
 from fedsim.rows import DenseRows, Layout, LinearPart, OuterRows
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
 from fedsim.training import steps as steps_module
 from fedsim.training.batches import plan_poisson
 from fedsim.training.steps import PrivateSteps
+
+
+@dataclasses.dataclass(frozen=True)
+class Largest(Bound):
+    """Somebody's own bound, which knows no factors: the largest entry becomes C / sqrt(d)."""
+
+    clip_norm: float
+
+    def radius(self, ready, d):
+        return self.clip_norm
+
+    def shape_(self, y, ready):
+        most = y.abs().amax(-1)
+        factor = self.clip_norm / y.shape[-1] ** 0.5 / most * (1 - 2.0**-40)
+        factor = factor.clamp(max=1.0).masked_fill(~most.isfinite(), torch.nan)
+        return Shaped(factor, factor < 1, {})
+
 
 # A client without data, one that leaves a step's second chunk empty, and several sizes.
 SIZES = [20, 7, 0, 33, 12, 3, 25]
@@ -48,19 +68,13 @@ MECHANISMS: dict[str, Mechanism] = {
     "first phase": AdaptiveNoise(clip_norm=0.5, threshold=1e9, beta=3.0),
     "second phase": AdaptiveNoise(clip_norm=0.5, threshold=0.0, beta=3.0),
     "both phases": AdaptiveNoise(clip_norm=0.5, threshold=4e-4, beta=3.0, noise_shape="optimal"),
+    "own": Largest(0.5),
     "layers": PerLayer(Clipping(0.4)),
     "mixed layers": PerLayer(
         (("1.*", QuantileClipping(bit_noise=2.0)), ("*", AdaClip(0.5))), shares=(0.25, 0.75)
     ),
 }
 EVERY = pytest.mark.parametrize("mechanism", MECHANISMS.values(), ids=MECHANISMS.keys())
-
-
-class OneSum(Clipping):
-    """Somebody's own way to release a sum."""
-
-    def release(self, *args, **settings):
-        return super().release(*args, **settings)
 
 
 def trainer_of(mechanism, z=0.7, *, model=None, data=None, **settings):
@@ -115,6 +129,37 @@ def test_bytes_do_not_depend_on_the_block_for_layers_of_any_width(features, hidd
         assert torch.equal(one, two)
 
 
+class OneByOne(Releaser):
+    """Every owner's sum made and released alone, in the exact way of a server."""
+
+    def __init__(self, mechanism, layout, *, noise, denominator, device, exact):
+        super().__init__(mechanism, layout, noise=noise, denominator=denominator, exact=exact)
+        self.alone = [
+            Releaser(mechanism, layout, noise=noise, denominator=own) for own in denominator
+        ]
+
+    def start(self, state, active=None):
+        own = [{name: tensor[k] for name, tensor in state.items()} for k in range(active)]
+        return Sums([one.start(its) for one, its in zip(self.alone, own, strict=False)])
+
+    def release(self, total, *sources, asked=None):
+        made = [
+            one.release(partial, source)
+            for one, partial, source in zip(self.alone, total.sums, sources, strict=False)
+        ]
+        state = {name: torch.stack([one.state[name] for one in made]) for name in made[0].state}
+        return Release(torch.stack([one.mean for one in made]), state)
+
+
+@dataclasses.dataclass
+class Sums:
+    sums: list
+
+    def add_owners(self, rows, weights, counts, owners=slice(None)):
+        for k, owner in enumerate(torch.arange(len(self.sums))[owners].tolist()):
+            self.sums[owner].add(rows[k, slice(counts[k])], weights=weights[k, : counts[k]])
+
+
 @EVERY
 @pytest.mark.parametrize("make", [make_mlp, make_cnn])
 def test_a_block_releases_what_one_sum_at_a_time_does(monkeypatch, mechanism, make):
@@ -125,17 +170,37 @@ def test_a_block_releases_what_one_sum_at_a_time_does(monkeypatch, mechanism, ma
         mechanism = PerLayer((("0.*", QuantileClipping(bit_noise=2.0)), ("*", AdaClip(0.5))))
     settings = {"model": model, "data": data, "state": "client"}
     together = updates(trainer_of(mechanism, **settings), rounds=2)
-    monkeypatch.setattr("fedsim.mechanisms.blocks._together", lambda mechanism: False)
+    monkeypatch.setattr(steps_module, "Releaser", OneByOne)
     apart = updates(trainer_of(mechanism, **settings), rounds=2)
     # Apart, implicit sums are rounded to their grid of 2^-30 once for every chunk.
     torch.testing.assert_close(together, apart, rtol=0, atol=2e-7)
 
 
-def start(mechanism: Mechanism, layout: Layout, n: int, z: float):
-    state = {k: v.expand(n, *v.shape) for k, v in mechanism.init(layout).items()}
-    return releases(
-        mechanism, state, layout, noise_multiplier=z, denominators=[4.0] * n, device=CPU
-    )
+class Block:
+    """Round after round of n owners."""
+
+    def __init__(self, mechanism, layout, n, z, state=None, denominator=4.0):
+        if state is None:
+            state = {k: v.expand(n, *v.shape) for k, v in mechanism.init(layout).items()}
+        self.state, self.n = state, n
+        self.releaser = Releaser(
+            mechanism, layout, noise=Independent(z), denominator=[denominator] * n, exact=False
+        )
+
+    def begin(self):
+        self.total = self.releaser.start(self.state, self.n)
+
+    def add(self, *given):
+        self.total.add_owners(*given)
+
+    def release(self, sources):
+        release = self.releaser.release(self.total, *sources)
+        self.state = release.state
+        return release.mean
+
+
+def start(mechanism: Mechanism, layout: Layout, n: int, z: float) -> Block:
+    return Block(mechanism, layout, n, z)
 
 
 def sources(n: int) -> list[NoiseSource]:
@@ -166,13 +231,13 @@ def test_padding_and_examples_that_are_not_finite_contribute_exactly_nothing(mec
     for kind in range(2):
         block = start(mechanism, layout_of(), 3, 0.8)
         for _ in range(2):  # rounds
-            block.begin(3)
+            block.begin()
             block.add(both_kinds(x, delta)[kind], weights, counts)
             means = block.release(sources(3)).clone()
         for k, rows in enumerate(good):
             alone = start(mechanism, layout_of(), 1, 0.8)
             for _ in range(2):
-                alone.begin(1)
+                alone.begin()
                 own = both_kinds(x[k : k + 1, rows], delta[k : k + 1, rows])[kind]
                 ones = torch.ones(1, len(rows), dtype=torch.float64)
                 alone.add(own, ones, [len(rows)])
@@ -194,7 +259,7 @@ def test_no_example_moves_a_sum_by_more_than_c(size, noisy):
     for mechanism in (Clipping(0.7), Normalization(0.7), QuantileClipping(0.5, 0.2, 0.7, 1.0)):
         for rows in both_kinds(x * size, delta):
             block = start(mechanism, layout_of(), 50, 0.5 if noisy else 0.0)
-            block.begin(50)
+            block.begin()
             block.add(rows, torch.ones(50, 1, dtype=torch.float64), [1] * 50)
             sums = block.release(silence) * 4.0
             norms = torch.linalg.vector_norm(sums, dim=1)
@@ -210,34 +275,16 @@ def test_clients_of_one_block_may_be_in_either_phase():
     spread = torch.linspace(0, 1, 18, dtype=torch.float64) ** 2
     state = {"mean_square": spread * torch.tensor([[0.0], [1.0], [1e-6], [4.0]])}
     ones, made = torch.ones(4, 6, dtype=torch.float64), []
+    layout = Layout.of({"w": torch.empty(18, dtype=torch.float64)})
     for own in ([0, 1, 2, 3], [0], [1], [2], [3]):
-        block = releases(
-            mechanism, {"mean_square": state["mean_square"][own]},
-            Layout.of({"w": torch.empty(18, dtype=torch.float64)}),
-            noise_multiplier=1.0, denominators=[6.0] * len(own), device=CPU,
-        )  # fmt: skip
-        block.begin(len(own))
+        theirs = {"mean_square": state["mean_square"][own]}
+        block = Block(mechanism, layout, len(own), 1.0, theirs, 6.0)
+        block.begin()
         block.add(DenseRows(rows[own]), ones[own], [6] * len(own))
         made.append((block.release([sources(4)[k] for k in own]), block.state["mean_square"]))
-    assert mechanism._ready(state)["adaptive"].flatten().tolist() == [False, True, False, True]
+    assert mechanism.ready(state)["adaptive"].flatten().tolist() == [False, True, False, True]
     for joined, apart in zip(made[0], zip(*made[1:], strict=True), strict=True):
         assert torch.equal(joined, torch.cat(apart))
-
-
-def test_whoever_overrides_how_one_sum_is_made_is_asked_for_every_sum():
-    rule = {
-        _Gaussians: [Clipping(1.0), AdaClip(), AdaptiveNoise(1.0, 0.1, 1.0)],
-        _Layers: [PerLayer(Normalization(1.0))],
-        _OneByOne: [
-            OneSum(1.0), NoPrivacy(), PerLayer(OneSum(1.0)),
-            AdaptiveNoise(1.0, 0.1, 1.0, unsafe_non_private_raw_statistics=True),
-        ],
-    }  # fmt: skip
-    for kind, mechanisms in rule.items():
-        for mechanism in mechanisms:
-            assert type(start(mechanism, layout_of(), 2, 0.0)) is kind
-    theirs, ours = (updates(trainer_of(kind(0.5))) for kind in (OneSum, Clipping))
-    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [make_mlp, make_cnn])
@@ -256,14 +303,14 @@ def test_a_private_step_for_a_gpu_is_that_of_a_cpu_and_reads_nothing_back(
     vector = pretend(trainer.initial())
     trainer = as_if_on_a_gpu(monkeypatch, trainer)
     trainer._write_down = lambda *line: None
-    zeros, made = torch.zeros, releases
+    zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, **kind: pretend(zeros(*size, **kind)))
-    monkeypatch.setattr(
-        steps_module, "releases",
-        lambda mechanism, state, *rest, **settings: made(
-            mechanism, {k: pretend(v) for k, v in state.items()}, *rest, **settings
-        ),
-    )  # fmt: skip
+
+    class Pretending(Releaser):
+        def start(self, state, active=None):
+            return super().start({k: pretend(v) for k, v in state.items()}, active)
+
+    monkeypatch.setattr(steps_module, "Releaser", Pretending)
     step = PrivateSteps.step
 
     def watched(*given):
@@ -281,7 +328,7 @@ def test_no_private_step_mixes_the_gpu_with_the_host(monkeypatch, mechanism):
     """On tensors without data, which know their device and refuse to be read."""
     monkeypatch.setattr("fedsim.training.graphs.CudaRecorder", lambda device: None)
     monkeypatch.setattr(
-        "fedsim.mechanisms.blocks.normals",
+        "fedsim.mechanisms.releaser.normals",
         lambda noise, sizes, device: torch.zeros(
             len(noise), sum(sizes), dtype=torch.float64, device=device
         ),
@@ -303,7 +350,7 @@ def test_no_private_step_mixes_the_gpu_with_the_host(monkeypatch, mechanism):
                 {k: start.new_full((n,), v) for k, v in trainer.algorithm.numbers().items()},
                 {}, torch.ones(n, dtype=torch.bool, device="cuda"),
             )  # fmt: skip
-            found = (ended.theta, *steps.releases.state.values())
+            found = (ended.theta, *steps.state.values())
             assert {tensor.device.type for tensor in found} == {"cuda"}
 
 
@@ -311,11 +358,11 @@ def test_noise_for_a_block_is_what_each_client_draws_alone():
     mechanism = PerLayer((("1.weight", Clipping(1.0)), ("*", Clipping(1e-9))))
     layout = Layout.of({"1.weight": torch.empty(3, 5), "1.bias": torch.empty(3)})
     block = start(mechanism, layout, 3, 2.0)
-    block.begin(3)
+    block.begin()
     means = block.release([dataclasses.replace(own, hardened=True) for own in sources(3)])
     for k, source in enumerate(sources(3)):
-        alone = mechanism.release(
-            mechanism.init(layout), mechanism.accumulate(mechanism.init(layout), layout),
-            noise_multiplier=2.0, denominator=4.0, noise=dataclasses.replace(source, hardened=True),
+        alone = one_round(
+            mechanism, {}, torch.empty(0, 18), 2.0, 4.0,
+            dataclasses.replace(source, hardened=True), layout=layout,
         )  # fmt: skip
         assert torch.equal(means[k], alone.mean)

@@ -50,12 +50,6 @@ class NoiseSource:
             draws *= 0.5
         return draws
 
-    def integers(self, std: float, size: int) -> Array:
-        """Normal draws of standard deviation ``std``, rounded to whole numbers, ``[size]``."""
-        draws = self.normal(size)
-        draws *= std
-        return np.rint(draws, out=draws)
-
 
 def normals(sources: Sequence[NoiseSource], sizes: Sequence[int], device: torch.device) -> Tensor:
     """Standard normal draws ``[n, sum of sizes]``, one row from each source.

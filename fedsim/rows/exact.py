@@ -1,0 +1,192 @@
+"""Sums that have the same bytes in any order: integers held in float64.
+
+Whole numbers below 2^53 add without rounding in float64, so a sum of them does not depend
+on the order of the rows, on the block size, on the number of workers or on the tree in
+which their sums are merged.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.errors import FedsimError
+
+__all__ = [
+    "FREE_ROWS",
+    "FREE_TOTAL",
+    "FREE_UNIT",
+    "GRID_BITS",
+    "MAX_ROWS",
+    "GridSum",
+    "Owners",
+    "Rounding",
+    "grid_units",
+    "more_rows",
+]
+
+GRID_BITS = 30
+MAX_ROWS = 2**22
+# For rows of no known bound, times their weights: exact for 2^20 of them, of total norm 2^36.
+FREE_UNIT, FREE_BITS, FREE_ROWS, FREE_TOTAL = 2.0**-16, 32, 2**20, 2.0**36
+# Up to so many rows, adding one at a time is faster than a reduction over dimension 0.
+FEW_ROWS = 4
+
+Owners = slice | Tensor
+"""Some of n sums: a slice, or their numbers in int64."""
+
+Rounding = Literal["all", "rows", "none"]
+"""What is rounded as it comes: rows and sums of rows, rows only, nothing."""
+
+
+def grid_units(radius: Tensor) -> Tensor:
+    """Unit of the grid for rows whose L2 norm is at most each ``radius``: float64, same shape.
+
+    A power of two between ``radius * 2^-31`` and ``radius * 2^-30``: an entry is a whole number
+    of at most 2^31 units, and 2^22 rows stay below 2^53. No radius is read.
+    """
+    # A radius over its mantissa is a power of two, and comes out exact.
+    return radius / torch.frexp(radius).mantissa * 2.0 ** -(GRID_BITS + 1)
+
+
+def more_rows(rows: int, new: int, most: int = MAX_ROWS) -> int:
+    """Number of rows of a sum that gets ``new`` ones.
+
+    Raises
+    ------
+    FedsimError
+        Beyond ``most``, where the sum might no longer be exact.
+    """
+    if rows + new > most:
+        raise FedsimError(f"one sum has {rows + new} rows; it is exact up to {most}.")
+    return rows + new
+
+
+class GridSum:
+    """A sum of rows on a grid, ``[size]``, or those of n owners, ``[n, size]``.
+
+    Rows are rounded towards zero to whole units, which never makes one longer.
+
+    Parameters
+    ----------
+    radius : float64 Tensor ``[...]``
+        L2 norm that no row exceeds; the shape says how many sums there are.
+    size : int
+        Length of a row.
+    unit : float, optional
+        Of the grid; otherwise `grid_units` of the radius.
+    fine_bits : int
+        Above 0, what rounding leaves is summed too, on a grid finer by so many bits.
+    rounding : "all", "rows" or "none"
+        "all" makes every merge exact. "rows" rounds the sums that `add_sum_` is given only
+        when `whole` is asked for, once; "none" never rounds.
+    """
+
+    def __init__(
+        self,
+        radius: Tensor,
+        size: int,
+        *,
+        unit: float | None = None,
+        fine_bits: int = 0,
+        rounding: Rounding = "all",
+    ) -> None:
+        self.radius = radius
+        self.unit = grid_units(radius) if unit is None else torch.full_like(radius, unit)
+        self.coarse = radius.new_zeros(*radius.shape, size)
+        self.fine = torch.zeros_like(self.coarse) if fine_bits else None
+        self._fine_scale = 2.0**fine_bits
+        self._rounding = rounding
+        self._scratch = _Scratch()
+
+    @classmethod
+    def free(cls, like: Tensor, size: int) -> GridSum:
+        """For weighted rows of no known bound; ``like [...]`` has the shape of a radius."""
+        radius = torch.full_like(like, torch.inf)
+        return cls(radius, size, unit=FREE_UNIT, fine_bits=FREE_BITS)
+
+    def __getitem__(self, owners: Owners) -> GridSum:
+        """The sums of some owners: views of these for a slice, else copies; see `put`."""
+        some = copy.copy(self)
+        some.radius, some.unit = self.radius[owners], self.unit[owners]
+        some.coarse = self.coarse[owners]
+        some.fine = None if self.fine is None else self.fine[owners]
+        return some
+
+    def put(self, owners: Owners, some: GridSum) -> None:
+        """Write copies back."""
+        self.coarse[owners] = some.coarse
+        if self.fine is not None and some.fine is not None:
+            self.fine[owners] = some.fine
+
+    def add_(self, y: Tensor) -> None:
+        """Add rows ``y [..., c, size]``, float64 and in units; ``y`` is overwritten."""
+        if self.fine is not None:
+            whole = truncate_(y, self._scratch.like(y))
+            _add_rows(self.coarse, whole)
+            _add_rows(self.fine, truncate_(y.sub_(whole).mul_(self._fine_scale)))
+        else:
+            _add_rows(self.coarse, y if self._rounding == "none" else truncate_(y))
+
+    def add_sum_(self, total: Tensor) -> None:
+        """Add a sum of rows ``total [..., size]``, in units, not yet on the grid."""
+        if self._rounding == "all":
+            self.add_(total.unsqueeze(-2).clone())
+        else:
+            self.coarse += total
+
+    def merge_(self, coarse: Tensor, fine: Tensor | None) -> None:
+        """Add what another sum of the same unit holds."""
+        self.coarse += coarse
+        if self.fine is not None and fine is not None:
+            self.fine += fine
+
+    def whole(self) -> Tensor:
+        """The sums on the grid, in units and without what is finer; not to be written to."""
+        return truncate_(self.coarse) if self._rounding == "rows" else self.coarse
+
+    def units(self) -> Tensor:
+        """The sums in units, to the last bit that was kept: a copy."""
+        if self.fine is None:
+            return self.coarse.clone()
+        return self.coarse + self.fine / self._fine_scale
+
+    def value(self) -> Tensor:
+        """The sums, float64 ``[..., size]``."""
+        return self.units().mul_(self.unit[..., None])
+
+
+class _Scratch:
+    """A buffer as large as the largest chunk so far: fresh pages cost more than the sums."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def like(self, y: Tensor) -> Tensor:
+        """Uninitialised rows of ``y``'s shape."""
+        if self._buffer is None or self._buffer.numel() < y.numel():
+            self._buffer = y.new_empty(y.numel())
+        return self._buffer[: y.numel()].view(y.shape)
+
+
+def truncate_(y: Tensor, out: Tensor | None = None) -> Tensor:
+    """Round ``y`` towards zero, in place or into ``out``."""
+    out = y if out is None else out
+    if y.is_cuda:
+        return torch.trunc(y, out=out)
+    # On CPU numpy's trunc is vectorised, and ten times as fast as torch's.
+    np.trunc(y.numpy(), out=out.numpy())
+    return out
+
+
+def _add_rows(total: Tensor, y: Tensor) -> None:
+    """Add rows ``y [..., c, d]`` to ``total [..., d]``."""
+    if y.shape[-2] <= FEW_ROWS and not y.is_cuda:
+        for row in y.unbind(-2):
+            total += row
+    else:
+        total += y.sum(-2)

@@ -1,0 +1,63 @@
+"""One release, in one line."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.mechanisms import Independent, Mechanism, NoiseSource, Release, Releaser
+from fedsim.mechanisms import share as made_share
+from fedsim.rows import DenseRows, Layout
+
+
+def layout_of_rows(rows: Tensor) -> Layout:
+    """A row is one entry."""
+    return Layout.of({"w": torch.empty(rows.shape[1], dtype=rows.dtype)})
+
+
+def releaser(
+    mechanism: Mechanism, layout: Layout, z: float = 0.0, denominator: float = 1.0
+) -> Releaser:
+    """With independent noise."""
+    return Releaser(mechanism, layout, noise=Independent(z), denominator=denominator)
+
+
+def source(*seed: int, hardened: bool = False) -> NoiseSource:
+    """Draws of their own for each seed."""
+    return NoiseSource(np.random.default_rng(list(seed)), hardened)
+
+
+def sources(seed: int, n: int) -> list[NoiseSource]:
+    """Of n owners."""
+    return [source(seed, k) for k in range(n)]
+
+
+def one_round(
+    mechanism, state, rows, z, denominator, noise=None, *, layout=None, blocks=None, sides=None,
+    weights=None,
+) -> Release:  # fmt: skip
+    """Of dense rows, in blocks of these sizes."""
+    releasing = releaser(mechanism, layout or layout_of_rows(rows), z, denominator)
+    total, start = releasing.start(state), 0
+    for size in blocks or (len(rows),):
+        part = slice(start, start + size)
+        total.add(
+            DenseRows(rows[part]),
+            weights=None if weights is None else weights[part],
+            sides={name: values[part] for name, values in (sides or {}).items()},
+        )
+        start += size
+    return releasing.release(total, noise or source(0))
+
+
+def shares_of(
+    mechanism, state, rows, z, denominator, noise, *, layout=None, asked=None, sides=None
+):
+    """What these rows' clients would send."""
+    layout = layout or layout_of_rows(rows)
+    return made_share(
+        mechanism, rows, mechanism.bounding_state(state, layout), layout,
+        noise=Independent(z), denominator=denominator, asked=len(rows) if asked is None else asked,
+        sources=noise, sides=sides,
+    )  # fmt: skip

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedsim.errors import FedsimError
+from fedsim.rows.exact import FREE_UNIT, MAX_ROWS, GridSum, more_rows
+
+
+def tensor(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def grid_of(radius: float, size: int, **settings: object) -> GridSum:
+    return GridSum(torch.tensor(radius, dtype=torch.float64), size, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("radius", [1e-30, 0.3, 1.0, 7.0, 1e30])
+def test_the_grid_is_a_power_of_two_no_coarser_than_c_over_2_to_the_30(radius: float) -> None:
+    unit = float(grid_of(radius, 1).unit)
+    assert math.frexp(unit)[0] == 0.5
+    assert radius * 2.0**-31 < unit <= radius * 2.0**-30
+
+
+def test_sums_are_exact_up_to_the_last_row_allowed_and_refused_beyond() -> None:
+    grid, rows = grid_of(1.9999999, 1), 0
+    largest = math.floor(float(grid.radius / grid.unit))
+    for _ in range(4):
+        rows = more_rows(rows, 2**20)
+        grid.add_(torch.full((2**20, 1), float(largest), dtype=torch.float64))
+    assert rows == MAX_ROWS
+    assert largest * MAX_ROWS < 2**53
+    assert int(grid.value() / grid.unit) == largest * MAX_ROWS
+    with pytest.raises(FedsimError, match="rows"):
+        more_rows(rows, 1)
+
+
+def test_rows_are_rounded_towards_zero() -> None:
+    grid = grid_of(1.0, 4)
+    grid.add_(tensor(1.7, -1.7, 0.99, -0.99)[None])
+    assert (grid.value() / grid.unit).tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
+def test_what_a_float64_row_loses_to_the_coarse_grid_is_kept_where_no_noise_is_added() -> None:
+    value = tensor(0.1234567890123456)[None]
+    grid = grid_of(1.0, 1, fine_bits=30)
+    grid.add_(value / grid.unit)
+    assert grid.value().item() == pytest.approx(value.item(), abs=2e-17)
+    assert grid.whole().item() == math.floor(float(value / grid.unit))
+
+
+def test_a_free_sum_keeps_small_and_large_rows_apart() -> None:
+    free = GridSum.free(torch.zeros((), dtype=torch.float64), 2)
+    rows = torch.stack([tensor(1e6, 2.0**-40), tensor(-1e6, 2.0**-41)])
+    free.add_(rows / FREE_UNIT)
+    assert free.value().tolist() == [0.0, 1.5 * 2.0**-40]
+
+
+def test_sums_that_nobody_merges_are_rounded_once_and_sums_without_noise_never() -> None:
+    halves = torch.full((2, 3), 1.5, dtype=torch.float64)
+    for rounding, whole in (("all", 4.0), ("rows", 5.0), ("none", 6.0)):
+        grid = grid_of(1.0, 3, rounding=rounding)
+        grid.add_(halves.clone())
+        grid.add_sum_(halves.sum(0))
+        assert grid.whole().tolist() == [whole + (rounding == "all")] * 3
+
+
+@given(st.integers(1, 4), st.integers(0, 2**31))
+def test_sums_of_some_owners_are_views_for_a_slice_and_put_back_otherwise(
+    n: int, seed: int
+) -> None:
+    rows = torch.randn(n, 5, 3, generator=torch.Generator().manual_seed(seed)).double() * 100
+    radius = torch.ones(n, dtype=torch.float64)
+    together, apart = GridSum(radius, 3), GridSum(radius, 3)
+    together.add_(rows.clone())
+    for k in range(n):
+        if k % 2:
+            apart[k : k + 1].add_(rows[k : k + 1].clone())
+        else:
+            some = apart[torch.tensor([k])]
+            some.add_(rows[k : k + 1].clone())
+            apart.put(torch.tensor([k]), some)
+    assert torch.equal(together.coarse, apart.coarse)
