@@ -1,8 +1,8 @@
-"""The one exception that users are meant to read."""
+"""The exceptions that users are meant to read."""
 
 from __future__ import annotations
 
-__all__ = ["FedsimError"]
+__all__ = ["FedsimError", "RunFailedError"]
 
 
 class FedsimError(ValueError):
@@ -10,3 +10,7 @@ class FedsimError(ValueError):
 
     The command line prints it without a traceback and exits with status 2.
     """
+
+
+class RunFailedError(RuntimeError):
+    """Too many rounds in a row, of a run without privacy, in which every client failed."""

@@ -4,22 +4,48 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
 __all__ = ["main"]
 
 
-def main() -> None:
-    """Run the command line; a user's mistake ends it with one sentence and status 2."""
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit with its status (see `fedsim.cli.boundary`).
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        Instead of the process's own.
+    """
     # Before Flower and torch are imported: neither may phone home, and one process uses one
     # thread for each operation.
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from fedsim.cli.boundary import guarded, open_standard_streams
+
+    open_standard_streams()
+    sys.exit(guarded(lambda: _command(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _command(arguments: Sequence[str]) -> int:
+    import typer
+    from click.exceptions import Abort, ClickException, NoArgsIsHelpError
+
     from fedsim.cli.app import app
     from fedsim.errors import FedsimError
 
+    command = typer.main.get_command(app)
     try:
-        app()
-    except FedsimError as error:
-        print(f"fedsim: {error}", file=sys.stderr)
-        sys.exit(2)
+        status = command.main(list(arguments), prog_name="fedsim", standalone_mode=False)
+    except Abort:
+        raise KeyboardInterrupt from None
+    except NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except ClickException as error:
+        context = getattr(error, "ctx", None)
+        hint = f" Try `{context.command_path} --help`." if context else ""
+        raise FedsimError(error.format_message() + hint) from None
+    return status if isinstance(status, int) else 0

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import Progress
 
+from fedsim.cli.console import Output
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 
@@ -66,7 +66,7 @@ def audit(
     from fedsim.reports.partition import save
 
     settle()
-    console = Console()
+    console = Output()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("runs", total=2 * runs * len(WORLDS))
         verdict, assumed = ConfigAudit(settings, rounds).run(
@@ -78,6 +78,6 @@ def audit(
         )
     console.print(tabulate(verdict, assumed))
     save(draw(verdict, settings.name), path)
-    console.print(f"picture: [bold]{path}[/]")
+    console.print(f"picture: {path}", soft_wrap=True)
     if not verdict.accepted:
         raise typer.Exit(1)

@@ -11,9 +11,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from fedsim.cli.command import Command
+from fedsim.cli.console import Output
 
 if TYPE_CHECKING:
     from fedsim.deploy.supervisor import Service
@@ -93,7 +93,7 @@ def init(
         split_data(config, lambda client: federation.node(client) / "data.npz")
         for number in range(nodes):
             Node.load(federation.node(number)).save({"data": "data.npz"})
-    console = Console()
+    console = Output()
     console.print(f"{directory}: a federation of {nodes} nodes around {federation.hosts[0]}.")
     if insecure:
         console.print("It is insecure: anybody can join it, listen to it and change what is sent.")
@@ -177,7 +177,7 @@ def up(
     from fedsim.runs.artefacts import RUNS
 
     federation = Federation.load(directory)
-    console = Console()
+    console = Output()
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         with Rehearsal(
@@ -201,7 +201,7 @@ def _keep_up(services: Sequence[Service], kept: Path, told: str) -> None:
     from fedsim.deploy.processes import Processes
     from fedsim.deploy.supervisor import Supervisor
 
-    console = Console()
+    console = Output()
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         with Processes(kept / "logs") as processes:

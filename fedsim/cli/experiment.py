@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedsim.cli.console import Output
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def experiment(
     """
     from experiments import find, names, run_experiment
 
-    console = Console()
+    console = Output()
     if name is None:
         for known in names():
             console.print(f"{known:22} {_about(find(known))}", highlight=False)

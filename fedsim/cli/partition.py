@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from fedsim.cli.console import Output
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 
@@ -51,7 +51,7 @@ def partition(
     title = f"{settings.data.name}: {partitioner(settings).title}, seed {settings.seed}"
     if settings.partition.max_examples:
         title += f", at most {settings.partition.max_examples:,} examples a client"
-    console = Console()
+    console = Output()
     console.print(tabulate(counts, title))
     try:
         save(draw(counts, title), path)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from fedsim.cli.console import Output
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Adjacency, Answer, Ledger, Plan, Sampling
@@ -136,7 +137,7 @@ def privacy(
     plan = replace(plan, invocations=invocations) if invocations != 1 else plan
     if source is None:
         plan = replace(plan, level=_one_of("--level", level, "client", "example"))
-    console = Console()
+    console = Output()
     questions = (rounds, max_epsilon, target_epsilon, over)
     if ledger is not None and all(question is None for question in questions):
         console.print(str(ledger.statement(plan.delta)))
@@ -315,7 +316,7 @@ def _report(answer: Answer) -> Table:
         "rounds": f"{answer.rounds:,}",
     }
     table = Table.grid(padding=(0, 2))
-    table.add_row(f"[bold]{plan.asks}[/]", f"[bold green]{rows.pop(plan.asks)}[/]")
+    table.add_row(Text(plan.asks, "bold"), Text(rows.pop(plan.asks), "bold green"))
     for name, value in rows.items():
         table.add_row(name, value)
     table.add_row("delta", f"{plan.delta:g}")

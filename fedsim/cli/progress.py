@@ -71,7 +71,7 @@ class Progress:
         self._bar.update(self._task, completed=done, description=text)
         tenth = max(self._rounds // 10, 1)
         if not self._console.is_terminal and (done % tenth == 0 or done == self._rounds):
-            self._console.print(f"round {done:>4}/{self._rounds}  {text}")
+            self._console.print(f"round {done:>4}/{self._rounds}  {text}", markup=True)
 
 
 def summary(config: RunConfig, result: RunResult) -> RenderableType:
@@ -91,15 +91,15 @@ def summary(config: RunConfig, result: RunResult) -> RenderableType:
         lines.append(Text(f"\n{failures}", style="yellow"))
     if result.why:
         lines.append(Text(f"\n{result.why}", style="bold yellow"))
-    return Panel(Group(*lines), title=f"[bold]{config.name}", title_align="left", padding=(1, 2))
+    title = Text(config.title or config.name, "bold")
+    return Panel(Group(*lines), title=title, title_align="left", padding=(1, 2))
 
 
 def _accuracy(rows: list[Row]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     last = rows[-1]
-    table.add_row(
-        "test accuracy", f"[bold]{last['test-accuracy']:.2%}", f"after round {last['round']}"
-    )
+    reached = Text(f"{last['test-accuracy']:.2%}", "bold")
+    table.add_row("test accuracy", reached, f"after round {last['round']}")
     tail = [float(row["test-accuracy"]) for row in rows[-5:]]
     if len(tail) == 5:
         table.add_row("", f"{math.fsum(tail) / 5:.2%}", "mean of the last five evaluations")

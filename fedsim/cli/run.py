@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from fedsim.cli.console import Output
 from fedsim.config import RunConfig
 
 __all__ = ["run"]
@@ -62,26 +62,18 @@ def run(
     if seed is not None:
         settings = settings.replace(seed=seed)
     # Only now: a mistake in the config should not wait for torch.
-    from fedsim.cli.progress import Progress, summary
-    from fedsim.runs.launch import RanElsewhere
-    from fedsim.runs.runner import run as run_config
-    from fedsim.strategies import RunFailedError
-
+    console = Output()
+    with console.status("importing"):
+        from fedsim.cli.progress import Progress, summary
+        from fedsim.runs.launch import RanElsewhere
+        from fedsim.runs.runner import run as run_config
     directory = out or Path("runs") / settings.name
-    console = Console()
     try:
         with Progress(console, settings) as progress:
             result = run_config(settings, out=directory, overwrite=overwrite, observer=progress.row)
     except RanElsewhere as where:
         console.print(f"{where}.")
         return
-    except RunFailedError as error:
-        raise typer.Exit(_say(console, f"The run failed: {error}", 1)) from None
     console.print(summary(settings, result))
     if result.ended == "interrupted":
         raise typer.Exit(130)
-
-
-def _say(console: Console, message: str, status: int) -> int:
-    console.print(message, style="red")
-    return status

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedsim.cli.console import Output
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 
@@ -60,7 +61,7 @@ def sweep(
     if axis not in axes:
         raise FedsimError(f"--plot is {axis}; it must be an axis: {', '.join(axes)}.")
     where = out or Path("runs") / f"{base.name}-sweep"
-    console = Console()
+    console = Output()
     kept = sum(is_done(member, where) for member in grid)
     if kept:
         console.print(f"{kept} of {len(grid)} members are there already.")

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fedsim.cli.console import Output
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 
@@ -64,7 +65,7 @@ def tune(
     ids = np.flatnonzero(sizes)[:clients]
     if not len(ids):
         raise FedsimError("no client has any data; there is nothing to measure.")
-    console = Console()
+    console = Output()
     with console.status("measuring"):
         found = measure(trainer, ids, repeats)
     report(console, found, trainer)

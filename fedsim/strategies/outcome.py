@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.errors import RunFailedError
 from fedsim.rows.exchange import REASONS, Block, Ids, Reason
 
 __all__ = [
@@ -34,10 +35,6 @@ _ADVICE: Mapping[Reason, str] = {
     "malformed": "the clients may run another app, or train another model",
     "non-finite": "client.lr may be too high",
 }
-
-
-class RunFailedError(RuntimeError):
-    """Too many rounds in a row, of a run without privacy, in which every client failed."""
 
 
 @dataclass(frozen=True)

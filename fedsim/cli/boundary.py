@@ -1,0 +1,140 @@
+"""The one boundary of the command: every end of it has a status, and a sentence if it is a bad one.
+
+=====  =================================================================
+0      done
+1      it ran and failed, the machine failed it, or a claim was refuted
+2      the user's mistake
+130    Ctrl-C
+143    SIGTERM
+=====  =================================================================
+
+An error of the user's own code (a model, a loss, an algorithm) keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import sysconfig
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from fedsim.errors import FedsimError, RunFailedError
+
+__all__ = ["guarded", "open_standard_streams"]
+
+Handler = Callable[[int, FrameType | None], object]
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Run ``command``; its status, or that of the way in which it ended.
+
+    Raises
+    ------
+    Exception
+        Of the user's own code, or one that nobody has thought of.
+    """
+    terminated = False
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        nonlocal terminated
+        terminated = True
+        raise KeyboardInterrupt
+
+    before = _on_termination(terminate)
+    try:
+        status = command()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = 130
+        _say("interrupted.")
+    except BrokenPipeError:
+        status = 1
+        _say("nobody reads the output any more.")
+    except FedsimError as error:
+        status = 2
+        _say(str(error))
+    except RunFailedError as error:
+        status = 1
+        _say(f"the run failed: {error}")
+    except (OSError, MemoryError, RuntimeError) as error:
+        sentence = _of_the_machine(error)
+        if sentence is None or _in_users_code(error.__traceback__):
+            raise
+        status = 1
+        _say(sentence)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+    if status:
+        _flush_or_drop()
+    return 143 if terminated and status == 130 else status
+
+
+def _on_termination(handler: Handler) -> Handler | int | None:
+    """End on SIGTERM as on Ctrl-C; the handler before, None outside the main thread."""
+    try:
+        return signal.signal(signal.SIGTERM, handler)
+    except ValueError:
+        return None
+
+
+def _of_the_machine(error: OSError | MemoryError | RuntimeError) -> str | None:
+    """What the machine could not do, in a sentence; None for an error of another sort."""
+    if isinstance(error, OSError):
+        what = error.strerror or str(error) or type(error).__name__
+        return f"{error.filename}: {what}." if error.filename else f"{what}."
+    # torch's allocators raise RuntimeError.
+    if isinstance(error, MemoryError) or "memory" in str(error):
+        detail = str(error).strip().splitlines()
+        return f"the memory does not suffice ({detail[0] if detail else 'nothing more is known'})."
+    return None
+
+
+def _in_users_code(trace: TracebackType | None) -> bool:
+    """Whether a frame on the way to an error is neither fedsim's nor a library's."""
+    package = Path(__file__).parents[1]
+    ours = [package, package.with_name("experiments")]
+    libraries = [Path(path) for path in set(sysconfig.get_paths().values())]
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        known = path.startswith("<") or any(
+            Path(path).is_relative_to(directory) for directory in (*ours, *libraries)
+        )
+        if not known:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _say(sentence: str) -> None:
+    with suppress(OSError, ValueError, AttributeError):  # there may be nobody to tell
+        print(f"fedsim: {sentence}", file=sys.stderr, flush=True)
+
+
+def _flush_or_drop() -> None:
+    """Leave nothing in the buffer that could not be written when the interpreter ends."""
+    from fedsim.cli.console import drop_output
+
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError, AttributeError):
+        drop_output()
+
+
+def open_standard_streams() -> None:
+    """Take descriptors 0 to 2 where they were closed, so that no file of a run becomes one of them.
+
+    What the output's encoding lacks is replaced, not an error.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - lasts as long as the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
