@@ -67,7 +67,7 @@ PURPOSES: dict[Purpose, Rule] = {
     Purpose.AMPLIFIED_SAMPLE: Rule("release", ("client", "example"), "the step"),
     Purpose.NOISE: Rule("release", ("client", "example"), "0 a release, its scalars last"),
     Purpose.SHARE: Rule("release", ("client",), "0 a client's share of a release's noise"),
-    Purpose.DROPOUT: Rule("seed", ("example",), "the step"),
+    Purpose.DROPOUT: Rule("seed", ("example",), "the step; 2^40 an evaluation"),
     Purpose.EVALUATE: Rule("seed", ("client",), "0 who evaluates"),
     Purpose.AUDIT: Rule("seed", ("run",), "an audit numbers its own"),
 }

@@ -15,17 +15,11 @@ def check_model(model: nn.Module) -> None:
     Raises
     ------
     FedsimError
-        For batch normalisation with running statistics, which a row does not carry, and for
-        dropout, whose draws come from a global generator.
+        For batch normalisation with running statistics, which a row does not carry.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.batchnorm._LazyNormBase):
             raise FedsimError(
                 f"model module '{name}' is a {type(module).__name__}: it mixes examples and keeps "
                 "running statistics that an update does not carry; use GroupNorm instead."
-            )
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            raise FedsimError(
-                f"model module '{name}' is a {type(module).__name__} with p = {module.p}: its "
-                "draws come from a global generator and could not be repeated; set p = 0."
             )

@@ -80,6 +80,11 @@ class ClientData:
             x = x.sub_(self.mean.to(x)).div_(self.std.to(x))
         return x.reshape(*index.shape, *x.shape[1:])
 
+    def zeros(self, lead: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Zeros like inputs and targets at an index of this shape; there must be an example."""
+        index = torch.zeros(lead, dtype=torch.int64, device=self.x.device)
+        return torch.zeros_like(self.inputs(index, dtype)), torch.zeros_like(self.targets(index))
+
     def targets(self, index: Tensor) -> Tensor:
         """Targets at ``index`` (int64 ``[*lead]``) as ``[*lead, ...]``."""
         return self.y.index_select(0, index.reshape(-1)).reshape(*index.shape, *self.y.shape[1:])

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from fedsim.tasks.losses import Loss, Metric
 from fedsim.training.data import ClientData
+from fedsim.training.hidden_draws import EVALUATION, Seeds
 from fedsim.training.local_step import exact
 from fedsim.training.paths.choice import Path
+from fedsim.training.paths.plain import PlainPath
 
 __all__ = ["evaluate_clients"]
 
@@ -29,11 +31,13 @@ def evaluate_clients(
     indices: Sequence[npt.NDArray[np.int64]],
     loss: Loss,
     metrics: Mapping[str, Metric],
+    seeds: Seeds | None = None,
 ) -> dict[str, Floats]:
     """Mean loss and metrics of packed parameters ``theta [1, D]`` on the examples of each client.
 
     Examples go through the model in chunks of one client's own, so that what a client
-    reports does not depend on who else is asked.
+    reports does not depend on who else is asked. ``seeds`` are those of a model that draws even
+    when it is evaluated.
 
     Returns
     -------
@@ -48,13 +52,19 @@ def evaluate_clients(
         padded[start:].reshape(-1)[: len(own)] = own
         real[start:].reshape(-1)[: len(own)] = True
     functions = {"loss": loss, **metrics}
+    drawn = None if seeds is None else _by_chunk(seeds, chunks)
     # A GPU is sent all indices and asked for all values once, not batch by batch.
     all_indices = torch.from_numpy(padded).to(data.x.device)
     found = [theta.new_zeros(len(functions), 0, WIDTH, dtype=torch.float64)]
     with exact(data.x.device):
         for start in range(0, len(padded), CHUNKS):
             index = all_indices[start : start + CHUNKS]
-            outputs = path.outputs(theta.expand(len(index), -1), data.inputs(index, theta.dtype))
+            points, x = theta.expand(len(index), -1), data.inputs(index, theta.dtype)
+            if drawn is None:
+                outputs = path.outputs(points, x)
+            else:
+                assert isinstance(path, PlainPath)
+                outputs = path.outputs(points, x, drawn[start : start + len(index)])
             flat = outputs.flatten(0, 1), data.targets(index).flatten(0, 1)
             columns = [
                 function(*flat).double().view(index.shape) for function in functions.values()
@@ -69,3 +79,9 @@ def evaluate_clients(
         total = np.bincount(whose, weights=column[real], minlength=len(sizes))
         result[name] = total / np.maximum(sizes, 1)
     return result
+
+
+def _by_chunk(seeds: Seeds, chunks: npt.NDArray[np.int64]) -> list[int]:
+    """A seed for each chunk, client by client."""
+    drawn = seeds.at(EVALUATION, len(chunks), int(chunks.max(initial=1)))
+    return [seed for own, count in zip(drawn.tolist(), chunks, strict=True) for seed in own[:count]]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
@@ -81,11 +81,18 @@ class StepGraphs:
         self._buffers: dict[Hashable, Tensor] = {}
         self._rows = 0
 
-    def __call__(self, state: State, index: Tensor, weight: Tensor, at: Step) -> Tensor:
+    def __call__(
+        self,
+        state: State,
+        index: Tensor,
+        weight: Tensor,
+        at: Step,
+        seeds: Sequence[int] | None = None,
+    ) -> Tensor:
         """As `LocalStep`; the state it leaves lies in buffers that the next block writes over."""
         phase = self.launched.algorithm.phase(at) if self.works else None
-        if phase is None:
-            return self.launched(state, index, weight, at)
+        if phase is None or seeds is not None:
+            return self.launched(state, index, weight, at, seeds)
         n, rows = len(index), rounded(len(index))
         if rows > self._rows:
             self._forget()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from fedsim.clients.base import LocalAlgorithm, State, Step
 from fedsim.clients.gradients import Gradient
 from fedsim.training.data import ClientData
 from fedsim.training.paths.choice import Path
+from fedsim.training.paths.plain import PlainPath
 
 __all__ = ["LocalStep", "exact"]
 
@@ -35,7 +36,14 @@ class LocalStep:
     algorithm: LocalAlgorithm
     dtype: torch.dtype
 
-    def __call__(self, state: State, index: Tensor, weight: Tensor, at: Step) -> Tensor:
+    def __call__(
+        self,
+        state: State,
+        index: Tensor,
+        weight: Tensor,
+        at: Step,
+        seeds: Sequence[int] | None = None,
+    ) -> Tensor:
         """Update the state.
 
         Parameters
@@ -46,19 +54,26 @@ class LocalStep:
         weight : Tensor ``[n, B]``
             What each counts; 0 on padding.
         at : Step
+        seeds : sequence of n ints, optional
+            Of what the model draws for each client; on the plain path.
 
         Returns
         -------
         Tensor ``[n, B]``
             Loss of each example, unweighted.
         """
-        gradient, losses = self.gradient(self.algorithm.point(state), index, weight)
+        gradient, losses = self.gradient(self.algorithm.point(state), index, weight, seeds)
         self.algorithm.step(state, gradient, at)
         return losses
 
-    def gradient(self, point: Tensor, index: Tensor, weight: Tensor) -> tuple[Gradient, Tensor]:
+    def gradient(
+        self, point: Tensor, index: Tensor, weight: Tensor, seeds: Sequence[int] | None = None
+    ) -> tuple[Gradient, Tensor]:
         """Gradients and losses of these examples, each client's at its own ``point [n, D]``."""
         x, y = self.data.inputs(index, self.dtype), self.data.targets(index)
+        if seeds is not None:
+            assert isinstance(self.path, PlainPath)
+            return self.path.gradient(point, x, y, weight, seeds)
         return self.path.gradient(point, x, y, weight)
 
 

@@ -20,6 +20,7 @@ from fedsim.training.batches import Batches
 from fedsim.training.data import ClientData
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.graphs import StepGraphs
+from fedsim.training.hidden_draws import Seeds
 from fedsim.training.local_step import LocalStep, exact
 from fedsim.training.paths.examples import ExampleRows
 
@@ -101,10 +102,14 @@ class Steps:
     bench : Bench
     batches : Batches
     round : int
+    seeds : Seeds, optional
+        Of what the model draws, if it draws.
     """
 
-    def __init__(self, bench: Bench, batches: Batches, round: int) -> None:
-        self.bench, self.batches, self.round = bench, batches, round
+    def __init__(
+        self, bench: Bench, batches: Batches, round: int, seeds: Seeds | None = None
+    ) -> None:
+        self.bench, self.batches, self.round, self.seeds = bench, batches, round, seeds
         self.index = torch.from_numpy(batches.index).to(bench.device)
         self.weight = torch.from_numpy(batches.weight).to(bench.device, bench.dtype)
         self.losses: list[Tensor] = []
@@ -140,7 +145,8 @@ class Steps:
     def step(self, state: State, index: int, active: int) -> None:
         """One step of the first ``active`` clients."""
         at, weight = self.index[:active, index], self.weight[:active, index]
-        self.losses.append(self.bench.step(state, at, weight, Step(self.round, index)))
+        seeds = None if self.seeds is None else self.seeds.at(index, active)[:, 0].tolist()
+        self.losses.append(self.bench.step(state, at, weight, Step(self.round, index), seeds))
 
     def _end(self, state: State, first: int) -> Ended:
         algorithm = self.bench.algorithm
@@ -177,7 +183,7 @@ class PrivateSteps(Steps):
 
     Parameters
     ----------
-    bench, batches, round : as `Steps`
+    bench, batches, round, seeds : as `Steps`
         The batches have a chunk axis.
     privacy : ExamplePrivacy
     rows : ExampleRows
@@ -198,6 +204,7 @@ class PrivateSteps(Steps):
         bench: Bench,
         batches: Batches,
         round: int,
+        seeds: Seeds | None = None,
         *,
         privacy: ExamplePrivacy,
         rows: ExampleRows,
@@ -208,7 +215,7 @@ class PrivateSteps(Steps):
         present: npt.NDArray[np.bool_],
         keeps_state: bool,
     ) -> None:
-        super().__init__(bench, batches, round)
+        super().__init__(bench, batches, round, seeds)
         self.rows, self.keeps_state = rows, keeps_state
         layout = bench.packing.layout
         self.counts = (batches.weight > 0).sum(axis=3)
@@ -248,14 +255,16 @@ class PrivateSteps(Steps):
         data = self.bench.data
         total = self.releaser.start({k: v[:active] for k, v in self.state.items()}, active)
         losses = torch.zeros_like(self.weight[:active, index])
-        for chunk in range(self.index.shape[2]):
+        chunks = self.index.shape[2]
+        seeds = None if self.seeds is None else self.seeds.at(index, active, chunks).T.tolist()
+        for chunk in range(chunks):
             counts = self.counts[:active, index, chunk]
             if not counts.any():
                 continue
             at = self.index[:active, index, chunk]
             there = (self.weight[:active, index, chunk] > 0).double()
             x, y = data.inputs(at, self.bench.dtype), data.targets(at)
-            for examples in self.rows(point, x, y, counts.tolist()):
+            for examples in self.rows(point, x, y, counts.tolist(), seeds and seeds[chunk]):
                 clients, b = examples.clients, examples.rows.count
                 losses[clients, chunk, :b] = examples.losses
                 weights = there[clients, :b]

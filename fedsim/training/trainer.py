@@ -30,11 +30,13 @@ from fedsim.training.evaluation import evaluate_clients
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.example_releases import ExampleReleases, Starting
 from fedsim.training.graphs import steps_by
+from fedsim.training.hidden_draws import Seeds, hidden_draws
 from fedsim.training.local_step import LocalStep
 from fedsim.training.memory import Memory, Sent, StateKind, memory_for, packed, unpacked
 from fedsim.training.paths.choice import Path, PathName, block_limit, choose, convolutional
-from fedsim.training.paths.examples import example_rows
+from fedsim.training.paths.examples import ways
 from fedsim.training.paths.stacked import stack
+from fedsim.training.probe import Probe
 from fedsim.training.steps import Bench, PrivateSteps, Steps
 
 __all__ = ["Local", "Trainer"]
@@ -159,6 +161,9 @@ class Trainer:
             {n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
         )
         self.packing = Packing(self.layout)
+        sample = self.data.zeros((2,), self.layout.dtype)[0] if len(self.data.x) else None
+        self.draws = hidden_draws(self.model, sample)
+        drawing = self.draws.training or self.draws.evaluation
         self.path: Path = choose(
             path,
             self.model,
@@ -166,6 +171,7 @@ class Trainer:
             loss,
             device=self.device,
             data=self.data,
+            draws=drawing,
         )
         launched = LocalStep(self.path, self.data, algorithm, self.layout.dtype)
         self.step = steps_by(launched, self.device)
@@ -178,15 +184,19 @@ class Trainer:
         self.privacy = privacy
         self.releases: ExampleReleases | None = None
         if privacy is not None:
-            stacked = stack(self.model, self.packing, loss, self.data.x.dim() - 1)
-            self.rows = example_rows(self.model, self.packing, loss, stacked)
+            dims = self.data.x.dim() - 1
+            stacked = None if drawing else stack(self.model, self.packing, loss, dims)
+            probe = Probe(self.model, self.packing, loss, self.draws, self.data)
+            self.example_way = probe.fastest(
+                ways(self.model, self.packing, loss, stacked, drawing)
+            )
             self.releases = ExampleReleases(
                 privacy,
                 self.model,
                 algorithm,
                 self.data,
                 self.work,
-                path=self.path.name,
+                path=f"{self.path.name}, {self.example_way.name}",
                 named=named,
             )
         self.state_kind = state
@@ -232,6 +242,11 @@ class Trainer:
         """
         if self.state_kind == "server":
             self.memory = Sent.of(config)
+
+    @property
+    def rows_are(self) -> str:
+        """What is known of the rows of examples, for a statement: "probed", or "" without any."""
+        return "probed" if self.privacy is not None else ""
 
     @property
     def bench(self) -> Bench:
@@ -314,13 +329,17 @@ class Trainer:
 
     def evaluate(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Loss and metrics of ``vector [d]`` on these clients' data."""
-        del round  # nothing is drawn
+        # An evaluation done twice is the same.
+        source = self.randomness.repeated()
         theta = self.packing.pack(self._own(vector).unsqueeze(0))
         for first in range(0, len(client_ids), EVALUATE_CLIENTS):
             ids = client_ids[first : first + EVALUATE_CLIENTS]
             self.model.eval()
             own = [self.data.indices[i] for i in ids]
-            values = evaluate_clients(self.path, theta, self.data, own, self.loss, self.metrics)
+            seeds = Seeds([source] * len(ids), ids, round) if self.draws.evaluation else None
+            values = evaluate_clients(
+                self.path, theta, self.data, own, self.loss, self.metrics, seeds
+            )
             yield Block.sent(ids, None, values)
 
     def fit(
@@ -450,15 +469,17 @@ class Trainer:
         kept: Mapping[str, Tensor],
         present: npt.NDArray[np.bool_],
     ) -> Steps:
+        seeds = Seeds(randomness, ids, round) if self.draws.training else None
         if self.privacy is None:
-            return Steps(self.bench, batches, round)
+            return Steps(self.bench, batches, round, seeds)
         sizes = [self.data.size(int(client)) for client in ids]
         return PrivateSteps(
             self.bench,
             batches,
             round,
+            seeds,
             privacy=self.privacy,
-            rows=self.rows,
+            rows=self.example_way.rows,
             denominators=[float(self.work.batch_of(size)) for size in sizes],
             client_ids=ids,
             randomness=randomness,

@@ -22,7 +22,8 @@ from fedsim.rows.packing import Packing
 from fedsim.tasks import cross_entropy
 from fedsim.training import ExamplePrivacy, Trainer, example_epsilon, example_events
 from fedsim.training.batches import chunk_width, plan_poisson
-from fedsim.training.paths.examples import PositionsPart, example_rows
+from fedsim.training.paths.examples import ways
+from fedsim.training.paths.factored import PositionsPart
 from fedsim.training.paths.stacked import stack
 
 SIZES = [20, 7, 0, 33, 12]
@@ -96,16 +97,16 @@ class Normed(nn.Module):
     ids=["mlp", "mlp without biases", "cnn", "positions", "generic"],
 )
 @pytest.mark.parametrize("shaped", [False, True])
-def test_rows_of_examples_are_their_gradients(model, shape, shaped):
+@pytest.mark.parametrize("way", [0, -2, -1])
+def test_rows_of_examples_are_their_gradients(model, shape, shaped, way):
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(2, 7, *shape, generator=generator, **Z64)
     y = torch.randint(3, (2, 7), generator=generator)
     packing = Packing(Layout.of(dict(model.named_parameters())))
-    rows = example_rows(
-        model, packing, cross_entropy, stack(model, packing, cross_entropy, len(shape))
-    )
+    stacked = stack(model, packing, cross_entropy, len(shape))
+    rows = ways(model, packing, cross_entropy, stacked)[way].rows
     theta = packing.layout.flatten(dict(model.named_parameters())).expand(2, -1)
-    found = list(rows(packing.pack(theta), x, y, [7, 4]))
+    found = list(rows(packing.pack(theta), x, y, [7, 4], None))
     for k, count in enumerate((7, 4)):
         examples = found[k] if len(found) > 1 else found[0]
         at = 0 if len(found) > 1 else k

@@ -35,6 +35,7 @@ from fedsim.rows import DenseRows, Layout, LinearPart, OuterRows
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
 from fedsim.training import steps as steps_module
 from fedsim.training.batches import plan_poisson
+from fedsim.training.probe import Probe
 from fedsim.training.steps import PrivateSteps
 
 
@@ -339,6 +340,8 @@ def test_no_private_step_mixes_the_gpu_with_the_host(monkeypatch, mechanism):
             model = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
             clients = ClientData(torch.empty(100, 6), torch.zeros(100, dtype=torch.int64), own)
         monkeypatch.setattr(model, "to", lambda device: model)
+        # What is not there cannot be compared.
+        monkeypatch.setattr(Probe, "fastest", lambda probe, ways: ways[0])
         trainer = trainer_of(mechanism, model=model, data=clients, device="cuda")
         start = trainer.packing.pack(trainer.initial().unsqueeze(0))
         for batches in plan_poisson(trainer.work, own, IDS, [Randomness(0)] * len(own), 1, 4):

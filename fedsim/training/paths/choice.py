@@ -89,16 +89,26 @@ def choose(
     *,
     device: torch.device,
     data: ClientData,
+    draws: bool = False,
 ) -> Path:
     """The path a setting asks for, or the rule's.
 
-    The rule tries func on two zeros of the shape of an example before it settles on it.
+    The rule tries func on two zeros of the shape of an example before it settles on it. A model
+    that ``draws`` random numbers has the plain path only, where torch's generator can be lent
+    to one client at a time.
 
     Raises
     ------
     FedsimError
         If the path asked for does not exist, or cannot take this model.
     """
+    if draws:
+        if wanted in ("auto", "plain"):
+            return PlainPath(model, packing, loss)
+        raise FedsimError(
+            f"client.path = '{wanted}' does not take a model that draws random numbers (dropout, "
+            "say); allowed here: 'auto', 'plain'."
+        )
     if wanted in ("auto", "stacked"):
         stacked = stack(model, packing, loss, data.x.dim() - 1)
         if stacked is not None:
@@ -124,11 +134,10 @@ def choose(
 @torch.no_grad()
 def _takes(path: FuncPath, data: ClientData) -> bool:
     """Whether the path can take the model: `vmap` knows no branches on values, for one."""
+    dtype = path.packing.layout.dtype
     if not len(data.x):
         return True
-    first = torch.zeros(2, 2, dtype=torch.int64, device=data.x.device)
-    dtype = path.packing.layout.dtype
-    x, y = torch.zeros_like(data.inputs(first, dtype)), data.targets(first)
+    x, y = data.zeros((2, 2), dtype)
     theta = x.new_zeros(2, path.packing.width, dtype=dtype)
     try:
         path.gradient(theta, x, y, theta.new_zeros(2, 2))

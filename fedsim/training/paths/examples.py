@@ -1,29 +1,29 @@
-"""Rows that are examples: each example's gradient, by factors where a layer allows it.
+"""Rows that are examples: each example's gradient, by the fastest way that gives it truly.
 
-Linear layers and convolutions give the gradients of B examples as products of inputs and
-output gradients, whose norms and weighted sums need no gradient of an example ("ghost
-norms"; Goodfellow 2015, Bu et al. 2022). Any other model goes through `torch.func.vmap`.
+From the fastest on: all clients of a block by factors, one client by factors
+(`fedsim.training.paths.factored`), `torch.func.vmap` over a client's examples, and one example
+after another. Which of them a model can have is found out by `fedsim.training.probe`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from fedsim.rows import DenseRows, LinearPart, OuterRows
 from fedsim.rows.dense import BlockRows
-from fedsim.rows.packing import Packing, channels_last
+from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
+from fedsim.training.hidden_draws import seeded
+from fedsim.training.paths.factored import Hooked, product_layers
 from fedsim.training.paths.stacked import StackedPath
 
-__all__ = ["ExampleRows", "Examples", "PositionsPart", "example_rows"]
+__all__ = ["ExampleRows", "Examples", "OneByOne", "OneClientsRows", "Way", "ways"]
 
 
 @dataclass(frozen=True)
@@ -47,37 +47,83 @@ class Examples:
     losses: Tensor
 
 
-ExampleRows = Callable[[Tensor, Tensor, Tensor, Sequence[int]], Iterator[Examples]]
-"""``(theta [n, D], x [n, B, ...], y [n, B, ...], counts [n])`` to gradients of single examples.
+class OneClientsRows(Protocol):
+    """Gradients of one client's examples."""
+
+    def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
+        """From ``theta [D]``, ``x`` and ``y [B, ...]``: rows ``[1, B, d]`` and losses ``[B]``."""
+
+
+ExampleRows = Callable[
+    [Tensor, Tensor, Tensor, Sequence[int], "Sequence[int] | None"], Iterator[Examples]
+]
+"""``(theta [n, D], x [n, B, ...], y [n, B, ...], counts [n], seeds [n])`` to gradients of examples.
 
 Only the first ``counts`` examples of a client are its own; what comes after them is padding,
-and may be left out.
+and may be left out. The seeds are those of what the model draws for each client, if it does.
 """
 
 
-def example_rows(
-    model: nn.Module, packing: Packing, loss: Loss, stacked: StackedPath | None
-) -> ExampleRows:
-    """How to get the gradients of single examples of this model.
+@dataclass(frozen=True)
+class Way:
+    """One way to the gradients of single examples.
 
-    Of the whole block at once where the model has a stacked path, else client by client.
+    Attributes
+    ----------
+    name : str
+    one : OneClientsRows
+        Of one client.
+    rows : ExampleRows
+        Of a block.
     """
-    layers = _layers(model, packing)
-    if stacked is not None and layers is not None:
-        return lambda theta, x, y, counts: _stacked_rows(stacked, theta, x, y, counts)
-    one = (
-        _Hooked(model, packing, loss, layers)
-        if layers is not None
-        else _Vmapped(model, packing, loss)
-    )
 
-    def rows(theta: Tensor, x: Tensor, y: Tensor, counts: Sequence[int]) -> Iterator[Examples]:
+    name: str
+    one: OneClientsRows
+    rows: ExampleRows
+
+
+def ways(
+    model: nn.Module, packing: Packing, loss: Loss, stacked: StackedPath | None, draws: bool = False
+) -> list[Way]:
+    """All ways that a model's make allows, from the fastest to the one that takes everything.
+
+    A model that ``draws`` has no stacked path.
+    """
+    found = []
+    layers = product_layers(model, packing)
+    if layers is not None:
+        if stacked is not None:
+            found.append(_whole_block(stacked))
+        found.append(_client_by_client("factored", Hooked(model, packing, loss, layers)))
+    found.append(_client_by_client("vmapped", Vmapped(model, packing, loss)))
+    found.append(_client_by_client("one by one", OneByOne(model, packing, loss, draws)))
+    return found
+
+
+def _client_by_client(name: str, one: OneClientsRows) -> Way:
+    def rows(
+        theta: Tensor, x: Tensor, y: Tensor, counts: Sequence[int], seeds: Sequence[int] | None
+    ) -> Iterator[Examples]:
         for k, count in enumerate(counts):
             if count:
-                own, losses = one(theta[k].clone(), x[k, :count].clone(), y[k, :count])
+                # Copies lie where the allocator puts everything: a client's bits are its own.
+                with seeded(seeds[k] if seeds else None, theta.device):
+                    own, losses = one(theta[k].clone(), x[k, :count].clone(), y[k, :count])
                 yield Examples(slice(k, k + 1), [count], own, losses[None])
 
-    return rows
+    return Way(name, one, rows)
+
+
+def _whole_block(path: StackedPath) -> Way:
+    def one(theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
+        (examples,) = _stacked_rows(path, theta[None], x[None], y[None], [len(x)])
+        return examples.rows, examples.losses[0]
+
+    return Way(
+        "stacked",
+        one,
+        lambda theta, x, y, counts, seeds: _stacked_rows(path, theta, x, y, counts),
+    )
 
 
 def _stacked_rows(
@@ -95,173 +141,8 @@ def _stacked_rows(
     yield Examples(clients, counts, OuterRows(tuple(parts))[:, :b], losses[:, :b])
 
 
-def _layers(model: nn.Module, packing: Packing) -> list[tuple[str, nn.Module]] | None:
-    """Layers that own every trained parameter, in the layout's order; None if some cannot."""
-    owners = dict.fromkeys(e.name.rpartition(".")[0] for e in packing.layout.entries)
-    names = []
-    layers = []
-    for owner in owners:
-        module = model.get_submodule(owner)
-        plain = type(module) is nn.Linear or (
-            type(module) is nn.Conv2d
-            and module.groups == 1
-            and module.padding_mode == "zeros"
-            and not isinstance(module.padding, str)
-        )
-        if not plain or not module.weight.requires_grad:
-            return None
-        prefix = f"{owner}." if owner else ""
-        names.append(f"{prefix}weight")
-        if module.bias is not None and module.bias.requires_grad:
-            names.append(f"{prefix}bias")
-        layers.append((owner, module))
-    return layers if names == [e.name for e in packing.layout.entries] else None
-
-
-@dataclass(frozen=True, eq=False)
-class PositionsPart(LinearPart):
-    """A layer that meets its weights at ``L`` positions: row k is ``sum_l delta_kl (x) x_kl``.
-
-    Attributes
-    ----------
-    x : Tensor ``[..., rows, L, inputs]``
-    delta : Tensor ``[..., rows, L, outputs]``
-    bias : bool
-    kernel : tuple of int
-        ``(C, kh, kw)`` where inputs come channels last, ``(kh, kw, C)``, as a CPU is quick to
-        gather them; empty where they are in the row's order.
-    """
-
-    kernel: tuple[int, ...] = ()
-
-    @property
-    def count(self) -> int:
-        """Number of rows."""
-        return self.x.shape[-3]
-
-    @property
-    def small(self) -> bool:
-        """Whether a gradient is smaller than the Gram matrix of its positions."""
-        return bool(self.size <= self.x.shape[-2] ** 2)
-
-    def square_norms(self, scale: Tensor | None, center: Tensor | None) -> Tensor:
-        """See `LinearPart`; by Gram matrices of the positions where those are the smaller."""
-        if scale is not None or center is not None:
-            rows = self._written.clone() if self.small else self.dense().double()
-            rows = rows if center is None else rows.sub_(center.unsqueeze(-2))
-            rows = rows if scale is None else rows.mul_(scale.unsqueeze(-2))
-            return rows.square_().sum(-1)
-        if self.small:
-            return self._written.square().sum(-1)
-        x, delta = self._precise
-        inputs = (x @ x.mT).add_(float(self.bias))
-        return (delta @ delta.mT).mul_(inputs).sum((-2, -1)).clamp_min(0)
-
-    def sums(self, weights: Tensor) -> list[Tensor]:
-        """See `LinearPart`."""
-        absent = weights == 0
-        # A row of NaN times zero is NaN: such rows are wiped.
-        wipe = weights.is_cuda or bool(absent.any())
-        if self.small:
-            rows = self._written
-            rows = rows.masked_fill(absent[..., None], 0.0) if wipe else rows
-            return [(weights.unsqueeze(-2) @ rows).squeeze(-2)]
-        x, delta = self._precise
-        if wipe:
-            x, delta = (t.masked_fill(absent[..., None, None], 0.0) for t in (x, delta))
-        delta = (delta * weights[..., None, None]).flatten(-3, -2)
-        weight = self._row(delta.mT @ x.flatten(-3, -2))
-        return [weight, delta.sum(-2)] if self.bias else [weight]
-
-    def dense(self) -> Tensor:
-        """See `LinearPart`."""
-        outer = self._row(self.delta.mT @ self.x)
-        return torch.cat([outer, self.delta.sum(-2)], dim=-1) if self.bias else outer
-
-    def _row(self, weight: Tensor) -> Tensor:
-        """``[..., outputs, inputs]`` as it lies in a row."""
-        if self.kernel:
-            channels, kh, kw = self.kernel
-            apart = weight.reshape(*weight.shape[:-1], kh, kw, channels)
-            weight = apart.movedim(-1, -3).flatten(-3)
-        return weight.flatten(-2)
-
-    @cached_property
-    def _written(self) -> Tensor:
-        return self.dense().double()
-
-    @cached_property
-    def _precise(self) -> tuple[Tensor, Tensor]:
-        return self.x.double(), self.delta.double()
-
-
 @dataclass(frozen=True)
-class _Hooked:
-    """Inputs and output gradients of layers, by one forward and one backward pass.
-
-    Like `_Vmapped` it takes one client's ``theta [D]``, ``x`` and ``y [B, ...]``, and gives rows
-    ``[1, B, d]`` and losses ``[B]``.
-    """
-
-    model: nn.Module
-    packing: Packing
-    loss: Loss
-    layers: Sequence[tuple[str, nn.Module]]
-
-    def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
-        seen: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name, _ in self.layers}
-        handles = [
-            module.register_forward_hook(
-                lambda _, inputs, output, name=name: seen[name].append((inputs[0], output))
-            )
-            for name, module in self.layers
-        ]
-        if x.dim() == 4 and not x.is_cuda:
-            x = channels_last(x)
-        leaves = {k: v.requires_grad_() for k, v in self.packing.named(theta).items()}
-        try:
-            with torch.enable_grad():
-                each = self.loss(functional_call(self.model, leaves, (x,)), y)
-                calls = [seen[name] for name, _ in self.layers]
-                if any(len(call) != 1 for call in calls):
-                    # Shared weights: an example's gradient is no single product.
-                    return _Vmapped(self.model, self.packing, self.loss)(theta.detach(), x, y)
-                outputs = [call[0][1] for call in calls]
-                deltas = torch.autograd.grad(each.sum(), outputs)
-        finally:
-            for handle in handles:
-                handle.remove()
-        parts = [
-            _part(module, call[0][0].detach(), delta)
-            for (_, module), call, delta in zip(self.layers, calls, deltas, strict=True)
-        ]
-        return OuterRows(tuple(parts)), each.detach()
-
-
-def _part(module: nn.Module, x: Tensor, delta: Tensor) -> LinearPart:
-    bias = module.bias is not None and bool(module.bias.requires_grad)
-    if isinstance(module, nn.Conv2d):
-        kernel = (module.in_channels, *module.kernel_size)
-        seen, delta = _windows(x, module)[None], delta.flatten(2).transpose(1, 2)[None]
-        return PositionsPart(seen, delta, bias, kernel)
-    if x.dim() == 2:
-        return LinearPart(x[None], delta[None], bias)
-    return PositionsPart(x.flatten(1, -2)[None], delta.flatten(1, -2)[None], bias)
-
-
-def _windows(x: Tensor, module: nn.Conv2d) -> Tensor:
-    """What a convolution sees at each of its positions, channels last: ``[B, L, kh * kw * C]``."""
-    (kh, kw), (sh, sw), (dh, dw) = module.kernel_size, module.stride, module.dilation
-    pad = module.padding
-    if any(pad):
-        x = F.pad(x, (int(pad[1]), int(pad[1]), int(pad[0]), int(pad[0])))
-    windows = x.unfold(2, dh * (kh - 1) + 1, sh).unfold(3, dw * (kw - 1) + 1, sw)
-    windows = windows[..., ::dh, ::dw]
-    return windows.permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
-
-
-@dataclass(frozen=True)
-class _Vmapped:
+class Vmapped:
     """Gradients of single examples by `torch.func`, written out."""
 
     model: nn.Module
@@ -270,11 +151,45 @@ class _Vmapped:
 
     def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         named = {k: v.detach() for k, v in self.packing.named(theta).items()}
-        gradients, each = vmap(grad(self._one, has_aux=True), in_dims=(None, 0, 0))(named, x, y)
+        gradients, each = self._all(named, x, y)
         parts = [gradients[e.name].flatten(1) for e in self.packing.layout.entries]
         return DenseRows(torch.cat(parts, dim=1)[None]), each
+
+    def _all(self, named: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Any, Any]:
+        one: Any = vmap(grad(self._one, has_aux=True), in_dims=(None, 0, 0), randomness="different")
+        gradients, losses = one(named, x, y)
+        return gradients, losses
 
     def _one(self, named: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Any, Any]:
         outputs = functional_call(self.model, named, (x.unsqueeze(0),))
         each = self.loss(outputs, y.unsqueeze(0))[0]
         return each, each
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """Gradients of single examples by autograd on one example after another.
+
+    Nothing that an example is computed with is another's, and what the model draws for it is
+    seeded for it alone.
+    """
+
+    model: nn.Module
+    packing: Packing
+    loss: Loss
+    draws: bool
+
+    def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
+        """See `OneClientsRows`."""
+        rows, losses = [], []
+        # Drawn from a generator that is seeded for the client; unused by a model that draws not.
+        seeds = torch.randint(2**62, (len(x),)).tolist() if self.draws else [None] * len(x)
+        for j, seed in enumerate(seeds):
+            leaves = {k: v.detach().requires_grad_() for k, v in self.packing.named(theta).items()}
+            with torch.enable_grad(), seeded(seed, theta.device):
+                outputs = functional_call(self.model, leaves, (x[j : j + 1].clone(),))
+                (loss,) = self.loss(outputs, y[j : j + 1])
+                parts = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+            rows.append(torch.cat([part.flatten() for part in parts]))
+            losses.append(loss.detach())
+        return DenseRows(torch.stack(rows)[None]), torch.stack(losses)

@@ -6,6 +6,7 @@ cannot take.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +17,7 @@ from torch.func import functional_call
 from fedsim.clients.gradients import Gradient, Parts
 from fedsim.rows.packing import Packing, channels_last
 from fedsim.tasks.losses import Loss
+from fedsim.training.hidden_draws import seeded
 
 __all__ = ["PlainPath"]
 
@@ -31,14 +33,22 @@ class PlainPath:
     name = "plain"
 
     def gradient(
-        self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor
+        self,
+        theta: Tensor,
+        x: Tensor,
+        y: Tensor,
+        weight: Tensor,
+        seeds: Sequence[int | None] | None = None,
     ) -> tuple[Gradient, Tensor]:
-        """Gradients of the weighted loss, and the loss of each example ``[n, B]``."""
+        """Gradients of the weighted loss, and the loss of each example ``[n, B]``.
+
+        ``seeds [n]`` are those of what the model draws for each client.
+        """
         losses = torch.empty_like(weight)
         found: dict[str, list[Tensor]] = {name: [] for name in self.packing.slices}
         for k in range(len(theta)):
             leaves = {name: leaf.requires_grad_() for name, leaf in self._named(theta[k]).items()}
-            with torch.enable_grad():
+            with torch.enable_grad(), seeded(seeds[k] if seeds else None, theta.device):
                 each = self.loss(functional_call(self.model, leaves, (self._own(x[k]),)), y[k])
                 parts = torch.autograd.grad(
                     (each * weight[k]).sum(), list(leaves.values()), allow_unused=True
@@ -54,14 +64,15 @@ class PlainPath:
         }
         return Parts(stacked, self.packing), losses
 
-    def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
-        """Outputs of the model ``[n, B, ...]`` at ``theta [n, D]``."""
-        return torch.stack(
-            [
-                functional_call(self.model, self._named(point), (self._own(own),))
-                for point, own in zip(theta, x, strict=True)
-            ]
-        )
+    def outputs(
+        self, theta: Tensor, x: Tensor, seeds: Sequence[int | None] | None = None
+    ) -> Tensor:
+        """Outputs of the model ``[n, B, ...]`` at ``theta [n, D]``; ``seeds`` as in `gradient`."""
+        outputs = []
+        for k, (point, own) in enumerate(zip(theta, x, strict=True)):
+            with seeded(seeds[k] if seeds else None, theta.device):
+                outputs.append(functional_call(self.model, self._named(point), (self._own(own),)))
+        return torch.stack(outputs)
 
     @cached_property
     def _channels_last(self) -> bool:

@@ -1,0 +1,198 @@
+"""Gradients of single examples by factors: layers that meet their weights in a product.
+
+Linear layers and convolutions give the gradients of B examples as products of inputs and
+output gradients, whose norms and weighted sums need no gradient of an example ("ghost
+norms"; Goodfellow 2015, Bu et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedsim.rows import LinearPart, OuterRows
+from fedsim.rows.dense import BlockRows
+from fedsim.rows.packing import Packing, channels_last
+from fedsim.tasks.losses import Loss
+
+__all__ = ["Hooked", "PositionsPart", "SharedWeightsError", "product_layers"]
+
+
+class SharedWeightsError(RuntimeError):
+    """A layer was met twice in one pass: an example's gradient is no single product."""
+
+
+def product_layers(model: nn.Module, packing: Packing) -> list[tuple[str, nn.Module]] | None:
+    """Layers that own every trained parameter, in the layout's order; None if some cannot."""
+    owners = dict.fromkeys(e.name.rpartition(".")[0] for e in packing.layout.entries)
+    names = []
+    layers = []
+    for owner in owners:
+        module = model.get_submodule(owner)
+        plain = type(module) is nn.Linear or (
+            type(module) is nn.Conv2d
+            and module.groups == 1
+            and module.padding_mode == "zeros"
+            and not isinstance(module.padding, str)
+        )
+        if not plain or not module.weight.requires_grad:
+            return None
+        prefix = f"{owner}." if owner else ""
+        names.append(f"{prefix}weight")
+        if module.bias is not None and module.bias.requires_grad:
+            names.append(f"{prefix}bias")
+        layers.append((owner, module))
+    return layers if names == [e.name for e in packing.layout.entries] else None
+
+
+@dataclass(frozen=True, eq=False)
+class PositionsPart(LinearPart):
+    """A layer that meets its weights at ``L`` positions: row k is ``sum_l delta_kl (x) x_kl``.
+
+    Attributes
+    ----------
+    x : Tensor ``[..., rows, L, inputs]``
+    delta : Tensor ``[..., rows, L, outputs]``
+    bias : bool
+    kernel : tuple of int
+        ``(C, kh, kw)`` where inputs come channels last, ``(kh, kw, C)``, as a CPU is quick to
+        gather them; empty where they are in the row's order.
+    """
+
+    kernel: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return self.x.shape[-3]
+
+    @property
+    def small(self) -> bool:
+        """Whether a gradient is smaller than the Gram matrix of its positions."""
+        return bool(self.size <= self.x.shape[-2] ** 2)
+
+    def square_norms(self, scale: Tensor | None, center: Tensor | None) -> Tensor:
+        """See `LinearPart`; by Gram matrices of the positions where those are the smaller."""
+        if scale is not None or center is not None:
+            rows = self._written.clone() if self.small else self.dense().double()
+            rows = rows if center is None else rows.sub_(center.unsqueeze(-2))
+            rows = rows if scale is None else rows.mul_(scale.unsqueeze(-2))
+            return rows.square_().sum(-1)
+        if self.small:
+            return self._written.square().sum(-1)
+        x, delta = self._precise
+        inputs = (x @ x.mT).add_(float(self.bias))
+        return (delta @ delta.mT).mul_(inputs).sum((-2, -1)).clamp_min(0)
+
+    def sums(self, weights: Tensor) -> list[Tensor]:
+        """See `LinearPart`."""
+        absent = weights == 0
+        # A row of NaN times zero is NaN: such rows are wiped.
+        wipe = weights.is_cuda or bool(absent.any())
+        if self.small:
+            rows = self._written
+            rows = rows.masked_fill(absent[..., None], 0.0) if wipe else rows
+            return [(weights.unsqueeze(-2) @ rows).squeeze(-2)]
+        x, delta = self._precise
+        if wipe:
+            x, delta = (t.masked_fill(absent[..., None, None], 0.0) for t in (x, delta))
+        delta = (delta * weights[..., None, None]).flatten(-3, -2)
+        weight = self._row(delta.mT @ x.flatten(-3, -2))
+        return [weight, delta.sum(-2)] if self.bias else [weight]
+
+    def dense(self) -> Tensor:
+        """See `LinearPart`."""
+        outer = self._row(self.delta.mT @ self.x)
+        return torch.cat([outer, self.delta.sum(-2)], dim=-1) if self.bias else outer
+
+    def _row(self, weight: Tensor) -> Tensor:
+        """``[..., outputs, inputs]`` as it lies in a row."""
+        if self.kernel:
+            channels, kh, kw = self.kernel
+            apart = weight.reshape(*weight.shape[:-1], kh, kw, channels)
+            weight = apart.movedim(-1, -3).flatten(-3)
+        return weight.flatten(-2)
+
+    @cached_property
+    def _written(self) -> Tensor:
+        return self.dense().double()
+
+    @cached_property
+    def _precise(self) -> tuple[Tensor, Tensor]:
+        return self.x.double(), self.delta.double()
+
+
+@dataclass(frozen=True)
+class Hooked:
+    """Inputs and output gradients of layers, by one forward and one backward pass.
+
+    See `fedsim.training.paths.examples.OneClientsRows`.
+    """
+
+    model: nn.Module
+    packing: Packing
+    loss: Loss
+    layers: Sequence[tuple[str, nn.Module]]
+
+    def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
+        """One pass forward and one backward.
+
+        Raises
+        ------
+        SharedWeightsError
+            If a layer is used more than once, or not at all.
+        """
+        seen: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name, _ in self.layers}
+        handles = [
+            module.register_forward_hook(
+                lambda _, inputs, output, name=name: seen[name].append((inputs[0], output))
+            )
+            for name, module in self.layers
+        ]
+        if x.dim() == 4 and not x.is_cuda:
+            x = channels_last(x)
+        leaves = {k: v.requires_grad_() for k, v in self.packing.named(theta).items()}
+        try:
+            with torch.enable_grad():
+                each = self.loss(functional_call(self.model, leaves, (x,)), y)
+                calls = [seen[name] for name, _ in self.layers]
+                if any(len(call) != 1 for call in calls):
+                    raise SharedWeightsError("a layer is used more than once in a pass")
+                outputs = [call[0][1] for call in calls]
+                deltas = torch.autograd.grad(each.sum(), outputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        parts = [
+            _part(module, call[0][0].detach(), delta)
+            for (_, module), call, delta in zip(self.layers, calls, deltas, strict=True)
+        ]
+        return OuterRows(tuple(parts)), each.detach()
+
+
+def _part(module: nn.Module, x: Tensor, delta: Tensor) -> LinearPart:
+    bias = module.bias is not None and bool(module.bias.requires_grad)
+    if isinstance(module, nn.Conv2d):
+        kernel = (module.in_channels, *module.kernel_size)
+        seen, delta = _windows(x, module)[None], delta.flatten(2).transpose(1, 2)[None]
+        return PositionsPart(seen, delta, bias, kernel)
+    if x.dim() == 2:
+        return LinearPart(x[None], delta[None], bias)
+    return PositionsPart(x.flatten(1, -2)[None], delta.flatten(1, -2)[None], bias)
+
+
+def _windows(x: Tensor, module: nn.Conv2d) -> Tensor:
+    """What a convolution sees at each of its positions, channels last: ``[B, L, kh * kw * C]``."""
+    (kh, kw), (sh, sw), (dh, dw) = module.kernel_size, module.stride, module.dilation
+    pad = module.padding
+    if any(pad):
+        x = F.pad(x, (int(pad[1]), int(pad[1]), int(pad[0]), int(pad[0])))
+    windows = x.unfold(2, dh * (kh - 1) + 1, sh).unfold(3, dw * (kw - 1) + 1, sw)
+    windows = windows[..., ::dh, ::dw]
+    return windows.permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)

@@ -1,0 +1,236 @@
+"""Whether what is taken for gradients of single examples is that: tried when a trainer is built.
+
+A bound on an example's gradient bounds nothing if other examples have a part in it. No proof is to
+be had for a model and a loss that are somebody's own code, so they are run on made-up examples,
+never on anybody's data: what a probe finds must not tell of them. Models that mix examples are
+refused; of the ways to the gradients the fastest that shows no sign of it is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedsim.errors import FedsimError
+from fedsim.rows.packing import Packing
+from fedsim.tasks.losses import Loss
+from fedsim.training.data import ClientData
+from fedsim.training.hidden_draws import HiddenDraws, seeded
+from fedsim.training.local_step import exact
+from fedsim.training.paths.examples import Way
+
+__all__ = ["Probe"]
+
+_log = logging.getLogger(__name__)
+
+EXAMPLES = 5
+WATCHED = (0, 2, EXAMPLES - 1)
+TOLERANCE = 1e-5
+"""Of what rounding may do to an example in a batch of another size, or by another way."""
+
+SEED = 1
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A model and a loss, with made-up examples.
+
+    Parameters
+    ----------
+    model, packing, loss
+    draws : HiddenDraws
+        What the model draws is held fixed where examples change, and left out (by evaluating)
+        where batches of several sizes are compared.
+    data : ClientData
+        Of which shapes and dtypes examples are.
+    """
+
+    model: nn.Module
+    packing: Packing
+    loss: Loss
+    draws: HiddenDraws
+    data: ClientData
+
+    def fastest(self, ways: Sequence[Way]) -> Way:
+        """The first of the ways, from fast to slow, that gives gradients of single examples.
+
+        Raises
+        ------
+        FedsimError
+            If the model or the loss mixes examples, or cannot take one alone.
+        """
+        if not len(self.data.x):
+            return ways[0]  # nobody has an example whose gradient could be taken
+        with exact(self.data.x.device):
+            batch, others = self._made_up()
+            self._require_separate(batch, others)
+            if self.draws.evaluation:
+                ways = ways[-1:]  # no two of them could be compared
+            found: Way | None = None
+            why = ""
+            for way in ways:
+                try:
+                    complaint = self._complaint(way, ways[-1], batch, others)
+                except Exception as error:  # a user's code, in surroundings it was not written for
+                    complaint = f"{type(error).__name__}: {error}"
+                if not complaint:
+                    found = way
+                    break
+                why = f"{way.name}: {complaint}"
+        if found is None:
+            raise FedsimError(
+                f"the model's examples cannot be taken one at a time ({why}), so that it cannot be "
+                "trained with example-level privacy."
+            )
+        if found is ways[-1] and len(ways) > 1:
+            _log.warning("examples go through this model one by one, which is slow (%s)", why)
+        return found
+
+    def _made_up(self) -> tuple[_Batch, _Batch]:
+        """Two batches that have nothing in common, on which the loss is finite if that may be."""
+        generator = torch.Generator().manual_seed(SEED)
+        x, y = self.data.zeros((EXAMPLES,), self.packing.layout.dtype)
+        for positive in (False, True):
+            pair = [
+                _Batch(_like(x, generator, k, positive), _like(y, generator, k, positive))
+                for k in (0, 1)
+            ]
+            if all(bool(torch.isfinite(self._run(batch)[1]).all()) for batch in pair):
+                break
+        return pair[0], pair[1]
+
+    @property
+    def _theta(self) -> Tensor:
+        """Somewhere near the initial parameters: layers that start at zero hide what they do."""
+        generator = torch.Generator().manual_seed(SEED)
+        row = self.packing.layout.flatten(dict(self.model.named_parameters()))
+        noise = torch.randn(row.shape, generator=generator, dtype=torch.float64)
+        return self.packing.pack((row + 0.05 * noise.to(row))[None])[0]
+
+    @torch.no_grad()
+    def _run(self, batch: _Batch, *, drawing: bool = True) -> tuple[Tensor | None, Tensor]:
+        """Outputs, if they are one tensor with a row for each example, and losses ``[B]``."""
+        self.model.train(drawing or not self.draws.training)
+        named = self.packing.named(self._theta)
+        with seeded(SEED, batch.x.device):
+            outputs = functional_call(self.model, named, (batch.x.clone(),))
+            losses = self.loss(outputs, batch.y)
+        if not isinstance(losses, Tensor) or losses.shape != batch.y.shape[:1]:
+            shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise FedsimError(
+                f"the loss gives {shape} for {len(batch.y)} examples; with example-level privacy "
+                f"it must give one number for each, [{len(batch.y)}]."
+            )
+        rows = isinstance(outputs, Tensor) and outputs.shape[:1] == losses.shape
+        return outputs if rows else None, losses
+
+    def _require_separate(self, batch: _Batch, others: _Batch) -> None:
+        """Refuse a model or a loss in which an example's result follows from other examples."""
+        results = self._run(batch)
+        still = self._run(batch, drawing=False)
+        for j in WATCHED:
+            changed = self._run(others.with_example(j, batch))
+            self._require_same(results, changed, j, j, "what the other examples are")
+            if not self.draws.evaluation:
+                try:
+                    alone = self._run(batch.only(j), drawing=False)
+                except FedsimError:
+                    raise
+                except Exception as error:
+                    raise FedsimError(
+                        "the model does not take one example alone "
+                        f"({type(error).__name__}: {error}), so that it cannot be trained with "
+                        "example-level privacy."
+                    ) from error
+                self._require_same(still, alone, j, 0, "how many examples there are")
+
+    @staticmethod
+    def _require_same(
+        first: tuple[Tensor | None, Tensor],
+        second: tuple[Tensor | None, Tensor],
+        j: int,
+        k: int,
+        depends: str,
+    ) -> None:
+        for what, a, b in zip(("output", "loss"), first, second, strict=True):
+            if a is None or b is None:
+                continue
+            if a.shape[1:] != b.shape[1:] or _distance(a[j], b[k]) > TOLERANCE * _size(a, b):
+                culprit = "model" if what == "output" else "model or its loss"
+                raise FedsimError(
+                    f"the {culprit} mixes examples: the {what} of one depends on {depends}, so "
+                    "that no bound on an example's gradient would hold; with example-level privacy "
+                    "each example must go through by itself (sequences batch-first, no statistics "
+                    "over a batch)."
+                )
+
+    def _complaint(self, way: Way, reference: Way, batch: _Batch, others: _Batch) -> str:
+        """What speaks against a way; nothing if it is to be believed."""
+        rows, losses = self._rows(way, batch)
+        if rows.shape != (EXAMPLES, self.packing.layout.d):
+            return f"it gives {len(rows)} gradients for {EXAMPLES} examples"
+        for j in WATCHED:
+            changed, their_losses = self._rows(way, others.with_example(j, batch))
+            if not (_same_bits(rows[j], changed[j]) and _same_bits(losses[j], their_losses[j])):
+                return "an example's gradient has other bits beside other examples"
+        if way is reference or self.draws.evaluation:
+            return ""
+        still, _ = self._rows(way, batch, drawing=False)
+        for j in range(EXAMPLES):
+            alone, _ = self._rows(reference, batch.only(j), drawing=False)
+            if _distance(still[j], alone[0]) > TOLERANCE * _size(alone, still):
+                return "an example's gradient is not what it is alone"
+        return ""
+
+    def _rows(self, way: Way, batch: _Batch, *, drawing: bool = True) -> tuple[Tensor, Tensor]:
+        self.model.train(drawing or not self.draws.training)
+        with seeded(SEED, batch.x.device):
+            rows, losses = way.one(self._theta, batch.x.clone(), batch.y)
+        return rows.dense()[0], losses
+
+
+@dataclass(frozen=True)
+class _Batch:
+    x: Tensor
+    y: Tensor
+
+    def only(self, j: int) -> _Batch:
+        return _Batch(self.x[j : j + 1], self.y[j : j + 1])
+
+    def with_example(self, j: int, batch: _Batch) -> _Batch:
+        """These examples, but the one at ``j`` from another batch."""
+        x, y = self.x.clone(), self.y.clone()
+        x[j], y[j] = batch.x[j], batch.y[j]
+        return _Batch(x, y)
+
+
+def _like(tensor: Tensor, generator: torch.Generator, k: int, positive: bool) -> Tensor:
+    """Made-up values: real numbers, larger ones for ``k = 1``; or the classes or tokens 0 and 1."""
+    if not tensor.is_floating_point():
+        values = torch.randint(2, tensor.shape, generator=generator)
+        return (1 - values if k else values).to(tensor)
+    made = torch.rand if positive else torch.randn
+    return (made(tensor.shape, generator=generator) * (1 + 9 * k)).to(tensor)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Norm of the difference; infinite if not even what is not finite is the same."""
+    if _same_bits(a, b):
+        return 0.0
+    difference = float(torch.linalg.vector_norm((a - b).double()))
+    return difference if difference == difference else float("inf")
+
+
+def _size(a: Tensor, b: Tensor) -> float:
+    """Norm of the largest row."""
+    rows = torch.cat([a.flatten(1) if a.dim() > 1 else a[:, None] for a in (a, b)])
+    return float(torch.linalg.vector_norm(rows.double(), dim=1).max())
