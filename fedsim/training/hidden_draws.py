@@ -71,7 +71,7 @@ def hidden_draws(model: nn.Module, x: Tensor | None) -> HiddenDraws:
         )
     except FedsimError:
         raise
-    except Exception:  # zeros need not suit a user's model
+    except (Exception, SystemExit):  # zeros need not suit a user's model
         return HiddenDraws(training=known, evaluation=False)
 
 

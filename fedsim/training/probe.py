@@ -76,7 +76,10 @@ class Probe:
             for way in ways:
                 try:
                     complaint = self._complaint(way, ways[-1], batch, others)
-                except Exception as error:  # a user's code, in surroundings it was not written for
+                except (
+                    Exception,
+                    SystemExit,
+                ) as error:  # a user's code, in surroundings it was not written for
                     complaint = f"{type(error).__name__}: {error}"
                 if not complaint:
                     found = way
@@ -92,17 +95,40 @@ class Probe:
         return found
 
     def _made_up(self) -> tuple[_Batch, _Batch]:
-        """Two batches that have nothing in common, on which the loss is finite if that may be."""
+        """Two batches that have nothing in common, and that the model takes.
+
+        Where not even the loss of one is finite, what it is made of hides behind NaN: others are
+        tried.
+        """
         generator = torch.Generator().manual_seed(SEED)
         x, y = self.data.zeros((EXAMPLES,), self.packing.layout.dtype)
+        taken: list[tuple[_Batch, _Batch]] = []
+        failure: BaseException | None = None
         for positive in (False, True):
-            pair = [
+            first, second = (
                 _Batch(_like(x, generator, k, positive), _like(y, generator, k, positive))
                 for k in (0, 1)
-            ]
-            if all(bool(torch.isfinite(self._run(batch)[1]).all()) for batch in pair):
-                break
-        return pair[0], pair[1]
+            )
+            try:
+                losses = torch.cat([self._run(batch)[1] for batch in (first, second)])
+            except FedsimError:
+                raise
+            except (
+                Exception,
+                SystemExit,
+            ) as error:  # zeros, or numbers below it, need not suit a user's model
+                failure = error
+                continue
+            taken.append((first, second))
+            if bool(torch.isfinite(losses).all()):
+                return first, second
+        if taken:
+            return taken[0]
+        raise FedsimError(
+            "the model or its loss could not be tried on made-up examples "
+            f"({type(failure).__name__}: {failure}), as it must before it is trained with "
+            "example-level privacy; it must take any real inputs, or the classes or tokens 1 and 2."
+        ) from failure
 
     @property
     def _theta(self) -> Tensor:
@@ -141,7 +167,7 @@ class Probe:
                     alone = self._run(batch.only(j), drawing=False)
                 except FedsimError:
                     raise
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     raise FedsimError(
                         "the model does not take one example alone "
                         f"({type(error).__name__}: {error}), so that it cannot be trained with "
@@ -210,10 +236,10 @@ class _Batch:
 
 
 def _like(tensor: Tensor, generator: torch.Generator, k: int, positive: bool) -> Tensor:
-    """Made-up values: real numbers, larger ones for ``k = 1``; or the classes or tokens 0 and 1."""
+    """Made-up values: real numbers, larger ones for ``k = 1``; or classes, tokens or lengths."""
     if not tensor.is_floating_point():
         values = torch.randint(2, tensor.shape, generator=generator)
-        return (1 - values if k else values).to(tensor)
+        return ((1 - values if k else values) + int(positive)).to(tensor)
     made = torch.rand if positive else torch.randn
     return (made(tensor.shape, generator=generator) * (1 + 9 * k)).to(tensor)
 

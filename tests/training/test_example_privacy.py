@@ -352,10 +352,15 @@ def test_a_round_run_again_with_the_same_seed_but_anything_else_is_charged_again
 
 
 def test_the_line_is_on_disk_before_anything_is_computed(tmp_path):
+    built = False
+
     def broken(outputs, targets):
-        raise RuntimeError("on purpose")
+        if built:
+            raise RuntimeError("on purpose")
+        return cross_entropy(outputs, targets)
 
     trainer = private_trainer(SGD(lr=0.3), Clipping(0.5), ledger_dir=tmp_path, loss=broken)
+    built = True
     with pytest.raises(RuntimeError, match="on purpose"):
         final(trainer, IDS[:1])
     assert len(Ledger(tmp_path / "client-0.jsonl").entries) == 1

@@ -244,3 +244,43 @@ def test_convolutions_and_tokens_are_probed_too():
     tokens = type(tokens)(torch.randint(7, (21, 5)), tokens.y, tokens.indices)
     model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(20, 3))
     assert private(model, data=tokens).example_way.name == "vmapped"
+
+
+class Logarithm(Wrapped):
+    """Takes positive numbers only, and mixes them."""
+
+    def forward(self, x):
+        h = super().forward(x.log())
+        return h - h.mean(0)
+
+
+def test_what_hides_behind_nan_is_looked_at_with_other_numbers():
+    with pytest.raises(FedsimError, match="mixes examples"):
+        private(Logarithm())
+
+
+class Lengths(nn.Module):
+    """Takes lengths of sequences, which are above zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x):
+        if bool((x == 0).any()):
+            raise ValueError("a sequence of length 0")
+        return self.linear(x.float())
+
+
+def test_whole_numbers_that_a_model_does_not_take_are_tried_from_one_on():
+    data = make_data(SIZES, features=12)
+    data = type(data)(torch.randint(1, 7, (21, 5)), data.y, data.indices)
+    assert private(Lengths(), data=data).example_way.name == "factored"
+
+
+def test_a_model_that_cannot_be_tried_is_refused_with_its_error():
+    def never(outputs, y):
+        raise RuntimeError("on purpose")
+
+    with pytest.raises(FedsimError, match=r"made-up examples \(RuntimeError: on purpose\)"):
+        private(make_mlp(12), loss=never)
