@@ -187,9 +187,7 @@ class Trainer:
             dims = self.data.x.dim() - 1
             stacked = None if drawing else stack(self.model, self.packing, loss, dims)
             probe = Probe(self.model, self.packing, loss, self.draws, self.data)
-            self.example_way = probe.fastest(
-                ways(self.model, self.packing, loss, stacked, drawing)
-            )
+            self.example_way = probe.fastest(ways(self.model, self.packing, loss, stacked, drawing))
             self.releases = ExampleReleases(
                 privacy,
                 self.model,
