@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from fedsim.cli.console import Output
-from fedsim.config import RunConfig
+from fedsim.cli.privacy_source import Source, read_source
+from fedsim.cli.privacy_views import checks_table, history, over_table, report, tradeoff_table
 from fedsim.errors import FedsimError
-from fedsim.privacy import Accountant, Adjacency, Answer, Ledger, Plan, Sampling
+from fedsim.privacy import Adjacency, Plan, Sampling, tradeoff
+from fedsim.privacy.signing import new_key
+from fedsim.privacy.verification import verify
 
 __all__ = ["privacy"]
 
-_PLAN, _SAMPLING = "The plan", "Who takes part"
+_PLAN, _SAMPLING, _LEDGER = "The plan", "Who takes part", "What a run left behind"
 
 
 def privacy(
@@ -27,7 +28,8 @@ def privacy(
         Path | None,
         typer.Argument(
             metavar="SOURCE",
-            help="A config (run.toml), a ledger (ledger.jsonl), or the directory of a run.",
+            help="A config (run.toml), a ledger (ledger.jsonl), or the directory of a run or of "
+            "clients' ledgers.",
         ),
     ] = None,
     set_: Annotated[
@@ -93,6 +95,33 @@ def privacy(
             help="Whose data one row of a sum is: client, or example.", rich_help_panel=_SAMPLING
         ),
     ] = "client",
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="What a ledger says, as JSON.", rich_help_panel=_LEDGER),
+    ] = False,
+    verify_: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Hold a run's ledger against its model and metrics; status 1 if they differ.",
+            rich_help_panel=_LEDGER,
+        ),
+    ] = False,
+    public_key: Annotated[
+        Path | None,
+        typer.Option(
+            help="Verify the ledger's signature with this key too.", rich_help_panel=_LEDGER
+        ),
+    ] = None,
+    new_key_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--new-key",
+            metavar="PATH",
+            help="Make a key that signs ledgers (noise.ledger-key), and PATH.pub to verify with.",
+            rich_help_panel=_LEDGER,
+        ),
+    ] = None,
 ) -> None:
     """Answer questions about privacy, before a run, during it and after it. Nothing is trained.
 
@@ -115,7 +144,11 @@ def privacy(
 
     A ledger says what a run has spent, and what more would cost:
 
+        fedsim privacy runs/digits
+
         fedsim privacy runs/digits --max-epsilon 8
+
+        fedsim privacy runs/digits --verify
 
     Without amplification by sampling (`--sampling full`) and with cohorts of a fixed size
     (`--size 10 --population 100 --sampling fixed`, accounted for replacing one row by
@@ -124,7 +157,14 @@ def privacy(
 
         fedsim privacy --level example --rate 0.00333 --rounds 30000 -z 4
     """
-    plan, ledger = _source(source, set_ or [], delta)
+    if new_key_path is not None:
+        public = new_key(new_key_path)
+        Output().print(f"{new_key_path} signs (noise.ledger-key); give {public} to who verifies.")
+        return
+    read = read_source(source, set_ or [], delta)
+    if verify_ or public_key is not None:
+        _verify(read, public_key)
+        return
     given: dict[str, Any] = {
         "rounds": rounds,
         "delta": delta,
@@ -133,96 +173,54 @@ def privacy(
         "max_epsilon": max_epsilon,
         **_sampling(sampling, rate, size, population, adjacency),
     }
-    plan = _merged(plan, {name: value for name, value in given.items() if value is not None})
+    plan = _merged(read.plan, {name: value for name, value in given.items() if value is not None})
     plan = replace(plan, invocations=invocations) if invocations != 1 else plan
     if source is None:
         plan = replace(plan, level=_one_of("--level", level, "client", "example"))
-    console = Output()
     questions = (rounds, max_epsilon, target_epsilon, over)
-    if ledger is not None and all(question is None for question in questions):
-        console.print(str(ledger.statement(plan.delta)))
-        console.print(_history(ledger, plan.delta))
+    if read.ledger is not None and all(question is None for question in questions):
+        _spent(read, plan.delta, as_json)
         return
+    if as_json:
+        raise FedsimError("--json says what a ledger holds; give it a ledger and no question.")
+    console = Output()
     if over is not None:
         key, values = _over(over)
-        console.print(_table(plan, key, [_merged(plan, {key: value}).answer() for value in values]))
+        answers = [_merged(plan, {key: value}).answer() for value in values]
+        console.print(over_table(plan, key, answers))
         return
-    console.print(_report(plan.answer()))
+    answer = plan.answer()
+    console.print(report(answer))
+    if math.isfinite(answer.cost.epsilon):
+        console.print(tradeoff_table(tradeoff(answer.events)))
 
 
-def _source(
-    source: Path | None, overrides: list[str], delta: float | None
-) -> tuple[Plan, Ledger | None]:
-    """The plan that a config or a ledger makes, before the options."""
-    if source is None:
-        if overrides:
-            raise FedsimError(f"--set {overrides[0]} changes a config; name the config first.")
-        return Plan(), None
-    if source.suffix == ".toml":
-        return _configured(RunConfig.load(source, overrides)), None
-    directory = source if source.is_dir() else source.parent
-    settings = directory / "config.toml"
-    if delta is None and settings.is_file():
-        delta = RunConfig.load(settings).noise.delta
-    ledger = Ledger.read(directory / "ledger.jsonl" if source.is_dir() else source)
-    plan = Plan(delta=1e-5 if delta is None else delta, level=ledger.level)
-    if not ledger.charged:
-        return plan, ledger
-    last = ledger.charged[-1].event
-    return replace(
-        plan,
-        noise_multiplier=last.total_noise_multiplier,
-        sampler=last.sampler,
-        rate=last.rate,
-        size=last.size,
-        population=last.population,
-        adjacency=last.adjacency,
-        invocations=last.count,
-        past=tuple(entry.event for entry in ledger.charged),
-    ), ledger
+def _spent(read: Source, delta: float, as_json: bool) -> None:
+    """What ledgers say: the statements, and how epsilon grew."""
+    statements = read.statements(delta)
+    if as_json:
+        typer.echo(json.dumps([statement.to_dict() for statement in statements], indent=2))
+        return
+    console = Output()
+    for statement in statements:
+        console.print(f"{statement}\n")
+        if statement.private and statement.cost.releases:
+            console.print(tradeoff_table(statement.tradeoff))
+    if read.ledger is not None:
+        console.print(history(read.ledger, delta))
 
 
-def _configured(config: RunConfig) -> Plan:
-    cohort, noise, clients = config.cohort, config.noise, config.partition.clients
-    if not config.private and config.client.private:
-        return _examples(config)
-    if not config.private:
-        raise FedsimError(
-            f"mechanism.name = {config.mechanism.name!r} and noise.multiplier = "
-            f"{noise.multiplier}, and clients do not protect their examples; the run has no "
-            "guarantee, and its epsilon is infinite."
-        )
-    return Plan(
-        noise_multiplier=noise.multiplier,
-        target_epsilon=noise.target_epsilon,
-        rounds=config.rounds,
-        delta=noise.delta,
-        sampler=cohort.name,
-        rate=cohort.rate if cohort.name == "poisson" else 1.0,
-        size=cohort.size if cohort.name == "fixed" else None,
-        population=clients,
-    )
-
-
-def _examples(config: RunConfig) -> Plan:
-    """The plan of the client that pays most, where clients protect their examples."""
-    # How many examples clients have, and so their rates, only the data can say.
-    from fedsim.runs.build import Build
-
-    build = Build(config)
-    worst = build.worst_client(config.rounds)
-    if worst is None or build.example_privacy is None:
-        raise FedsimError(f"partition.clients = {config.partition.clients}; none has an example.")
-    return Plan(
-        noise_multiplier=build.example_privacy.noise_multiplier,
-        rounds=config.rounds,
-        delta=config.client.noise.delta,
-        sampler=worst.event.sampler,
-        rate=worst.event.rate,
-        adjacency=worst.event.adjacency,
-        invocations=worst.event.count // config.rounds,
-        level="example",
-    )
+def _verify(read: Source, public_key: Path | None) -> None:
+    """Hold what a run left behind together; exit status 1 if it does not fit."""
+    if read.directory is None:
+        raise FedsimError("--verify looks at a run: name its directory, such as runs/digits.")
+    checks = verify(read.directory, read.plan.delta, read.clients, public_key)
+    console = Output()
+    console.print(checks_table(checks))
+    if public_key is None:
+        console.print("Without --public-key this shows accidents, not forgers.")
+    if not all(check.holds for check in checks):
+        raise typer.Exit(1)
 
 
 def _sampling(
@@ -294,86 +292,3 @@ def _over(text: str) -> tuple[str, list[int | float]]:
             f"--over {text!r} must be KEY=A,B,C, such as rounds=10,100,1000."
         ) from None
     return key.replace("-", "_"), parsed
-
-
-_LABELS = {
-    "poisson": "Poisson, rate {rate:.6g}",
-    "fixed": "{size} of {population} without replacement",
-    "full": "everybody, no amplification",
-    "shuffle": "shuffled passes, no amplification",
-}
-
-
-def _report(answer: Answer) -> Table:
-    """The answer first, then what it rests on."""
-    plan, cost = answer.plan, answer.cost
-    sampling = _LABELS[plan.sampler].format(
-        rate=plan.rate, size=plan.size, population=plan.population
-    )
-    rows = {
-        "epsilon": _number(cost.epsilon),
-        "noise multiplier": _number(answer.noise_multiplier),
-        "rounds": f"{answer.rounds:,}",
-    }
-    table = Table.grid(padding=(0, 2))
-    table.add_row(Text(plan.asks, "bold"), Text(rows.pop(plan.asks), "bold green"))
-    for name, value in rows.items():
-        table.add_row(name, value)
-    table.add_row("delta", f"{plan.delta:g}")
-    table.add_row("level, neighbours", f"{plan.level}, {cost.adjacency}")
-    table.add_row("sampling", sampling)
-    if plan.past:
-        table.add_row("releases before", f"{Accountant(plan.past).releases:,}")
-    table.add_row("accounted by", _METHODS[cost.method])
-    table.add_row("Rényi accounting says", _number(cost.rdp_epsilon))
-    if cost.poisson_epsilon is not None:
-        table.add_row("Poisson would cost", f"{_number(cost.poisson_epsilon)} (add-remove)")
-    if plan.past and plan.asks == "noise multiplier":
-        table.add_row("", "chosen after releases were made, hence by Rényi accounting")
-    return table
-
-
-_METHODS = {
-    "analytic": "exact curve of the Gaussian",
-    "pld": "privacy loss distributions",
-    "rdp": "Rényi accounting",
-    "none": "nothing: there is no guarantee",
-}
-
-
-def _table(plan: Plan, key: str, answers: list[Answer]) -> Table:
-    """One row an answer; what varies stands first."""
-    asked = {"target_epsilon": "target", "max_epsilon": "budget"}
-    cells: dict[str, Callable[[Answer], str]] = {
-        asked.get(key, key.replace("_", " ")): lambda answer: f"{getattr(answer.plan, key):,g}",
-        "rounds": lambda answer: f"{answer.rounds:,}",
-        "noise multiplier": lambda answer: _number(answer.noise_multiplier),
-        "epsilon": lambda answer: _number(answer.cost.epsilon),
-        "epsilon by RDP": lambda answer: _number(answer.cost.rdp_epsilon),
-    }
-    table = Table(title=f"{plan.level} level, {answers[0].cost.adjacency}")
-    for name in cells:
-        table.add_column(name, justify="right")
-    for answer in answers:
-        table.add_row(*(cell(answer) for cell in cells.values()))
-    return table
-
-
-def _history(ledger: Ledger, delta: float) -> Table:
-    """Epsilon as it grew, in about ten steps."""
-    table = Table(title=f"epsilon at delta = {delta:g}")
-    for name in ("releases", "round", "epsilon"):
-        table.add_column(name, justify="right")
-    entries = ledger.charged
-    every = max(1, math.ceil(len(entries) / 10))
-    accountant = Accountant()
-    for number, entry in enumerate(entries, start=1):
-        accountant.add(entry.event)
-        if number % every == 0 or number == len(entries):
-            label = "" if entry.round is None else str(entry.round)
-            table.add_row(f"{accountant.releases:,}", label, _number(accountant.epsilon(delta)))
-    return table
-
-
-def _number(value: float) -> str:
-    return "infinite" if math.isinf(value) else f"{value:.4f}"

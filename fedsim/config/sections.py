@@ -260,6 +260,7 @@ class NoiseSection(Section):
     entropy: Literal["", "config", "system"] = ""
     placement: Literal["server", "client"] = "server"
     hardened: bool = True
+    ledger_key: str = setting("", affects_release=False)
 
     @model_validator(mode="after")
     def _one_amount(self) -> NoiseSection:

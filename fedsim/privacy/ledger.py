@@ -74,11 +74,16 @@ class Ledger:
         self.declared = declared
         self._read_only = False
         self._file = LedgerFile(self.path, planned=declared)
-        if declared is not None:
-            self._file.history.after(Entry(event=declared))
+        self._check_declared()
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str], *, delta: float | None = None) -> Self:
+    def read(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        delta: float | None = None,
+        declared: Event | None = None,
+    ) -> Self:
         """A ledger file to look at: nothing is repaired on disk and nothing can be recorded.
 
         Raises
@@ -86,11 +91,12 @@ class Ledger:
         FedsimError
             If there is no such file, or it is no ledger, or was changed after it was written.
         """
-        ledger = cls(delta=delta)
+        ledger = cls(delta=delta, declared=declared)
         ledger.path, ledger._read_only = Path(path), True
         if not ledger.path.is_file() and not archived(ledger.path):
             raise FedsimError(f"there is no ledger at {path}.")
-        ledger._file = LedgerFile(ledger.path, read_only=True)
+        ledger._file = LedgerFile(ledger.path, planned=declared, read_only=True)
+        ledger._check_declared()
         return ledger
 
     def record(
@@ -311,6 +317,11 @@ class Ledger:
                 raise FedsimError(f"ledger {self.path} does not continue the checkpointed one.")
             return
         self._file.load_lines(data)
+
+    def _check_declared(self) -> None:
+        """Refuse what cannot be added up, before anything is released."""
+        if self.declared is not None:
+            self._file.history.after(Entry(event=self.declared))
 
     def _delta(self, delta: float | None) -> float:
         chosen = self.delta if delta is None else delta

@@ -35,6 +35,8 @@ class Plan:
     level : "client" or "example"
     past : tuple of Event
         What has been released already.
+    simulated : bool
+        Whether noise follows from a config's seed, which is no secret.
     """
 
     noise_multiplier: float | None = None
@@ -50,6 +52,7 @@ class Plan:
     invocations: int = 1
     level: Level = "client"
     past: tuple[Event, ...] = ()
+    simulated: bool = False
 
     @property
     def asks(self) -> Literal["epsilon", "noise multiplier", "rounds"]:
@@ -149,3 +152,10 @@ class Answer:
     noise_multiplier: float
     rounds: int
     cost: Cost
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """All that is released."""
+        if not self.rounds:
+            return self.plan.past
+        return (*self.plan.past, self.plan.event(self.noise_multiplier).times(self.rounds))

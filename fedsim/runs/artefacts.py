@@ -5,6 +5,7 @@
     config.toml         complete and resolved: reproduces the run
     metrics.csv         a row a round
     ledger.jsonl        every private release; clients' own are in clients/
+    ledger.sig          its signature, where there is a key for one
     model.safetensors   the model
     clients/            what clients keep between rounds, on this machine
     archive/1/ ...      ledgers of the runs that were overwritten here, with their configs
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +29,7 @@ from safetensors.torch import save as serialise
 from torch import Tensor
 
 from fedsim.errors import FedsimError
+from fedsim.privacy.verification import METADATA
 from fedsim.runs.marker import Marker
 
 __all__ = ["OUT", "RUNS", "RunDirectory"]
@@ -54,6 +57,7 @@ class RunDirectory:
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.csv"
         self.ledger = self.path / "ledger.jsonl"
+        self.signature = self.path / "ledger.sig"
         self.model = self.path / "model.safetensors"
         self.report = self.path / "report.html"
         self.done = self.path / "done"
@@ -142,7 +146,8 @@ class RunDirectory:
 
     def _put_away(self) -> None:
         """Archive an earlier run's ledgers, with its config; remove its other files."""
-        ledgers = [path for path in (self.ledger, self.clients) if path.exists()]
+        kinds = (self.ledger, self.signature, self.clients)
+        ledgers = [path for path in kinds if path.exists()]
         if ledgers:
             self.archive.mkdir(exist_ok=True)
             numbers = [int(path.name) for path in self.archive.iterdir() if path.name.isdecimal()]
@@ -181,10 +186,18 @@ class RunDirectory:
         with _named(self.metrics), self.metrics.open("ab") as file:
             file.write(line)
 
-    def save_model(self, arrays: Mapping[str, Tensor]) -> None:
-        """Write model.safetensors."""
-        content = serialise({name: tensor.contiguous().cpu() for name, tensor in arrays.items()})
-        _replace(self.model, content)
+    def save_model(
+        self, arrays: Mapping[str, Tensor], about: Mapping[str, object] | None = None
+    ) -> None:
+        """Write model.safetensors; ``about`` says which release plan and ledger made it."""
+        tensors = {name: tensor.contiguous().cpu() for name, tensor in arrays.items()}
+        # One entry: the order of several is not always the same.
+        text = json.dumps(dict(about or {}), sort_keys=True, separators=(",", ":"))
+        _replace(self.model, serialise(tensors, metadata={METADATA: text}))
+
+    def sign_ledger(self, signature: str) -> None:
+        """Write ledger.sig."""
+        _replace(self.signature, signature.encode())
 
     def copy_from(self, other: RunDirectory) -> None:
         """Take over what a run has left in a directory on this machine."""
@@ -199,6 +212,7 @@ class RunDirectory:
             self.config,
             self.metrics,
             self.ledger,
+            self.signature,
             self.model,
             self.report,
             self.done,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from fedsim.errors import FedsimError
+from fedsim.privacy.signing import private_key
 from fedsim.runs.build import Build
 from fedsim.runs.columns import columns_of
 from fedsim.training.evaluation import evaluate_clients
@@ -27,6 +30,8 @@ def check(build: Build) -> None:
     strategy.check(build.initial_arrays)
     _check_scalars(build, strategy.mechanism.side_names)
     columns_of(build, strategy)
+    if build.config.noise.ledger_key:
+        private_key(Path(build.config.noise.ledger_key))
     _try_out(build)
 
 

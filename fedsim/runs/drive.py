@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from flwr.app import ArrayRecord, MetricRecord
@@ -16,6 +17,7 @@ from flwr.serverapp.strategy import Result
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.models import values_of
 from fedsim.privacy import Statement
+from fedsim.privacy.signing import private_key, signature
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.columns import columns_of
@@ -91,6 +93,8 @@ class Session:
             self.strategy.restore(resume.strategy)
             build.trainer.restore(resume.clients)
             self._arrays = array_record(resume.parameters)
+        key = build.config.noise.ledger_key
+        self._key = private_key(Path(key)) if key else None
         self._directory = directory
         self._scribe = _Scribe(build, self.strategy, directory, observer)
 
@@ -128,7 +132,16 @@ class Session:
         """Write the model reached so far, whole: what is frozen is not in the run's arrays."""
         if self._directory is not None:
             frozen = values_of(self.build.model)
-            self._directory.save_model(frozen | tensors(self._reached))
+            ledger = self.strategy.ledger
+            # Nothing here varies with engine or time: equal runs have equal files.
+            about = {
+                "ledger-head": ledger.head,
+                "ledger-lines": len(ledger.heads),
+                "release": self.build.release,
+            }
+            self._directory.save_model(frozen | tensors(self._reached), about)
+            if self._key is not None:
+                self._directory.sign_ledger(signature(self._key, ledger.head, len(ledger.heads)))
 
     def result(self, interrupted: bool = False) -> RunResult:
         """What the run has reached, and why it ended."""

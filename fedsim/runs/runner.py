@@ -63,6 +63,8 @@ def run(
     settle()
     build = Build(config, None if directory is None else directory.path)
     check(build)
+    if directory is not None and overwrite and directory.path.is_dir():
+        build.check_past(directory.ledger)
     with ExitStack() as stack:
         grid: Grid | None = None
         if config.engine.name == "local":

@@ -22,6 +22,7 @@ from fedsim.privacy import Accountant, Event, Ledger, Statement
 from fedsim.privacy.chain import GENESIS
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Independent
+from fedsim.privacy.samplers import declared_by_user
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.exchange import Instructions
@@ -349,6 +350,7 @@ evaluate_metrics_aggr_fn
             clip_norm=self.mechanism.sensitivity(self._state, self._layout),
             release=self._release,
             placement=self.placement,
+            declared_by_user=declared_by_user(self.cohort),
             public={"denominator": float(self.cohort.expected_size)},
         )
         lost = len(asked.client_of) > 0 and total.count == 0

@@ -26,6 +26,7 @@ OUTSIDE = {
     "client.state-dir",
     "client.noise.chunk",
     "noise.max-epsilon",
+    "noise.ledger-key",
     "client.noise.max-epsilon",
     "server.max-failed-rounds",
 }

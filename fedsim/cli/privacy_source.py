@@ -1,0 +1,177 @@
+"""What `fedsim privacy` is asked about: a plan, a config, a ledger, a run, clients' ledgers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fedsim.config import RunConfig
+from fedsim.errors import FedsimError
+from fedsim.privacy import ClientLedgers, Ledger, Plan, Statement
+from fedsim.privacy.archive import archived
+from fedsim.privacy.parallel import dearest
+
+__all__ = ["Source", "read_source"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source, read.
+
+    Attributes
+    ----------
+    plan : Plan
+        What it says of a run to come, or of further rounds.
+    ledger : Ledger or None
+        What it has released: at example level, of the client that has spent most.
+    server : Ledger or None
+        The server's.
+    clients : path or None
+        Where clients' ledgers are.
+    directory : path or None
+        Of the run.
+    """
+
+    plan: Plan = field(default_factory=Plan)
+    ledger: Ledger | None = None
+    server: Ledger | None = None
+    clients: Path | None = None
+    directory: Path | None = None
+
+    def statements(self, delta: float) -> list[Statement]:
+        """What its ledgers say: of the server's releases where it made private ones, and of the
+        clients' own where they have any."""
+        clients = None if self.clients is None else _clients(self.clients, delta).statement()
+        said = [] if self.server is None else [self.server.statement(delta)]
+        if clients is None:
+            return said
+        return [*(statement for statement in said if statement.private), clients]
+
+
+def read_source(source: Path | None, overrides: list[str], delta: float | None) -> Source:
+    """Read what the command was given.
+
+    Raises
+    ------
+    FedsimError
+        If it is none of these things.
+    """
+    if source is None:
+        if overrides:
+            raise FedsimError(f"--set {overrides[0]} changes a config; name the config first.")
+        return Source()
+    if source.suffix == ".toml":
+        return Source(_configured(RunConfig.load(source, overrides)))
+    if not source.is_dir():
+        ledger = Ledger.read(source)
+        return Source(_continued(ledger, _delta(source.parent, delta)), ledger, ledger)
+    if _has_clients(source):
+        return _of_clients(source, 1e-5 if delta is None else delta)
+    delta = _delta(source, delta)
+    server = Ledger.read(source / "ledger.jsonl")
+    clients = _clients_of(source)
+    if clients is not None and not server.statement(delta).private:
+        return replace(_of_clients(clients, delta), server=server, directory=source)
+    return Source(_continued(server, delta), server, server, clients, source)
+
+
+def _of_clients(directory: Path, delta: float) -> Source:
+    worst = dearest(_clients(directory, delta).everyone(), delta)
+    return Source(_continued(worst, delta), worst, clients=directory)
+
+
+def _clients(directory: Path, delta: float) -> ClientLedgers:
+    return ClientLedgers(directory, delta=delta, read_only=True)
+
+
+def _clients_of(run: Path) -> Path | None:
+    """Where a run's clients keep their ledgers, if that is on this machine."""
+    candidates = [run / "clients"]
+    if (run / "config.toml").is_file():
+        config = RunConfig.load(run / "config.toml")
+        if config.client.state_dir:
+            candidates.append(Path(config.client.state_dir) / config.name / "clients")
+    candidates += sorted(run.glob("clients/*/clients"))
+    return next((path for path in candidates if _has_clients(path)), None)
+
+
+def _has_clients(directory: Path) -> bool:
+    pattern = "client-*.jsonl"
+    return any(directory.glob(pattern)) or bool(archived(directory / pattern))
+
+
+def _delta(directory: Path, delta: float | None) -> float:
+    settings = directory / "config.toml"
+    if delta is None and settings.is_file():
+        return RunConfig.load(settings).noise.delta
+    return 1e-5 if delta is None else delta
+
+
+def _continued(ledger: Ledger, delta: float) -> Plan:
+    """Further rounds like the last one."""
+    plan = Plan(delta=delta, level=ledger.level)
+    if not ledger.charged:
+        return plan
+    last = ledger.charged[-1].event
+    return replace(
+        plan,
+        noise_multiplier=last.total_noise_multiplier,
+        sampler=last.sampler,
+        rate=last.rate,
+        size=last.size,
+        population=last.population,
+        adjacency=last.adjacency,
+        invocations=last.count,
+        past=tuple(entry.event for entry in ledger.charged),
+        simulated=any(entry.entropy == "config" for entry in ledger.charged),
+    )
+
+
+def _configured(config: RunConfig) -> Plan:
+    cohort, noise, clients = config.cohort, config.noise, config.partition.clients
+    if not config.private and config.client.private:
+        return _examples(config)
+    if not config.private:
+        raise FedsimError(
+            f"mechanism.name = {config.mechanism.name!r} and noise.multiplier = "
+            f"{noise.multiplier}, and clients do not protect their examples; the run has no "
+            "guarantee, and its epsilon is infinite."
+        )
+    return Plan(
+        noise_multiplier=noise.multiplier,
+        target_epsilon=noise.target_epsilon,
+        rounds=config.rounds,
+        delta=noise.delta,
+        sampler=cohort.name,
+        rate=cohort.rate if cohort.name == "poisson" else 1.0,
+        size=cohort.size if cohort.name == "fixed" else None,
+        population=clients,
+        simulated=_simulated(config),
+    )
+
+
+def _simulated(config: RunConfig) -> bool:
+    deployed = config.engine.name == "deployment"
+    return (config.noise.entropy or ("system" if deployed else "config")) == "config"
+
+
+def _examples(config: RunConfig) -> Plan:
+    """The plan of the client that pays most, where clients protect their examples."""
+    # How many examples clients have, and so their rates, only the data can say.
+    from fedsim.runs.build import Build
+
+    build = Build(config)
+    worst = build.worst_client(config.rounds)
+    if worst is None or build.example_privacy is None:
+        raise FedsimError(f"partition.clients = {config.partition.clients}; none has an example.")
+    return Plan(
+        noise_multiplier=build.example_privacy.noise_multiplier,
+        rounds=config.rounds,
+        delta=config.client.noise.delta,
+        sampler=worst.event.sampler,
+        rate=worst.event.rate,
+        adjacency=worst.event.adjacency,
+        invocations=worst.event.count // config.rounds,
+        level="example",
+        simulated=_simulated(config),
+    )

@@ -1,0 +1,102 @@
+"""Signatures of a ledger's head: what a chain of hashes alone cannot show, that it is yours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+    Ed25519PrivateKey,
+    Ed25519PublicKey,
+)
+
+from fedsim.errors import FedsimError
+from fedsim.privacy import durable
+
+__all__ = ["check_signature", "new_key", "private_key", "signature"]
+
+
+def new_key(path: Path) -> Path:
+    """Make a key that signs ledgers, for its owner's eyes only; where its public half is.
+
+    Raises
+    ------
+    FedsimError
+        If there is a file already.
+    """
+    public = path.with_name(f"{path.name}.pub")
+    for taken in (path, public):
+        if taken.exists():
+            raise FedsimError(f"{taken} exists; choose another name for the new key.")
+    key = Ed25519PrivateKey.generate()
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(
+        pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    durable.create(path, private, mode=0o600)
+    shown = key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
+    durable.create(public, shown)
+    return public
+
+
+def private_key(path: Path) -> Ed25519PrivateKey:
+    """The key in a file that `new_key` made.
+
+    Raises
+    ------
+    FedsimError
+        If there is none.
+    """
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    except (OSError, ValueError, TypeError) as error:
+        raise _no_key("noise.ledger-key", path) from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise _no_key("noise.ledger-key", path)
+    return key
+
+
+def signature(key: Ed25519PrivateKey, head: str, lines: int) -> str:
+    """A signature of a ledger as it stands, as a line of JSON."""
+    signed = {"head": head, "lines": lines, "signature": key.sign(_message(head, lines)).hex()}
+    return json.dumps(signed, separators=(",", ":")) + "\n"
+
+
+def check_signature(text: str, public: Path, head: str, lines: int) -> str | None:
+    """Why a signature is not of a ledger with this head under this key; None if it is.
+
+    Raises
+    ------
+    FedsimError
+        If there is no public key in the file.
+    """
+    try:
+        key: Any = serialization.load_pem_public_key(public.read_bytes())
+    except (OSError, ValueError) as error:
+        raise _no_key("--public-key", public) from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise _no_key("--public-key", public)
+    try:
+        signed = json.loads(text)
+        key.verify(bytes.fromhex(signed["signature"]), _message(signed["head"], signed["lines"]))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return "the signature's file is not one that fedsim wrote"
+    except InvalidSignature:
+        return "the signature is not of this key"
+    if (signed["head"], signed["lines"]) != (head, lines):
+        return f"the signature is of a ledger with {signed['lines']} lines and another head"
+    return None
+
+
+def _message(head: str, lines: int) -> bytes:
+    return f"fedsim ledger, format 2\n{int(lines)} lines\nhead {head}\n".encode()
+
+
+def _no_key(name: str, path: Path) -> FedsimError:
+    return FedsimError(
+        f"{name} = {str(path)!r}; it must be the path of an Ed25519 key, such as "
+        "`fedsim privacy --new-key PATH` makes."
+    )
