@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.mechanisms.base import Part, Shaped, Side, State, Weights, bounded_, per_row, scatter
+from fedsim.mechanisms.drawing import share_multiplier
 from fedsim.rows.dense import BlockRows, Chunks, DenseRows, Rows
 from fedsim.rows.exact import FREE_ROWS, FREE_UNIT, GRID_BITS, MAX_ROWS, GridSum, Owners, more_rows
 
@@ -25,8 +26,9 @@ __all__ = ["Masks", "PartSum", "PartialSum", "Shares", "Terms"]
 
 # A looser bound (none, nearly) makes a coarse grid: without noise that would show.
 LOOSE = 64.0
-# No honest share is longer than its bound and so many standard deviations of all the noise.
-FARTHEST = 64.0
+# No honest share lies so many standard deviations of its noise beyond its bound, in one entry
+# (probability below 1e-300) or in all of them together (e^-FARTHEST, 4e-18).
+FARTHEST = 40.0
 EVERYBODY = slice(None)
 
 
@@ -222,11 +224,20 @@ class PartialSum:
             there = given if bad is None else given.masked_fill(bad, 0.0)
             part.add(rows, there, counts, owners, masks)
 
-    def add_shares(self, shares: Shares) -> Tensor:
+    def add_shares(self, shares: Shares, *, asked: int = 1) -> Tensor:
         """Add what clients bounded and noised themselves; which of it is usable, bool ``[n]``.
 
         A share counts as a whole or not at all: only then is one top-up right for all parts.
-        One that its bound and noise cannot have made is dropped like one that is not finite.
+        One that its bound and noise cannot have made is dropped like one that is not finite:
+        beyond C by more than `FARTHEST` standard deviations s in one entry, or in norm by more
+        than ``s (sqrt(d) + sqrt(2 FARTHEST))``, which the norm of d normal draws exceeds with
+        probability ``e^-FARTHEST`` at most (Laurent and Massart 2000, lemma 1).
+
+        Parameters
+        ----------
+        shares : Shares
+        asked : int
+            Number of clients asked in this round: each has ``z^2 C^2 / asked`` of the noise.
         """
         device = self.terms.device
         rows, usable = DenseRows(shares.rows.to(device, torch.float64)), shares.usable.to(device)
@@ -237,9 +248,14 @@ class PartialSum:
         for name in grids.keys() - pieces.keys():
             pieces[name] = shares.sides.get(name, missing).to(device, torch.float64)[:, None]
         for name, piece in pieces.items():
-            farthest = grids[name].radius * (1 + FARTHEST * split[name])
-            # NaN is not below anything.
-            usable = usable & (torch.maximum(piece.amax(1), -piece.amin(1)) <= farthest)
+            radius, unit = grids[name].radius, grids[name].unit
+            std = radius * share_multiplier(split[name], asked)
+            root = math.sqrt(piece.shape[1])
+            # Noise is rounded to the grid. NaN is not below anything.
+            entry = radius + std * FARTHEST + unit
+            norm = radius + std * (root + math.sqrt(2 * FARTHEST)) + unit * root
+            usable = usable & (torch.maximum(piece.amax(1), -piece.amin(1)) <= entry)
+            usable = usable & (torch.linalg.vector_norm(piece, dim=1) <= norm)
         self._rows = more_rows(self._rows, int(usable.sum()), self._most)
         for name, piece in pieces.items():
             grids[name].add_(piece[usable] / grids[name].unit)

@@ -103,7 +103,9 @@ class Contributions:
             )
             sent = read(replies, asked.client_of, expected, tally)
         for reply in sent:
-            block = self._trusted(tally.take(reply.block), asked, tally)
+            block = tally.take(reply.block)
+            if self.placement == "server" or reply.content is None:
+                block = self._trusted(block, asked, tally)
             if len(block.client_ids):
                 yield Reply(block, reply.content)
 
@@ -139,25 +141,24 @@ class Contributions:
         )
 
     def add(
-        self, releaser: Releaser, total: PartialSum, asked: Asked, block: Block, tally: Tally
+        self, releaser: Releaser, total: PartialSum, asked: Asked, reply: Reply, tally: Tally
     ) -> Tensor:
         """Add a block's rows, or its clients' shares; which of them are usable, bool ``[n]``."""
+        block = reply.block
         assert block.rows is not None
-        ids = block.client_ids
         if self.placement == "server":
             rows, weights = DenseRows(block.rows), self._weights(block)
             usable = total.add(rows, weights=weights, sides=self._sides(block))
-            out = ~usable.cpu().numpy()
             # Without examples a client weighs nothing, which is no failure.
-            tally.reject(ids[out if weights is None else out & (weights > 0)], "non-finite")
+            counted = slice(None) if weights is None else weights > 0
+            tally.doubt(block.client_ids[counted], usable[counted], "non-finite")
             return usable
-        sent = USABLE in block.metrics
+        sent = reply.content is not None
         shares = self._sent(block) if sent else self._made(releaser, total, asked, block)
-        usable = total.add_shares(shares)
-        out = ~usable.cpu().numpy()
+        usable = total.add_shares(shares, asked=len(asked.client_ids))
         # That its row was not finite a client says; anything else its share cannot be.
-        tally.reject(ids[out & shares.usable.cpu().numpy()], "malformed")
-        tally.reject(ids[~shares.usable.cpu().numpy()], "non-finite")
+        tally.doubt(block.client_ids, usable, "malformed")
+        tally.doubt(block.client_ids, shares.usable, "non-finite")
         return usable
 
     @property
@@ -169,7 +170,7 @@ class Contributions:
 
     def _trusted(self, block: Block, asked: Asked, tally: Tally) -> Block:
         """The clients of a block whose weights and scalars may enter the sum."""
-        if not len(block.client_ids) or USABLE in block.metrics:
+        if not len(block.client_ids):
             return block
         keep = np.ones(len(block.client_ids), dtype=np.bool_)
 

@@ -336,7 +336,7 @@ evaluate_metrics_aggr_fn
         releaser, total, sent = parts.start(asked, replies, self._layout, self._state, tally)
         means = MetricMeans(self.weighted_by_key, self.train_metrics_aggr_fn)
         for reply in sent:
-            usable = parts.add(releaser, total, asked, reply.block, tally)
+            usable = parts.add(releaser, total, asked, reply, tally)
             if self.client_state is not None:
                 self.client_state.take(reply.block, usable)
             if self.shows_clients:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from fedsim.errors import RunFailedError
 from fedsim.rows.exchange import REASONS, Block, Ids, Reason
@@ -119,6 +120,7 @@ class Tally:
         # Until it is heard of, a client is missing.
         self._fate = np.full(len(asked), REASONS.index("missing"), dtype=np.int8)
         self._heard = np.zeros(len(asked), dtype=np.bool_)
+        self._doubts: list[tuple[Ids, Tensor, Reason]] = []
 
     def take(self, block: Block) -> Block:
         """The clients of a block that count: asked, heard for the first time, and not failed."""
@@ -140,11 +142,21 @@ class Tally:
         """Say that these clients, heard of before, are not usable after all."""
         self._fail(np.searchsorted(self._asked, client_ids), reason)
 
+    def doubt(self, client_ids: Ids, usable: Tensor, reason: Reason) -> None:
+        """`reject` those of ``usable [n]`` that are not, once somebody asks for the report.
+
+        Until then nobody waits for a GPU.
+        """
+        self._doubts.append((client_ids, usable, reason))
+
     def _fail(self, position: npt.NDArray[np.intp], reason: Reason) -> None:
         self._fate[position] = REASONS.index(reason)
 
     def report(self, server_round: int) -> RoundReport:
         """What became of everybody that was drawn."""
+        for client_ids, usable, reason in self._doubts:
+            self.reject(client_ids[~usable.cpu().numpy()], reason)
+        self._doubts.clear()
         counts = np.bincount(self._fate[self._fate != _USABLE], minlength=len(REASONS)).tolist()
         reasons = dict(zip(REASONS, counts, strict=True))
         reasons["missing"] += self._absent

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
@@ -12,8 +14,21 @@ from fedsim.cohorts import FullCohort, PoissonCohort
 from fedsim.engines import LocalGrid
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.engines.client_app import client_app
-from fedsim.mechanisms import AdaClip, Clipping, Mechanism, PrivateScalar, QuantileClipping
+from fedsim.mechanisms import (
+    AdaClip,
+    Clipping,
+    Mechanism,
+    NoiseSource,
+    Normalization,
+    PerLayer,
+    PrivateScalar,
+    QuantileClipping,
+    Releaser,
+    share,
+)
+from fedsim.privacy.noise import Independent
 from fedsim.randomness import Randomness
+from fedsim.rows import Layout
 from fedsim.rows.exchange import Block, TrainerDefaults
 from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData, Trainer
@@ -141,3 +156,92 @@ def test_the_noise_on_the_sum_does_not_depend_on_how_many_took_part(rate: float)
 
 def _metric_names(reply: Message) -> set[str]:
     return {name for record in reply.content.metric_records.values() for name in record}
+
+
+def one_round(mechanism: Mechanism, z: float, change: Callable[[np.ndarray], np.ndarray]):
+    """A round in which client 0 changes the share that it would have sent."""
+    shared = trainer()
+    strategy = DPFedAvg(
+        mechanism=mechanism, cohort=FullCohort(CLIENTS), noise_multiplier=z, placement="client",
+        seed=1,
+    )  # fmt: skip
+    grid = LocalGrid(client_app(lambda _: shared, lambda _: mechanism), num_nodes=CLIENTS)
+    initial = array_record(dict(shared.model.named_parameters()))
+    asked = list(strategy.configure_train(1, initial, ConfigRecord(), grid))
+    replies = list(grid.send_and_receive(asked))
+    sent = replies[0].content.array_records["arrays"]["share"].numpy()
+    replies[0].content["arrays"] = ArrayRecord({"share": Array(change(sent.copy()))})
+    arrays, _ = strategy.aggregate_train(1, replies)
+    assert arrays is not None
+    assert strategy.report is not None
+    moved = [
+        (tensors(arrays)[name] - tensors(initial)[name]).reshape(-1).double()
+        for name in tensors(initial)
+    ]
+    return torch.cat(moved), strategy.report.reasons["malformed"]
+
+
+C, Z = 0.1, 2.0
+STD = Z * C / CLIENTS**0.5
+
+
+def at(value: float, position: int = 3) -> Callable[[np.ndarray], np.ndarray]:
+    def put(share: np.ndarray) -> np.ndarray:
+        share[position] = value
+        return share
+
+    return put
+
+
+@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("value", [1e200, -1e200, 1e308, C + 41 * STD, -C - 41 * STD])
+def test_a_share_that_its_bound_and_noise_cannot_have_made_is_malformed(value, layers):
+    mechanism: Mechanism = PerLayer(Clipping(C)) if layers else Clipping(C)
+    # Two layers share the noise: each has sqrt(2) of it.
+    value *= 2**0.5 if layers else 1.0
+    moved, malformed = one_round(mechanism, Z, at(value))
+    assert malformed == 1
+    assert moved.norm() < 1.0
+
+
+def test_entries_that_are_each_possible_are_not_together():
+    d = 15
+    malformed = one_round(Clipping(C), Z, lambda share: np.full(d, 20 * STD))[1]
+    assert malformed == 1
+    # What passes moves the mean no further than its norm allows.
+    furthest = C + STD * (d**0.5 + 80**0.5)
+    honest, _ = one_round(Clipping(C), Z, lambda share: np.zeros(d))
+    pushed, malformed = one_round(
+        Clipping(C), Z, lambda share: np.full(d, 0.999 * furthest / d**0.5)
+    )
+    assert malformed == 0
+    assert (pushed - honest).norm() <= 1.001 * furthest / CLIENTS
+
+
+def test_without_noise_a_share_is_no_longer_than_its_bound():
+    assert one_round(Clipping(C), 0.0, lambda share: np.full(15, 0.0))[1] == 0
+    assert one_round(Clipping(C), 0.0, lambda share: np.full(15, 1.001 * C / 15**0.5))[1] == 1
+
+
+@pytest.mark.parametrize("asked", [1, 40])
+@pytest.mark.parametrize("z", [1e-3, 1.0, 30.0])
+@pytest.mark.parametrize("d", [1, 7, 3000])
+def test_no_honest_share_is_ever_refused(asked, z, d):
+    mechanism, layout = Normalization(2.0), Layout.of({"w": torch.zeros(d)})
+    n = 400 if d < 3000 else 20
+    rng = np.random.default_rng([asked, d])
+    noise = Independent(z)
+    shares = share(
+        mechanism,
+        torch.from_numpy(rng.normal(size=(n, d))),
+        mechanism.bounding_state(mechanism.init(layout), layout),
+        layout,
+        noise=noise,
+        denominator=10.0,
+        asked=asked,
+        sources=[
+            NoiseSource(np.random.default_rng([asked, d, k]), hardened=True) for k in range(n)
+        ],
+    )
+    releaser = Releaser(mechanism, layout, noise=noise, denominator=10.0)
+    assert releaser.start(mechanism.init(layout)).add_shares(shares, asked=asked).all()
