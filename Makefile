@@ -8,7 +8,7 @@ export FLWR_DISABLE_UPDATE_CHECK = 1
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-gpu test-flwr-latest lint bench clean
+.PHONY: help install demo test test-slow test-gpu test-flwr-latest lint lock bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,10 @@ lint: $(STAMP)  ## ruff, mypy --strict and the import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+lock: $(STAMP)  ## write requirements.lock anew: what the image installs, with hashes (needs uv)
+	printf 'hatchling>=1.25\n' | uv pip compile pyproject.toml - --constraint constraints.txt --generate-hashes \
+	  --python-version 3.11 --no-annotate --no-header --quiet --output-file requirements.lock
 
 bench: $(STAMP)  ## speed and memory beside a plain PyTorch loop
 	$(BIN)/python -m benchmarks.local

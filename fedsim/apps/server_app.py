@@ -42,6 +42,7 @@ def main(grid: Grid, context: Context) -> None:
         clients=config.partition.clients,
         patience=config.engine.node_timeout,
         roster=roster_for(config),
+        times_each_client=config.engine.name == "deployment",
     )
     # Whoever set OUT has claimed the directory, and waits for what comes into it.
     claimed = OUT in os.environ
@@ -65,14 +66,12 @@ def roster_for(config: RunConfig) -> dict[str, int] | None:
     FedsimError
         If nobody has said which key is which client, in a deployment.
     """
-    if config.engine.name != "deployment":
-        return None
-    if CLIENTS not in os.environ:
+    path = os.environ.get(CLIENTS)
+    if path is None and config.engine.name == "deployment":
         raise FedsimError(
             f"{CLIENTS} is not set on the SuperLink's machine; start the SuperLink with "
             "`fedsim deploy superlink`, which knows whose key is which client's."
         )
-    path = os.environ[CLIENTS]
     return read_roster(Path(path)) if path else None
 
 

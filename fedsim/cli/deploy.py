@@ -137,7 +137,7 @@ def superlink(
 def node(
     directory: Annotated[Path, typer.Argument(help="The node's directory, `node-0/` or so.")],
     state: Annotated[
-        Path | None, typer.Option(help="Where Flower's own files go. DIRECTORY/flower by default.")
+        Path | None, typer.Option(help="Where Flower's own files go. DIRECTORY/state by default.")
     ] = None,
     port: Annotated[int, typer.Option(help="For its own app, on 127.0.0.1.")] = 9094,
 ) -> None:
@@ -151,7 +151,7 @@ def node(
     from fedsim.deploy.parties import Node
 
     party = Node.load(directory)
-    kept = (directory / "flower" if state is None else state).absolute()
+    kept = (directory / "state" if state is None else state).absolute()
     _keep_up(party.services(kept, port=port), kept, f"Client {party.client} is up.")
 
 

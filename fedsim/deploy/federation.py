@@ -109,6 +109,8 @@ class Federation:
             made._make_node(node)
         made._make_operator((home or made.directory) / "operator")
         made.runs.mkdir()
+        for party in (made.superlink, *(made.node(node) for node in range(nodes))):
+            (party / "state").mkdir(mode=0o700)
         description = {k: v for k, v in asdict(made).items() if k != "directory"}
         content = tomli_w.dumps({**description, "hosts": list(hosts)})
         write_public(directory / "federation.toml", content.encode())

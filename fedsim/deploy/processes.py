@@ -73,7 +73,8 @@ class Processes:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._janitor = subprocess.Popen(
-            [sys.executable, "-m", "fedsim.deploy.janitor", str(grace)],
+            [sys.executable, "-P", "-m", "fedsim.deploy.janitor", str(grace)],
+            env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

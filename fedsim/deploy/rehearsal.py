@@ -140,11 +140,12 @@ class Rehearsal:
         self,
         node: int,
         *,
+        port: int | None = None,
         config: Mapping[str, str | int] | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
         """Start one SuperNode; it goes on trying until the SuperLink answers."""
-        (port,) = free_ports(1)
+        port = free_ports(1)[0] if port is None else port
         party = Node.load(self.federation.node(node))
         for service in party.services(self._homes / f"node-{node}", port=port, config=config):
             self._supervisor.start(service.among(variables or {}), wait=False)

@@ -40,6 +40,9 @@ class StreamingGrid(Grid):
         Seconds that it waits for them, before it goes on with those that are there.
     roster : mapping of str to int, optional
         Client id of each registered key, as for `ClientDirectory`.
+    times_each_client : bool
+        Whether each node works by itself, as in a deployment, so that the time from when a
+        message is sent is that node's own, and no client can make another late.
     slowest_look : float
         Seconds between two looks, at most.
     """
@@ -51,8 +54,10 @@ class StreamingGrid(Grid):
         clients: int = 1,
         patience: float = 60.0,
         roster: Mapping[str, int] | None = None,
+        times_each_client: bool = False,
         slowest_look: float = 0.5,
     ) -> None:
+        self.times_each_client = times_each_client
         self._grid = grid
         self._clients = clients
         self._patience = patience
@@ -122,7 +127,6 @@ class StreamingGrid(Grid):
             Seconds to wait for replies. Messages expire with it: a node that is late does not
             work for nothing, and its reply is not taken for one of another round.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
         waiting: set[str] = set()
         todo = iter(messages)
         while batch := list(itertools.islice(todo, _PUSH_AT_ONCE)):
@@ -130,11 +134,16 @@ class StreamingGrid(Grid):
                 for message in batch:
                     message.metadata.ttl = min(message.metadata.ttl, timeout)
             waiting |= {pushed for pushed in self._grid.push_messages(batch) if pushed}
+        deadline = None if timeout is None else time.monotonic() + timeout
         return self._replies(waiting, deadline)
 
     def _replies(self, waiting: set[str], deadline: float | None) -> Iterator[Message]:
         pause = 0.02
-        while waiting and (deadline is None or time.monotonic() < deadline):
+        over = False
+        while waiting and not over:
+            # Looked at before the last look: what has come in time is taken, however long it
+            # took to take the others'.
+            over = deadline is not None and time.monotonic() >= deadline
             arrived = list(self._grid.pull_messages(sorted(waiting)))
             for reply in arrived:
                 message_id = reply.metadata.reply_to_message_id

@@ -217,9 +217,10 @@ def rounds_of(
 def round_timeout(grid: Grid, timeout: float, *, private: bool) -> float | None:
     """``timeout``, but None where it would let one client of a private run shut others out.
 
-    Flower's runtimes know one deadline for all of a round: a client that is slow because of
-    its data would decide whose updates are in the sum. fedsim's own engines count from each
-    client's start.
+    Where clients share workers, as in Flower's simulation, one deadline is for all of a round: a
+    client that is slow because of its data would decide whose updates are in the sum. fedsim's
+    own engines count from each client's start, and so does a deployment, whose nodes start when
+    they are asked.
     """
     if not private or getattr(grid, "times_each_client", False):
         return timeout

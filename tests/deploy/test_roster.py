@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from fedsim.apps.server_app import roster_for
+from fedsim.config import RunConfig
 from fedsim.deploy.federation import Federation
-from fedsim.deploy.roster import read_roster, write_roster
+from fedsim.deploy.roster import CLIENTS, read_roster, write_roster
 from fedsim.engines.directory import key_digest
 from fedsim.errors import FedsimError
 
@@ -29,3 +31,25 @@ def test_two_keys_of_one_client_are_refused(tmp_path):
     write_roster(tmp_path / "clients.toml", {"a" * 64: 1, "b" * 64: 1})
     with pytest.raises(FedsimError, match="two keys one client id"):
         read_roster(tmp_path / "clients.toml")
+
+
+def config(engine):
+    return RunConfig.parse({"engine": {"name": engine}})
+
+
+@pytest.mark.parametrize("engine", ["deployment", "simulation", "local"])
+def test_a_server_with_a_roster_asks_no_node_whatever_the_config_says(
+    tmp_path, monkeypatch, engine
+):
+    write_roster(tmp_path / "clients.toml", {"a" * 64: 1})
+    monkeypatch.setenv(CLIENTS, str(tmp_path / "clients.toml"))
+    assert roster_for(config(engine)) == {"a" * 64: 1}
+
+
+def test_a_deployment_without_a_roster_is_refused_unless_it_is_insecure(monkeypatch):
+    monkeypatch.delenv(CLIENTS, raising=False)
+    with pytest.raises(FedsimError, match="fedsim deploy superlink"):
+        roster_for(config("deployment"))
+    assert roster_for(config("simulation")) is None
+    monkeypatch.setenv(CLIENTS, "")
+    assert roster_for(config("deployment")) is None

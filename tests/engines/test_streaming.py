@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import torch
 from flwr.app import RecordDict
 from flwr.serverapp.strategy import FedAvg
@@ -8,6 +10,7 @@ from toy_clients import toy_app, toy_instructions
 
 from fedsim.engines import LocalGrid, StreamingGrid, array_record, client_ids
 from fedsim.engines.messages import empty_run
+from fedsim.strategies import round_timeout
 
 
 class LateGrid(LocalGrid):
@@ -44,6 +47,31 @@ def test_a_timeout_ends_the_wait_for_a_silent_node():
     streaming = StreamingGrid(grid)
     replies = list(streaming.send_and_receive(toy_instructions([0, 1, 2], grid), timeout=0.5))
     assert sorted(reply.metadata.src_node_id for reply in replies) == [2, 4]
+
+
+def test_what_has_come_in_time_is_taken_however_long_the_others_take_to_be_used():
+    class Together(LocalGrid):
+        """All replies are there from the first look on, and handed out one a look."""
+
+        def pull_messages(self, message_ids):
+            return super().pull_messages(list(message_ids)[:2])
+
+    grid = Together(toy_app(), num_nodes=4)
+    replies = StreamingGrid(grid).send_and_receive(
+        toy_instructions([0, 1, 2, 3], grid), timeout=0.2
+    )
+    used = []
+    for reply in replies:
+        time.sleep(0.15)
+        used.append(reply)
+    assert len(used) == 4
+
+
+def test_a_deadline_is_each_nodes_own_only_where_nodes_work_by_themselves():
+    grid = LocalGrid(toy_app(), num_nodes=2)
+    assert round_timeout(StreamingGrid(grid), 5.0, private=True) is None
+    by_itself = StreamingGrid(grid, times_each_client=True)
+    assert round_timeout(by_itself, 5.0, private=True) == 5.0
 
 
 def test_messages_expire_with_the_round():

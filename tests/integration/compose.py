@@ -1,8 +1,8 @@
 """Runs docker-compose.yml without Docker: each service in a network namespace of its own.
 
-A service's very command is run as a process, with the service names resolving to addresses
-on a private bridge, its environment, and its volumes' files bound to where it expects them.
-Needs root on Linux. Start order and health checks are the file's.
+A service's very command is run as a process, on the private bridges of its networks and no
+other, with the names of those it shares one with, its environment, and its volumes' files bound
+to where it expects them. Needs root on Linux. Start order and health checks are the file's.
 """
 
 from __future__ import annotations
@@ -18,57 +18,88 @@ import yaml
 
 from fedsim.deploy.processes import Processes, Running, environment
 
-BRIDGE = "fedsim0"
-SUBNET = "10.213.77"
+BRIDGE = "fedsim"
+SUBNET = "10.213"
 
 
 class Compose:
     """The services of a file; `directory` is where its relative volume paths start."""
 
     def __init__(self, file: Path, directory: Path, logs: Path) -> None:
-        self.services = yaml.safe_load(file.read_text())["services"]
+        tree = yaml.safe_load(file.read_text())
+        self.services = tree["services"]
+        self.networks = list(tree["networks"])
         self.directory = directory
         self.processes = Processes(logs)
         self.running: dict[str, Running] = {}
-        self.address = {name: f"{SUBNET}.{n}" for n, name in enumerate(self.services, start=10)}
         self._made_mount_point = not Path("/federation").exists()
+
+    def address(self, name: str, network: str) -> str:
+        """Address of a service on one of its networks."""
+        return f"{SUBNET}.{self.networks.index(network)}.{10 + list(self.services).index(name)}"
 
     def __enter__(self) -> Compose:
         Path("/federation").mkdir(exist_ok=True)
-        _ip("link", "add", BRIDGE, "type", "bridge")
-        _ip("link", "set", BRIDGE, "up")
-        hosts = "127.0.0.1 localhost\n" + "".join(
-            f"{address} {name}\n" for name, address in self.address.items()
-        )
-        for number, name in enumerate(self.services):
+        for number, _ in enumerate(self.networks):
+            _ip("link", "add", f"{BRIDGE}{number}", "type", "bridge")
+            _ip("link", "set", f"{BRIDGE}{number}", "up")
+        for name, service in self.services.items():
+            if "networks" not in service:
+                continue
             space = self.space(name)
             _ip("netns", "add", space)
-            _ip("link", "add", f"fsv{number}", "type", "veth", "peer", "name", "eth0",
-                "netns", space)  # fmt: skip
-            _ip("link", "set", f"fsv{number}", "master", BRIDGE, "up")
             _ip("-n", space, "link", "set", "lo", "up")
-            _ip("-n", space, "addr", "add", f"{self.address[name]}/24", "dev", "eth0")
-            _ip("-n", space, "link", "set", "eth0", "up")
+            hosts = ["127.0.0.1 localhost"]
+            for network in service["networks"]:
+                number = self.networks.index(network)
+                cable, plug = self.cable(name, network), f"eth{number}"
+                _ip("link", "add", cable, "type", "veth", "peer", "name", plug, "netns", space)
+                _ip("link", "set", cable, "master", f"{BRIDGE}{number}", "up")
+                _ip("-n", space, "addr", "add", f"{self.address(name, network)}/24", "dev", plug)
+                _ip("-n", space, "link", "set", plug, "up")
+                hosts += [
+                    f"{self.address(other, network)} {other}"
+                    for other, theirs in self.services.items()
+                    if network in theirs.get("networks", [])
+                ]
             place = Path("/etc/netns") / space
             place.mkdir(parents=True)
-            (place / "hosts").write_text(hosts)
+            (place / "hosts").write_text("\n".join([*hosts, ""]))
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.processes.close()
-        for name in self.services:
-            _ip("netns", "del", self.space(name), check=False)
-            shutil.rmtree(Path("/etc/netns") / self.space(name), ignore_errors=True)
-        _ip("link", "del", BRIDGE, check=False)
+        for name, service in self.services.items():
+            if "networks" in service:
+                _ip("netns", "del", self.space(name), check=False)
+                shutil.rmtree(Path("/etc/netns") / self.space(name), ignore_errors=True)
+        for number, _ in enumerate(self.networks):
+            _ip("link", "del", f"{BRIDGE}{number}", check=False)
         if self._made_mount_point:
             Path("/federation").rmdir()
 
+    def cable(self, name: str, network: str) -> str:
+        return f"fsv{list(self.services).index(name)}n{self.networks.index(network)}"
+
     def space(self, name: str) -> str:
-        return f"fedsim-{name}"
+        mode = self.services[name].get("network_mode", f"service:{name}")
+        return f"fedsim-{mode.removeprefix('service:')}"
 
     def set_link(self, name: str, *, up: bool) -> None:
-        """Plug a service's cable in, or pull it."""
-        _ip("link", "set", f"fsv{list(self.services).index(name)}", "up" if up else "down")
+        """Plug a service's cables in, or pull them."""
+        for network in self.services[name]["networks"]:
+            _ip("link", "set", self.cable(name, network), "up" if up else "down")
+
+    def reaches(self, name: str, other: str, port: int) -> bool:
+        """Whether a service can open a connection to another's port, on a network of theirs."""
+        program = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3)"
+        for network in self.services[other]["networks"]:
+            address = self.address(other, network)
+            command = ["python3", "-c", program, address, str(port)]
+            inside = ["ip", "netns", "exec", self.space(name), *command]
+            if subprocess.run(inside, capture_output=True, check=False).returncode == 0:
+                return True
+        return False
 
     def up(self, name: str) -> None:
         """Start a service when those that it depends on are as it wants them."""

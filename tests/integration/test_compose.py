@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -18,6 +20,7 @@ from fedsim.deploy.federation import Federation
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docker-compose.yml"
+DIGEST = f"sha256:{'0123456789abcdef' * 4}"
 SERVICES = yaml.safe_load(FILE.read_text())["services"]
 
 
@@ -25,7 +28,9 @@ SERVICES = yaml.safe_load(FILE.read_text())["services"]
     shutil.which("docker-compose") is None, reason="docker-compose is not installed"
 )
 def test_docker_compose_accepts_the_file():
-    subprocess.run(["docker-compose", "-f", str(FILE), "config", "-q"], check=True)
+    check = ["docker-compose", "-f", str(FILE), "config", "-q"]
+    subprocess.run(check, check=True, env={**os.environ, "PYTHON_IMAGE": f"python@{DIGEST}"})
+    assert subprocess.run(check, check=False, capture_output=True).returncode != 0
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -36,16 +41,77 @@ def test_no_service_is_root_can_write_its_image_or_gain_privileges(name):
     assert service["cap_drop"] == ["ALL"]
     assert "no-new-privileges:true" in service["security_opt"]
     assert "ports" not in service
-    assert service["networks"] == ["federation"]
+    assert service["pids_limit"] <= 256
+    assert service["mem_limit"].endswith("g")
+    assert service["cpus"] > 0
 
 
-def test_the_network_is_private_and_versions_are_pinned():
-    assert yaml.safe_load(FILE.read_text())["networks"]["federation"]["internal"] is True
-    assert all(re.fullmatch(r"fedsim:\d+\.\d+\.\d+", s["image"]) for s in SERVICES.values())
+def test_networks_are_private_and_no_two_nodes_share_one():
+    assert all(net["internal"] for net in yaml.safe_load(FILE.read_text())["networks"].values())
+    nodes = [SERVICES[f"supernode-{node}"]["networks"] for node in range(3)]
+    assert sorted(network for networks in nodes for network in networks) == sorted(
+        SERVICES["superlink"]["networks"]
+    )
+    assert all(len(networks) == 1 for networks in nodes)
+    # Only they are where the operator's API listens.
+    for name in ("register", "run"):
+        assert SERVICES[name]["network_mode"] == "service:superlink"
+        assert "networks" not in SERVICES[name]
+
+
+def test_the_superlink_is_started_again_and_keeps_its_state():
+    service = SERVICES["superlink"]
+    assert service["restart"] == "unless-stopped"
+    assert "./federation/superlink/state:/federation/superlink/state" in service["volumes"]
+
+
+@pytest.mark.parametrize(
+    ("image", "accepted"),
+    [
+        (f"python@{DIGEST}", True),
+        (f"registry.example.org/python:3.11-slim@{DIGEST}", True),
+        *((text, False) for text in ("", "python", "python:3.11-slim", f"python@{DIGEST[:-1]}")),
+    ],
+)
+def test_the_base_image_is_named_by_a_digest_that_whoever_builds_it_gives(image, accepted):
     dockerfile = (ROOT / "Dockerfile").read_text()
-    assert re.search(r"^FROM python:\d+\.\d+\.\d+-", dockerfile, flags=re.MULTILINE)
-    assert "--constraint constraints.txt" in dockerfile
+    assert re.findall(r"^FROM (.*)$", dockerfile, flags=re.MULTILINE) == ["${PYTHON_IMAGE}"]
+    assert re.findall(r"^ARG (.*)$", dockerfile, flags=re.MULTILINE) == ["PYTHON_IMAGE"] * 2
+    (check,) = re.findall(r"^RUN (echo .*?[^\\])$", dockerfile, flags=re.MULTILINE | re.DOTALL)
+    script = check.replace("\\\n", "")
+    done = subprocess.run(
+        ["sh", "-c", script], env={"PYTHON_IMAGE": image}, capture_output=True, check=False
+    )
+    assert (done.returncode == 0) is accepted
+
+
+def test_what_the_image_installs_is_locked_with_hashes():
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    installs = re.findall(r"^RUN pip install (.*)$", dockerfile, flags=re.MULTILINE)
+    assert installs == [
+        "--require-hashes --only-binary :all: --requirement requirements.lock",
+        "--no-deps --no-index --no-build-isolation .",
+    ]
     assert re.search(r"^USER fedsim$", dockerfile, flags=re.MULTILINE)
+    assert all(re.fullmatch(r"fedsim:\d+\.\d+\.\d+", s["image"]) for s in SERVICES.values())
+
+
+def test_the_lock_has_the_versions_that_a_fresh_set_up_installs():
+    lock = (ROOT / "requirements.lock").read_text()
+    entries = re.split(r"^(?=\S)", lock, flags=re.MULTILINE)[1:]
+    locked = {}
+    for entry in entries:
+        name, version = re.match(r"([\w.-]+)==(\S+)", entry).groups()
+        assert "--hash=sha256:" in entry, name
+        locked[name] = version
+    constraints = (ROOT / "constraints.txt").read_text()
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", constraints, flags=re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
+    assert needed | {"hatchling"} <= set(locked)
+    assert {name: locked[name] for name in needed & set(pinned)} == {
+        name: pinned[name] for name in needed & set(pinned)
+    }
 
 
 def test_no_secret_is_in_the_file_or_in_the_image():
@@ -53,7 +119,7 @@ def test_no_secret_is_in_the_file_or_in_the_image():
     assert "PRIVATE KEY" not in text
     copied = re.findall(r"^COPY (.*) \S+$", text, flags=re.MULTILINE)
     assert " ".join(copied).split() == [
-        *("constraints.txt", "pyproject.toml", "README.md", "LICENSE", "fedsim"),
+        *("requirements.lock", "pyproject.toml", "README.md", "LICENSE", "fedsim"),
     ]
 
 
@@ -70,7 +136,8 @@ def test_every_service_sees_its_own_keys_only():
     private = {"superlink": "superlink", **{f"supernode-{n}": f"node-{n}" for n in range(3)}}
     for name, service in SERVICES.items():
         sources = {
-            volume.split(":")[0].removeprefix("./federation/") for volume in service["volumes"]
+            volume.split(":")[0].removeprefix("./federation/").removesuffix("/state")
+            for volume in service["volumes"]
         }
         others = set(private.values()) - {private.get(name)} | {"authority", "."}
         assert not sources & others, name
@@ -91,13 +158,23 @@ def test_the_services_commands_train_a_model_between_network_namespaces(tmp_path
     shutil.copy(ROOT / "examples" / "deployment.toml", tmp_path / "examples")
     with compose.Compose(FILE, tmp_path, tmp_path / "logs") as services:
         services.up("run")
+        # From the networks that there are: the port for nodes, and nothing else of anybody.
+        open_ports = {
+            (name, other, port)
+            for name in ("supernode-0", "supernode-1")
+            for other in ("superlink", "supernode-0", "supernode-1")
+            for port in (8000, 9092, 9094)
+            if name != other and services.reaches(name, other, port)
+        }
+        assert open_ports == {(f"supernode-{node}", "superlink", 9092) for node in (0, 1)}
         status = services.wait("run", 600)
         logs = "\n".join(f"== {r.name}\n{r.tail(30)}" for r in services.running.values())
         assert status == 0, logs
     left = federation.runs / "latest"
     assert len((left / "metrics.csv").read_text().splitlines()) == 1 + 1 + 3
     assert (left / "model.safetensors").exists()
-    assert len((left / "ledger.jsonl").read_text().splitlines()) == 3
+    ledger = (left / "ledger.jsonl").read_text().splitlines()
+    assert [json.loads(line)["entry"]["kind"] for line in ledger] == ["ledger"] + 3 * ["release"]
 
 
 @pytest.mark.slow

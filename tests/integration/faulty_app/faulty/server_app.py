@@ -1,6 +1,7 @@
 """Writes down, round by round, what the strategy saw."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from flwr.app import Array, ArrayRecord
 from flwr.serverapp import ServerApp
 
 from fedsim.cohorts import FullCohort
+from fedsim.deploy.roster import CLIENTS, read_roster
 from fedsim.engines import StreamingGrid
 from fedsim.mechanisms import Clipping
 from fedsim.strategies import DPFedAvg
@@ -39,8 +41,13 @@ def main(grid, context):
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
+    path = os.environ.get(CLIENTS)
+    roster = read_roster(Path(path)) if path else None
+    grid_of_nodes = StreamingGrid(
+        grid, clients=population, patience=60, roster=roster, times_each_client=True
+    )
     strategy.start(
-        StreamingGrid(grid, clients=population, patience=60),
+        grid_of_nodes,
         ArrayRecord({"w": Array(np.zeros(3))}),
         num_rounds=int(config["rounds"]),
         timeout=float(config["timeout"]),
