@@ -1,0 +1,127 @@
+"""Bugs of one line each, in everything that a guarantee rests on, and the test that sees each.
+
+A guarantee is worth what its tests are: `python -m benchmarks.mutations` plants the bugs one at
+a time in a copy of the package, runs for each the one test file that is about it, and prints a
+table. A bug that survives is a promise that no test would miss. `make test-slow` runs the same.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+LIST = Path(__file__).with_name("mutations.toml")
+SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One bug.
+
+    Attributes
+    ----------
+    name : str
+        What is wrong, in a few words.
+    subject : str
+        sampling, bound, noise, denominator, ledger, budget or accounting.
+    file : str
+        In the package.
+    before, after : str
+        A line's text as it stands, once in the file, and as it becomes.
+    test : str
+        The test file that is directly about it, and maybe a test in it.
+    """
+
+    name: str
+    subject: str
+    file: str
+    before: str
+    after: str
+    test: str
+
+    def planted(self, text: str) -> str:
+        """The file's text with the bug.
+
+        Raises
+        ------
+        ValueError
+            If the line is not there exactly once: the code has moved on, and the list has not.
+        """
+        if text.count(self.before) != 1:
+            raise ValueError(f"{self.file} has {text.count(self.before)} times {self.before!r}")
+        return text.replace(self.before, self.after)
+
+
+def mutants() -> list[Mutant]:
+    """All of them, from mutations.toml."""
+    return [Mutant(**entry) for entry in tomllib.loads(LIST.read_text())["mutant"]]
+
+
+@contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of what the tests need."""
+    with tempfile.TemporaryDirectory() as name:
+        tree = Path(name)
+        ignore = shutil.ignore_patterns("__pycache__", "*.png")
+        for part in ("fedsim", "experiments", "tests", "benchmarks", "examples"):
+            shutil.copytree(ROOT / part, tree / part, ignore=ignore)
+        for file in ("pyproject.toml", "README.md"):
+            shutil.copy(ROOT / file, tree / file)
+        yield tree
+
+
+def passes(tree: Path, test: str) -> bool:
+    """Whether a test passes in this copy; one that hangs does not."""
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *test.split()],
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    if ran.returncode not in (0, 1):  # 0: all passed, 1: a test failed; anything else is no answer
+        raise RuntimeError(f"{test} could not run: {ran.stdout.decode()[-2000:]}")
+    return ran.returncode == 0
+
+
+def killed(tree: Path, mutant: Mutant) -> bool:
+    """Whether the mutant's test fails where the bug is planted; the copy is as before then."""
+    path = tree / mutant.file
+    text = path.read_text()
+    path.write_text(mutant.planted(text))
+    try:
+        return not passes(tree, mutant.test)
+    finally:
+        path.write_text(text)
+
+
+def main() -> None:
+    table = Table("bug", "in", "seen by", "killed")
+    survivors = 0
+    with copied() as tree:
+        for mutant in mutants():
+            seen = killed(tree, mutant)
+            survivors += not seen
+            table.add_row(mutant.name, mutant.subject, mutant.test, "yes" if seen else "NO")
+    Console().print(table)
+    sys.exit(survivors > 0)
+
+
+if __name__ == "__main__":
+    main()
