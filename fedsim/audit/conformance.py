@@ -69,7 +69,7 @@ def conformance(plan: Plan, start: Parameters, seed: int) -> tuple[list[Check], 
     units = np.stack([in_units(seen, mechanism, denominator) for seen in runs])
     layers = columns(start)
     noise = MeasuredNoise.of(units, layers, mechanism, denominator)
-    event = strategy._event()
+    event = strategy.plan.event()
     moving = _moving(plan, strategy, start, seed)
     checks = [_silent(units)]
     if not checks[0].p_value:

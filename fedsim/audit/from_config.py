@@ -14,10 +14,10 @@ from fedsim.audit.verdict import Verdict, audit, quiet
 from fedsim.audit.worlds import Canaries, still
 from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig
+from fedsim.config.plan import cohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import calibrate, epsilon
 from fedsim.runs.build import Build
-from fedsim.runs.objects import cohort
 from fedsim.strategies import DPFedAvg, sgd
 
 __all__ = ["ConfigAudit"]

@@ -71,7 +71,7 @@ def pair_checks(plan: Plan, start: Parameters, noise: MeasuredNoise, seed: int) 
     faults.slow(pairs.plan, start, strategy, scale, seed)
     faults.malformed(pairs.plan, start, strategy, seed)
     looked = f"{len(tried)} deeds of a canary in round {rounds}, each against none"
-    event = strategy._event()
+    event = strategy.plan.event()
     return [*_bounded(lengths, event, noise, looked), *faults.checks(looked)]
 
 

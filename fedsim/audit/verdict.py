@@ -196,7 +196,7 @@ def audit(
             canaries = min(canaries, population)
             d = 2 ** math.ceil(math.log2(max(canaries, 8)))
             guessed, guessed_claim = guess(one_run or plan, _spread(start, d), canaries, risk, seed)
-    claim = claim or guessed_claim or Claim((strategy(seed)._event(),) * rounds)
+    claim = claim or guessed_claim or Claim((strategy(seed).plan.event(),) * rounds)
     return Verdict(
         claim, tuple(found), guessed, guessed_claim, tuple(made), confidence, rounds, runs
     )
@@ -204,7 +204,7 @@ def audit(
 
 def _checks(whole: Plan, seed: int) -> list[Check]:
     start = model_for(whole)
-    event = whole.strategy(seed)._event()
+    event = whole.strategy(seed).plan.event()
     claim = Claim((event.times(whole.rounds),), whole.strategy(seed).delta)
     # Before anything is run: without a claim there is nothing to check.
     claim.curve(0.5)

@@ -14,7 +14,7 @@ from fedsim.cli.console import Output
 from fedsim.cli.privacy_source import Source, read_source
 from fedsim.cli.privacy_views import checks_table, history, over_table, report, tradeoff_table
 from fedsim.errors import FedsimError
-from fedsim.privacy import Adjacency, Plan, Sampling, tradeoff
+from fedsim.privacy import Adjacency, Question, Sampling, tradeoff
 from fedsim.privacy.signing import new_key
 from fedsim.privacy.verification import verify
 
@@ -153,7 +153,7 @@ def privacy(
     Without amplification by sampling (`--sampling full`) and with cohorts of a fixed size
     (`--size 10 --population 100 --sampling fixed`, accounted for replacing one row by
     another) the same noise costs more: try it. At example level, rate is the batch size
-    over a client's examples, and rounds are its steps:
+    over a client's examples, which are public in number, and rounds are its steps:
 
         fedsim privacy --level example --rate 0.00333 --rounds 30000 -z 4
     """
@@ -173,23 +173,25 @@ def privacy(
         "max_epsilon": max_epsilon,
         **_sampling(sampling, rate, size, population, adjacency),
     }
-    plan = _merged(read.plan, {name: value for name, value in given.items() if value is not None})
-    plan = replace(plan, invocations=invocations) if invocations != 1 else plan
+    question = _merged(
+        read.question, {name: value for name, value in given.items() if value is not None}
+    )
+    question = replace(question, invocations=invocations) if invocations != 1 else question
     if source is None:
-        plan = replace(plan, level=_one_of("--level", level, "client", "example"))
+        question = replace(question, level=_one_of("--level", level, "client", "example"))
     questions = (rounds, max_epsilon, target_epsilon, over)
     if read.ledger is not None and all(question is None for question in questions):
-        _spent(read, plan.delta, as_json)
+        _spent(read, question.delta, as_json)
         return
     if as_json:
         raise FedsimError("--json says what a ledger holds; give it a ledger and no question.")
     console = Output()
     if over is not None:
         key, values = _over(over)
-        answers = [_merged(plan, {key: value}).answer() for value in values]
-        console.print(over_table(plan, key, answers))
+        answers = [_merged(question, {key: value}).answer() for value in values]
+        console.print(over_table(question, key, answers))
         return
-    answer = plan.answer()
+    answer = question.answer()
     console.print(report(answer))
     if math.isfinite(answer.cost.epsilon):
         console.print(tradeoff_table(tradeoff(answer.events)))
@@ -214,7 +216,7 @@ def _verify(read: Source, public_key: Path | None) -> None:
     """Hold what a run left behind together; exit status 1 if it does not fit."""
     if read.directory is None:
         raise FedsimError("--verify looks at a run: name its directory, such as runs/digits.")
-    checks = verify(read.directory, read.plan.delta, read.clients, public_key)
+    checks = verify(read.directory, read.question.delta, read.clients, public_key)
     console = Output()
     console.print(checks_table(checks))
     if public_key is None:
@@ -252,18 +254,20 @@ def _sampling(
     return said
 
 
-def _merged(plan: Plan, changes: dict[str, Any]) -> Plan:
+def _merged(question: Question, changes: dict[str, Any]) -> Question:
     """The plan with options put in its place; what they ask for is left open."""
-    if "sampler" in changes and changes["sampler"] != plan.sampler:
-        plan = replace(plan, rate=1.0, size=None, adjacency=None)
+    if "sampler" in changes and changes["sampler"] != question.sampler:
+        question = replace(question, rate=1.0, size=None, adjacency=None)
     if changes.get("target_epsilon") is not None and "noise_multiplier" not in changes:
-        plan = replace(plan, noise_multiplier=None)
+        question = replace(question, noise_multiplier=None)
     if "noise_multiplier" in changes and "target_epsilon" not in changes:
-        plan = replace(plan, target_epsilon=None)
-    if "max_epsilon" in changes and "target_epsilon" not in changes and plan.target_epsilon:
+        question = replace(question, target_epsilon=None)
+    if "max_epsilon" in changes and "target_epsilon" not in changes and question.target_epsilon:
         # A config's target fixes its noise; the budget is then asked of that noise.
-        plan = replace(plan, noise_multiplier=plan.answer().noise_multiplier, target_epsilon=None)
-    return replace(plan, **changes)
+        question = replace(
+            question, noise_multiplier=question.answer().noise_multiplier, target_epsilon=None
+        )
+    return replace(question, **changes)
 
 
 def _one_of(name: str, value: str, *allowed: str) -> Any:

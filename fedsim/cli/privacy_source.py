@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedsim.config import RunConfig
+from fedsim.config.plan import cohort
 from fedsim.errors import FedsimError
-from fedsim.privacy import ClientLedgers, Ledger, Plan, Statement
+from fedsim.privacy import ClientLedgers, Ledger, Question, Statement
 from fedsim.privacy.archive import archived
 from fedsim.privacy.parallel import dearest
 
@@ -20,7 +21,7 @@ class Source:
 
     Attributes
     ----------
-    plan : Plan
+    question : Question
         What it says of a run to come, or of further rounds.
     ledger : Ledger or None
         What it has released: at example level, of the client that has spent most.
@@ -32,7 +33,7 @@ class Source:
         Of the run.
     """
 
-    plan: Plan = field(default_factory=Plan)
+    question: Question = field(default_factory=Question)
     ledger: Ledger | None = None
     server: Ledger | None = None
     clients: Path | None = None
@@ -107,28 +108,22 @@ def _delta(directory: Path, delta: float | None) -> float:
     return 1e-5 if delta is None else delta
 
 
-def _continued(ledger: Ledger, delta: float) -> Plan:
+def _continued(ledger: Ledger, delta: float) -> Question:
     """Further rounds like the last one."""
-    plan = Plan(delta=delta, level=ledger.level)
+    question = Question(delta=delta, level=ledger.level)
     if not ledger.charged:
-        return plan
+        return question
     last = ledger.charged[-1].event
     return replace(
-        plan,
+        question.about(last),
         noise_multiplier=last.total_noise_multiplier,
-        sampler=last.sampler,
-        rate=last.rate,
-        size=last.size,
-        population=last.population,
-        adjacency=last.adjacency,
-        invocations=last.count,
         past=tuple(entry.event for entry in ledger.charged),
         simulated=any(entry.entropy == "config" for entry in ledger.charged),
     )
 
 
-def _configured(config: RunConfig) -> Plan:
-    cohort, noise, clients = config.cohort, config.noise, config.partition.clients
+def _configured(config: RunConfig) -> Question:
+    noise = config.noise
     if not config.private and config.client.private:
         return _examples(config)
     if not config.private:
@@ -137,17 +132,13 @@ def _configured(config: RunConfig) -> Plan:
             f"{noise.multiplier}, and clients do not protect their examples; the run has no "
             "guarantee, and its epsilon is infinite."
         )
-    return Plan(
+    return Question(
         noise_multiplier=noise.multiplier,
         target_epsilon=noise.target_epsilon,
         rounds=config.rounds,
         delta=noise.delta,
-        sampler=cohort.name,
-        rate=cohort.rate if cohort.name == "poisson" else 1.0,
-        size=cohort.size if cohort.name == "fixed" else None,
-        population=clients,
         simulated=_simulated(config),
-    )
+    ).about(cohort(config).event(noise.multiplier or 0.0))
 
 
 def _simulated(config: RunConfig) -> bool:
@@ -155,7 +146,7 @@ def _simulated(config: RunConfig) -> bool:
     return (config.noise.entropy or ("system" if deployed else "config")) == "config"
 
 
-def _examples(config: RunConfig) -> Plan:
+def _examples(config: RunConfig) -> Question:
     """The plan of the client that pays most, where clients protect their examples."""
     # How many examples clients have, and so their rates, only the data can say.
     from fedsim.runs.build import Build
@@ -164,14 +155,10 @@ def _examples(config: RunConfig) -> Plan:
     worst = build.worst_client(config.rounds)
     if worst is None or build.example_privacy is None:
         raise FedsimError(f"partition.clients = {config.partition.clients}; none has an example.")
-    return Plan(
+    return Question(
         noise_multiplier=build.example_privacy.noise_multiplier,
         rounds=config.rounds,
         delta=config.client.noise.delta,
-        sampler=worst.event.sampler,
-        rate=worst.event.rate,
-        adjacency=worst.event.adjacency,
-        invocations=worst.event.count // config.rounds,
         level="example",
         simulated=_simulated(config),
-    )
+    ).about(replace(worst.event, count=worst.event.count // config.rounds))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from fedsim.privacy import Accountant, Answer, Ledger, Plan, TradeOff
+from fedsim.privacy import Accountant, Answer, Ledger, Question, TradeOff
 from fedsim.privacy.verification import Check
 
 __all__ = ["checks_table", "history", "over_table", "report", "tradeoff_table"]
@@ -23,9 +23,9 @@ _LABELS = {
 
 def report(answer: Answer) -> Table:
     """The answer first, then what it rests on."""
-    plan, cost = answer.plan, answer.cost
-    sampling = _LABELS[plan.sampler].format(
-        rate=plan.rate, size=plan.size, population=plan.population
+    question, cost = answer.question, answer.cost
+    sampling = _LABELS[question.sampler].format(
+        rate=question.rate, size=question.size, population=question.population
     )
     rows = {
         "epsilon": _number(cost.epsilon),
@@ -33,21 +33,23 @@ def report(answer: Answer) -> Table:
         "rounds": f"{answer.rounds:,}",
     }
     table = Table.grid(padding=(0, 2))
-    table.add_row(Text(plan.asks, "bold"), Text(rows.pop(plan.asks), "bold green"))
+    table.add_row(Text(question.asks, "bold"), Text(rows.pop(question.asks), "bold green"))
     for name, value in rows.items():
         table.add_row(name, value)
-    table.add_row("delta", f"{plan.delta:g}")
-    table.add_row("level, neighbours", f"{plan.level}, {cost.adjacency}")
+    table.add_row("delta", f"{question.delta:g}")
+    table.add_row("level, neighbours", f"{question.level}, {cost.adjacency}")
     table.add_row("sampling", sampling)
-    if plan.past:
-        table.add_row("releases before", f"{Accountant(plan.past).releases:,}")
+    if question.level == "example":
+        table.add_row("public", "how many examples each client has, its steps and rates")
+    if question.past:
+        table.add_row("releases before", f"{Accountant(question.past).releases:,}")
     table.add_row("accounted by", _METHODS[cost.method])
     table.add_row("Rényi accounting says", _number(cost.rdp_epsilon))
     if cost.poisson_epsilon is not None:
         table.add_row("Poisson would cost", f"{_number(cost.poisson_epsilon)} (add-remove)")
-    if plan.simulated:
+    if question.simulated:
         table.add_row("simulated", "noise follows from the config's seed; see noise.entropy")
-    if plan.past and plan.asks == "noise multiplier":
+    if question.past and question.asks == "noise multiplier":
         table.add_row("", "chosen after releases were made, hence by Rényi accounting")
     return table
 
@@ -60,17 +62,17 @@ _METHODS = {
 }
 
 
-def over_table(plan: Plan, key: str, answers: list[Answer]) -> Table:
+def over_table(question: Question, key: str, answers: list[Answer]) -> Table:
     """One row an answer; what varies stands first."""
     asked = {"target_epsilon": "target", "max_epsilon": "budget"}
     cells: dict[str, Callable[[Answer], str]] = {
-        asked.get(key, key.replace("_", " ")): lambda answer: f"{getattr(answer.plan, key):,g}",
+        asked.get(key, key.replace("_", " ")): lambda answer: f"{getattr(answer.question, key):,g}",
         "rounds": lambda answer: f"{answer.rounds:,}",
         "noise multiplier": lambda answer: _number(answer.noise_multiplier),
         "epsilon": lambda answer: _number(answer.cost.epsilon),
         "epsilon by RDP": lambda answer: _number(answer.cost.rdp_epsilon),
     }
-    table = Table(title=f"{plan.level} level, {answers[0].cost.adjacency}")
+    table = Table(title=f"{question.level} level, {answers[0].cost.adjacency}")
     for name in cells:
         table.add_column(name, justify="right")
     for answer in answers:

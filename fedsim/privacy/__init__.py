@@ -20,7 +20,7 @@ from fedsim.privacy.entry import Entropy, Entry
 from fedsim.privacy.events import Adjacency, Event, Level, Sampling
 from fedsim.privacy.ledger import Ledger
 from fedsim.privacy.parallel import WorstClient, worst_client
-from fedsim.privacy.planning import Answer, Plan
+from fedsim.privacy.planning import Answer, Question
 from fedsim.privacy.statement import Statement
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
 
@@ -36,7 +36,7 @@ __all__ = [
     "Event",
     "Ledger",
     "Level",
-    "Plan",
+    "Question",
     "Sampling",
     "Statement",
     "TradeOff",

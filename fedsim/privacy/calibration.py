@@ -72,7 +72,7 @@ def cost(*, noise_multiplier: float, cohort: Samples, rounds: int, delta: float)
 
 def _plan(noise_multiplier: float, cohort: Samples, rounds: int) -> Accountant:
     _check_rounds(rounds)
-    return Accountant([cohort.event(noise_multiplier, count=rounds)])
+    return Accountant([cohort.event(noise_multiplier).times(rounds)])
 
 
 def calibrate(*, target_epsilon: float, cohort: Samples, rounds: int, delta: float) -> float:
@@ -94,7 +94,7 @@ def calibrate(*, target_epsilon: float, cohort: Samples, rounds: int, delta: flo
     """
     _check_rounds(rounds)
     return calibrate_events(
-        lambda z: [cohort.event(z, count=rounds)], target_epsilon=target_epsilon, delta=delta
+        lambda z: [cohort.event(z).times(rounds)], target_epsilon=target_epsilon, delta=delta
     )
 
 

@@ -8,7 +8,7 @@ in float64, before any rounding to a grid: rounding errors must never enter a re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from fedsim.errors import FedsimError
@@ -53,6 +53,9 @@ class Noise(Protocol):
         change are refused, and so are shares, each drawn by a client that may drop out.
         """
 
+    def scaled(self, multiplier: float) -> Noise:
+        """The same noise at another multiplier."""
+
     def start(self) -> NoiseState:
         """What is kept before the first round."""
 
@@ -95,6 +98,10 @@ class Independent:
         """False."""
         return False
 
+    def scaled(self, multiplier: float) -> Independent:
+        """See `Noise`."""
+        return replace(self, multiplier=multiplier)
+
     def start(self) -> NoiseState:
         """Nothing."""
         return {}
@@ -107,4 +114,5 @@ class Independent:
         self, sampler: Sampled, *, rounds: int = 1, releases: int = 1, guarantee: bool = True
     ) -> Event:
         """See `Noise`: ``rounds * releases`` Gaussians of this multiplier."""
-        return sampler.event(self.multiplier, count=rounds * releases, guarantee=guarantee)
+        # A round's samples are drawn together: shuffled passes begin anew in each.
+        return sampler.event(self.multiplier, count=releases, guarantee=guarantee).times(rounds)

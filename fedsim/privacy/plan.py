@@ -6,12 +6,17 @@ nowhere else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.samplers import Full, Poisson, ShuffledPasses
+from fedsim.privacy.accountant import Accountant, Cost
+from fedsim.privacy.calibration import calibrate_events
+from fedsim.privacy.events import Event, Level
+from fedsim.privacy.noise import Noise
+from fedsim.privacy.samplers import Full, Poisson, Sampler, ShuffledPasses, declared_by_user
 
-__all__ = ["LocalWork"]
+__all__ = ["Bound", "LocalWork", "ReleasePlan"]
 
 
 @dataclass(frozen=True)
@@ -75,3 +80,123 @@ class LocalWork:
         """Sampler of the batches of shuffled passes; otherwise as `poisson`."""
         batch = self.batch_of(size)
         return Full(size) if batch == size else ShuffledPasses(batch, size)
+
+
+class Bound(Protocol):
+    """What a plan asks of a bound: whether noise in units of its C is a guarantee."""
+
+    @property
+    def guarantee(self) -> Literal["gaussian", "none"]:
+        """ "gaussian" where one row moves the sum by at most C, "none" otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleasePlan:
+    """Sampler, bound and noise, bound together: what is released, and what it costs.
+
+    Guarantee: that of `event`, for rows drawn by ``sampler``, bounded by ``bound``, summed with
+    ``noise`` and divided by `denominator`, with nothing else that follows from them released.
+
+    Parameters
+    ----------
+    level : "client" or "example"
+        What a row is. At example level neighbours are zero-out, a client's number of examples
+        being public, and samplers that are not are refused.
+    sampler : Sampler
+        Of a round's clients, or of a step's examples.
+    bound : Bound
+    noise : Noise
+    rounds : int, optional
+        How many rounds make up the plan.
+    releases : int
+        Noisy sums a round, each over a sample of its own: a client's local steps.
+
+    Raises
+    ------
+    FedsimError
+        If the sampler's neighbours are not the level's.
+    """
+
+    level: Level
+    sampler: Sampler
+    bound: Bound
+    noise: Noise
+    rounds: int | None = None
+    releases: int = 1
+
+    def __post_init__(self) -> None:
+        if self.level == "example" and self.sampler.adjacency != "zero-out":
+            raise FedsimError(
+                f"the {self.sampler.name} sampler's neighbours are {self.sampler.adjacency}; at "
+                "example level they must be zero-out, since numbers of examples are public, as "
+                "those of 'poisson', 'full' and 'shuffle' batches are."
+            )
+
+    @property
+    def private(self) -> bool:
+        """Whether any epsilon is finite."""
+        return self.bound.guarantee == "gaussian" and self.noise.multiplier > 0
+
+    @property
+    def amplified(self) -> bool:
+        """Whether the guarantee counts on nobody knowing who was drawn."""
+        event = self.event()
+        return event.private and event.sampler not in ("full", "shuffle") and event.rate < 1
+
+    @property
+    def declared_by_user(self) -> bool:
+        """Whether nothing but a user's sampler says that its event is true of its draws."""
+        return declared_by_user(self.sampler)
+
+    @property
+    def denominator(self) -> float:
+        """What sums are divided by: the declared expected size, never a count."""
+        return float(self.sampler.expected_size)
+
+    def event(self) -> Event:
+        """What one round costs."""
+        return self.noise.event(
+            self.sampler, releases=self.releases, guarantee=self.bound.guarantee == "gaussian"
+        )
+
+    def cost(self, delta: float, *, after: int | None = None) -> Cost:
+        """What the whole plan costs, or its first ``after`` rounds.
+
+        Raises
+        ------
+        FedsimError
+            If neither says how many rounds there are.
+        """
+        rounds = self.rounds if after is None else after
+        if rounds is None:
+            raise FedsimError("the plan has no rounds; say how many, or after how many.")
+        return Accountant([self.event().times(rounds)] if rounds else []).cost(delta)
+
+    def epsilon(self, delta: float) -> float:
+        """Epsilon of the whole plan."""
+        return self.cost(delta).epsilon
+
+    def spent(self, *, after: int, delta: float) -> float:
+        """Epsilon of the first ``after`` rounds."""
+        return self.cost(delta, after=after).epsilon
+
+    def calibrated(self, target_epsilon: float, delta: float) -> ReleasePlan:
+        """The same plan with the least noise at which all its rounds cost the target.
+
+        Raises
+        ------
+        FedsimError
+            If it has no rounds, or no noise will do.
+        """
+        if self.rounds is None:
+            raise FedsimError("the plan has no rounds; a target epsilon is of so many rounds.")
+        rounds = self.rounds
+        z = calibrate_events(
+            lambda z: [self._with_noise(z).event().times(rounds)],
+            target_epsilon=target_epsilon,
+            delta=delta,
+        )
+        return self._with_noise(z)
+
+    def _with_noise(self, multiplier: float) -> ReleasePlan:
+        return replace(self, noise=self.noise.scaled(multiplier))

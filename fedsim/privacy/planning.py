@@ -1,4 +1,4 @@
-"""Plans: of noise, rounds and epsilon, two are given and the third is the answer."""
+"""Questions: of noise, rounds and epsilon, two are given and the third is the answer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.calibration import calibrate_events, rounds_within_events
 from fedsim.privacy.events import Adjacency, Event, Level, Sampling
 
-__all__ = ["Answer", "Plan"]
+__all__ = ["Answer", "Question"]
 
 Given = TypeVar("Given")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Question:
     """A run as the accountant sees it, with one thing left open.
 
     ``target_epsilon`` asks for the noise multiplier, ``max_epsilon`` for the rounds that it
@@ -60,6 +60,18 @@ class Plan:
         if self.target_epsilon is not None:
             return "noise multiplier"
         return "rounds" if self.max_epsilon is not None else "epsilon"
+
+    def about(self, event: Event) -> Question:
+        """The same question of rounds that cost what this one did, but for the noise."""
+        return replace(
+            self,
+            sampler=event.sampler,
+            rate=event.rate,
+            size=event.size,
+            population=event.population,
+            adjacency=event.adjacency,
+            invocations=event.count,
+        )
 
     def event(self, noise_multiplier: float) -> Event:
         """What one round costs at this noise."""
@@ -146,9 +158,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Answer:
-    """A plan with nothing left open, and its cost."""
+    """A question with nothing left open, and what it costs."""
 
-    plan: Plan
+    question: Question
     noise_multiplier: float
     rounds: int
     cost: Cost
@@ -157,5 +169,5 @@ class Answer:
     def events(self) -> tuple[Event, ...]:
         """All that is released."""
         if not self.rounds:
-            return self.plan.past
-        return (*self.plan.past, self.plan.event(self.noise_multiplier).times(self.rounds))
+            return self.question.past
+        return (*self.question.past, self.question.event(self.noise_multiplier).times(self.rounds))

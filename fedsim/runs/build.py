@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fedsim import datasets, models, partitions
 from fedsim.config import RunConfig
 from fedsim.config.digest import release_digest
+from fedsim.config.plan import cohort, local_work
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.privacy import (
@@ -22,12 +23,11 @@ from fedsim.privacy import (
     Ledger,
     Statement,
     WorstClient,
-    calibrate,
-    calibrate_events,
     worst_client,
 )
 from fedsim.privacy.archive import archived
-from fedsim.privacy.plan import LocalWork
+from fedsim.privacy.noise import Independent
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.runs import objects
 from fedsim.strategies import DPFedAvg
@@ -172,16 +172,11 @@ class Build:
 
         rounds = self.config.rounds
 
-        def needed(size: int) -> float:
-            return calibrate_events(
-                lambda z: example_events(
-                    replace(unnoised, noise_multiplier=z), self._work, {size}, rounds
-                ),
-                target_epsilon=target,
-                delta=client.noise.delta,
-            )
-
-        noise_multiplier = max(map(needed, self._calibrated_sizes), default=0.0)
+        plans = (
+            unnoised.plan(local_work(self.config), size, rounds) for size in self._calibrated_sizes
+        )
+        needed = (plan.calibrated(target, client.noise.delta) for plan in plans if plan is not None)
+        noise_multiplier = max((plan.noise.multiplier for plan in needed), default=0.0)
         return replace(unnoised, noise_multiplier=noise_multiplier)
 
     @property
@@ -194,18 +189,12 @@ class Build:
         """Those of them that a noise multiplier must be enough for."""
         return self._sizes
 
-    @property
-    def _work(self) -> LocalWork:
-        client = self.config.client
-        epochs = None if client.steps else client.epochs
-        return LocalWork(client.batch_size, epochs, client.steps or None)
-
     def worst_client(self, rounds: int) -> WorstClient | None:
         """Who pays most for so many rounds at example level, if anybody does."""
         privacy = self.example_privacy
         if privacy is None or not rounds:
             return None
-        events = example_events(privacy, self._work, self._sizes, rounds)
+        events = example_events(privacy, local_work(self.config), self._sizes, rounds)
         return worst_client(events, privacy.delta) if events else None
 
     @cached_property
@@ -275,17 +264,24 @@ class Build:
         return Randomness(None if self.entropy == "system" else self.config.seed, self.release)
 
     @cached_property
-    def noise_multiplier(self) -> float:
-        """The noise multiplier: as given, or calibrated to the target."""
+    def plan(self) -> ReleasePlan:
+        """What the server releases: its noise as given, or calibrated to the target."""
         noise = self.config.noise
-        if noise.target_epsilon is None:
-            return noise.multiplier or 0.0
-        return calibrate(
-            target_epsilon=noise.target_epsilon,
-            cohort=objects.cohort(self.config),
+        plan = ReleasePlan(
+            level="client",
+            sampler=cohort(self.config),
+            bound=objects.mechanism(self.config.mechanism),
+            noise=Independent(noise.multiplier or 0.0, noise.hardened),
             rounds=self.config.rounds,
-            delta=noise.delta,
         )
+        if noise.target_epsilon is None:
+            return plan
+        return plan.calibrated(noise.target_epsilon, noise.delta)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """The server's."""
+        return self.plan.noise.multiplier
 
     @cached_property
     def initial_arrays(self) -> ArrayRecord:
@@ -304,7 +300,7 @@ class Build:
         evaluate = config.evaluate
         return DPFedAvg(
             mechanism=objects.mechanism(config.mechanism),
-            cohort=objects.cohort(config),
+            cohort=self.plan.sampler,
             noise_multiplier=self.noise_multiplier,
             delta=config.noise.delta,
             max_epsilon=config.noise.max_epsilon,

@@ -9,14 +9,13 @@ from typing import Any
 from fedsim import mechanisms, partitions, registry, tasks
 from fedsim.clients import LocalAlgorithm
 from fedsim.clients.catalog import make_algorithm, parse_options
-from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
 from fedsim.config import RunConfig
 from fedsim.config.sections import ClientMechanismSection, MechanismSection
 from fedsim.mechanisms import Mechanism
 from fedsim.strategies import ServerOptimizer, adam, sgd
 from fedsim.tasks.losses import Loss, Metric
 
-__all__ = ["algorithm", "cohort", "loss", "mechanism", "metrics", "partition", "server_optimizer"]
+__all__ = ["algorithm", "loss", "mechanism", "metrics", "partition", "server_optimizer"]
 
 
 def partition(config: RunConfig) -> partitions.Partition:
@@ -38,18 +37,6 @@ def partition(config: RunConfig) -> partitions.Partition:
             return partitions.InterpolatedPathological(
                 randomness=settings.randomness, groups=groups, clients=settings.clients, seed=seed
             )
-
-
-def cohort(config: RunConfig) -> Cohort:
-    """The cohort sampler over the declared population."""
-    settings, population = config.cohort, config.partition.clients
-    match settings.name:
-        case "poisson":
-            return PoissonCohort(rate=settings.rate, population=population)
-        case "fixed":
-            return FixedCohort(size=settings.size, population=population)
-        case "full":
-            return FullCohort(population=population)
 
 
 _MECHANISMS: dict[str, type[Any]] = {

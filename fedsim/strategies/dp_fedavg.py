@@ -22,6 +22,7 @@ from fedsim.privacy import Accountant, Event, Ledger, Statement
 from fedsim.privacy.chain import GENESIS
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Independent
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.privacy.samplers import declared_by_user
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
@@ -153,7 +154,10 @@ evaluate_metrics_aggr_fn
         **flowers: object,
     ) -> None:
         refuse_flowers_keywords(flowers)
-        self.private = mechanism.guarantee == "gaussian" and noise_multiplier > 0
+        noise = Independent(noise_multiplier, hardened_noise)
+        self.plan = ReleasePlan(level="client", sampler=cohort, bound=mechanism, noise=noise)
+        """What every round releases, and what that costs."""
+        self.private = self.plan.private
         if mechanism.guarantee == "none" and max_epsilon is not None:
             raise FedsimError(
                 f"max_epsilon = {max_epsilon}, but {mechanism} gives no guarantee to account for."
@@ -175,7 +179,9 @@ evaluate_metrics_aggr_fn
         self.delta = delta
         self.max_epsilon = max_epsilon
         if not isinstance(ledger, Ledger):
-            ledger = Ledger(ledger, delta=delta, max_epsilon=max_epsilon, declared=self._event())
+            ledger = Ledger(
+                ledger, delta=delta, max_epsilon=max_epsilon, declared=self.plan.event()
+            )
         self.ledger = ledger
         server_optimizer = server_optimizer or sgd()
         settings = {
@@ -211,8 +217,8 @@ evaluate_metrics_aggr_fn
         """What `start` has reached, also after an exception."""
         self._contributions = Contributions(
             mechanism,
-            Independent(noise_multiplier, hardened_noise),
-            cohort.expected_size,
+            noise,
+            self.plan.denominator,
             placement,
             self.randomness,
             weighted_by_key,
@@ -224,7 +230,7 @@ evaluate_metrics_aggr_fn
             min_available_nodes,
             node_timeout,
             private=self.protects,
-            amplified=self.private,
+            amplified=self.plan.amplified,
         )
         self._evaluation = ClientEvaluation(
             self._participants,
@@ -260,7 +266,7 @@ evaluate_metrics_aggr_fn
                 "cohort would be drawn twice; a run of its own needs a strategy of its own."
             )
         self._asked = None
-        event = self._event()
+        event = self.plan.event()
         if self.stopped is None and self._exceeds_budget(event, server_round):
             self.stopped = (
                 f"round {server_round} would exceed max-epsilon = {self.max_epsilon} "
@@ -389,7 +395,7 @@ evaluate_metrics_aggr_fn
                 f"{self.mechanism}, which has no noise that clients could share."
             )
         if self.max_epsilon is not None:
-            least = Accountant([self._event()]).epsilon(self.delta)
+            least = Accountant([self.plan.event()]).epsilon(self.delta)
             if least > self.max_epsilon:
                 raise FedsimError(
                     f"max_epsilon = {self.max_epsilon} (noise.max-epsilon) at delta = {self.delta}"
@@ -415,12 +421,6 @@ evaluate_metrics_aggr_fn
         return layout
 
     # -- privacy ----------------------------------------------------------------------
-
-    def _event(self) -> Event:
-        # A mechanism's parts add up to the whole: 1/z^2 = sum 1/z_j^2.
-        return self.cohort.event(
-            self.noise_multiplier, guarantee=self.mechanism.guarantee == "gaussian"
-        )
 
     def _exceeds_budget(self, event: Event, server_round: int) -> bool:
         return self.max_epsilon is not None and self.ledger.would_exceed(

@@ -10,7 +10,8 @@ from typing import Literal
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import ClientLedgers, Event, worst_client
-from fedsim.privacy.plan import LocalWork
+from fedsim.privacy.noise import Independent
+from fedsim.privacy.plan import LocalWork, ReleasePlan
 
 __all__ = ["ExamplePrivacy", "example_epsilon", "example_events"]
 
@@ -19,10 +20,13 @@ __all__ = ["ExamplePrivacy", "example_epsilon", "example_events"]
 class ExamplePrivacy:
     """Every gradient a local algorithm sees is a noisy sum of bounded per-example gradients.
 
-    Guarantee: for each client on its own, with zero-out adjacency of one of its examples
-    (``sampling="poisson"``), T Gaussian releases of multiplier z at rate ``|B| / N_i``, where T
+    Guarantee: for each client on its own, with zero-out adjacency of one of its examples (its
+    gradients replaced by zero), T Gaussian releases of multiplier z at rate ``|B| / N_i``, where T
     counts every gradient evaluation: two an ADADP iteration, discarded ones included. Clients
     hold disjoint data, so the federation's epsilon is the largest of theirs.
+
+    The number of examples ``N_i`` of every client is public, since rates, steps and denominators
+    follow from it: adding or removing an example is not covered.
 
     Parameters
     ----------
@@ -64,7 +68,8 @@ class ExamplePrivacy:
             )
         if self.sampling not in ("poisson", "shuffle"):
             raise FedsimError(
-                f"client.sampling is '{self.sampling}'; it must be 'poisson' or 'shuffle'."
+                f"client.noise.sampling is '{self.sampling}'; it must be 'poisson' or 'shuffle': "
+                "batches of a fixed size have replace-one neighbours, and examples zero-out ones."
             )
         if self.chunk < 0:
             raise FedsimError(f"client.chunk is {self.chunk}; it must be 0 (auto) or more.")
@@ -73,15 +78,22 @@ class ExamplePrivacy:
         """Where clients write their releases down, and what they have spent."""
         return ClientLedgers(self.ledger_dir, delta=self.delta, max_epsilon=self.max_epsilon)
 
-    def event(self, work: LocalWork, size: int) -> Event | None:
-        """What one round costs a client with ``size`` examples; None if it releases nothing."""
+    @property
+    def private(self) -> bool:
+        """Whether any client's epsilon is finite."""
+        return self.mechanism.guarantee == "gaussian" and self.noise_multiplier > 0
+
+    def plan(self, work: LocalWork, size: int, rounds: int | None = None) -> ReleasePlan | None:
+        """What a client with ``size`` examples releases; None without any."""
         if size == 0:
             return None
-        sampler = work.poisson(size) if self.sampling == "poisson" else work.passes(size)
-        return sampler.event(
-            self.noise_multiplier,
-            count=work.steps_of(size),
-            guarantee=self.mechanism.guarantee == "gaussian",
+        return ReleasePlan(
+            level="example",
+            sampler=work.poisson(size) if self.sampling == "poisson" else work.passes(size),
+            bound=self.mechanism,
+            noise=Independent(self.noise_multiplier, self.hardened),
+            rounds=rounds,
+            releases=work.steps_of(size),
         )
 
 
@@ -89,8 +101,8 @@ def example_events(
     privacy: ExamplePrivacy, work: LocalWork, sizes: Iterable[int], rounds: int
 ) -> list[Event]:
     """What ``rounds`` rounds cost clients of these sizes that take part in all of them."""
-    events = (privacy.event(work, size) for size in sorted(set(sizes)))
-    return [event.times(rounds) for event in events if event is not None]
+    plans = (privacy.plan(work, size) for size in sorted(set(sizes)))
+    return [plan.event().times(rounds) for plan in plans if plan is not None]
 
 
 def example_epsilon(

@@ -97,16 +97,16 @@ class ExampleReleases:
     def _releases(self, clients: Iterable[Starting]) -> Iterator[ClientRelease]:
         for starting in clients:
             size = self._data.size(starting.client)
-            event = self._privacy.event(self._work, size)
-            if event is not None:
+            plan = self._privacy.plan(self._work, size)
+            if plan is not None:
                 yield ClientRelease(
                     client=starting.client,
-                    event=event,
+                    event=plan.event(),
                     entropy=starting.randomness.entropy,
                     release=self._once or starting.randomness.release or "",
                     fingerprint=self.ledgers.fingerprint(self._parts(starting)),
                     mechanism=str(self._privacy.mechanism),
-                    public={"examples": size, "steps": self._work.steps_of(size)},
+                    public={"examples": size, "steps": plan.releases},
                 )
 
     def _parts(self, starting: Starting) -> Iterator[bytes]:

@@ -17,7 +17,7 @@ from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers
 from fedsim.privacy.digest import digest_of
-from fedsim.privacy.plan import LocalWork
+from fedsim.privacy.plan import LocalWork, ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.rows.exchange import CLIENT_STATE, Block, ClientStates
 from fedsim.rows.layout import Layout
@@ -453,7 +453,10 @@ class Trainer:
         if self.privacy is None:
             yield from plan_batches(self.work, own, ids, randomness, round)
         elif self.privacy.sampling == "poisson":
-            yield from plan_poisson(self.work, own, ids, randomness, round, self.privacy.chunk)
+            yield from plan_poisson(
+                self.work, own, ids, randomness, round, self.privacy.chunk,
+                amplified=self.privacy.private,
+            )  # fmt: skip
         else:
             for b in plan_batches(self.work, own, ids, randomness, round):
                 yield Batches(b.members, b.index[:, :, None], b.weight[:, :, None], b.steps)
@@ -470,7 +473,7 @@ class Trainer:
         seeds = Seeds(randomness, ids, round) if self.draws.training else None
         if self.privacy is None:
             return Steps(self.bench, batches, round, seeds)
-        sizes = [self.data.size(int(client)) for client in ids]
+        plans = [self.plan_of(client) for client in ids.tolist()]
         return PrivateSteps(
             self.bench,
             batches,
@@ -478,7 +481,7 @@ class Trainer:
             seeds,
             privacy=self.privacy,
             rows=self.example_way.rows,
-            denominators=[float(self.work.batch_of(size)) for size in sizes],
+            denominators=[plan.denominator for plan in plans if plan is not None],
             client_ids=ids,
             randomness=randomness,
             kept=kept,
@@ -508,6 +511,12 @@ class Trainer:
         numbers = _numbers(self.algorithm, {}, len(client_ids))
         sources = [self.randomness] * len(client_ids)
         return self._starting(client_ids, start, kept, numbers, sources)
+
+    def plan_of(self, client: int) -> ReleasePlan | None:
+        """What a client releases of its examples a round; None if nothing, or nothing private."""
+        if self.privacy is None:
+            return None
+        return self.privacy.plan(self.work, self.data.size(client))
 
     def _write_down(
         self,

@@ -123,5 +123,5 @@ def test_12_a_fixed_size_cohort_is_charged_at_least_its_true_cost(
     cohort = FixedCohort(size, population)
     spent = epsilon(noise_multiplier=1.0, cohort=cohort, rounds=1, delta=1e-5)
     strategy = DPFedAvg(mechanism=Clipping(1.0), cohort=cohort, noise_multiplier=1.0)
-    assert strategy._event().adjacency == "replace-one"
+    assert strategy.plan.event().adjacency == "replace-one"
     assert spent > 1.5 * 4.38

@@ -187,7 +187,7 @@ def test_one_step_of_dp_sgd_is_opacus_step_on_the_same_batch_and_noise(make):
     at = torch.from_numpy(batch.index[batch.weight > 0])
     # The noise is what a step without data moves by.
     quiet = private_trainer(
-        SGD(lr=0.5), Clipping(0.3), 0.0, model=make(), data=data,
+        SGD(lr=0.5), Clipping(0.3), 1e-9, model=make(), data=data,
         batch_size=16, steps=1,
     )  # fmt: skip
     clean = final(quiet, IDS[:1]).theta[0]
@@ -202,7 +202,7 @@ def test_one_step_of_dp_sgd_is_opacus_step_on_the_same_batch_and_noise(make):
 
 def test_noise_on_the_sum_has_standard_deviation_z_times_c():
     trainer = private_trainer(SGD(lr=1.0), Clipping(0.5), 2.0, steps=1)
-    quiet = private_trainer(SGD(lr=1.0), Clipping(0.5), 0.0, steps=1)
+    quiet = private_trainer(SGD(lr=1.0), Clipping(0.5), 1e-9, steps=1)
     draws = []
     for t in range(60):
         noisy, clean = final(trainer, IDS[:1], t).theta, final(quiet, IDS[:1], t).theta
@@ -368,13 +368,13 @@ def test_the_line_is_on_disk_before_anything_is_computed(tmp_path):
 
 def test_shuffled_passes_are_charged_without_amplification():
     privacy = ExamplePrivacy(Clipping(1.0), 2.0, sampling="shuffle")
-    event = privacy.event(LocalWork(10, epochs=3), 95)
+    event = privacy.plan(LocalWork(10, epochs=3), 95).event()
     assert (event.sampler, event.count) == ("shuffle", 3)
-    assert privacy.event(LocalWork(10, None, 11), 95).count == 2
+    assert privacy.plan(LocalWork(10, None, 11), 95).event().count == 2
 
 
 def test_full_batches_are_charged_as_full_participation():
-    event = ExamplePrivacy(Clipping(1.0), 2.0).event(LocalWork(0, None, 7), 30)
+    event = ExamplePrivacy(Clipping(1.0), 2.0).plan(LocalWork(0, None, 7), 30).event()
     assert (event.sampler, event.rate, event.count) == ("full", 1.0, 7)
 
 
