@@ -56,6 +56,8 @@ class ExampleReleases:
     work : LocalWork
     path : str
         Which path computes the gradients: another gives other bits.
+    rows : str
+        How it is known that a row is one example's: "probed".
     named : bool
         Whether the clients' randomness has the release digest of a config.
     """
@@ -69,12 +71,14 @@ class ExampleReleases:
         work: LocalWork,
         *,
         path: str,
+        rows: str,
         named: bool,
     ) -> None:
         self.ledgers = privacy.ledgers()
         self._privacy, self._model, self._data, self._work = privacy, model, data, work
         bounded = (privacy.mechanism, privacy.noise_multiplier, privacy.sampling, privacy.hardened)
         self._settings = (algorithm, work, *bounded, path, data.x.device.type)
+        self._rows = rows
         self._once = None if named else f"once:{secrets.token_hex(16)}"
 
     def record(self, round: int, clients: Iterable[Starting]) -> None:
@@ -106,7 +110,12 @@ class ExampleReleases:
                     release=self._once or starting.randomness.release or "",
                     fingerprint=self.ledgers.fingerprint(self._parts(starting)),
                     mechanism=str(self._privacy.mechanism),
-                    public={"examples": size, "steps": plan.releases},
+                    public={
+                        "examples": size,
+                        "steps": plan.releases,
+                        "denominator": float(plan.denominator),
+                        "rows": self._rows,
+                    },
                 )
 
     def _parts(self, starting: Starting) -> Iterator[bytes]:

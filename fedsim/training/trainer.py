@@ -195,6 +195,7 @@ class Trainer:
                 self.data,
                 self.work,
                 path=f"{self.path.name}, {self.example_way.name}",
+                rows=self.rows_are,
                 named=named,
             )
         self.state_kind = state

@@ -1,0 +1,180 @@
+"""What runs say that they have spent: from ledgers, over all runs that share them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fedsim
+from fedsim import RunConfig
+from fedsim.cli.app import app
+from fedsim.errors import FedsimError
+from fedsim.privacy import Ledger
+from fedsim.privacy.signing import new_key
+from fedsim.privacy.verification import model_metadata, verify
+
+CLIENTS = RunConfig().replace(
+    **{
+        "rounds": 3,
+        "partition.clients": 20,
+        "cohort.name": "poisson",
+        "cohort.rate": 0.5,
+        "mechanism.name": "clipping",
+        "noise.multiplier": 2.0,
+        "evaluate.every": 0,
+    }
+)
+EXAMPLES = RunConfig().replace(
+    **{
+        "rounds": 2,
+        "partition.clients": 5,
+        "client.batch-size": 41,
+        "client.mechanism.name": "clipping",
+        "client.noise.multiplier": 1.5,
+        "evaluate.every": 0,
+    }
+)
+
+
+def own(config: RunConfig, **changes: object) -> RunConfig:
+    return config.replace(
+        **{key.replace("__", ".").replace("_", "-"): v for key, v in changes.items()}
+    )
+
+
+def test_the_statement_is_that_of_the_ledgers_over_all_runs_that_share_them(tmp_path):
+    spent = []
+    for seed in (1, 2, 3):
+        config = own(EXAMPLES, seed=seed, client__state_dir=str(tmp_path / "state"))
+        result = fedsim.run(config, out=tmp_path / f"run-{seed}")
+        ledgers = sorted((tmp_path / "state").rglob("client-*.jsonl"))
+        worst = max(Ledger.read(path).epsilon(1e-5) for path in ledgers)
+        assert result.privacy.epsilon == worst == result.metrics[-1]["example-epsilon"]
+        assert (
+            result.privacy.cost.releases
+            == 2 * seed * Ledger.read(ledgers[0]).entries[0].event.count
+        )
+        spent.append(worst)
+    assert spent[0] < spent[1] < spent[2]
+    # The same config once more is the same release.
+    config = own(EXAMPLES, seed=3, client__state_dir=str(tmp_path / "state"))
+    assert fedsim.run(config).privacy.epsilon == spent[2]
+
+
+def test_a_run_stops_in_good_order_before_a_clients_budget_is_exceeded(tmp_path):
+    whole = fedsim.run(EXAMPLES)
+    after_one = whole.metrics[0]["example-epsilon"]
+    config = own(EXAMPLES, rounds=5, client__noise__max_epsilon=after_one * 1.001)
+    result = fedsim.run(config, out=tmp_path / "run")
+    assert result.ended == "budget"
+    assert "round 2 would exceed client.noise.max-epsilon" in result.why
+    assert result.privacy.epsilon == after_one <= after_one * 1.001
+    assert len(result.metrics) == 1
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    # What the first round released, and nothing else.
+    one = fedsim.run(own(EXAMPLES, rounds=1))
+    for name, value in one.arrays.to_torch_state_dict().items():
+        assert torch.equal(value, result.arrays.to_torch_state_dict()[name])
+
+
+def test_a_budget_of_a_client_needs_clients_that_protect_their_examples():
+    with pytest.raises(FedsimError, match=r"client\.noise\.max-epsilon = 2\.0"):
+        own(CLIENTS, client__noise__max_epsilon=2.0)
+
+
+def test_equal_runs_have_equal_heads_and_equal_model_files(tmp_path):
+    for name in ("one", "two"):
+        fedsim.run(CLIENTS, out=tmp_path / name)
+    one, two = (tmp_path / name for name in ("one", "two"))
+    assert Ledger.read(one / "ledger.jsonl").heads == Ledger.read(two / "ledger.jsonl").heads
+    assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
+    about = model_metadata(one / "model.safetensors")
+    assert about["ledger-lines"] == 4
+    assert about["release"] == Ledger.read(one / "ledger.jsonl").entries[0].release
+    assert all(check.holds for check in verify(one, CLIENTS.noise.delta))
+
+
+def test_an_overwritten_run_counts_unless_it_is_the_same(tmp_path):
+    first = fedsim.run(CLIENTS, out=tmp_path / "run")
+    again = fedsim.run(CLIENTS, out=tmp_path / "run", overwrite=True)
+    assert again.privacy.epsilon == first.privacy.epsilon
+    assert again.privacy.head == first.privacy.head
+    other = fedsim.run(own(CLIENTS, client__lr=0.2), out=tmp_path / "run", overwrite=True)
+    alone = fedsim.run(own(CLIENTS, client__lr=0.2)).privacy.epsilon
+    assert alone == first.privacy.epsilon < other.privacy.epsilon
+    assert other.privacy.cost.releases == 6
+    assert f"this run's own would be epsilon {alone:.4g}" in str(other.privacy)
+    assert len(list((tmp_path / "run" / "archive").rglob("ledger.jsonl"))) == 2
+    assert all(check.holds for check in verify(tmp_path / "run", CLIENTS.noise.delta))
+
+
+def test_overwritten_clients_ledgers_count_too(tmp_path):
+    first = fedsim.run(EXAMPLES, out=tmp_path / "run")
+    again = fedsim.run(EXAMPLES, out=tmp_path / "run", overwrite=True)
+    assert again.privacy.epsilon == first.privacy.epsilon
+    other = fedsim.run(own(EXAMPLES, client__lr=0.2), out=tmp_path / "run", overwrite=True)
+    assert other.privacy.cost.releases == 2 * first.privacy.cost.releases
+    assert "made by earlier runs" in str(other.privacy)
+
+
+def test_a_run_that_cannot_be_added_to_what_is_archived_is_refused_untouched(tmp_path):
+    fedsim.run(CLIENTS, out=tmp_path / "run")
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    fixed = own(CLIENTS, cohort__name="fixed", cohort__size=5, cohort__rate=0.1)
+    with pytest.raises(FedsimError, match="replace-one"):
+        fedsim.run(fixed, out=tmp_path / "run", overwrite=True)
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+
+
+def test_every_place_that_shows_an_epsilon_calls_it_simulated(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(CLIENTS.to_toml())
+    invoke = CliRunner().invoke
+    said = invoke(app, ["run", str(path), "--out", str(tmp_path / "run")]).output
+    assert "epsilon (simulated)" in said
+    assert "at client level, simulated" in " ".join(said.replace("│", " ").split())
+    header, row, *_ = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
+    assert dict(zip(header.split(","), row.split(","), strict=True))["simulated"] == "1"
+    assert "simulated" in invoke(app, ["privacy", str(tmp_path / "run")]).output
+    assert "simulated" in invoke(app, ["privacy", str(path)]).output
+    system = own(CLIENTS, noise__entropy="system")
+    result = fedsim.run(system)
+    assert not result.privacy.simulated
+    assert result.metrics[-1]["simulated"] == 0
+    assert "simulated" not in str(result.privacy).lower()
+
+
+def test_the_command_verifies_signs_and_speaks_json(tmp_path):
+    key = tmp_path / "key.pem"
+    public = new_key(key)
+    fedsim.run(own(CLIENTS, noise__ledger_key=str(key)), out=tmp_path / "run")
+    invoke = CliRunner().invoke
+    run = str(tmp_path / "run")
+    for arguments in (["--verify"], ["--public-key", str(public)]):
+        assert invoke(app, ["privacy", run, *arguments]).exit_code == 0
+    (said,) = json.loads(invoke(app, ["privacy", run, "--json"]).output)
+    assert said["simulated"]
+    assert said["lines"] == 4
+    assert 0 < said["misses"]["0.01"] < 1
+    ledger = tmp_path / "run" / "ledger.jsonl"
+    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:-1]))
+    output = invoke(app, ["privacy", run, "--verify"])
+    assert output.exit_code == 1
+    assert "FAILS" in output.output
+
+
+def test_a_key_that_is_none_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(FedsimError, match=r"noise\.ledger-key"):
+        fedsim.run(own(CLIENTS, noise__ledger_key=str(tmp_path / "none")), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["data.npz", "metrics.csv", "empty"])
+def test_a_file_that_is_no_ledger_is_no_claim_of_privacy(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(b"" if name == "empty" else b"PK\x03\x04 or whatever\n" + bytes(99))
+    with pytest.raises(FedsimError, match="ledger"):
+        CliRunner().invoke(app, ["privacy", str(path)], catch_exceptions=False)
