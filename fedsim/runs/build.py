@@ -185,6 +185,14 @@ class Build:
         return {len(part) for part in self.parts if len(part)}
 
     @property
+    def _example_counts(self) -> list[int] | None:
+        """What updates are weighed by where clients do not tell: the partition's sizes, public."""
+        weighs = self.config.mechanism.weighting == "num-examples"
+        if not self.config.client.private or self.config.mechanism.name != "none" or not weighs:
+            return None
+        return [len(part) for part in self.parts]
+
+    @property
     def _calibrated_sizes(self) -> set[int]:
         """Those of them that a noise multiplier must be enough for."""
         return self._sizes
@@ -318,6 +326,7 @@ class Build:
             unprotected_metrics=evaluate.unprotected,
             client_budget=self._client_budget(),
             private_examples=config.client.private,
+            example_counts=self._example_counts,
         )
 
     def _client_budget(self) -> ClientBudget | None:

@@ -85,6 +85,8 @@ class Contributions:
     randomness: Randomness
     weighted_by_key: str
     arrayrecord_key: str
+    example_counts: Floats | None = None
+    """Declared by client id; they weigh in place of what clients report."""
 
     def replies(
         self, asked: Asked, replies: Iterable[Message], layout: Layout, tally: Tally
@@ -166,7 +168,8 @@ class Contributions:
         """Numbers that a reply must have."""
         if self.placement == "client":
             return (USABLE,)
-        return (*self.mechanism.side_names, *((self.weighted_by_key,) if self._weighs else ()))
+        reported = self._weighs and self.example_counts is None
+        return (*self.mechanism.side_names, *((self.weighted_by_key,) if reported else ()))
 
     def _trusted(self, block: Block, asked: Asked, tally: Tally) -> Block:
         """The clients of a block whose weights and scalars may enter the sum."""
@@ -250,6 +253,8 @@ class Contributions:
     def _weights(self, block: Block) -> Floats | None:
         if not self._weighs:
             return None
+        if self.example_counts is not None:
+            return self.example_counts[block.client_ids]
         return _reported(block, self.weighted_by_key)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from os import PathLike
 
@@ -23,7 +23,6 @@ from fedsim.privacy.chain import GENESIS
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan
-from fedsim.privacy.samplers import declared_by_user
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.exchange import Instructions
@@ -106,6 +105,9 @@ class DPFedAvg(ResumableStrategy):
     private_examples : bool
         Whether clients protect their own examples (example-level privacy). What they report,
         and how they fail, is then treated as in a private run, whatever the mechanism here.
+    example_counts : sequence of int, optional
+        Each client's number of examples, declared public: they weigh the updates in place of what
+        clients report. Clients with private examples are weighed by nothing else.
     client_budget : callable ``(vector [d], client ids, round) -> sentence or None``, optional
         Asked before clients are: a sentence says why their own budgets do not allow the round,
         and stops the run. Not where the run is private at client level: it would show who was
@@ -145,6 +147,7 @@ evaluate_metrics_aggr_fn
         average_client_state: bool = False,
         unprotected_metrics: bool = False,
         private_examples: bool = False,
+        example_counts: Sequence[int] | None = None,
         client_budget: ClientBudget | None = None,
         weighted_by_key: str = "num-examples",
         arrayrecord_key: str = "arrays",
@@ -163,6 +166,13 @@ evaluate_metrics_aggr_fn
                 f"max_epsilon = {max_epsilon}, but {mechanism} gives no guarantee to account for."
             )
         self.protects = self.private or private_examples
+        weighs = mechanism.weighting == "num-examples"
+        if private_examples and weighs and example_counts is None:
+            raise FedsimError(
+                "example_counts is None, but clients protect their examples and their updates are "
+                "weighed by num-examples (mechanism.weighting); declare the counts, which are then "
+                "public, or weigh uniformly."
+            )
         """Whether the run claims privacy at either level."""
         shows_clients = not self.protects or unprotected_metrics
         if fraction_evaluate is None:
@@ -223,6 +233,7 @@ evaluate_metrics_aggr_fn
             self.randomness,
             weighted_by_key,
             arrayrecord_key,
+            _declared_counts(example_counts, cohort),
         )
         self._participants = Participants(
             cohort,
@@ -356,8 +367,8 @@ evaluate_metrics_aggr_fn
             clip_norm=self.mechanism.sensitivity(self._state, self._layout),
             release=self._release,
             placement=self.placement,
-            declared_by_user=declared_by_user(self.cohort),
-            public={"denominator": float(self.cohort.expected_size)},
+            declared_by_user=self.plan.declared_by_user,
+            public={"denominator": self.plan.denominator},
         )
         lost = len(asked.client_of) > 0 and total.count == 0
         self.report = tally.report(server_round)
@@ -546,3 +557,17 @@ evaluate_metrics_aggr_fn
 def _described(layout: Layout) -> list[list[object]]:
     """What a row is made of, as JSON says it."""
     return [[entry.name, list(entry.shape), str(entry.dtype)] for entry in layout.entries]
+
+
+def _declared_counts(
+    counts: Sequence[int] | None, cohort: Cohort
+) -> npt.NDArray[np.float64] | None:
+    """Example counts by client id, ``[population]``."""
+    if counts is None:
+        return None
+    if len(counts) != cohort.population or min(counts) < 0:
+        raise FedsimError(
+            f"example_counts has {len(counts)} numbers; it must have one, 0 or more, for each of "
+            f"the {cohort.population} clients of the population."
+        )
+    return np.asarray(counts, dtype=np.float64)

@@ -396,3 +396,19 @@ def test_private_clients_report_no_loss_unless_asked():
         privacy=ExamplePrivacy(Clipping(0.5), 1.0, unprotected_metrics=True),
     )  # fmt: skip
     assert final(loud).metrics["loss"][0] > 0
+
+
+def test_one_example_more_is_told_apart_and_therefore_not_what_is_claimed():
+    # Full batches of noise 100: the noise on the mean shows its denominator, 20 or 21.
+    def spread(size):
+        trainer = private_trainer(
+            SGD(lr=1.0), Clipping(1e-3), 100.0, data=make_data([size], **Z64), batch_size=0, steps=1
+        )
+        ends = [final(trainer, IDS[:1], t).theta - trainer.initial() for t in range(200)]
+        return torch.stack(ends).std().item(), trainer.ledgers.of(0).statement(1e-5)
+
+    (wide, statement), (narrow, _) = spread(20), spread(21)
+    # 200 * 53 draws: a standard deviation is known to .7 %.
+    assert wide / narrow == pytest.approx(21 / 20, rel=0.03)
+    assert statement.adjacency == "zero-out"
+    assert "Public: the number of every client's examples" in str(statement)
