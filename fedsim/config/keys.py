@@ -193,7 +193,7 @@ TargetEpsilon = Annotated[Maybe, AfterValidator(_check_target)]
 
 
 def _check_range(value: str) -> str:
-    if not re.fullmatch(r"([0-9]*:[0-9]*)?", value, re.ASCII):
+    if not re.fullmatch(r"([0-9]{0,18}:[0-9]{0,18})?", value, re.ASCII):
         raise PydanticCustomError("range", "a range such as '10000:' or ':10000', or ''")
     return value
 

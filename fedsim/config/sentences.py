@@ -41,7 +41,7 @@ def sentence(model: type[BaseModel], error: ValidationError) -> str:
     ]
     key, kind, value, context = ".".join(path), first["type"], first["input"], first.get("ctx", {})
     if kind == "extra_forbidden":
-        return _unknown_key(model, path)
+        return _unknown_key(model, [str(part) for part in first["loc"]])
     if kind == "value_error":
         return str(context["error"])
     if kind == "literal_error":
@@ -57,7 +57,7 @@ def _unknown_key(model: type[BaseModel], path: list[str]) -> str:
     close = difflib.get_close_matches(path[-1], keys, n=1)
     hint = f" did you mean '{close[0]}'?" if close else ""
     where = f"[{'.'.join(path[:-1])}]" if path[:-1] else "the top level"
-    return f"unknown key '{'.'.join(path)}';{hint} {where} takes {', '.join(keys)}."
+    return f"unknown key {shown('.'.join(path))};{hint} {where} takes {', '.join(keys)}."
 
 
 def _keys_of(model: Any, path: list[str]) -> list[str]:

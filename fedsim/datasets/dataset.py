@@ -19,6 +19,9 @@ Array = npt.NDArray[Any]
 
 _MOST_CHANNELS = 4
 
+MOST_CLASSES = 1_000_000
+"""A larger label is a mistake: models have an output for each class."""
+
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
@@ -180,6 +183,11 @@ def _labels(key: str, array: Array, where: str) -> npt.NDArray[np.int64]:
     if array.size and int(array.min()) < 0:
         raise FedsimError(
             f"{where} has the label {int(array.min())} in {key}; labels must be integers from 0 up."
+        )
+    if array.size and int(array.max()) >= MOST_CLASSES:
+        raise FedsimError(
+            f"{where} has the label {int(array.max())} in {key}; labels must be below "
+            f"{MOST_CLASSES:,}."
         )
     return array.astype(np.int64)
 

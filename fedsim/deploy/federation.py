@@ -90,6 +90,8 @@ class Federation:
         FedsimError
             If the directory holds a federation already, or there is nobody to make it for.
         """
+        if directory.exists() and not directory.is_dir():
+            raise FedsimError(f"{directory} is a file; a federation is a directory.")
         if (directory / "federation.toml").exists():
             raise FedsimError(f"{directory} already holds a federation; choose another directory.")
         if nodes < 1:

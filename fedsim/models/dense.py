@@ -10,8 +10,11 @@ from itertools import pairwise
 from torch import nn
 
 from fedsim.errors import FedsimError
+from fedsim.machine import refuse_larger_than_memory
 
 __all__ = ["dense", "fully_connected", "parse_widths"]
+
+DEEPEST, WIDEST = 1000, 10_000_000
 
 
 def dense(
@@ -19,6 +22,12 @@ def dense(
 ) -> nn.Sequential:
     """Flatten, then `fully_connected` from the examples' size to ``num_classes``."""
     sizes = (math.prod(input_shape), *widths, num_classes)
+    parameters = sum(inputs * outputs for inputs, outputs in pairwise(sizes))
+    refuse_larger_than_memory(
+        4 * parameters,
+        f"a model with layers of {', '.join(map(str, sizes))} (the data's size, model.widths, the "
+        "number of classes)",
+    )
     return nn.Sequential(OrderedDict(flatten=nn.Flatten(), **fully_connected(sizes, bias=bias)))
 
 
@@ -45,9 +54,10 @@ def parse_widths(widths: str | Sequence[int]) -> tuple[int, ...]:
         parsed = tuple(int(piece) for piece in pieces)
     except ValueError:
         parsed = ()
-    if not parsed or min(parsed) < 1:
+    if not parsed or min(parsed) < 1 or len(parsed) > DEEPEST or max(parsed) > WIDEST:
         raise FedsimError(
-            f"model.widths is '{widths}'; an mlp needs the hidden units of each layer, whole "
-            "numbers above 0 separated by commas, such as '256,256'."
+            f"model.widths is '{str(widths)[:100]}'; an mlp needs the hidden units of each of at "
+            f"most {DEEPEST:,} layers, whole numbers from 1 to {WIDEST:,} separated by commas, "
+            "such as '256,256'."
         )
     return parsed

@@ -8,9 +8,12 @@ with the same bytes as when it is run alone.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
+import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -39,6 +42,8 @@ __all__ = ["Member", "is_done", "members", "parse_axes", "run_sweep"]
 _log = logging.getLogger("fedsim")
 
 Axes = dict[str, list[Scalar]]
+
+LONGEST_LABEL = 150
 Observer = Callable[["Member", Row], None]
 
 
@@ -58,8 +63,17 @@ class Member:
 
     @property
     def label(self) -> str:
-        """``key=value`` for each axis; also the name of its directory."""
-        return ",".join(f"{key}={value}" for key, value in self.point.items()).replace("/", "_")
+        """``key=value`` for each axis; also the name of its directory.
+
+        What cannot stand in a path, or makes it too long, is left out, and a digest of the whole
+        comes in its place.
+        """
+        whole = ",".join(f"{key}={value}" for key, value in self.point.items())
+        name = re.sub(r"[^A-Za-z0-9=,.+_-]", "_", whole)
+        if name == whole and len(name) <= LONGEST_LABEL:
+            return name
+        digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
+        return f"{name[: LONGEST_LABEL - 9]}-{digest}"
 
 
 def parse_axes(overs: Iterable[str]) -> Axes:
@@ -88,7 +102,11 @@ def parse_axes(overs: Iterable[str]) -> Axes:
 def members(config: RunConfig, axes: Axes) -> list[Member]:
     """The grid, the last axis fastest; every member's config is validated."""
     points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    return [Member(point, config.replace(**point)) for point in points]
+    grid = [Member(point, config.replace(**point)) for point in points]
+    twice = [label for label, count in Counter(m.label for m in grid).items() if count > 1]
+    if twice:
+        raise FedsimError(f"--over makes the member {twice[0]} twice; every value must be another.")
+    return grid
 
 
 def run_sweep(

@@ -101,7 +101,7 @@ def test_float64_starts_from_the_numbers_of_float32() -> None:
         ("resnet", {}, "'resnet'; it must be one of softmax, mlp"),
         ("mlp", {}, "model.widths is ''; an mlp needs"),
         ("mlp", {"widths": "256,x"}, "model.widths is '256,x'"),
-        ("mlp", {"widths": "256,0"}, "whole numbers above 0"),
+        ("mlp", {"widths": "256,0"}, "whole numbers from 1 to 10,000,000"),
         ("softmax", {"widths": "9"}, "only mlp has"),
         ("softmax", {"dtype": torch.float16}, "must be float32 or float64"),
         ("nets.py/x:Net", {}, "written module:name"),

@@ -1,0 +1,532 @@
+"""Every mistake of a user, and every failure of the machine, ends in one sentence and a status."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fedsim.cli import main
+from fedsim.config import RunConfig
+from fedsim.runs.artefacts import RunDirectory
+
+TOML = """
+name = "small"
+rounds = 1
+[partition]
+clients = 20
+"""
+PRIVATE = ["mechanism.name=clipping", "noise.multiplier=1.0"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.toml").write_text(TOML)
+
+
+def status(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def everything(path: Path) -> dict[str, bytes | None]:
+    return {
+        str(p.relative_to(path)): p.read_bytes() if p.is_file() and not p.is_symlink() else None
+        for p in path.rglob("*")
+    }
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command, which must refuse and leave every file as it was; its sentence."""
+
+    def run(*arguments: str, expected: int = 2) -> str:
+        before = everything(tmp_path)
+        assert status(*arguments) == expected
+        told = capsys.readouterr().err
+        assert told.startswith("fedsim: "), told
+        assert told.count("\n") == 1, told
+        assert told.endswith(".\n"), told
+        assert len(told) < 1200, told
+        assert everything(tmp_path) == before
+        return told
+
+    return run
+
+
+# -- configs ------------------------------------------------------------------------------
+
+
+def _wrong_values() -> Iterator[str]:
+    """For each key of a config, values that it cannot have."""
+    for key, value in RunConfig().to_run_config().items():
+        yield f"{key}=[1, 2]"
+        if isinstance(value, bool):
+            yield f"{key}=maybe"
+        elif isinstance(value, int):
+            yield f"{key}=-1"
+            yield f"{key}=9223372036854775808"
+            yield f"{key}=2.5"
+        elif isinstance(value, float):
+            yield f"{key}=nan"
+            yield f"{key}=-1.0"
+            yield f"{key}=1e31"
+        else:
+            yield f'{key}="a\\u0000b"'
+
+
+@pytest.mark.parametrize("change", list(_wrong_values()))
+def test_a_value_that_a_key_cannot_have(change: str, refused: Callable[..., str]) -> None:
+    told = refused("run", "c.toml", "--set", change)
+    assert change.partition("=")[0].split(".")[0] in told
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["rounds=100000000000000000"],
+        ["client.steps=9007199254740992"],
+        ["partition.clients=1000000000"],
+        ["partition.clients=10000000"],
+        ["model.name=mlp", "model.widths=10000000000"],
+        ["model.name=mlp", "model.widths=9999999,9999999"],
+        ["model.name=mlp", "model.widths=" + "8," * 2000 + "8"],
+        ["model.name=mlp", "model.widths=" + "9" * 4000],
+        ["model.name=mlp"],
+        ["model.name=mlp", "model.widths=8,,8"],
+        ["model.name=mlp", "model.widths=8", "model.trainable=none.*"],
+        ["model.name=adadp-cifar"],
+        ["model.name=nowhere:Net"],
+        ["model.name=os:getpid"],
+        ["model.name=os.path:sep"],
+        ["model.name=:"],
+        ["model.loss=nowhere:loss"],
+        ["model.metrics=nowhere:metric"],
+        ["model.weights=c.toml"],
+        ["model.weights=none.safetensors"],
+        ["model.weights=."],
+        ["data.name=none.npz"],
+        ["data.name=c.toml.npz"],
+        ["data.name=nothing"],
+        ["data.name=mnist"],
+        ["data.name=mnist", "data.dir=c.toml"],
+        ["data.name=/dev/null.npz"],
+        ["data.normalize=true"],
+        ["data.train=5:5"],
+        ["data.train=0:99999999999"],
+        ["data.train=1:" + "9" * 5000],
+        ["partition.name=shards", "partition.shards=1000000000"],
+        ["partition.name=dirichlet", "partition.alpha=1e-30"],
+        ["partition.name=interpolated-pathological", "partition.groups=0;1"],
+        ["partition.name=interpolated-pathological", "partition.groups=[/]"],
+        ["partition.name=interpolated-pathological", "partition.groups=99999999999999999999"],
+        ["client.name=os:getpid"],
+        ["client.name=torch.optim:SGD"],
+        ["client.schedule=cosine:0"],
+        ["client.options=a=1"],
+        ["client.options=lr"],
+        ["client.state=server", "client.name=adam"],
+        ["cohort.name=fixed", "cohort.size=21"],
+        ["mechanism.private-scalar=loss"],
+        ["mechanism.per-layer=true"],
+        ["noise.placement=client"],
+        [*PRIVATE, "mechanism.private-scalar=accuracy"],
+        [*PRIVATE, "mechanism.clip-norm=1e-31"],
+        [*PRIVATE, "mechanism.clip-norm=1e10"],
+        [*PRIVATE, "noise.max-epsilon=1e-9"],
+        [*PRIVATE, "client.state=server"],
+        [*PRIVATE, "evaluate.clients-every=1"],
+        [PRIVATE[0], "noise.target-epsilon=1000000.0"],
+        [PRIVATE[0], "noise.multiplier=1e-9"],
+        ["mechanism.name=quantile-clipping", "noise.multiplier=9.0"],
+        ["client.mechanism.name=clipping", "client.noise.multiplier=-1.0"],
+        ["client.mechanism.name=clipping", "client.noise.multiplier=1.0", "client.batch-size=999"],
+        ["engine.name=cluster"],
+        ["engine.name=ray", "engine.workers=1000000"],
+        ["engine.name=deployment", "engine.federation=none"],
+        ["engine.device=cuda"] if not torch.cuda.is_available() else ["engine.device=tpu"],
+        ["name=../../evil"],
+        ["name="],
+        ["name=.."],
+        ["name=/etc"],
+        ["name=größe"],
+        ["name=" + "a" * 101],
+        ["nonsense=1"],
+        ["client.nonsense=1"],
+        ["client=1"],
+        ["client.lr.deep=1"],
+        ["a" * 3000 + "=1"],
+        [".".join("a" * 3000) + "=1"],
+        ["rounds"],
+        ["=1"],
+        ["[/bold]=1"],
+        ["name=[/bold]"],
+    ],
+    ids=lambda changes: " ".join(changes)[:60],
+)
+def test_a_config_that_cannot_be_run(changes: list[str], refused: Callable[..., str]) -> None:
+    refused("run", "c.toml", *(word for change in changes for word in ("--set", change)))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xfe",
+        b"rounds = ",
+        b"rounds = 1\nrounds = 2",
+        b"[client]\n[client]",
+        b"a = " + b"[" * 50_000,
+        b"rounds = " + b"9" * 5000,
+        b"#" * 2**21,
+        b"name = 1",
+        b"rounds = 1979-05-27",
+        b"rounds = {a = 1}",
+        b"client = 3",
+        b"[[client]]",
+        b"[client.noise.deep]\na = 1",
+        b"name = '''a\nb'''",
+        b"\x00",
+    ],
+    ids=lambda content: repr(content[:20]),
+)
+def test_a_file_that_is_no_config(
+    content: bytes, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    (tmp_path / "bad.toml").write_bytes(content)
+    refused("run", "bad.toml")
+
+
+# -- places -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+@pytest.mark.parametrize(
+    "out",
+    [
+        "c.toml",
+        "c.toml/x",
+        "/proc/x",
+        "/proc/self/x",
+        "/dev/null",
+        "loop",
+        "loop/x",
+        "a" * 300,
+        "own",
+    ],
+    ids=lambda out: out[:10],
+)
+def test_a_place_that_is_no_runs(
+    out: str, overwrite: list[str], tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "own" / "clients").mkdir(parents=True)
+    (tmp_path / "own" / "report.html").write_text("mine")
+    assert "--out" in refused("run", "c.toml", "--out", out, *overwrite)
+
+
+def test_the_directory_of_the_users_own_files_stays_as_it_is(
+    tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    (tmp_path / "clients").mkdir()
+    (tmp_path / "clients" / "mine.txt").write_text("mine")
+    (tmp_path / "config.toml").write_text(TOML)
+    for overwrite in ([], ["--overwrite"]):
+        assert "somebody's own" in refused("run", "c.toml", "--out", ".", *overwrite)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("method", ["start_metrics", "add_row", "save_model"])
+def test_a_disk_that_fails_in_mid_run(
+    code: int,
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    failed: Future[None] = Future()
+    failed.set_exception(OSError(code, os.strerror(code), "runs/small/some.file"))
+    monkeypatch.setattr(RunDirectory, method, partial(failed.result))
+    assert status("run", "c.toml") == 1
+    assert capsys.readouterr().err == f"fedsim: runs/small/some.file: {os.strerror(code)}.\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        np._core._exceptions._ArrayMemoryError((2**60,), np.dtype(float)),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_machine_without_enough_memory(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed: Future[None] = Future()
+    failed.set_exception(error)
+    monkeypatch.setattr(RunDirectory, "save_model", partial(failed.result))
+    assert status("run", "c.toml") == 1
+    assert capsys.readouterr().err.startswith("fedsim: the memory does not suffice (")
+
+
+# -- data sets ----------------------------------------------------------------------------
+
+
+def npy(header: bytes, data: bytes = b"", version: bytes = b"\x01\x00") -> bytes:
+    return b"\x93NUMPY" + version + len(header).to_bytes(2, "little") + header + data
+
+
+def archive(replaced: dict[str, bytes | None], method: int = zipfile.ZIP_DEFLATED) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", method) as file:
+        for key, array in USABLE.items():
+            plain = io.BytesIO()
+            np.save(plain, array)
+            member = replaced.get(key, plain.getvalue())
+            if member is not None:
+                file.writestr(f"{key}.npy", member)
+    return content.getvalue()
+
+
+def arrays(**changed: Any) -> bytes:
+    content = io.BytesIO()
+    np.savez(content, **{**USABLE, **changed})
+    return content.getvalue()
+
+
+USABLE = {
+    "x_train": np.zeros((40, 3), dtype=np.float32),
+    "y_train": np.arange(40) % 2,
+    "x_test": np.zeros((4, 3), dtype=np.float32),
+    "y_test": np.arange(4) % 2,
+}
+HEADER = "{'descr': '%s', 'fortran_order': False, 'shape': %s, }"
+CLAIMS = {
+    "73 TiB": HEADER % ("<f4", (20 * 10**12,)),
+    "10^24": HEADER % ("<f4", (10**24,)),
+    "overflow": HEADER % ("<f4", (2**62, 8)),
+    "negative": HEADER % ("<f4", (-40, 3)),
+    "objects": HEADER % ("|O", (40, 3)),
+    "nested": HEADER % ("<f4", "(" * 3000 + ")" * 3000),
+    "cut": "{'descr': '<f4', 'fortran_ord",
+    "code": "__import__('os').system('touch evil')",
+    "dtype": HEADER % ("<q9", (40, 3)),
+    "long dtype": HEADER % ("<U1000000000", (40,)),
+    "structured": "{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (120,), }",
+    "shape": "{'descr': '<f4', 'fortran_order': False, 'shape': 'x', }",
+    "keys": "{'descr': '<f4'}",
+    "number": "7",
+    "nothing": "",
+}
+
+
+def _bomb() -> bytes:
+    """A directory that claims 8 GiB for a few bytes."""
+    plain = bytearray(archive({"x_train": npy((HEADER % ("<f4", (2**31,))).encode())}))
+    at = plain.index(b"PK\x01\x02")
+    plain[at + 24 : at + 28] = (2**32 - 100).to_bytes(4, "little")
+    return bytes(plain)
+
+
+HOSTILE: dict[str, bytes] = {
+    **{name: archive({"x_train": npy(header.encode())}) for name, header in CLAIMS.items()},
+    "labels of 73 TiB": archive({"y_test": npy((HEADER % ("<i8", (10**13,))).encode())}),
+    "bomb": _bomb(),
+    "lzma": archive({}, zipfile.ZIP_LZMA),
+    "bzip2": archive({}, zipfile.ZIP_BZIP2),
+    "version 9": archive({"x_train": npy(b"{}", version=b"\x09\x00")}),
+    "no npy": archive({"x_train": b"hello"}),
+    "empty member": archive({"x_train": b""}),
+    "a key lacks": archive({"x_train": None}),
+    "empty": b"",
+    "text": b"hello",
+    "zip magic": b"PK\x03\x04",
+    "zip end": b"PK\x05\x06" + b"\x00" * 18,
+    "cut": archive({})[:200],
+    "damaged": archive({}).replace(b"PK\x01\x02", b"PK\x01\x03"),
+    "one array": npy(HEADER.encode()),
+    "pickle": b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00N.",
+    "labels of 10^9": arrays(y_train=np.full(40, 10**9)),
+    "labels of 2^63": arrays(y_train=np.full(40, 2**63 - 1)),
+    "labels of 2^64": arrays(y_train=np.full(40, 2**64 - 1, dtype=np.uint64)),
+    "labels below 0": arrays(y_train=np.full(40, -1)),
+    "float labels": arrays(y_train=np.zeros(40)),
+    "labels of strings": arrays(y_train=np.full(40, "a")),
+    "two axes": arrays(y_train=np.zeros((40, 1), dtype=int)),
+    "NaN": arrays(x_train=np.full((40, 3), np.nan)),
+    "complex": arrays(x_train=np.zeros((40, 3), dtype=complex)),
+    "times": arrays(x_train=np.zeros((40, 3), dtype="M8[s]")),
+    "no examples": arrays(x_train=np.zeros((0, 3), dtype=np.float32)),
+    "no features": arrays(x_train=np.zeros((40, 0), dtype=np.float32)),
+    "scalar": arrays(x_train=np.float32(1)),
+    "too few labels": arrays(y_train=np.zeros(3, dtype=int)),
+    "another width": arrays(x_test=np.zeros((4, 5), dtype=np.float32)),
+    "objects in mean": arrays(mean=np.array([{}], dtype=object)),
+    "words in mean": arrays(mean=np.array(["a"]), std=np.array(["b"])),
+    "long mean": arrays(mean=np.zeros(10**5), std=np.ones(10**5)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_file_that_is_no_data_set(name: str, tmp_path: Path, refused: Callable[..., str]) -> None:
+    (tmp_path / "data.npz").write_bytes(HOSTILE[name])
+    assert "data.npz" in refused("run", "c.toml", "--set", "data.name=data.npz")
+    assert not (tmp_path / "evil").exists()
+
+
+# -- models -------------------------------------------------------------------------------
+
+
+class NaN(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, 10)
+        nn.init.constant_(self.weight, float("nan"))
+
+
+class Infinite(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, 10, dtype=torch.float64)
+        nn.init.constant_(self.weight, 1e300)
+
+
+class Complex(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, 10, dtype=torch.complex64)
+
+
+class Lazy(nn.LazyLinear):
+    def __init__(self) -> None:
+        super().__init__(10)
+
+
+class Frozen(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, 10)
+        self.requires_grad_(False)
+
+
+class Hungry(nn.Linear):
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 10)
+
+
+class Unreadable:
+    def __init__(self) -> None:
+        raise OSError(errno.ENOENT, "No such file or directory", "weights.bin")
+
+
+@pytest.mark.parametrize("model", ["NaN", "Infinite", "Complex", "Lazy", "Frozen", "Hungry"])
+def test_a_model_that_cannot_be_trained(model: str, refused: Callable[..., str]) -> None:
+    refused("run", "c.toml", "--set", f"model.name={__name__}:{model}")
+
+
+def test_an_error_of_the_users_own_code_keeps_its_traceback() -> None:
+    with pytest.raises(FileNotFoundError, match=r"weights\.bin"):
+        main(["run", "c.toml", "--set", f"model.name={__name__}:Unreadable"])
+
+
+GOOD = {"fc1.weight": torch.zeros(10, 64), "fc1.bias": torch.zeros(10)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fc1.bias": torch.full((10,), torch.nan)},
+        {"fc1.bias": torch.full((10,), 1e300, dtype=torch.float64)},
+        {"fc1.bias": torch.zeros(10, dtype=torch.complex64)},
+        {"fc1.bias": torch.zeros(10, dtype=torch.int64)},
+        {"fc1.bias": torch.zeros(10, dtype=torch.bool)},
+        {"fc1.bias": torch.zeros(11)},
+        {"[/bold]": torch.zeros(1)},
+    ],
+    ids=str,
+)
+def test_weights_that_do_not_fit(
+    changes: dict[str, Tensor], tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    save_file({**GOOD, **changes}, tmp_path / "w.safetensors")
+    refused("run", "c.toml", "--set", "model.weights=w.safetensors")
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 20, 100, 300])
+def test_weights_that_are_cut(size: int, tmp_path: Path, refused: Callable[..., str]) -> None:
+    save_file(GOOD, tmp_path / "w.safetensors")
+    whole = (tmp_path / "w.safetensors").read_bytes()
+    (tmp_path / "w.safetensors").write_bytes(whole[:size])
+    refused("run", "c.toml", "--set", "model.weights=w.safetensors")
+    (tmp_path / "w.safetensors").write_bytes(b"\xff" * 8 + whole[8:])
+    refused("run", "c.toml", "--set", "model.weights=w.safetensors")
+
+
+# -- other commands -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nonsense",
+        "--nonsense",
+        "run",
+        "run none.toml",
+        "run .",
+        "run c.toml d.toml",
+        "run c.toml --nonsense",
+        "run c.toml --seed x",
+        "run c.toml --seed -1",
+        "run c.toml --engine x",
+        "run c.toml --set",
+        "partition none.toml",
+        "partition c.toml --out c.toml",
+        "partition c.toml --out .",
+        "partition c.toml --seed -1",
+        "partition c.toml --set partition.clients=99999",
+        "sweep c.toml",
+        "sweep c.toml --over seed",
+        "sweep c.toml --over seed=",
+        "sweep c.toml --over seed=1 --over seed=2",
+        "sweep c.toml --over seed=-1",
+        "sweep c.toml --over nonsense=1",
+        "sweep c.toml --over seed=1,2 --plot client.lr",
+        "sweep c.toml --over engine.name=ray",
+        "sweep c.toml --over seed=1 --out c.toml",
+        "sweep c.toml --over seed=1 --out /proc/x",
+        "sweep c.toml --over data.name=nothing",
+        "sweep c.toml --over seed=1,1",
+        "tune c.toml --clients 0",
+        "tune c.toml --repeats x",
+        "tune none.toml",
+        "audit c.toml",
+        "audit none.toml",
+        "audit c.toml --out c.toml",
+        "experiment nonsense",
+        "experiment quadratic --out c.toml",
+        "experiment quadratic --seeds 0",
+        "privacy none.jsonl",
+        "deploy",
+        "deploy nonsense",
+        "deploy init c.toml",
+        "deploy init fed --nodes 0",
+        "deploy up none",
+        "deploy up c.toml",
+    ],
+)
+def test_a_command_that_makes_no_sense(line: str, refused: Callable[..., str]) -> None:
+    if line == "deploy":
+        assert status("deploy") == 2
+        return
+    refused(*line.split())
