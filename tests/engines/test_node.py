@@ -112,3 +112,45 @@ def test_the_client_app_answers_what_flowers_runtimes_ask(whole):
         assert reply.content["metrics"]["num-examples"] == whole.data.size(2)
         if kind == MessageType.TRAIN:
             assert tensors(reply.content["arrays"]).keys() == arrays.keys()
+
+
+PRIVATE_EXAMPLES = {
+    "partition": {"clients": CLIENTS, "max-examples": 60},
+    "rounds": 3,
+    "noise": {"entropy": "config", "target-epsilon": 4.0},
+    "mechanism": {"name": "clipping"},
+    "client": {
+        "batch-size": 20,
+        "steps": 2,
+        "lr": 0.3,
+        "state-dir": "state",
+        "mechanism": {"name": "clipping"},
+        "noise": {"target-epsilon": 3.0},
+    },
+}
+
+
+@pytest.mark.parametrize("resolved", [False, True])
+def test_a_node_has_the_noise_and_the_release_of_the_server(resolved, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    # Unequal clients: each on its own would be content with noise of its own.
+    config = config_for("deployment", **PRIVATE_EXAMPLES).replace(**{"partition.name": "dirichlet"})
+    config = config.replace(**{"partition.alpha": 5.0, "partition.max-examples": 0})
+    server = Build(config)
+    node = NodeBuild(server.released if resolved else config, client=1)
+    assert node.example_privacy.noise_multiplier == server.example_privacy.noise_multiplier > 0
+    assert node.noise_multiplier == server.noise_multiplier
+    assert node.release == server.release
+    whole = Build(config.replace(**{"client.state-dir": "elsewhere"})).trainer
+    assert row_of(node.trainer, 1) == row_of(whole, 1)
+
+
+def test_a_node_with_a_file_does_not_guess_the_noise_that_others_need(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = config_for("deployment", **PRIVATE_EXAMPLES)
+    files = split_data(config, lambda k: tmp_path / f"{k}.npz")
+    with pytest.raises(FedsimError, match=r"set client\.noise\.multiplier instead"):
+        NodeBuild(config, client=1, data=str(files[1])).trainer
+    resolved = Build(config).released
+    node = NodeBuild(resolved, client=1, data=str(files[1]))
+    assert node.release == Build(config).release
