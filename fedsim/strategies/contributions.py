@@ -25,7 +25,6 @@ from fedsim.mechanisms import (
     State,
     share,
 )
-from fedsim.privacy import Event
 from fedsim.privacy.noise import Noise
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout
@@ -57,8 +56,6 @@ class Asked:
     server : mapping of name to Tensor
         The global parameters, entries that are not trained included.
     vector : Tensor ``[d]``
-    event : Event
-        What the release will cost.
     """
 
     round: int
@@ -67,7 +64,6 @@ class Asked:
     client_of: dict[int, int]
     server: dict[str, Tensor]
     vector: Tensor
-    event: Event
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism, State
 from fedsim.mechanisms.base import state_on
-from fedsim.privacy import Accountant, Event, Ledger, Statement
-from fedsim.privacy.chain import GENESIS
+from fedsim.privacy import Ledger, Statement
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.exchange import Instructions
+from fedsim.strategies.accounting import Accounting
 from fedsim.strategies.client_evaluation import ClientEvaluation
 from fedsim.strategies.client_state import ClientState
 from fedsim.strategies.contributions import Asked, Contributions, Placement
@@ -207,9 +207,10 @@ evaluate_metrics_aggr_fn
         if isinstance(server_optimizer, Strategy):
             server_optimizer = FlowerOptimizer(server_optimizer)
         self.server_optimizer = server_optimizer
-        # Without a config's digest no release is ever taken for one that was made before.
-        self._release = release
         self.placement = placement
+        self._accounting = Accounting(
+            self.plan, delta, max_epsilon, ledger, release, placement, self.randomness
+        )
         self.client_budget = client_budget
         self.shows_clients = shows_clients
         self.weighted_by_key = weighted_by_key
@@ -277,13 +278,9 @@ evaluate_metrics_aggr_fn
                 "cohort would be drawn twice; a run of its own needs a strategy of its own."
             )
         self._asked = None
-        event = self.plan.event()
-        if self.stopped is None and self._exceeds_budget(event, server_round):
-            self.stopped = (
-                f"round {server_round} would exceed max-epsilon = {self.max_epsilon} "
-                f"at delta = {self.delta}"
-            )
-            self.log.warning("stopping: %s.", self.stopped)
+        if self.stopped is None and (why := self._accounting.stops(server_round)) is not None:
+            self.stopped = why
+            self.log.warning("stopping: %s.", why)
         if self.stopped is not None:
             return []
         server = tensors(arrays)
@@ -305,7 +302,6 @@ evaluate_metrics_aggr_fn
             client_of=dict(zip(asked.tolist(), present.tolist(), strict=True)),
             server=server,
             vector=vector,
-            event=event,
         )
         entries, records = self._contributions.request(len(present), self._state, layout)
         if self.client_state is not None:
@@ -359,17 +355,8 @@ evaluate_metrics_aggr_fn
             if self.shows_clients:
                 means.add(reply.block, reply.content)
         # On disk before the release exists: a crash from here on counts one too many.
-        self.ledger.record(
-            round=server_round,
-            event=asked.event,
-            entropy=self.randomness.entropy,
-            mechanism=str(self.mechanism),
-            clip_norm=self.mechanism.sensitivity(self._state, self._layout),
-            release=self._release,
-            placement=self.placement,
-            declared_by_user=self.plan.declared_by_user,
-            public={"denominator": self.plan.denominator},
-        )
+        clip_norm = self.mechanism.sensitivity(self._state, self._layout)
+        self._accounting.record(server_round, clip_norm)
         lost = len(asked.client_of) > 0 and total.count == 0
         self.report = tally.report(server_round)
         self._failures.note(self.report, lost)
@@ -405,13 +392,7 @@ evaluate_metrics_aggr_fn
                 f"placement = 'client' (noise.placement); it must be 'server' with "
                 f"{self.mechanism}, which has no noise that clients could share."
             )
-        if self.max_epsilon is not None:
-            least = Accountant([self.plan.event()]).epsilon(self.delta)
-            if least > self.max_epsilon:
-                raise FedsimError(
-                    f"max_epsilon = {self.max_epsilon} (noise.max-epsilon) at delta = {self.delta}"
-                    f"; it must be at least {least:.4g}, what one round costs."
-                )
+        self._accounting.check()
 
     def _take_layout(self, server: dict[str, Tensor]) -> Layout:
         layout = Layout.of(server)
@@ -432,16 +413,6 @@ evaluate_metrics_aggr_fn
         return layout
 
     # -- privacy ----------------------------------------------------------------------
-
-    def _exceeds_budget(self, event: Event, server_round: int) -> bool:
-        return self.max_epsilon is not None and self.ledger.would_exceed(
-            event,
-            self.max_epsilon,
-            delta=self.delta,
-            round=server_round,
-            entropy=self.randomness.entropy,
-            release=self._release,
-        )
 
     def privacy_statement(self) -> Statement:
         """What has been released so far, and what it cost."""
@@ -466,9 +437,6 @@ evaluate_metrics_aggr_fn
         layout, restored = self._layout, self._restored
         if layout is None and restored is not None:
             return restored
-        ledger: dict[str, object] = {"head": self.ledger.head}
-        if self.ledger.path is None:
-            ledger |= self.ledger.state_dict()
         return {
             "round": self.rounds_done,
             "parameters": None if layout is None else _described(layout),
@@ -477,7 +445,7 @@ evaluate_metrics_aggr_fn
             "clients": {} if self.client_state is None else dict(self.client_state.values),
             "failures": self._failures.state(),
             "stopped": self.stopped,
-            "ledger": ledger,
+            "ledger": self._accounting.state(),
         }
 
     def restore(self, state: Tree) -> None:
@@ -493,13 +461,8 @@ evaluate_metrics_aggr_fn
             raise FedsimError(
                 f"this strategy has done {self.rounds_done} rounds; state= needs a new strategy."
             )
-        if self.ledger.path is None and not self.ledger.entries:
-            self.ledger.load_state_dict(state["ledger"])
-        if state["ledger"]["head"] not in (GENESIS, *self.ledger.heads):
-            raise FedsimError(
-                f"ledger {self.ledger.path} does not hold the releases up to round "
-                f"{state['round']}; it must be the ledger of the run whose state= this is."
-            )
+        self._accounting.restore(state["ledger"])
+        self._layout = None
         self.rounds_done = state["round"]
         # Which model it is about is seen in the next round.
         self._restored = None if state["parameters"] is None else state
@@ -534,12 +497,7 @@ evaluate_metrics_aggr_fn
         received = f"aggregate_train: {report.usable} of {report.asked} clients drawn are usable"
         lines = [f"{received}{failed}"]
         if self.private:
-            spent = self.ledger.cost(self.delta)
-            simulated = "simulated " if self.randomness.entropy == "config" else ""
-            lines.append(
-                f"\t└──> {simulated}epsilon {spent.epsilon:.4g} at delta {spent.delta:g} "
-                f"(client level, {spent.adjacency})"
-            )
+            lines.append(f"\t└──> {self._accounting.spent()}")
         return lines
 
     def summary(self) -> None:

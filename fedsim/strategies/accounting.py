@@ -1,0 +1,119 @@
+"""What a strategy's rounds cost: its event, budget and ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedsim.errors import FedsimError
+from fedsim.privacy import Accountant, Ledger
+from fedsim.privacy.chain import GENESIS
+from fedsim.privacy.plan import ReleasePlan
+from fedsim.randomness import Randomness
+from fedsim.strategies.contributions import Placement
+
+__all__ = ["Accounting"]
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """Writes each release down before it is made, and knows when the budget is spent.
+
+    Parameters
+    ----------
+    plan : ReleasePlan
+    delta : float
+    max_epsilon : float or None
+        Budget.
+    ledger : Ledger
+    release : str or None
+        The config's digest; without one no release is taken for one that was made before.
+    placement, randomness
+        What else the ledger's lines say.
+    """
+
+    plan: ReleasePlan
+    delta: float
+    max_epsilon: float | None
+    ledger: Ledger
+    release: str | None
+    placement: Placement
+    randomness: Randomness
+
+    def stops(self, server_round: int) -> str | None:
+        """Why this round may not be made, if so."""
+        if self.max_epsilon is None or not self.ledger.would_exceed(
+            self.plan.event(),
+            self.max_epsilon,
+            delta=self.delta,
+            round=server_round,
+            entropy=self.randomness.entropy,
+            release=self.release,
+        ):
+            return None
+        return (
+            f"round {server_round} would exceed max-epsilon = {self.max_epsilon} "
+            f"at delta = {self.delta}"
+        )
+
+    def record(self, server_round: int, clip_norm: float) -> None:
+        """Write a round's release down; when this returns it is on the disk, and may be made."""
+        self.ledger.record(
+            round=server_round,
+            event=self.plan.event(),
+            entropy=self.randomness.entropy,
+            mechanism=str(self.plan.bound),
+            clip_norm=clip_norm,
+            release=self.release,
+            placement=self.placement,
+            declared_by_user=self.plan.declared_by_user,
+            public={"denominator": self.plan.denominator},
+        )
+
+    def check(self) -> None:
+        """Refuse a budget that does not allow one round.
+
+        Raises
+        ------
+        FedsimError
+            Saying what one costs.
+        """
+        if self.max_epsilon is None:
+            return
+        least = Accountant([self.plan.event()]).epsilon(self.delta)
+        if least > self.max_epsilon:
+            raise FedsimError(
+                f"max_epsilon = {self.max_epsilon} (noise.max-epsilon) at delta = {self.delta}"
+                f"; it must be at least {least:.4g}, what one round costs."
+            )
+
+    def spent(self) -> str:
+        """What has been spent, in a few words."""
+        cost = self.ledger.cost(self.delta)
+        simulated = "simulated " if self.randomness.entropy == "config" else ""
+        return (
+            f"{simulated}epsilon {cost.epsilon:.4g} at delta {cost.delta:g} "
+            f"(client level, {cost.adjacency})"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Where the ledger stands; and its lines, if it is in memory only."""
+        kept = {} if self.ledger.path is not None else self.ledger.state_dict()
+        return {"head": self.ledger.head, **kept}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave.
+
+        Raises
+        ------
+        FedsimError
+            If the ledger does not hold the releases that were made until then.
+        """
+        if self.ledger.path is None and not self.ledger.entries:
+            self.ledger.load_state_dict(dict(state))
+        if state["head"] not in (GENESIS, *self.ledger.heads):
+            raise FedsimError(
+                f"ledger {self.ledger.path or '(in memory)'} does not hold the releases that the "
+                "state counts; it must be the ledger of the run whose state= this is."
+            )
