@@ -28,6 +28,7 @@ from fedsim.deploy.parties import Node, SuperLink
 from fedsim.deploy.roster import write_roster
 from fedsim.engines.directory import key_digest
 from fedsim.errors import FedsimError
+from fedsim.privacy.signing import key_pair
 
 __all__ = ["CONNECTION", "Federation"]
 
@@ -105,11 +106,14 @@ class Federation:
             made._make_certificates(days)
         SuperLink(made.superlink, port, fleet_port, insecure).save()
         write_private(made.superlink / "superexec.secret", secrets.token_hex(32).encode())
+        ledger_key, ledger_public = key_pair()
+        write_private(made.superlink / "ledger.key", ledger_key)
         roster = {made._make_key(node): node for node in range(0 if insecure else nodes)}
         write_roster(made.roster, roster)
         for node in range(nodes):
             made._make_node(node)
         made._make_operator((home or made.directory) / "operator")
+        write_public(made.operator / "ledger.pub", ledger_public)
         made.runs.mkdir()
         for party in (made.superlink, *(made.node(node) for node in range(nodes))):
             (party / "state").mkdir(mode=0o700)

@@ -19,6 +19,7 @@ from fedsim.deploy.roster import CLIENTS
 from fedsim.deploy.supervisor import Service
 from fedsim.engines.messages import speaks_grpc
 from fedsim.errors import FedsimError
+from fedsim.privacy.signing import LEDGER_KEY
 
 __all__ = ["Node", "SuperLink"]
 
@@ -31,7 +32,7 @@ class SuperLink:
     ----------
     directory : Path
         With ``superlink.toml`` (the settings below), ``clients.toml``, ``operator.sha256``,
-        ``superexec.secret``, ``ca.crt``, ``server.pem`` and ``server.key``.
+        ``superexec.secret``, ``ledger.key``, ``ca.crt``, ``server.pem`` and ``server.key``.
     port : int
         For the operator and the server's own apps, on 127.0.0.1 whatever the host.
     fleet_port : int
@@ -87,10 +88,12 @@ class SuperLink:
             command = [*_module("control"), str(files / "operator.sha256"), *link]
             execute += ["--root-certificates", str(files / "ca.crt"), *secret]
         roster = {CLIENTS: "" if self.insecure else str(files / "clients.toml")}
+        signing = files / "ledger.key"
+        keys = {LEDGER_KEY: str(signing)} if signing.is_file() else {}
         execute = [*_module("executor"), "server", self.app, "0", *execute]
         services = [
             Service("superlink", tuple(command), home, self.port),
-            Service("serverapps", tuple(execute), {**home, **roster}),
+            Service("serverapps", tuple(execute), {**home, **roster, **keys}),
         ]
         if not speaks_grpc():
             front = [*_module("front"), host, str(self.fleet_port), str(self.port)]

@@ -16,7 +16,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import (
 from fedsim.errors import FedsimError
 from fedsim.privacy import durable
 
-__all__ = ["check_signature", "new_key", "private_key", "signature"]
+__all__ = ["LEDGER_KEY", "check_signature", "key_pair", "new_key", "private_key", "signature"]
+
+LEDGER_KEY = "FEDSIM_LEDGER_KEY"
+"""Environment variable: the private key that signs ledgers here, where no config names one."""
 
 
 def new_key(path: Path) -> Path:
@@ -31,15 +34,19 @@ def new_key(path: Path) -> Path:
     for taken in (path, public):
         if taken.exists():
             raise FedsimError(f"{taken} exists; choose another name for the new key.")
-    key = Ed25519PrivateKey.generate()
-    pem = serialization.Encoding.PEM
-    private = key.private_bytes(
-        pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    durable.create(path, private, mode=0o600)
-    shown = key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
-    durable.create(public, shown)
+    private_pem, public_pem = key_pair()
+    durable.create(path, private_pem, mode=0o600)
+    durable.create(public, public_pem)
     return public
+
+
+def key_pair() -> tuple[bytes, bytes]:
+    """A new Ed25519 key and its public half, as PEM."""
+    key = Ed25519PrivateKey.generate()
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    private = key.private_bytes(pem, pkcs8, serialization.NoEncryption())
+    public_format = serialization.PublicFormat.SubjectPublicKeyInfo
+    return private, key.public_key().public_bytes(pem, public_format)
 
 
 def private_key(path: Path) -> Ed25519PrivateKey:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from flwr.serverapp.strategy import Result
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.models import values_of
 from fedsim.privacy import Statement
-from fedsim.privacy.signing import private_key, signature
+from fedsim.privacy.signing import LEDGER_KEY, private_key, signature
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.columns import columns_of
@@ -93,7 +94,7 @@ class Session:
             self.strategy.restore(resume.strategy)
             build.trainer.restore(resume.clients)
             self._arrays = array_record(resume.parameters)
-        key = build.config.noise.ledger_key
+        key = build.config.noise.ledger_key or os.environ.get(LEDGER_KEY, "")
         self._key = private_key(Path(key)) if key else None
         self._directory = directory
         self._scribe = _Scribe(build, self.strategy, directory, observer)
