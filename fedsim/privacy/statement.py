@@ -96,6 +96,8 @@ class Statement:
         Hash of the last line; empty where there is none, or one a client.
     lines : int
         How many there are.
+    note : str
+        A sentence on what is accounted for elsewhere.
     """
 
     cost: Cost
@@ -108,6 +110,7 @@ class Statement:
     ledger: str | None = None
     head: str = ""
     lines: int = 0
+    note: str = ""
 
     @classmethod
     def of(cls, ledgers: Sequence[Recorded], delta: float, place: str | None = None) -> Self:
@@ -259,7 +262,8 @@ class Statement:
         return said
 
     def _written(self) -> list[str]:
-        said = [f"Ledger: {self.ledger or 'kept in memory only'}."]
+        said = [self.note] if self.note else []
+        said.append(f"Ledger: {self.ledger or 'kept in memory only'}.")
         if self.head:
             said.append(
                 f"Head of its {self.lines:,} lines: {self.head} (a chain of hashes shows "

@@ -224,9 +224,18 @@ class Build:
         directory = self._state_dir or self.out
         return directory / "clients" if directory else None
 
-    def example_statement(self) -> Statement | None:
-        """What the clients' ledgers say, where there are any."""
-        return None if self.client_ledgers is None else self.client_ledgers.statement()
+    def statements(self, server: Statement) -> tuple[Statement, Statement | None]:
+        """What is claimed of the run, and at example level, from what the server's ledger says."""
+        examples = None if self.client_ledgers is None else self.client_ledgers.statement()
+        if examples is not None:
+            return (server if self.config.private else examples), examples
+        if self.config.client.private:
+            note = (
+                "Clients protect their own examples: what that has cost each of them is in a "
+                "ledger where the client keeps it, and not here."
+            )
+            server = replace(server, note=note)
+        return server, None
 
     @cached_property
     def resolved(self) -> RunConfig:

@@ -153,12 +153,11 @@ class Session:
         elif self.strategy.stopped is not None:
             ended = "budget"
             why = f"Stopped before the budget was exceeded: {self.strategy.stopped}."
-        examples = self.build.example_statement()
-        only_examples = examples is not None and not self.strategy.private
+        privacy, examples = self.build.statements(self.strategy.privacy_statement())
         return RunResult(
             metrics=self._scribe.rows,
             arrays=self._reached,
-            privacy=examples if examples and only_examples else self.strategy.privacy_statement(),
+            privacy=privacy,
             example_privacy=examples,
             ended=ended,
             why=why,

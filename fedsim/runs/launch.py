@@ -213,13 +213,12 @@ def _read(build: Build, path: Path, rows: list[Row]) -> RunResult:
     ledger = Ledger.read(directory.ledger, delta=delta) if written else Ledger(delta=delta)
     saved = load_file(directory.model)
     early = not rows or int(rows[-1]["round"]) < build.config.rounds
-    examples = build.example_statement()
-    only_examples = examples is not None and not build.config.private
+    privacy, examples = build.statements(ledger.statement(delta))
     return RunResult(
         metrics=rows,
         # In the model's order, which the file does not keep.
         arrays=array_record({name: saved[name] for name in build.initial_arrays}),
-        privacy=examples if examples and only_examples else ledger.statement(delta),
+        privacy=privacy,
         example_privacy=examples,
         ended="budget" if early else "finished",
         why="Stopped before the budget was exceeded." if early else "",

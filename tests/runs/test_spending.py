@@ -12,9 +12,10 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.cli.app import app
 from fedsim.errors import FedsimError
-from fedsim.privacy import Ledger
+from fedsim.privacy import Event, Ledger
 from fedsim.privacy.signing import new_key
 from fedsim.privacy.verification import model_metadata, verify
+from fedsim.runs.build import Build
 
 CLIENTS = RunConfig().replace(
     **{
@@ -178,3 +179,14 @@ def test_a_file_that_is_no_ledger_is_no_claim_of_privacy(tmp_path, name):
     path.write_bytes(b"" if name == "empty" else b"PK\x03\x04 or whatever\n" + bytes(99))
     with pytest.raises(FedsimError, match="ledger"):
         CliRunner().invoke(app, ["privacy", str(path)], catch_exceptions=False)
+
+
+def test_what_clients_keep_elsewhere_is_said_and_not_guessed():
+    federation = own(EXAMPLES, engine__name="deployment", engine__federation="somewhere")
+    build = Build(federation)
+    assert build.client_ledgers is None
+    server = Ledger(delta=1e-5)
+    server.record(event=Event(noise_multiplier=0.0))
+    said, examples = build.statements(server.statement())
+    assert examples is None
+    assert "in a ledger where the client keeps it" in str(said)
