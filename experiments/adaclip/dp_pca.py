@@ -14,6 +14,7 @@ from fedsim.mechanisms import Clipping, Independent, NoiseSource, Releaser
 from fedsim.privacy import Ledger
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout, Rows
+from fedsim.rows.dense import Measured
 
 __all__ = ["SquareRows", "principal_directions"]
 
@@ -47,6 +48,15 @@ class SquareRows:
             return DenseRows(self.dense()).norms(scale, center)
         squares = self.x.double().square().sum(1)
         return torch.where(torch.isfinite(squares), squares, torch.nan)
+
+    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> Measured | None:
+        """See `Rows`; rows that are shifted might lie close to their centre."""
+        return Measured(self.norms()) if scale is None and center is None else None
+
+    def at(self, index: tuple[int, ...]) -> Tensor:
+        """See `Rows`."""
+        x = self.x[index].double()
+        return _to_vector(torch.outer(x, x))
 
     def sum(self, weights: Tensor) -> Tensor:
         """See `Rows`."""

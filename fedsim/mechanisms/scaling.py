@@ -67,19 +67,35 @@ class ScalingBound(Bound):
 
     def implicit(
         self, rows: Rows, ready: State, unit: Number, weights: Tensor
-    ) -> tuple[Shaped, Tensor]:
-        """From norms and one weighted sum, without a row."""
+    ) -> tuple[Shaped, Tensor] | None:
+        """From norms and one weighted sum, without a row but those that are in doubt."""
         scale, center = self.whitening(ready)
-        norms = rows.norms(scale, center)
+        measured = rows.measure(scale, center)
+        if measured is None:
+            return None
+        norms, doubtful = measured.norms, measured.doubtful
+        written = {}
+        if doubtful is not None:
+            for index in map(tuple, doubtful.nonzero().tolist()):
+                row = rows.at(index).double()
+                row = row if center is None else row - center[index[:-1]]
+                row = row if scale is None else row * scale[index[:-1]]
+                length, power = norms_(row)
+                norms[index] = length if power is None else length * power
+                written[index] = row if power is None else row * power
         clipped = norms > per_row(self.radius(ready, 1))
         # The margin covers the rounding of the formula for norms, and of the sum to the grid.
         factor = self.scales(norms * (1 + IMPLICIT_MARGIN), ready)
         weight = factor.nan_to_num(nan=0.0) / per_row(unit) * weights
-        total = rows.sum(weight)
+        certain = weight if doubtful is None else weight.masked_fill(doubtful, 0.0)
+        total = rows.sum(certain)
         if center is not None:
-            total = total - weight.sum(-1, keepdim=True) * center
+            total = total - certain.sum(-1, keepdim=True) * center
         if scale is not None:
             total = total * scale
+        for index, row in written.items():
+            if weight[index] > 0:
+                total[index[:-1]] += row * weight[index]
         return Shaped(factor, clipped, self.sides_of(clipped)), total
 
     def sides_of(self, clipped: Tensor) -> Mapping[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = ["BlockRows", "Chunks", "DenseRows", "Index", "Rows", "norms_", "round_up"]
+__all__ = ["BlockRows", "Chunks", "DenseRows", "Index", "Measured", "Rows", "norms_", "round_up"]
 
 CHUNK_BYTES = 2**22
 CUDA_CHUNK_BYTES = 2**28
@@ -42,6 +42,15 @@ class Rows(Protocol):
         ``scale`` and ``center`` are float64 ``[..., d]``.
         """
 
+    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> Measured | None:
+        """`norms` without the rows, and where they are not to be relied on.
+
+        None if that could be any of them: the rows themselves must be looked at.
+        """
+
+    def at(self, index: tuple[int, ...]) -> Tensor:
+        """One row, written out, ``[d]``."""
+
     def sum(self, weights: Tensor) -> Tensor:
         """``sum_k weights_k row_k``, float64 ``[..., d]``; a row of weight zero adds nothing."""
 
@@ -50,6 +59,22 @@ class Rows(Protocol):
 
     def columns(self, slices: Sequence[slice]) -> Rows:
         """The same rows over these columns only, in this order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Norms from a formula.
+
+    Attributes
+    ----------
+    norms : float64 Tensor ``[..., rows]``
+        With a relative error below 2^-20, and so has the row in a weighted sum of rows.
+    doubtful : bool Tensor ``[..., rows]`` or None
+        Rows of which that is not certain; None if there can be none.
+    """
+
+    norms: Tensor
+    doubtful: Tensor | None = None
 
 
 class BlockRows(Rows, Protocol):
@@ -90,6 +115,14 @@ class DenseRows:
             norms, unit = norms_(y)
             out[clients, part] = norms if unit is None else norms * unit
         return found
+
+    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> Measured:
+        """See `Rows`."""
+        return Measured(self.norms(scale, center))
+
+    def at(self, index: tuple[int, ...]) -> Tensor:
+        """See `Rows`."""
+        return self.tensor[index]
 
     def sum(self, weights: Tensor) -> Tensor:
         """See `Rows`; a plain float64 sum, in the order of the rows."""

@@ -1,4 +1,10 @@
-"""Per-example gradients of dense layers, never materialised."""
+"""Per-example gradients of dense layers, never materialised where that is certain to be right.
+
+A norm from factors may be a small difference of large numbers: of a row and a centre that lie
+close together, of positions that cancel. Rounding then makes it too small, and the row would be
+left longer than its bound. So each formula also says what it is a difference of (`Squares`), and
+a row whose square is not well above the rounding of that is written out (`OuterRows.measure`).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +16,40 @@ import torch
 from torch import Tensor
 
 from fedsim.rows.alignment import aligned_double, product
-from fedsim.rows.dense import BlockRows, DenseRows, Index
+from fedsim.rows.dense import BlockRows, DenseRows, Index, Measured
 
-__all__ = ["LinearPart", "OuterRows"]
+__all__ = ["LinearPart", "OuterRows", "Squares"]
+
+# Of its sizes, a value that is believed: a sum of a thousand rows then keeps 23 digits of each.
+LEAST = 2.0**-16
+DEPTH = 16
+# Products of normal numbers whose squares are below this may not be normal themselves.
+TINY = 2.0**-900
+
+
+@dataclass(frozen=True, eq=False)
+class Squares:
+    """Squared norms of rows, and what they are differences of.
+
+    Attributes
+    ----------
+    values : float64 Tensor ``[..., rows]``
+    sizes : float64 Tensor ``[..., rows]``, optional
+        Sum of the magnitudes of what a value is the sum of, and, but for a factor of 2, the
+        square of those of which a row in a sum of rows is made; by default the values.
+    depth : int
+        Numbers that are added one after another: the error of a value is below
+        ``4 (depth + DEPTH) 2^-52 sizes``.
+    """
+
+    values: Tensor
+    sizes: Tensor | None = None
+    depth: int = 0
+
+    @property
+    def sizes_(self) -> Tensor:
+        """The sizes, or the values."""
+        return self.values if self.sizes is None else self.sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,20 +80,34 @@ class LinearPart:
         """Number of coordinates."""
         return self.delta.shape[-1] * (self.x.shape[-1] + self.bias)
 
-    def square_norms(self, scale: Tensor | None, center: Tensor | None) -> Tensor:
-        """``||(row - center) * scale||^2``, float64 ``[..., rows]``."""
+    @property
+    def cancels(self) -> bool:
+        """Whether a row is a sum in which much may cancel."""
+        return False
+
+    def squares(self, scale: Tensor | None, center: Tensor | None) -> Squares:
+        """``||(row - center) * scale||^2``."""
         if scale is None and center is None:
             delta, x = self._squares
-            return delta * (x + self.bias)
+            return Squares(delta * (x + self.bias))
         x, delta = self._precise
         lead = self.x.shape[:-2]
         q = x.new_ones(*lead, self.size) if scale is None else scale.square()
         squares = self._inner(aligned_double(delta).square_(), x.square(), q)
         if center is None:
-            return squares
+            return Squares(squares)
         cross = self._inner(delta, x, center * q)
-        constant = (center.square() * q).sum(-1, keepdim=True)
-        return (squares - 2 * cross + constant).clamp_min(0)
+        # Layer by layer of sums: rounding grows with the length of one, not with that of a row.
+        weighted, outputs, inputs = center.square() * q, delta.shape[-1], x.shape[-1]
+        weights = weighted[..., : outputs * inputs].view(*weighted.shape[:-1], outputs, inputs)
+        biases = weighted[..., outputs * inputs :]
+        constant = (weights.sum(-1).sum(-1) + biases.sum(-1)).unsqueeze(-1)
+        # No cross term is larger than half of both: |2 a b| <= a^2 + b^2.
+        return Squares(
+            (squares - 2 * cross + constant).clamp_min(0),
+            squares + constant,
+            outputs + inputs,
+        )
 
     def _inner(self, delta: Tensor, x: Tensor, vector: Tensor) -> Tensor:
         """Inner products of ``outer(delta_k, x_k)``, then ``delta_k``, with ``vector``."""
@@ -93,8 +144,8 @@ class LinearPart:
         outer = (self.delta[..., :, None] * self.x[..., None, :]).flatten(-2)
         return torch.cat([outer, self.delta], dim=-1) if self.bias else outer
 
-    def __getitem__(self, index: Index) -> LinearPart:
-        """Some rows of some clients."""
+    def __getitem__(self, index: Index | tuple[int, ...]) -> LinearPart:
+        """Some rows of some clients, or one row."""
         return replace(self, x=self.x[index], delta=self.delta[index])
 
 
@@ -121,19 +172,51 @@ class OuterRows:
 
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
         """See `Rows`. A norm whose square leaves float64's range counts as non-finite."""
-        found = []
+        measured = self.measure(scale, center)
+        if measured is None:
+            return DenseRows(self.dense()).norms(scale, center)
+        if measured.doubtful is not None:
+            for index in measured.doubtful.nonzero().tolist():
+                own = [None if v is None else v[tuple(index[:-1])] for v in (scale, center)]
+                measured.norms[tuple(index)] = DenseRows(self.at(tuple(index))[None]).norms(*own)[0]
+        return measured.norms
+
+    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> Measured | None:
+        """See `Rows`."""
+        cancels = center is not None or any(part.cancels for part in self.parts)
+        if cancels and self.parts[0].x.is_cuda:
+            return None  # which rows are doubtful would have to be read back
+        every = []
         start = 0
         for part in self.parts:
             own = slice(start, start + part.size)
-            found.append(
-                part.square_norms(
+            every.append(
+                part.squares(
                     None if scale is None else scale[..., own],
                     None if center is None else center[..., own],
                 )
             )
             start += part.size
-        squares = torch.stack(found).sum(0)
-        return torch.where(torch.isfinite(squares), squares.sqrt(), torch.nan)
+        values = torch.stack([squares.values for squares in every]).sum(0)
+        norms = torch.where(torch.isfinite(values), values.sqrt(), torch.nan)
+        doubtful = None
+        if cancels:
+            sizes = torch.stack([squares.sizes_ for squares in every]).sum(0)
+            depth = max(squares.depth for squares in every) + DEPTH
+            least = max(LEAST, 2.0**22 * depth * 2.0**-52)
+            # NaN is not finite, and no doubt: such a row contributes nothing.
+            doubtful = torch.isfinite(sizes) & (sizes > 0) & ~(values >= least * sizes)
+        if scale is not None or self.parts[0].x.dtype == torch.float64:
+            # Squares that have lost digits. No product of float32 numbers comes as far.
+            norms = norms.masked_fill((values > 0) & (values < TINY), torch.nan)
+        if doubtful is not None and not doubtful.any():
+            doubtful = None
+        return Measured(norms, doubtful)
+
+    def at(self, index: tuple[int, ...]) -> Tensor:
+        """See `Rows`; from copies, which lie where the allocator puts everything."""
+        parts = [replace(p, x=p.x[index].clone(), delta=p.delta[index].clone()) for p in self.parts]
+        return torch.cat([part.dense() for part in parts], dim=-1)
 
     def sum(self, weights: Tensor) -> Tensor:
         """See `Rows`."""

@@ -145,7 +145,7 @@ def test_norms_and_sums_over_positions_agree_whichever_is_written_down(
     expected, weights = part.dense(), torch.rand(2, n, generator=generator, **Z64)
     weights[:, 0] = 0
     assert expected.shape == (2, n, part.size)
-    torch.testing.assert_close(part.square_norms(None, None), expected.square().sum(2))
+    torch.testing.assert_close(part.squares(None, None).values, expected.square().sum(2))
     sums = torch.cat(part.sums(weights), dim=1)
     torch.testing.assert_close(sums, (weights[:, :, None] * expected).sum(1))
 

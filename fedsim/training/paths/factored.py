@@ -18,6 +18,7 @@ from torch.func import functional_call
 
 from fedsim.rows import LinearPart, OuterRows
 from fedsim.rows.dense import BlockRows
+from fedsim.rows.factored import Squares
 from fedsim.rows.packing import Packing, channels_last
 from fedsim.tasks.losses import Loss
 
@@ -77,18 +78,41 @@ class PositionsPart(LinearPart):
         """Whether a gradient is smaller than the Gram matrix of its positions."""
         return bool(self.size <= self.x.shape[-2] ** 2)
 
-    def square_norms(self, scale: Tensor | None, center: Tensor | None) -> Tensor:
+    @property
+    def cancels(self) -> bool:
+        """See `LinearPart`; a row that is written down is what it is."""
+        return not self.small
+
+    @property
+    def depth(self) -> int:
+        """Numbers that are added one after another, in any formula here."""
+        return 2 * self.x.shape[-2] + self.x.shape[-1] + self.delta.shape[-1]
+
+    def squares(self, scale: Tensor | None, center: Tensor | None) -> Squares:
         """See `LinearPart`; by Gram matrices of the positions where those are the smaller."""
         if scale is not None or center is not None:
-            rows = self._written.clone() if self.small else self.dense().double()
-            rows = rows if center is None else rows.sub_(center.unsqueeze(-2))
-            rows = rows if scale is None else rows.mul_(scale.unsqueeze(-2))
-            return rows.square_().sum(-1)
+            return self._whitened_squares(scale, center)
         if self.small:
-            return self._written.square().sum(-1)
+            return Squares(self._written.square().sum(-1))
         x, delta = self._precise
         inputs = (x @ x.mT).add_(float(self.bias))
-        return (delta @ delta.mT).mul_(inputs).sum((-2, -1)).clamp_min(0)
+        values = (delta @ delta.mT).mul_(inputs).sum(-1).sum(-1).clamp_min(0)
+        # No entry of a Gram matrix is larger than the product of two norms (Cauchy, Schwarz).
+        lengths = (x.square().sum(-1) + float(self.bias)).sqrt_()
+        sizes = (torch.linalg.vector_norm(delta, dim=-1) * lengths).sum(-1).square_()
+        return Squares(values, sizes, self.depth)
+
+    def _whitened_squares(self, scale: Tensor | None, center: Tensor | None) -> Squares:
+        """Of rows that are written down, in float64 where sums are of products in float64."""
+        x, delta = self._precise
+        rows = self._written if self.small else self._write(x, delta)
+        magnitudes = rows if self.small else self._write(x.abs(), delta.abs())
+        factor = rows.new_ones(()) if scale is None else scale.unsqueeze(-2)
+        shifted = rows if center is None else rows - center.unsqueeze(-2)
+        sizes = (magnitudes * factor).square_().sum(-1)
+        if center is not None:
+            sizes = sizes + (center.unsqueeze(-2) * factor).square_().sum(-1)
+        return Squares((shifted * factor).square_().sum(-1), sizes, self.depth)
 
     def sums(self, weights: Tensor) -> list[Tensor]:
         """See `LinearPart`."""
@@ -108,8 +132,11 @@ class PositionsPart(LinearPart):
 
     def dense(self) -> Tensor:
         """See `LinearPart`."""
-        outer = self._row(self.delta.mT @ self.x)
-        return torch.cat([outer, self.delta.sum(-2)], dim=-1) if self.bias else outer
+        return self._write(self.x, self.delta)
+
+    def _write(self, x: Tensor, delta: Tensor) -> Tensor:
+        outer = self._row(delta.mT @ x)
+        return torch.cat([outer, delta.sum(-2)], dim=-1) if self.bias else outer
 
     def _row(self, weight: Tensor) -> Tensor:
         """``[..., outputs, inputs]`` as it lies in a row."""
