@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedsim.privacy import Accountant, Answer, Ledger, Question, TradeOff
-from fedsim.privacy.verification import Check
+from fedsim.privacy.verification import Verified
 
 __all__ = ["checks_table", "history", "over_table", "report", "tradeoff_table"]
 
@@ -116,7 +116,7 @@ def tradeoff_table(curve: TradeOff) -> Table:
     return table
 
 
-def checks_table(checks: Sequence[Check]) -> Table:
+def checks_table(checks: Sequence[Verified]) -> Table:
     """One line a check."""
     table = Table.grid(padding=(0, 2))
     for check in checks:

@@ -13,7 +13,7 @@ import torch
 
 from fedsim.errors import FedsimError
 from fedsim.mechanisms.base import Guarantee, Mechanism, Part
-from fedsim.rows.layout import Entry, Layout
+from fedsim.rows.layout import Layout, Parameter
 
 __all__ = ["PerLayer"]
 
@@ -85,13 +85,13 @@ class PerLayer(Mechanism):
             parts.append(part)
         return tuple(parts)
 
-    def _layers(self, layout: Layout) -> list[tuple[Mechanism, list[Entry]]]:
+    def _layers(self, layout: Layout) -> list[tuple[Mechanism, list[Parameter]]]:
         if not self._pairs:
-            layers: dict[str, list[Entry]] = {}
+            layers: dict[str, list[Parameter]] = {}
             for entry in layout.entries:
                 layers.setdefault(entry.name.rpartition(".")[0], []).append(entry)
             return [(self._bounds[0], entries) for entries in layers.values()]
-        matched: list[list[Entry]] = [[] for _ in self._pairs]
+        matched: list[list[Parameter]] = [[] for _ in self._pairs]
         for entry in layout.entries:
             fits = (fnmatch.fnmatchcase(entry.name, pattern) for pattern, _ in self._pairs)
             first = next((k for k, fit in enumerate(fits) if fit), None)
@@ -104,7 +104,7 @@ class PerLayer(Mechanism):
         return list(zip(self._bounds, matched, strict=True))
 
 
-def _spans(entries: Sequence[Entry]) -> list[tuple[int, int]]:
+def _spans(entries: Sequence[Parameter]) -> list[tuple[int, int]]:
     """Columns of these entries, neighbours joined."""
     spans: list[tuple[int, int]] = []
     for entry in entries:

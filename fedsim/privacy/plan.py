@@ -16,7 +16,7 @@ from fedsim.privacy.events import Event, Level
 from fedsim.privacy.noise import Noise
 from fedsim.privacy.samplers import Full, Poisson, Sampler, ShuffledPasses, declared_by_user
 
-__all__ = ["Bound", "LocalWork", "ReleasePlan"]
+__all__ = ["Bounded", "LocalWork", "ReleasePlan"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class LocalWork:
         return Full(size) if batch == size else ShuffledPasses(batch, size)
 
 
-class Bound(Protocol):
+class Bounded(Protocol):
     """What a plan asks of a bound: whether noise in units of its C is a guarantee."""
 
     @property
@@ -104,7 +104,7 @@ class ReleasePlan:
         being public, and samplers that are not are refused.
     sampler : Sampler
         Of a round's clients, or of a step's examples.
-    bound : Bound
+    bound : Bounded
     noise : Noise
     rounds : int, optional
         How many rounds make up the plan.
@@ -119,7 +119,7 @@ class ReleasePlan:
 
     level: Level
     sampler: Sampler
-    bound: Bound
+    bound: Bounded
     noise: Noise
     rounds: int | None = None
     releases: int = 1

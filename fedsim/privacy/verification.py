@@ -17,7 +17,7 @@ from fedsim.privacy.ledger import Ledger
 from fedsim.privacy.parallel import dearest
 from fedsim.privacy.signing import check_signature
 
-__all__ = ["METADATA", "Check", "model_metadata", "verify"]
+__all__ = ["METADATA", "Verified", "model_metadata", "verify"]
 
 METADATA = "fedsim"
 """Name of the entry in a model file's metadata that is about its ledger."""
@@ -27,7 +27,7 @@ LARGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
-class Check:
+class Verified:
     """One thing that was looked at.
 
     Attributes
@@ -44,7 +44,7 @@ class Check:
 
 def verify(
     directory: Path, delta: float, clients: Path | None = None, public_key: Path | None = None
-) -> list[Check]:
+) -> list[Verified]:
     """Hold a run's ledger against its model, its metrics, its clients' ledgers and a signature.
 
     Parameters
@@ -65,34 +65,34 @@ def verify(
     """
     ledger = Ledger.read(directory / "ledger.jsonl")
     lines, head = len(ledger.heads), ledger.head
-    checks = [Check("chain", True, f"{lines} lines, head {head}")]
+    checks = [Verified("chain", True, f"{lines} lines, head {head}")]
     checks.append(_of_model(directory / "model.safetensors", ledger))
     checks += _of_metrics(directory / "metrics.csv", ledger, delta)
     if clients is not None and clients.is_dir():
         ledgers = ClientLedgers(clients, delta=delta, read_only=True).everyone()
-        checks.append(Check("clients' chains", True, f"{len(ledgers)} ledgers in {clients}"))
+        checks.append(Verified("clients' chains", True, f"{len(ledgers)} ledgers in {clients}"))
         checks += _of_client_metrics(directory / "metrics.csv", ledgers, delta)
     if public_key is not None:
         checks.append(_of_signature(directory / "ledger.sig", public_key, head, lines))
     return checks
 
 
-def _of_model(path: Path, ledger: Ledger) -> Check:
+def _of_model(path: Path, ledger: Ledger) -> Verified:
     what = "model"
     try:
         stored = model_metadata(path)
         head, lines = str(stored["ledger-head"]), int(stored["ledger-lines"])
     except (FedsimError, KeyError, TypeError, ValueError) as error:
         reason = str(error) if isinstance(error, FedsimError) else "it names no ledger."
-        return Check(what, False, f"{path}: {reason}")
+        return Verified(what, False, f"{path}: {reason}")
     if (head, lines) == (ledger.head, len(ledger.heads)):
-        return Check(what, True, "names this ledger's head and number of lines")
+        return Verified(what, True, "names this ledger's head and number of lines")
     if head in ledger.heads:
-        return Check(what, False, f"names line {lines}; the ledger has {len(ledger.heads)}")
-    return Check(what, False, f"names {lines} lines and the head {head}, which is not in it")
+        return Verified(what, False, f"names line {lines}; the ledger has {len(ledger.heads)}")
+    return Verified(what, False, f"names {lines} lines and the head {head}, which is not in it")
 
 
-def _of_metrics(path: Path, ledger: Ledger, delta: float) -> Iterator[Check]:
+def _of_metrics(path: Path, ledger: Ledger, delta: float) -> Iterator[Verified]:
     """What metrics.csv says was spent up to its last round, against the lines up to it."""
     rows = [row for row in _rows(path) if row.get("epsilon")]
     if not rows:
@@ -100,24 +100,26 @@ def _of_metrics(path: Path, ledger: Ledger, delta: float) -> Iterator[Check]:
     try:
         last, said = int(rows[-1]["round"]), float(rows[-1]["epsilon"])
     except (ValueError, KeyError, TypeError):
-        yield Check("metrics", False, f"{path} has no round and epsilon in its last row")
+        yield Verified("metrics", False, f"{path} has no round and epsilon in its last row")
         return
     late = {entry.identity or id(entry) for entry in ledger.own if (entry.round or 0) > last}
     upto = [entry for entry in ledger.charged if (entry.identity or id(entry)) not in late]
     spent = Accountant(entry.event for entry in upto).epsilon(delta)
     holds = said == spent or math.isclose(said, spent, rel_tol=1e-6)
     found = f"epsilon {said:.6g} after round {last}"
-    yield Check("metrics", holds, found if holds else f"{found}; the ledger says {spent:.6g}")
+    yield Verified("metrics", holds, found if holds else f"{found}; the ledger says {spent:.6g}")
 
 
-def _of_client_metrics(path: Path, ledgers: Sequence[Ledger], delta: float) -> Iterator[Check]:
+def _of_client_metrics(path: Path, ledgers: Sequence[Ledger], delta: float) -> Iterator[Verified]:
     """What metrics.csv says that examples had spent: ledgers may have gone on, not back."""
     said = [float(row["example-epsilon"]) for row in _rows(path) if row.get("example-epsilon")]
     if said and ledgers:
         spent = dearest(ledgers, delta).epsilon(delta)
         found = f"examples' epsilon {said[-1]:.6g}"
         holds = said[-1] <= spent * (1 + 1e-6)
-        yield Check("metrics", holds, found if holds else f"{found}; the ledgers say {spent:.6g}")
+        yield Verified(
+            "metrics", holds, found if holds else f"{found}; the ledgers say {spent:.6g}"
+        )
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
@@ -128,13 +130,13 @@ def _rows(path: Path) -> list[dict[str, str]]:
         return []
 
 
-def _of_signature(path: Path, public_key: Path, head: str, lines: int) -> Check:
+def _of_signature(path: Path, public_key: Path, head: str, lines: int) -> Verified:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        return Check("signature", False, f"there is none at {path}")
+        return Verified("signature", False, f"there is none at {path}")
     wrong = check_signature(text, public_key, head, lines)
-    return Check("signature", wrong is None, wrong or f"is that of {public_key}")
+    return Verified("signature", wrong is None, wrong or f"is that of {public_key}")
 
 
 def model_metadata(path: Path) -> dict[str, Any]:

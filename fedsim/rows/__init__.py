@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from fedsim.rows.dense import BlockRows, DenseRows, Rows
 from fedsim.rows.factored import LinearPart, OuterRows
-from fedsim.rows.layout import Entry, Layout
+from fedsim.rows.layout import Layout, Parameter
 
-__all__ = ["BlockRows", "DenseRows", "Entry", "Layout", "LinearPart", "OuterRows", "Rows"]
+__all__ = ["BlockRows", "DenseRows", "Layout", "LinearPart", "OuterRows", "Parameter", "Rows"]

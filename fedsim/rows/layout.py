@@ -10,11 +10,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["Entry", "Layout"]
+__all__ = ["Layout", "Parameter"]
 
 
 @dataclass(frozen=True)
-class Entry:
+class Parameter:
     """One parameter: its name, shape and dtype, and the slice ``start:stop`` of a row."""
 
     name: str
@@ -32,7 +32,7 @@ class Layout:
     entries (``kept``) are no part of a row: they keep the server's value.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[Parameter, ...]
     kept: tuple[str, ...] = ()
 
     @classmethod
@@ -44,12 +44,12 @@ class Layout:
         ValueError
             If no entry is floating point.
         """
-        entries: list[Entry] = []
+        entries: list[Parameter] = []
         start = 0
         for name, tensor in arrays.items():
             if tensor.is_floating_point():
                 stop = start + tensor.numel()
-                entries.append(Entry(name, tuple(tensor.shape), tensor.dtype, start, stop))
+                entries.append(Parameter(name, tuple(tensor.shape), tensor.dtype, start, stop))
                 start = stop
         if not entries:
             raise ValueError("there is no floating-point parameter to train.")

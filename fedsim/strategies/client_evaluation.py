@@ -14,7 +14,7 @@ from fedsim.rows import Layout
 from fedsim.rows.exchange import Instructions, Replies
 from fedsim.strategies.outcome import Tally
 from fedsim.strategies.participants import Participants, node_ids
-from fedsim.strategies.replies import Expected, Reply, read
+from fedsim.strategies.replies import ExpectedReply, Reply, read
 from fedsim.strategies.summaries import MetricMeans, MetricsAggregator
 
 __all__ = ["ClientEvaluation"]
@@ -75,7 +75,7 @@ class ClientEvaluation:
         if isinstance(replies, Replies):
             sent: Iterator[Reply] = map(Reply, replies.blocks())
         else:
-            expected = Expected(None, None, self.arrayrecord_key, self.weighted_by_key)
+            expected = ExpectedReply(None, None, self.arrayrecord_key, self.weighted_by_key)
             sent = read(replies, asked, expected, tally)
         means = MetricMeans(self.weighted_by_key, self.aggregate_fn)
         for reply in sent:

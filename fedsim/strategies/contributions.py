@@ -31,7 +31,7 @@ from fedsim.rows import DenseRows, Layout
 from fedsim.rows.exact import FREE_TOTAL
 from fedsim.rows.exchange import Block, Ids, Reason, Replies
 from fedsim.strategies.outcome import Tally
-from fedsim.strategies.replies import MOST_EXAMPLES, Expected, Reply, read
+from fedsim.strategies.replies import MOST_EXAMPLES, ExpectedReply, Reply, read
 from fedsim.training.shares import SIDE_PREFIX, STATE_RECORD, USABLE
 
 __all__ = ["Asked", "Contributions", "Placement"]
@@ -91,7 +91,7 @@ class Contributions:
         if isinstance(replies, Replies):
             sent: Iterator[Reply] = map(Reply, replies.blocks())
         else:
-            expected = Expected(
+            expected = ExpectedReply(
                 layout,
                 asked.vector,
                 self.arrayrecord_key,

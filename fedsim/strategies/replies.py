@@ -23,7 +23,7 @@ from fedsim.strategies.npy import floats
 from fedsim.strategies.outcome import Tally
 from fedsim.training.shares import SHARE
 
-__all__ = ["MOST_EXAMPLES", "Expected", "Reply", "numbers_of", "read", "to_arrays"]
+__all__ = ["MOST_EXAMPLES", "ExpectedReply", "Reply", "numbers_of", "read", "to_arrays"]
 
 _log = logging.getLogger("fedsim")
 
@@ -34,7 +34,7 @@ MOST_METRICS = 1000
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedReply:
     """What a usable reply of a round is like.
 
     Attributes
@@ -73,7 +73,7 @@ class _UnusableError(Exception):
 
 
 def read(
-    replies: Iterable[Message], client_of: Mapping[int, int], expected: Expected, tally: Tally
+    replies: Iterable[Message], client_of: Mapping[int, int], expected: ExpectedReply, tally: Tally
 ) -> Iterator[Reply]:
     """One block of one for every reply of a client that was asked.
 
@@ -81,7 +81,7 @@ def read(
     ----------
     client_of : mapping of node id to client id
         Those who were asked.
-    expected : Expected
+    expected : ExpectedReply
     tally : Tally
         Counts the replies of others.
     """
@@ -117,7 +117,7 @@ def _note_stranger(reply: Message, tally: Tally) -> None:
         tally.unknown += 1
 
 
-def _usable(reply: Message, client: int, expected: Expected) -> Reply:
+def _usable(reply: Message, client: int, expected: ExpectedReply) -> Reply:
     if reply.has_error():
         code = reply.error.code
         reason: Reason = "raised" if code in RAISED else "missing"
@@ -156,7 +156,7 @@ def _number(value: int | float) -> float:
         return math.nan
 
 
-def _require_sound(numbers: Mapping[str, float], expected: Expected) -> None:
+def _require_sound(numbers: Mapping[str, float], expected: ExpectedReply) -> None:
     """Refuse a reply without the numbers that its part in the sum depends on."""
     examples = numbers.get(expected.weighted_by_key, 0.0)
     if not 0 <= examples <= MOST_EXAMPLES:
@@ -171,7 +171,7 @@ def _require_sound(numbers: Mapping[str, float], expected: Expected) -> None:
             raise _UnusableError("non-finite", f"its '{name}' is {numbers[name]}.")
 
 
-def _rows(content: RecordDict, expected: Expected, layout: Layout, vector: Tensor) -> Tensor:
+def _rows(content: RecordDict, expected: ExpectedReply, layout: Layout, vector: Tensor) -> Tensor:
     arrays = _arrays_of(content, "arrays" if expected.shares else expected.arrayrecord_key)
     if expected.shares:
         if set(arrays) != {SHARE}:
