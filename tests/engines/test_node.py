@@ -150,7 +150,7 @@ def test_a_node_with_a_file_does_not_guess_the_noise_that_others_need(monkeypatc
     config = config_for("deployment", **PRIVATE_EXAMPLES)
     files = split_data(config, lambda k: tmp_path / f"{k}.npz")
     with pytest.raises(FedsimError, match=r"set client\.noise\.multiplier instead"):
-        NodeBuild(config, client=1, data=str(files[1])).trainer
+        _ = NodeBuild(config, client=1, data=str(files[1])).trainer
     resolved = Build(config).released
     node = NodeBuild(resolved, client=1, data=str(files[1]))
     assert node.release == Build(config).release
