@@ -152,15 +152,12 @@ class Poisson:
         # How many numbers are asked for at a time changes none of them.
         expected = self.rate * population
         most = int(expected + 6 * math.sqrt(expected)) + 8
-        found = [np.zeros(0)]
-        last = -1.0
-        while last < population:
-            # P(gap > k) = (1 - rate)^k; ids below 2^53 are exact in float64.
-            gaps = np.floor(np.log1p(-generator.random(most)) / math.log1p(-self.rate)) + 1
-            found.append(last + np.cumsum(gaps))
-            last = found[-1][-1]
-        ids = np.concatenate(found)
-        return ids[ids < population].astype(np.int64)
+        # Sums of gaps may pass what int64 holds, and whole numbers below 2^53 are exact in float64.
+        ids = generator.geometric(self.rate, most).astype(np.float64).cumsum()
+        while ids[-1] <= population:
+            further = generator.geometric(self.rate, most).astype(np.float64).cumsum()
+            ids = np.concatenate([ids, ids[-1] + further])
+        return ids[: ids.searchsorted(population, "right")].astype(np.int64) - 1
 
     def event(
         self,

@@ -170,9 +170,9 @@ class Counting:
         self.numbers = np.random.default_rng(round)
         return self
 
-    def random(self, size: int) -> npt.NDArray[np.float64]:
+    def geometric(self, rate: float, size: int) -> npt.NDArray[np.int64]:
         self.taken += size
-        return self.numbers.random(size)
+        return self.numbers.geometric(rate, size)
 
     def integers(self, above: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         self.taken += len(above)
