@@ -250,7 +250,16 @@ class Draws:
 
     def generator(self, round: int, part: int = 0) -> np.random.Generator:
         """Generator of a round's draws; ``part`` is the step, or another piece of the round."""
-        return self.randomness.generator(
+        return self._at(self.randomness.generator, round, part)
+
+    def again(self, round: int, part: int = 0) -> np.random.Generator:
+        """`generator` at an address that was asked for before: an earlier round's draw."""
+        return self._at(self.randomness.again, round, part)
+
+    def _at(
+        self, asked: Callable[..., np.random.Generator], round: int, part: int
+    ) -> np.random.Generator:
+        return asked(
             Purpose.AMPLIFIED_SAMPLE if self.amplified else Purpose.SAMPLE,
             level=self.level,
             round=round,

@@ -243,6 +243,32 @@ def test_the_event_says_what_the_draw_was():
 
 
 @dataclass(frozen=True)
+class Allocation:
+    """Each client is in ``k`` of ``T`` rounds, drawn by itself."""
+
+    k: int
+    T: int
+    population: int
+
+    def draw(self, round, draws, step=0):
+        asked = draws.generator if round == 1 else draws.again
+        inside = [
+            round - 1 in asked(1, i).permutation(self.T)[: self.k] for i in range(self.population)
+        ]
+        return np.flatnonzero(inside)
+
+
+def test_a_sampler_may_look_back_at_earlier_draws(monkeypatch):
+    seen: list[Address] = []
+    monkeypatch.setattr(Randomness, "watch", staticmethod(seen.append))
+    rounds = {n: [Allocation(3, 8, n).draw(t, draws(1)) for t in range(1, 9)] for n in (20, 21)}
+    assert (np.bincount(np.concatenate(rounds[20])) == 3).all()
+    for before, after in zip(rounds[20], rounds[21], strict=True):
+        assert after.tolist() in (before.tolist(), [*before, 20])
+    assert len(set(seen[:20])) == len(seen[:20]) == 20
+
+
+@dataclass(frozen=True)
 class Mine(Poisson):
     """One of the user's own, which draws everybody and charges for Poisson."""
 
