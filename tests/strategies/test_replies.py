@@ -382,3 +382,25 @@ def test_two_thousand_hostile_replies_crash_nothing_and_leave_nothing_that_is_no
         assert reasons["duplicate"] == len(replies) - len({m.metadata.src_node_id for m in replies})
         rows.append(one.report.row())
     assert "malformed" in failures_in(rows)
+
+
+def test_hostile_replies_to_an_evaluation_leave_the_mean_of_the_others():
+    made = strategy(NoPrivacy(), fraction_evaluate=1.0)
+    grid = LocalGrid(_nobody(), num_nodes=NODES)
+    asked = list(made.configure_evaluate(1, initial(), ConfigRecord(), grid))
+    lying = MetricRecord({"loss": 0.5})
+    dict.__setitem__(lying._data, "num-examples", -1)
+    contents = [
+        RecordDict({"metrics": MetricRecord({"num-examples": 1, "loss": 1.0})}),
+        RecordDict({"metrics": MetricRecord({"num-examples": 3, "loss": 2.0})}),
+        RecordDict({"metrics": MetricRecord({"num-examples": 3, "loss": math.nan})}),
+        RecordDict({"metrics": lying}),
+        RecordDict({"metrics": Lying()}),
+        RecordDict(),
+    ]
+    replies = [
+        Message(content, reply_to=message) for content, message in zip(contents, asked, strict=True)
+    ]
+    metrics = made.aggregate_evaluate(1, [*replies, *replies])
+    assert metrics is not None
+    assert dict(metrics) == {"loss": 1.75, "num-examples": 7.0}
