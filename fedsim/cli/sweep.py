@@ -107,10 +107,16 @@ def _table(lines: Sequence[Line]) -> Table:
             f"{line.accuracy:.2%}",
             f"{line.mean_accuracy:.2%}",
             f"{line.loss:.4f}",
-            "-" if line.epsilon is None else f"{line.epsilon:.3g}",
+            _epsilon(line),
             style="bold" if line is best else "",
         )
     return table
+
+
+def _epsilon(line: Line) -> str:
+    if line.epsilon is None:
+        return "-"
+    return f"{line.epsilon:.3g}{' (simulated)' * line.simulated}"
 
 
 def _say_price(
@@ -129,10 +135,9 @@ def _say_price(
         f"of its line. Whoever sees all {len(private)} of them, as choosing the best does, has "
         f"seen their composition: epsilon = {cost.epsilon:.4g}."
     )
-    seeds = [member.config.seed for member in private]
-    if len(set(seeds)) < len(seeds) and any(m.config.noise.entropy != "system" for m in private):
+    if any(line.simulated for line in lines):
         console.print(
-            "That figure takes independent noise: members with one seed share theirs, and "
-            "seeing two of them protects nobody. For real data set noise.entropy = 'system'.",
+            "These are simulated: the noise follows from the members' seeds. For real data set "
+            "noise.entropy = 'system'.",
             style="yellow",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from fedsim.errors import FedsimError
@@ -114,7 +115,7 @@ class Entry:
             fields["clip_norm"] = math.inf
         return cls(**fields)
 
-    @property
+    @cached_property
     def identity(self) -> tuple[object, ...] | None:
         """What two lines that are one release have in common; None if it cannot be repeated.
 

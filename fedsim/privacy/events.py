@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, cast, get_args
 
 from fedsim.errors import FedsimError
@@ -109,6 +110,14 @@ class Event:
             raise FedsimError(f"rate is {self.rate}; it must lie in (0, 1].")
 
     def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Hashes of text are a process's own.
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    @cached_property
+    def _hash(self) -> int:
         return hash(tuple(self.to_dict().values()).__repr__())
 
     @property
@@ -136,7 +145,7 @@ class Event:
         """This event ``count`` times over."""
         return replace(self, count=self.count * count)
 
-    @property
+    @cached_property
     def once(self) -> Event:
         """One invocation of it."""
         return self if self.count == 1 else replace(self, count=1)

@@ -35,6 +35,7 @@ class History:
         self._charged_names: set[tuple[object, ...]] = set()
         self._untorn: Accountant | None = None
         for entry in before:
+            self.accountant = self.after(entry)
             self._charge(entry)
         self.before = tuple(self.charged)
         """Those of the charged ones that are the archive's."""
@@ -50,7 +51,7 @@ class History:
         return tuple(kept)
 
     def after(self, entry: Entry) -> Accountant:
-        """The accountant once ``entry`` is counted.
+        """The accountant once ``entry`` is counted; nobody else's.
 
         Raises
         ------
@@ -58,23 +59,22 @@ class History:
             If its adjacency does not compose with what is here.
         """
         accountant = self._untorn if entry.settles and self._untorn else self.accountant
-        if entry.identity is not None and entry.identity in self._charged_names:
-            return accountant
         accountant = accountant.copy()
-        accountant.add(entry.event)
+        if entry.identity is None or entry.identity not in self._charged_names:
+            accountant.add(entry.event)
         return accountant
 
     def take(self, entry: Entry) -> None:
         """Count one more line."""
+        accountant = self.after(entry)
         self.entries.append(entry)
         if entry.identity is not None:
             self.names.add(entry.identity)
-        before = self.accountant
         if entry.settles and self._untorn is not None:
-            self.accountant = self._untorn
             self._count(self.charged.pop().event, -1)
+        self._untorn = self.accountant if entry.kind == "torn" else None
+        self.accountant = accountant
         self._charge(entry)
-        self._untorn = before if entry.kind == "torn" else None
 
     def began(self, entry: Entry, head: str, *, upto: str = "") -> bool:
         """Whether the torn line that stands last is the beginning of this entry's.
@@ -98,12 +98,10 @@ class History:
             if entry.identity in self._charged_names:
                 return
             self._charged_names.add(entry.identity)
-        # A copy: an accountant handed out stays as it was.
-        self.accountant = self.accountant.copy()
-        self.accountant.add(entry.event)
         self.charged.append(entry)
         self._count(entry.event, 1)
 
     def _count(self, event: Event, sign: int) -> None:
         self.counts[event.once] += sign * event.count
-        self.counts += Counter()  # drop what has come to nothing
+        if not self.counts[event.once]:
+            del self.counts[event.once]

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -283,5 +284,9 @@ class _Archived(LedgerFile):
 
 def _noted() -> dict[str, str]:
     """What an operator may want to know of a line, and the hash does not cover."""
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    return {"time": now, "host": socket.gethostname()}
+    return {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "host": _host()}
+
+
+@lru_cache(maxsize=1)
+def _host() -> str:
+    return socket.gethostname()

@@ -33,6 +33,8 @@ class Line:
     loss : float
     epsilon : float or None
         None for a member that is not private.
+    simulated : bool
+        Whether its noise follows from its seed.
     """
 
     point: dict[str, Scalar]
@@ -40,6 +42,7 @@ class Line:
     mean_accuracy: float
     loss: float
     epsilon: float | None
+    simulated: bool = False
 
 
 def read_line(point: dict[str, Scalar], directory: Path) -> Line:
@@ -57,6 +60,7 @@ def read_line(point: dict[str, Scalar], directory: Path) -> Line:
         mean_accuracy=float(np.mean(tail)),
         loss=float(last["test-loss"]),
         epsilon=float(spent) if spent else None,
+        simulated=last.get("simulated") == "1",
     )
 
 
@@ -64,11 +68,12 @@ def to_csv(lines: Sequence[Line]) -> str:
     """All lines as CSV text."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
-    figures = ["test-accuracy", "test-accuracy-last-five", "test-loss", "epsilon"]
+    figures = ["test-accuracy", "test-accuracy-last-five", "test-loss", "epsilon", "simulated"]
     writer.writerow([*lines[0].point, *figures])
     for line in lines:
         epsilon = "" if line.epsilon is None else line.epsilon
-        found = [line.accuracy, line.mean_accuracy, line.loss, epsilon]
+        simulated = "" if line.epsilon is None else int(line.simulated)
+        found = [line.accuracy, line.mean_accuracy, line.loss, epsilon, simulated]
         writer.writerow([*line.point.values(), *found])
     return text.getvalue()
 
