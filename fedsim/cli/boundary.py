@@ -48,7 +48,7 @@ def guarded(command: Callable[[], int]) -> int:
     before = _on_termination(terminate)
     try:
         status = command()
-        sys.stdout.flush()
+        _finish_output()
     except KeyboardInterrupt:
         status = 130
         _say("interrupted.")
@@ -114,6 +114,26 @@ def _in_users_code(trace: TracebackType | None) -> bool:
 def _say(sentence: str) -> None:
     with suppress(OSError, ValueError, AttributeError):  # there may be nobody to tell
         print(f"fedsim: {sentence}", file=sys.stderr, flush=True)
+
+
+def _finish_output() -> None:
+    """Write what is still in the buffer.
+
+    Raises
+    ------
+    OSError
+        If that, or something printed before, has been lost.
+    """
+    from fedsim.cli.console import lost_output
+
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        lost: OSError | None = error
+    else:
+        lost = lost_output()
+    if lost is not None:
+        raise OSError(lost.errno, lost.strerror, "the output")
 
 
 def _flush_or_drop() -> None:

@@ -1,0 +1,117 @@
+"""How the command ends when somebody or something else ends it, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+FILES = [".fedsim-run", "config.toml", "ledger.jsonl", "metrics.csv", "model.safetensors"]
+
+TOML = """
+name = "small"
+title = "Größe [/bold]"
+rounds = 3
+[partition]
+clients = 20
+[mechanism]
+name = "clipping"
+[noise]
+multiplier = 1.0
+"""
+
+# Signals its own process when a module is about to be imported, or a round has been reported.
+SIGNAL_AT_IMPORT = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.{signal})
+sys.meta_path.insert(0, Finder())
+from fedsim.cli import main
+main()
+"""
+SIGNAL_IN_ROUND = """
+import os, signal
+from fedsim.runs.artefacts import RunDirectory
+add_row = RunDirectory.add_row
+def then_signal(self, row):
+    add_row(self, row)
+    if row["round"] == 2:
+        os.kill(os.getpid(), signal.{signal})
+RunDirectory.add_row = then_signal
+from fedsim.cli import main
+main()
+"""
+PLAIN = "from fedsim.cli import main; main()"
+
+
+def start(code: str, directory: Path, *redirections: str) -> subprocess.CompletedProcess[str]:
+    """``fedsim run`` in a shell that redirects its output."""
+    (directory / "c.toml").write_text(TOML)
+    (directory / "code.py").write_text(code)
+    line = " ".join([sys.executable, "code.py", "run", "c.toml", "--out", "run", *redirections])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "COLUMNS": "100"}
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+
+
+def left(directory: Path) -> list[str]:
+    run = directory / "run"
+    return sorted(path.name for path in run.iterdir()) if run.exists() else []
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_during_imports_ends_the_command_without_a_traceback(
+    name: str, tmp_path: Path
+) -> None:
+    done = start(SIGNAL_AT_IMPORT.format(signal=name), tmp_path)
+    assert done.returncode == 128 + getattr(signal, name)
+    assert "Traceback" not in done.stderr
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_in_a_round_keeps_the_model_that_was_reached(name: str, tmp_path: Path) -> None:
+    done = start(SIGNAL_IN_ROUND.format(signal=name), tmp_path)
+    assert done.returncode == 128 + getattr(signal, name)
+    assert done.stderr == ""
+    assert "Interrupted; the model is the one of the last whole round." in done.stdout
+    assert left(tmp_path) == FILES
+    assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 4
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "sentence"),
+    [
+        (">&-", 0, ""),
+        ("> /dev/full", 1, "fedsim: the output: No space left on device.\n"),
+        ("| head -n 1", 1, "fedsim: nobody reads the output any more.\n"),
+    ],
+)
+def test_a_run_goes_on_whatever_becomes_of_its_output(
+    redirection: str, status: int, sentence: str, tmp_path: Path
+) -> None:
+    done = start(PLAIN, tmp_path, redirection)
+    assert (done.returncode, done.stderr) == (status, sentence)
+    assert left(tmp_path) == FILES
+
+
+def test_what_the_outputs_encoding_lacks_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = start(PLAIN, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Gr??e [/bold]" in done.stdout or "Gr?e [/bold]" in done.stdout
