@@ -7,10 +7,9 @@ import io
 import os
 import zipfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -257,9 +256,8 @@ def test_a_disk_that_fails_in_mid_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    failed: Future[None] = Future()
-    failed.set_exception(OSError(code, os.strerror(code), "runs/small/some.file"))
-    monkeypatch.setattr(RunDirectory, method, partial(failed.result))
+    failing = Mock(side_effect=OSError(code, os.strerror(code), "runs/small/some.file"))
+    monkeypatch.setattr(RunDirectory, method, failing)
     assert status("run", "c.toml") == 1
     assert capsys.readouterr().err == f"fedsim: runs/small/some.file: {os.strerror(code)}.\n"
 
@@ -277,9 +275,7 @@ def test_a_disk_that_fails_in_mid_run(
 def test_a_machine_without_enough_memory(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failed: Future[None] = Future()
-    failed.set_exception(error)
-    monkeypatch.setattr(RunDirectory, "save_model", partial(failed.result))
+    monkeypatch.setattr(RunDirectory, "save_model", Mock(side_effect=error))
     assert status("run", "c.toml") == 1
     assert capsys.readouterr().err.startswith("fedsim: the memory does not suffice (")
 
