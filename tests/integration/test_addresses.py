@@ -129,3 +129,37 @@ def test_two_runs_of_one_seed_that_release_different_things_share_no_noise() -> 
     # What cannot affect a release leaves every byte as it is; the seed still starts the model.
     same = STILL.replace(name="other", **{"client.path": "plain", "client.block-size": 1})
     assert (released(same) == once).all()
+
+
+@pytest.mark.parametrize("placement", ["server", "client"])
+def test_consecutive_releases_of_a_run_differ_in_their_noise(placement: str) -> None:
+    settings = {"noise.placement": placement}
+    ends = [released(STILL.replace(rounds=t, **settings)) for t in range(4)[1:]]
+    start = released(STILL.replace(**{"mechanism.clip-norm": 1e-20}))
+    noise = np.diff([start, *ends], axis=0)
+    # 650 parameters; correlations of independent noise have a standard deviation of .04.
+    assert np.abs(np.corrcoef(noise)[np.triu_indices(3, 1)]).max() < 0.2
+    assert noise.std(axis=1) == pytest.approx(np.full(3, noise.std()), rel=0.2)
+
+
+def test_consecutive_steps_and_rounds_at_example_level_differ_in_their_noise() -> None:
+    d = 600
+    data = ClientData(torch.zeros(3, d // 2, dtype=torch.float64), torch.zeros(3), [np.arange(3)])
+
+    def noise(steps: int, round: int) -> np.ndarray:
+        trainer = Trainer(
+            nn.Linear(d // 2, 2, bias=False).double(),
+            SGD(lr=1.0),
+            data,
+            batch_size=0,
+            steps=steps,
+            randomness=Randomness(1, "ab"),
+            privacy=ExamplePrivacy(Clipping(1.0), 1.0),
+            loss=lambda outputs, targets: outputs.sum(1) * 0,
+        )
+        end = trainer.fit(trainer.initial(), np.arange(1), round).theta[0]
+        return (end - trainer.initial()).numpy()
+
+    first = noise(1, 1)
+    draws = [first, noise(2, 1) - first, noise(1, 2)]
+    assert np.abs(np.corrcoef(draws)[np.triu_indices(3, 1)]).max() < 0.2
