@@ -36,6 +36,7 @@ test-flwr-latest:  ## run the plug-in's tests with the newest Flower, in an envi
 	@test -x .venv-latest/bin/python || $(PYTHON) -m venv .venv-latest
 	.venv-latest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'flwr[simulation]' -e '.[dev]'
 	.venv-latest/bin/python -m pytest tests/engines tests/strategies tests/deploy tests/integration/test_plugin.py
+	.venv-latest/bin/python -m pytest -m slow $(addprefix tests/integration/test_,intruder.py secrets.py federation_faults.py)
 
 lint: $(STAMP)  ## ruff, mypy --strict and the import contracts
 	$(BIN)/ruff check .

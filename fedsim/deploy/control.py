@@ -18,8 +18,13 @@ import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["credentials", "main", "new_token", "token_digest"]
+if TYPE_CHECKING:
+    from flwr.supercore.auth.typing import AccountInfo
+    from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
+
+__all__ = ["credentials", "main", "new_token", "operator_plugin", "token_digest"]
 
 
 def new_token() -> str:
@@ -43,16 +48,9 @@ def credentials(token: str, address: str) -> bytes:
     return json.dumps(entries, indent=1).encode()
 
 
-def main(digest_file: Path, arguments: Sequence[str]) -> None:
-    """Run the SuperLink."""
-    from flwr.supercore.auth.typing import AccountInfo
-    from flwr.superlink import config_loader
+def operator_plugin(digest: str) -> type[NoOpControlAuthnPlugin]:
+    """Flower's question who somebody is, answered by one token's digest."""
     from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
-    from flwr.superlink.cli.flower_superlink import flower_superlink
-
-    digest = digest_file.read_text(encoding="ascii").strip()
-    if len(digest) != 64:
-        sys.exit(f"{digest_file} holds no SHA-256 of the operator's token.")
 
     class OperatorToken(NoOpControlAuthnPlugin):
         """Knows the operator by a token, and nobody else."""
@@ -73,9 +71,21 @@ def main(digest_file: Path, arguments: Sequence[str]) -> None:
             del metadata
             return None, None
 
+    return OperatorToken
+
+
+def main(digest_file: Path, arguments: Sequence[str]) -> None:
+    """Run the SuperLink."""
+    from flwr.superlink import config_loader
+    from flwr.superlink.cli.flower_superlink import flower_superlink
+
+    digest = digest_file.read_text(encoding="ascii").strip()
+    if len(digest) != 64:
+        sys.exit(f"{digest_file} holds no SHA-256 of the operator's token.")
+    plugin = operator_plugin(digest)
     # Flower's seam for plugins is not public; without it the SuperLink ends here rather than
     # answer to everybody.
-    config_loader.get_control_authn_plugins = lambda: {"oidc": OperatorToken}
+    config_loader.get_control_authn_plugins = lambda: {"oidc": plugin}
     os.environ["FLWR_OIDC_ENABLED"] = "1"
     sys.argv = ["flower-superlink", *arguments]
     flower_superlink()

@@ -3,7 +3,7 @@
 Run as ``python -m fedsim.deploy.executor server|client APP SECONDS ARGUMENTS``, the last as for
 Flower's ``flower-superexec``. Flower's own executor starts a new Python for every message (2.7 CPU
 seconds with torch), with the task's token on its command line, and runs the code that came
-with the run. Here a process that has everything imported forks for each task (0.05 CPU
+with the run. Here a process that has everything imported forks for each task (0.1 CPU
 seconds); a token goes to it through a socket; and the guard stands before the code:
 
 - a bundle with more than a config for APP, which is installed, is refused (`check_bundle`);

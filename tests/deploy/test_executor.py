@@ -1,0 +1,169 @@
+"""Tasks are forked, bounded in time, and gone with whoever asked for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fedsim.deploy import executor
+
+# What Flower's program would do, by the second word of its arguments.
+PROGRAM = """
+import json, os, signal, socket, sys, time
+from fedsim.deploy import executor
+
+def program():
+    what, path = sys.argv[1:]
+    def tell(word):
+        with open(path, "a") as file:
+            file.write(word + "\\n")
+    tell(f"pid {os.getpid()}")
+    if what == "listen":
+        try:
+            time.sleep(60)
+        except TimeoutError as error:
+            tell(str(error))
+    if what == "deaf":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGTERM})
+        time.sleep(60)
+    if what == "long":
+        time.sleep(60)
+    tell("done")
+
+executor._GRACE = 0.3
+executor._guarded_program = lambda role, app: program
+executor._fork_tasks("client", "app", float(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
+"""
+
+
+class Forker:
+    def __init__(self, seconds: float) -> None:
+        self.socket, theirs = socket.socketpair()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(seconds), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+
+    def ask(self, *tasks: tuple[str, Path]) -> None:
+        lines = [json.dumps(["program", what, str(path)]).encode() for what, path in tasks]
+        self.socket.sendall(b"\n".join(lines) + b"\n")
+
+    def __enter__(self) -> Forker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def said(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def wait(condition, limit=20.0) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def alive(line: str) -> bool:
+    try:
+        status = Path(f"/proc/{line.removeprefix('pid ')}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_tasks_that_come_together_are_each_run_in_a_process_of_its_own(tmp_path):
+    paths = [tmp_path / str(number) for number in range(5)]
+    with Forker(0) as forker:
+        forker.ask(*(("quick", path) for path in paths))
+        wait(lambda: all(said(path)[-1:] == ["done"] for path in paths))
+    assert len({said(path)[0] for path in paths} | {f"pid {forker.process.pid}"}) == 6
+
+
+def test_a_task_that_takes_too_long_hears_so_and_can_answer(tmp_path):
+    with Forker(0.3) as forker:
+        forker.ask(("listen", tmp_path / "said"))
+        wait(lambda: said(tmp_path / "said")[-1:] == ["done"])
+    assert said(tmp_path / "said")[1] == "this node ends a task after 0.3 s"
+
+
+def test_a_task_that_does_not_listen_is_killed_and_the_next_is_run(tmp_path):
+    with Forker(0.3) as forker:
+        forker.ask(("deaf", tmp_path / "deaf"))
+        wait(lambda: said(tmp_path / "deaf"))
+        wait(lambda: not alive(said(tmp_path / "deaf")[0]))
+        forker.ask(("quick", tmp_path / "quick"))
+        wait(lambda: said(tmp_path / "quick")[-1:] == ["done"])
+    assert "done" not in said(tmp_path / "deaf")
+
+
+def test_tasks_end_when_nobody_is_there_to_ask_for_more(tmp_path):
+    with Forker(0) as forker:
+        forker.ask(("long", tmp_path / "said"))
+        wait(lambda: said(tmp_path / "said"))
+        forker.socket.close()
+        assert forker.process.wait(20) == 0
+        wait(lambda: not alive(said(tmp_path / "said")[0]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
+def test_tasks_do_not_outlive_a_forker_that_is_killed(tmp_path):
+    with Forker(0) as forker:
+        forker.ask(("long", tmp_path / "said"))
+        wait(lambda: said(tmp_path / "said"))
+        forker.process.kill()
+        wait(lambda: not alive(said(tmp_path / "said")[0]))
+
+
+def test_a_token_is_on_no_command_line_when_flower_hands_a_task_over(monkeypatch):
+    # Flower's own executor would start a program with the token among its arguments.
+    from flwr.supercore.constant import TaskType
+    from flwr.supercore.superexec.executor import ExecutionSpec
+
+    ours, theirs = socket.socketpair()
+    made = {}
+    module = executor.importlib.import_module("flwr.supercore.superexec.run_superexec")
+    monkeypatch.setattr(module, "get_executor", module.get_executor)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(
+        executor.importlib.import_module("flwr.supercore.cli.flower_superexec"),
+        "flower_superexec",
+        lambda: made.update(executor=module.get_executor("subprocess")),
+    )
+    monkeypatch.setattr(subprocess, "Popen", lambda *_a, **_k: pytest.fail("a program is started"))
+    executor._run_superexec("client", ours, ["--insecure"])
+
+    def spec(kind):
+        return ExecutionSpec(
+            task_type=kind,
+            runtime_api_address="127.0.0.1:1",
+            token="hunter2",
+            insecure=True,
+            root_certificates_path=None,
+            runtime_dependency_install=True,
+            parent_pid=os.getpid(),
+            suppress_output=False,
+            task_id=1,
+        )
+
+    assert made["executor"].launch(spec(TaskType.CLIENT_APP)).status == "accepted"
+    task = json.loads(theirs.recv(1 << 16))
+    assert task == ["flwr-clientapp", "--runtime-api-address", "127.0.0.1:1", "--token", "hunter2",
+                    "--insecure"]  # fmt: skip
+    for kind in set(TaskType) - {TaskType.CLIENT_APP}:
+        assert made["executor"].launch(spec(kind)).status == "failed"
+    theirs.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        theirs.recv(1)
