@@ -250,7 +250,9 @@ def test_the_budget_stops_the_run_before_the_release_that_would_exceed_it() -> N
     )
     trainer = Fixed(torch.ones(10, 2))
     reached = start(trainer, strategy, torch.zeros(2), 50)
-    assert len(trainer.rounds) == 5
+    # An empty cohort asks nobody, and is released and charged all the same.
+    assert strategy.privacy_spent().num_releases == 5
+    assert len(trainer.rounds) <= 5
     assert strategy.stopped is not None
     assert "round 6" in strategy.stopped
     assert strategy.privacy_spent().epsilon <= budget
