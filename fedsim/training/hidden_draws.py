@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.errors import FedsimError
-from fedsim.randomness import Purpose, Randomness
+from fedsim.randomness import Purpose, Randomness, Stream
 
 __all__ = ["EVALUATION", "HiddenDraws", "Seeds", "hidden_draws", "seeded"]
 
@@ -158,9 +158,15 @@ class Seeds:
     def at(self, step: int, active: int, count: int = 1) -> Ints:
         """Seeds for a step of each of the first ``active`` clients, ``[active, count]``."""
         seeds = np.empty((active, count), dtype=np.int64)
+        stream = Stream()
         for position, client in enumerate(self.client_ids[:active].tolist()):
             draws = self.randomness[position].generator(
-                Purpose.DROPOUT, level="example", round=self.round, client=client, part=step
+                Purpose.DROPOUT,
+                level="example",
+                round=self.round,
+                client=client,
+                part=step,
+                stream=stream,
             )
             seeds[position] = draws.integers(2**63, size=count, dtype=np.uint64).astype(np.int64)
         return seeds

@@ -1,0 +1,62 @@
+"""Without a config, a strategy's noise is keyed by its own settings beside the seed."""
+
+from __future__ import annotations
+
+import pytest
+from flwr.serverapp.strategy import FedAdam, FedYogi
+
+from fedsim.cohorts import FullCohort, PoissonCohort
+from fedsim.mechanisms import Clipping, Normalization, PerLayer
+from fedsim.strategies import DPFedAvg, adam, sgd
+
+
+def release_of(**changed: object) -> str | None:
+    settings = {
+        "mechanism": Clipping(1.0),
+        "cohort": PoissonCohort(0.1, 50),
+        "noise_multiplier": 1.0,
+        "seed": 1,
+    }
+    return DPFedAvg(**{**settings, **changed}).randomness.release  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"seed": 2},
+        {"mechanism": Clipping(2.0)},
+        {"mechanism": Normalization(1.0)},
+        {"mechanism": PerLayer(Clipping(1.0))},
+        {"cohort": PoissonCohort(0.2, 50)},
+        {"cohort": FullCohort(50)},
+        {"noise_multiplier": 2.0},
+        {"placement": "client"},
+        {"hardened_noise": False},
+        {"server_optimizer": adam(0.1)},
+        {"server_optimizer": sgd(0.5)},
+        {"server_optimizer": FedAdam(eta=0.1)},
+        {"release": "ab"},
+    ],
+    ids=str,
+)
+def test_strategies_of_one_seed_that_release_different_things_have_different_keys(changed) -> None:
+    assert release_of(**changed) != release_of()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"noise_multiplier": 1},
+        {"delta": 1e-6},
+        {"max_epsilon": 50.0},
+        {"max_failed_rounds": 9},
+        {"unprotected_metrics": True},
+    ],
+    ids=str,
+)
+def test_what_cannot_change_a_release_does_not_change_the_key(changed) -> None:
+    assert release_of(**changed) == release_of()
+    assert release_of(server_optimizer=FedYogi(eta=0.1)) == release_of(
+        server_optimizer=FedYogi(eta=0.1)
+    )
