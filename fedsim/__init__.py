@@ -17,6 +17,10 @@ __version__ = "0.1.0"
 __all__ = ["RunConfig", "__version__", "run"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     # Imported on first use: `import fedsim.privacy` must not load torch or Flower.
     if name == "RunConfig":

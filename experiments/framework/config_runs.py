@@ -27,6 +27,7 @@ from experiments.framework.base import (
 from fedsim.config import RunConfig, Scalar
 from fedsim.engines import LocalGrid
 from fedsim.runs.build import Build
+from fedsim.runs.check import check
 from fedsim.runs.drive import Row, drive
 from fedsim.runs.runner import run as run_config
 
@@ -127,6 +128,7 @@ class ConfigRuns(Experiment):
     def run(self, settings: Mapping[str, Any]) -> Result:
         """Run the member's config and keep what `summary` does."""
         build = self.build(settings)
+        check(build)
         return self.summary(drive(build, LocalGrid(build.trainer)).metrics)
 
     def build(self, settings: Mapping[str, Any]) -> Build:

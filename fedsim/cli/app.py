@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+import fedsim
 from fedsim.cli.audit import audit
 from fedsim.cli.command import Command
 from fedsim.cli.deploy import deploy
@@ -19,12 +22,30 @@ __all__ = ["app"]
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Private federated learning, simulated and deployed on Flower.",
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fedsim {fedsim.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Say which fedsim this is."
+        ),
+    ] = False,
+) -> None:
+    """Private federated learning, simulated and deployed on Flower."""
+
+
 for command in (run, sweep, privacy, partition, experiment, audit, tune):
     app.command(cls=Command)(command)
 app.command("app", cls=Command)(flower_app)

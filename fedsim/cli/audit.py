@@ -9,8 +9,8 @@ import typer
 from rich.progress import Progress
 
 from fedsim.cli.console import Output
+from fedsim.cli.places import check_picture
 from fedsim.config import RunConfig
-from fedsim.errors import FedsimError
 
 __all__ = ["audit"]
 
@@ -56,8 +56,7 @@ def audit(
     """
     settings = RunConfig.load(config, set_ or [])
     path = out or Path("runs") / f"{settings.name}-audit.png"
-    if path.suffix.lower() != ".png" or path.is_dir():
-        raise FedsimError(f"--out is {path}; it must be a file that ends in .png.")
+    check_picture(path)
     # Only now: a mistake in the config should not wait for torch and matplotlib.
     from fedsim.audit import WORLDS
     from fedsim.audit.from_config import ConfigAudit

@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from fedsim.cli.console import Output
+from fedsim.cli.places import check_picture
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 
@@ -39,8 +40,7 @@ def partition(
     if seed is not None:
         settings = settings.replace(seed=seed)
     path = out or Path("runs") / f"{settings.name}-partition.png"
-    if path.suffix.lower() != ".png" or path.is_dir():
-        raise FedsimError(f"--out is {path}; it must be a file that ends in .png.")
+    check_picture(path)
     # Only now: a mistake in the config should not wait for torch and matplotlib.
     from fedsim.reports.partition import class_counts, draw, save, tabulate
     from fedsim.runs.build import Build

@@ -61,6 +61,7 @@ def sweep(
     if axis not in axes:
         raise FedsimError(f"--plot is {axis}; it must be an axis: {', '.join(axes)}.")
     where = out or Path("runs") / f"{base.name}-sweep"
+    _check_own(where, grid)
     console = Output()
     kept = sum(is_done(member, where) for member in grid)
     if kept:
@@ -78,6 +79,16 @@ def sweep(
         console.print(Text(f"{label} failed: {reason}", style="yellow"))
     _say_price(console, grid, lines, where)
     console.print(f"{where / 'sweep.csv'}  {where / 'sweep.png'}")
+
+
+def _check_own(where: Path, grid: Sequence[Member]) -> None:
+    """Refuse a directory whose tables and pictures no sweep has made."""
+    taken = [name for name in ("sweep.csv", "sweep.png") if (where / name).exists()]
+    if taken and not any((where / member.label).exists() for member in grid):
+        raise FedsimError(
+            f"--out {where} holds {' and '.join(taken)} and no member of this sweep, so that they "
+            "may be somebody's own; choose another directory."
+        )
 
 
 def _run(console: Console, grid: Sequence[Member], where: Path) -> dict[str, str]:

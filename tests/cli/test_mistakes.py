@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import runpy
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import fedsim
 from fedsim.cli import main
 from fedsim.config import RunConfig
 from fedsim.runs.artefacts import RunDirectory
@@ -490,6 +492,8 @@ def test_weights_that_are_cut(size: int, tmp_path: Path, refused: Callable[..., 
         "partition c.toml --out c.toml",
         "partition c.toml --out .",
         "partition c.toml --seed -1",
+        "partition c.toml --out c.toml/x.png",
+        "audit c.toml --out /proc/x/y.png",
         "partition c.toml --set partition.clients=99999",
         "sweep c.toml",
         "sweep c.toml --over seed",
@@ -526,3 +530,21 @@ def test_a_command_that_makes_no_sense(line: str, refused: Callable[..., str]) -
         assert status("deploy") == 2
         return
     refused(*line.split())
+
+
+def test_a_sweep_leaves_the_users_tables_alone(tmp_path: Path, refused: Callable[..., str]) -> None:
+    (tmp_path / "sweep.csv").write_text("mine")
+    assert "somebody's own" in refused("sweep", "c.toml", "--over", "seed=1", "--out", ".")
+
+
+def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("--version") == 0
+    assert capsys.readouterr().out == f"fedsim {fedsim.__version__}\n"
+    assert {"RunConfig", "run"} <= set(dir(fedsim))
+
+
+def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["fedsim", "run", "none.toml"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("fedsim", run_name="__main__")
+    assert ended.value.code == 2
