@@ -193,3 +193,10 @@ def test_mechanisms_are_values() -> None:
     assert Clipping(1.0) == Clipping(1.0) != Clipping(2.0)
     assert repr(Normalization(1.0)) == "Normalization(clip_norm=1.0, smoothing=0.0)"
     assert len({Clipping(1.0), Clipping(1.0), NoPrivacy()}) == 2
+
+
+@pytest.mark.parametrize("weight", [1.0001, -0.1, NAN, math.inf])
+def test_a_weight_that_would_exceed_the_sensitivity_is_refused(weight: float) -> None:
+    weights = torch.tensor([0.5, weight], dtype=torch.float64)
+    with pytest.raises(FedsimError, match=r"weights of rows must lie in \[0, 1\]"):
+        summed(Clipping(1.0), torch.ones(2, 3), weights=weights)
