@@ -6,7 +6,6 @@ are bounded and summed where they are; memory is that of the sums and of one chu
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +16,20 @@ import torch
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.base import Part, Shaped, Side, State, Weights, bounded_, per_row, scatter
+from fedsim.mechanisms.base import Part, Shaped, Side, State, Weights, bounded_, scatter
 from fedsim.mechanisms.drawing import share_multiplier
 from fedsim.rows.dense import BlockRows, Chunks, DenseRows, Rows
-from fedsim.rows.exact import FREE_ROWS, FREE_UNIT, GRID_BITS, MAX_ROWS, GridSum, Owners, more_rows
+from fedsim.rows.exact import (
+    EVERYBODY,
+    FREE_ROWS,
+    FREE_UNIT,
+    GRID_BITS,
+    MAX_ROWS,
+    GridSum,
+    Owners,
+    grid_unit,
+    more_rows,
+)
 
 __all__ = ["Masks", "PartSum", "PartialSum", "Shares", "Terms"]
 
@@ -29,7 +38,6 @@ LOOSE = 64.0
 # No honest share lies so many standard deviations of its noise beyond its bound, in one entry
 # (probability below 1e-300) or in all of them together (e^-FARTHEST, 4e-18).
 FARTHEST = 40.0
-EVERYBODY = slice(None)
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,10 @@ class PartialSum:
             PartSum(part, own, terms, chunks) for part, own in zip(terms.parts, ready, strict=True)
         ]
         zeros = terms.zeros
-        self.sides = {side.name: GridSum(zeros + side.high / 2, 1) for side in terms.sides}
+        self.sides = {
+            side.name: GridSum(zeros + side.high / 2, 1, unit=grid_unit(side.high / 2))
+            for side in terms.sides
+        }
         free = any(part.bound.free for part in terms.parts)
         self._rows, self._most = 0, FREE_ROWS if free else MAX_ROWS
         self._counts = _Counts()
@@ -317,8 +328,7 @@ class PartialSum:
                 )
             centred = values.clamp(0.0, side.high) - side.high / 2
             centred = torch.where(usable & ~values.isnan(), centred, 0.0)
-            grid = self.sides[side.name]
-            grid.add_((centred / per_row(grid.unit))[..., None])
+            self.sides[side.name].add_((centred / grid_unit(side.high / 2))[..., None])
 
 
 class PartSum:
@@ -329,8 +339,9 @@ class PartSum:
         self._one = terms.owners is None
         bound, d, zeros = part.bound, part.layout.d, terms.zeros
         self.grids = {"sum": self._vector(terms, zeros + bound.radius(ready, d), d)}
+        self._units = {k: v.unit or grid_unit(v.half) for k, v in bound.scalars.items()}
         for name, scalar in bound.scalars.items():
-            self.grids[name] = GridSum(zeros + scalar.half, 1, unit=scalar.unit)
+            self.grids[name] = GridSum(zeros + scalar.half, 1, unit=self._units[name])
         if bound.keeps_raw:
             self.grids["raw"] = GridSum.free(zeros, d)
 
@@ -354,58 +365,56 @@ class PartSum:
         owners: Owners,
         masks: Masks | None,
     ) -> None:
-        """See `PartialSum.add_owners`; ``rows`` are whole."""
-        some = self if self._one else self[owners]
-        some._add(self.columns(rows), weights, counts, masks)
-        if torch.is_tensor(owners):  # then these sums are copies
-            for name, grid in self.grids.items():
-                grid.put(owners, some.grids[name])
-
-    def __getitem__(self, owners: Owners) -> PartSum:
-        """The sums of some owners: views for a slice, else copies."""
-        some = copy.copy(self)
-        some.ready = {name: tensor[owners] for name, tensor in self.ready.items()}
-        some.grids = {name: grid[owners] for name, grid in self.grids.items()}
-        return some
-
-    def _add(
-        self, rows: Rows, weights: Tensor, counts: Sequence[int] | None, masks: Masks | None
-    ) -> None:
-        bound, vector = self.part.bound, self.grids["sum"]
+        """See `PartialSum.add_owners`; ``rows`` are whole, ``counts`` None for the one sum."""
+        rows, bound, vector = self.columns(rows), self.part.bound, self.grids["sum"]
         made = None
         if not rows.materialised:
-            made = bound.implicit(rows, self.ready, vector.unit, weights)
+            ready, unit = self._of(owners)
+            made = bound.implicit(rows, ready, unit, weights)
         if made is not None:
             shaped, total = made
-            vector.add_sum_(total)
-            self._note(shaped, shaped.factor.isnan(), weights, EVERYBODY, masks)
+            vector.add_sum_(total, owners)
+            self._note(shaped, shaped.factor.isnan(), weights, owners, EVERYBODY, masks)
             return
-        for some, index, y in self._pieces(rows, counts):
-            weight, unit = weights[index], some.grids["sum"].unit
+        for some, index, y in self._pieces(rows, counts, owners):
+            ready, unit = self._of(some)
+            weight = weights[index]
             raw = y * (weight / FREE_UNIT)[..., None] if bound.keeps_raw else None
-            shaped, bad = bounded_(bound, y, some.ready, unit, weight)
-            some.grids["sum"].add_(y)
+            shaped, bad = bounded_(bound, y, ready, unit, weight)
+            vector.add_(y, some)
             if raw is not None:
-                some.grids["raw"].add_(raw.masked_fill_(bad[..., None], 0.0))
-            some._note(shaped, bad, weight, index, masks)
+                self.grids["raw"].add_(raw.masked_fill_(bad[..., None], 0.0), some)
+            self._note(shaped, bad, weight, some, index, masks)
+
+    def _of(self, owners: Owners) -> tuple[State, Tensor]:
+        """What bounding these owners' rows takes, and the units of their sums."""
+        unit = self.grids["sum"].unit
+        if owners is EVERYBODY:
+            return self.ready, unit
+        return {name: tensor[owners] for name, tensor in self.ready.items()}, unit[owners]
 
     def _pieces(
-        self, rows: Rows, counts: Sequence[int] | None
-    ) -> Iterator[tuple[PartSum, slice | tuple[slice, slice], Tensor]]:
+        self, rows: Rows, counts: Sequence[int] | None, owners: Owners
+    ) -> Iterator[tuple[Owners, slice | tuple[slice, slice], Tensor]]:
         """Whose rows, which of them, and a float64 copy ``[..., c, d]``, chunk after chunk."""
         if counts is None:
             for chunk, y in self._chunks.of(rows.dense()):
-                yield self, chunk, y
-        else:
-            blocks = self._chunks.of_block(cast(BlockRows, rows), counts, self.grids["sum"].coarse)
-            for index, y in blocks:
-                yield self[index[0]], index, y
+                yield owners, chunk, y
+            return
+        like = self.grids["sum"].coarse
+        for index, y in self._chunks.of_block(cast(BlockRows, rows), counts, like):
+            if torch.is_tensor(owners):
+                yield owners[index[0]], index, y
+            else:
+                chosen = range(len(like))[owners][index[0]]
+                yield slice(chosen.start, chosen.stop), index, y
 
     def _note(
         self,
         shaped: Shaped,
         bad: Tensor,
         weights: Tensor,
+        owners: Owners,
         index: slice | tuple[slice, slice],
         masks: Masks | None,
     ) -> None:
@@ -418,8 +427,7 @@ class PartSum:
             values = torch.where(present, shaped.sides[name], 0.0)
             if scalar.unit is not None:
                 values = values * weights
-            grid = self.grids[name]
-            grid.add_((values / per_row(grid.unit))[..., None])
+            self.grids[name].add_((values / self._units[name])[..., None], owners)
         if masks is not None:
             masks.usable[index] &= present
             masks.rejected[index] |= bad

@@ -265,7 +265,10 @@ class Releaser:
             noise = noise.clone()
         for name, own in zip(names, noise.split(sizes, dim=-1), strict=True):
             std = _first(multipliers[name], total) * grids[name].radius / grids[name].unit
-            units[name] = own.mul_(std[..., None]).round_().add_(grids[name].whole())
+            own.mul_(std[..., None]).round_()
+            # One vector becomes the release; of several owners' the sums do, which are used up.
+            whole = grids[name].whole()
+            units[name] = own.add_(whole) if self._one else whole.add_(own)
         return units, kept
 
 

@@ -7,7 +7,7 @@ which their sums are merged.
 
 from __future__ import annotations
 
-import copy
+import math
 from typing import Literal
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 from fedsim.errors import FedsimError
 
 __all__ = [
+    "EVERYBODY",
     "FREE_ROWS",
     "FREE_TOTAL",
     "FREE_UNIT",
@@ -25,6 +26,7 @@ __all__ = [
     "GridSum",
     "Owners",
     "Rounding",
+    "grid_unit",
     "grid_units",
     "more_rows",
 ]
@@ -39,6 +41,8 @@ FEW_ROWS = 4
 Owners = slice | Tensor
 """Some of n sums: a slice, or their numbers in int64."""
 
+EVERYBODY = slice(None)
+
 Rounding = Literal["all", "rows", "none"]
 """What is rounded as it comes: rows and sums of rows, rows only, nothing."""
 
@@ -51,6 +55,11 @@ def grid_units(radius: Tensor) -> Tensor:
     """
     # A radius over its mantissa is a power of two, and comes out exact.
     return radius / torch.frexp(radius).mantissa * 2.0 ** -(GRID_BITS + 1)
+
+
+def grid_unit(radius: float) -> float:
+    """`grid_units` of a number."""
+    return math.ldexp(1.0, math.frexp(radius)[1] - 1 - GRID_BITS)
 
 
 def more_rows(rows: int, new: int, most: int = MAX_ROWS) -> int:
@@ -109,35 +118,22 @@ class GridSum:
         radius = torch.full_like(like, torch.inf)
         return cls(radius, size, unit=FREE_UNIT, fine_bits=FREE_BITS)
 
-    def __getitem__(self, owners: Owners) -> GridSum:
-        """The sums of some owners: views of these for a slice, else copies; see `put`."""
-        some = copy.copy(self)
-        some.radius, some.unit = self.radius[owners], self.unit[owners]
-        some.coarse = self.coarse[owners]
-        some.fine = None if self.fine is None else self.fine[owners]
-        return some
-
-    def put(self, owners: Owners, some: GridSum) -> None:
-        """Write copies back."""
-        self.coarse[owners] = some.coarse
-        if self.fine is not None and some.fine is not None:
-            self.fine[owners] = some.fine
-
-    def add_(self, y: Tensor) -> None:
-        """Add rows ``y [..., c, size]``, float64 and in units; ``y`` is overwritten."""
+    def add_(self, y: Tensor, owners: Owners = EVERYBODY) -> None:
+        """Add rows ``y [..., c, size]`` of some owners, in units; ``y`` is overwritten."""
         if self.fine is not None:
             whole = truncate_(y, self._scratch.like(y))
-            _add_rows(self.coarse, whole)
-            _add_rows(self.fine, truncate_(y.sub_(whole).mul_(self._fine_scale)))
+            _add_rows(self.coarse, whole, owners)
+            y = truncate_(y.sub_(whole).mul_(self._fine_scale))
+            _add_rows(self.fine, y, owners)
         else:
-            _add_rows(self.coarse, y if self._rounding == "none" else truncate_(y))
+            _add_rows(self.coarse, y if self._rounding == "none" else truncate_(y), owners)
 
-    def add_sum_(self, total: Tensor) -> None:
+    def add_sum_(self, total: Tensor, owners: Owners = EVERYBODY) -> None:
         """Add a sum of rows ``total [..., size]``, in units, not yet on the grid."""
         if self._rounding == "all":
-            self.add_(total.unsqueeze(-2).clone())
+            self.add_(total.unsqueeze(-2).clone(), owners)
         else:
-            self.coarse += total
+            _add_rows(self.coarse, total.unsqueeze(-2), owners)
 
     def merge_(self, coarse: Tensor, fine: Tensor | None) -> None:
         """Add what another sum of the same unit holds."""
@@ -183,10 +179,13 @@ def truncate_(y: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def _add_rows(total: Tensor, y: Tensor) -> None:
-    """Add rows ``y [..., c, d]`` to ``total [..., d]``."""
+def _add_rows(total: Tensor, y: Tensor, owners: Owners) -> None:
+    """Add rows ``y [..., c, d]`` to these owners' ``total [..., d]``."""
+    some = total if owners is EVERYBODY else total[owners]
     if y.shape[-2] <= FEW_ROWS and not y.is_cuda:
         for row in y.unbind(-2):
-            total += row
+            some += row
     else:
-        total += y.sum(-2)
+        some += y.sum(-2)
+    if torch.is_tensor(owners):  # then they are copies
+        total[owners] = some
