@@ -43,8 +43,8 @@ class Claim:
 
     @classmethod
     def of(cls, ledger: Ledger, delta: float) -> Claim:
-        """What this ledger has recorded."""
-        return cls(tuple(entry.event for entry in ledger.entries), delta)
+        """What this ledger has charged."""
+        return cls(tuple(entry.event for entry in ledger.charged), delta)
 
     @classmethod
     def gaussian(cls, mu: float, delta: float = 1e-5) -> Claim:

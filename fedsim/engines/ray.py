@@ -176,22 +176,18 @@ class RayGrid(LocalGrid):
         # Two at a time: the next one waits at the worker while the reply travels.
         for depth in (1, 2):
             for worker in self._workers:
-                if todo and len(worker.queue) < depth:
-                    chunk = todo.popleft()
-                    states: ClientStates = {}
-                    if call.kind == "train":
-                        # Ledgers are here: the clients' lines are on the disk before they begin.
-                        try:
-                            trainer.charge(start, chunk.client_ids, call.round)
-                        except FedsimError as error:
-                            if len(chunk.client_ids) > 1:
-                                todo.extendleft(chunk.singles())
-                            else:
-                                _log.warning("client %s refuses: %s", chunk.client_ids[0], error)
-                                refused.append(chunk.client_ids)
-                            continue
-                        states = trainer.state(chunk.client_ids, call.round)
+                if not todo or len(worker.queue) >= depth:
+                    continue
+                chunk = todo.popleft()
+                if call.kind == "evaluate":
+                    worker.ask(call, chunk, {})
+                elif _charged(trainer, chunk, start, call.round):
+                    states = trainer.state(chunk.client_ids, call.round)
                     worker.ask(call, chunk, _arrays(states))
+                elif len(chunk.client_ids) > 1:
+                    todo.extendleft(chunk.singles())
+                else:
+                    refused.append(chunk.client_ids)
         return refused
 
     def _first_done(self, timeout: float | None) -> _Worker | None:
@@ -369,6 +365,17 @@ def _from_wire(wire: _Wire) -> Block:
         ok=np.array(ok),
         reasons=reasons,
     )
+
+
+def _charged(trainer: BlockTrainer, chunk: _Chunk, start: Tensor, round: int) -> bool:
+    """Whether these clients' lines are in their ledgers, which are here, before they begin."""
+    try:
+        trainer.charge(start, chunk.client_ids, round)
+    except FedsimError as error:
+        if len(chunk.client_ids) == 1:
+            _log.warning("client %s refuses: %s", chunk.client_ids[0], error)
+        return False
+    return True
 
 
 def _put_parcel(trainer: BlockTrainer) -> Any:
