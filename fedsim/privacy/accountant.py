@@ -31,9 +31,11 @@ Method = Literal["analytic", "pld", "rdp", "none"]
 SMALLEST_PLD_DELTA = 1e-10
 # Of a profile without loss distributions; lines through them are valid, however few.
 PROFILE_POINTS = 257
-# Beyond these numbers of distinct (rate, noise) pairs, the noise is rounded down to a 1 %
-# ladder, and then RDP alone is used.
-MOST_EXACT, MOST_ROUNDED = 10, 64
+# Beyond this number of distinct (rate, noise) pairs, the noise is rounded down to a 1 % ladder,
+# and where that does not make them fewer, RDP alone is used.
+MOST_EXACT = 100
+# Rényi accounting, a second beside, takes far longer over a pair.
+MOST_EXACT_RDP = 10
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ class _Spent:
 
     def rdp(self) -> Array:
         total = gaussian_rdp(self.mu)
-        poisson = self.poisson if len(self.poisson) <= MOST_EXACT else self.ladder
+        poisson = self.poisson if len(self.poisson) <= MOST_EXACT_RDP else self.ladder
         for component, count in poisson.items():
             total = total + count * poisson_rdp(component.rate, component.noise_multiplier)
         for (size, population, z), count in self.fixed.items():
@@ -252,7 +254,7 @@ class _Spent:
     def components(self) -> Mapping[Component, int] | None:
         """What loss distributions are to compose; None where they do not apply."""
         components = dict(self.poisson if len(self.poisson) <= MOST_EXACT else self.ladder)
-        if self.fixed or len(components) > MOST_ROUNDED:
+        if self.fixed or len(components) > MOST_EXACT:
             return None
         if self.mu:
             gaussian = Component(1.0, 1 / self.mu)

@@ -145,7 +145,7 @@ def _loss(component: Component, x: Array) -> Array:
     return np.asarray(np.logaddexp(math.log1p(-q), math.log(q) + exponent))
 
 
-@lru_cache(maxsize=72)
+@lru_cache(maxsize=128)
 def _release(component: Component, h: float) -> tuple[_Losses, _Losses]:
     """Both directions of one release on the grid of step ``h``."""
     q, z = component.rate, component.noise_multiplier
@@ -278,7 +278,7 @@ def _transform(component: Component, h: float, side: int, size: int) -> tuple[Ar
     return find(component, h, side, size)
 
 
-@lru_cache(maxsize=144)
+@lru_cache(maxsize=256)
 def _transformed(component: Component, h: float, side: int, size: int) -> tuple[Array, Array]:
     spectrum = np.fft.rfft(_release(component, h)[side].probs, size)
     return np.log(np.maximum(np.abs(spectrum), 1e-300)), np.angle(spectrum)

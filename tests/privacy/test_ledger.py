@@ -5,48 +5,20 @@ import inspect
 import json
 import math
 import os
-import shutil
 import stat
 from collections import Counter
-from pathlib import Path
 
 import dp_accounting
 import pytest
 from dp_accounting.pld import PLDAccountant
 from hypothesis import given
 from hypothesis import strategies as st
+from ledger_helpers import COHORT, DELTA, ZEROED, release, spent, written
 
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
-from fedsim.privacy import Accountant, Event, Ledger
-from fedsim.privacy.archive import archive
+from fedsim.privacy import Ledger
 from fedsim.privacy.chain import GENESIS, sealed
-
-COHORT = PoissonCohort(0.2, 479)
-DELTA = 1e-5
-ZEROED = Event(noise_multiplier=1.5, rate=0.2, adjacency="zero-out")
-
-
-def release(round: int, z: float = 1.5) -> dict[str, object]:
-    return {
-        "round": round,
-        "event": COHORT.event(z),
-        "clip_norm": 1.0,
-        "mechanism": "normalization",
-        "entropy": "config",
-        "release": "seed-1",
-    }
-
-
-def written(path, rounds: int = 3) -> bytes:
-    ledger = Ledger(path, delta=DELTA)
-    for t in range(1, rounds + 1):
-        ledger.record(**release(t))
-    return path.read_bytes()
-
-
-def spent(rounds: int, z: float = 1.5) -> float:
-    return Accountant([COHORT.event(z, count=rounds)]).epsilon(DELTA)
 
 
 @pytest.fixture
@@ -319,50 +291,6 @@ def test_a_ledger_cut_or_removed_while_in_use_is_noticed(path):
         ledger.record(**release(3))
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"hello", b"PK\x03\x04" + bytes(300) + b"\n" + bytes(40), b"round,epsilon\n1,0.5\n"],
-    ids=["empty", "text", "npz", "csv"],
-)
-def test_a_file_that_is_no_ledger_is_refused(path, content):
-    path.write_bytes(content)
-    for open_ in (Ledger, Ledger.read):
-        with pytest.raises(FedsimError, match=r"no ledger|not a ledger"):
-            open_(path)
-    assert path.read_bytes() == content
-
-
-def test_a_later_format_is_refused_by_its_number(path):
-    data = written(path, 1)
-    path.write_bytes(data.replace(b'"version":2', b'"version":3'))
-    with pytest.raises(FedsimError, match="hash does not match"):
-        Ledger(path)
-    line, _ = sealed({"kind": "ledger", "version": 3, "level": "client", "client": None}, GENESIS)
-    path.write_bytes(line)
-    with pytest.raises(FedsimError, match="its format is 3; this fedsim reads formats 1 and 2"):
-        Ledger(path)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("round", "one"), ("round", -1), ("attempt", 1.5), ("level", "node"), ("entropy", "dice"),
-        ("mechanism", 3), ("clip-norm", "large"), ("client", True), ("release", 7),
-        ("fingerprint", []), ("placement", "cloud"), ("declared-by-user", 1), ("public", {"a": []}),
-        ("event", []), ("event", {"sampler": "poisson"}), ("settles", None), ("kind", "gift"),
-        ("surprise", 1),
-    ],
-)  # fmt: skip
-def test_every_field_is_checked_though_the_line_be_sealed(path, field, value):
-    written(path, 1)
-    header, line = path.read_bytes().splitlines()
-    entry = json.loads(line)["entry"]
-    previous = entry.pop("previous")
-    path.write_bytes(header + b"\n" + sealed({**entry, field: value}, previous)[0])
-    with pytest.raises(FedsimError, match="line 2"):
-        Ledger(path)
-
-
 def test_a_chain_proves_nothing_against_forgers_but_its_head_does(path):
     """What the module says of an unsigned chain: kept here so that nobody believes more."""
     written(path, 3)
@@ -430,51 +358,6 @@ def test_a_budget_is_asked_before_and_not_spent_by_asking(path):
     assert ledger.would_exceed(event, entropy="system", **names)
 
 
-def test_a_release_without_guarantee_is_infinite_and_json_safe(path):
-    ledger = Ledger(path, delta=DELTA)
-    ledger.record(round=1, event=Event(noise_multiplier=0.0), clip_norm=math.inf)
-    ledger.record(round=2, event=COHORT.event(1.0, sides={"loss": math.inf}))
-    for line in path.read_text().splitlines():
-        json.loads(line, parse_constant=lambda name: pytest.fail(name))
-    again = Ledger.read(path, delta=DELTA)
-    assert again.epsilon() == math.inf
-    assert again.entries == ledger.entries
-    said = again.statement()
-    assert not said.private
-    assert "No privacy guarantee" in str(said)
-    assert json.loads(json.dumps(said.to_dict(), allow_nan=False))["epsilon"] == "inf"
-
-
-def test_the_statement_names_what_it_covers(path):
-    ledger = Ledger(path, delta=DELTA)
-    assert "Nothing was released" in str(ledger.statement())
-    for t in range(3):
-        ledger.record(**release(t))
-    said = str(ledger.statement())
-    for part in (
-        "sequence of global models",
-        "client level",
-        "add-remove",
-        "Poisson",
-        "3 releases",
-        "seed",
-        "simulated",
-        'noise.entropy = "system"',
-        "in 1 % of cases misses at least",
-        "Against whoever sees the models",
-        "the declared population (479 clients)",
-        "Not covered: what the operator sees",
-        str(path),
-        ledger.head,
-    ):
-        assert part in said, part
-    example = Ledger(delta=DELTA)
-    example.record(event=FixedCohort(5, 50).event(4.0), level="example", entropy="system")
-    said = str(example.statement())
-    for part in ("example level", "replace-one", "memory only", "Poisson cohorts of the same"):
-        assert part in said, part
-
-
 def test_a_checkpoint_restores_a_ledger_in_memory_and_checks_one_on_disk(path):
     written(path, 3)
     on_disk, in_memory = Ledger(path, delta=DELTA), Ledger(delta=DELTA)
@@ -533,91 +416,6 @@ def test_flowers_events_are_accounted_for_by_the_declared_sampler():
     assert everybody.config.sampling_method is SamplingMethod.NO_AMPLIFICATION
 
 
-OLD = Path(__file__).parent / "format1"
-
-
-def test_a_ledger_of_format_1_is_read_and_counted(path):
-    shutil.copy(OLD / "ledger.jsonl", path)
-    for open_ in (Ledger, Ledger.read):
-        ledger = open_(path, delta=DELTA)
-        assert ledger.epsilon() == spent(3)
-        assert [entry.round for entry in ledger.charged] == [1, 2, 3]
-    assert "format 1" in str(ledger.statement())
-
-
-def test_a_client_ledger_of_format_1_is_read_as_zero_out(path):
-    shutil.copy(OLD / "client-3.jsonl", path)
-    statement = Ledger.read(path, delta=DELTA).statement()
-    assert (statement.level, statement.adjacency) == ("example", "zero-out")
-    assert "claimed add-remove; it is read as zero-out" in str(statement)
-    assert "the number of every client's examples" in str(statement)
-
-
-def test_a_ledger_of_format_1_is_archived_when_it_is_continued(path):
-    shutil.copy(OLD / "ledger.jsonl", path)
-    old = path.read_bytes()
-    ledger = Ledger(path, delta=DELTA)
-    assert path.read_bytes() == old  # opening changes nothing
-    ledger.record(**release(3))  # under whatever names: no release of format 1 is the same
-    assert ledger.epsilon() == spent(4)
-    assert (path.parent / "archive" / "1" / "ledger.jsonl").read_bytes() == old
-    again = Ledger(path, delta=DELTA)
-    assert again.epsilon() == spent(4)
-    assert [entry.round for entry in again.entries] == [3]
-
-
-@pytest.mark.parametrize("cut", [30, 200, 700])
-def test_a_torn_ledger_of_format_1_counts_no_less(path, cut):
-    data = (OLD / "ledger.jsonl").read_bytes()
-    path.write_bytes(data[:-cut])
-    ledger = Ledger(path, delta=DELTA, declared=COHORT.event(1.5))
-    assert ledger.epsilon() >= spent(2 + (cut < 600))
-    path.write_bytes(data.replace(b'"round":2', b'"round":9'))
-    with pytest.raises(FedsimError, match="line 2: its hash does not match"):
-        Ledger(path)
-
-
-def test_what_is_archived_beside_a_ledger_counts_and_the_same_release_once(path):
-    written(path, 3)
-    heads = Ledger(path).heads
-    archive(path)
-    assert (path.parent / "archive" / "1" / "ledger.jsonl").is_file()
-    ledger = Ledger(path, delta=DELTA)
-    assert ledger.epsilon() == spent(3)
-    for t in (1, 2, 3):
-        assert ledger.record(**release(t))  # a line of its own, charged already
-    assert ledger.heads == heads
-    assert ledger.epsilon() == spent(3)
-    ledger.record(**{**release(1), "release": "other"})
-    for again in (ledger, Ledger.read(path, delta=DELTA)):
-        assert again.epsilon() == spent(4)
-    archive(path)
-    assert (path.parent / "archive" / "2" / "ledger.jsonl").is_file()
-    last = Ledger(path, delta=DELTA)
-    last.record(**{**release(1), "release": "third"})
-    assert last.epsilon() == spent(5)
-    said = str(last.statement())
-    assert "4 of the releases were made by earlier runs" in said
-    assert f"this run's own would be epsilon {spent(1):.4g}" in said
-
-
-def test_an_archive_counts_towards_the_budget(path):
-    written(path, 3)
-    archive(path)
-    ledger = Ledger(path, delta=DELTA, max_epsilon=spent(3))
-    new = {"round": 4, "release": "seed-1", "entropy": "config"}
-    assert ledger.would_exceed(COHORT.event(1.5), **new)
-    assert not ledger.would_exceed(COHORT.event(1.5), **{**new, "round": 2})
-
-
-def test_an_archive_that_does_not_compose_is_refused_before_anything_is_written(path):
-    written(path, 3)
-    archive(path)
-    with pytest.raises(FedsimError, match="replace-one"):
-        Ledger(path, declared=FixedCohort(5, 50).event(1.5))
-    assert not path.exists()
-
-
 def test_at_example_level_add_remove_is_refused():
     with pytest.raises(FedsimError, match="must be zero-out"):
         Ledger().record(event=COHORT.event(1.5), level="example")
@@ -632,26 +430,3 @@ def test_a_clients_release_is_the_same_only_under_its_fingerprint():
     assert not ledger.record(event=ZEROED, fingerprint="a", **names)
     assert ledger.record(event=ZEROED, fingerprint="b", **names)
     assert ledger.num_releases == 4
-
-
-def test_the_statement_says_what_the_server_and_colluders_see_of_shares():
-    ledger = Ledger(delta=DELTA)
-    cohort = FullCohort(100)
-    ledger.record(round=1, event=cohort.event(1.0), placement="client")
-    said = str(ledger.statement())
-    # 4.3772 with all shares, 4.6530 with 10 of 100 known: the table of the noise shares.
-    assert "epsilon 4.377 with nobody missing" in said
-    assert "epsilon 4.653 with a tenth" in said
-    assert "z sqrt((r-D-k)/r)" in said
-    alone = Accountant([FullCohort().event(0.1)]).epsilon(DELTA)
-    assert f"epsilon {alone:.4g}" in said
-
-
-def test_what_a_user_declares_and_what_was_only_probed_is_said():
-    ledger = Ledger(delta=DELTA)
-    ledger.record(event=ZEROED, level="example", declared_by_user=True, public={"rows": "probed"})
-    said = str(ledger.statement())
-    assert "Declared by the user" in said
-    assert "probed on the model" in said
-    assert "Simulated" not in said
-    assert ledger.entries[0].declared_by_user

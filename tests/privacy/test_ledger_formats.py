@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from ledger_helpers import COHORT, DELTA, release, spent, written
+
+from fedsim.cohorts import FixedCohort
+from fedsim.errors import FedsimError
+from fedsim.privacy import Ledger
+from fedsim.privacy.archive import archive
+from fedsim.privacy.chain import GENESIS, sealed
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger.jsonl"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"hello", b"PK\x03\x04" + bytes(300) + b"\n" + bytes(40), b"round,epsilon\n1,0.5\n"],
+    ids=["empty", "text", "npz", "csv"],
+)
+def test_a_file_that_is_no_ledger_is_refused(path, content):
+    path.write_bytes(content)
+    for open_ in (Ledger, Ledger.read):
+        with pytest.raises(FedsimError, match=r"no ledger|not a ledger"):
+            open_(path)
+    assert path.read_bytes() == content
+
+
+def test_a_later_format_is_refused_by_its_number(path):
+    data = written(path, 1)
+    path.write_bytes(data.replace(b'"version":2', b'"version":3'))
+    with pytest.raises(FedsimError, match="hash does not match"):
+        Ledger(path)
+    line, _ = sealed({"kind": "ledger", "version": 3, "level": "client", "client": None}, GENESIS)
+    path.write_bytes(line)
+    with pytest.raises(FedsimError, match="its format is 3; this fedsim reads formats 1 and 2"):
+        Ledger(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("round", "one"), ("round", -1), ("attempt", 1.5), ("level", "node"), ("entropy", "dice"),
+        ("mechanism", 3), ("clip-norm", "large"), ("client", True), ("release", 7),
+        ("fingerprint", []), ("placement", "cloud"), ("declared-by-user", 1), ("public", {"a": []}),
+        ("event", []), ("event", {"sampler": "poisson"}), ("settles", None), ("kind", "gift"),
+        ("surprise", 1),
+    ],
+)  # fmt: skip
+def test_every_field_is_checked_though_the_line_be_sealed(path, field, value):
+    written(path, 1)
+    header, line = path.read_bytes().splitlines()
+    entry = json.loads(line)["entry"]
+    previous = entry.pop("previous")
+    path.write_bytes(header + b"\n" + sealed({**entry, field: value}, previous)[0])
+    with pytest.raises(FedsimError, match="line 2"):
+        Ledger(path)
+
+
+OLD = Path(__file__).parent / "format1"
+
+
+def test_a_ledger_of_format_1_is_read_and_counted(path):
+    shutil.copy(OLD / "ledger.jsonl", path)
+    for open_ in (Ledger, Ledger.read):
+        ledger = open_(path, delta=DELTA)
+        assert ledger.epsilon() == spent(3)
+        assert [entry.round for entry in ledger.charged] == [1, 2, 3]
+    assert "format 1" in str(ledger.statement())
+
+
+def test_a_client_ledger_of_format_1_is_read_as_zero_out(path):
+    shutil.copy(OLD / "client-3.jsonl", path)
+    statement = Ledger.read(path, delta=DELTA).statement()
+    assert (statement.level, statement.adjacency) == ("example", "zero-out")
+    assert "claimed add-remove; it is read as zero-out" in str(statement)
+    assert "the number of every client's examples" in str(statement)
+
+
+def test_a_ledger_of_format_1_is_archived_when_it_is_continued(path):
+    shutil.copy(OLD / "ledger.jsonl", path)
+    old = path.read_bytes()
+    ledger = Ledger(path, delta=DELTA)
+    assert path.read_bytes() == old  # opening changes nothing
+    ledger.record(**release(3))  # under whatever names: no release of format 1 is the same
+    assert ledger.epsilon() == spent(4)
+    assert (path.parent / "archive" / "1" / "ledger.jsonl").read_bytes() == old
+    again = Ledger(path, delta=DELTA)
+    assert again.epsilon() == spent(4)
+    assert [entry.round for entry in again.entries] == [3]
+
+
+@pytest.mark.parametrize("cut", [30, 200, 700])
+def test_a_torn_ledger_of_format_1_counts_no_less(path, cut):
+    data = (OLD / "ledger.jsonl").read_bytes()
+    path.write_bytes(data[:-cut])
+    ledger = Ledger(path, delta=DELTA, declared=COHORT.event(1.5))
+    assert ledger.epsilon() >= spent(2 + (cut < 600))
+    path.write_bytes(data.replace(b'"round":2', b'"round":9'))
+    with pytest.raises(FedsimError, match="line 2: its hash does not match"):
+        Ledger(path)
+
+
+def test_what_is_archived_beside_a_ledger_counts_and_the_same_release_once(path):
+    written(path, 3)
+    heads = Ledger(path).heads
+    archive(path)
+    assert (path.parent / "archive" / "1" / "ledger.jsonl").is_file()
+    ledger = Ledger(path, delta=DELTA)
+    assert ledger.epsilon() == spent(3)
+    for t in (1, 2, 3):
+        assert ledger.record(**release(t))  # a line of its own, charged already
+    assert ledger.heads == heads
+    assert ledger.epsilon() == spent(3)
+    ledger.record(**{**release(1), "release": "other"})
+    for again in (ledger, Ledger.read(path, delta=DELTA)):
+        assert again.epsilon() == spent(4)
+    archive(path)
+    assert (path.parent / "archive" / "2" / "ledger.jsonl").is_file()
+    last = Ledger(path, delta=DELTA)
+    last.record(**{**release(1), "release": "third"})
+    assert last.epsilon() == spent(5)
+    said = str(last.statement())
+    assert "4 of the releases were made by earlier runs" in said
+    assert f"this run's own would be epsilon {spent(1):.4g}" in said
+
+
+def test_an_archive_counts_towards_the_budget(path):
+    written(path, 3)
+    archive(path)
+    ledger = Ledger(path, delta=DELTA, max_epsilon=spent(3))
+    new = {"round": 4, "release": "seed-1", "entropy": "config"}
+    assert ledger.would_exceed(COHORT.event(1.5), **new)
+    assert not ledger.would_exceed(COHORT.event(1.5), **{**new, "round": 2})
+
+
+def test_an_archive_that_does_not_compose_is_refused_before_anything_is_written(path):
+    written(path, 3)
+    archive(path)
+    with pytest.raises(FedsimError, match="replace-one"):
+        Ledger(path, declared=FixedCohort(5, 50).event(1.5))
+    assert not path.exists()

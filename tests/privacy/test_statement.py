@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from ledger_helpers import COHORT, DELTA, ZEROED, release
+
+from fedsim.cohorts import FixedCohort, FullCohort
+from fedsim.privacy import Accountant, Event, Ledger
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger.jsonl"
+
+
+def test_a_release_without_guarantee_is_infinite_and_json_safe(path):
+    ledger = Ledger(path, delta=DELTA)
+    ledger.record(round=1, event=Event(noise_multiplier=0.0), clip_norm=math.inf)
+    ledger.record(round=2, event=COHORT.event(1.0, sides={"loss": math.inf}))
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(name))
+    again = Ledger.read(path, delta=DELTA)
+    assert again.epsilon() == math.inf
+    assert again.entries == ledger.entries
+    said = again.statement()
+    assert not said.private
+    assert "No privacy guarantee" in str(said)
+    assert json.loads(json.dumps(said.to_dict(), allow_nan=False))["epsilon"] == "inf"
+
+
+def test_the_statement_names_what_it_covers(path):
+    ledger = Ledger(path, delta=DELTA)
+    assert "Nothing was released" in str(ledger.statement())
+    for t in range(3):
+        ledger.record(**release(t))
+    said = str(ledger.statement())
+    for part in (
+        "sequence of global models",
+        "client level",
+        "add-remove",
+        "Poisson",
+        "3 releases",
+        "seed",
+        "simulated",
+        'noise.entropy = "system"',
+        "in 1 % of cases misses at least",
+        "Against whoever sees the models",
+        "the declared population (479 clients)",
+        "Not covered: what the operator sees",
+        str(path),
+        ledger.head,
+    ):
+        assert part in said, part
+    example = Ledger(delta=DELTA)
+    example.record(event=FixedCohort(5, 50).event(4.0), level="example", entropy="system")
+    said = str(example.statement())
+    for part in ("example level", "replace-one", "memory only", "Poisson cohorts of the same"):
+        assert part in said, part
+
+
+def test_the_statement_says_what_the_server_and_colluders_see_of_shares():
+    ledger = Ledger(delta=DELTA)
+    cohort = FullCohort(100)
+    ledger.record(round=1, event=cohort.event(1.0), placement="client")
+    said = str(ledger.statement())
+    # 4.3772 with all shares, 4.6530 with 10 of 100 known: the table of the noise shares.
+    assert "epsilon 4.377 with nobody missing" in said
+    assert "epsilon 4.653 with a tenth" in said
+    assert "z sqrt((r-D-k)/r)" in said
+    alone = Accountant([FullCohort().event(0.1)]).epsilon(DELTA)
+    assert f"epsilon {alone:.4g}" in said
+
+
+def test_what_a_user_declares_and_what_was_only_probed_is_said():
+    ledger = Ledger(delta=DELTA)
+    ledger.record(event=ZEROED, level="example", declared_by_user=True, public={"rows": "probed"})
+    said = str(ledger.statement())
+    assert "Declared by the user" in said
+    assert "probed on the model" in said
+    assert "Simulated" not in said
+    assert ledger.entries[0].declared_by_user
