@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from fedsim.privacy.inclusion import InclusionSampler
 from fedsim.privacy.samplers import FixedSize as FixedCohort
 from fedsim.privacy.samplers import Full as FullCohort
-from fedsim.privacy.samplers import InclusionSampler
 from fedsim.privacy.samplers import Poisson as PoissonCohort
 from fedsim.privacy.samplers import Sampler as Cohort
 

@@ -13,8 +13,9 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.calibration import calibrate_events
 from fedsim.privacy.events import Event, Level
+from fedsim.privacy.inclusion import declared_by_user
 from fedsim.privacy.noise import Noise
-from fedsim.privacy.samplers import Full, Poisson, Sampler, ShuffledPasses, declared_by_user
+from fedsim.privacy.samplers import Full, Poisson, Sampler, ShuffledPasses
 
 __all__ = ["Bounded", "LocalWork", "ReleasePlan"]
 

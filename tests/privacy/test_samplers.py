@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
+from fedsim.privacy.inclusion import InclusionSampler, declared_by_user
 from fedsim.privacy.samplers import (
     FixedSize,
     Full,
-    InclusionSampler,
     Poisson,
     Sampler,
     ShuffledPasses,
-    declared_by_user,
 )
 from fedsim.randomness import Address, Draws, Randomness
 
