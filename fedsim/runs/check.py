@@ -30,9 +30,21 @@ def check(build: Build) -> None:
     strategy.check(build.initial_arrays)
     _check_scalars(build, strategy.mechanism.side_names)
     columns_of(build, strategy)
-    if build.config.noise.ledger_key:
-        private_key(Path(build.config.noise.ledger_key))
+    _check_clients_budget(build)
+    key = build.config.noise.ledger_key
+    if key and not build.config.engine.federation:  # where the key is on the server's machine
+        private_key(Path(key))
     _try_out(build)
+
+
+def _check_clients_budget(build: Build) -> None:
+    """Refuse a budget of clients' examples that does not allow every client one round."""
+    budget, worst = build.config.client.noise.max_epsilon, build.worst_client(1)
+    if budget is not None and worst is not None and worst.cost.epsilon > budget:
+        raise FedsimError(
+            f"client.noise.max-epsilon = {budget} at delta = {worst.cost.delta}; it must be at "
+            f"least {worst.cost.epsilon:.4g}, what one round costs a client."
+        )
 
 
 def _check_scalars(build: Build, names: tuple[str, ...]) -> None:

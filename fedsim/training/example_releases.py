@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -119,7 +120,7 @@ class ExampleReleases:
                 )
 
     def _parts(self, starting: Starting) -> Iterator[bytes]:
-        yield from self._frozen
+        yield self._frozen
         yield repr((self._settings, starting.randomness, dict(starting.numbers))).encode()
         data = self._data
         examples = torch.from_numpy(data.indices[starting.client]).to(data.x.device)
@@ -127,14 +128,17 @@ class ExampleReleases:
         yield from _tensor_parts(tensors | dict(starting.received))
 
     @cached_property
-    def _frozen(self) -> list[bytes]:
-        """The model's structure, and what of it is not trained."""
+    def _frozen(self) -> bytes:
+        """Digest of the model's structure, and of what of it is not trained; for the HMAC only."""
         frozen: dict[str, Tensor | None] = {}
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad:
                 frozen[name] = parameter
         frozen.update(self._model.named_buffers())
-        return [repr(self._model).encode(), *_tensor_parts(frozen)]
+        digest = hashlib.sha256(repr(self._model).encode())
+        for part in _tensor_parts(frozen):
+            digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.digest()
 
 
 def _tensor_parts(tensors: Mapping[str, Tensor | None]) -> Iterator[bytes]:

@@ -190,3 +190,10 @@ def test_what_clients_keep_elsewhere_is_said_and_not_guessed():
     said, examples = build.statements(server.statement())
     assert examples is None
     assert "in a ledger where the client keeps it" in str(said)
+
+
+def test_a_clients_budget_that_allows_no_round_is_refused_at_once(tmp_path):
+    config = own(EXAMPLES, client__noise__max_epsilon=0.1)
+    with pytest.raises(FedsimError, match=r"client\.noise\.max-epsilon = 0\.1.*at least"):
+        fedsim.run(config, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
