@@ -70,7 +70,7 @@ class Processes:
         self.directory = Path(
             tempfile.mkdtemp(prefix="fedsim-") if directory is None else directory
         )
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = threading.Lock()
         self._janitor = subprocess.Popen(
             [sys.executable, "-P", "-m", "fedsim.deploy.janitor", str(grace)],
@@ -106,7 +106,7 @@ class Processes:
             Environment variables beside those of `environment`.
         """
         log = self.directory / f"{name}.log"
-        with log.open("ab") as output:
+        with open(log, "ab", opener=_private) as output:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -141,6 +141,11 @@ class Processes:
         pipe = _stream(self._janitor.stdin)
         pipe.write(f"{line}\n")
         pipe.flush()
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that, if it is new, nobody but its owner can read."""
+    return os.open(path, flags, 0o600)
 
 
 def _stream(pipe: IO[str] | None) -> IO[str]:

@@ -123,4 +123,5 @@ def test_what_a_process_writes_is_for_its_owner_only(tmp_path):
         path = tmp_path / "written"
         program = f"open({str(path)!r}, 'w')"
         processes.start("write", [sys.executable, "-c", program]).process.wait(20)
-        assert path.stat().st_mode & 0o777 == 0o600
+        for file in (path, tmp_path / "write.log"):
+            assert file.stat().st_mode & 0o777 == 0o600
