@@ -26,8 +26,8 @@ demo: $(STAMP)  ## train the demo: private federated learning on real digits, un
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest
 
-test-slow: $(STAMP)  ## run the tests that bring up whole federations (many minutes)
-	$(BIN)/python -m pytest -m slow tests/integration
+test-slow: $(STAMP)  ## run the tests of whole federations, and audits of planted bugs (many minutes)
+	$(BIN)/python -m pytest -m slow tests/integration tests/audit
 
 test-gpu: $(STAMP)  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/clients tests/integration

@@ -26,6 +26,7 @@ Floats = npt.NDArray[np.float64]
 
 MOST_ROUNDS = 1000
 RUNS = 2
+MORE_DRAWS, FEW_PARAMETERS = 4, 8
 VALUES = 2**18
 SMALL, LARGE = 512, 2048
 FEW = 3
@@ -40,15 +41,16 @@ def model_for(plan: Plan) -> Parameters:
         d = SMALL  # a share each, with noise of its own
     brief = Plan(plan.strategy, min(FEW, plan.rounds))
     start = parameters(64)
-    if shaped(strategy.mechanism, observe(brief, _nobody(strategy, start), start, 1).states):
-        d = SMALL  # the reach of a row is found anew in every round
+    if shaped(observe(brief, _nobody(strategy, start), start, 1).states):
+        d = SMALL  # the units of noise are found anew in every round
     return parameters(d)
 
 
 def conformance(plan: Plan, start: Parameters, seed: int) -> tuple[list[Check], MeasuredNoise]:
     """Every test of whole runs, and how large the noise is.
 
-    Two runs of different seeds show their noise and draws; a third has the first one's seed
+    Two runs of different seeds show their noise and draws, and some of a smaller model more
+    draws; another has the first one's seed
     and clients that each move a coordinate of their own, so that what it released more is
     what each of them added.
 
@@ -66,9 +68,10 @@ def conformance(plan: Plan, start: Parameters, seed: int) -> tuple[list[Check], 
         raise runs[0].error
     population = strategy.cohort.population
     assert population is not None
-    units = np.stack([in_units(seen, mechanism, denominator) for seen in runs])
+    layout = Layout.of(start)
+    units = np.stack([in_units(seen, mechanism, layout, denominator) for seen in runs])
     layers = columns(start)
-    noise = MeasuredNoise.of(units, layers, mechanism, denominator)
+    noise = MeasuredNoise.of(units, layers, mechanism, layout, denominator)
     event = strategy.plan.event()
     moving = _moving(plan, strategy, start, seed)
     checks = [_silent(units)]
@@ -77,7 +80,9 @@ def conformance(plan: Plan, start: Parameters, seed: int) -> tuple[list[Check], 
     # Layers that have no noise at all are found by the size of what is left.
     z = units / np.where(noise.stds > 0, noise.stds, np.median(noise.stds))
     checks += noise_checks(z, layers, np.stack([seen.sizes for seen in runs]))
-    checks += draw_checks([seen.asked for seen in runs], event, population)
+    few = parameters(FEW_PARAMETERS)
+    more = [observe(plan, _nobody(strategy, few), few, seed + RUNS + k) for k in range(MORE_DRAWS)]
+    checks += draw_checks([seen.asked for seen in (*runs, *more)], event, population)
     checks += [
         _same_draws(runs[0], moving),
         _each_adds(runs[0], moving, noise, event, population),
@@ -133,7 +138,7 @@ def _each_adds(
     nobody: Observation, moving: Observation, noise: MeasuredNoise, event: Event, population: int
 ) -> Check:
     """Each client's own coordinate holds what it added: nothing, or one row, never more."""
-    rounds = 1 if shaped(noise.mechanism, moving.states) else len(moving.moves)
+    rounds = 1 if shaped(moving.states) else len(moving.moves)
     d = nobody.moves.shape[1]
     silent = population - min(population, d)
     allowed = 1 / event.total_noise_multiplier
@@ -148,7 +153,7 @@ def _each_adds(
         if np.abs(added[~asked]).max(initial=0.0) > 1e-3 * allowed:
             broken = f"somebody who was not asked in round {index + 1} moved the model"
             break
-        if np.abs(added).max() > most:
+        if not np.abs(added).max() <= most:
             most = float(np.abs(added).max())
             whose = f"client {int(np.abs(added).argmax()) + silent} in round {index + 1}"
     p = 0.0 if broken else _size_p(most, allowed, noise)
@@ -159,7 +164,9 @@ def _each_adds(
 
 
 def _size_p(most: float, allowed: float, noise: MeasuredNoise) -> float:
-    if most <= 0:
+    if not most < np.inf:
+        return 0.0
+    if most == 0:
         return 1.0
     ratio = (allowed * (1 + SLACK) / most) ** 2
     return min(1.0, noise.layers * float(chdtr(noise.values, noise.values * ratio)))

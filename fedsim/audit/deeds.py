@@ -52,15 +52,18 @@ def deeds(start: Parameters, scale: float) -> list[Deed]:
 
     last = torch.zeros(d, dtype=torch.float64)
     last[-1] = 1
+    nearly = scale * last + 1e-3 * scale * (1 - last)
     layers = []
     for name, part in zip(start, columns(start), strict=True):
-        row = torch.zeros(d, dtype=torch.float64)
+        # A little elsewhere: where a norm leaves this layer out, the rest must not be nothing.
+        row = torch.full((d,), 1e-3 * scale, dtype=torch.float64)
         row[part] = scale
-        layers.append(Deed(f"moves {name} alone", ALONE, _sends(row)))
+        layers.append(Deed(f"moves {name} most", ALONE, _sends(row)))
     return [
         Deed("pulls as hard as it can", ALONE, lambda them: them),
         Deed("pulls against all others", OPPOSED, lambda them: them),
         Deed("moves one coordinate", OPPOSED, _sends(scale * last)),
+        Deed("moves one coordinate most", OPPOSED, _sends(nearly)),
         *layers,
         Deed("sends 1e200", OPPOSED, _sends(full(1e200))),
         Deed("sends 1e-200", OPPOSED, _sends(full(1e-200))),

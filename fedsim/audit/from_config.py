@@ -7,16 +7,19 @@ from dataclasses import dataclass
 
 from fedsim.audit.charges import promise_check
 from fedsim.audit.checks import Check
+from fedsim.audit.claim import Claim
 from fedsim.audit.conformance import MOST_ROUNDS as MOST_WHOLE_ROUNDS
 from fedsim.audit.conformance import unrelated
+from fedsim.audit.example_runs import ExamplePlan
+from fedsim.audit.examples import example_checks
 from fedsim.audit.observe import PARAMETERS, Plan, observe
 from fedsim.audit.verdict import Verdict, audit, quiet
 from fedsim.audit.worlds import Canaries, still
 from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig
-from fedsim.config.plan import cohort
+from fedsim.config.plan import cohort, local_work
 from fedsim.errors import FedsimError
-from fedsim.privacy import calibrate, epsilon
+from fedsim.privacy import Event, calibrate, epsilon
 from fedsim.runs.build import Build
 from fedsim.strategies import DPFedAvg, sgd
 
@@ -25,6 +28,7 @@ __all__ = ["ConfigAudit"]
 # More clients, or more rounds of the one run, cost time and teach nothing.
 MOST_CLIENTS = 1000
 MOST_ROUNDS = 300
+MOST_EXAMPLES = 512
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class ConfigAudit:
     Raises
     ------
     FedsimError
-        If the config claims no client-level privacy.
+        If the config claims no privacy, at either level.
     """
 
     config: RunConfig
@@ -51,6 +55,8 @@ class ConfigAudit:
 
     def __post_init__(self) -> None:
         config = self.config
+        if config.client.private:
+            return
         if config.mechanism.name == "none":
             raise FedsimError(
                 "mechanism.name = 'none' claims no client-level privacy, so there is nothing to "
@@ -81,6 +87,58 @@ class ConfigAudit:
         verdict : Verdict
         assumed : mapping of name to sentence
         """
+        with quiet():
+            examples, about = self._examples(runs, seed) if checks else ([], {})
+        if self.config.private:
+            verdict, assumed = self._clients(
+                examples,
+                runs=runs,
+                canaries=canaries,
+                checks=checks,
+                confidence=confidence,
+                seed=seed,
+                tick=tick,
+            )
+            return verdict, assumed | about
+        claim = Claim(tuple(self._example_events()), self.config.client.noise.delta)
+        return Verdict(claim, (), None, None, tuple(examples), confidence, 0, 0), about
+
+    def _example_events(self) -> list[Event]:
+        """What the run costs whoever pays most at example level."""
+        worst = Build(self.config).worst_client(self.config.rounds)
+        return [] if worst is None else [worst.event]
+
+    def _examples(self, runs: int, seed: int) -> tuple[list[Check], dict[str, str]]:
+        """Checks of local training, for clients with fewest and with most examples."""
+        if not self.config.client.private:
+            return [], {}
+        build = Build(self.config)
+        privacy = build.example_privacy
+        assert privacy is not None
+        parts = sorted({len(part) for part in build.parts if len(part)})
+        work = local_work(self.config)
+        made: list[Check] = []
+        for size in sorted({parts[0], parts[-1]}):
+            plan = ExamplePlan.smaller(privacy, work, size, MOST_EXAMPLES)
+            made += example_checks(plan, self.config.rounds, max(20, runs // 2), seed)
+        sentence = (
+            f"clients with {' and '.join(f'{size:,}' for size in sorted({parts[0], parts[-1]}))} "
+            f"examples (of more than {MOST_EXAMPLES:,}, so many at the same rate), through the "
+            "trainer; an example's gradient is made up, and is there or is zero"
+        )
+        return made, {"examples": sentence}
+
+    def _clients(
+        self,
+        examples: list[Check],
+        *,
+        runs: int,
+        canaries: int,
+        checks: bool,
+        confidence: float,
+        seed: int,
+        tick: Callable[[int], None],
+    ) -> tuple[Verdict, dict[str, str]]:
         noise, config = Build(self.config).noise_multiplier, self.config
         declared = cohort(config)
         smaller = _smaller(config)
@@ -104,6 +162,7 @@ class ConfigAudit:
         assert small.population is not None
         with quiet():
             extra = [
+                *examples,
                 _promise(whole, config.rounds, claimed, delta),
                 unrelated(whole, Plan(_Factory.of(smaller, 1.25 * noise), whole.rounds), seed),
             ]
@@ -164,7 +223,14 @@ class _Factory:
 
     @classmethod
     def of(cls, config: RunConfig, noise_multiplier: float) -> _Factory:
+        unset = RunConfig.parse({}).to_run_config()
         changes: dict[str, float | str] = {
+            # Clients are made up, and need no privacy of their own.
+            key: value
+            for key, value in unset.items()
+            if key.startswith(("client.mechanism.", "client.noise."))
+        }
+        changes |= {
             "noise.multiplier": noise_multiplier,
             "noise.target-epsilon": "",
             "noise.max-epsilon": "",

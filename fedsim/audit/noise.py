@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 
 # Fewer products than that are not yet normal enough for a tail of 1e-9.
 FEWEST_PRODUCTS = 4096
-REPEAT_RESOLUTION = 1e7
+REPEAT_RESOLUTION = 1e8
 
 
 def noise_checks(z: Floats, layers: Sequence[slice], sizes: Floats | None = None) -> list[Check]:
@@ -146,7 +146,8 @@ def _shape(z: Floats, looked: str) -> Check:
 
 def repeats(values: Floats, looked: str) -> Check:
     """Three neighbouring values that stand anywhere else again, whatever their signs."""
-    whole = np.round(np.abs(values) * REPEAT_RESOLUTION).astype(np.uint64)
+    # By their leading digits: noise that is used again at half or twice the size is the same.
+    whole = np.round(np.frexp(np.abs(values))[0] * REPEAT_RESOLUTION).astype(np.uint64)
     if whole.shape[-1] < 3:
         whole = whole.reshape(*whole.shape[:-2], -1)
     # Wrapping products of odd numbers: a hash of the triple.

@@ -227,7 +227,9 @@ def _length_p(moves: float, numbers: float, allowed: float, noise: MeasuredNoise
     degrees are those of the mixture (Satterthwaite).
     """
     total = moves + numbers
-    if total <= 0:
+    if not total < np.inf:
+        return 0.0
+    if total == 0:
         return 1.0
     shares = np.array([moves / total, numbers / total])
     degrees = 1 / float((np.square(shares) / [noise.values, SEEDS_OF_NUMBERS - 2]).sum())

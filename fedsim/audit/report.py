@@ -154,7 +154,9 @@ def _bars(axes: Axes, verdict: Verdict) -> None:
     """How odd each check's finding is: beyond the line it refutes."""
     oddness = [-np.log10(max(check.p_value, 1e-12)) for check in verdict.checks]
     colours = ["#d9534f" if check in verdict.failed else "#3b6ea5" for check in verdict.checks]
-    axes.barh([str(check) for check in verdict.checks], oddness, color=colours, height=0.7)
+    places = range(len(oddness))
+    axes.barh(places, oddness, color=colours, height=0.7)
+    axes.set_yticks(places, [str(check) for check in verdict.checks])
     axes.axvline(-np.log10(verdict.risk_of_check), color=_INK, lw=1, ls=":")
     axes.invert_yaxis()
     axes.set_xlim(0, 12.5)

@@ -15,23 +15,23 @@ import torch
 
 from fedsim.audit.observe import Observation
 from fedsim.mechanisms import Mechanism, State
+from fedsim.mechanisms.base import scatter, state_of
+from fedsim.rows import Layout
 
 __all__ = ["MeasuredNoise", "Scale", "in_units", "shaped"]
 
 Floats = npt.NDArray[np.float64]
 
-FAR = 1e12
-CHUNK = 256
-
 
 @dataclass(frozen=True)
 class Scale:
-    """How far a row reaches along each coordinate in one round.
+    """The units of noise in one round, coordinate by coordinate.
 
     Attributes
     ----------
     center, half : float64 ``[d]``
-        A bounded row lies within ``center +- half`` in every coordinate.
+        The sum's noise has standard deviation ``half`` times a noise multiplier, and a bounded
+        row differs from ``center`` by no more than ``half`` in length, in those units.
     zero : float64 ``[d]``
         What a row of zeros adds to the sum, beside the center.
     """
@@ -41,25 +41,24 @@ class Scale:
     zero: Floats
 
     @classmethod
-    def of(cls, mechanism: Mechanism, state: State, d: int) -> Scale:
-        """Found with rows that point far along each coordinate, both ways."""
-        ends = np.empty((2, d))
-        for sign, row in ((1.0, ends[0]), (-1.0, ends[1])):
-            for start in range(0, d, CHUNK):
-                count = min(CHUNK, d - start)
-                rows = torch.zeros(count, d, dtype=torch.float64)
-                rows[torch.arange(count), torch.arange(start, start + count)] = sign * FAR
-                bounded = mechanism.bound(rows, state)
-                row[start : start + count] = bounded[
-                    torch.arange(count), torch.arange(start, start + count)
-                ].numpy()
-        center, half = ends.sum(0) / 2, (ends[0] - ends[1]) / 2
-        zero = mechanism.bound(torch.zeros(1, d, dtype=torch.float64), state)[0].numpy() - center
+    def of(cls, mechanism: Mechanism, state: State, layout: Layout) -> Scale:
+        """From the bounds' radii, and where they put a row of zeros and a row of ones."""
+        center, half = np.empty(layout.d), np.empty(layout.d)
+        for part in mechanism.cover(layout):
+            ready = part.bound.ready(state_of(state, part.prefix))
+            zeros = torch.zeros(part.layout.d, dtype=torch.float64)
+            at_zero = part.bound.restore(zeros, ready)
+            at_one = part.bound.restore(zeros + 1, ready)
+            radius = float(part.bound.radius(ready, part.layout.d))
+            scatter(torch.from_numpy(center), at_zero, part.columns)
+            scatter(torch.from_numpy(half), radius * (at_one - at_zero), part.columns)
+        still = torch.zeros(1, layout.d, dtype=torch.float64)
+        zero = mechanism.bound(still, state, layout)[0].numpy() - center
         return cls(center, half, zero)
 
 
-def shaped(mechanism: Mechanism, states: Sequence[State]) -> bool:
-    """Whether more than one number of the mechanism's state changes from round to round."""
+def shaped(states: Sequence[State]) -> bool:
+    """Whether more than one number of a mechanism's state changes from round to round."""
     first, last = states[0], states[-1]
     changing = [
         name
@@ -69,18 +68,19 @@ def shaped(mechanism: Mechanism, states: Sequence[State]) -> bool:
     return any(first[name].numel() > 1 for name in changing) or len(changing) > 1
 
 
-def in_units(seen: Observation, mechanism: Mechanism, denominator: float) -> Floats:
-    """Noise of a run in which all clients sent zero, in units of a row's reach: ``[rounds, d]``."""
-    d = seen.moves.shape[1]
-    if not shaped(mechanism, seen.states):
-        norms = np.array([entry.clip_norm or 1.0 for entry in seen.entries], dtype=np.float64)
-        norms = np.resize(norms, len(seen.moves)) if len(norms) else np.ones(len(seen.moves))
-        return seen.moves / norms[:, None]
+def in_units(seen: Observation, mechanism: Mechanism, layout: Layout, denominator: float) -> Floats:
+    """Noise of a run in which all clients sent zero, over its noise multiplier: ``[rounds, d]``."""
     units = np.empty_like(seen.moves)
-    for row, move, state, count in zip(units, seen.moves, seen.states, seen.sizes, strict=True):
-        scale = Scale.of(mechanism, state, d)
+    scale = Scale.of(mechanism, seen.states[0], layout)
+    for index, (row, move, count) in enumerate(zip(units, seen.moves, seen.sizes, strict=True)):
+        if 0 < index < len(seen.states) and not _same(seen.states[index], seen.states[index - 1]):
+            scale = Scale.of(mechanism, seen.states[index], layout)
         row[:] = ((move - scale.center) * denominator - count * scale.zero) / scale.half
     return units
+
+
+def _same(state: State, other: State) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in state.items())
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ class MeasuredNoise:
     layers : int
         How many estimates there are.
     mechanism : Mechanism
+    layout : Layout
     denominator : float
     """
 
@@ -103,11 +104,17 @@ class MeasuredNoise:
     values: int
     layers: int
     mechanism: Mechanism
+    layout: Layout
     denominator: float
 
     @classmethod
     def of(
-        cls, units: Floats, layers: Sequence[slice], mechanism: Mechanism, denominator: float
+        cls,
+        units: Floats,
+        layers: Sequence[slice],
+        mechanism: Mechanism,
+        layout: Layout,
+        denominator: float,
     ) -> MeasuredNoise:
         """From ``units [runs, rounds, d]``."""
         stds = np.empty(units.shape[-1])
@@ -115,12 +122,9 @@ class MeasuredNoise:
             stds[part] = np.sqrt(np.square(units[..., part]).mean())
         width = min(part.stop - part.start for part in layers)
         values = width * units.shape[0] * units.shape[1]
-        return cls(stds, values, len(layers), mechanism, denominator)
+        return cls(stds, values, len(layers), mechanism, layout, denominator)
 
     def of_round(self, seen: Observation, index: int) -> Floats:
         """Standard deviation of a move in the round with this index, ``[d]``."""
-        if not shaped(self.mechanism, seen.states):
-            norm = seen.entries[index].clip_norm if index < len(seen.entries) else None
-            return self.stds * (norm or 1.0)
-        scale = Scale.of(self.mechanism, seen.states[index], len(self.stds))
-        return self.stds * scale.half / self.denominator
+        state = seen.states[min(index, len(seen.states) - 1)]
+        return self.stds * Scale.of(self.mechanism, state, self.layout).half / self.denominator

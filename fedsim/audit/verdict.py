@@ -101,6 +101,8 @@ class Verdict:
         level = f"at {self.confidence:.4g} confidence."
         if self.accepted:
             tests = f", and none of {len(self.checks)} tests finds anything" if self.checks else ""
+            if not self.attacks:
+                return f"The claim of {claimed} stands{tests}, {level}"
             return (
                 f"The claim stands: none of {self.attacks} attacks does better than {claimed} "
                 f"allows{tests}, {level}"

@@ -1,0 +1,90 @@
+"""What `fedsim audit` catches, and how often it is wrong: bugs x seeds, and honest configs.
+
+    python -m benchmarks.audit_power [--seeds 6] [--honest 10] [--only WORD] [--out FILE]
+
+Every planted bug (`tests/audit/bugs.py`) is audited with the demo's config, at several seeds;
+then configs without a bug, the false alarms. CPU seconds are of one audit, imports left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+from fedsim.audit.from_config import ConfigAudit
+from fedsim.config import RunConfig
+
+ROOT = Path(__file__).parent.parent
+HONEST = {
+    "demo": [],
+    "quantile": ["mechanism.name=quantile-clipping"],
+    "adaclip": ["mechanism.name=adaclip"],
+    "full participation": ["cohort.name=full", "noise.target-epsilon=8.0"],
+    "shares": ["mechanism.name=clipping", "noise.placement=client", "rounds=20"],
+    "example level": [
+        "mechanism.name=none",
+        "noise.target-epsilon=",
+        "partition.clients=10",
+        "cohort.name=full",
+        "client.batch-size=20",
+        "client.mechanism.name=clipping",
+        "client.noise.target-epsilon=4.0",
+        "rounds=10",
+    ],
+}
+
+
+def main() -> None:
+    """Print one line an audit and a table at the end."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--honest", type=int, default=2)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    sys.path.insert(0, str(ROOT / "tests" / "audit"))
+    from bugs import BUGS  # type: ignore[import-not-found]
+
+    lines = ["| planted | caught | seen by | CPU s |", "| --- | --- | --- | --- |"]
+    for name, plant in BUGS.items():
+        if options.only in name:
+            lines.append(_row(name, _audits(plant, [], range(1, 1 + options.seeds))))
+    lines += ["", "| honest | false alarms | seen by | CPU s |", "| --- | --- | --- | --- |"]
+    for name, changes in HONEST.items():
+        if options.only in name and options.honest:
+            lines.append(_row(name, _audits(nullcontext, changes, range(1, 1 + options.honest))))
+    print("\n".join(lines))
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+
+
+def _audits(plant, changes, seeds) -> list[tuple[tuple[str, ...], float]]:  # type: ignore[no-untyped-def]
+    found = []
+    for seed in seeds:
+        config = RunConfig.load(ROOT / "experiments" / "demo.toml", changes)
+        start = time.process_time()
+        with plant():
+            try:
+                refuting = ConfigAudit(config).run(seed=seed)[0].refuting
+            except Exception as error:
+                refuting = (f"an exception: {type(error).__name__}: {error}",)
+        found.append((refuting, time.process_time() - start))
+        print(f"{len(found)}: {found[-1]}", file=sys.stderr, flush=True)
+    return found
+
+
+def _row(name: str, found: list[tuple[tuple[str, ...], float]]) -> str:
+    caught = sum(bool(refuting) for refuting, _ in found)
+    seen = sorted({by for refuting, _ in found for by in refuting})
+    shown = "; ".join(seen[:3]) + (f"; {len(seen) - 3} more" if len(seen) > 3 else "")
+    seconds = sum(seconds for _, seconds in found) / len(found)
+    row = f"| {name} | {caught} of {len(found)} | {shown} | {seconds:.1f} |"
+    print(row, file=sys.stderr, flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    main()
