@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -67,6 +67,8 @@ class AdaClip(ScalingBound):
     clamp: Literal["pre", "post"] = "pre"
     literal: bool = False
 
+    needs: ClassVar[tuple[str, ...]] = ("scale", "m")
+
     def __post_init__(self) -> None:
         check_number("clip-norm", self.clip_norm, *BOUND_RANGE)
         check_number("h1", self.h1, 1e-60, 1e60)
@@ -112,15 +114,11 @@ class AdaClip(ScalingBound):
         return ready["scale"], ready["m"] if self.center else None
 
     def ready(self, state: State) -> State:
-        """b, ``1 / b`` and m."""
+        """b, ``1 / b``, and m where rows are centred."""
         s = state["s"]
         b = (s / self.gamma).sqrt_().mul_(s.sum(-1, keepdim=True).sqrt_())
-        return {"b": b, "scale": 1 / b, "m": state["m"]}
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """``1 / b``, and m where rows are centred."""
-        return ("scale", "m") if self.center else ("scale",)
+        ready = {"b": b, "scale": 1 / b}
+        return {**ready, "m": state["m"]} if self.center else ready
 
     def radius(self, ready: State, d: int) -> float:
         """1, in whitened coordinates."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -47,6 +48,12 @@ class NoPrivacy(Bound):
 
     weighting: Weighting = "uniform"
 
+    free: ClassVar[bool] = True
+    scalars: ClassVar[Mapping[str, Scalar]] = {
+        "weight": Scalar(unit=WEIGHT_UNIT),
+        "reach": Scalar(unit=REACH_UNIT),  # weight times norm
+    }
+
     def __post_init__(self) -> None:
         if self.weighting not in ("uniform", "num-examples"):
             raise FedsimError(
@@ -65,11 +72,6 @@ class NoPrivacy(Bound):
                 f"noise-multiplier is {noise_multiplier}; without a bound on rows it must be 0."
             )
         return {"sum": 0.0}
-
-    @property
-    def free(self) -> bool:
-        """True."""
-        return True
 
     def radius(self, ready: State, d: int) -> float:
         """Infinite."""
@@ -90,11 +92,6 @@ class NoPrivacy(Bound):
         factor = torch.where(norms <= MAX_NORM, 1.0, torch.nan)
         sides = {"weight": torch.ones_like(factor), "reach": norms}
         return Shaped(factor, torch.zeros_like(factor, dtype=torch.bool), sides)
-
-    @property
-    def scalars(self) -> Mapping[str, Scalar]:
-        """The weights, and weights times norms."""
-        return {"weight": Scalar(unit=WEIGHT_UNIT), "reach": Scalar(unit=REACH_UNIT)}
 
     def divisor(self, sums: Mapping[str, Tensor], denominator: Number) -> Tensor:
         """The realised weights.

@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -130,12 +130,11 @@ class Mechanism(ABC):
 
     def shown(self, layout: Layout) -> tuple[str, ...]:
         """Names of what a release shows beside the mean: `Release.sides` and `Release.info`."""
-        parts = (
-            part.prefix + name
-            for part in self.cover(layout)
-            for name in (*part.bound.released_scalars, *part.bound.shows)
-        )
-        return (*parts, *(side.name for side in self.sides if all(side.shares)))
+        names: list[str] = []
+        for part in self.cover(layout):
+            scalars = [k for k, scalar in part.bound.scalars.items() if scalar.unit is None]
+            names += [part.prefix + name for name in (*scalars, *part.bound.shows)]
+        return (*names, *(side.name for side in self.sides if all(side.shares)))
 
     def init(self, layout: Layout) -> State:
         """State before the first round."""
@@ -259,6 +258,15 @@ class Bound(Mechanism):
     ``n`` on every tensor (``...`` below), and but for `info` never read a value.
     """
 
+    needs: ClassVar[tuple[str, ...] | None] = None
+    """Entries of `ready` without which no row can be bounded; None for all of them."""
+    scalars: ClassVar[Mapping[str, Scalar]] = {}
+    """Scalars that `shape_` returns."""
+    shows: ClassVar[tuple[str, ...]] = ()
+    """Names of `info`."""
+    free: ClassVar[bool] = False
+    """Whether the radius is infinite: rows are then summed in a unit of no bound's."""
+
     @property
     def guarantee(self) -> Guarantee:
         """See `Mechanism`."""
@@ -275,11 +283,6 @@ class Bound(Mechanism):
     def ready(self, state: State) -> State:
         """What bounding rows and restoring their mean takes, derived once a round."""
         return state
-
-    @property
-    def needs(self) -> tuple[str, ...] | None:
-        """Entries of `ready` without which no row can be bounded; None for all of them."""
-        return None
 
     @abstractmethod
     def radius(self, ready: State, d: int) -> Number:
@@ -303,21 +306,6 @@ class Bound(Mechanism):
         return w
 
     @property
-    def scalars(self) -> Mapping[str, Scalar]:
-        """Scalars that `shape_` returns."""
-        return {}
-
-    @property
-    def released_scalars(self) -> tuple[str, ...]:
-        """Those of them that have noise."""
-        return tuple(name for name, scalar in self.scalars.items() if scalar.unit is None)
-
-    @property
-    def free(self) -> bool:
-        """Whether the radius is infinite: rows are then summed in a unit of no bound's."""
-        return False
-
-    @property
     def keeps_raw(self) -> bool:
         """Whether the un-noised sum of raw rows is kept beside; that voids the guarantee."""
         return False
@@ -337,11 +325,6 @@ class Bound(Mechanism):
     def next(self, state: State, ready: State, released: Released) -> State:
         """State after a release, a function of released values alone."""
         return state
-
-    @property
-    def shows(self) -> tuple[str, ...]:
-        """Names of `info`."""
-        return ()
 
     def info(self, ready: State, new: State, d: int) -> dict[str, float]:
         """What to show of one release, as public as the mean."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -60,6 +60,8 @@ class CoordinateClipping(Bound):
 
     clip_value: float
 
+    shows: ClassVar[tuple[str, ...]] = ("clip-norm",)
+
     def __post_init__(self) -> None:
         check_number("clip-value", self.clip_value, *BOUND_RANGE)
 
@@ -71,11 +73,6 @@ class CoordinateClipping(Bound):
         """Clamp."""
         shaped = _clamp_(y.div_(self.clip_value))
         return shaped._replace(factor=shaped.factor * self.clip_value)
-
-    @property
-    def shows(self) -> tuple[str, ...]:
-        """See `Bound`."""
-        return ("clip-norm",)
 
     def info(self, ready: State, new: State, d: int) -> dict[str, float]:
         """C."""
@@ -125,6 +122,10 @@ class AdaptiveNoise(Bound):
     noise_shape: Literal["proportional", "optimal"] = "proportional"
     unsafe_non_private_raw_statistics: bool = False
 
+    # The noise's shape is the server's business.
+    needs: ClassVar[tuple[str, ...]] = ("adaptive", "shrink", "stretch")
+    shows: ClassVar[tuple[str, ...]] = ("adaptive",)
+
     def __post_init__(self) -> None:
         check_number("clip-norm", self.clip_norm, *BOUND_RANGE)
         check_number("threshold", self.threshold, 0.0, math.inf)
@@ -169,11 +170,6 @@ class AdaptiveNoise(Bound):
             own = {name: torch.where(adaptive, each, 1.0) for name, each in own.items()}
         return {**own, "adaptive": adaptive}
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """All but the noise's shape, which is the server's business."""
-        return ("adaptive", "shrink", "stretch")
-
     def radius(self, ready: State, d: int) -> Tensor:
         """C, or 1 in coordinates divided by the noise's shape."""
         return _either(ready["adaptive"], 1.0, self.clip_norm).squeeze(-1)
@@ -213,11 +209,6 @@ class AdaptiveNoise(Bound):
             square = released.mean.square().sub_((spread * std).square_())
         square.mul_(1 - self.decay).add_(state["mean_square"] * self.decay)
         return {"mean_square": square}
-
-    @property
-    def shows(self) -> tuple[str, ...]:
-        """See `Bound`."""
-        return ("adaptive",)
 
     def info(self, ready: State, new: State, d: int) -> dict[str, float]:
         """1 in the second phase."""

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,7 +102,9 @@ class Shares:
 class PartialSum:
     """Bounded rows in one sum, or in n; `Releaser.start` makes it, `Releaser.release` takes it.
 
-    What travels between processes is `state`: tensors as large as the sums, and counts.
+    What travels between processes is `state`: tensors as large as the sums, and counts. Dense
+    rows are rounded one by one, so that sums have the same bytes however they are blocked and
+    merged; rows that are not materialised are rounded as one sum a call.
 
     Parameters
     ----------
@@ -127,22 +128,23 @@ class PartialSum:
         }
         free = any(part.bound.free for part in terms.parts)
         self._rows, self._most = 0, FREE_ROWS if free else MAX_ROWS
-        self._counts = _Counts()
+        # Usable, rejected, clipped: on a GPU they stay there until somebody asks.
+        self._counts = torch.zeros(3, dtype=torch.int64, device=terms.device)
 
     @property
     def count(self) -> int:
         """Rows that the sum contains."""
-        return self._counts.total(0)
+        return int(self._counts[0])
 
     @property
     def rejected(self) -> int:
         """Rows that were not finite and contributed nothing."""
-        return self._counts.total(1)
+        return int(self._counts[1])
 
     @property
     def clipped(self) -> int:
         """Rows that were longer than a bound. The operator's: it is not noised."""
-        return self._counts.total(2)
+        return int(self._counts[2])
 
     @property
     def grids(self) -> dict[str, GridSum]:
@@ -183,7 +185,7 @@ class PartialSum:
             return masks.usable
         given = [part.part.bound.weights(weights, rows.count, device) for part in self.parts]
         self._add(rows, given, None, EVERYBODY, masks)
-        self._counts.add(masks.usable, masks.rejected, masks.clipped & masks.usable)
+        self._counts += _numbers(masks.usable, masks.rejected, masks.clipped & masks.usable)
         self._add_sides(sides, masks.usable)
         return masks.usable
 
@@ -270,7 +272,7 @@ class PartialSum:
         self._rows = more_rows(self._rows, int(usable.sum()), self._most)
         for name, piece in pieces.items():
             grids[name].add_(piece[usable] / grids[name].unit)
-        self._counts.add(usable, ~usable, torch.zeros_like(usable))
+        self._counts += _numbers(usable, ~usable, torch.zeros_like(usable))
         return usable
 
     def joined(self, vectors: Sequence[Tensor]) -> Tensor:
@@ -283,8 +285,8 @@ class PartialSum:
         return whole
 
     def state(self) -> dict[str, Tensor]:
-        """All that `merge` needs: sums in units, the units, and counts."""
-        found = {"rows": torch.tensor(self._rows), "counts": self._counts.tensor()}
+        """All that `merge` needs: sums in units (not copies), the units, and counts."""
+        found = {"rows": torch.tensor(self._rows), "counts": self._counts.clone()}
         for name, grid in self.grids.items():
             found |= {f"{name}.unit": grid.unit, name: grid.coarse}
             if grid.fine is not None:
@@ -297,8 +299,7 @@ class PartialSum:
         Raises
         ------
         FedsimError
-            If it is of another mechanism, layout, round or device's rounding, or has too many
-            rows.
+            If it is of another bound, layout or round, or has too many rows.
         """
         own = self.state()
         fits = self.terms.exact and own.keys() == state.keys()
@@ -309,7 +310,7 @@ class PartialSum:
         ):
             raise FedsimError("a partial sum is of other bounds; only sums of one round merge.")
         self._rows = more_rows(self._rows, int(state["rows"]), self._most)
-        self._counts.merge(state["counts"])
+        self._counts += state["counts"].to(self._counts)
         for name, grid in self.grids.items():
             grid.merge_(state[name], state.get(f"{name}.fine"))
 
@@ -336,7 +337,6 @@ class PartSum:
 
     def __init__(self, part: Part, ready: State, terms: Terms, chunks: Chunks) -> None:
         self.part, self.ready, self._chunks = part, ready, chunks
-        self._one = terms.owners is None
         bound, d, zeros = part.bound, part.layout.d, terms.zeros
         self.grids = {"sum": self._vector(terms, zeros + bound.radius(ready, d), d)}
         self._units = {k: v.unit or grid_unit(v.half) for k, v in bound.scalars.items()}
@@ -367,10 +367,7 @@ class PartSum:
     ) -> None:
         """See `PartialSum.add_owners`; ``rows`` are whole, ``counts`` None for the one sum."""
         rows, bound, vector = self.columns(rows), self.part.bound, self.grids["sum"]
-        made = None
-        if not rows.materialised:
-            ready, unit = self._of(owners)
-            made = bound.implicit(rows, ready, unit, weights)
+        made = None if rows.materialised else bound.implicit(rows, *self._of(owners), weights)
         if made is not None:
             shaped, total = made
             vector.add_sum_(total, owners)
@@ -443,35 +440,6 @@ class Masks:
         self.clipped = torch.zeros_like(self.usable)
 
 
-class _Counts:
-    """Numbers of true entries of masks, summed over blocks.
-
-    On a GPU they stay there until somebody asks, so that no block waits for them.
-    """
-
-    def __init__(self) -> None:
-        self._on_cpu = [0, 0, 0]
-        self._on_gpu: Tensor | None = None
-
-    def add(self, *masks: Tensor) -> None:
-        """Count three bool masks ``[c]``, always in the same order."""
-        if masks[0].is_cuda:
-            counts = torch.stack([mask.sum() for mask in masks])
-            self._on_gpu = counts if self._on_gpu is None else self._on_gpu + counts
-            return
-        for index, mask in enumerate(masks):
-            self._on_cpu[index] += int(np.count_nonzero(mask.numpy()))
-
-    def merge(self, counts: Tensor) -> None:
-        """Add another's `tensor`."""
-        for index, count in enumerate(counts.tolist()):
-            self._on_cpu[index] += count
-
-    def total(self, index: int) -> int:
-        """Count of the mask at this place."""
-        gpu = 0 if self._on_gpu is None else int(self._on_gpu[index])
-        return self._on_cpu[index] + gpu
-
-    def tensor(self) -> Tensor:
-        """int64 ``[3]``, on the CPU."""
-        return torch.tensor([self.total(index) for index in range(3)])
+def _numbers(*masks: Tensor) -> Tensor:
+    """Of true entries of each mask, int64."""
+    return torch.stack([mask.sum() for mask in masks])

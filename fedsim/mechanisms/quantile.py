@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,6 +53,9 @@ class QuantileClipping(ScalingBound):
     initial_clip_norm: float = 0.1
     bit_noise: float = 0.05
 
+    scalars: ClassVar[Mapping[str, Scalar]] = {BIT: Scalar(center=0.5, half=0.5)}
+    shows: ClassVar[tuple[str, ...]] = ("clip-norm", "next-clip-norm")
+
     def __post_init__(self) -> None:
         check_number("target-quantile", self.target_quantile, 0.0, 1.0)
         check_number("learning-rate", self.learning_rate, 0.0, 100.0)
@@ -86,11 +90,6 @@ class QuantileClipping(ScalingBound):
         """This round's C."""
         return ready["clip_norm"]
 
-    @property
-    def scalars(self) -> Mapping[str, Scalar]:
-        """The bit."""
-        return {BIT: Scalar(center=0.5, half=0.5)}
-
     def sides_of(self, clipped: Tensor) -> Mapping[str, Tensor]:
         """The bit, centred."""
         return {BIT: 0.5 - clipped.to(torch.float64)}
@@ -102,11 +101,6 @@ class QuantileClipping(ScalingBound):
         # Through the logarithm: noise on a tiny cohort may make a step that exp() cannot take.
         log_c = (state["clip_norm"].log() + step).clamp(math.log(low), math.log(high))
         return {"clip_norm": log_c.exp().clamp(low, high)}
-
-    @property
-    def shows(self) -> tuple[str, ...]:
-        """See `Bound`."""
-        return ("clip-norm", "next-clip-norm")
 
     def info(self, ready: State, new: State, d: int) -> dict[str, float]:
         """C of this round and of the next."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ IMPLICIT_MARGIN = 2.0**-19
 
 class ScalingBound(Bound):
     """A bound whose bounded row is the row times what `scales` gives."""
+
+    shows: ClassVar[tuple[str, ...]] = ("clip-norm",)
 
     @abstractmethod
     def scales(
@@ -101,11 +104,6 @@ class ScalingBound(Bound):
     def sides_of(self, clipped: Tensor) -> Mapping[str, Tensor]:
         """Scalars of rows, of which bool ``clipped [..., rows]`` are longer than the bound."""
         return {}
-
-    @property
-    def shows(self) -> tuple[str, ...]:
-        """See `Bound`."""
-        return ("clip-norm",)
 
     def info(self, ready: State, new: State, d: int) -> dict[str, float]:
         """The norm that was used."""

@@ -58,9 +58,7 @@ class CountedTwice(Clipping):
 class RealisedCount(Clipping):
     """The mean is over those who replied, not over those expected."""
 
-    @property
-    def scalars(self):
-        return {"count": Scalar(unit=1.0)}
+    scalars = {"count": Scalar(unit=1.0)}  # noqa: RUF012
 
     def sides_of(self, clipped):
         return {"count": torch.ones_like(clipped, dtype=torch.float64)}
@@ -76,9 +74,7 @@ class WeightedByExamples(RealisedCount):
     def weighting(self):
         return "num-examples"
 
-    @property
-    def scalars(self):
-        return {"count": Scalar(unit=2.0**-20)}
+    scalars = {"count": Scalar(unit=2.0**-20)}  # noqa: RUF012
 
     def weights(self, weights, count, device):
         return super().weights(torch.as_tensor(weights) / 1000, count, device)

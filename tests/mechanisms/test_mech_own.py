@@ -1,0 +1,86 @@
+"""The tutorial's bound, and what it takes to write one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from clients_helpers import make_data, make_mlp
+from release_helpers import one_round, shares_of, sources
+
+from fedsim.clients import SGD
+from fedsim.mechanisms import (
+    AdaClip,
+    AdaptiveNoise,
+    Clipping,
+    CoordinateClipping,
+    Independent,
+    Normalization,
+    PerLayer,
+    PrivateScalar,
+    QuantileClipping,
+    Releaser,
+)
+from fedsim.randomness import Randomness
+from fedsim.rows import DenseRows, Layout
+from fedsim.training import ExamplePrivacy, Trainer
+
+TUTORIAL = Path(__file__).parents[2] / "docs" / "your_own_bound.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", TUTORIAL.read_text(), flags=re.DOTALL)
+NAMES: dict[str, object] = {}
+exec(BLOCKS[0], NAMES)
+SmoothClipping = NAMES["SmoothClipping"]
+
+
+@pytest.mark.parametrize("size", [1e-200, 1e-3, 1.0, 1e3, 1e200])
+def test_the_tutorials_bound_keeps_every_row_in_the_ball(size):
+    rows = torch.randn(50, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    bounded = SmoothClipping(0.7).bound(rows * size)
+    assert bool((bounded.norm(dim=1) <= 0.7).all())
+    if 1e-100 < size < 1e100:
+        norms = (rows * size).norm(dim=1)
+        expected = norms / (1 + (norms / 0.7) ** 4) ** 0.25
+        torch.testing.assert_close(bounded.norm(dim=1), expected, rtol=1e-9, atol=0)
+    rows[3, 2] = torch.nan
+    assert not SmoothClipping(0.7).bound(rows * size)[3].any()
+
+
+def test_the_tutorials_bound_goes_wherever_clipping_does():
+    rows = torch.randn(6, 9, generator=torch.Generator().manual_seed(1))
+    for mechanism in (SmoothClipping(1.0), PrivateScalar(PerLayer(SmoothClipping(1.0)))):
+        sides = dict.fromkeys(mechanism.side_names, torch.ones(6))
+        release = one_round(mechanism, {}, rows, 1.0, 6.0, sides=sides)
+        assert bool(torch.isfinite(release.mean).all())
+        shares = shares_of(mechanism, {}, rows, 1.0, 6.0, sources(0, 6), sides=sides)
+        assert shares.usable.all()
+    trainer = Trainer(
+        make_mlp(12, 5), SGD(lr=0.1), make_data([9, 4, 7], features=12), batch_size=3,
+        randomness=Randomness(1), privacy=ExamplePrivacy(SmoothClipping(1.0), 1.0),
+    )  # fmt: skip
+    (block,) = trainer.train(trainer.initial(), np.arange(3), 1)
+    assert block.ok.all()
+
+
+def test_the_tutorials_release_runs():
+    layout, rows = Layout.of({"w": torch.empty(4)}), DenseRows(torch.ones(3, 4))
+    another = Releaser(
+        SmoothClipping(1.0), layout, noise=Independent(1.1), denominator=100.0
+    ).start({})
+    another.add(rows)
+    names = {
+        **NAMES, "bound": SmoothClipping(1.0), "layout": layout, "rows": rows, "another": another,
+        "generator": np.random.default_rng(0),
+    }  # fmt: skip
+    exec(BLOCKS[1], names)
+    assert names["total"].count == 6
+
+
+def test_bounds_without_state_are_those_that_a_correlated_noise_may_have():
+    layout = Layout.of({"w": torch.empty(4)})
+    stay = (Clipping(1.0), Normalization(1.0), CoordinateClipping(1.0), SmoothClipping(1.0))
+    change = (QuantileClipping(), AdaClip(), AdaptiveNoise(1.0, 1.0, 1.0))
+    assert not any(bound.init(layout) for bound in stay)
+    assert all(bound.init(layout) for bound in change)
