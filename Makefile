@@ -30,7 +30,7 @@ test-slow: $(STAMP)  ## run the tests of whole federations, and audits of plante
 	$(BIN)/python -m pytest -m slow tests/integration tests/audit
 
 test-gpu: $(STAMP)  ## run the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu tests/clients tests/integration
+	$(BIN)/python -m pytest -m gpu tests/training tests/integration
 
 test-flwr-latest:  ## run the plug-in's tests with the newest Flower, in an environment of its own
 	@test -x .venv-latest/bin/python || $(PYTHON) -m venv .venv-latest

@@ -15,8 +15,8 @@ from fedsim.mechanisms import Mechanism
 from fedsim.randomness import Randomness
 from fedsim.rows.exchange import BlockTrainer, Ids
 from fedsim.rows.layout import Layout
+from fedsim.training.fitting import Local
 from fedsim.training.shares import STATE_RECORD, asks_for_share, share_reply
-from fedsim.training.trainer import Local
 
 __all__ = ["AppTrainer", "client_app"]
 

@@ -57,8 +57,8 @@ class RayGrid(LocalGrid):
     cpus_per_worker, gpus_per_worker : float
         What Ray reserves for a worker; a fraction of a GPU lets several share one.
     retries : int
-        How many times a chunk may lose its worker before its clients are tried one by one,
-        and then each of them.
+        How many times a chunk may lose its worker before its clients are tried one by one, each
+        on a worker that does nothing else meanwhile.
     run_config, node_config, run_id
         As for `LocalGrid`.
     """
@@ -176,7 +176,7 @@ class RayGrid(LocalGrid):
         # Two at a time: the next one waits at the worker while the reply travels.
         for depth in (1, 2):
             for worker in self._workers:
-                if not todo or len(worker.queue) >= depth:
+                if not todo or len(worker.queue) >= depth or not worker.takes(todo[0]):
                     continue
                 chunk = todo.popleft()
                 if call.kind == "evaluate":
@@ -205,16 +205,22 @@ class RayGrid(LocalGrid):
     def _after_loss(
         self, worker: _Worker, chunk: _Chunk, error: Exception, todo: deque[_Chunk]
     ) -> Iterator[Block]:
-        """Replace a worker that was lost; what it had not begun is not to blame."""
+        """Replace a worker that was lost.
+
+        A reply that was on its way is lost with it, so that whoever was asked of this worker may
+        be to blame or not. Only a client that had it for itself is.
+        """
         _log.warning("a worker was lost with clients %s: %s", chunk.client_ids, error)
-        self._replace(worker, todo)
-        lost = replace(chunk, losses=chunk.losses + 1)
-        if lost.losses < self._retries:
-            todo.appendleft(lost)
-        elif len(lost.client_ids) > 1:
-            todo.extend(lost.singles())
-        else:
-            yield Block.failed(lost.client_ids, "missing")
+        self._replace(worker)
+        if chunk.alone:
+            yield Block.failed(chunk.client_ids, "missing")
+            return
+        for suspect in (chunk, *(waiting for waiting, _ in worker.queue)):
+            lost = replace(suspect, losses=suspect.losses + 1)
+            if lost.losses < self._retries:
+                todo.appendleft(lost)
+            else:
+                todo.extend(lost.singles(alone=True))
 
     def _after_timeout(self, todo: deque[_Chunk], timeout: float | None) -> Iterator[Block]:
         """Replace the workers that have worked too long on a chunk.
@@ -228,17 +234,17 @@ class RayGrid(LocalGrid):
                 continue
             chunk, _ = worker.take()
             _log.warning("clients %s have not finished in %s s", chunk.client_ids, timeout)
-            self._replace(worker, todo)
+            self._replace(worker)
+            todo.extendleft(reversed([waiting for waiting, _ in worker.queue]))
             if len(chunk.client_ids) > 1:
                 todo.extend(chunk.singles())
             else:
                 yield Block.failed(chunk.client_ids, "timeout")
 
-    def _replace(self, worker: _Worker, todo: deque[_Chunk]) -> None:
+    def _replace(self, worker: _Worker) -> None:
         import ray
 
         ray.kill(worker.actor)
-        todo.extendleft(reversed([waiting for waiting, _ in worker.queue]))
         self._workers[self._workers.index(worker)] = self._new_worker()
 
     def _new_worker(self) -> _Worker:
@@ -261,14 +267,25 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Clients that a worker is asked for at once, and how often they lost theirs."""
+    """Clients that a worker is asked for at once.
+
+    Attributes
+    ----------
+    client_ids
+    losses : int
+        How often they lost theirs.
+    alone : bool
+        Whether a worker is asked for nothing else meanwhile.
+    """
 
     client_ids: Ids
     losses: int = 0
+    alone: bool = False
 
-    def singles(self) -> list[_Chunk]:
-        """Each of these clients alone."""
-        return [_Chunk(self.client_ids[k : k + 1]) for k in range(len(self.client_ids))]
+    def singles(self, *, alone: bool = False) -> list[_Chunk]:
+        """Each of these clients by itself."""
+        ids = self.client_ids
+        return [_Chunk(ids[k : k + 1], self.losses, alone) for k in range(len(ids))]
 
 
 @dataclass(eq=False)
@@ -301,6 +318,10 @@ class _Worker:
             self.since = time.monotonic()
         arguments = (call.kind, call.vector, chunk.client_ids, call.round, call.config, states)
         self.queue.append((chunk, self.actor.work.remote(*arguments)))
+
+    def takes(self, chunk: _Chunk) -> bool:
+        """Whether it may be asked for a chunk beside what it was asked for."""
+        return not self.queue or not (chunk.alone or self.queue[0][0].alone)
 
     def take(self) -> tuple[_Chunk, Any]:
         """The first chunk and its reply; the next one has begun."""

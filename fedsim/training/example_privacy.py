@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.privacy import ClientLedgers, Event, worst_client
+from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import LocalWork, ReleasePlan
+from fedsim.randomness import Randomness
+from fedsim.tasks.losses import Loss
+from fedsim.training.batches import Batches, Ints, plan_batches, plan_poisson
 
 __all__ = ["ExamplePrivacy", "example_epsilon", "example_events"]
 
@@ -95,6 +100,41 @@ class ExamplePrivacy:
             rounds=rounds,
             releases=work.steps_of(size),
         )
+
+    def batches(
+        self,
+        work: LocalWork,
+        indices: Sequence[Ints],
+        client_ids: Ints,
+        randomness: Sequence[Randomness],
+        round: int,
+    ) -> Iterator[Batches]:
+        """Draw clients' batches as their events say; parameters as `plan_batches`.
+
+        Batches have a chunk axis: ``index`` and ``weight`` are ``[n, S, chunks, B]``.
+        """
+        drawn = (work, indices, client_ids, randomness, round)
+        if self.sampling == "poisson":
+            yield from plan_poisson(*drawn, self.chunk, amplified=self.private)
+            return
+        for b in plan_batches(*drawn):
+            yield Batches(b.members, b.index[:, :, None], b.weight[:, :, None], b.steps)
+
+    def keyed(
+        self, randomness: Randomness, algorithm: LocalAlgorithm, work: LocalWork, loss: Loss
+    ) -> Randomness:
+        """Randomness without a config's release digest, keyed by what is known of the release."""
+        settings = {
+            "seed": randomness.seed,
+            "algorithm": algorithm,
+            "work": work,
+            "loss": loss,
+            "mechanism": self.mechanism,
+            "noise-multiplier": self.noise_multiplier,
+            "sampling": self.sampling,
+            "hardened": self.hardened,
+        }
+        return Randomness(randomness.seed, digest_of(settings))
 
 
 def example_events(

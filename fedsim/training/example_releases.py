@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ from fedsim.randomness import Randomness
 from fedsim.training.data import ClientData
 from fedsim.training.example_privacy import ExamplePrivacy
 
-__all__ = ["ExampleReleases", "Starting"]
+__all__ = ["ExampleReleases", "Starting", "starting"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,21 @@ class Starting:
     randomness: Randomness
     received: Mapping[str, Tensor]
     numbers: Mapping[str, float]
+
+
+def starting(
+    client_ids: npt.NDArray[np.int64],
+    start: Tensor,
+    kept: Mapping[str, Tensor],
+    numbers: Mapping[str, npt.NDArray[np.float64]],
+    randomness: Sequence[Randomness],
+) -> Iterator[Starting]:
+    """What each of these clients goes into a round with, from ``start [n, D]``."""
+    for position, client in enumerate(client_ids.tolist()):
+        received = {"start": start[position]}
+        received |= {f"kept.{name}": rows[position] for name, rows in kept.items()}
+        values = {name: float(column[position]) for name, column in numbers.items()}
+        yield Starting(client, randomness[position], received, values)
 
 
 class ExampleReleases:

@@ -95,9 +95,13 @@ class StepGraphs:
             return self.launched(state, index, weight, at, seeds)
         n, rows = len(index), rounded(len(index))
         if rows > self._rows:
+            # Graphs know their buffers by address: larger buffers are others.
             self._forget()
             self._rows = rows
+        # The batch moves into buffers too: a graph gathers from the same memory every time.
         held, structure = self._hold({**state, INDEX: index, WEIGHT: weight}, rows)
+        # Two steps share a graph only if the algorithm does the same in both, on as many clients,
+        # and if the same entries lie in the same buffers: a graph is blind to all three.
         key = (phase, rows, structure)
         if key not in self.graphs:
             try:
@@ -106,6 +110,7 @@ class StepGraphs:
                 _log.warning("a CUDA graph could not be captured (%s); going on without", error)
                 self.works = False
                 self._forget()
+                # The state was moved into buffers, and what failed has put it back there.
                 state.update((name, held[name][:n]) for name in state)
                 return self.launched(state, index, weight, at)
             if len(self.graphs) > MOST_GRAPHS:
@@ -113,12 +118,16 @@ class StepGraphs:
         self.graphs.move_to_end(key)
         captured = self.graphs[key]
         captured.again(at)
+        # An algorithm may add entries and drop others: the state is what the graph left.
         state.clear()
         state.update((name, value[:n]) for name, value in captured.state.items())
+        # The next replay writes over the losses, which are read only at the end of the block.
         return captured.losses[:n].clone()
 
     def _capture(self, held: State, at: Step, rows: int) -> _Captured:
         clock = _Clock(at.round, at.index, held[INDEX].device)
+        # Capturing runs the step several times, and each time it moves the state on: afterwards
+        # everything is put back, and the first replay makes the step.
         before: list[tuple[Tensor, Tensor]] = []
 
         def save(_: str, tensor: Tensor) -> Tensor:
@@ -130,6 +139,8 @@ class StepGraphs:
         def work() -> tuple[State, Tensor]:
             own = {name: held[name] for name in held if name not in (INDEX, WEIGHT)}
             losses = self.launched(own, held[INDEX], held[WEIGHT], clock)
+            # Steps may leave new tensors in the state. Copying them back into the buffers is part
+            # of the graph, so that the next replay finds what this one left.
             return self._hold(own, rows)[0], losses
 
         try:
@@ -150,6 +161,8 @@ class StepGraphs:
         moves: list[tuple[Tensor, Tensor]] = []
 
         def held(name: str, tensor: Tensor) -> Tensor:
+            # One tensor under two names (a point that is the parameters themselves, say) must stay
+            # one: in two buffers, a step in place would move only one of them.
             place = (tensor.data_ptr(), tensor.shape, tensor.stride())
             owner = owners.setdefault(place, name)
             kind = (owner, tensor.dtype, tensor.shape[1:], tensor.stride()[1:])
@@ -157,13 +170,15 @@ class StepGraphs:
             if kind not in self._buffers:
                 self._buffers[kind] = _rows_like(tensor, self._rows)
             buffer = self._buffers[kind]
+            # What lies in its buffer already, as state does from step to step, is not copied.
             if owner == name and tensor.data_ptr() != buffer.data_ptr():
                 moves.append((buffer[: len(tensor)], tensor))
             return buffer[:rows]
 
         result: State = _changed(entries, "", held)
         taken = {_storage(buffer) for buffer in self._buffers.values()}
-        # What lies in another's buffer is saved before anything is written there.
+        # Entries may have changed places (an algorithm swaps two of its tensors): what lies in
+        # another's buffer is saved before anything is written there.
         saved = [(to, t.clone() if _storage(t) in taken else t) for to, t in moves]
         for to, tensor in saved:
             to.copy_(tensor)
@@ -188,6 +203,7 @@ class _Clock(Step):
     numbers: dict[Callable[[Step], float], tuple[Tensor, float]] = field(default_factory=dict)
 
     def number(self, function: Callable[[Step], float]) -> Tensor:
+        # A Python float would be frozen into the graph as the value of the step captured.
         if function not in self.numbers:
             value = function(Step(self.round, self.index))
             tensor = torch.full((), value, dtype=torch.float64, device=self.device)
@@ -233,7 +249,9 @@ def _rows_like(tensor: Tensor, rows: int) -> Tensor:
     """Zeros ``[rows, ...]``, laid out as the rows of ``tensor``: its kernels depend on that."""
     shape, inner = tensor.shape[1:], tensor.stride()[1:]
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, inner, strict=True))
-    padded = 0 <= tensor.stride(0) - extent < LINE  # else it is a part of something larger
+    # Rows that start on a cache line are some entries apart; much more apart than that, and the
+    # tensor is a part of something larger, whose gaps are not its own.
+    padded = 0 <= tensor.stride(0) - extent < LINE
     stride = tensor.stride(0) if padded else extent
     return tensor.new_empty_strided((rows, *shape), (stride, *inner)).zero_()
 
@@ -255,12 +273,16 @@ class CudaRecorder:
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
+            # Libraries allocate their workspaces and pick their kernels in the first runs, which
+            # a capture does not survive.
             for _ in range(WARM_UP):
                 work()
             with _no_reading_back():
                 work()
         current.wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
+        # One pool for all graphs: they run one after another, and what a kernel leaves in it for
+        # the next one is of no use to the next graph.
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
             result = work()
         return graph.replay, result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any, cast
 
@@ -16,57 +15,33 @@ from torch import Tensor, nn
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers
-from fedsim.privacy.digest import digest_of
 from fedsim.privacy.plan import LocalWork, ReleasePlan
 from fedsim.randomness import Randomness
-from fedsim.rows.exchange import CLIENT_STATE, Block, ClientStates
+from fedsim.rows.exchange import Block, ClientStates
 from fedsim.rows.layout import Layout
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss, Metric, accuracy, cross_entropy
-from fedsim.training.batches import Batches, Ints, plan_batches, plan_poisson
+from fedsim.training.batches import Batches, Ints, plan_batches
 from fedsim.training.checks import check_model
 from fedsim.training.data import ClientData
 from fedsim.training.evaluation import evaluate_clients
 from fedsim.training.example_privacy import ExamplePrivacy
-from fedsim.training.example_releases import ExampleReleases, Starting
+from fedsim.training.example_releases import ExampleReleases, Starting, starting
+from fedsim.training.fitting import Fitted, Local, numbers_of
 from fedsim.training.graphs import steps_by
 from fedsim.training.hidden_draws import Seeds, hidden_draws
 from fedsim.training.local_step import LocalStep
 from fedsim.training.memory import Memory, Sent, StateKind, memory_for, packed, unpacked
 from fedsim.training.paths.choice import Path, PathName, block_limit, choose, convolutional
-from fedsim.training.paths.examples import ways
+from fedsim.training.paths.examples import Way, ways
 from fedsim.training.paths.stacked import stack
 from fedsim.training.probe import Probe
 from fedsim.training.steps import Bench, PrivateSteps, Steps
 
-__all__ = ["Local", "Trainer"]
+__all__ = ["Trainer"]
 
 Floats = npt.NDArray[np.float64]
 EVALUATE_CLIENTS = 256
-
-
-@dataclass(frozen=True)
-class Local:
-    """What ``n`` clients end with.
-
-    Attributes
-    ----------
-    theta : Tensor ``[n, d]``
-        Their parameters ``w_client``.
-    metrics : dict of str to float64 ``[n]``
-    """
-
-    theta: Tensor
-    metrics: dict[str, Floats]
-
-
-@dataclass
-class _Fitted:
-    """A block's packed parameters ``[n, D]``, its metrics, and what whom of it is to keep."""
-
-    theta: Tensor
-    metrics: dict[str, Floats]
-    carried: list[tuple[Ints, dict[str, Tensor]]] = field(default_factory=list)
 
 
 class Trainer:
@@ -145,17 +120,7 @@ class Trainer:
         self.metrics = dict(metrics) if metrics is not None else {"accuracy": accuracy}
         named = randomness.release is not None
         if privacy is not None and not named:
-            settings = {
-                "seed": randomness.seed,
-                "algorithm": algorithm,
-                "work": self.work,
-                "loss": loss,
-                "mechanism": privacy.mechanism,
-                "noise-multiplier": privacy.noise_multiplier,
-                "sampling": privacy.sampling,
-                "hardened": privacy.hardened,
-            }
-            randomness = Randomness(randomness.seed, digest_of(settings))
+            randomness = privacy.keyed(randomness, algorithm, self.work, loss)
         self.randomness = randomness
         self.layout = Layout.of(
             {n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
@@ -184,10 +149,7 @@ class Trainer:
         self.privacy = privacy
         self.releases: ExampleReleases | None = None
         if privacy is not None:
-            dims = self.data.x.dim() - 1
-            stacked = None if drawing else stack(self.model, self.packing, loss, dims)
-            probe = Probe(self.model, self.packing, loss, self.draws, self.data)
-            self.example_way = probe.fastest(ways(self.model, self.packing, loss, stacked, drawing))
+            self.example_way = self._probed_way(drawing)
             self.releases = ExampleReleases(
                 privacy,
                 self.model,
@@ -203,6 +165,13 @@ class Trainer:
             state, algorithm, self.population, self.packing.width, state_dir
         )
         self._begun: dict[int, int] = {}
+
+    def _probed_way(self, drawing: bool) -> Way:
+        """How to get the gradients of single examples."""
+        made_of = self.model, self.packing, self.loss
+        stacked = None if drawing else stack(*made_of, self.data.x.dim() - 1)
+        probe = Probe(*made_of, self.draws, self.data)
+        return probe.fastest(ways(*made_of, stacked, drawing))
 
     @property
     def population(self) -> int:
@@ -380,13 +349,13 @@ class Trainer:
         round: int,
         numbers: Mapping[str, Sequence[float]],
         randomness: Sequence[Randomness],
-    ) -> _Fitted:
+    ) -> Fitted:
         """Train from ``start [1 or n, D]``; nothing is kept before `_finish`."""
         randomness = self._sources(client_ids, round, randomness)
         n = len(client_ids)
         start = start.expand(n, -1)
         own = [self.data.indices[i] for i in client_ids]
-        values = _numbers(self.algorithm, numbers, n)
+        values = numbers_of(self.algorithm, numbers, n)
         metrics = {"num-examples": np.array([len(i) for i in own], dtype=np.float64)}
         if self.privacy is None or self.privacy.unprotected_metrics:
             metrics["loss"] = np.zeros(n)
@@ -396,40 +365,26 @@ class Trainer:
             metrics["fresh-state"] = (~present).astype(np.float64)
         self._write_down(client_ids, round, start, kept, values, randomness)
         self._begun.update(dict.fromkeys(client_ids.tolist(), round))
-        carried: list[tuple[Ints, dict[str, Tensor]]] = []
-        theta: Tensor | None = None
+        fitted = Fitted(start, metrics)
+        plan = plan_batches if self.privacy is None else self.privacy.batches
         self.model.train()
-        for batches in self._batches(own, client_ids, randomness, round):
-            at = batches.members
-            whole = np.array_equal(at, np.arange(n))
-            members = torch.from_numpy(at).to(self.device)
-            its = {name: rows[torch.from_numpy(at).to(rows.device)] for name, rows in kept.items()}
-            sources = [randomness[i] for i in at]
-            steps = self._steps(batches, round, client_ids[at], sources, its, present[at])
-            ended = steps.run(
-                start.clone() if whole else start[members],
-                {k: torch.from_numpy(v[at]).to(start) for k, v in values.items()},
-                its,
-                torch.from_numpy(present[at]).to(self.device),
+        for batches in plan(self.work, own, client_ids, randomness, round):
+            members = batches.members
+            everybody = np.array_equal(members, np.arange(n))
+            theirs = {k: v[torch.from_numpy(members).to(v.device)] for k, v in kept.items()}
+            sources = [randomness[i] for i in members]
+            steps = self._steps(
+                batches, round, client_ids[members], sources, theirs, present[members]
             )
-            if whole:
-                theta = ended.theta
-            else:
-                theta = start.clone() if theta is None else theta
-                theta[members] = ended.theta
-            if self.memory is not None:
-                carried.append((client_ids[at], ended.carried))
-            if "loss" in metrics:
-                metrics["loss"][at] = steps.mean_losses()
-            for name, report in ended.reports.items():
-                column = metrics.setdefault(name, np.zeros(n))
-                column[at] = report.double().cpu().numpy()
-            if self.state_kind == "server":
-                for name, rows in ended.carried.items():
-                    # A client without data has no part in the mean.
-                    column = metrics.setdefault(f"{CLIENT_STATE}.{name}", np.full(n, np.nan))
-                    column[at] = rows.double().cpu().numpy()
-        return _Fitted(start.clone() if theta is None else theta, metrics, carried)
+            ended = steps.run(
+                start.clone() if everybody else start[torch.from_numpy(members).to(self.device)],
+                {k: torch.from_numpy(v[members]).to(start) for k, v in values.items()},
+                theirs,
+                torch.from_numpy(present[members]).to(self.device),
+            )
+            losses = steps.mean_losses() if "loss" in metrics else None
+            fitted.take(members, ended, losses, send=self.state_kind == "server")
+        return fitted
 
     def _sources(
         self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
@@ -440,27 +395,13 @@ class Trainer:
             for client, source in zip(client_ids.tolist(), randomness, strict=True)
         ]
 
-    def _finish(self, fitted: _Fitted, client_ids: Ints, round: int) -> None:
+    def _finish(self, fitted: Fitted, client_ids: Ints, round: int) -> None:
         """Let clients keep what they ended with: the last thing that happens to a block."""
         if self.memory is not None:
             for members, carried in fitted.carried:
-                self.memory.store(members, round, carried)
+                self.memory.store(client_ids[members], round, carried)
         for client in client_ids.tolist():
             self._begun.pop(client, None)
-
-    def _batches(
-        self, own: list[Ints], ids: Ints, randomness: Sequence[Randomness], round: int
-    ) -> Iterator[Batches]:
-        if self.privacy is None:
-            yield from plan_batches(self.work, own, ids, randomness, round)
-        elif self.privacy.sampling == "poisson":
-            yield from plan_poisson(
-                self.work, own, ids, randomness, round, self.privacy.chunk,
-                amplified=self.privacy.private,
-            )  # fmt: skip
-        else:
-            for b in plan_batches(self.work, own, ids, randomness, round):
-                yield Batches(b.members, b.index[:, :, None], b.weight[:, :, None], b.steps)
 
     def _steps(
         self,
@@ -509,9 +450,9 @@ class Trainer:
     def _all_starting(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Starting]:
         start = self.packing.pack(self._own(vector).view(1, -1)).expand(len(client_ids), -1)
         kept = {} if self.memory is None else self.memory.load(client_ids, round)[1]
-        numbers = _numbers(self.algorithm, {}, len(client_ids))
+        numbers = numbers_of(self.algorithm, {}, len(client_ids))
         sources = [self.randomness] * len(client_ids)
-        return self._starting(client_ids, start, kept, numbers, sources)
+        return starting(client_ids, start, kept, numbers, sources)
 
     def plan_of(self, client: int) -> ReleasePlan | None:
         """What a client releases of its examples a round; None if nothing, or nothing private."""
@@ -535,41 +476,10 @@ class Trainer:
         """
         if self.releases is None:
             return
-        for starting in self._starting(client_ids, start, kept, numbers, randomness):
-            if self._begun.get(starting.client) != round:
-                self.releases.record(round, [starting])
-                self._begun[starting.client] = round
-
-    def _starting(
-        self,
-        client_ids: Ints,
-        start: Tensor,
-        kept: Mapping[str, Tensor],
-        numbers: Mapping[str, Floats],
-        randomness: Sequence[Randomness],
-    ) -> Iterator[Starting]:
-        """What each of these clients goes into a round with, from ``start [n, D]``."""
-        for position, client in enumerate(client_ids.tolist()):
-            received = {"start": start[position]}
-            received |= {f"kept.{name}": rows[position] for name, rows in kept.items()}
-            values = {name: float(column[position]) for name, column in numbers.items()}
-            yield Starting(client, randomness[position], received, values)
+        for client in starting(client_ids, start, kept, numbers, randomness):
+            if self._begun.get(client.client) != round:
+                self.releases.record(round, [client])
+                self._begun[client.client] = round
 
     def _own(self, vector: Tensor) -> Tensor:
         return vector.to(self.device, self.layout.dtype)
-
-
-def _numbers(
-    algorithm: LocalAlgorithm, given: Mapping[str, Sequence[float]], n: int
-) -> dict[str, Floats]:
-    values: dict[str, Floats] = {
-        name: np.full(n, float(value)) for name, value in algorithm.numbers().items()
-    }
-    for name, column in given.items():
-        if name not in values:
-            raise FedsimError(
-                f"'{name}' cannot differ between clients of one block; allowed: "
-                f"{', '.join(values) or 'nothing'}."
-            )
-        values[name] = np.asarray(column, dtype=np.float64)
-    return values

@@ -132,6 +132,8 @@ class StackedPath:
                 outputs.append(own)
             x = torch.stack(outputs)
         x = x.flatten(2)
+        # Gathered batches lie without gaps; where a client's does not end on a line, the next
+        # one's would not start on one.
         if x.stride(0) * x.element_size() % LINE:
             x = aligned_empty(x, *x.shape).copy_(x)
         return x
@@ -141,12 +143,15 @@ class StackedPath:
         values = [self._features(x)]
         for layer in self.layers:
             weight, bias = layer.parameters(theta)
+            # Each client's outputs start on a cache line: the library picks its kernel by where a
+            # matrix lies, and a client's bits must not depend on its place in the block.
             h = aligned_empty(x, *x.shape[:2], weight.shape[1])
             if bias is None:
                 torch.bmm(values[-1], weight.transpose(1, 2), out=h)
             else:
                 torch.baddbmm(bias, values[-1], weight.transpose(1, 2), out=h)
             if layer.activation is not None:
+                # In place: backward needs the outputs of these activations, never their inputs.
                 h = ACTIVATIONS[layer.activation][0](h)
             values.append(h)
         return values
@@ -162,11 +167,14 @@ class StackedPath:
         values = self._forward(theta, x)
         delta, losses = self._from_loss(values[-1], y, weight)
         factors: list[Factor] = []
+        # Below the first layer that is trained nobody wants a gradient.
         trainable = [i for i, s in enumerate(self.layers) if s.weight or s.bias]
         for i in range(len(self.layers) - 1, trainable[0] - 1, -1):
             layer = self.layers[i]
             if layer.activation is not None:
                 delta = self._through(layer.activation, delta, values[i + 1])
+            # delta^T x would be the weight gradient. It is left to whoever needs it written down:
+            # a plain step folds the two factors into the weights in one product (`Factored`).
             if layer.weight is not None or layer.bias is not None:
                 factors.append(Factor(values[i], delta, layer.weight, layer.bias))
             if i > trainable[0]:
@@ -178,6 +186,7 @@ class StackedPath:
     def _through(activation: type[nn.Module], delta: Tensor, h: Tensor) -> Tensor:
         """Gradient of an activation's input from that of its output ``h``."""
         below = ACTIVATIONS[activation][1](delta, h)
+        # Torch gives a new tensor without gaps: the next product wants each client on a line.
         if below.stride(0) * below.element_size() % LINE:
             below = aligned_empty(below, *below.shape).copy_(below)
         return below
@@ -185,12 +194,17 @@ class StackedPath:
     def _from_loss(self, outputs: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Weighted gradient of the loss with respect to the outputs, and each loss."""
         if self.loss is cross_entropy:
+            # softmax - onehot, from the numbers that the loss needs anyway: autograd would keep
+            # the outputs, run twice as many kernels and allocate in between.
             log_p = F.log_softmax(outputs, dim=-1)
             classes = y.unsqueeze(-1)
             losses = log_p.gather(-1, classes).squeeze(-1).neg_()
             delta = torch.exp(log_p, out=aligned_empty(outputs, *outputs.shape))
+            # Not `delta[..., y] -= 1`: that takes two kernels, and would wait for a GPU.
             delta.scatter_add_(-1, classes, delta.new_full((), -1.0).expand(classes.shape))
             return delta.mul_(weight.unsqueeze(-1)), losses
+        # Any other loss: autograd through the loss alone, for all examples of the block at once.
+        # It gives each example a loss of its own, so that no client's gradient has another's part.
         n, B = weight.shape
         leaf = outputs.detach().requires_grad_()
         with torch.enable_grad():
