@@ -1,9 +1,11 @@
 """What `fedsim audit` catches, and how often it is wrong: bugs x seeds, and honest configs.
 
-    python -m benchmarks.audit_power [--seeds 6] [--honest 10] [--only WORD] [--out FILE]
+    python -m benchmarks.audit_power [--seeds 6] [--honest 10] [--only WORD] [--checks] [--out FILE]
 
 Every planted bug (`tests/audit/bugs.py`) is audited with the demo's config, at several seeds;
 then configs without a bug, the false alarms. CPU seconds are of one audit, imports left out.
+With ``--checks`` the two worlds and the one run are left out, and what is left must refute at
+the p-value that it would need beside them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from fedsim.audit.from_config import ConfigAudit
+from fedsim.audit.verdict import SHARE_OF_CHECKS
 from fedsim.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
@@ -43,37 +46,50 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--honest", type=int, default=2)
     parser.add_argument("--only", default="")
+    parser.add_argument("--first", type=int, default=1, help="the first seed")
+    parser.add_argument("--named", type=int, default=0, help="only so many bugs")
+    parser.add_argument("--checks", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "tests" / "audit"))
     from bugs import BUGS  # type: ignore[import-not-found]
 
     lines = ["| planted | caught | seen by | CPU s |", "| --- | --- | --- | --- |"]
-    for name, plant in BUGS.items():
-        if options.only in name:
-            lines.append(_row(name, _audits(plant, [], range(1, 1 + options.seeds))))
+    seeds = range(options.first, options.first + options.seeds)
+    for name, plant in list(BUGS.items())[: options.named or None]:
+        if options.only in name and options.seeds:
+            lines.append(_row(name, _audits(plant, [], seeds, options.checks)))
     lines += ["", "| honest | false alarms | seen by | CPU s |", "| --- | --- | --- | --- |"]
     for name, changes in HONEST.items():
         if options.only in name and options.honest:
-            lines.append(_row(name, _audits(nullcontext, changes, range(1, 1 + options.honest))))
+            seeds = range(options.first, options.first + options.honest)
+            lines.append(_row(name, _audits(nullcontext, changes, seeds, options.checks)))
     print("\n".join(lines))
     if options.out:
         options.out.write_text("\n".join(lines) + "\n")
 
 
-def _audits(plant, changes, seeds) -> list[tuple[tuple[str, ...], float]]:  # type: ignore[no-untyped-def]
+def _audits(plant, changes, seeds, checks) -> list[tuple[tuple[str, ...], float]]:  # type: ignore[no-untyped-def]
     found = []
     for seed in seeds:
         config = RunConfig.load(ROOT / "experiments" / "demo.toml", changes)
         start = time.process_time()
         with plant():
             try:
-                refuting = ConfigAudit(config).run(seed=seed)[0].refuting
+                refuting = _refuting(config, seed, checks)
             except Exception as error:
                 refuting = (f"an exception: {type(error).__name__}: {error}",)
         found.append((refuting, time.process_time() - start))
         print(f"{len(found)}: {found[-1]}", file=sys.stderr, flush=True)
     return found
+
+
+def _refuting(config: RunConfig, seed: int, checks: bool) -> tuple[str, ...]:
+    if not checks:
+        return ConfigAudit(config).run(seed=seed)[0].refuting
+    verdict, _ = ConfigAudit(config).run(seed=seed, runs=0, canaries=0)
+    risk = SHARE_OF_CHECKS * verdict.risk_of_check
+    return tuple(str(check) for check in verdict.checks if check.refutes(risk))
 
 
 def _row(name: str, found: list[tuple[tuple[str, ...], float]]) -> str:

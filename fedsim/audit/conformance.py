@@ -11,10 +11,12 @@ from scipy.special import chdtr
 from fedsim.audit.charges import charge_checks
 from fedsim.audit.checks import Check, invariant
 from fedsim.audit.draws import draw_checks
+from fedsim.audit.inclusion import inclusion_checks
 from fedsim.audit.noise import noise_checks, pairs_of_rounds, repeats
 from fedsim.audit.observe import Observation, Parameters, Plan, columns, observe, parameters
 from fedsim.audit.standard import MeasuredNoise, in_units, shaped
 from fedsim.audit.worlds import Canaries, orthogonal, reach, still
+from fedsim.cohorts import Cohort, InclusionSampler
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event
 from fedsim.rows import Layout
@@ -82,7 +84,7 @@ def conformance(plan: Plan, start: Parameters, seed: int) -> tuple[list[Check], 
     checks += noise_checks(z, layers, np.stack([seen.sizes for seen in runs]))
     few = parameters(FEW_PARAMETERS)
     more = [observe(plan, _nobody(strategy, few), few, seed + RUNS + k) for k in range(MORE_DRAWS)]
-    checks += draw_checks([seen.asked for seen in (*runs, *more)], event, population)
+    checks += _drawn([seen.asked for seen in (*runs, *more)], strategy.cohort, event, rounds)
     checks += [
         _same_draws(runs[0], moving),
         _each_adds(runs[0], moving, noise, event, population),
@@ -90,6 +92,16 @@ def conformance(plan: Plan, start: Parameters, seed: int) -> tuple[list[Check], 
         *charge_checks([*runs, moving], event),
     ]
     return checks, noise
+
+
+def _drawn(
+    asked: Sequence[Sequence[npt.NDArray[np.int64]]], cohort: Cohort, event: Event, rounds: int
+) -> list[Check]:
+    if isinstance(cohort, InclusionSampler):
+        chances = np.stack([cohort.probabilities(t) for t in range(1, rounds + 1)])
+        return inclusion_checks(asked, chances, event)
+    assert cohort.population is not None
+    return draw_checks(asked, event, cohort.population)
 
 
 def _nobody(strategy: DPFedAvg, start: Parameters) -> Canaries:

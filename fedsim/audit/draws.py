@@ -16,7 +16,7 @@ from scipy.special import bdtr, bdtrc, chdtr, chdtrc, gammaln
 from fedsim.audit.checks import Check, invariant, normal_p, smallest
 from fedsim.privacy import Event
 
-__all__ = ["draw_checks"]
+__all__ = ["draw_checks", "each_once"]
 
 Ids = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.int64]
@@ -67,7 +67,7 @@ def draw_checks(
     law = _Law.of(event, population)
     rounds = [np.asarray(ids, dtype=np.int64) for run in draws for ids in run]
     looked = f"{len(rounds):,} rounds over {population:,} {who}"
-    checks = [_each_once(rounds, law, looked)]
+    checks = [each_once(rounds, population, looked)]
     if checks[0].p_value == 0 or not rounds:
         return checks
     there = np.zeros((len(rounds), population), dtype=np.float64)
@@ -83,12 +83,13 @@ def draw_checks(
     return checks
 
 
-def _each_once(rounds: Sequence[Ids], law: _Law, looked: str) -> Check:
+def each_once(rounds: Sequence[Ids], population: int, looked: str) -> Check:
+    """Nobody is asked twice in a round, and nobody who is not in the population."""
     broken = None
     for ids in rounds:
         if len(np.unique(ids)) != len(ids):
             broken = "somebody was asked twice in one round"
-        elif len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < law.population:
+        elif len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < population:
             broken = "somebody outside the declared population was asked"
     return invariant("sampler", "who is asked", looked, broken, "nobody twice, and no stranger")
 

@@ -14,7 +14,7 @@ from fedsim.audit.example_runs import ExamplePlan
 from fedsim.audit.examples import example_checks
 from fedsim.audit.observe import PARAMETERS, Plan, observe
 from fedsim.audit.verdict import Verdict, audit, quiet
-from fedsim.audit.worlds import Canaries, still
+from fedsim.audit.worlds import WORLDS, Canaries, still
 from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig
 from fedsim.config.plan import cohort, local_work
@@ -170,6 +170,7 @@ class ConfigAudit:
             few.strategy,
             rounds=few.rounds,
             runs=runs,
+            worlds=WORLDS if runs else (),
             canaries=canaries,
             one_run=many,
             whole=whole,
@@ -183,15 +184,21 @@ class ConfigAudit:
             "claim": f"epsilon {claimed:.4g} at delta {delta:g} after "
             f"{config.rounds:,} rounds of {config.mechanism.name} at noise multiplier {noise:.4g}",
             "neighbours": _NEIGHBOURS[declared.adjacency],
-            "tests": f"the first {_rounds(whole.rounds)} of {config.rounds:,}, of clients that "
-            "stand still, that each move a coordinate of their own, or do their worst",
-            "two worlds": f"{runs:,} runs without and {runs:,} with the canary, "
-            f"{_rounds(few.rounds)} at noise multiplier {few_z:.4g}: epsilon "
-            f"{verdict.claim.epsilon:.4g}; thresholds from one half, errors from the other",
             "federation": f"{small.population:,} clients, {small.name} cohort of "
             f"{small.expected_size:g} expected, noise by the {config.noise.placement}; a model of "
             "few parameters; the mean is added to it as it is, since the rest is post-processing",
         }
+        if checks:
+            assumed["tests"] = (
+                f"the first {_rounds(whole.rounds)} of {config.rounds:,}, of clients that stand "
+                "still, that each move a coordinate of their own, or do their worst"
+            )
+        if runs:
+            assumed["two worlds"] = (
+                f"{runs:,} runs without and {runs:,} with the canary, {_rounds(few.rounds)} at "
+                f"noise multiplier {few_z:.4g}: epsilon {verdict.claim.epsilon:.4g}; thresholds "
+                "from one half, errors from the other"
+            )
         if verdict.one_run is not None and verdict.one_run_claim is not None:
             assumed["one run"] = (
                 f"{verdict.one_run.canaries} canaries, each in or out by a coin, "

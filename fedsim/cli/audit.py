@@ -25,7 +25,8 @@ def audit(
         Path | None, typer.Option(help="The picture, a PNG; `runs/<name>-audit.png` if unset.")
     ] = None,
     runs: Annotated[
-        int, typer.Option(help="Runs without a canary, and as many with, in each world.")
+        int,
+        typer.Option(help="Runs without a canary, and as many with, in each world; 0: no worlds."),
     ] = 300,
     rounds: Annotated[int, typer.Option(help="Rounds of each of these runs, at most.")] = 3,
     canaries: Annotated[int, typer.Option(help="Canaries of the one run; 0 leaves it out.")] = 512,

@@ -7,6 +7,8 @@ import numpy.typing as npt
 import pytest
 
 from fedsim.audit.draws import draw_checks
+from fedsim.audit.inclusion import inclusion_checks
+from fedsim.cohorts import InclusionSampler
 from fedsim.privacy import Event
 
 Ids = npt.NDArray[np.int64]
@@ -113,3 +115,37 @@ def test_waiting_after_being_asked_is_seen() -> None:
 def test_a_fixed_or_full_cohort_of_another_size_is_seen() -> None:
     assert "sizes" in refuted(drawn(poisson), FIXED)
     assert "sizes" in refuted(drawn(lambda rng: np.arange(N - 1)), FULL)
+
+
+class NightAndDay(InclusionSampler):
+    def probabilities(self, round: int) -> npt.NDArray[np.float64]:
+        return np.where(np.arange(self.population) % 2 == round % 2, 0.3, 0.1)
+
+
+def by_probabilities(runs: list[Run], highest: float = 0.3) -> set[str]:
+    sampler = NightAndDay(N, highest)
+    chances = np.stack([sampler.probabilities(t) for t in range(1, ROUNDS + 1)])
+    checks = inclusion_checks(runs, chances, sampler.event(1.0))
+    return {check.name for check in checks if check.p_value <= RISK}
+
+
+def test_draws_are_held_against_probabilities_that_differ() -> None:
+    rng, sampler = np.random.default_rng(4), NightAndDay(N, 0.3)
+
+    def run(change: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]) -> Run:
+        return [
+            np.flatnonzero(rng.random(N) < change(sampler.probabilities(t)))
+            for t in range(1, ROUNDS + 1)
+        ]
+
+    honest = [run(lambda p: p) for _ in range(3)]
+    assert not by_probabilities(honest)
+    assert "sizes" in by_probabilities([run(lambda p: 0 * p + 0.3)])
+    again = [*honest[0][:40], honest[0][38], *honest[0][41:]]
+    assert "overlap of rounds" in by_probabilities([again])
+    together = [np.union1d(np.setdiff1d(ids, [5]), [5] if 3 in ids else []) for ids in honest[0]]
+    together += [np.union1d(np.setdiff1d(ids, [5]), [5] if 3 in ids else []) for ids in honest[1]]
+    assert "pairs asked together" in by_probabilities(
+        [[ids.astype(np.int64) for ids in together[:ROUNDS]],
+         [ids.astype(np.int64) for ids in together[ROUNDS:]]]
+    )  # fmt: skip
