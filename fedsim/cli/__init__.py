@@ -26,7 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     from fedsim.cli.boundary import guarded, open_standard_streams
 
     open_standard_streams()
-    sys.exit(guarded(lambda: _command(sys.argv[1:] if arguments is None else arguments)))
+    try:
+        status = guarded(lambda: _command(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:
+        status = 130  # a second time, before the first had been answered
+    sys.exit(status)
 
 
 def _command(arguments: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from fedsim.errors import FedsimError
@@ -26,6 +27,8 @@ def check(build: Build) -> None:
         Naming the key, its value and what is allowed. Errors of the user's own code come through
         as they are.
     """
+    if build.config.engine.name != "deployment":  # there it is the nodes' own
+        _check_state_dir(build.config.client.state_dir)
     strategy = build.strategy()
     strategy.check(build.initial_arrays)
     _check_scalars(build, strategy.mechanism.side_names)
@@ -44,6 +47,19 @@ def _check_clients_budget(build: Build) -> None:
         raise FedsimError(
             f"client.noise.max-epsilon = {budget} at delta = {worst.cost.delta}; it must be at "
             f"least {worst.cost.epsilon:.4g}, what one round costs a client."
+        )
+
+
+def _check_state_dir(name: str) -> None:
+    """Refuse a place where clients on this machine could keep nothing."""
+    if not name:
+        return
+    path = Path(name).absolute()
+    there = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise FedsimError(
+            f"client.state-dir = '{name}', but {there} is no directory that can be written to; "
+            "it must be one, or a place for one."
         )
 
 

@@ -141,6 +141,8 @@ def test_a_value_that_a_key_cannot_have(change: str, refused: Callable[..., str]
         ["client.schedule=cosine:0"],
         ["client.options=a=1"],
         ["client.options=lr"],
+        ["client.state-dir=c.toml"],
+        ["client.state-dir=c.toml/below"],
         ["client.state=server", "client.name=adam"],
         ["cohort.name=fixed", "cohort.size=21"],
         ["mechanism.private-scalar=loss"],
