@@ -83,7 +83,9 @@ class Trainer:
     Notes
     -----
     A client without data sends a zero update and ``num-examples`` 0. Every row is
-    ``w_client - w_global``, both in the model's dtype, on every engine.
+    ``w_client - w_global``, both in the model's dtype, on every engine. What a model draws by
+    itself (dropout) comes from the client's own stream. With example-level privacy the model and
+    the loss are tried on made-up examples first, and refused if they mix them.
 
     Raises
     ------

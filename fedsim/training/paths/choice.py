@@ -12,6 +12,10 @@ launches, and on a CPU for small models whose parameters are all in linear layer
 take them; else plain, as whatever needs convolutions or attention is bound by arithmetic there.
 `fedsim tune` measures all of them.
 
+A model that draws random numbers itself (dropout) has the plain path, where torch's generator is
+lent to one client at a time (`fedsim.training.hidden_draws`). Clients that protect their examples
+have theirs gone through as `fedsim.training.probe` finds to be true, whatever the path.
+
 Captured: a whole local step is one CUDA graph (`fedsim.training.graphs`), for every algorithm
 here; not for one that does not say which of its steps are alike (`LocalAlgorithm.phase`), nor
 where gradients are privatised in the client. Launched: kernel by kernel.
