@@ -231,11 +231,12 @@ class PartialSum:
         # A row that is not finite in one layer contributes to none.
         bad = rows.norms().isnan() if len(self.parts) > 1 else None
         if masks is not None and bad is not None:
-            masks.usable &= ~bad
             masks.rejected |= bad
         for part, given in zip(self.parts, weights, strict=True):
             there = given if bad is None else given.masked_fill(bad, 0.0)
             part.add(rows, there, counts, owners, masks)
+            if masks is not None:
+                masks.usable &= (there > 0) & ~masks.rejected
 
     def add_shares(self, shares: Shares, *, asked: int = 1) -> Tensor:
         """Add what clients bounded and noised themselves; which of it is usable, bool ``[n]``.
@@ -416,19 +417,14 @@ class PartSum:
         masks: Masks | None,
     ) -> None:
         """Add the scalars of rows, and say what became of them."""
-        scalars = self.part.bound.scalars
-        if masks is None and not scalars:
-            return
-        present = ~bad & (weights > 0)
-        for name, scalar in scalars.items():
-            values = torch.where(present, shaped.sides[name], 0.0)
+        if masks is not None:
+            masks.rejected[index].logical_or_(bad)
+            masks.clipped[index].logical_or_(shaped.clipped)
+        for name, scalar in self.part.bound.scalars.items():
+            values = torch.where(~bad & (weights > 0), shaped.sides[name], 0.0)
             if scalar.unit is not None:
                 values = values * weights
             self.grids[name].add_((values / self._units[name])[..., None], owners)
-        if masks is not None:
-            masks.usable[index] &= present
-            masks.rejected[index] |= bad
-            masks.clipped[index] |= shaped.clipped
 
 
 class Masks:
