@@ -71,7 +71,9 @@ class Progress:
         self._bar.update(self._task, completed=done, description=text)
         tenth = max(self._rounds // 10, 1)
         if not self._console.is_terminal and (done % tenth == 0 or done == self._rounds):
-            self._console.print(f"round {done:>4}/{self._rounds}  {text}", markup=True, soft_wrap=True)
+            self._console.print(
+                f"round {done:>4}/{self._rounds}  {text}", markup=True, soft_wrap=True
+            )
 
 
 def summary(config: RunConfig, result: RunResult) -> RenderableType:
