@@ -169,7 +169,7 @@ def observe(
         report = strategy.report
         shown.append({} if report is None else dict(report.info))
         charged.append(len(strategy.ledger.entries))
-        states.append({name: tensor.clone() for name, tensor in strategy._state.items()})
+        states.append({name: tensor.clone() for name, tensor in strategy.mechanism_state.items()})
 
     trainer.answered.clear()
     error = None

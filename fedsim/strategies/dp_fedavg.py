@@ -424,6 +424,11 @@ evaluate_metrics_aggr_fn
 
     # -- state ------------------------------------------------------------------------
 
+    @property
+    def mechanism_state(self) -> State:
+        """The mechanism's state after the round aggregated last, as public as the releases."""
+        return dict(self._state)
+
     def state(self) -> Tree:
         """Everything but the parameters that outlives a round; see `restore`.
 
