@@ -150,11 +150,6 @@ class Rehearsal:
         for service in party.services(self._homes / f"node-{node}", port=port, config=config):
             self._supervisor.start(service.among(variables or {}), wait=False)
 
-    def stop_node(self, node: int) -> None:
-        """End one SuperNode and its app."""
-        for name in (f"supernode-{node}", f"supernode-{node}-app"):
-            self._supervisor.stop(name)
-
     def start(
         self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None
     ) -> Running:
