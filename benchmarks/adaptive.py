@@ -27,6 +27,6 @@ def compare_adaptive(clients: int = 25, repeats: int = 8) -> dict[str, float]:
             for _ in trainer.train(vector, ids, t):
                 pass
             if t > 1:
-                each = (time.process_time() - began) / (clients * 6) * 1e3
-                best[name] = min(best[name], each)
+                milliseconds = (time.process_time() - began) / (clients * 6) * 1e3
+                best[name] = min(best[name], milliseconds)
     return best | {"ratio": best["adadp ms"] / best["sgd ms"]}

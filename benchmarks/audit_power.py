@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _audits(plant, changes, seeds, checks) -> list[tuple[tuple[str, ...], float]]:  # type: ignore[no-untyped-def]
-    found = []
+    outcomes = []
     for seed in seeds:
         config = RunConfig.load(ROOT / "experiments" / "demo.toml", changes)
         start = time.process_time()
@@ -81,9 +81,9 @@ def _audits(plant, changes, seeds, checks) -> list[tuple[tuple[str, ...], float]
                 refuting = _refuting(config, seed, checks)
             except Exception as error:
                 refuting = (f"an exception: {type(error).__name__}: {error}",)
-        found.append((refuting, time.process_time() - start))
-        print(f"{len(found)}: {found[-1]}", file=sys.stderr, flush=True)
-    return found
+        outcomes.append((refuting, time.process_time() - start))
+        print(f"{len(outcomes)}: {outcomes[-1]}", file=sys.stderr, flush=True)
+    return outcomes
 
 
 def _refuting(config: RunConfig, seed: int, checks: bool) -> tuple[str, ...]:
@@ -94,12 +94,12 @@ def _refuting(config: RunConfig, seed: int, checks: bool) -> tuple[str, ...]:
     return tuple(str(check) for check in verdict.checks if check.refutes(risk))
 
 
-def _row(name: str, found: list[tuple[tuple[str, ...], float]]) -> str:
-    caught = sum(bool(refuting) for refuting, _ in found)
-    seen = sorted({by for refuting, _ in found for by in refuting})
+def _row(name: str, outcomes: list[tuple[tuple[str, ...], float]]) -> str:
+    caught = sum(bool(refuting) for refuting, _ in outcomes)
+    seen = sorted({by for refuting, _ in outcomes for by in refuting})
     shown = "; ".join(seen[:3]) + (f"; {len(seen) - 3} more" if len(seen) > 3 else "")
-    seconds = sum(seconds for _, seconds in found) / len(found)
-    row = f"| {name} | {caught} of {len(found)} | {shown} | {seconds:.1f} |"
+    seconds = sum(seconds for _, seconds in outcomes) / len(outcomes)
+    row = f"| {name} | {caught} of {len(outcomes)} | {shown} | {seconds:.1f} |"
     print(row, file=sys.stderr, flush=True)
     return row
 

@@ -44,12 +44,12 @@ COLUMNS = "| machine | way | ms a step of all clients | rounds/s | the paper's 2
 
 def batches(data: ClientData, client: int, t: int) -> Iterator[tuple[Tensor, Tensor]]:
     """One shuffled pass over a client's examples."""
-    own = data.indices[client]
+    examples = data.indices[client]
     draws = Draws(Randomness(1), level="example", amplified=False, client=client)
-    order = own[draws.generator(t).permutation(len(own))]
+    order = examples[draws.generator(t).permutation(len(examples))]
     for start in range(0, len(order), BATCH):
-        at = torch.from_numpy(order[start : start + BATCH]).to(data.x.device)
-        yield images(data.x[at]), data.y[at]
+        batch = torch.from_numpy(order[start : start + BATCH]).to(data.x.device)
+        yield images(data.x[batch]), data.y[batch]
 
 
 def images(x: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def ways(device: str) -> list[Way]:
     x = torch.rand(count, 3, 32, 32, generator=generator).to(device)
     y = torch.randint(10, (count,), generator=generator).to(device)
     data = ClientData(x, y, list(np.arange(count).reshape(CLIENTS, -1)))
-    found = []
+    all_ways = []
     for plain, algorithm in (
         (plain_sgd, SGD(lr=LR)),
         (plain_adadp, AdadpLR(lr=LR, tol=TOL)),
@@ -125,11 +125,11 @@ def ways(device: str) -> list[Way]:
             model, algorithm, data, batch_size=BATCH, randomness=Randomness(1), device=device
         )  # fmt: skip
         name = type(algorithm).__name__
-        found += [
-            Way(f"{name}, plain loop", lambda t, own=plain: own(model, data, t)),
-            Way(f"{name}, fedsim", lambda t, own=trainer: round_of(own, t), trainer),
+        all_ways += [
+            Way(f"{name}, plain loop", lambda t, work=plain: work(model, data, t)),
+            Way(f"{name}, fedsim", lambda t, work=trainer: round_of(work, t), trainer),
         ]
-    return found
+    return all_ways
 
 
 def round_of(trainer: Trainer, t: int) -> None:
@@ -172,15 +172,15 @@ def main() -> None:
     lines = []
     for name, seconds in best.items():
         base = best[f"{name.split(',')[0]}, plain loop"]
-        each = seconds / steps
+        step_seconds = seconds / steps
         console.print(
-            f"{name:22s} {each / CLIENTS * 1e3:8.3f} ms a client's step   {1 / seconds:8.3f} "
-            f"rounds/s   {base / seconds:6.2f} x plain",
+            f"{name:22s} {step_seconds / CLIENTS * 1e3:8.3f} ms a client's step   "
+            f"{1 / seconds:8.3f} rounds/s   {base / seconds:6.2f} x plain",
             soft_wrap=True,
         )
         lines.append(
-            f"| {machine} | {name} | {each * 1e3:.3f} | {1 / seconds:.3f} | "
-            f"{each * PAPER_STEPS:.0f} |"
+            f"| {machine} | {name} | {step_seconds * 1e3:.3f} | {1 / seconds:.3f} | "
+            f"{step_seconds * PAPER_STEPS:.0f} |"
         )
     if asked.out is not None:
         if not asked.out.exists():

@@ -121,12 +121,12 @@ def wire_bytes(arrays) -> int:
     ensure_identity(1)
     config = ConfigRecord({"server-round": 1})
     metrics = MetricRecord({"num-examples": 10, "loss": 1.0})
-    there = Message(RecordDict({"arrays": arrays, "config": config}), 2, "train")
-    back = Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=there)
+    instruction = Message(RecordDict({"arrays": arrays, "config": config}), 2, "train")
+    reply = Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=instruction)
     return sum(
-        len(part.deflate())
-        for message in (there, back)
-        for part in get_all_nested_objects(message).values()
+        len(nested.deflate())
+        for message in (instruction, reply)
+        for nested in get_all_nested_objects(message).values()
     )
 
 

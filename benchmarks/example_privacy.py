@@ -86,9 +86,9 @@ def theirs(name: str) -> float:
     def work(t: int) -> None:
         draws = np.random.default_rng(t)
         for _ in range(STEPS):
-            at = torch.from_numpy(np.flatnonzero(draws.random(EXAMPLES) < BATCH / EXAMPLES))
+            batch = torch.from_numpy(np.flatnonzero(draws.random(EXAMPLES) < BATCH / EXAMPLES))
             optimizer.zero_grad()
-            F.cross_entropy(wrapped(x[at]), y[at]).backward()
+            F.cross_entropy(wrapped(x[batch]), y[batch]).backward()
             optimizer.step()
 
     return timed(work)
@@ -104,10 +104,10 @@ def timed(work: object, repeats: int = 5) -> float:
     return best
 
 
-def alone(who: str, name: str) -> tuple[float, float]:
+def alone(library: str, name: str) -> tuple[float, float]:
     """(CPU ms a step, MiB at the peak), in a process of its own."""
     run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.example_privacy", who, name],
+        [sys.executable, "-m", "benchmarks.example_privacy", library, name],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     ms, mib = run.stdout.split()[-2:]

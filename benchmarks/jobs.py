@@ -44,10 +44,12 @@ class Job:
 JOBS = {job.name: job for job in (Job("softmax", (), 100), Job("mlp", (256, 256), 50))}
 
 
-def data_of(clients: int, dtype: torch.dtype = torch.float32, own: int | None = None) -> ClientData:
+def data_of(
+    clients: int, dtype: torch.dtype = torch.float32, distinct: int | None = None
+) -> ClientData:
     """``clients`` with 60 examples each; beyond ``own`` clients the examples are shared."""
     generator = torch.Generator().manual_seed(SEED)
-    count = (own or clients) * EXAMPLES
+    count = (distinct or clients) * EXAMPLES
     x = torch.rand(count, FEATURES, generator=generator).to(dtype)
     y: Tensor = torch.randint(CLASSES, (count,), generator=generator)
     order = np.random.default_rng(SEED).permutation(count).reshape(-1, EXAMPLES)

@@ -86,11 +86,11 @@ def speed(job: Job, rounds: int) -> dict[str, float]:
         clock[:] = time.process_time(), time.perf_counter()
 
     fedsim_rounds(job, data, cohort, rounds, after, **settings)
-    each = (rounds - 1) * job.cohort
+    updates = (rounds - 1) * job.cohort
     return {
-        "clients a second": each / sum(walls[1:]),
-        "fedsim ms": sum(ours[1:]) / each * 1e3,
-        "plain ms": sum(theirs[1:]) / each * 1e3,
+        "clients a second": updates / sum(walls[1:]),
+        "fedsim ms": sum(ours[1:]) / updates * 1e3,
+        "plain ms": sum(theirs[1:]) / updates * 1e3,
         "ratio": sum(ours[1:]) / sum(theirs[1:]),
     }
 

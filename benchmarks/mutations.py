@@ -75,8 +75,8 @@ def copied() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         tree = Path(name)
         ignore = shutil.ignore_patterns("__pycache__", "*.png")
-        for part in ("fedsim", "experiments", "tests", "benchmarks", "examples"):
-            shutil.copytree(ROOT / part, tree / part, ignore=ignore)
+        for folder in ("fedsim", "experiments", "tests", "benchmarks", "examples"):
+            shutil.copytree(ROOT / folder, tree / folder, ignore=ignore)
         for file in ("pyproject.toml", "README.md"):
             shutil.copy(ROOT / file, tree / file)
         yield tree

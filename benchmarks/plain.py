@@ -63,10 +63,10 @@ def _update(
         for parameter, weight in zip(model.parameters(), weights, strict=True):
             parameter.copy_(weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    own = data.indices[client]
+    examples = data.indices[client]
     draws = Draws(randomness, level="example", amplified=False, client=client)
-    order = own[draws.generator(t).permutation(len(own))]
-    for start in range(0, len(own), BATCH):
+    order = examples[draws.generator(t).permutation(len(examples))]
+    for start in range(0, len(examples), BATCH):
         batch = torch.from_numpy(order[start : start + BATCH])
         optimizer.zero_grad()
         F.cross_entropy(model(data.x[batch]), data.y[batch]).backward()

@@ -236,15 +236,15 @@ class Mnist(Experiment):
         ratios: list[float],
         curves: Mapping[float, Any],
     ) -> list[PaperClaim]:
-        def gains(method: str, other: str) -> list[float]:
-            return [best[method, e][0] - best[other, e][0] for e in self.settings.epsilons]
+        def gains(method: str, baseline: str) -> list[float]:
+            return [best[method, e][0] - best[baseline, e][0] for e in self.settings.epsilons]
 
         def spread(values: list[float]) -> str:
             return ", ".join(f"{value:+.2f}" for value in values)
 
         claims = []
-        for name, says, method, other in _COMPARED:
-            gain = gains(method, other)
+        for name, says, method, baseline in _COMPARED:
+            gain = gains(method, baseline)
             claims.append(PaperClaim(name, says, min(gain) > 0, spread(gain)))
         claims.append(
             PaperClaim(
@@ -295,11 +295,11 @@ class Mnist(Experiment):
         axes[1].set_ylim(0, 1.15)
         axes[1].set_ylabel("$\\|g - \\tilde g\\|$, AdaCliP / Abadi")
         axes[1].set_title("Fig. 3: noise", fontsize=10)
-        for one in axes[:2]:
-            one.set_xscale("log")
-            one.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
-            one.minorticks_off()
-            one.set_xlabel("$\\epsilon$")
+        for panel in axes[:2]:
+            panel.set_xscale("log")
+            panel.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
+            panel.minorticks_off()
+            panel.set_xlabel("$\\epsilon$")
         for (momentum, curve), colour in zip(curves.items(), _CURVES, strict=False):
             epochs = np.arange(1, curve.shape[1] + 1)
             axes[2].plot(epochs, 100 * curve.mean(0), color=colour, label=f"momentum {momentum:g}")

@@ -170,12 +170,12 @@ class Pca(Experiment):
 
     def _picture(self, best: Mapping[tuple[str, float], tuple[float, float, float]]) -> Figure:
         epsilons = self.settings.epsilons
-        figure, (one,) = grid(
+        figure, (panel,) = grid(
             1, 1, title="AdaCliP, Table 2: DP-PCA and one hidden layer", width=6, height=4
         )
         for method, label in METHODS.items():
             values = np.array([best[method, epsilon][:2] for epsilon in epsilons])
-            one.errorbar(
+            panel.errorbar(
                 epsilons,
                 values[:, 0],
                 values[:, 1],
@@ -184,12 +184,12 @@ class Pca(Experiment):
                 color=COLOURS[method],
                 label=label,
             )
-        one.set_xscale("log")
-        one.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
-        one.minorticks_off()
-        one.set_xlabel("$\\epsilon$, PCA and training together")
-        one.set_ylabel("test accuracy (%)")
-        one.legend(frameon=False, fontsize=9)
+        panel.set_xscale("log")
+        panel.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
+        panel.minorticks_off()
+        panel.set_xlabel("$\\epsilon$, PCA and training together")
+        panel.set_ylabel("test accuracy (%)")
+        panel.legend(frameon=False, fontsize=9)
         return figure
 
 

@@ -170,8 +170,10 @@ class Regression(Experiment):
             1, 2, title="AdaCliP, Fig. 2: what the dimension costs", width=10, height=4
         )
         for method, (label, colour) in METHODS.items():
-            for one, values in zip(axes, (errors, noises), strict=True):
-                one.plot(dimensions, values[method], "o-", color=colour, markersize=4, label=label)
+            for panel, values in zip(axes, (errors, noises), strict=True):
+                panel.plot(
+                    dimensions, values[method], "o-", color=colour, markersize=4, label=label
+                )
         axes[0].plot(
             dimensions,
             [self._theory(d) for d in dimensions],
@@ -180,13 +182,14 @@ class Regression(Experiment):
             linewidth=1,
             label="theory, Abadi",
         )
-        for one, what in zip(axes, ("error $\\|\\theta_T\\|^2$", "noise $\\|g - \\tilde g\\|^2$")):  # noqa: B905
-            one.set_xscale("log")
-            one.set_yscale("log")
-            one.set_xticks(dimensions, [str(d) for d in dimensions])
-            one.minorticks_off()
-            one.set_xlabel("dimension")
-            one.set_ylabel(what)
+        labels = ("error $\\|\\theta_T\\|^2$", "noise $\\|g - \\tilde g\\|^2$")
+        for panel, label in zip(axes, labels, strict=True):
+            panel.set_xscale("log")
+            panel.set_yscale("log")
+            panel.set_xticks(dimensions, [str(d) for d in dimensions])
+            panel.minorticks_off()
+            panel.set_xlabel("dimension")
+            panel.set_ylabel(label)
         axes[0].legend(frameon=False, fontsize=8)
         return figure
 

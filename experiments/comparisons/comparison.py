@@ -83,8 +83,8 @@ class Comparison(ConfigRuns):
         )
 
     def _best(self, method: Method, scores: Mapping[str, Score]) -> tuple[float, Score]:
-        found = [(rate, scores[_name(method.name, rate)]) for rate in method.rates]
-        return max(found, key=lambda each: each[1].mean)
+        tried = [(rate, scores[_name(method.name, rate)]) for rate in method.rates]
+        return max(tried, key=lambda pair: pair[1].mean)
 
     def _picture(self, title: str, best: Mapping[str, tuple[float, Score]]) -> Figure:
         styles = ("adadp", "sgd", "kept", "fixed", "fifth")

@@ -151,7 +151,7 @@ class Quadratic(Experiment):
                 figures[f"{case.name}/{method}"] = distance
             rows.append(row)
         columns = ["case"]
-        columns += [f"{short} {what}" for short in ("clip", "norm") for what in COLUMNS]
+        columns += [f"{short} {quantity}" for short in ("clip", "norm") for quantity in COLUMNS]
         title = (
             f"Means of the last {TAIL} rounds, {seeds_text(self.settings.seeds)} of the noise; "
             "the distance without noise beside"

@@ -55,23 +55,23 @@ def trajectories(panels: Panels, runs: Runs) -> Figure:
         width=max(3.3 * len(panels), 6),
         height=3.6,
     )
-    for one, (name, label) in zip(axes, panels, strict=True):
+    for panel, (name, label) in zip(axes, panels, strict=True):
         for method in METHODS:
             run = runs[name, method][0]
-            one.plot(
+            panel.plot(
                 run["along"],
                 run["off"],
                 color=COLOURS[method],
                 linewidth=0.7 * WIDTHS[method],
                 label=method,
             )
-            one.plot(run["along"][-1], run["off"][-1], "o", color=COLOURS[method], markersize=4)
+            panel.plot(run["along"][-1], run["off"][-1], "o", color=COLOURS[method], markersize=4)
         start = run["along"][0]
-        one.plot(start, 0, "s", color="#333333", markersize=5)
-        one.plot(0, 0, "*", color="#333333", markersize=10)
-        one.set_title(label, fontsize=10)
-        one.set_xlabel("distance still to go along $w_0 - w^*$")
-        one.invert_xaxis()
+        panel.plot(start, 0, "s", color="#333333", markersize=5)
+        panel.plot(0, 0, "*", color="#333333", markersize=10)
+        panel.set_title(label, fontsize=10)
+        panel.set_xlabel("distance still to go along $w_0 - w^*$")
+        panel.invert_xaxis()
     axes[0].set_ylabel("distance off that line")
     axes[0].legend(frameon=False, fontsize=9)
     return figure

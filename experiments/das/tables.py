@@ -172,10 +172,10 @@ class Das(Experiment):
             1, len(settings.epsilons), title=title, width=max(4.6 * len(settings.epsilons), 6)
         )
         bounds = settings.clip_norms
-        for one, epsilon in zip(axes, settings.epsilons, strict=True):
+        for panel, epsilon in zip(axes, settings.epsilons, strict=True):
             for method in METHODS:
                 values = np.array([scores[_name(epsilon, method, bound)] for bound in bounds])
-                one.errorbar(
+                panel.errorbar(
                     bounds,
                     values[:, 0],
                     values[:, 1],
@@ -185,18 +185,18 @@ class Das(Experiment):
                     capsize=3,
                     label=method,
                 )
-            one.axhline(
+            panel.axhline(
                 scores["fedavg"][0],
                 color=COLOURS["fedavg"],
                 linestyle="--",
                 linewidth=1,
                 label="FedAvg, not private",
             )
-            one.set_xscale("log")
-            one.set_xticks(bounds, [f"{bound:g}" for bound in bounds])
-            one.minorticks_off()
-            one.set_xlabel("C")
-            one.set_title(f"$\\epsilon$ = {epsilon:g}", fontsize=10)
+            panel.set_xscale("log")
+            panel.set_xticks(bounds, [f"{bound:g}" for bound in bounds])
+            panel.minorticks_off()
+            panel.set_xlabel("C")
+            panel.set_title(f"$\\epsilon$ = {epsilon:g}", fontsize=10)
         axes[0].set_ylabel("test accuracy (%)")
         axes[0].legend(frameon=False, fontsize=9)
         return figure

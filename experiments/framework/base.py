@@ -107,7 +107,7 @@ class PaperClaim:
     name: str
     says: str
     holds: bool
-    here: str
+    measured: str
 
 
 @dataclass(frozen=True)

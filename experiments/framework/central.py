@@ -180,8 +180,8 @@ def train(
         state = release.state
         vector = optimizer.step(vector, release.mean)
         if step % steps == 0:
-            right = net.logits(vector, test[0]).argmax(1) == test[1]
-            accuracy.append(float(right.double().mean()))
+            hits = net.logits(vector, test[0]).argmax(1) == test[1]
+            accuracy.append(float(hits.double().mean()))
     return Run(vector, accuracy, float(np.mean(distortions)), clipped / max(seen, 1), ledger)
 
 

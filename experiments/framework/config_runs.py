@@ -180,9 +180,11 @@ def _trained(config: RunConfig, data: Path, out: Path) -> Path:
     digest = hashlib.sha256(repr(sorted(_located_nowhere(config).items())).encode()).hexdigest()
     directory = out.absolute() / f"{config.name}-{digest[:8]}"
     if not directory.is_dir():
-        part = directory.with_name(f".{directory.name}")
-        result = run_config(config.replace(**{"data.dir": str(data)}), out=part, overwrite=True)
+        unfinished = directory.with_name(f".{directory.name}")
+        result = run_config(
+            config.replace(**{"data.dir": str(data)}), out=unfinished, overwrite=True
+        )
         if result.ended == "interrupted":
             raise KeyboardInterrupt
-        part.replace(directory)
+        unfinished.replace(directory)
     return directory / "model.safetensors"

@@ -55,11 +55,12 @@ def curves(
     figure, axes = grid(
         1, len(panels), title=title, width=width or max(3.4 * len(panels), 7.5), height=4.2
     )
-    for one, (name, lines) in zip(axes, panels, strict=True):
+    differ = len({tuple(line.label for line in lines) for _, lines in panels}) > 1
+    for panel, (name, lines) in zip(axes, panels, strict=True):
         count = sum(isinstance(line.style, int) for line in lines)
         for line in lines:
             shown = line.score.rounds >= first
-            one.plot(
+            panel.plot(
                 line.score.rounds[shown],
                 line.score.curve[shown],
                 color=_colour(line.style, count),
@@ -67,16 +68,16 @@ def curves(
                 linewidth=1.0 if line.style == "other" else 1.6,
                 label=line.label or None,
             )
-        one.set_title(name, fontsize=10)
-        one.set_xlabel(xlabel)
-        one.xaxis.set_major_locator(MaxNLocator(integer=True))
-        one.sharey(axes[0])
-        if len({tuple(line.label for line in each) for _, each in panels}) > 1 or one is axes[0]:
+        panel.set_title(name, fontsize=10)
+        panel.set_xlabel(xlabel)
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.sharey(axes[0])
+        if differ or panel is axes[0]:
             crowded = sum(bool(line.label) for line in lines) > 5
             if crowded:
-                one.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+                panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
             else:
-                one.legend(frameon=False, fontsize=8, loc="lower right")
+                panel.legend(frameon=False, fontsize=8, loc="lower right")
     axes[0].set_ylabel("test accuracy (%)")
     return figure
 
@@ -90,9 +91,9 @@ def sweeps(
 ) -> Figure:
     """Final accuracy against a setting, with the standard deviation over seeds."""
     figure, axes = grid(1, 1, title=title, width=7.5, height=4.4)
-    one = axes[0]
+    panel = axes[0]
     for label, points, style in lines:
-        one.errorbar(
+        panel.errorbar(
             list(points),
             [score.mean for score in points.values()],
             [score.spread for score in points.values()],
@@ -105,12 +106,12 @@ def sweeps(
         )
     ticks = sorted({x for _, points, _ in lines for x in points})
     if log:
-        one.set_xscale("log")
-    one.set_xticks(ticks, [f"{x:g}" for x in ticks])
-    one.minorticks_off()
-    one.set_xlabel(xlabel)
-    one.set_ylabel("final test accuracy (%)")
-    one.legend(frameon=False, fontsize=9)
+        panel.set_xscale("log")
+    panel.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    panel.minorticks_off()
+    panel.set_xlabel(xlabel)
+    panel.set_ylabel("final test accuracy (%)")
+    panel.legend(frameon=False, fontsize=9)
     return figure
 
 

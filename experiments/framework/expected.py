@@ -63,22 +63,22 @@ class Expected:
             raise FedsimError(f"{path} cannot be read: {error}.") from None
         return cls(figures, tree.get("claims", {}))
 
-    def agrees(self, name: str, here: float) -> bool | None:
+    def agrees(self, name: str, value: float) -> bool | None:
         """Whether a figure is what was measured; None if nothing was."""
         figure = self.figures.get(name, Figure())
         if figure.measured is None:
             return None
         # Of numbers as they are printed, the last digit may be rounded.
-        return abs(here - figure.measured) <= figure.within + 1e-9
+        return abs(value - figure.measured) <= figure.within + 1e-9
 
     def table(self, report: Report) -> Table:
         """Figures of a report beside what was expected of them."""
         rows: list[list[str | float | None]] = []
-        for name, here in report.figures.items():
+        for name, value in report.figures.items():
             figure = self.figures.get(name, Figure())
-            agrees = self.agrees(name, here)
+            agrees = self.agrees(name, value)
             verdict = "" if agrees is None else "as measured" if agrees else "differs"
-            rows.append([name, figure.paper, figure.measured, figure.within, here, verdict])
+            rows.append([name, figure.paper, figure.measured, figure.within, value, verdict])
         columns = ["figure", "paper", "measured", "within", "here", "verdict"]
         return Table("figures", "Figures", columns, rows, digits=4)
 
@@ -87,6 +87,8 @@ class Expected:
         table = self.table(report)
         rows = [row for row in table.rows if row[1] is not None or row[5] == "differs"]
         verdicts = [row[5] for row in table.rows if row[5]]
-        same = sum(verdict == "as measured" for verdict in verdicts)
-        title = f"Against the paper ({same} of {len(verdicts)} figures are as they were measured)"
+        agreeing = sum(verdict == "as measured" for verdict in verdicts)
+        title = (
+            f"Against the paper ({agreeing} of {len(verdicts)} figures are as they were measured)"
+        )
         return replace(table, title=title, rows=rows, shown=bool(rows), digits=3)

@@ -62,9 +62,9 @@ def find(name: str) -> Path:
         If there is none.
     """
     known = _directories()
-    own = Path(name)
-    if (own / "experiment.toml").is_file():
-        return own
+    directory = Path(name)
+    if (directory / "experiment.toml").is_file():
+        return directory
     if name not in known:
         raise FedsimError(
             f"there is no experiment '{name}'; it must be one of {', '.join(sorted(known))}, or a "
@@ -118,16 +118,16 @@ def load(
 def _make(tree: dict[str, Any], context: Context) -> Experiment:
     from pydantic import ValidationError
 
-    kind = tree.get("experiment")
-    if kind not in KINDS:
-        raise FedsimError(f"experiment = {kind!r}; it must be one of {', '.join(KINDS)}.")
-    module, _, name = KINDS[kind].partition(":")
-    made: type[Experiment] = getattr(import_module(module), name)
+    key = tree.get("experiment")
+    if key not in KINDS:
+        raise FedsimError(f"experiment = {key!r}; it must be one of {', '.join(KINDS)}.")
+    module, _, name = KINDS[key].partition(":")
+    experiment: type[Experiment] = getattr(import_module(module), name)
     try:
-        settings = made.settings_type.model_validate(tree)
+        settings = experiment.settings_type.model_validate(tree)
     except ValidationError as error:
-        raise FedsimError(sentence(made.settings_type, error)) from None
-    return made(settings, context)
+        raise FedsimError(sentence(experiment.settings_type, error)) from None
+    return experiment(settings, context)
 
 
 def run_experiment(

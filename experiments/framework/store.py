@@ -44,7 +44,7 @@ class Store:
         """Keep a result: the file is there whole or not at all."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.path(member)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         content = {
             "member": member.name,
             "settings": _plain(member.settings),
@@ -52,10 +52,10 @@ class Store:
             "result": result,
         }
         try:
-            part.write_text(json.dumps(content), encoding="utf-8")
-            part.replace(path)
+            unfinished.write_text(json.dumps(content), encoding="utf-8")
+            unfinished.replace(path)
         finally:
-            part.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
 
 
 def _plain(settings: object) -> object:

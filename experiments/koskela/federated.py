@@ -133,9 +133,9 @@ class KoskelaFederated(Koskela):
         adadp = self._adadp(scores, s.mixed, batch)
         rate, sgd = self._best(scores, SGD, s.rates, s.mixed, batch)
         others = [
-            Curve("", scores[_name(SGD, other, s.mixed, batch)], "other")
-            for other in s.rates
-            if other != rate
+            Curve("", scores[_name(SGD, tried, s.mixed, batch)], "other")
+            for tried in s.rates
+            if tried != rate
         ]
         if others:
             others[0] = Curve("SGD, the other rates", others[0].score, "other")
@@ -335,9 +335,9 @@ def _both(name: str, says: str, verdicts: Mapping[str, tuple[bool, str]]) -> lis
             name + ends[reading][0],
             f"{name.partition('-')[0]}: {says} ({ends[reading][1]})",
             holds,
-            here,
+            seen,
         )
-        for reading, (holds, here) in verdicts.items()
+        for reading, (holds, seen) in verdicts.items()
     ]
 
 

@@ -73,20 +73,20 @@ class KoskelaPrivate(Koskela):
             sigma: float(self.of_plan(results, self._adadp(sigma))[0]["epsilon"])
             for sigma in self.settings.sigmas
         }
-        parts = []
+        sections = []
         if self.settings.adam_sigmas:
-            parts.append(self._against_adam(scores, adadp, epsilons))
+            sections.append(self._against_adam(scores, adadp, epsilons))
         if self.settings.starts:
-            parts.append(self._over_starts(scores))
+            sections.append(self._over_starts(scores))
         if self.settings.rates:
-            parts.append(self._against_sgd(scores, adadp, epsilons))
+            sections.append(self._against_sgd(scores, adadp, epsilons))
         figures = {f"epsilon sigma={sigma:g}": value for sigma, value in epsilons.items()}
         figures |= {f"adadp sigma={sigma:g}": score.mean for sigma, score in adadp.items()}
         return Report(
-            tables=[table for part in parts for table in part.tables],
-            figures=figures | {k: v for part in parts for k, v in part.figures.items()},
-            claims=[claim for part in parts for claim in part.claims],
-            pictures={k: v for part in parts for k, v in part.pictures.items()},
+            tables=[table for section in sections for table in section.tables],
+            figures=figures | {k: v for section in sections for k, v in section.figures.items()},
+            claims=[claim for section in sections for claim in section.claims],
+            pictures={k: v for section in sections for k, v in section.pictures.items()},
         )
 
     @property
@@ -113,9 +113,9 @@ class KoskelaPrivate(Koskela):
         panels, figures, claims = [], {}, []
         for sigma in s.adam_sigmas:
             ranked = _ranked(scores, ADAM, s.adam_rates, sigma)
-            own = adadp[sigma]
-            lines = [Curve("ADADP", own, "adadp")]
-            rows.append([f"{sigma:g}", "ADADP", None, own.text])
+            best = adadp[sigma]
+            lines = [Curve("ADADP", best, "adadp")]
+            rows.append([f"{sigma:g}", "ADADP", None, best.text])
             for start, style in zip(s.starts, _START_STYLES, strict=False):
                 score = scores[_name(ADADP, start, sigma)]
                 lines.append(Curve(f"ADADP from {start:g}", score, style))
@@ -126,7 +126,7 @@ class KoskelaPrivate(Koskela):
                 figures[f"4 adam {place} sigma={sigma:g}"] = score.mean
                 lines.append(Curve(f"Adam, {place}: {rate:.2g}", score, style))
             panels.append((_panel(sigma, epsilons[sigma]), lines))
-            behind = ranked[0][1].mean - own.mean
+            behind = ranked[0][1].mean - best.mean
             claims.append(
                 PaperClaim(
                     f"4-best-sigma{sigma:g}",
@@ -137,7 +137,7 @@ class KoskelaPrivate(Koskela):
                 )
             )
             if len(ranked) > 1:
-                ahead = own.mean - ranked[1][1].mean
+                ahead = best.mean - ranked[1][1].mean
                 claims.append(
                     PaperClaim(
                         f"4-second-sigma{sigma:g}",
@@ -156,11 +156,11 @@ class KoskelaPrivate(Koskela):
         rows: list[list[str | float | None]] = []
         figures, claims = {}, []
         for sigma in s.sigmas:
-            found = {start: scores[_name(ADADP, start, sigma)] for start in self._starts}
-            for start, score in found.items():
+            by_start = {start: scores[_name(ADADP, start, sigma)] for start in self._starts}
+            for start, score in by_start.items():
                 rows.append([f"{sigma:g}", f"{start:g}", score.text])
                 figures[f"adadp from {start:g} sigma={sigma:g}"] = score.mean
-            means = [score.mean for score in found.values()]
+            means = [score.mean for score in by_start.values()]
             claims.append(
                 PaperClaim(
                     f"starts-sigma{sigma:g}",
@@ -189,22 +189,22 @@ class KoskelaPrivate(Koskela):
         for sigma in s.sigmas:
             reused = scores[_name(SGD, once, sigma)]
             again, tuned = _ranked(scores, SGD, s.rates, sigma)[0]
-            own = adadp[sigma]
+            best = adadp[sigma]
             rows.append(
                 [
-                    f"{sigma:g}", f"{epsilons[sigma]:.3f}", own.text, reused.text, tuned.text,
+                    f"{sigma:g}", f"{epsilons[sigma]:.3f}", best.text, reused.text, tuned.text,
                     f"{again:g}",
                 ]
             )  # fmt: skip
             figures[f"5 sgd reused sigma={sigma:g}"] = reused.mean
             figures[f"5 sgd tuned sigma={sigma:g}"] = tuned.mean
             lines = [
-                Curve("ADADP", own, "adadp"),
+                Curve("ADADP", best, "adadp"),
                 Curve("SGD" if sigma == first else "SGD, reused", reused, "sgd"),
             ]
             panels.append((_panel(sigma, epsilons[sigma]), lines))
             if sigma != first:
-                ahead = own.mean - reused.mean
+                ahead = best.mean - reused.mean
                 claims.append(
                     PaperClaim(
                         f"5-sigma{sigma:g}",
@@ -227,8 +227,8 @@ def _ranked(
     scores: Mapping[str, Score], method: str, rates: Sequence[float], sigma: float
 ) -> list[tuple[float, Score]]:
     """Rates and their scores, the highest first."""
-    found = [(rate, scores[_name(method, rate, sigma)]) for rate in rates]
-    return sorted(found, key=lambda each: -each[1].mean)
+    tried = [(rate, scores[_name(method, rate, sigma)]) for rate in rates]
+    return sorted(tried, key=lambda pair: -pair[1].mean)
 
 
 def _panel(sigma: float, epsilon: float) -> str:

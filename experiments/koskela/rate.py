@@ -88,17 +88,17 @@ class KoskelaRate(Koskela):
             for sigma in s.sigmas
             for start in s.starts
         }
-        at = math.ceil(s.settled / self._iterations) - 1
+        settled = math.ceil(s.settled / self._iterations) - 1
         rows: list[list[str | float | None]] = []
         figures, claims = {}, []
         for sigma in s.sigmas:
-            found = [float(rates[start, sigma][at]) for start in s.starts]
+            reached = [float(rates[start, sigma][settled]) for start in s.starts]
             figures[f"predicted sigma={sigma:g}"] = predicted[sigma]
-            for start, rate in zip(s.starts, found, strict=True):
+            for start, rate in zip(s.starts, reached, strict=True):
                 end = float(rates[start, sigma][-1])
                 figures[f"eta sigma={sigma:g} from {start:g}"] = rate
                 rows.append([f"{sigma:g}", f"{start:g}", rate, end, predicted[sigma]])
-            off = max(abs(rate / predicted[sigma] - 1) for rate in found)
+            off = max(abs(rate / predicted[sigma] - 1) for rate in reached)
             claims.append(
                 PaperClaim(
                     f"settles-sigma{sigma:g}",
@@ -109,8 +109,8 @@ class KoskelaRate(Koskela):
                 )
             )
         title = (
-            f"ADADP's rate at iteration {(at + 1) * self._iterations}, at the end, and by formula "
-            f"(d = {parameters})"
+            f"ADADP's rate at iteration {(settled + 1) * self._iterations}, at the end, and by "
+            f"formula (d = {parameters})"
         )
         columns = ["sigma", "eta_0", "eta", "eta at the end", "sqrt(2) tol |B| / (sigma C sqrt d)"]
         return Report(
@@ -136,26 +136,26 @@ class KoskelaRate(Koskela):
             width=max(4.2 * len(s.sigmas), 6.5),
         )
         colours = (COLOURS["normalization"], COLOURS["clipping"], COLOURS["third"])
-        for one, sigma in zip(axes, s.sigmas, strict=True):
+        for panel, sigma in zip(axes, s.sigmas, strict=True):
             for k, start in enumerate(s.starts):
                 values = [start, *rates[start, sigma]]
-                one.plot(
+                panel.plot(
                     np.arange(len(values)) * self._iterations,
                     values,
                     color=colours[k % len(colours)],
                     label=f"$\\eta_0$ = {start:g}",
                 )
-            one.axhline(
+            panel.axhline(
                 predicted[sigma],
                 color=INK,
                 linestyle="--",
                 linewidth=1,
                 label=f"formula: {predicted[sigma]:.4f}",
             )
-            one.set_yscale("log")
-            one.set_title(f"$\\sigma$ = {sigma:g}", fontsize=10)
-            one.set_xlabel("iteration")
-            one.legend(frameon=False, fontsize=8)
+            panel.set_yscale("log")
+            panel.set_title(f"$\\sigma$ = {sigma:g}", fontsize=10)
+            panel.set_xlabel("iteration")
+            panel.legend(frameon=False, fontsize=8)
         axes[0].set_ylabel("$\\eta$")
         return figure
 

@@ -53,17 +53,17 @@ class NodeBuild(Build):
     def dataset(self) -> datasets.Dataset:
         """The client's examples."""
         if self._file:
-            whole = datasets.load(self._file, normalize=self.config.data.normalize)
-            own = torch.arange(len(whole.y_train))
+            dataset = datasets.load(self._file, normalize=self.config.data.normalize)
+            rows = torch.arange(len(dataset.y_train))
         else:
-            whole = self._everybody.dataset
-            own = torch.from_numpy(self._everybody.parts[self._node_client])
+            dataset = self._everybody.dataset
+            rows = torch.from_numpy(self._everybody.parts[self._node_client])
         return replace(
-            whole,
-            x_train=whole.x_train[own],
-            y_train=whole.y_train[own],
-            x_test=whole.x_test[:0],
-            y_test=whole.y_test[:0],
+            dataset,
+            x_train=dataset.x_train[rows],
+            y_train=dataset.y_train[rows],
+            x_test=dataset.x_test[:0],
+            y_test=dataset.y_test[:0],
         ).to(self.device)
 
     @property
@@ -79,10 +79,10 @@ class NodeBuild(Build):
     @functools.cached_property
     def parts(self) -> list[Indices]:
         """The client's examples are all that there are; everybody else has none here."""
-        nothing = np.zeros(0, dtype=np.int64)
-        parts: list[Indices] = [nothing] * self.config.partition.clients
-        parts[self._node_client] = np.arange(len(self.dataset.y_train), dtype=np.int64)
-        return parts
+        no_examples = np.zeros(0, dtype=np.int64)
+        indices: list[Indices] = [no_examples] * self.config.partition.clients
+        indices[self._node_client] = np.arange(len(self.dataset.y_train), dtype=np.int64)
+        return indices
 
 
 def trainer_for(context: Context) -> Trainer:

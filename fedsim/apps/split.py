@@ -42,12 +42,12 @@ def split_data(config: RunConfig, path_of: Callable[[int], Path]) -> list[Path]:
     last = int(np.flatnonzero(dataset.y_test.numpy() == dataset.num_classes - 1)[0])
     witness = slice(last, last + 1)
     paths = []
-    for client, own in enumerate(build.parts):
+    for client, rows in enumerate(build.parts):
         content = io.BytesIO()
         np.savez_compressed(
             content,
-            x_train=x[own],
-            y_train=y[own],
+            x_train=x[rows],
+            y_train=y[rows],
             x_test=dataset.x_test.numpy()[witness],
             y_test=dataset.y_test.numpy()[witness],
             **statistics,

@@ -61,8 +61,8 @@ class FlowerApp:
         sys.path.insert(0, str(directory.resolve()))
         importlib.invalidate_caches()
         server, client = (
-            _component(directory, table, name, kind)
-            for name, kind in (("serverapp", ServerApp), ("clientapp", ClientApp))
+            _component(directory, table, name, component_type)
+            for name, component_type in (("serverapp", ServerApp), ("clientapp", ClientApp))
         )
         return cls(server, client, run_config)
 
@@ -98,7 +98,10 @@ def _app_table(directory: Path) -> dict[str, Any]:
 
 
 def _component(
-    directory: Path, table: Mapping[str, Any], name: str, kind: type[ServerApp] | type[ClientApp]
+    directory: Path,
+    table: Mapping[str, Any],
+    name: str,
+    component_type: type[ServerApp] | type[ClientApp],
 ) -> Any:
     reference = table["components"].get(name)
     key = f"tool.flwr.app.components.{name}"
@@ -113,8 +116,8 @@ def _component(
         raise FedsimError(
             f"{key} = '{reference}', but there is no module '{module}' in {directory}."
         ) from None
-    if not isinstance(component, kind):
-        raise FedsimError(f"{key} = '{reference}'; it must name a {kind.__name__}.")
+    if not isinstance(component, component_type):
+        raise FedsimError(f"{key} = '{reference}'; it must name a {component_type.__name__}.")
     return component
 
 

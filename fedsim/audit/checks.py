@@ -26,7 +26,7 @@ class Check:
     name : str
     looked_at : str
         At what, and how much of it.
-    found, allowed : str
+    measured, allowed : str
         The statistic, and what it should have been.
     p_value : float
         Probability of something at least as odd, if all is as claimed; every comparison that
@@ -36,7 +36,7 @@ class Check:
     subject: Subject
     name: str
     looked_at: str
-    found: str
+    measured: str
     allowed: str
     p_value: float
 

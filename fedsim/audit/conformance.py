@@ -190,26 +190,26 @@ def _system(plan: Plan, strategy: DPFedAvg, start: Parameters) -> Check:
     runs: Sequence[Observation] = [
         observe(few, _nobody(strategy, start), start, None) for _ in range(2)
     ]
-    found = repeats(np.stack([seen.moves for seen in runs]), f"2 x {few.rounds} rounds")
+    check = repeats(np.stack([seen.moves for seen in runs]), f"2 x {few.rounds} rounds")
     entropies = {entry.entropy for seen in runs for entry in seen.entries}
-    broken = found.found if not found.p_value else None
+    broken = check.measured if not check.p_value else None
     if entropies != {"system"}:
         broken = f"the ledger says entropy {' and '.join(sorted(entropies))}"
     return invariant(
-        "noise", "noise of the system's", found.looked_at, broken, "never the same, and named so"
+        "noise", "noise of the system's", check.looked_at, broken, "never the same, and named so"
     )
 
 
-def unrelated(plan: Plan, other: Plan, seed: int) -> Check:
+def unrelated(plan: Plan, rival: Plan, seed: int) -> Check:
     """Two runs of one seed that are not the same run: their noise may have nothing in common.
 
     Else the difference of what they released shows sums without noise.
     """
     start = parameters(SMALL)
     rows = []
-    for each in (plan, other):
-        few = Plan(each.strategy, min(FEW, each.rounds))
-        moves = observe(few, _nobody(each.strategy(seed), start), start, seed).moves
+    for contender in (plan, rival):
+        few = Plan(contender.strategy, min(FEW, contender.rounds))
+        moves = observe(few, _nobody(contender.strategy(seed), start), start, seed).moves
         # In units of its own first standard deviation, whatever that is.
         norms = np.maximum(np.sqrt(np.square(moves).mean(1, keepdims=True)), 1e-300)
         rows.append(moves / norms)

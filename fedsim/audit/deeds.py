@@ -54,14 +54,14 @@ def deeds(start: Parameters, scale: float) -> list[Deed]:
     last[-1] = 1
     nearly = scale * last + 1e-3 * scale * (1 - last)
     layers = []
-    for name, part in zip(start, columns(start), strict=True):
+    for name, layer_columns in zip(start, columns(start), strict=True):
         # A little elsewhere: where a norm leaves this layer out, the rest must not be nothing.
         row = torch.full((d,), 1e-3 * scale, dtype=torch.float64)
-        row[part] = scale
+        row[layer_columns] = scale
         layers.append(Deed(f"moves {name} most", ALONE, _sends(row)))
     return [
-        Deed("pulls as hard as it can", ALONE, lambda them: them),
-        Deed("pulls against all others", OPPOSED, lambda them: them),
+        Deed("pulls as hard as it can", ALONE, _stays),
+        Deed("pulls against all others", OPPOSED, _stays),
         Deed("moves one coordinate", OPPOSED, _sends(scale * last)),
         Deed("moves one coordinate most", OPPOSED, _sends(nearly)),
         *layers,
@@ -73,7 +73,7 @@ def deeds(start: Parameters, scale: float) -> list[Deed]:
             "sends one infinity", OPPOSED, _sends(torch.where(last > 0, torch.inf, last)),
             harmless=False,
         ),
-        Deed("raises an exception", OPPOSED, lambda them: them.but(raises=True), harmless=False),
+        Deed("raises an exception", OPPOSED, _raises, harmless=False),
         *(
             Deed(f"reports {value:g}", OPPOSED, _reports(value), harmless=False)
             for value in (0.0, -1e9, 1e300, float("nan"))
@@ -81,20 +81,28 @@ def deeds(start: Parameters, scale: float) -> list[Deed]:
     ]  # fmt: skip
 
 
+def _stays(canaries: Canaries) -> Canaries:
+    return canaries
+
+
 def _sends(row: Tensor) -> Change:
-    def change(them: Canaries) -> Canaries:
-        rows = them.rows.clone()
+    def change(canaries: Canaries) -> Canaries:
+        rows = canaries.rows.clone()
         rows[-1] = row
-        return them.but(rows=rows)
+        return canaries.but(rows=rows)
 
     return change
 
 
+def _raises(canaries: Canaries) -> Canaries:
+    return canaries.but(raises=True)
+
+
 def _reports(value: float) -> Change:
-    def change(them: Canaries) -> Canaries:
-        metrics = {name: values.copy() for name, values in them.metrics.items()}
+    def change(canaries: Canaries) -> Canaries:
+        metrics = {name: values.copy() for name, values in canaries.metrics.items()}
         for values in metrics.values():
             values[-1] = value
-        return them.but(metrics=metrics)
+        return canaries.but(metrics=metrics)
 
     return change

@@ -50,7 +50,7 @@ class _Law:
 
 
 def draw_checks(
-    draws: Sequence[Sequence[Ids]], event: Event, population: int, who: str = "clients"
+    draws: Sequence[Sequence[Ids]], event: Event, population: int, members: str = "clients"
 ) -> list[Check]:
     """Every test of the draws of several runs.
 
@@ -66,20 +66,20 @@ def draw_checks(
     """
     law = _Law.of(event, population)
     rounds = [np.asarray(ids, dtype=np.int64) for run in draws for ids in run]
-    looked = f"{len(rounds):,} rounds over {population:,} {who}"
+    looked = f"{len(rounds):,} rounds over {population:,} {members}"
     checks = [each_once(rounds, population, looked)]
     if checks[0].p_value == 0 or not rounds:
         return checks
-    there = np.zeros((len(rounds), population), dtype=np.float64)
-    for row, ids in zip(there, rounds, strict=True):
+    asked = np.zeros((len(rounds), population), dtype=np.float64)
+    for row, ids in zip(asked, rounds, strict=True):
         row[ids] = 1
-    checks.append(_sizes(there, law, looked))
+    checks.append(_sizes(asked, law, looked))
     if law.rate == 1:
         return checks
-    checks += [_spread(there, law, looked), _frequencies(there, law, looked)]
-    checks += [_together(there, law, looked), _overlaps(there, law, looked)]
+    checks += [_spread(asked, law, looked), _frequencies(asked, law, looked)]
+    checks += [_together(asked, law, looked), _overlaps(asked, law, looked)]
     lengths = [len(run) for run in draws]
-    checks.append(_succession(there, law, lengths, looked))
+    checks.append(_succession(asked, law, lengths, looked))
     return checks
 
 
@@ -94,36 +94,36 @@ def each_once(rounds: Sequence[Ids], population: int, looked: str) -> Check:
     return invariant("sampler", "who is asked", looked, broken, "nobody twice, and no stranger")
 
 
-def _sizes(there: Floats, law: _Law, looked: str) -> Check:
-    sizes = there.sum(1).astype(np.int64)
-    found = f"{sizes.mean():.2f} a round, from {sizes.min()} to {sizes.max()}"
+def _sizes(asked: Floats, law: _Law, looked: str) -> Check:
+    sizes = asked.sum(1).astype(np.int64)
+    spoken = f"{sizes.mean():.2f} a round, from {sizes.min()} to {sizes.max()}"
     if law.fixed is not None:
-        broken = None if (sizes == law.fixed).all() else found
+        broken = None if (sizes == law.fixed).all() else spoken
         return invariant("sampler", "sizes", looked, broken, f"{law.fixed} in every round")
     n = law.population
-    whole = float(_binomial_p(sizes.sum(), n * len(there), law.rate))
-    p = [smallest(_binomial_p(sizes, n, law.rate)), whole]
+    p_total = float(_binomial_p(sizes.sum(), n * len(asked), law.rate))
+    p = [smallest(_binomial_p(sizes, n, law.rate)), p_total]
     return Check(
-        "sampler", "sizes", looked, found, f"binomial, {n * law.rate:.2f} a round", smallest(p)
+        "sampler", "sizes", looked, spoken, f"binomial, {n * law.rate:.2f} a round", smallest(p)
     )
 
 
-def _spread(there: Floats, law: _Law, looked: str) -> Check:
+def _spread(asked: Floats, law: _Law, looked: str) -> Check:
     """Sizes must vary as those of independent clients do: no less, and no more."""
     if law.fixed is not None:
         return invariant("sampler", "spread of sizes", looked, None, "none")
     n, q = law.population, law.rate
     variance = n * q * (1 - q)
-    ratio = float(np.square(there.sum(1) - n * q).mean() / variance)
+    ratio = float(np.square(asked.sum(1) - n * q).mean() / variance)
     return Check(
         "sampler", "spread of sizes", looked, f"{math.sqrt(ratio):.3f} of a binomial's std",
-        "1, within chi-square bounds", _dispersion_p(ratio, len(there), variance, q),
+        "1, within chi-square bounds", _dispersion_p(ratio, len(asked), variance, q),
     )  # fmt: skip
 
 
-def _frequencies(there: Floats, law: _Law, looked: str) -> Check:
-    counts = there.sum(0).astype(np.int64)
-    T, q = len(there), law.rate
+def _frequencies(asked: Floats, law: _Law, looked: str) -> Check:
+    counts = asked.sum(0).astype(np.int64)
+    T, q = len(asked), law.rate
     variance = T * q * (1 - q)
     ratio = float(np.square(counts - T * q).mean() / variance)
     p = [smallest(_binomial_p(counts, T, q)), _dispersion_p(ratio, len(counts), variance, q)]
@@ -134,23 +134,23 @@ def _frequencies(there: Floats, law: _Law, looked: str) -> Check:
     )  # fmt: skip
 
 
-def _together(there: Floats, law: _Law, looked: str) -> Check:
+def _together(asked: Floats, law: _Law, looked: str) -> Check:
     """Pairs that are asked together too often, or never."""
-    counts = (there.T @ there)[np.triu_indices(there.shape[1], 1)].astype(np.int64)
-    p_values = _binomial_p(counts, len(there), law.both)
+    counts = (asked.T @ asked)[np.triu_indices(asked.shape[1], 1)].astype(np.int64)
+    p_values = _binomial_p(counts, len(asked), law.both)
     odd = int(p_values.argmin())
     return Check(
         "sampler", "pairs asked together", f"{looked}, {len(counts):,} pairs",
-        f"the oddest pair in {counts[odd]} of {len(there)} rounds",
-        f"{len(there) * law.both:.4g}, within binomial bounds", smallest(p_values),
+        f"the oddest pair in {counts[odd]} of {len(asked)} rounds",
+        f"{len(asked) * law.both:.4g}, within binomial bounds", smallest(p_values),
     )  # fmt: skip
 
 
-def _overlaps(there: Floats, law: _Law, looked: str) -> Check:
+def _overlaps(asked: Floats, law: _Law, looked: str) -> Check:
     """What two rounds have in common, of one run or of two: a draw may not be used again."""
-    if len(there) < 2:
+    if len(asked) < 2:
         return invariant("sampler", "overlap of rounds", looked, None, "nothing to compare")
-    counts = (there @ there.T)[np.triu_indices(len(there), 1)].astype(np.int64)
+    counts = (asked @ asked.T)[np.triu_indices(len(asked), 1)].astype(np.int64)
     if law.fixed is None:
         p_values = _binomial_p(counts, law.population, law.rate**2)
     else:
@@ -163,10 +163,10 @@ def _overlaps(there: Floats, law: _Law, looked: str) -> Check:
     )  # fmt: skip
 
 
-def _succession(there: Floats, law: _Law, lengths: Sequence[int], looked: str) -> Check:
+def _succession(asked: Floats, law: _Law, lengths: Sequence[int], looked: str) -> Check:
     """Whether being asked now changes the odds of being asked some rounds later."""
     q = law.rate
-    centred = (there - q) / math.sqrt(q * (1 - q))
+    centred = (asked - q) / math.sqrt(q * (1 - q))
     totals = np.zeros(max(lengths))
     products = np.zeros(max(lengths))
     start = 0
@@ -204,9 +204,9 @@ def _hypergeometric_p(counts: Counts, n: int, m: int) -> Floats:
     k = np.arange(m + 1)
     with np.errstate(all="ignore"):
         possible = (m - k) <= (n - m)
-        rest = np.where(possible, n - m - (m - k), 0)
+        in_neither = np.where(possible, n - m - (m - k), 0)
         logs = 2 * gammaln(m + 1) + 2 * gammaln(n - m + 1) - gammaln(n + 1)
-        logs = logs - gammaln(k + 1) - 2 * gammaln(m - k + 1) - gammaln(rest + 1)
+        logs = logs - gammaln(k + 1) - 2 * gammaln(m - k + 1) - gammaln(in_neither + 1)
     masses = np.where(possible, np.exp(logs), 0.0)
     below, above = np.cumsum(masses), np.cumsum(masses[::-1])[::-1]
     return np.asarray(np.minimum(1.0, 2 * np.minimum(below, above)[counts]))

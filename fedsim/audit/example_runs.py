@@ -25,22 +25,22 @@ from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
 
-__all__ = ["ExamplePlan", "ExampleRun", "Recorder", "observe_examples"]
+__all__ = ["ExamplePlan", "ExampleRun", "GradientRecorder", "observe_examples"]
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Recorder(LocalAlgorithm):
+class GradientRecorder(LocalAlgorithm):
     """Keeps every gradient that it is given, and stays where it is."""
 
     seen: list[tuple[int, int, Tensor]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
 
-    def step(self, state: State, gradient: Gradient, at: Step) -> None:
+    def step(self, state: State, gradient: Gradient, step: Step) -> None:
         """See `LocalAlgorithm`."""
-        self.seen.append((at.round, at.index, gradient.dense().clone()))
+        self.seen.append((step.round, step.index, gradient.dense().clone()))
 
 
 def linear(sizes: Sequence[int]) -> nn.Module:
@@ -61,7 +61,7 @@ class _Layers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Sum of the layers' outputs, ``[B, 1]``."""
         parts = zip(self.layers, torch.split(x, self.sizes, -1), strict=True)
-        return torch.stack([layer(part) for layer, part in parts]).sum(0)
+        return torch.stack([layer(columns) for layer, columns in parts]).sum(0)
 
 
 def first_output(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def observe_examples(
         torch.zeros(clients * size, dtype=torch.int64),
         list(np.arange(clients * size).reshape(clients, size)),
     )
-    recorder = Recorder()
+    recorder = GradientRecorder()
     work: dict[str, Any] = {"epochs": None if plan.work.steps else plan.work.epochs}
     trainer = Trainer(
         linear(plan.sizes(d)),

@@ -44,8 +44,8 @@ def example_checks(plan: ExamplePlan, rounds: int, runs: int, seed: int) -> list
     runs : int
         Clients without the canary, and as many with it, that are told apart.
     """
-    made, std = _noise(plan, seed)
-    checks = [*made, *_batches(plan, seed)]
+    noise, std = _noise(plan, seed)
+    checks = [*noise, *_batches(plan, seed)]
     if std is not None:
         checks.append(_reach(plan, std, seed))
     claim = Claim((plan.event.times(rounds),), plan.privacy.delta)
@@ -88,8 +88,8 @@ def _noise(plan: ExamplePlan, seed: int) -> tuple[list[Check], Floats | None]:
     # Where a zero row is moved to the center, how many there were is not known here.
     units = (released - scale.center) * plan.denominator / scale.half
     stds = np.empty(D)
-    for part in plan.columns(D):
-        stds[part] = np.sqrt(np.square(units[..., part]).mean())
+    for columns in plan.columns(D):
+        stds[columns] = np.sqrt(np.square(units[..., columns]).mean())
     if not np.abs(scale.zero).any():
         checks += noise_checks(units / stds, plan.columns(D))
     return checks, stds * scale.half / plan.denominator
@@ -165,8 +165,8 @@ def _reach(plan: ExamplePlan, std: Floats, seed: int) -> Check:
     present = without.clone()
     present[:, 0] = torch.stack(canaries)
     # Long enough for each client's canary to be in several of its batches.
-    each = 1 if _adapts(plan) else plan.steps
-    rounds = max(1, -(-4 * plan.size // int(plan.denominator * each)))
+    steps = 1 if _adapts(plan) else plan.steps
+    rounds = max(1, -(-4 * plan.size // int(plan.denominator * steps)))
     runs = [
         _first_steps(plan, observe_examples(plan, rows, rounds, seed))
         for rows in (without, present)
@@ -180,7 +180,7 @@ def _reach(plan: ExamplePlan, std: Floats, seed: int) -> Check:
         if not length <= most:
             most, whose = length, name
     allowed = 1 / plan.event.total_noise_multiplier
-    width = min(part.stop - part.start for part in plan.columns(D))
+    width = min(columns.stop - columns.start for columns in plan.columns(D))
     values = CLIENTS * RELEASES * width
     p = 1.0 if most == 0 else 0.0
     if 0 < most < np.inf:
@@ -197,21 +197,21 @@ def _canaries(plan: ExamplePlan, scale: float) -> dict[str, Tensor]:
     def full(value: float) -> Tensor:
         return torch.full((D,), value, dtype=torch.float64)
 
-    one = torch.zeros(D, dtype=torch.float64)
-    one[-1] = scale
-    found = {
+    last = torch.zeros(D, dtype=torch.float64)
+    last[-1] = scale
+    canaries = {
         "pulls as hard as it can": full(scale),
-        "moves one coordinate": one,
+        "moves one coordinate": last,
         "is 1e150": full(1e150),
         "is 1e-150": full(1e-150),
         "is NaN": full(torch.nan),
-        "is infinite": torch.where(one > 0, torch.inf, one),
+        "is infinite": torch.where(last > 0, torch.inf, last),
     }
-    for number, part in enumerate(plan.columns(D)):
+    for number, columns in enumerate(plan.columns(D)):
         row = torch.full((D,), 1e-3 * scale, dtype=torch.float64)
-        row[part] = scale
-        found[f"moves layer {number} most"] = row
-    return found
+        row[columns] = scale
+        canaries[f"moves layer {number} most"] = row
+    return canaries
 
 
 def _worlds(plan: ExamplePlan, rounds: int, runs: int, seed: int) -> Check:
@@ -226,11 +226,11 @@ def _worlds(plan: ExamplePlan, rounds: int, runs: int, seed: int) -> Check:
     run = observe_examples(plan, rows, rounds, seed)
     seen = run.releases.reshape(2 * runs, -1, d)
     claim = Claim((plan.event.times(rounds),), plan.privacy.delta)
-    found = distinguish("example", seen[:runs], seen[runs:], np.ones(d), claim, RISK)
-    alarms, missed = found.box.bounds
+    verdict = distinguish("example", seen[:runs], seen[runs:], np.ones(d), claim, RISK)
+    alarms, missed = verdict.box.bounds
     return Check(
         "plan", "told apart", f"{runs} clients without and {runs} with a canary, {rounds} rounds, "
         f"epsilon {claim.epsilon:.3g}",
-        f"errors of at most {alarms:.3f}, {missed:.3f}, by {found.score}",
-        f"{alarms:.3f}, {float(claim.curve(alarms)):.3f} or more", found.p_value,
+        f"errors of at most {alarms:.3f}, {missed:.3f}, by {verdict.score}",
+        f"{alarms:.3f}, {float(claim.curve(alarms)):.3f} or more", verdict.p_value,
     )  # fmt: skip

@@ -35,27 +35,27 @@ class Faults:
     def checks(self, looked: str) -> list[Check]:
         """One check a kind."""
         return [
-            invariant(subject, kind, looked, self._broken.get(kind), holds)
-            for kind, (subject, holds) in self.KINDS.items()
+            invariant(subject, name, looked, self._broken.get(name), holds)
+            for name, (subject, holds) in self.KINDS.items()
         ]
 
-    def compare(self, who: str, without: Observation, seen: Observation, canary: int) -> None:
+    def compare(self, culprit: str, without: Observation, seen: Observation, canary: int) -> None:
         """Compare a run with a canary to one without."""
         rounds = len(seen.moves)
         if seen.ended or seen.released != rounds or len(seen.shown) != rounds:
             reason = f" ({seen.ended})" if seen.ended else ""
-            self._note("releases", f"{seen.released} of {rounds} with {who}{reason}")
+            self._note("releases", f"{seen.released} of {rounds} with {culprit}{reason}")
         elif without.released != rounds:
             self._note("releases", f"{without.released} of {rounds} without the canary")
         for before, after in zip(without.asked, seen.asked, strict=True):
             others = np.setdiff1d(before, [canary]), np.setdiff1d(after, [canary])
             if not np.array_equal(*others):
-                self._note("others asked", f"others were asked beside {who}")
+                self._note("others asked", f"others were asked beside {culprit}")
         lines = [[(entry.round, entry.event) for entry in run.entries] for run in (without, seen)]
         if lines[0] != lines[1]:
-            self._note("charges", f"the ledgers differ with {who}")
+            self._note("charges", f"the ledgers differ with {culprit}")
         if not np.array_equal(without.moves[:-1], seen.moves[:-1]):
-            self._note("earlier rounds", f"they differ with {who}, who was not asked yet")
+            self._note("earlier rounds", f"they differ with {culprit}, who was not asked yet")
 
     def lonely(self, plan: Plan, start: Parameters, strategy: DPFedAvg, seed: int) -> None:
         """Where everybody else fails, too, a round must come all the same."""
@@ -63,12 +63,14 @@ class Faults:
         assert population is not None
         small = {name: tensor[:2] for name, tensor in start.items()}
         d, sides = Layout.of(small).d, strategy.mechanism.side_names
-        them = OPPOSED.trainer(population, d, 1.0, present=True, neighbour="zero-out", sides=sides)
+        canaries = OPPOSED.trainer(
+            population, d, 1.0, present=True, neighbour="zero-out", sides=sides
+        )
         ok = np.zeros(population, dtype=np.bool_)
-        nobody = observe(plan, them.but(ok=ok), small, seed)
+        nobody = observe(plan, canaries.but(ok=ok), small, seed)
         ok = ok.copy()
         ok[-1] = True
-        alone = observe(plan, them.but(ok=ok), small, seed)
+        alone = observe(plan, canaries.but(ok=ok), small, seed)
         self.compare("a canary where all others fail", nobody, alone, population - 1)
 
     def slow(
@@ -79,13 +81,17 @@ class Faults:
         assert population is not None
         small = {name: tensor[:2] for name, tensor in start.items()}
         d, sides = Layout.of(small).d, strategy.mechanism.side_names
-        them = OPPOSED.trainer(
+        canaries = OPPOSED.trainer(
             population, d, scale, present=True, neighbour="zero-out", sides=sides
         )
-        one = Plan(plan.strategy, 1)
-        first = int(min(observe(one, still(population, d, sides), small, seed).asked[0], default=0))
-        quick = observe(one, them.but(), small, seed, timeout=DEADLINE + PAUSE)
-        slow = observe(one, them.but(pause=PAUSE, pauses=first), small, seed, timeout=DEADLINE)
+        single = Plan(plan.strategy, 1)
+        first = int(
+            min(observe(single, still(population, d, sides), small, seed).asked[0], default=0)
+        )
+        quick = observe(single, canaries.but(), small, seed, timeout=DEADLINE + PAUSE)
+        slow = observe(
+            single, canaries.but(pause=PAUSE, pauses=first), small, seed, timeout=DEADLINE
+        )
         # Its own row may be lost; with it the sum changes by one client's, not by everybody's.
         lost = len(quick.asked[0]) - len(slow.asked[0])
         if lost > 1 or slow.released != quick.released or slow.ended:
@@ -112,5 +118,5 @@ class Faults:
             if not np.array_equal(failing.moves, seen.moves):
                 self._note("releases", f"the release changed with a canary that {answer}")
 
-    def _note(self, kind: str, sentence: str) -> None:
-        self._broken.setdefault(kind, sentence)
+    def _note(self, name: str, sentence: str) -> None:
+        self._broken.setdefault(name, sentence)

@@ -115,18 +115,18 @@ class ConfigAudit:
         build = Build(self.config)
         privacy = build.example_privacy
         assert privacy is not None
-        parts = sorted({len(part) for part in build.parts if len(part)})
+        sizes = sorted({len(part) for part in build.parts if len(part)})
         work = local_work(self.config)
-        made: list[Check] = []
-        for size in sorted({parts[0], parts[-1]}):
+        checks: list[Check] = []
+        for size in sorted({sizes[0], sizes[-1]}):
             plan = ExamplePlan.smaller(privacy, work, size, MOST_EXAMPLES)
-            made += example_checks(plan, self.config.rounds, max(20, runs // 2), seed)
+            checks += example_checks(plan, self.config.rounds, max(20, runs // 2), seed)
         sentence = (
-            f"clients with {' and '.join(f'{size:,}' for size in sorted({parts[0], parts[-1]}))} "
+            f"clients with {' and '.join(f'{size:,}' for size in sorted({sizes[0], sizes[-1]}))} "
             f"examples (of more than {MOST_EXAMPLES:,}, so many at the same rate), through the "
             "trainer; an example's gradient is made up, and is there or is zero"
         )
-        return made, {"examples": sentence}
+        return checks, {"examples": sentence}
 
     def _clients(
         self,
@@ -157,14 +157,14 @@ class ConfigAudit:
             return Plan(_Factory.of(smaller, z), rounds), z
 
         (few, few_z), (many, many_z) = plan(self.rounds), plan(MOST_ROUNDS)
-        whole = Plan(_Factory.of(smaller, noise), min(config.rounds, MOST_WHOLE_ROUNDS))
-        small = whole.strategy(seed).cohort
+        full = Plan(_Factory.of(smaller, noise), min(config.rounds, MOST_WHOLE_ROUNDS))
+        small = full.strategy(seed).cohort
         assert small.population is not None
         with quiet():
             extra = [
                 *examples,
-                _promise(whole, config.rounds, claimed, delta),
-                unrelated(whole, Plan(_Factory.of(smaller, 1.25 * noise), whole.rounds), seed),
+                _promise(full, config.rounds, claimed, delta),
+                unrelated(full, Plan(_Factory.of(smaller, 1.25 * noise), full.rounds), seed),
             ]
         verdict = audit(
             few.strategy,
@@ -173,7 +173,7 @@ class ConfigAudit:
             worlds=WORLDS if runs else (),
             canaries=canaries,
             one_run=many,
-            whole=whole,
+            full=full,
             checks=checks,
             extra=extra,
             confidence=confidence,
@@ -190,7 +190,7 @@ class ConfigAudit:
         }
         if checks:
             assumed["tests"] = (
-                f"the first {_rounds(whole.rounds)} of {config.rounds:,}, of clients that stand "
+                f"the first {_rounds(full.rounds)} of {config.rounds:,}, of clients that stand "
                 "still, that each move a coordinate of their own, or do their worst"
             )
         if runs:
@@ -208,14 +208,14 @@ class ConfigAudit:
         return verdict, assumed
 
 
-def _promise(whole: Plan, rounds: int, claimed: float, delta: float) -> Check:
+def _promise(full: Plan, rounds: int, claimed: float, delta: float) -> Check:
     """What the ledger of a run says, against what was said before it."""
-    brief = observe(Plan(whole.strategy, 1), _nobody(whole), PARAMETERS, 1)
+    brief = observe(Plan(full.strategy, 1), _nobody(full), PARAMETERS, 1)
     return promise_check([entry.event for entry in brief.entries], rounds, claimed, delta)
 
 
-def _nobody(whole: Plan) -> Canaries:
-    strategy = whole.strategy(1)
+def _nobody(full: Plan) -> Canaries:
+    strategy = full.strategy(1)
     assert strategy.cohort.population is not None
     d = sum(tensor.numel() for tensor in PARAMETERS.values())
     return still(strategy.cohort.population, d, strategy.mechanism.side_names)

@@ -34,13 +34,13 @@ def is_refuted(canaries: int, guesses: int, correct: int, risk: float, shrink: S
     """
     if correct <= 0:
         return False
-    right = risk * correct / canaries
-    wrong = risk * (guesses - correct) / canaries
+    p_correct = risk * correct / canaries
+    p_wrong = risk * (guesses - correct) / canaries
     for index in range(correct - 1, -1, -1):
-        grown = max(wrong, shrink(min(right, 1.0)))
-        right += index / (guesses - index) * (grown - wrong)
-        wrong = grown
-        if right + wrong > guesses / canaries:
+        grown = max(p_wrong, shrink(min(p_correct, 1.0)))
+        p_correct += index / (guesses - index) * (grown - p_wrong)
+        p_wrong = grown
+        if p_correct + p_wrong > guesses / canaries:
             return True
     return False
 

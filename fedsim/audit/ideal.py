@@ -30,14 +30,14 @@ LEVELS = np.array([0.001, 0.01, 0.05, 0.2, 0.5])
 def accounting_check(claim: Claim, seed: int) -> Check:
     """Whether the claimed curve, and epsilon at delta, lie below what the events leak."""
     draws = Randomness(seed).generator(Purpose.AUDIT, level="run", part=8)
-    null, other = log_likelihood_ratios(claim.events, RUNS, draws)
+    absent, present = log_likelihood_ratios(claim.events, RUNS, draws)
     half = RUNS // 2
-    thresholds = np.quantile(null[:half], 1 - LEVELS)
-    alarms = np.array([(null[half:] > level).sum() for level in thresholds])
-    missed = np.array([(other[half:] <= level).sum() for level in thresholds])
+    thresholds = np.quantile(absent[:half], 1 - LEVELS)
+    alarms = np.array([(absent[half:] > level).sum() for level in thresholds])
+    missed = np.array([(present[half:] <= level).sum() for level in thresholds])
     p_curve = smallest(box_p_value(alarms, missed, half, claim))
     # delta(epsilon) is the mean of a number in [0, 1] under the other world: flip its coin.
-    excess = -np.expm1(np.minimum(claim.epsilon - other, 0.0))
+    excess = -np.expm1(np.minimum(claim.epsilon - present, 0.0))
     hits = int((draws.random(RUNS) < excess).sum())
     p_delta = float(bdtrc(hits - 1, RUNS, claim.delta)) if hits else 1.0
     return Check(
@@ -60,7 +60,7 @@ def log_likelihood_ratios(
     counts: dict[Event, int] = {}
     for event in events:
         counts[event] = counts.get(event, 0) + event.count
-    null, other = np.zeros(runs), np.zeros(runs)
+    absent, present = np.zeros(runs), np.zeros(runs)
     for event, count in counts.items():
         z, q = event.total_noise_multiplier, event.rate
         opposite = -1.0 if event.relation == "replace-one" else 0.0
@@ -68,16 +68,16 @@ def log_likelihood_ratios(
             # Equal Gaussians add up to one.
             z, count = z / np.sqrt(count), 1
         for _ in range(count):
-            for ratios, shift in ((null, opposite), (other, 1.0)):
-                there = draws.random(runs) < q
-                y = shift * there + z * draws.standard_normal(runs)
+            for ratios, shift in ((absent, opposite), (present, 1.0)):
+                sampled = draws.random(runs) < q
+                y = shift * sampled + z * draws.standard_normal(runs)
                 ratios += _mixture(y, 1.0, q, z) - _mixture(y, opposite, q, z)
-    return null, other
+    return absent, present
 
 
 def _mixture(y: Floats, shift: float, q: float, z: float) -> Floats:
     """Log density of ``(1 - q) N(0, z^2) + q N(shift, z^2)`` over that of ``N(0, z^2)``."""
     if shift == 0:
         return np.zeros_like(y)
-    rest = np.log1p(-q) if q < 1 else -np.inf
-    return np.asarray(np.logaddexp(rest, np.log(q) + (shift * y - shift**2 / 2) / z**2))
+    log_absent = np.log1p(-q) if q < 1 else -np.inf
+    return np.asarray(np.logaddexp(log_absent, np.log(q) + (shift * y - shift**2 / 2) / z**2))

@@ -45,11 +45,11 @@ def inclusion_checks(
     )  # fmt: skip
     if not first.p_value:
         return [first, charged]
-    there = np.zeros((len(rounds), population))
-    for row, ids in zip(there, rounds, strict=True):
+    asked = np.zeros((len(rounds), population))
+    for row, ids in zip(asked, rounds, strict=True):
         row[ids] = 1
     p = np.concatenate([probabilities[: len(run)] for run in draws])
-    centred, variances = there - p, p * (1 - p)
+    centred, variances = asked - p, p * (1 - p)
 
     def compare(name: str, sums: Floats, spread: Floats, of: str) -> Check:
         bounds = _bernstein(sums, spread)

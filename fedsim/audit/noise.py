@@ -71,18 +71,18 @@ def _variances(of: str, z: Floats, axes: int | tuple[int, int], looked: str) -> 
 
 
 def _layers(z: Floats, layers: Sequence[slice], looked: str) -> Check:
-    sums = np.stack([np.square(z[:, :, part]).sum(-1) for part in layers])
-    counts = np.array([part.stop - part.start for part in layers], dtype=np.float64)
+    sums = np.stack([np.square(z[:, :, columns]).sum(-1) for columns in layers])
+    counts = np.array([columns.stop - columns.start for columns in layers], dtype=np.float64)
     p_values = np.concatenate(
         [
             chi_square_p(sums, counts[:, None, None]).ravel(),
             chi_square_p(sums.sum((1, 2)), counts * z.shape[0] * z.shape[1]),
         ]
     )
-    whole = np.sqrt(sums.sum((1, 2)) / (counts * z.shape[0] * z.shape[1]))
+    stds = np.sqrt(sums.sum((1, 2)) / (counts * z.shape[0] * z.shape[1]))
     return Check(
         "noise", "size in each layer", f"{looked}, {len(layers)} layers",
-        f"stds between {whole.min():.3f} and {whole.max():.3f} of the claimed",
+        f"stds between {stds.min():.3f} and {stds.max():.3f} of the claimed",
         "1, within chi-square bounds, in every round and over all", smallest(p_values),
     )  # fmt: skip
 
@@ -147,15 +147,15 @@ def _shape(z: Floats, looked: str) -> Check:
 def repeats(values: Floats, looked: str) -> Check:
     """Three neighbouring values that stand anywhere else again, whatever their signs."""
     # By their leading digits: noise that is used again at half or twice the size is the same.
-    whole = np.round(np.frexp(np.abs(values))[0] * REPEAT_RESOLUTION).astype(np.uint64)
-    if whole.shape[-1] < 3:
-        whole = whole.reshape(*whole.shape[:-2], -1)
+    mantissas = np.round(np.frexp(np.abs(values))[0] * REPEAT_RESOLUTION).astype(np.uint64)
+    if mantissas.shape[-1] < 3:
+        mantissas = mantissas.reshape(*mantissas.shape[:-2], -1)
     # Wrapping products of odd numbers: a hash of the triple.
     factors = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
-    width = whole.shape[-1] - 2
+    width = mantissas.shape[-1] - 2
     keys = np.zeros(1, dtype=np.uint64)
     for offset, factor in enumerate(factors):
-        keys = keys + whole[..., offset : offset + width] * np.uint64(factor)
+        keys = keys + mantissas[..., offset : offset + width] * np.uint64(factor)
     again = keys.size - np.unique(keys).size
     return Check(
         "noise", "exact repeats", looked, f"{again:,} values stand there twice", "none",
@@ -179,12 +179,12 @@ def pairs_of_rounds(rows: Floats, looked: str, name: str = "pairs of rounds") ->
     worst = float(r[int(np.abs(r).argmax())])
     # Of two independent normal vectors, r sqrt(d - 1) / sqrt(1 - r^2) is Student's.
     t = abs(worst) * math.sqrt((d - 1) / max(1 - worst**2, 1e-300))
-    one = min(1.0, 2 * float(stdtr(d - 1, -t)) * len(r))
-    together = float(chi_square_p(d * np.square(r).sum(), len(r)))
-    common = float(normal_p(r.sum() * math.sqrt(d / len(r))))
+    p_worst = min(1.0, 2 * float(stdtr(d - 1, -t)) * len(r))
+    p_together = float(chi_square_p(d * np.square(r).sum(), len(r)))
+    p_common = float(normal_p(r.sum() * math.sqrt(d / len(r))))
     return Check(
         "noise", name, f"{looked}, {len(r):,} pairs", f"correlation {worst:+.4f} at most",
-        f"0, within {1 / math.sqrt(d):.4f} each", smallest([one, together, common]),
+        f"0, within {1 / math.sqrt(d):.4f} each", smallest([p_worst, p_together, p_common]),
     )  # fmt: skip
 
 

@@ -62,10 +62,10 @@ def guess(
     canaries : int
         At most the population.
     """
-    (scores, coins, claim), (fresh, fresh_coins, same) = (
-        _play(plan, start, canaries, seed, part) for part in (0, 1)
+    (scores, coins, claim), (fresh, fresh_coins, fresh_claim) = (
+        _play(plan, start, canaries, seed, run) for run in (0, 1)
     )
-    common_claim((claim, same))
+    common_claim((claim, fresh_claim))
     # Whichever share would refute the claim most clearly in the first run.
     share = min(
         SHARES, key=lambda share: refuted_p_value(canaries, *_guess(scores, coins, share), claim)
@@ -84,16 +84,16 @@ def guess(
 
 def _guess(scores: Floats, coins: Coins, share: float) -> tuple[int, int]:
     """Guess "in" for the highest scores and "out" for the lowest; guesses and correct ones."""
-    each = max(1, round(share * len(scores) / 2))
+    half = max(1, round(share * len(scores) / 2))
     order = np.argsort(scores, kind="stable")
-    return 2 * each, int((~coins[order[:each]]).sum() + coins[order[-each:]].sum())
+    return 2 * half, int((~coins[order[:half]]).sum() + coins[order[-half:]].sum())
 
 
 def _play(
-    plan: Plan, start: Parameters, canaries: int, seed: int, part: int
+    plan: Plan, start: Parameters, canaries: int, seed: int, run: int
 ) -> tuple[Floats, Coins, Claim]:
     """Scores and coins of the canaries, both ``[canaries]``, and what the run claims."""
-    draws = Randomness(seed).generator(Purpose.AUDIT, level="run", client=1, part=part)
+    draws = Randomness(seed).generator(Purpose.AUDIT, level="run", client=1, part=run)
     run_seed = int(draws.integers(2**63))
     strategy = plan.strategy(run_seed)
     layout = Layout.of(start)
@@ -110,16 +110,16 @@ def _play(
     directions = _directions(canaries, layout.d, draws)
     rows = reach(strategy.mechanism, layout) * directions
     ok = np.ones(canaries, dtype=np.bool_)
-    there = canaries
+    senders = canaries
     if adjacency == "replace-one":
         rows[torch.from_numpy(~coins)] *= -1
     elif adjacency == "zero-out":
         ok = coins
     else:
-        there = int(coins.sum())
+        senders = int(coins.sum())
     metrics = {"num-examples": np.full(canaries, EXAMPLES)}
     metrics |= dict.fromkeys(strategy.mechanism.side_names, np.zeros(canaries))
-    trainer = Canaries(rows[:there], ok[:there], metrics, silent=population - canaries)
+    trainer = Canaries(rows[:senders], ok[:senders], metrics, silent=population - canaries)
     seen = observe(plan, trainer, start, run_seed)
     moved = torch.from_numpy(seen.moves.sum(0))
     return (directions @ moved).numpy(), coins, seen.claim

@@ -112,10 +112,10 @@ class _Pairs:
         if self.strategy.placement == "server":
             return self._there(world, present=False)
         # A client that has nothing to add still sends its share of the noise.
-        nothing = self._there(world)
-        rows = nothing.rows.clone()
+        canaries = self._there(world)
+        rows = canaries.rows.clone()
         rows[-1] = 0
-        return nothing.but(rows=rows)
+        return canaries.but(rows=rows)
 
     def _observe(self, trainer: Canaries) -> Observation:
         return observe(self.plan, trainer, self.start, self.seed)
@@ -159,8 +159,8 @@ def _numbers(pairs: _Pairs) -> dict[str, float]:
             return dict.fromkeys(names, 0.0)
     design = np.stack([np.ones(len(sizes)), np.array(sizes) - np.mean(sizes)], axis=1)
     values = np.array(rows)
-    rest = values - design @ np.linalg.lstsq(design, values, rcond=None)[0]
-    stds = np.sqrt(np.square(rest).sum(0) / (len(rows) - 2))
+    residuals = values - design @ np.linalg.lstsq(design, values, rcond=None)[0]
+    stds = np.sqrt(np.square(residuals).sum(0) / (len(rows) - 2))
     stds[np.ptp(values, axis=0) == 0] = 0.0
     return dict(zip(names, stds.tolist(), strict=True))
 
@@ -206,7 +206,7 @@ def _bounded(
     )
     bare = next((length for length in lengths if length.bare), None)
     together = max(lengths, key=lambda length: length.moves**2 + length.numbers**2)
-    found = (
+    seen = (
         f"'{bare.bare}' is shown without noise, and moves with one that {bare.deed}"
         if bare
         else f"{np.hypot(together.moves, together.numbers):.4g} std, by one that {together.deed}"
@@ -214,7 +214,7 @@ def _bounded(
     p = 0.0 if bare else _length_p(together.moves**2, together.numbers**2, allowed, noise)
     if bare or any(length.numbers for length in lengths):
         checks.append(
-            Check("bound", "what one client moves, numbers beside included", looked, found,
+            Check("bound", "what one client moves, numbers beside included", looked, seen,
                   f"{allowed:.4g} at most", p)
         )  # fmt: skip
     return checks

@@ -40,5 +40,5 @@ def _caught(
     without = std * draws.standard_normal((runs, len(events)))
     takes_part = draws.random((runs, len(events))) < [event.rate for event in events]
     present = shift * takes_part + std * draws.standard_normal((runs, len(events)))
-    found = distinguish("", without[:, :, None], present[:, :, None], np.ones(1), claim, risk)
-    return found.p_value <= risk
+    result = distinguish("", without[:, :, None], present[:, :, None], np.ones(1), claim, risk)
+    return result.p_value <= risk

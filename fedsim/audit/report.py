@@ -32,9 +32,9 @@ def tabulate(verdict: Verdict, assumed: Mapping[str, str]) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     for name, sentence in assumed.items():
         facts.add_row(Text(name, style="dim"), sentence)
-    for found in verdict.two_worlds:
-        seen = f"{_SENTENCES.get(found.world, '')}; seen by {found.score}"
-        facts.add_row(Text(found.world, style="dim"), seen)
+    for attack in verdict.two_worlds:
+        seen = f"{_SENTENCES.get(attack.world, '')}; seen by {attack.score}"
+        facts.add_row(Text(attack.world, style="dim"), seen)
     good = verdict.accepted
     parts: list[RenderableType] = [facts, Text()]
     if verdict.checks:
@@ -65,7 +65,7 @@ def _checks(verdict: Verdict) -> Table:
     for check in sorted(verdict.checks, key=lambda check: order.index(check.subject)):
         bad = check.refutes(verdict.risk_of_check)
         table.add_row(
-            check.subject, check.name, check.looked_at, check.found, check.allowed,
+            check.subject, check.name, check.looked_at, check.measured, check.allowed,
             _p(check.p_value), "refuted" if bad else "holds", style="red" if bad else "",
         )  # fmt: skip
     return table
@@ -76,27 +76,27 @@ def _attacks(verdict: Verdict) -> Table:
     table.add_column("attack", no_wrap=True)
     for heading in ("errors at most", "claim allows", "p", "epsilon at least", "claimed"):
         table.add_column(heading, justify="right")
-    for found in verdict.two_worlds:
-        fp, fn = found.box.bounds
+    for attack in verdict.two_worlds:
+        fp, fn = attack.box.bounds
         table.add_row(
-            found.world,
+            attack.world,
             f"{fp:.3f}, {fn:.3f}",
             f"{fp:.3f}, {float(verdict.claim.curve(fp)):.3f}",
-            _p(found.p_value),
-            f"{found.epsilon_bound:.2f}",
+            _p(attack.p_value),
+            f"{attack.epsilon_bound:.2f}",
             f"{verdict.claim.epsilon:.2f}",
-            style=_style(found.p_value, verdict),
+            style=_style(attack.p_value, verdict),
         )
-    one, claim = verdict.one_run, verdict.one_run_claim
-    if one is not None and claim is not None:
+    guesses, claim = verdict.one_run, verdict.one_run_claim
+    if guesses is not None and claim is not None:
         table.add_row(
             "one run",
-            f"{one.guesses - one.correct} of {one.guesses} wrong",
+            f"{guesses.guesses - guesses.correct} of {guesses.guesses} wrong",
             "",
-            _p(one.p_value),
-            f"{one.epsilon_bound:.2f}",
+            _p(guesses.p_value),
+            f"{guesses.epsilon_bound:.2f}",
             f"{claim.epsilon:.2f}",
-            style=_style(one.p_value, verdict),
+            style=_style(guesses.p_value, verdict),
         )
     return table
 
@@ -115,8 +115,8 @@ def draw(verdict: Verdict, title: str) -> Figure:
     """The claim's trade-off curve with the measured boxes, on plain and logarithmic axes."""
     figure = Figure(figsize=(16 if verdict.checks else 11, 5.6), layout="constrained")
     widths = [5, 5, 5] if verdict.checks else [5, 5]
-    plain, logarithmic, *rest = figure.subplots(1, len(widths), width_ratios=widths)
-    for axes in rest:
+    plain, logarithmic, *beside = figure.subplots(1, len(widths), width_ratios=widths)
+    for axes in beside:
         _bars(axes, verdict)
     for axes, scale in ((plain, "linear"), (logarithmic, "log")):
         axes.set_xscale(scale)
@@ -125,8 +125,8 @@ def draw(verdict: Verdict, title: str) -> Figure:
         axes.set_xlim(low, 1)
         axes.set_ylim(low, 1)
         _curve(axes, verdict.claim, low)
-        for found, colour in zip(verdict.two_worlds, _COLOURS, strict=False):
-            _box(axes, found, colour, low)
+        for attack, colour in zip(verdict.two_worlds, _COLOURS, strict=False):
+            _box(axes, attack, colour, low)
         axes.set_xlabel("false positives: no canary, and one is seen", color=_INK)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=_INK)
@@ -165,10 +165,12 @@ def _bars(axes: Axes, verdict: Verdict) -> None:
     axes.tick_params(colors=_INK, labelsize=7)
 
 
-def _box(axes: Axes, found: TwoWorlds, colour: str, low: float) -> None:
-    (x, y), (right, top) = (
-        np.maximum(corner, low) for corner in (found.box.rates, found.box.bounds)
+def _box(axes: Axes, attack: TwoWorlds, colour: str, low: float) -> None:
+    (x, y), (x_bound, y_bound) = (
+        np.maximum(corner, low) for corner in (attack.box.rates, attack.box.bounds)
     )
-    axes.add_patch(Rectangle((x, y), right - x, top - y, color=colour, alpha=0.25, lw=0))
+    axes.add_patch(Rectangle((x, y), x_bound - x, y_bound - y, color=colour, alpha=0.25, lw=0))
     axes.plot([x], [y], marker="o", ms=4, color=colour, ls="", clip_on=False)
-    axes.plot([right], [top], marker="s", ms=6, mfc="none", color=colour, ls="", label=found.world)
+    axes.plot(
+        [x_bound], [y_bound], marker="s", ms=6, mfc="none", color=colour, ls="", label=attack.world
+    )

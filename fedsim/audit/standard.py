@@ -44,14 +44,14 @@ class Scale:
     def of(cls, mechanism: Mechanism, state: State, layout: Layout) -> Scale:
         """From the bounds' radii, and where they put a row of zeros and a row of ones."""
         center, half = np.empty(layout.d), np.empty(layout.d)
-        for part in mechanism.cover(layout):
-            ready = part.bound.ready(state_of(state, part.prefix))
-            zeros = torch.zeros(part.layout.d, dtype=torch.float64)
-            at_zero = part.bound.restore(zeros, ready)
-            at_one = part.bound.restore(zeros + 1, ready)
-            radius = float(part.bound.radius(ready, part.layout.d))
-            scatter(torch.from_numpy(center), at_zero, part.columns)
-            scatter(torch.from_numpy(half), radius * (at_one - at_zero), part.columns)
+        for cell in mechanism.cover(layout):
+            ready = cell.bound.ready(state_of(state, cell.prefix))
+            zeros = torch.zeros(cell.layout.d, dtype=torch.float64)
+            at_zero = cell.bound.restore(zeros, ready)
+            at_one = cell.bound.restore(zeros + 1, ready)
+            radius = float(cell.bound.radius(ready, cell.layout.d))
+            scatter(torch.from_numpy(center), at_zero, cell.columns)
+            scatter(torch.from_numpy(half), radius * (at_one - at_zero), cell.columns)
         still = torch.zeros(1, layout.d, dtype=torch.float64)
         zero = mechanism.bound(still, state, layout)[0].numpy() - center
         return cls(center, half, zero)
@@ -79,8 +79,8 @@ def in_units(seen: Observation, mechanism: Mechanism, layout: Layout, denominato
     return units
 
 
-def _same(state: State, other: State) -> bool:
-    return all(torch.equal(tensor, other[name]) for name, tensor in state.items())
+def _same(state: State, previous: State) -> bool:
+    return all(torch.equal(tensor, previous[name]) for name, tensor in state.items())
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,9 @@ class MeasuredNoise:
     ) -> MeasuredNoise:
         """From ``units [runs, rounds, d]``."""
         stds = np.empty(units.shape[-1])
-        for part in layers:
-            stds[part] = np.sqrt(np.square(units[..., part]).mean())
-        width = min(part.stop - part.start for part in layers)
+        for columns in layers:
+            stds[columns] = np.sqrt(np.square(units[..., columns]).mean())
+        width = min(columns.stop - columns.start for columns in layers)
         values = width * units.shape[0] * units.shape[1]
         return cls(stds, values, len(layers), mechanism, layout, denominator)
 

@@ -120,7 +120,7 @@ def distinguish(
     rate = claim.events[0].rate
     scores = fitted_scores(without[:half], present[:half], direction, rate)
     chosen = _choose(scores, without[:half], present[:half], claim, risk)
-    rest = len(without) - half
+    fresh = len(without) - half
 
     def count(test: _Test) -> tuple[Counts, Counts]:
         score = scores[test.score]
@@ -128,9 +128,9 @@ def distinguish(
 
     against_curve, for_epsilon = chosen
     fp, fn = count(against_curve)
-    box = Box(int(fp[0]), int(fn[0]), rest, risk)
-    p_value = float(box_p_value(fp, fn, rest, claim)[0])
-    bound = float(epsilon_bound(*count(for_epsilon), rest, risk, claim.delta)[0])
+    box = Box(int(fp[0]), int(fn[0]), fresh, risk)
+    p_value = float(box_p_value(fp, fn, fresh, claim)[0])
+    bound = float(epsilon_bound(*count(for_epsilon), fresh, risk, claim.delta)[0])
     return TwoWorlds(world, against_curve.score, box, p_value, bound)
 
 

@@ -76,7 +76,7 @@ class Verdict:
     @property
     def refuting(self) -> tuple[str, ...]:
         """Attacks and checks that no system for which the claim is true would have failed."""
-        names = [found.world for found in self.two_worlds if found.p_value <= self.risk]
+        names = [attack.world for attack in self.two_worlds if attack.p_value <= self.risk]
         if self.one_run is not None and self.one_run.p_value <= self.risk:
             names.append("one run")
         return (*names, *(str(check) for check in self.failed))
@@ -94,7 +94,7 @@ class Verdict:
     @property
     def epsilon_bound(self) -> float:
         """Largest lower bound on epsilon that an attack on `claim` proved."""
-        return max((found.epsilon_bound for found in self.two_worlds), default=0.0)
+        return max((attack.epsilon_bound for attack in self.two_worlds), default=0.0)
 
     def __str__(self) -> str:
         claimed = f"(epsilon, delta) = ({self.claim.epsilon:.3g}, {self.claim.delta:g})"
@@ -125,7 +125,7 @@ def audit(
     worlds: Sequence[World] = WORLDS,
     canaries: int = 512,
     one_run: Plan | None = None,
-    whole: Plan | None = None,
+    full: Plan | None = None,
     checks: bool = True,
     extra: Sequence[Check] = (),
     confidence: float = 0.99,
@@ -151,7 +151,7 @@ def audit(
     worlds : sequence of World
     canaries : int
         Of the one run, at most; 0 leaves it out.
-    one_run, whole : Plan, optional
+    one_run, full : Plan, optional
         What the one run and the checks do, if not the same: they can afford more rounds.
     checks : bool
         Whether to look at whole runs.
@@ -185,14 +185,14 @@ def audit(
         )
     risk = _risk_of_attack(confidence, attacks, checks or bool(extra))
     plan = Plan(strategy, rounds)
-    whole = whole or plan
+    full = full or plan
     claim: Claim | None = None
     with quiet():
-        made = [*extra, *(_checks(whole, seed) if checks else ())]
-        found = []
+        results = [*extra, *(_checks(full, seed) if checks else ())]
+        attacked = []
         for number, world in enumerate(worlds):
             result, claim = attack(plan, world, start, runs, risk, seed + number, tick)
-            found.append(result)
+            attacked.append(result)
         guessed = guessed_claim = None
         if canaries:
             canaries = min(canaries, population)
@@ -200,20 +200,20 @@ def audit(
             guessed, guessed_claim = guess(one_run or plan, _spread(start, d), canaries, risk, seed)
     claim = claim or guessed_claim or Claim((strategy(seed).plan.event(),) * rounds)
     return Verdict(
-        claim, tuple(found), guessed, guessed_claim, tuple(made), confidence, rounds, runs
+        claim, tuple(attacked), guessed, guessed_claim, tuple(results), confidence, rounds, runs
     )
 
 
-def _checks(whole: Plan, seed: int) -> list[Check]:
-    start = model_for(whole)
-    event = whole.strategy(seed).plan.event()
-    claim = Claim((event.times(whole.rounds),), whole.strategy(seed).delta)
+def _checks(full: Plan, seed: int) -> list[Check]:
+    start = model_for(full)
+    event = full.strategy(seed).plan.event()
+    claim = Claim((event.times(full.rounds),), full.strategy(seed).delta)
     # Before anything is run: without a claim there is nothing to check.
     claim.curve(0.5)
-    made, noise = conformance(whole, start, seed)
+    results, noise = conformance(full, start, seed)
     if noise.stds.all():
-        made += pair_checks(whole, start, noise, seed)
-    return [*made, accounting_check(claim, seed)]
+        results += pair_checks(full, start, noise, seed)
+    return [*results, accounting_check(claim, seed)]
 
 
 @contextmanager

@@ -89,10 +89,10 @@ class World:
         ok[-1] = present or replaced
         is_canary = np.zeros(population)
         is_canary[-1] = not replaced
-        there = population - (not present and neighbour == "add-remove")
+        senders = population - (not present and neighbour == "add-remove")
         metrics = {"num-examples": 1 + (EXAMPLES - 1) * is_canary}
         metrics |= dict.fromkeys(sides, 1e9 * is_canary)
-        return Canaries(rows[:there], ok[:there], metrics)
+        return Canaries(rows[:senders], ok[:senders], metrics)
 
 
 ALONE = World(

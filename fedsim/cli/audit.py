@@ -74,7 +74,7 @@ def audit(
             canaries=canaries,
             confidence=confidence,
             seed=seed,
-            tick=lambda made: progress.advance(task, made),
+            tick=lambda finished: progress.advance(task, finished),
         )
     console.print(tabulate(verdict, assumed))
     save(draw(verdict, settings.name), path)

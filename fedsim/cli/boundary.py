@@ -86,8 +86,8 @@ def _on_termination(handler: Handler) -> Handler | int | None:
 def _of_the_machine(error: OSError | MemoryError | RuntimeError) -> str | None:
     """What the machine could not do, in a sentence; None for an error of another sort."""
     if isinstance(error, OSError):
-        what = error.strerror or str(error) or type(error).__name__
-        return f"{error.filename}: {what}." if error.filename else f"{what}."
+        reason = error.strerror or str(error) or type(error).__name__
+        return f"{error.filename}: {reason}." if error.filename else f"{reason}."
     # torch's allocators raise RuntimeError.
     if isinstance(error, MemoryError) or "memory" in str(error):
         detail = str(error).strip().splitlines()

@@ -107,7 +107,7 @@ class _Progress:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
@@ -177,5 +177,5 @@ def _claims(report: Report, outcome: Outcome) -> Table:
         verdict = Text("yes" if claim.holds else "no", style="green" if claim.holds else "yellow")
         if expected is not None and expected != claim.holds and not outcome.quick:
             verdict.append(f" (expected: {'yes' if expected else 'no'})", style="bold red")
-        table.add_row(claim.says, verdict, claim.here)
+        table.add_row(claim.says, verdict, claim.measured)
     return table

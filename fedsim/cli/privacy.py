@@ -165,7 +165,7 @@ def privacy(
     if verify_ or public_key is not None:
         _verify(read, public_key)
         return
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "rounds": rounds,
         "delta": delta,
         "noise_multiplier": noise_multiplier,
@@ -174,7 +174,7 @@ def privacy(
         **_sampling(sampling, rate, size, population, adjacency),
     }
     question = _merged(
-        read.question, {name: value for name, value in given.items() if value is not None}
+        read.question, {name: value for name, value in options.items() if value is not None}
     )
     question = replace(question, invocations=invocations) if invocations != 1 else question
     if source is None:
@@ -233,25 +233,27 @@ def _sampling(
     adjacency: str | None,
 ) -> dict[str, Any]:
     """What the options say about who takes part."""
-    said: dict[str, Any] = {"population": population}
+    sampling_options: dict[str, Any] = {"population": population}
     if adjacency is not None:
         allowed = ("add-remove", "zero-out", "replace-one")
-        said["adjacency"] = cast(Adjacency, _one_of("--adjacency", adjacency, *allowed))
+        sampling_options["adjacency"] = cast(Adjacency, _one_of("--adjacency", adjacency, *allowed))
     if sampling is None and (rate is not None or size is not None):
         sampling = "poisson"
     if sampling is None:
-        return said
+        return sampling_options
     sampler = _one_of("--sampling", sampling, "poisson", "fixed", "full", "shuffle")
-    said["sampler"] = cast(Sampling, sampler)
+    sampling_options["sampler"] = cast(Sampling, sampler)
     if sampler == "poisson":
         if rate is None and (size is None or population is None):
             raise FedsimError("--sampling poisson needs --rate, or --size and --population.")
-        said["rate"] = rate if rate is not None else cast(int, size) / cast(int, population)
+        sampling_options["rate"] = (
+            rate if rate is not None else cast(int, size) / cast(int, population)
+        )
     elif sampler == "fixed":
-        said["size"] = size
+        sampling_options["size"] = size
     elif rate is not None or size is not None:
         raise FedsimError(f"--sampling {sampler} takes neither --rate nor --size.")
-    return said
+    return sampling_options
 
 
 def _merged(question: Question, changes: dict[str, Any]) -> Question:

@@ -43,10 +43,10 @@ class Source:
         """What its ledgers say: of the server's releases where it made private ones, and of the
         clients' own where they have any."""
         clients = None if self.clients is None else _clients(self.clients, delta).statement()
-        said = [] if self.server is None else [self.server.statement(delta)]
+        statements = [] if self.server is None else [self.server.statement(delta)]
         if clients is None:
-            return said
-        return [*(statement for statement in said if statement.private), clients]
+            return statements
+        return [*(statement for statement in statements if statement.private), clients]
 
 
 def read_source(source: Path | None, overrides: list[str], delta: float | None) -> Source:

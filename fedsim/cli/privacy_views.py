@@ -121,5 +121,5 @@ def checks_table(checks: Sequence[Verified]) -> Table:
     table = Table.grid(padding=(0, 2))
     for check in checks:
         mark = Text("holds", "green") if check.holds else Text("FAILS", "bold red")
-        table.add_row(mark, check.what, check.found)
+        table.add_row(mark, check.subject, check.seen)
     return table

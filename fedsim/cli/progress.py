@@ -50,7 +50,7 @@ class Progress:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
@@ -113,12 +113,12 @@ def _artefacts(result: RunResult) -> RenderableType:
     assert result.directory is not None
     directory = result.directory
     table = Table.grid(padding=(0, 2))
-    for path, what in (
+    for path, purpose in (
         (directory.model, "the model"),
         (directory.metrics, "a row for each round"),
         (directory.ledger, "every private release"),
         (directory.config, "reproduces this run"),
     ):
         if path.exists():
-            table.add_row(str(path), what)
+            table.add_row(str(path), purpose)
     return table

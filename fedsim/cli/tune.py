@@ -25,7 +25,7 @@ SIZES = (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000)
 
 
 @dataclass(frozen=True)
-class Measured:
+class Timing:
     """CPU and wall time of one way, in seconds a client."""
 
     path: str
@@ -67,11 +67,11 @@ def tune(
         raise FedsimError("no client has any data; there is nothing to measure.")
     console = Output()
     with console.status("measuring"):
-        found = measure(trainer, ids, repeats)
-    report(console, found, trainer)
+        timings = measure(trainer, ids, repeats)
+    report(console, timings, trainer)
 
 
-def measure(trainer: Trainer, ids: Ids, repeats: int) -> list[Measured]:
+def measure(trainer: Trainer, ids: Ids, repeats: int) -> list[Timing]:
     """Every path that takes the model, over block sizes up to the number of clients."""
     ways: dict[tuple[str, int], Trainer] = {}
     for path in ("stacked", "func", "plain"):
@@ -81,12 +81,12 @@ def measure(trainer: Trainer, ids: Ids, repeats: int) -> list[Measured]:
             except FedsimError:
                 break  # the path does not take this model
             ways.setdefault((path, way.block_size), way)
-    best: dict[tuple[str, int], Measured] = {}
+    best: dict[tuple[str, int], Timing] = {}
     on_cpu = trainer.device.type == "cpu"
 
-    def cost(one: Measured) -> float:
+    def cost(timing: Timing) -> float:
         # CPU time, where neighbours on the machine would stretch the wall clock.
-        return one.cpu if on_cpu else one.wall
+        return timing.cpu if on_cpu else timing.wall
 
     vector = trainer.initial()
     # In turn, so that all of them meet the same neighbours on the machine.
@@ -97,7 +97,7 @@ def measure(trainer: Trainer, ids: Ids, repeats: int) -> list[Measured]:
                 pass
             _wait(way)
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-            now = Measured(path, size, cpu / len(ids), wall / len(ids))
+            now = Timing(path, size, cpu / len(ids), wall / len(ids))
             known = best.get((path, size))
             if t > 1 and (known is None or cost(now) < cost(known)):
                 best[path, size] = now
@@ -111,27 +111,30 @@ def _wait(trainer: Trainer) -> None:
         torch.cuda.synchronize(trainer.device)
 
 
-def report(console: Console, found: list[Measured], trainer: Trainer) -> None:
+def report(console: Console, timings: list[Timing], trainer: Trainer) -> None:
     """A table of what was measured, and the lines to use the fastest."""
     table = Table(title="Local training, one client update")
     for column in ("path", "block size", "CPU ms", "wall ms", "clients/s", ""):
         table.add_column(column, justify="left" if column in ("path", "") else "right")
-    chosen = (trainer.path.name, min(trainer.block_size, max(one.block_size for one in found)))
-    for one in found:
+    chosen = (
+        trainer.path.name,
+        min(trainer.block_size, max(timing.block_size for timing in timings)),
+    )
+    for timing in timings:
         table.add_row(
-            one.path,
-            str(one.block_size),
-            f"{one.cpu * 1e3:.3f}",
-            f"{one.wall * 1e3:.3f}",
-            f"{1 / one.wall:.0f}",
-            "nearest to the rule's choice" if (one.path, one.block_size) == chosen else "",
+            timing.path,
+            str(timing.block_size),
+            f"{timing.cpu * 1e3:.3f}",
+            f"{timing.wall * 1e3:.3f}",
+            f"{1 / timing.wall:.0f}",
+            "nearest to the rule's choice" if (timing.path, timing.block_size) == chosen else "",
         )
     console.print(table)
     console.print(
         f"The rule chose path '{trainer.path.name}', at most {trainer.block_size} clients a block."
     )
     console.print("Fastest here (another path changes the last digits of the results):")
-    fastest = found[0]
+    fastest = timings[0]
     console.print(
         f"  --set client.path={fastest.path} --set client.block-size={fastest.block_size}"
     )

@@ -37,19 +37,20 @@ def sentence(model: type[BaseModel], error: ValidationError) -> str:
     first = error.errors()[0]
     # A union such as "number or unset" reports its branch as part of the location.
     path = [
-        str(part) for part in first["loc"] if "[" not in str(part) and part not in ("float", "bool")
+        str(step) for step in first["loc"] if "[" not in str(step) and step not in ("float", "bool")
     ]
-    key, kind, value, context = ".".join(path), first["type"], first["input"], first.get("ctx", {})
-    if kind == "extra_forbidden":
-        return _unknown_key(model, [str(part) for part in first["loc"]])
-    if kind == "value_error":
+    key, problem, value = ".".join(path), first["type"], first["input"]
+    context = first.get("ctx", {})
+    if problem == "extra_forbidden":
+        return _unknown_key(model, [str(step) for step in first["loc"]])
+    if problem == "value_error":
         return str(context["error"])
-    if kind == "literal_error":
+    if problem == "literal_error":
         return f"{key} = {shown(value)}; it must be {context['expected']}."
-    if kind in _BOUNDS:
-        words, bound = _BOUNDS[kind]
+    if problem in _BOUNDS:
+        words, bound = _BOUNDS[problem]
         return f"{key} = {shown(value)}; it must be {words} {context[bound]}."
-    return f"{key} = {shown(value)}; it must be {_KINDS.get(kind, first['msg'])}."
+    return f"{key} = {shown(value)}; it must be {_KINDS.get(problem, first['msg'])}."
 
 
 def _unknown_key(model: type[BaseModel], path: list[str]) -> str:
@@ -61,7 +62,7 @@ def _unknown_key(model: type[BaseModel], path: list[str]) -> str:
 
 
 def _keys_of(model: Any, path: list[str]) -> list[str]:
-    for part in path:
-        field = next(f for f in model.model_fields.values() if f.alias == part)
+    for key in path:
+        field = next(f for f in model.model_fields.values() if f.alias == key)
         model = field.annotation
     return [field.alias or name for name, field in model.model_fields.items()]

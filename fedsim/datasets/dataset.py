@@ -109,12 +109,12 @@ class Dataset:
             key: _labels(key, array, where)
             for key, array in (("y_train", y_train), ("y_test", y_test))
         }
-        for part in ("train", "test"):
-            n_features, n_labels = len(features[f"x_{part}"]), len(labels[f"y_{part}"])
+        for split in ("train", "test"):
+            n_features, n_labels = len(features[f"x_{split}"]), len(labels[f"y_{split}"])
             if n_features != n_labels:
                 raise FedsimError(
-                    f"{where} has {n_features} examples in x_{part} but {n_labels} labels in "
-                    f"y_{part}; there must be one label for each example."
+                    f"{where} has {n_features} examples in x_{split} but {n_labels} labels in "
+                    f"y_{split}; there must be one label for each example."
                 )
         train, test = features["x_train"], features["x_test"]
         if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
@@ -199,11 +199,11 @@ def _statistics(
     if mean is None and std is None:
         return None, None
     channels = features.shape[1]
-    given = [np.asarray(() if one is None else one, dtype=np.float64) for one in (mean, std)]
-    usable = all(one.shape == (channels,) and np.isfinite(one).all() for one in given)
-    if features.ndim != 4 or not usable or not (given[1] > 0).all():
+    statistics = [np.asarray(() if one is None else one, dtype=np.float64) for one in (mean, std)]
+    usable = all(one.shape == (channels,) and np.isfinite(one).all() for one in statistics)
+    if features.ndim != 4 or not usable or not (statistics[1] > 0).all():
         raise FedsimError(
             f"{where} has mean {mean} and std {std}; normalising needs images, and of both "
             f"one finite number for each of the {channels} channels, std above 0."
         )
-    return tuple(given[0].tolist()), tuple(given[1].tolist())
+    return tuple(statistics[0].tolist()), tuple(statistics[1].tolist())

@@ -39,15 +39,15 @@ def read_torchvision(name: str, folder: Path, download: bool) -> dict[str, npt.N
     from torchvision import datasets  # seconds to import, and most runs need none of it
 
     arrays: dict[str, npt.NDArray[Any]] = {}
-    for part in ("train", "test"):
+    for split in ("train", "test"):
         try:
             kept = getattr(datasets, _CLASSES[name])(
-                root=str(folder), train=part == "train", download=download
+                root=str(folder), train=split == "train", download=download
             )
         except (RuntimeError, OSError, EOFError) as error:
             raise FedsimError(_sentence(name, folder, download, error)) from error
-        arrays[f"x_{part}"] = np.asarray(kept.data)
-        arrays[f"y_{part}"] = np.asarray(kept.targets)
+        arrays[f"x_{split}"] = np.asarray(kept.data)
+        arrays[f"y_{split}"] = np.asarray(kept.targets)
     return arrays
 
 

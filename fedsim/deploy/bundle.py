@@ -98,13 +98,13 @@ def check_bundle(content: bytes, component: str, app: str) -> None:
             f"the bundle's {component} is {str(asked)[:80]!r}; here only {app!r} is run."
         )
     # Flower makes a directory name of these three.
-    for what, text, form in (
+    for key, text, form in (
         ("publisher", flower.get("publisher"), _NAMES),
         ("name", about.get("name"), _NAMES),
         ("version", about.get("version"), _VERSIONS),
     ):
         if re.fullmatch(form, str(text)) is None:
-            raise FedsimError(f"the bundle's {what} is {str(text)[:80]!r}; it must match {form}.")
+            raise FedsimError(f"the bundle's {key} is {str(text)[:80]!r}; it must match {form}.")
     if about.get("dependencies") or about.get("optional-dependencies"):
         raise FedsimError("the bundle asks for packages; here nothing is installed for a run.")
 

@@ -99,28 +99,28 @@ class Federation:
             raise FedsimError(f"--nodes is {nodes}; it must be at least 1.")
         if not hosts:
             raise FedsimError("--host is missing; the server's certificate needs a name.")
-        made = cls(directory.absolute(), tuple(hosts), nodes, port, fleet_port, insecure)
+        federation = cls(directory.absolute(), tuple(hosts), nodes, port, fleet_port, insecure)
         directory.mkdir(parents=True, exist_ok=True)
-        made.directory.chmod(0o700)
+        federation.directory.chmod(0o700)
         if not insecure:
-            made._make_certificates(days)
-        SuperLink(made.superlink, port, fleet_port, insecure).save()
-        write_private(made.superlink / "superexec.secret", secrets.token_hex(32).encode())
+            federation._make_certificates(days)
+        SuperLink(federation.superlink, port, fleet_port, insecure).save()
+        write_private(federation.superlink / "superexec.secret", secrets.token_hex(32).encode())
         ledger_key, ledger_public = key_pair()
-        write_private(made.superlink / "ledger.key", ledger_key)
-        roster = {made._make_key(node): node for node in range(0 if insecure else nodes)}
-        write_roster(made.roster, roster)
+        write_private(federation.superlink / "ledger.key", ledger_key)
+        roster = {federation._make_key(node): node for node in range(0 if insecure else nodes)}
+        write_roster(federation.roster, roster)
         for node in range(nodes):
-            made._make_node(node)
-        made._make_operator((home or made.directory) / "operator")
-        write_public(made.operator / "ledger.pub", ledger_public)
-        made.runs.mkdir()
-        for party in (made.superlink, *(made.node(node) for node in range(nodes))):
+            federation._make_node(node)
+        federation._make_operator((home or federation.directory) / "operator")
+        write_public(federation.operator / "ledger.pub", ledger_public)
+        federation.runs.mkdir()
+        for party in (federation.superlink, *(federation.node(node) for node in range(nodes))):
             (party / "state").mkdir(mode=0o700)
-        description = {k: v for k, v in asdict(made).items() if k != "directory"}
+        description = {k: v for k, v in asdict(federation).items() if k != "directory"}
         content = tomli_w.dumps({**description, "hosts": list(hosts)})
         write_public(directory / "federation.toml", content.encode())
-        return made
+        return federation
 
     @classmethod
     def load(cls, directory: Path) -> Federation:

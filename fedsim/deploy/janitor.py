@@ -30,15 +30,15 @@ def main(grace: float) -> None:
     groups: list[int] = []
     directories: list[str] = []
     for line in sys.stdin:
-        verb, _, what = line.rstrip("\n").partition(" ")
+        verb, _, argument = line.rstrip("\n").partition(" ")
         if verb == "start":
-            groups.append(int(what))
+            groups.append(int(argument))
         elif verb == "stop":
-            end_groups([int(what)], grace)
-            groups.remove(int(what))
+            end_groups([int(argument)], grace)
+            groups.remove(int(argument))
             print("stopped", flush=True)
         elif verb == "remove":
-            directories.append(what)
+            directories.append(argument)
     end_groups(groups, grace)
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)

@@ -88,7 +88,7 @@ class Processes:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
@@ -167,11 +167,11 @@ def environment() -> dict[str, str]:
 
     What this process was given besides (passwords, tokens of other services) stays with it.
     """
-    here = str(Path(sys.executable).parent)
+    programs = str(Path(sys.executable).parent)
     return {
         **{name: os.environ[name] for name in _INHERITED if name in os.environ},
         # Ray and Flower's simulation runtime start further programs by name.
-        "PATH": os.pathsep.join([here, os.environ.get("PATH", os.defpath)]),
+        "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
@@ -193,10 +193,10 @@ def program(name: str) -> str:
         If it is not installed.
     """
     beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
+    location = str(beside) if beside.exists() else shutil.which(name)
+    if location is None:
         raise FedsimError(f"the program '{name}' is not installed; it comes with flwr.")
-    return found
+    return location
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

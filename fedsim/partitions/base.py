@@ -48,7 +48,7 @@ class Partition(ABC):
             If the labels are no labels, or cannot be dealt in this way.
         """
         generator = Randomness(self.seed).generator(Purpose.PARTITION, level="run")
-        return [np.sort(part) for part in self._deal(_checked(labels), generator)]
+        return [np.sort(indices) for indices in self._deal(_checked(labels), generator)]
 
     @property
     def title(self) -> str:
@@ -77,15 +77,15 @@ def subsample(parts: Sequence[Indices], at_most: int, *, seed: int) -> list[Indi
         )
     randomness = Randomness(seed)
 
-    def keep(client: int, part: Indices) -> Indices:
-        if len(part) <= at_most:
-            return part
+    def keep(client: int, indices: Indices) -> Indices:
+        if len(indices) <= at_most:
+            return indices
         generator = randomness.generator(
             Purpose.PARTITION, level="run", client=client, part=_SUBSAMPLE
         )
-        return np.sort(generator.choice(part, size=at_most, replace=False))
+        return np.sort(generator.choice(indices, size=at_most, replace=False))
 
-    return [keep(client, part) for client, part in enumerate(parts)]
+    return [keep(client, indices) for client, indices in enumerate(parts)]
 
 
 def require_clients(clients: int, at_least: int = 1, why: str = "") -> None:

@@ -61,18 +61,22 @@ class InterpolatedPathological(Partition):
         return f"interpolated pathological (randomness = {self.randomness:g})"
 
     def _deal(self, labels: Indices, generator: np.random.Generator) -> Sequence[Indices]:
-        own = self._pathological(labels, generator)
-        given = [
-            np.sort(generator.choice(len(part), round(self.randomness * len(part)), replace=False))
-            for part in own
+        by_class = self._pathological(labels, generator)
+        given_up = [
+            np.sort(
+                generator.choice(len(indices), round(self.randomness * len(indices)), replace=False)
+            )
+            for indices in by_class
         ]
         pool = generator.permutation(
-            np.concatenate([part[give] for part, give in zip(own, given, strict=True)])
+            np.concatenate(
+                [indices[give] for indices, give in zip(by_class, given_up, strict=True)]
+            )
         )
-        dealt = np.split(pool, np.cumsum([len(give) for give in given])[:-1])
+        dealt = np.split(pool, np.cumsum([len(give) for give in given_up])[:-1])
         return [
-            np.concatenate([np.delete(part, give), back])
-            for part, give, back in zip(own, given, dealt, strict=True)
+            np.concatenate([np.delete(indices, give), back])
+            for indices, give, back in zip(by_class, given_up, dealt, strict=True)
         ]
 
     def _pathological(self, labels: Indices, generator: np.random.Generator) -> list[Indices]:

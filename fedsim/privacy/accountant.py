@@ -105,9 +105,9 @@ class Accountant:
 
     def copy(self) -> Accountant:
         """An accountant that goes on from here on its own."""
-        other = Accountant()
-        other._spent = self._spent.copy()
-        return other
+        clone = Accountant()
+        clone._spent = self._spent.copy()
+        return clone
 
     @property
     def releases(self) -> int:
@@ -263,12 +263,12 @@ class _Spent:
 
     def as_poisson(self) -> Accountant:
         """The same noise on Poisson samples of the same rates, under add-remove."""
-        other = Accountant()
+        poisson = Accountant()
         for (size, population, z), count in self.fixed.items():
-            other.add(Event(noise_multiplier=z, rate=size / population), count)
+            poisson.add(Event(noise_multiplier=z, rate=size / population), count)
         if self.mu:  # replace-one's, so that mu is 2/z
-            other.add(Event(noise_multiplier=2 / self.mu))
-        return other
+            poisson.add(Event(noise_multiplier=2 / self.mu))
+        return poisson
 
 
 def _rounded_down(z: float) -> float:

@@ -41,13 +41,13 @@ def _against_server(shared: Sequence[Entry], delta: float) -> list[str]:
     events = [entry.event for entry in shared]
     asked = min((_expected(event) for event in events), default=None)
     noise = min(event.total_noise_multiplier for event in events)
-    said = (
+    rule = (
         "The server knows whom it asked and what noise it added itself, so sampling amplifies "
         "nothing against it: where it sees only the sum of r shares, of which D are missing and "
         "k known to colluders, a noise multiplier of z sqrt((r-D-k)/r) is left"
     )
     if not asked or not noise or math.isinf(noise):
-        return [f"{said}; of a single share that it sees, z / sqrt(r)."]
+        return [f"{rule}; of a single share that it sees, z / sqrt(r)."]
     cases = {"nobody missing or colluding": 0, "a tenth of them": math.ceil(asked / 10)}
     spent = [
         f"epsilon {_unamplified(events, (asked - gone) / asked, delta):.4g} with {name}"
@@ -56,7 +56,7 @@ def _against_server(shared: Sequence[Entry], delta: float) -> list[str]:
     ]
     alone = _unamplified(events, 1 / asked, delta)
     return [
-        f"{said} (z = {noise:g}, r = {asked}: {', '.join(spent)}); of the single shares that it "
+        f"{rule} (z = {noise:g}, r = {asked}: {', '.join(spent)}); of the single shares that it "
         f"sees without secure aggregation, z / sqrt(r), epsilon {alone:.4g}."
     ]
 
@@ -80,36 +80,36 @@ def _unamplified(events: Sequence[Event], share: float, delta: float) -> float:
 
 def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
     """Sentences on what is taken as public, and what was shown, declared or assumed of it."""
-    said = []
+    sentences = []
     if level == "example":
-        said.append(
+        sentences.append(
             "Public: the number of every client's examples, and with it its steps, sampling "
             "rates and denominators."
         )
     else:
         populations = sorted({e.event.population for e in entries if e.event.population})
         clients = f" ({', '.join(f'{n:,}' for n in populations)} clients)" if populations else ""
-        said.append(
+        sentences.append(
             f"Public: the declared population{clients}, the sampling rate, the denominator and "
             "the number of rounds."
         )
     facts = _facts(entries)
     if facts.get("rows") == {"probed"}:
-        said.append(
+        sentences.append(
             "That a row is one example's, whatever the others are, was probed on the model and "
             "the loss, not proved."
         )
     if any(entry.declared_by_user for entry in entries):
-        said.append(
+        sentences.append(
             "Declared by the user: that the sampler draws what its event says was not derived "
             "from inclusion probabilities."
         )
     if True in facts.get("rounds-can-be-lost", ()):
-        said.append(
+        sentences.append(
             "Assumed: that rounds which are lost (no node reachable, too few for secure "
             "aggregation) are lost independently of the data."
         )
-    return said
+    return sentences
 
 
 def _facts(entries: Sequence[Entry]) -> Mapping[str, set[Fact]]:

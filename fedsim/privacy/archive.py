@@ -22,7 +22,7 @@ _DEEPEST = 4
 
 def archived(path: Path) -> list[Path]:
     """What stood at ``path`` before, the oldest first; ``*`` in its name stands for anything."""
-    found: list[Path] = []
+    predecessors: list[Path] = []
     path = path.absolute()
     for parent in path.parents[:_DEEPEST]:
         inside = path.relative_to(parent)
@@ -30,9 +30,9 @@ def archived(path: Path) -> list[Path]:
             before = parent / ARCHIVE / str(number) / inside
             for kept in sorted(before.parent.glob(before.name)):
                 # What had been replaced already when it was put away.
-                found += [] if parent == path.parent else _replaced_beside(kept)
-                found.append(kept)
-    return found
+                predecessors += [] if parent == path.parent else _replaced_beside(kept)
+                predecessors.append(kept)
+    return predecessors
 
 
 def archive(path: Path) -> None:

@@ -30,9 +30,9 @@ def sealed(
     entry: Mapping[str, Any], previous: str, noted: Mapping[str, Any] | None = None
 ) -> tuple[bytes, str]:
     """One line with its newline, and its hash."""
-    part, digest = sealed_part(entry, previous)
+    hashed, digest = sealed_part(entry, previous)
     beside = json.dumps(dict(noted or {}), separators=(",", ":"), allow_nan=False)
-    return f'{part},"noted":{beside}}}\n'.encode(), digest
+    return f'{hashed},"noted":{beside}}}\n'.encode(), digest
 
 
 def sealed_part(entry: Mapping[str, Any], previous: str) -> tuple[str, str]:
@@ -44,8 +44,8 @@ def sealed_part(entry: Mapping[str, Any], previous: str) -> tuple[str, str]:
 
 def split(data: bytes) -> tuple[list[bytes], bytes]:
     """Whole lines, without their newlines, and what stands after the last newline."""
-    *lines, rest = data.split(b"\n")
-    return lines, rest
+    *lines, tail = data.split(b"\n")
+    return lines, tail
 
 
 def opened(line: bytes, previous: str, *, torn: bool = False) -> tuple[dict[str, Any], str]:

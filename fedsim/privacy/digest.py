@@ -47,8 +47,8 @@ def _plain(value: Any) -> Any:
     return [_name(type(value)), _plain(simple)]
 
 
-def _name(thing: Any) -> str:
+def _name(definition: Any) -> str:
     # Where fedsim keeps a class may change; a user's may be one of many of its name.
-    module = str(thing.__module__)
+    module = str(definition.__module__)
     ours = module.partition(".")[0] == "fedsim"
-    return str(thing.__qualname__ if ours else f"{module}:{thing.__qualname__}")
+    return str(definition.__qualname__ if ours else f"{module}:{definition.__qualname__}")

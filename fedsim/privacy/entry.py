@@ -129,7 +129,7 @@ class Entry:
         return (self.release, self.round, self.attempt, self.client, self.fingerprint, self.event)
 
 
-def torn_entry(rest: bytes, known: Iterable[Event]) -> Entry:
+def torn_entry(torn: bytes, known: Iterable[Event]) -> Entry:
     """An entry at least as costly as whatever a torn line was to say.
 
     Parameters
@@ -139,18 +139,18 @@ def torn_entry(rest: bytes, known: Iterable[Event]) -> Entry:
     known : iterable of Event
         Everything recorded or planned.
     """
-    fragment = rest.decode("ascii", "backslashreplace")
+    fragment = torn.decode("ascii", "backslashreplace")
     legible = _event_in(fragment)
     event = dominating_event([*known, *([legible] if legible is not None else [])])
     # Of a line without any event known, nothing can be said.
-    nothing = Event(noise_multiplier=0.0, guarantee=False)
-    return Entry(kind="torn", event=event or nothing, fragment=fragment)
+    unknown = Event(noise_multiplier=0.0, guarantee=False)
+    return Entry(kind="torn", event=event or unknown, fragment=fragment)
 
 
 def _event_in(fragment: str) -> Event | None:
     """The event of a torn line, if all of it is legible."""
-    _, found, tail = fragment.partition('"event":')
-    if not found:
+    _, marker, tail = fragment.partition('"event":')
+    if not marker:
         return None
     try:
         data, _ = DECODER.raw_decode(tail)

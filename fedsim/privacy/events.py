@@ -184,8 +184,8 @@ class Event:
             raise FedsimError("an event's sides must be a mapping, its guarantee true or false.")
         for name in ("size", "population", "count"):
             value = data[name]
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole and (value is not None or name == "count"):
+            is_integer = isinstance(value, int) and not isinstance(value, bool)
+            if not is_integer and (value is not None or name == "count"):
                 raise FedsimError(f"an event's {name} is {value!r}; it must be a whole number.")
         return cls(
             noise_multiplier=_decoded("noise-multiplier", data["noise-multiplier"]),
@@ -211,15 +211,15 @@ def common_adjacency(relations: Iterable[Adjacency]) -> Adjacency:
     FedsimError
         If replace-one meets another relation: their epsilons must not be added up.
     """
-    found = set(relations)
-    if len(found) > 1 and "replace-one" in found:
+    distinct = set(relations)
+    if len(distinct) > 1 and "replace-one" in distinct:
         raise FedsimError(
-            f"events are accounted for {' and '.join(sorted(found))}; "
+            f"events are accounted for {' and '.join(sorted(distinct))}; "
             "replace-one composes with replace-one only."
         )
-    if len(found) == 1:
-        return found.pop()
-    return "zero-out" if found else "add-remove"
+    if len(distinct) == 1:
+        return distinct.pop()
+    return "zero-out" if distinct else "add-remove"
 
 
 def dominating_event(events: Iterable[Event]) -> Event | None:

@@ -34,16 +34,16 @@ class Fingerprints:
         self._directory = directory
         self._key: bytes | None = None if directory is not None else secrets.token_bytes(_BYTES)
 
-    def of(self, parts: Iterable[bytes]) -> str:
+    def of(self, contents: Iterable[bytes]) -> str:
         """Fingerprint of these parts, in this order, each as a whole."""
         if self._key is None:
             assert self._directory is not None
             self._key = _key_in(self._directory)
         code = hmac.new(self._key, digestmod=hashlib.sha256)
-        for part in parts:
+        for content in contents:
             # Lengths keep ("ab", "c") and ("a", "bc") apart.
-            code.update(len(part).to_bytes(8, "little"))
-            code.update(part)
+            code.update(len(content).to_bytes(8, "little"))
+            code.update(content)
         return code.hexdigest()
 
 

@@ -41,7 +41,7 @@ class History:
         """Those of the charged ones that are the archive's."""
 
     @property
-    def own(self) -> tuple[Entry, ...]:
+    def of_this_run(self) -> tuple[Entry, ...]:
         """What would be charged without the archive."""
         kept: list[Entry] = []
         for entry in self.entries:

@@ -165,9 +165,9 @@ class Ledger:
         return self._file.history.before
 
     @property
-    def own(self) -> tuple[Entry, ...]:
+    def of_this_run(self) -> tuple[Entry, ...]:
         """What would be charged without the archive."""
-        return self._file.history.own
+        return self._file.history.of_this_run
 
     @property
     def counts(self) -> Counter[Event]:

@@ -198,22 +198,22 @@ class LedgerFile:
         if self.header is None and is_old(data):
             self._load_old(data)
             return False
-        lines, rest = split(data)
+        lines, tail = split(data)
         if self.header is None and not lines:
             raise FedsimError(
-                f"{self._name} is {'cut off' if rest else 'empty'}, or no ledger; a ledger is "
+                f"{self._name} is {'cut off' if tail else 'empty'}, or no ledger; a ledger is "
                 "never written so: put back what was there."
             )
         for line in lines:
             self._take_line(line)
-        if not rest:
+        if not tail:
             return False
         planned = [self._planned] if self._planned is not None else []
         try:
-            entry, _ = self._opened(rest, torn=True)
+            entry, _ = self._opened(tail, torn=True)
         except FedsimError:
             known = {charged.event for charged in self.history.charged}
-            torn = torn_entry(rest, [*known, *planned])
+            torn = torn_entry(tail, [*known, *planned])
             entry = replace(torn, level=self.level)
         self._take(entry, *sealed(entry.to_dict(), self.head))
         self._torn_on_disk = self._read_only

@@ -40,7 +40,7 @@ def old_entries(data: bytes, planned: Iterable[Event] = ()) -> list[Entry]:
     FedsimError
         If a line is damaged or does not follow the one before it.
     """
-    lines, rest = split(data)
+    lines, tail = split(data)
     entries: list[Entry] = []
     head = GENESIS
     for number, line in enumerate(lines, start=1):
@@ -51,12 +51,12 @@ def old_entries(data: bytes, planned: Iterable[Event] = ()) -> list[Entry]:
         if entry.settles and entries and entries[-1].kind == "torn":
             entries.pop()
         entries.append(replace(entry, settles=False))
-    if rest:
+    if tail:
         try:
-            entries.append(_opened(rest, head)[0])
+            entries.append(_opened(tail, head)[0])
         except FedsimError:
             known = [*{entry.event for entry in entries}, *planned]
-            entries.append(replace(torn_entry(rest, known), version=1))
+            entries.append(replace(torn_entry(tail, known), version=1))
     return entries
 
 

@@ -85,11 +85,11 @@ def _pareto_front(events: Iterable[Event]) -> list[Event]:
     front: list[Event] = []
     for event in sorted(events, key=key, reverse=True):
         beaten = any(
-            other.sampler == event.sampler
-            and other.relation == event.relation
-            and (event.private or not other.private)
-            and all(a >= b for a, b in zip(key(other), key(event), strict=True))
-            for other in front
+            dearer.sampler == event.sampler
+            and dearer.relation == event.relation
+            and (event.private or not dearer.private)
+            and all(a >= b for a, b in zip(key(dearer), key(event), strict=True))
+            for dearer in front
         )
         if not beaten:
             front.append(event)

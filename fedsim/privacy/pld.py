@@ -173,9 +173,11 @@ def _masses(points: Array) -> Array:
     Differences are taken in the nearer tail, so that small masses keep their digits.
     """
     edges = np.concatenate([[-np.inf], points, [np.inf]])
-    left, right = edges[:-1], edges[1:]
-    upper = left > 0
-    return np.asarray(np.where(upper, ndtr(-left) - ndtr(-right), ndtr(right) - ndtr(left)))
+    lower, upper = edges[:-1], edges[1:]
+    in_upper_tail = lower > 0
+    return np.asarray(
+        np.where(in_upper_tail, ndtr(-lower) - ndtr(-upper), ndtr(upper) - ndtr(lower))
+    )
 
 
 def _connect(grid: Array, upper: Array, lower: Array, h: float) -> Array:
@@ -205,19 +207,19 @@ def _trimmed(start: int, masses: Array) -> _Losses:
 
 def _compose(counts: Mapping[Component, int], h: float, side: int) -> tuple[int, Array, float]:
     """Start, probabilities and infinite mass of the composition, in one direction."""
-    parts = [(_release(c, h)[side], c, count) for c, count in counts.items()]
+    factors = [(_release(c, h)[side], c, count) for c, count in counts.items()]
     least, most = _window(counts, h, side)
-    first = max(math.floor(least / h), sum(n * p.start for p, _, n in parts))
-    last = min(math.ceil(most / h), sum(n * (p.start + len(p.probs) - 1) for p, _, n in parts))
-    needed = max(last - first + 1, max(len(p.probs) for p, _, _ in parts))
+    first = max(math.floor(least / h), sum(n * p.start for p, _, n in factors))
+    last = min(math.ceil(most / h), sum(n * (p.start + len(p.probs) - 1) for p, _, n in factors))
+    needed = max(last - first + 1, max(len(p.probs) for p, _, _ in factors))
     size = _fast_size(needed)
     # Every factor has magnitude at most 1, so where the most frequent release's part has
     # vanished the product has: the others are looked at only where it has not.
-    parts.sort(key=lambda part: -part[2])
-    seen = np.flatnonzero(parts[0][2] * _transform(parts[0][1], h, side, size)[0] > -50.0)
+    factors.sort(key=lambda factor: -factor[2])
+    seen = np.flatnonzero(factors[0][2] * _transform(factors[0][1], h, side, size)[0] > -50.0)
     exponent = np.zeros(len(seen), dtype=np.complex128)
     start, finite = 0, 0.0
-    for losses, component, count in parts:
+    for losses, component, count in factors:
         log_magnitude, angle = _transform(component, h, side, size)
         exponent += count * (log_magnitude[seen] + 1j * angle[seen])
         start += count * losses.start

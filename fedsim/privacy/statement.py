@@ -55,7 +55,7 @@ class Recorded(Spending, Protocol):
         """The archive's."""
 
     @property
-    def own(self) -> tuple[Entry, ...]:
+    def of_this_run(self) -> tuple[Entry, ...]:
         """What would be charged without the archive."""
 
     @property
@@ -106,7 +106,7 @@ class Statement:
     tradeoff: TradeOff = field(repr=False, compare=False)
     ledgers: int = 1
     before: int = 0
-    own: Cost | None = None
+    this_run: Cost | None = None
     ledger: str | None = None
     head: str = ""
     lines: int = 0
@@ -126,7 +126,7 @@ class Statement:
         """
         worst = dearest(ledgers, delta)
         alone = len(ledgers) == 1 and place is None
-        own = Accountant(entry.event for entry in worst.own) if worst.before else None
+        this_run = Accountant(entry.event for entry in worst.of_this_run) if worst.before else None
         return cls(
             cost=worst.cost(delta),
             level=worst.level,
@@ -134,7 +134,7 @@ class Statement:
             tradeoff=tradeoff(worst.accountant()),
             ledgers=len(ledgers),
             before=sum(entry.event.count for entry in worst.before),
-            own=own.cost(delta) if own is not None else None,
+            this_run=this_run.cost(delta) if this_run is not None else None,
             ledger=str(worst.path) if alone and worst.path is not None else place,
             head=worst.heads[-1] if alone and worst.heads else "",
             lines=len(worst.heads) if alone else 0,
@@ -209,7 +209,7 @@ class Statement:
         if self.level == "example":
             neighbours += ", the number of every client's examples staying as it is"
         sampling = " and ".join(_SAMPLERS[name].format(row=self.level) for name in self.samplers)
-        said = [
+        sentences = [
             f"The sequence of global models is ({cost.epsilon:.4g}, {cost.delta:g})-differentially "
             f"private at {self.level} level{simulated}.",
             f"Neighbours: {neighbours} ({cost.adjacency}).",
@@ -218,17 +218,17 @@ class Statement:
             f"{cost.rdp_epsilon:.4g}.",
         ]
         if cost.poisson_epsilon is not None:
-            said.append(
+            sentences.append(
                 f"Poisson cohorts of the same expected size would have cost epsilon "
                 f"{cost.poisson_epsilon:.4g} (add-remove)."
             )
         if self.simulated:
-            said.append(
+            sentences.append(
                 "Simulated: noise and samples follow from the config's seed, so the guarantee "
                 'holds only against those who do not know it; with noise.entropy = "system" they '
                 "come from the operating system, and it holds against all who are named here."
             )
-        return said
+        return sentences
 
     def _no_guarantee(self) -> list[str]:
         return [
@@ -237,18 +237,20 @@ class Statement:
         ]
 
     def _archive(self) -> list[str]:
-        if self.own is None:
+        if self.this_run is None:
             return []
-        alone = f"{self.own.epsilon:.4g}" if math.isfinite(self.own.epsilon) else "infinite"
+        alone = (
+            f"{self.this_run.epsilon:.4g}" if math.isfinite(self.this_run.epsilon) else "infinite"
+        )
         return [
             f"{self.before:,} of the releases were made by earlier runs, whose ledgers are "
             f"archived beside this one and count; this run's own would be epsilon {alone}."
         ]
 
     def _provisos(self) -> list[str]:
-        said = []
+        sentences = []
         if any(entry.version == 1 for entry in self.charged):
-            said.append(
+            sentences.append(
                 "Part of the ledger is of format 1"
                 + (
                     ", which claimed add-remove; it is read as zero-out, with the number of every "
@@ -258,18 +260,18 @@ class Statement:
                 )
             )
         if self.torn:
-            said.append(f"{self.torn} torn ledger line(s) are counted as releases.")
-        return said
+            sentences.append(f"{self.torn} torn ledger line(s) are counted as releases.")
+        return sentences
 
     def _written(self) -> list[str]:
-        said = [self.note] if self.note else []
-        said.append(f"Ledger: {self.ledger or 'kept in memory only'}.")
+        sentences = [self.note] if self.note else []
+        sentences.append(f"Ledger: {self.ledger or 'kept in memory only'}.")
         if self.head:
-            said.append(
+            sentences.append(
                 f"Head of its {self.lines:,} lines: {self.head} (a chain of hashes shows "
                 "accidents; against forgers keep the head elsewhere, or sign it)."
             )
-        return said
+        return sentences
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe mapping; an infinite epsilon is the string "inf"."""
@@ -293,7 +295,7 @@ class Statement:
             "mu": safe(self.tradeoff.mu),
             "releases": cost.releases,
             "releases-before": self.before,
-            "own-epsilon": safe(None if self.own is None else self.own.epsilon),
+            "own-epsilon": safe(None if self.this_run is None else self.this_run.epsilon),
             "samplers": list(self.samplers),
             "entropies": sorted({entry.entropy for entry in self.charged}),
             "torn": self.torn,

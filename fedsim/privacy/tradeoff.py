@@ -97,10 +97,10 @@ class TradeOff:
     def sentence(self) -> str:
         """The curve at three false positive rates, in words."""
         missed = self([0.01, 0.05, 0.1])
-        one, five, ten = (f"{math.floor(1000 * rate) / 10:g} %" for rate in missed)
+        at_one, at_five, at_ten = (f"{math.floor(1000 * rate) / 10:g} %" for rate in missed)
         return (
             "Whoever tries to tell two neighbours apart and raises false alarms in 1 % of cases "
-            f"misses at least {one}; in 5 %, {five}; in 10 %, {ten}."
+            f"misses at least {at_one}; in 5 %, {at_five}; in 10 %, {at_ten}."
         )
 
 
@@ -129,13 +129,13 @@ def _dominates(mu: float, epsilons: Array, deltas: Array) -> bool:
         return False
     if len(epsilons) == 1:
         return True
-    left, right = epsilons[:-1], epsilons[1:]
-    width = np.expm1(right - left)
+    lower, upper = epsilons[:-1], epsilons[1:]
+    width = np.expm1(upper - lower)
     fall = (deltas[:-1] - deltas[1:]) / width
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        slopes = np.minimum(fall * np.exp(-left), 1.0)
-        steepest = np.clip(mu * (-mu / 2 - ndtri(slopes)), left, right)
-    chord = deltas[:-1] - fall * np.expm1(steepest - left)
+        slopes = np.minimum(fall * np.exp(-lower), 1.0)
+        steepest = np.clip(mu * (-mu / 2 - ndtri(slopes)), lower, upper)
+    chord = deltas[:-1] - fall * np.expm1(steepest - lower)
     return bool((_gaussian_deltas(mu, steepest) >= chord).all())
 
 

@@ -32,14 +32,14 @@ class Verified:
 
     Attributes
     ----------
-    what : str
+    subject : str
     holds : bool
-    found : str
+    seen : str
     """
 
-    what: str
+    subject: str
     holds: bool
-    found: str
+    seen: str
 
 
 def verify(
@@ -78,18 +78,18 @@ def verify(
 
 
 def _of_model(path: Path, ledger: Ledger) -> Verified:
-    what = "model"
+    subject = "model"
     try:
         stored = model_metadata(path)
         head, lines = str(stored["ledger-head"]), int(stored["ledger-lines"])
     except (FedsimError, KeyError, TypeError, ValueError) as error:
         reason = str(error) if isinstance(error, FedsimError) else "it names no ledger."
-        return Verified(what, False, f"{path}: {reason}")
+        return Verified(subject, False, f"{path}: {reason}")
     if (head, lines) == (ledger.head, len(ledger.heads)):
-        return Verified(what, True, "names this ledger's head and number of lines")
+        return Verified(subject, True, "names this ledger's head and number of lines")
     if head in ledger.heads:
-        return Verified(what, False, f"names line {lines}; the ledger has {len(ledger.heads)}")
-    return Verified(what, False, f"names {lines} lines and the head {head}, which is not in it")
+        return Verified(subject, False, f"names line {lines}; the ledger has {len(ledger.heads)}")
+    return Verified(subject, False, f"names {lines} lines and the head {head}, which is not in it")
 
 
 def _of_metrics(path: Path, ledger: Ledger, delta: float) -> Iterator[Verified]:
@@ -98,27 +98,29 @@ def _of_metrics(path: Path, ledger: Ledger, delta: float) -> Iterator[Verified]:
     if not rows:
         return
     try:
-        last, said = int(rows[-1]["round"]), float(rows[-1]["epsilon"])
+        last, shown = int(rows[-1]["round"]), float(rows[-1]["epsilon"])
     except (ValueError, KeyError, TypeError):
         yield Verified("metrics", False, f"{path} has no round and epsilon in its last row")
         return
-    late = {entry.identity or id(entry) for entry in ledger.own if (entry.round or 0) > last}
+    late = {
+        entry.identity or id(entry) for entry in ledger.of_this_run if (entry.round or 0) > last
+    }
     upto = [entry for entry in ledger.charged if (entry.identity or id(entry)) not in late]
     spent = Accountant(entry.event for entry in upto).epsilon(delta)
-    holds = said == spent or math.isclose(said, spent, rel_tol=1e-6)
-    found = f"epsilon {said:.6g} after round {last}"
-    yield Verified("metrics", holds, found if holds else f"{found}; the ledger says {spent:.6g}")
+    holds = shown == spent or math.isclose(shown, spent, rel_tol=1e-6)
+    stored = f"epsilon {shown:.6g} after round {last}"
+    yield Verified("metrics", holds, stored if holds else f"{stored}; the ledger says {spent:.6g}")
 
 
 def _of_client_metrics(path: Path, ledgers: Sequence[Ledger], delta: float) -> Iterator[Verified]:
     """What metrics.csv says that examples had spent: ledgers may have gone on, not back."""
-    said = [float(row["example-epsilon"]) for row in _rows(path) if row.get("example-epsilon")]
-    if said and ledgers:
+    shown = [float(row["example-epsilon"]) for row in _rows(path) if row.get("example-epsilon")]
+    if shown and ledgers:
         spent = dearest(ledgers, delta).epsilon(delta)
-        found = f"examples' epsilon {said[-1]:.6g}"
-        holds = said[-1] <= spent * (1 + 1e-6)
+        stored = f"examples' epsilon {shown[-1]:.6g}"
+        holds = shown[-1] <= spent * (1 + 1e-6)
         yield Verified(
-            "metrics", holds, found if holds else f"{found}; the ledgers say {spent:.6g}"
+            "metrics", holds, stored if holds else f"{stored}; the ledgers say {spent:.6g}"
         )
 
 

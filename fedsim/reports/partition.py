@@ -38,7 +38,7 @@ def class_counts(
     labels: npt.NDArray[np.int64], parts: Sequence[npt.NDArray[np.int64]], num_classes: int
 ) -> Counts:
     """Count the examples of each class that each client has, int64 ``[n, num_classes]``."""
-    owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    owner = np.repeat(np.arange(len(parts)), [len(indices) for indices in parts])
     cell = owner * num_classes + labels[np.concatenate(parts)]
     counts = np.bincount(cell, minlength=len(parts) * num_classes)
     return counts.reshape(len(parts), num_classes).astype(np.int64)

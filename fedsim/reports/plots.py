@@ -38,12 +38,12 @@ def grid(
 
 def dress(axes: Sequence[Axes]) -> None:
     """Light frames, small ticks, a faint grid."""
-    for one in axes:
-        one.spines[["top", "right"]].set_visible(False)
-        one.spines[["left", "bottom"]].set_color("#999999")
-        one.tick_params(colors=INK, labelsize=9)
-        one.grid(color="#e6e6e6", linewidth=0.6)
-        one.set_axisbelow(True)
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.spines[["left", "bottom"]].set_color("#999999")
+        panel.tick_params(colors=INK, labelsize=9)
+        panel.grid(color="#e6e6e6", linewidth=0.6)
+        panel.set_axisbelow(True)
 
 
 def save(figure: Figure, path: Path, *, dpi: int = 96) -> None:

@@ -73,8 +73,8 @@ def to_csv(lines: Sequence[Line]) -> str:
     for line in lines:
         epsilon = "" if line.epsilon is None else line.epsilon
         simulated = "" if line.epsilon is None else int(line.simulated)
-        found = [line.accuracy, line.mean_accuracy, line.loss, epsilon, simulated]
-        writer.writerow([*line.point.values(), *found])
+        values = [line.accuracy, line.mean_accuracy, line.loss, epsilon, simulated]
+        writer.writerow([*line.point.values(), *values])
     return text.getvalue()
 
 
@@ -92,8 +92,8 @@ def draw(lines: Sequence[Line], axis: str, title: str) -> Figure:
     figure, (axes,) = grid(1, 1, title=title, width=7.0, height=4.4)
     curves: dict[str, dict[Scalar, list[float]]] = {}
     for line in lines:
-        rest = {k: v for k, v in line.point.items() if k not in (axis, "seed")}
-        name = ", ".join(f"{key} = {value}" for key, value in rest.items())
+        others = {k: v for k, v in line.point.items() if k not in (axis, "seed")}
+        name = ", ".join(f"{key} = {value}" for key, value in others.items())
         curves.setdefault(name, {}).setdefault(line.point[axis], []).append(line.mean_accuracy)
     values = list(dict.fromkeys(line.point[axis] for line in lines))
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)

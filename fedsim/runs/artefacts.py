@@ -113,21 +113,21 @@ class RunDirectory:
         FedsimError
             As `check_free` does, or if nothing can be written there.
         """
-        made = _missing(self.path)
+        new_directories = _missing(self.path)
         try:
             self._take(config_toml, overwrite)
         except OSError as error:
-            self._abandon(made)
+            self._abandon(new_directories)
             raise self._unusable(error) from None
         except FedsimError:
-            self._abandon(made)
+            self._abandon(new_directories)
             raise
         try:
             yield
         except BaseException:
             if not any(path.exists() for path in self._own if path != self.config):
                 self.config.unlink(missing_ok=True)
-                self._abandon(made)
+                self._abandon(new_directories)
             raise
         finally:
             self._marker.release()
@@ -162,11 +162,11 @@ class RunDirectory:
             else:
                 path.unlink(missing_ok=True)
 
-    def _abandon(self, made: Sequence[Path]) -> None:
+    def _abandon(self, new_directories: Sequence[Path]) -> None:
         """Give back what holds no file of a run; ``made`` are the directories made for it."""
         empty = not any(path.exists() for path in (*self._own, self.archive))
         self._marker.release(remove=empty)
-        for directory in made:
+        for directory in new_directories:
             try:
                 directory.rmdir()
             except OSError:
@@ -199,9 +199,9 @@ class RunDirectory:
         """Write ledger.sig."""
         _replace(self.signature, signature.encode())
 
-    def copy_from(self, other: RunDirectory) -> None:
+    def copy_from(self, source: RunDirectory) -> None:
         """Take over what a run has left in a directory on this machine."""
-        for mine, theirs in zip(self._own, other._own, strict=True):
+        for mine, theirs in zip(self._own, source._own, strict=True):
             if theirs.is_file():
                 _replace(mine, theirs.read_bytes())
 

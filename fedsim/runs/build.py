@@ -104,13 +104,13 @@ class Build:
     @cached_property
     def examiner(self) -> Trainer:
         """The same over the test examples, all of them one client's."""
-        everything = [np.arange(len(self.dataset.y_test), dtype=np.int64)]
+        indices = [np.arange(len(self.dataset.y_test), dtype=np.int64)]
         dataset = self.dataset
-        return self.make_trainer(self._data(dataset.x_test, dataset.y_test, everything))
+        return self.make_trainer(self._data(dataset.x_test, dataset.y_test, indices))
 
     def _data(self, x: Tensor, y: Tensor, parts: list[partitions.Indices]) -> ClientData:
         statistics = (self.dataset.mean, self.dataset.std)
-        return ClientData(x, y, parts, *(_channels(each) for each in statistics))
+        return ClientData(x, y, parts, *(_channels(channels) for channels in statistics))
 
     def make_trainer(self, data: ClientData) -> Trainer:
         """A trainer of this run's model and algorithm over any clients' data."""
@@ -182,7 +182,7 @@ class Build:
     @property
     def _sizes(self) -> set[int]:
         """Numbers of examples that clients have."""
-        return {len(part) for part in self.parts if len(part)}
+        return {len(indices) for indices in self.parts if len(indices)}
 
     @property
     def _example_counts(self) -> list[int] | None:
@@ -190,7 +190,7 @@ class Build:
         weighs = self.config.mechanism.weighting == "num-examples"
         if not self.config.client.private or self.config.mechanism.name != "none" or not weighs:
             return None
-        return [len(part) for part in self.parts]
+        return [len(indices) for indices in self.parts]
 
     @property
     def _calibrated_sizes(self) -> set[int]:

@@ -55,10 +55,10 @@ def _check_state_dir(name: str) -> None:
     if not name:
         return
     path = Path(name).absolute()
-    there = next(place for place in (path, *path.parents) if os.path.lexists(place))
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise FedsimError(
-            f"client.state-dir = '{name}', but {there} is no directory that can be written to; "
+            f"client.state-dir = '{name}', but {nearest} is no directory that can be written to; "
             "it must be one, or a place for one."
         )
 
@@ -76,7 +76,7 @@ def _check_scalars(build: Build, names: tuple[str, ...]) -> None:
 def _try_out(build: Build) -> None:
     """Evaluate the initial model on one example."""
     trainer = build.trainer
-    example = next((own[:1] for own in trainer.data.indices if len(own)), None)
+    example = next((indices[:1] for indices in trainer.data.indices if len(indices)), None)
     if example is not None:
         trainer.model.eval()
         theta = trainer.packing.pack(trainer.initial().unsqueeze(0))

@@ -237,8 +237,8 @@ def _reason(operator: Operator, run_id: int) -> str:
 
 
 def _where(log: str) -> str:
-    found = re.findall(r"the artefacts of run \d+ are in (.*)$", log, flags=re.MULTILINE)
-    return str(found[-1]).strip() if found else "its log"
+    places = re.findall(r"the artefacts of run \d+ are in (.*)$", log, flags=re.MULTILINE)
+    return str(places[-1]).strip() if places else "its log"
 
 
 @contextmanager

@@ -71,22 +71,22 @@ class Marker:
             False if another run holds it.
         """
         while True:
-            held = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                os.close(held)
+                os.close(descriptor)
                 return False
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
-                    os.close(held)
+                    os.close(descriptor)
                     raise
-            if self._is_there(held):
+            if self._is_there(descriptor):
                 break
-            os.close(held)  # whoever held it before has just removed it
-        self._held = held
-        if not os.fstat(held).st_size:
-            os.write(held, json.dumps({"format": FORMAT}).encode() + b"\n")
+            os.close(descriptor)  # whoever held it before has just removed it
+        self._held = descriptor
+        if not os.fstat(descriptor).st_size:
+            os.write(descriptor, json.dumps({"format": FORMAT}).encode() + b"\n")
         return True
 
     def free(self) -> bool:
@@ -115,8 +115,8 @@ class Marker:
         os.close(self._held)
         self._held = None
 
-    def _is_there(self, held: int) -> bool:
+    def _is_there(self, descriptor: int) -> bool:
         try:
-            return os.path.samestat(os.fstat(held), os.stat(self.path))
+            return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
         except FileNotFoundError:
             return False

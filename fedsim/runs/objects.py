@@ -53,11 +53,11 @@ _MECHANISMS: dict[str, type[Any]] = {
 
 def mechanism(settings: MechanismSection | ClientMechanismSection) -> Mechanism:
     """The mechanism that bounds updates, or a client's per-example gradients."""
-    kind = _MECHANISMS[settings.name]
-    values = {field.name: getattr(settings, field.name) for field in fields(kind)}
+    mechanism_type = _MECHANISMS[settings.name]
+    values = {field.name: getattr(settings, field.name) for field in fields(mechanism_type)}
     if settings.name == "adaptive-noise" and settings.threshold is None:
         values["threshold"] = math.inf
-    built: Mechanism = kind(**values)
+    built: Mechanism = mechanism_type(**values)
     if settings.per_layer:
         built = mechanisms.PerLayer(built)
     if isinstance(settings, MechanismSection) and settings.private_scalar:
@@ -96,13 +96,13 @@ def loss(config: RunConfig) -> Loss:
 
 def metrics(config: RunConfig) -> dict[str, Metric]:
     """What an evaluation reports besides the loss: one metric for each name, by its last part."""
-    found: dict[str, Metric] = {}
-    for name in filter(None, (part.strip() for part in config.model.metrics.split(","))):
-        own = name != "accuracy"
-        found[name.rpartition(":")[2] if own else name] = (
-            registry.load("model.metrics", name) if own else tasks.accuracy
+    chosen: dict[str, Metric] = {}
+    for name in filter(None, (reference.strip() for reference in config.model.metrics.split(","))):
+        is_users = name != "accuracy"
+        chosen[name.rpartition(":")[2] if is_users else name] = (
+            registry.load("model.metrics", name) if is_users else tasks.accuracy
         )
-    return found
+    return chosen
 
 
 def server_optimizer(config: RunConfig) -> ServerOptimizer:

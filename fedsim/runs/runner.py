@@ -81,8 +81,10 @@ def run(
 def _needs_state_dir(config: RunConfig) -> bool:
     """Whether clients on this machine must be told where to keep what outlives a message."""
     client, engine = config.client, config.engine
-    here = engine.name == "simulation" or (engine.name == "deployment" and not engine.federation)
-    return here and not client.state_dir and (client.private or client.state == "client")
+    on_this_machine = engine.name == "simulation" or (
+        engine.name == "deployment" and not engine.federation
+    )
+    return on_this_machine and not client.state_dir and (client.private or client.state == "client")
 
 
 def _ray(build: Build) -> RayGrid:

@@ -61,8 +61,8 @@ class RunState:
 
     def parted(self) -> tuple[dict[str, Tensor], str]:
         """Its tensors, by names of their own, and JSON for the rest."""
-        parts = {part.name: getattr(self, part.name) for part in fields(self)}
-        return parted({"format": FORMAT, **parts})
+        values = {state_field.name: getattr(self, state_field.name) for state_field in fields(self)}
+        return parted({"format": FORMAT, **values})
 
     @classmethod
     def joined(cls, tensors: Mapping[str, Tensor], text: str) -> RunState:
@@ -81,5 +81,6 @@ class RunState:
 
 def versions() -> dict[str, str]:
     """Of the packages whose arithmetic a run's bytes depend on."""
-    found = {"torch": torch.__version__}
-    return found | {name: importlib.metadata.version(name) for name in ("numpy", "flwr")}
+    return {"torch": torch.__version__} | {
+        name: importlib.metadata.version(name) for name in ("numpy", "flwr")
+    }

@@ -68,11 +68,11 @@ class Member:
         What cannot stand in a path, or makes it too long, is left out, and a digest of the whole
         comes in its place.
         """
-        whole = ",".join(f"{key}={value}" for key, value in self.point.items())
-        name = re.sub(r"[^A-Za-z0-9=,.+_-]", "_", whole)
-        if name == whole and len(name) <= LONGEST_LABEL:
+        label = ",".join(f"{key}={value}" for key, value in self.point.items())
+        name = re.sub(r"[^A-Za-z0-9=,.+_-]", "_", label)
+        if name == label and len(name) <= LONGEST_LABEL:
             return name
-        digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
+        digest = hashlib.sha256(label.encode()).hexdigest()[:8]
         return f"{name[: LONGEST_LABEL - 9]}-{digest}"
 
 
@@ -157,8 +157,8 @@ def is_done(member: Member, out: Path) -> bool:
     directory = RunDirectory(out / member.label)
     if not directory.config.exists():
         return False
-    there = RunConfig.load(directory.config)
-    if _without_resolved(there) != _without_resolved(Build(member.config).released):
+    stored = RunConfig.load(directory.config)
+    if _without_resolved(stored) != _without_resolved(Build(member.config).released):
         raise FedsimError(f"{directory.path} holds a run of another config; choose another --out.")
     return directory.done.exists()
 
@@ -296,7 +296,7 @@ class _SharedTrainer:
             _Shifted(build.randomness.seed, build.randomness.release, first=int(first))
             for build, first in zip(builds, self._first, strict=True)
         ]
-        parts = [part for build in builds for part in build.parts]
+        parts = [indices for build in builds for indices in build.parts]
         data = template.data
         self._trainer: Trainer = builds[0].make_trainer(
             ClientData(data.x, data.y, parts, data.mean, data.std)
@@ -305,24 +305,30 @@ class _SharedTrainer:
     def replies(self, asked: dict[int, Instructions]) -> dict[int, Replies]:
         """Train or evaluate everybody who was asked."""
         blocks: dict[int, list[Block]] = {index: [] for index in asked}
-        training = {i: each for i, each in asked.items() if each.kind == "train"}
+        training = {
+            i: instructions for i, instructions in asked.items() if instructions.kind == "train"
+        }
         for index, block in self._train(training):
             blocks[index].append(block)
         for index in asked.keys() - training.keys():
             blocks[index] += self._evaluate(index, asked[index])
-        return {index: _replies(own) for index, own in blocks.items()}
+        return {index: _replies(member_blocks) for index, member_blocks in blocks.items()}
 
     def _train(self, asked: dict[int, Instructions]) -> Iterator[tuple[int, Block]]:
         if not asked:
             return
-        member = np.concatenate([np.full(len(each), i) for i, each in asked.items()])
-        ids = np.concatenate([self._first[i] + each.client_ids for i, each in asked.items()])
-        rounds = {each.round for each in asked.values()}
+        member = np.concatenate(
+            [np.full(len(instructions), i) for i, instructions in asked.items()]
+        )
+        ids = np.concatenate(
+            [self._first[i] + instructions.client_ids for i, instructions in asked.items()]
+        )
+        rounds = {instructions.round for instructions in asked.values()}
         # Members go in step from round 1, and one that has stopped asks for nothing more.
         (server_round,) = rounds
         for start in range(0, len(ids), self._trainer.block_size):
-            part = slice(start, start + self._trainer.block_size)
-            yield from self._guarded(asked, member[part], ids[part], server_round)
+            block = slice(start, start + self._trainer.block_size)
+            yield from self._guarded(asked, member[block], ids[block], server_round)
 
     def _guarded(
         self, asked: dict[int, Instructions], member: Ids, ids: Ids, server_round: int

@@ -28,7 +28,7 @@ OF_MORE_ROUNDS = {"every std times .97", "two clients always together"}
 
 def checked(mechanism: Mechanism, cohort: Cohort = POISSON, **settings: str) -> Verdict:
     factory = strategies(mechanism, cohort, z=2.0, **settings)
-    return audit(factory, worlds=(), canaries=0, whole=Plan(factory, 30), seed=3)
+    return audit(factory, worlds=(), canaries=0, full=Plan(factory, 30), seed=3)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_every_planted_bug_is_caught(name: str) -> None:
     factory = strategies(Normalization(1.0), POISSON, z=2.0)
     rounds = 100 if name in OF_MORE_ROUNDS else 30
     with BUGS[name]():
-        verdict = audit(factory, worlds=(), canaries=0, whole=Plan(factory, rounds), seed=3)
+        verdict = audit(factory, worlds=(), canaries=0, full=Plan(factory, rounds), seed=3)
     assert verdict.failed
 
 

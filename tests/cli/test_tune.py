@@ -6,7 +6,7 @@ import numpy as np
 from clients_helpers import make_cnn, make_data, make_mlp
 from rich.console import Console
 
-from fedsim.cli.tune import Measured, measure, report
+from fedsim.cli.tune import Timing, measure, report
 from fedsim.clients import SGD
 from fedsim.randomness import Randomness
 from fedsim.training import Trainer
@@ -30,5 +30,5 @@ def test_a_model_with_convolutions_is_not_offered_the_stacked_path():
 def test_the_proposal_is_written_as_set_options():
     trainer = Trainer(make_mlp(), SGD(lr=0.1), make_data([4, 5, 6]), randomness=Randomness(0))
     console = Console(record=True, width=100)
-    report(console, [Measured("func", 2, 0.1, 0.1), Measured("plain", 1, 0.2, 0.2)], trainer)
+    report(console, [Timing("func", 2, 0.1, 0.1), Timing("plain", 1, 0.2, 0.2)], trainer)
     assert "--set client.path=func --set client.block-size=2" in console.export_text()

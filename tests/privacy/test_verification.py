@@ -38,7 +38,7 @@ def save_model(run: Path, ledger: Ledger) -> None:
 
 
 def failing(run: Path, public_key: Path | None = None) -> list[str]:
-    return [check.what for check in verify(run, DELTA, None, public_key) if not check.holds]
+    return [check.subject for check in verify(run, DELTA, None, public_key) if not check.holds]
 
 
 def resealed(run: Path, noise: float) -> None:
@@ -75,8 +75,8 @@ def test_a_ledger_that_went_on_after_the_model_says_so(run):
     ledger = Ledger(run / "ledger.jsonl", delta=DELTA)
     ledger.record(round=4, event=PoissonCohort(0.2, 100).event(1.5))
     (check,) = [check for check in verify(run, DELTA) if not check.holds]
-    assert check.what == "model"
-    assert "names line 4; the ledger has 5" in check.found
+    assert check.subject == "model"
+    assert "names line 4; the ledger has 5" in check.seen
 
 
 @pytest.mark.parametrize("content", [b"", b"12345678", b"\xff" * 64, b"\x02" + bytes(7) + b"[]"])
