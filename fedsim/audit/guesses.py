@@ -11,11 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from scipy.special import ndtr, ndtri
-
 from fedsim.audit.claim import Claim
 
-__all__ = ["gaussian_mu_bound", "is_refuted", "refuted_p_value"]
+__all__ = ["is_refuted", "refuted_p_value"]
 
 LEAST_P = 1e-12
 HALVINGS = 20
@@ -59,20 +57,3 @@ def refuted_p_value(canaries: int, guesses: int, correct: int, claim: Claim) -> 
         refuted = is_refuted(canaries, guesses, correct, math.exp(middle), shrink)
         low, high = (low, middle) if refuted else (middle, high)
     return math.exp(high)
-
-
-def gaussian_mu_bound(canaries: int, guesses: int, correct: int, risk: float) -> float:
-    """Largest mu that these guesses refute: a lower bound, if the truth is Gaussian.
-
-    Other mechanisms may leak less than this Gaussian and still allow the guesses.
-    """
-    low, high = 0.0, 50.0
-    for _ in range(2 * HALVINGS):
-        mu = (low + high) / 2
-
-        def shrink(probability: float, mu: float = mu) -> float:
-            return float(ndtr(ndtri(probability) - mu))
-
-        refuted = is_refuted(canaries, guesses, correct, risk, shrink)
-        low, high = (mu, high) if refuted else (low, mu)
-    return low

@@ -125,11 +125,6 @@ class Rehearsal:
         for service in SuperLink.load(self.federation.superlink).services(self._state):
             self._supervisor.start(service.among(self._variables))
 
-    def stop_superlink(self) -> None:
-        """End what the server runs."""
-        for service in SuperLink.load(self.federation.superlink).services(self._state):
-            self._supervisor.stop(service.name)
-
     def register(self, nodes: Iterable[int] | None = None) -> None:
         """Let SuperNodes in; all of them by default. Flower refuses a key that it knows."""
         chosen = range(self.federation.nodes) if nodes is None else nodes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -10,13 +9,14 @@ import numpy.typing as npt
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.events import Adjacency, Event
-from fedsim.privacy.samplers import Ids, Poisson, Sampler, check_population
+from fedsim.privacy.samplers import Poisson
+from fedsim.privacy.sampling import Ids, Sampler, SamplerDefaults, check_population
 from fedsim.randomness import Draws
 
 __all__ = ["InclusionSampler", "declared_by_user"]
 
 
-class InclusionSampler:
+class InclusionSampler(SamplerDefaults):
     """Base of samplers that let each row in independently, with a probability of its own.
 
     A subclass says `probabilities` and nothing else: draw and event follow from them, and an
@@ -37,7 +37,7 @@ class InclusionSampler:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        derived = {"draw", "event", "rate", "adjacency"} & set(vars(cls))
+        derived = {"draw", "event", "law", "gaussians", "rate", "adjacency"} & set(vars(cls))
         if derived:
             raise FedsimError(
                 f"{cls.__name__} defines {', '.join(sorted(derived))}; an InclusionSampler says "
@@ -75,18 +75,9 @@ class InclusionSampler:
         numbers = draws.generator(round, 2 * step + 1).random(len(candidates))
         return candidates[numbers * self.highest < self._probabilities(round)[candidates]]
 
-    def event(
-        self,
-        noise_multiplier: float,
-        *,
-        count: int = 1,
-        sides: Mapping[str, float] | None = None,
-        guarantee: bool = True,
-    ) -> Event:
-        """A Gaussian for each sum, Poisson-sampled at the highest probability."""
-        return Poisson(self.highest, self.population).event(
-            noise_multiplier, count=count, sides=sides, guarantee=guarantee
-        )
+    def law(self) -> Event:
+        """Poisson sampling at the highest probability."""
+        return Poisson(self.highest, self.population).law()
 
     def _probabilities(self, round: int) -> npt.NDArray[np.float64]:
         p = np.asarray(self.probabilities(round), dtype=np.float64)

@@ -15,7 +15,8 @@ from fedsim.privacy.calibration import calibrate_events
 from fedsim.privacy.events import Event, Level
 from fedsim.privacy.inclusion import declared_by_user
 from fedsim.privacy.noise import Noise
-from fedsim.privacy.samplers import Full, Poisson, Sampler, ShuffledPasses
+from fedsim.privacy.samplers import Full, Poisson, ShuffledPasses
+from fedsim.privacy.sampling import Sampler
 
 __all__ = ["Bounded", "LocalWork", "ReleasePlan"]
 

@@ -1,114 +1,23 @@
-"""Samplers: who is in (clients of a round, examples of a batch), and what the draw costs.
-
-Sampling and accounting are one object and cannot disagree. One type serves both levels: a
-cohort of clients is a sample of the population, a batch one of a client's examples. A draw
-is a function of the keyed numbers of its round, and costs as much as it draws.
-"""
+"""The samplers that fedsim has: Poisson, of a fixed size, full, and shuffled passes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.events import Adjacency, Event
+from fedsim.privacy.sampling import Ids, SamplerDefaults, check_population, declared_population
 from fedsim.randomness import Draws
 
-__all__ = [
-    "FixedSize",
-    "Full",
-    "Ids",
-    "Poisson",
-    "Sampler",
-    "ShuffledPasses",
-]
-
-Ids = npt.NDArray[np.int64]
-
-
-class Sampler(Protocol):
-    """Who is in, and what it costs. All fields are public information.
-
-    One of your own is *declared by the user* in ledger and statement: nobody has checked that
-    its event is true of its draws. Where rows are in independently of each other, derive it from
-    `fedsim.cohorts.InclusionSampler`: its event then follows from its probabilities.
-    """
-
-    @property
-    def name(self) -> str:
-        """As in a config's ``cohort.name``."""
-
-    @property
-    def population(self) -> int | None:
-        """Declared public number of those who may be drawn."""
-
-    @property
-    def rate(self) -> float:
-        """Mean probability of any one being drawn, in (0, 1]."""
-
-    @property
-    def adjacency(self) -> Adjacency:
-        """Which neighbouring populations the event is about."""
-
-    @property
-    def expected_size(self) -> float:
-        """``rate * population``: the denominator of a private mean.
-
-        Raises
-        ------
-        FedsimError
-            If no population was declared: those seen must not stand in for it.
-        """
-
-    def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
-        """Ids of those who are in, each at most once.
-
-        Parameters
-        ----------
-        round : int
-            A sampler may follow it: groups in turn, rounds apart, a trace.
-        draws : Draws
-            Gives the generators: ``draws.generator(round, part)``, each address once.
-        step : int
-            Samples of one round are numbered; a cohort is step 0.
-
-        Raises
-        ------
-        FedsimError
-            If no population was declared.
-        """
-
-    def event(
-        self,
-        noise_multiplier: float,
-        *,
-        count: int = 1,
-        sides: Mapping[str, float] | None = None,
-        guarantee: bool = True,
-    ) -> Event:
-        """What noisy sums over one round's samples cost.
-
-        Parameters
-        ----------
-        noise_multiplier : float
-            Standard deviation of the noise on the sum divided by the clip norm.
-        count : int
-            Sums, over the samples of steps 0 to ``count - 1``; two releases of the *same*
-            sample are ``sides``.
-        sides : mapping of name to float
-            Noise multipliers of side scalars released from the same samples.
-        guarantee : bool
-            False for a release that is not private whatever its noise.
-        """
+__all__ = ["FixedSize", "Full", "Poisson", "ShuffledPasses"]
 
 
 @dataclass(frozen=True)
-class Poisson:
+class Poisson(SamplerDefaults):
     """Everybody is in with probability ``rate``, independently of all others.
 
     Guarantee: add-remove, with the full amplification by sampling; zero-out where the
@@ -139,11 +48,11 @@ class Poisson:
     @property
     def expected_size(self) -> float:
         """``rate * population``; needs a population."""
-        return self.rate * _declared(self)
+        return self.rate * declared_population(self)
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
         """Sorted ids, by the gaps between them, which are geometric; see `Sampler.draw`."""
-        population = _declared(self)
+        population = declared_population(self)
         if self.rate == 1:
             return np.arange(population, dtype=np.int64)
         generator = draws.generator(round, step)
@@ -157,29 +66,19 @@ class Poisson:
             ids = np.concatenate([ids, ids[-1] + further])
         return ids[: ids.searchsorted(population, "right")].astype(np.int64) - 1
 
-    def event(
-        self,
-        noise_multiplier: float,
-        *,
-        count: int = 1,
-        sides: Mapping[str, float] | None = None,
-        guarantee: bool = True,
-    ) -> Event:
-        """A Poisson-sampled Gaussian for each sum."""
+    def law(self) -> Event:
+        """Poisson sampling at the rate."""
         return Event(
-            noise_multiplier=noise_multiplier,
+            noise_multiplier=0.0,
             sampler="poisson",
             rate=self.rate,
             population=self.population,
             adjacency=self.adjacency,
-            count=count,
-            sides=sides or {},
-            guarantee=guarantee,
         )
 
 
 @dataclass(frozen=True)
-class FixedSize:
+class FixedSize(SamplerDefaults):
     """Exactly ``size``, uniformly without replacement.
 
     Guarantee: replace-one only, and expensive: 300 of 3000 clients over 100 rounds at a
@@ -231,28 +130,15 @@ class FixedSize:
             chosen.add(bound - 1 if number in chosen else number)
         return np.sort(np.fromiter(chosen, dtype=np.int64, count=self.size))
 
-    def event(
-        self,
-        noise_multiplier: float,
-        *,
-        count: int = 1,
-        sides: Mapping[str, float] | None = None,
-        guarantee: bool = True,
-    ) -> Event:
-        """A Gaussian on a sample without replacement for each sum."""
+    def law(self) -> Event:
+        """Sampling without replacement."""
         return Event(
-            noise_multiplier=noise_multiplier,
-            sampler="fixed",
-            size=self.size,
-            population=self.population,
-            count=count,
-            sides=sides or {},
-            guarantee=guarantee,
+            noise_multiplier=0.0, sampler="fixed", size=self.size, population=self.population
         )
 
 
 @dataclass(frozen=True)
-class Full:
+class Full(SamplerDefaults):
     """Everybody, every time: no amplification, and the exact Gaussian curve.
 
     Parameters
@@ -280,7 +166,7 @@ class Full:
     @property
     def expected_size(self) -> float:
         """The population; needs one."""
-        return float(_declared(self))
+        return float(declared_population(self))
 
     @property
     def steps(self) -> int:
@@ -289,34 +175,24 @@ class Full:
 
     def order(self, round: int, draws: Draws, number: int) -> Ids:
         """All ids; nothing is drawn. As `ShuffledPasses.order`."""
-        return np.arange(_declared(self), dtype=np.int64)
+        return np.arange(declared_population(self), dtype=np.int64)
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
         """All ids; nothing is drawn."""
         return self.order(round, draws, step)
 
-    def event(
-        self,
-        noise_multiplier: float,
-        *,
-        count: int = 1,
-        sides: Mapping[str, float] | None = None,
-        guarantee: bool = True,
-    ) -> Event:
-        """An unamplified Gaussian for each sum."""
+    def law(self) -> Event:
+        """No sampling, and no amplification."""
         return Event(
-            noise_multiplier=noise_multiplier,
+            noise_multiplier=0.0,
             sampler="full",
             population=self.population,
             adjacency=self.adjacency,
-            count=count,
-            sides=sides or {},
-            guarantee=guarantee,
         )
 
 
 @dataclass(frozen=True)
-class ShuffledPasses:
+class ShuffledPasses(SamplerDefaults):
     """Passes over everybody in an order of their own, cut into batches; the last may be short.
 
     Guarantee: zero-out. Everybody is in one batch a pass, which costs one Gaussian without
@@ -372,27 +248,13 @@ class ShuffledPasses:
         first = batch * self.batch_size
         return self.order(round, draws, number)[first : first + self.batch_size]
 
-    def event(
-        self,
-        noise_multiplier: float,
-        *,
-        count: int = 1,
-        sides: Mapping[str, float] | None = None,
-        guarantee: bool = True,
-    ) -> Event:
-        """An unamplified Gaussian for each pass that ``count`` sums begin."""
-        return Event(
-            noise_multiplier=noise_multiplier,
-            sampler="shuffle",
-            count=-(-count // self.steps),
-            sides=sides or {},
-            guarantee=guarantee,
-        )
+    def law(self) -> Event:
+        """No amplification."""
+        return Event(noise_multiplier=0.0, sampler="shuffle")
 
-
-def check_population(population: int | None) -> None:
-    if population is not None and population < 1:
-        raise FedsimError(f"cohort.population is {population}; it must be 1 or more.")
+    def gaussians(self, count: int) -> int:
+        """One for each pass that ``count`` sums begin."""
+        return -(-count // self.steps)
 
 
 def _check_adjacency(sampler: Poisson | Full, *allowed: str) -> None:
@@ -401,12 +263,3 @@ def _check_adjacency(sampler: Poisson | Full, *allowed: str) -> None:
             f"cohort.adjacency is {sampler.adjacency!r}; with {sampler.name} sampling it must be "
             f"{' or '.join(allowed)}."
         )
-
-
-def _declared(sampler: Sampler) -> int:
-    if sampler.population is None:
-        raise FedsimError(
-            f"the {sampler.name} cohort has no population; draws and the denominator of a private "
-            "mean must come from a declared one."
-        )
-    return sampler.population

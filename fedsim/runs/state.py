@@ -20,8 +20,9 @@ FORMAT = 1
 class RunState:
     """What a run has reached after a round; whoever has it needs nothing else to go on.
 
-    Its parts are given by `state` and taken by `restore` of those whose they are; how noise and
-    cohorts are drawn is a function of seed, release digest and round, and has no state.
+    Its parts are given by `state` and taken by `restore` of those whose they are; how independent
+    noise and fedsim's own cohorts are drawn is a function of seed, release digest and round, and
+    has no state.
 
     Attributes
     ----------
@@ -30,7 +31,7 @@ class RunState:
     parameters : mapping of name to Tensor
         Reached after it: the run's arrays.
     strategy : Tree
-        Of `DPFedAvg`: mechanism and noise, server optimiser, means of the clients' state,
+        Of `DPFedAvg`: sampler, mechanism and noise, server optimiser, means of the clients' state,
         failures, budget.
     clients : mapping of name to Tensor
         What clients keep: `BlockTrainer.state`.

@@ -435,9 +435,10 @@ evaluate_metrics_aggr_fn
         Returns
         -------
         mapping of str to tensors, what JSON can say, and such mappings
-            ``round``, the last one aggregated; ``mechanism``, ``optimizer``, ``clients`` (the
-            means of what they ended with), ``failures``, ``stopped``, and ``ledger``: where it
-            stands, and its lines if it is in memory only.
+            ``round``, the last one aggregated; ``cohort`` (what the sampler remembers),
+            ``mechanism``, ``optimizer``, ``clients`` (the means of what they ended with),
+            ``failures``, ``stopped``, and ``ledger``: where it stands, and its lines if it is in
+            memory only.
         """
         layout, restored = self._layout, self._restored
         if layout is None and restored is not None:
@@ -445,6 +446,7 @@ evaluate_metrics_aggr_fn
         return {
             "round": self.rounds_done,
             "parameters": None if layout is None else _described(layout),
+            "cohort": self._participants.state(),
             "mechanism": {name: value.clone() for name, value in self._state.items()},
             "optimizer": self.server_optimizer.state(),
             "clients": {} if self.client_state is None else dict(self.client_state.values),
@@ -467,6 +469,7 @@ evaluate_metrics_aggr_fn
                 f"this strategy has done {self.rounds_done} rounds; state= needs a new strategy."
             )
         self._accounting.restore(state["ledger"])
+        self._participants.restore(state["cohort"])
         self._layout = None
         self.rounds_done = state["round"]
         # Which model it is about is seen in the next round.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import numpy as np
@@ -11,6 +12,7 @@ from flwr.serverapp import Grid
 from fedsim.cohorts import Cohort
 from fedsim.engines.directory import ClientDirectory
 from fedsim.errors import FedsimError
+from fedsim.privacy.sampling import SamplerState
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows.exchange import Ids
 
@@ -25,7 +27,7 @@ class Participants:
     Parameters
     ----------
     cohort : Cohort
-        With a population.
+        With a population; a copy of it draws.
     randomness : Randomness
     min_available : int
         Clients to wait for before a round.
@@ -49,8 +51,15 @@ class Participants:
         amplified: bool,
     ) -> None:
         assert cohort.population is not None
+        if not (hasattr(cohort, "state") and hasattr(cohort, "restore")):
+            raise FedsimError(
+                f"{type(cohort).__name__} has no state and restore, so that no run could be "
+                "resumed; a cohort that remembers nothing derives them from "
+                "fedsim.cohorts.SamplerDefaults."
+            )
         self.population = cohort.population
-        self._cohort = cohort
+        # Of its own: what it remembers is this run's.
+        self._cohort = copy.deepcopy(cohort)
         self._randomness = randomness
         self._draws = Draws(randomness, level="client", amplified=amplified)
         self._min_available = min_available
@@ -100,6 +109,14 @@ class Participants:
     def cohort(self, server_round: int) -> Ids:
         """Sorted ids of this round's cohort, whether or not they are there."""
         return self._cohort.draw(server_round, self._draws)
+
+    def state(self) -> SamplerState:
+        """What the sampler remembers; see `restore`."""
+        return self._cohort.state()
+
+    def restore(self, state: SamplerState) -> None:
+        """Draw on from what `state` gave."""
+        self._cohort.restore(state)
 
     def evaluators(self, server_round: int, nodes: dict[int, int], fraction: float) -> Ids:
         """Sorted ids of ``fraction`` of those who are there, at least one."""

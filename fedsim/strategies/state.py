@@ -6,15 +6,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 __all__ = ["Tree", "joined", "parted"]
 
 Tree = Mapping[str, Any]
-"""Names to tensors, to what JSON can say, and to trees again."""
+"""Names to tensors, to numpy arrays, to what JSON can say, and to trees again."""
 
-_TENSOR = "tensor"
+_TENSOR, _ARRAY = "tensor", "array"
 
 
 def parted(tree: Tree) -> tuple[dict[str, Tensor], str]:
@@ -23,7 +24,7 @@ def parted(tree: Tree) -> tuple[dict[str, Tensor], str]:
     Raises
     ------
     TypeError
-        If anything in it is neither a tensor nor what JSON can say.
+        If anything in it is neither a tensor, nor an array that torch knows, nor what JSON can say.
 
     Examples
     --------
@@ -36,14 +37,17 @@ def parted(tree: Tree) -> tuple[dict[str, Tensor], str]:
     tensors: dict[str, Tensor] = {}
 
     def named(value: Any) -> Any:
+        name = str(len(tensors))
         if isinstance(value, Tensor):
-            name = str(len(tensors))
             tensors[name] = value.detach().cpu().contiguous()
             return {_TENSOR: name}
+        if isinstance(value, np.ndarray):
+            tensors[name] = torch.from_numpy(value.copy())
+            return {_ARRAY: name}
         if isinstance(value, Mapping):
             # One that looks like a tensor's name must not be taken for one.
-            if set(value) == {_TENSOR} and isinstance(value[_TENSOR], str):
-                raise TypeError(f"a mapping whose one key is '{_TENSOR}' cannot be kept.")
+            if set(value) in ({_TENSOR}, {_ARRAY}) and isinstance(next(iter(value.values())), str):
+                raise TypeError(f"a mapping whose one key is '{next(iter(value))}' cannot be kept.")
             return {_checked(key): named(entry) for key, entry in value.items()}
         return value
 
@@ -56,8 +60,10 @@ def joined(tensors: Mapping[str, Tensor], text: str) -> dict[str, Any]:
     def named(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        if set(value) == {_TENSOR} and isinstance(value[_TENSOR], str):
-            return torch.clone(tensors[value[_TENSOR]])
+        for form in (_TENSOR, _ARRAY):
+            if set(value) == {form} and isinstance(value[form], str):
+                tensor = torch.clone(tensors[value[form]])
+                return tensor if form == _TENSOR else tensor.numpy()
         return {key: named(entry) for key, entry in value.items()}
 
     tree: dict[str, Any] = named(json.loads(text))

@@ -2,10 +2,25 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy.special import ndtr, ndtri
 
 from fedsim.audit import Claim
-from fedsim.audit.guesses import gaussian_mu_bound, refuted_p_value
+from fedsim.audit.guesses import is_refuted, refuted_p_value
 from fedsim.privacy.analytic import gaussian_epsilon
+
+
+def gaussian_mu_bound(canaries: int, guesses: int, correct: int, risk: float) -> float:
+    """Largest mu of a Gaussian claim that these guesses refute."""
+    low, high = 0.0, 50.0
+    for _ in range(40):
+        mu = (low + high) / 2
+
+        def shrink(probability: float, mu: float = mu) -> float:
+            return float(ndtr(ndtri(probability) - mu))
+
+        refuted = is_refuted(canaries, guesses, correct, risk, shrink)
+        low, high = (mu, high) if refuted else (low, mu)
+    return low
 
 
 @pytest.mark.parametrize(

@@ -376,7 +376,6 @@ def test_a_node_with_an_unregistered_key_ends_by_itself(rehearsal):
 
 def test_a_server_with_an_expired_certificate_is_not_trusted(rehearsal):
     federation = rehearsal.federation
-    rehearsal.stop_superlink()
     federation.issue(days=-1)
     rehearsal.start_superlink()
     assert "expired" in intruder.handshake(federation.fleet_port, federation.operator / "ca.crt")

@@ -19,9 +19,9 @@ from fedsim.privacy.samplers import (
     FixedSize,
     Full,
     Poisson,
-    Sampler,
     ShuffledPasses,
 )
+from fedsim.privacy.sampling import Sampler
 from fedsim.randomness import Address, Draws, Randomness
 
 

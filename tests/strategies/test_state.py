@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fixed_clients import Fixed
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
-from fedsim.cohorts import PoissonCohort
+from fedsim.cohorts import PoissonCohort, SamplerDefaults
 from fedsim.engines import LocalGrid
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
@@ -25,6 +26,7 @@ from fedsim.mechanisms import (
     PrivateScalar,
     QuantileClipping,
 )
+from fedsim.privacy.events import Event
 from fedsim.strategies import DPFedAvg, RunFailedError, adam, sgd
 from fedsim.strategies.state import joined, parted
 
@@ -184,14 +186,83 @@ def test_failed_rounds_in_a_row_are_counted_on():
 def test_a_tree_comes_back_from_tensors_and_text_as_it_was():
     tree = {
         "tensor": torch.arange(3), "deep": {"x": {"tensor": torch.zeros(0)}, "y": {}},
-        "numbers": [1, 2.5, None, True, 1e-310], "word": "0",
+        "numbers": [1, 2.5, None, True, 1e-310], "word": "0", "array": np.arange(2.0),
     }  # fmt: skip
     kept, text = parted(tree)
     back = joined(kept, text)
     assert torch.equal(back["tensor"], tree["tensor"])
     assert back["tensor"].dtype == torch.int64
     assert back["deep"]["x"]["tensor"].shape == (0,)
+    assert isinstance(back["array"], np.ndarray)
+    assert back["array"].tolist() == [0.0, 1.0]
     assert {k: back[k] for k in ("numbers", "word")} == {k: tree[k] for k in ("numbers", "word")}
-    for bad in ({"f": print}, {1: 2}, {"x": {"tensor": "0"}}):
+    for bad in ({"f": print}, {1: 2}, {"x": {"tensor": "0"}}, {"x": {"array": "0"}}):
         with pytest.raises(TypeError):
             parted(bad)
+
+
+class Apart(SamplerDefaults):
+    """Three clients of those who were asked least often, as a trace remembers it."""
+
+    name, rate, adjacency, expected_size = "apart", 0.15, "zero-out", 3.0
+
+    def __init__(self, population: int) -> None:
+        self.population = population
+        self.asked = np.zeros(population, dtype=np.int64)
+        self.last = -1
+
+    def draw(self, round, draws, step=0):
+        order = draws.generator(round).permutation(self.population)
+        ids = np.sort(order[np.argsort(self.asked[order], kind="stable")][:3])
+        self.asked[ids] += 1
+        self.last = round
+        return ids
+
+    def law(self) -> Event:
+        return Event(noise_multiplier=0.0, sampler="full", population=self.population)
+
+    def state(self):
+        return {"asked": self.asked, "last": self.last}
+
+    def restore(self, state) -> None:
+        self.asked, self.last = state["asked"], state["last"]
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_sampler_goes_on_from_what_it_remembers(remembers, monkeypatch):
+    shared = Apart(CLIENTS)
+    if not remembers:
+        monkeypatch.setattr(Apart, "restore", lambda self, state: None)
+
+    def made() -> DPFedAvg:
+        return DPFedAvg(mechanism=Clipping(1.0), cohort=shared, noise_multiplier=1.0, seed=4)
+
+    half, rest = made(), made()
+    expected, asked = run(made(), initial(), 6)
+    reached, first = run(half, initial(), 3)
+    state = through_a_file(half.state())
+    ended, second = run(rest, reached, 6, state=state)
+    assert (first + second == asked) is remembers
+    assert (as_bytes(ended) == as_bytes(expected)) is remembers
+    # Every strategy draws with a sampler of its own: the one it was given has seen nothing.
+    assert not shared.asked.any()
+    assert isinstance(state["cohort"]["asked"], np.ndarray)
+
+
+def test_a_state_of_another_sampler_and_a_sampler_without_are_refused():
+    half = strategy("sgd", "quantile")
+    reached, _ = run(half, initial(), 3)
+    state = {**half.state(), "cohort": {"asked": np.zeros(3)}}
+    with pytest.raises(
+        FedsimError, match="holds asked of a sampler, but Poisson remembers nothing"
+    ):
+        run(strategy("sgd", "quantile"), reached, 6, state=state)
+
+    class Forgetful:
+        name, rate, population, adjacency, expected_size = "mine", 1.0, 4, "zero-out", 4.0
+
+        def event(self, noise_multiplier, **settings):
+            return Event(noise_multiplier=noise_multiplier, sampler="full", population=4)
+
+    with pytest.raises(FedsimError, match="Forgetful has no state and restore"):
+        DPFedAvg(mechanism=Clipping(1.0), cohort=Forgetful(), noise_multiplier=1.0)
