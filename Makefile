@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed
+DEV_INSTALLED := $(VENV)/.installed-dev
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1
 export OMP_NUM_THREADS ?= 1
@@ -13,23 +15,30 @@ export OMP_NUM_THREADS ?= 1
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(STAMP): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV), once: about 2.8 GB to fetch and 6 GB on disk, most of it torch for"
+	@echo "CUDA; two to ten minutes. README.md says how to have torch for CPUs alone, in a fifth of it."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $(STAMP)
+	$(PIP) -e .
+	@touch $@
 
-install: $(STAMP)  ## make .venv once, with everything that is needed
+$(DEV_INSTALLED): $(INSTALLED)
+	@echo "Adding the developers' tools to $(VENV): some tens of MB."
+	$(PIP) -e '.[dev]'
+	@touch $@
 
-demo: $(STAMP)  ## train the demo: private federated learning on real digits, under a minute
+install: $(INSTALLED)  ## make .venv once, with what a user needs
+
+demo: $(INSTALLED)  ## train the demo: private federated learning on real digits, under a minute
 	$(BIN)/fedsim run experiments/demo.toml --out runs/demo --overwrite
 
-test: $(STAMP)  ## run the tests
+test: $(DEV_INSTALLED)  ## run the tests
 	$(BIN)/python -m pytest
 
-test-slow: $(STAMP)  ## run the tests of whole federations, and audits of planted bugs (many minutes)
+test-slow: $(DEV_INSTALLED)  ## run the tests of whole federations, and audits of planted bugs (many minutes)
 	$(BIN)/python -m pytest -m slow tests/integration tests/audit
 
-test-gpu: $(STAMP)  ## run the tests that need a CUDA device
+test-gpu: $(DEV_INSTALLED)  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/training tests/integration
 
 test-flwr-latest:  ## run the plug-in's tests with the newest Flower, in an environment of its own
@@ -38,17 +47,17 @@ test-flwr-latest:  ## run the plug-in's tests with the newest Flower, in an envi
 	.venv-latest/bin/python -m pytest tests/engines tests/strategies tests/deploy tests/integration/test_plugin.py
 	.venv-latest/bin/python -m pytest -m slow $(addprefix tests/integration/test_,intruder.py secrets.py federation_faults.py)
 
-lint: $(STAMP)  ## ruff, mypy --strict and the import contracts
+lint: $(DEV_INSTALLED)  ## ruff, mypy --strict and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-lock: $(STAMP)  ## write requirements.lock anew: what the image installs, with hashes (needs uv)
+lock: $(DEV_INSTALLED)  ## write requirements.lock anew: what the image installs, with hashes (needs uv)
 	printf 'hatchling>=1.25\n' | uv pip compile pyproject.toml - --constraint constraints.txt --generate-hashes \
 	  --python-version 3.11 --no-annotate --no-header --quiet --output-file requirements.lock
 
-bench: $(STAMP)  ## speed and memory beside a plain PyTorch loop
+bench: $(DEV_INSTALLED)  ## speed and memory beside a plain PyTorch loop
 	$(BIN)/python -m benchmarks.local
 
 clean:  ## remove the environment, caches and runs

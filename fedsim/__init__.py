@@ -7,7 +7,11 @@ usable on their own.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    raise ImportError("fedsim runs on Linux and macOS, and on Windows in WSL: it locks its files.")
 
 if TYPE_CHECKING:
     from fedsim.config import RunConfig
