@@ -14,8 +14,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -146,7 +146,10 @@ class Randomness:
         return "system" if self.seed is None else "config"
 
     def repeated(self) -> Self:
-        """The same source, for work that is done again: all its draws are asked for `again`."""
+        """The same source, for addresses that were asked for before: a retry, a replay, a proof.
+
+        With system entropy the draws are new ones all the same.
+        """
         source = copy.copy(self)
         object.__setattr__(source, "_repeats", True)
         return source
@@ -178,50 +181,41 @@ class Randomness:
         ValueError
             If there is no such address.
         """
-        if Randomness.watch is not None and not self._repeats:
-            key = None if self.seed is None else self._keys[PURPOSES[purpose].keyed_by]
-            Randomness.watch(Address(key, level, purpose, round, client, part))
-        return self.again(
-            purpose, level=level, round=round, client=client, part=part, stream=stream
+        parts = range(part, part + 1)
+        return next(
+            self.generators(
+                purpose, level=level, round=round, client=client, parts=parts, stream=stream
+            )
         )
 
-    def again(
+    def generators(
         self,
         purpose: Purpose,
         *,
         level: DrawLevel,
         round: int = 0,
         client: int = 0,
-        part: int = 0,
+        parts: range,
         stream: Stream | None = None,
-    ) -> np.random.Generator:
-        """`generator` at an address that was asked for before: a retry, a replay, a proof.
-
-        With system entropy the draws are new ones all the same.
-        """
+    ) -> Iterator[np.random.Generator]:
+        """`generator` of one part after another, each good until the next one is asked for."""
         rule = PURPOSES[purpose]
         if level not in rule.levels:
             raise ValueError(f"{purpose.name} has no level {level!r}, only {rule.levels}.")
-        if not (0 <= part < 2**48 and 0 <= round < 2**63 and 0 <= client < 2**63):
-            raise ValueError(f"there is no address of round {round}, client {client}, part {part}.")
+        last = parts.stop - 1
+        if not (parts.start >= 0 and last < 2**48 and 0 <= round < 2**63 and 0 <= client < 2**63):
+            raise ValueError(f"there is no address of round {round}, client {client}, part {last}.")
+        key = None if self.seed is None else self._keys[rule.keyed_by]
+        watch = None if self._repeats else Randomness.watch
+        purpose_word = _LEVELS[level] << 56 | purpose << 48
         stream = stream or Stream()
-        if self.seed is None:
-            return stream.at((secrets.randbits(64), secrets.randbits(64)), (0, 0, 0, 0))
-        what = _LEVELS[level] << 56 | purpose << 48 | part
-        return stream.at(self._keys[rule.keyed_by], (0, what, round, client))
-
-    def torch_seed(
-        self,
-        purpose: Purpose,
-        *,
-        level: DrawLevel,
-        round: int = 0,
-        client: int = 0,
-        part: int = 0,
-    ) -> int:
-        """63-bit seed for a `torch.Generator` at this address."""
-        generator = self.generator(purpose, level=level, round=round, client=client, part=part)
-        return int(generator.integers(2**63))
+        for part in parts:
+            if watch is not None:
+                watch(Address(key, level, purpose, round, client, part))
+            if key is None:
+                yield stream.at((secrets.randbits(64), secrets.randbits(64)), (0, 0, 0, 0))
+            else:
+                yield stream.at(key, (0, purpose_word | part, round, client))
 
 
 @dataclass(frozen=True)
@@ -250,23 +244,22 @@ class Draws:
 
     def generator(self, round: int, part: int = 0) -> np.random.Generator:
         """Generator of a round's draws; ``part`` is the step, or another piece of the round."""
-        return self._at(self.randomness.generator, round, part)
+        return next(self.generators(round, range(part, part + 1)))
 
-    def again(self, round: int, part: int = 0) -> np.random.Generator:
-        """`generator` at an address that was asked for before: an earlier round's draw."""
-        return self._at(self.randomness.again, round, part)
-
-    def _at(
-        self, asked: Callable[..., np.random.Generator], round: int, part: int
-    ) -> np.random.Generator:
-        return asked(
+    def generators(self, round: int, parts: range) -> Iterator[np.random.Generator]:
+        """`generator` of one part after another, each good until the next one is asked for."""
+        return self.randomness.generators(
             Purpose.AMPLIFIED_SAMPLE if self.amplified else Purpose.SAMPLE,
             level=self.level,
             round=round,
             client=self.client,
-            part=part,
+            parts=parts,
             stream=self.stream,
         )
+
+    def repeated(self) -> Draws:
+        """The same draws, asked for once more: see `Randomness.repeated`."""
+        return replace(self, randomness=self.randomness.repeated())
 
 
 def _key(seed: int | None, release: str | None) -> tuple[int, int]:

@@ -84,8 +84,9 @@ def build(
         raise FedsimError(f"model.dtype is {dtype}; it must be float32 or float64.")
     shape = tuple(input_shape)
     # Layers draw their initial weights from torch's global generator: lend it, put it back.
+    draws = Randomness(seed).generator(Purpose.INIT, level="run")
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(Randomness(seed).torch_seed(Purpose.INIT, level="run"))
+        torch.default_generator.manual_seed(int(draws.integers(2**63)))
         model = _build(name, shape, num_classes, widths, bias)
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise FedsimError(

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.events import Adjacency, Event
 from fedsim.privacy.sampling import Ids, SamplerDefaults, check_population, declared_population
 from fedsim.randomness import Draws
 
-__all__ = ["FixedSize", "Full", "Poisson", "ShuffledPasses"]
+__all__ = ["FixedSize", "Full", "Poisson", "ShuffledPasses", "draw_poisson"]
+
+Drawn = npt.NDArray[np.bool_]
+
+# Standard deviations of a sample's size for which gaps are asked for at once.
+SPREAD = 4.0
 
 
 @dataclass(frozen=True)
@@ -52,19 +59,10 @@ class Poisson(SamplerDefaults):
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
         """Sorted ids, by the gaps between them, which are geometric; see `Sampler.draw`."""
-        population = declared_population(self)
         if self.rate == 1:
-            return np.arange(population, dtype=np.int64)
-        generator = draws.generator(round, step)
-        # How many numbers are asked for at a time changes none of them.
-        expected = self.rate * population
-        most = int(expected + 6 * math.sqrt(expected)) + 8
-        # Sums of gaps may pass what int64 holds, and whole numbers below 2^53 are exact in float64.
-        ids = generator.geometric(self.rate, most).astype(np.float64).cumsum()
-        while ids[-1] <= population:
-            further = generator.geometric(self.rate, most).astype(np.float64).cumsum()
-            ids = np.concatenate([ids, ids[-1] + further])
-        return ids[: ids.searchsorted(population, "right")].astype(np.int64) - 1
+            return np.arange(declared_population(self), dtype=np.int64)
+        ids, drawn = draw_poisson([self], [draws], round, [range(step, step + 1)])
+        return ids[drawn]
 
     def law(self) -> Event:
         """Poisson sampling at the rate."""
@@ -75,6 +73,51 @@ class Poisson(SamplerDefaults):
             population=self.population,
             adjacency=self.adjacency,
         )
+
+
+def draw_poisson(
+    samplers: Sequence[Poisson | Full], draws: Sequence[Draws], round: int, steps: Sequence[range]
+) -> tuple[Ids, Drawn]:
+    """`Poisson.draw` for n owners and some steps of each, in a third of the time.
+
+    Parameters
+    ----------
+    samplers, draws : sequences of n
+    round : int
+    steps : sequence of n ranges
+
+    Returns
+    -------
+    ids : int64 ``[n, S, w]``
+        Sorted for each owner and step, and 0 behind them.
+    drawn : bool ``[n, S, w]``
+        Which of them are ids.
+    """
+    population = np.array([declared_population(sampler) for sampler in samplers])[:, None, None]
+    expected = max(sampler.expected_size for sampler in samplers)
+    # How many gaps are asked for at a time changes none of them.
+    width = int(expected + SPREAD * math.sqrt(expected)) + 4
+    # Sums of gaps may pass what int64 holds, and whole numbers below 2^53 are exact in float64.
+    gaps = np.full((len(samplers), max(map(len, steps)), width), np.inf)
+    for sampler, owner_draws, owner_steps, rows in zip(samplers, draws, steps, gaps, strict=True):
+        if sampler.rate == 1:
+            rows[: len(owner_steps)] = 1
+            continue
+        for row, generator in zip(rows, owner_draws.generators(round, owner_steps), strict=False):
+            row[:] = generator.geometric(sampler.rate, width)
+    numbers = gaps.cumsum(axis=2)
+    while (short := numbers[:, :, -1:] <= population).any():
+        # The same address once more gives the gaps that are there and then those that follow; the
+        # operating system others of the same law.
+        have = numbers.shape[2]
+        further = np.full_like(numbers, np.inf)
+        for owner, step in np.argwhere(short[:, :, 0]).tolist():
+            rate, number = samplers[owner].rate, steps[owner][step]
+            generator = draws[owner].repeated().generator(round, number)
+            further[owner, step] = generator.geometric(rate, 2 * have)[have:]
+        numbers = np.concatenate([numbers, numbers[:, :, -1:] + further.cumsum(axis=2)], axis=2)
+    drawn = numbers <= population
+    return np.where(drawn, numbers - 1, 0).astype(np.int64), drawn
 
 
 @dataclass(frozen=True)

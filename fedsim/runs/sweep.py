@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from flwr.app import Message
 from fedsim.config import RunConfig, Scalar
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
-from fedsim.randomness import DrawLevel, Purpose, Randomness, Stream
+from fedsim.randomness import Purpose, Randomness
 from fedsim.rows.exchange import Block, Ids, Instructions, Replies
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
@@ -264,24 +265,10 @@ class _Shifted(Randomness):
 
     first: int = 0
 
-    def generator(
-        self,
-        purpose: Purpose,
-        *,
-        level: DrawLevel,
-        round: int = 0,
-        client: int = 0,
-        part: int = 0,
-        stream: Stream | None = None,
-    ) -> np.random.Generator:
-        return super().generator(
-            purpose,
-            level=level,
-            round=round,
-            client=client - self.first,
-            part=part,
-            stream=stream,
-        )
+    def generators(
+        self, purpose: Purpose, *, client: int = 0, **address: Any
+    ) -> Iterator[np.random.Generator]:
+        return super().generators(purpose, client=client - self.first, **address)
 
 
 class _SharedTrainer:

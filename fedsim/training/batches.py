@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim.privacy.plan import LocalWork
-from fedsim.privacy.samplers import Full, ShuffledPasses
+from fedsim.privacy.samplers import Full, ShuffledPasses, draw_poisson
 from fedsim.randomness import Draws, Randomness, Stream
 
 __all__ = ["Batches", "chunk_width", "plan_batches", "plan_poisson", "width"]
@@ -115,21 +115,22 @@ def plan_poisson(
     for B, members, steps in _groups(
         work, indices, lambda size: chunk or chunk_width(work.batch_of(size))
     ):
-        drawn: list[list[Ints]] = []
-        for row, i in enumerate(members):
-            draws = Draws(randomness[i], "example", amplified, int(client_ids[i]), stream)
-            sampler = work.poisson(len(indices[i]))
-            drawn.append(
-                [indices[i][sampler.draw(round, draws, step)] for step in range(steps[row])]
-            )
-        chunks = max(1, -(-max(len(batch) for batches in drawn for batch in batches) // B))
+        samplers = [work.poisson(len(indices[i])) for i in members]
+        draws = [
+            Draws(randomness[i], "example", amplified, client, stream)
+            for i, client in zip(members.tolist(), client_ids[members].tolist(), strict=True)
+        ]
+        ids, drawn = draw_poisson(samplers, draws, round, [range(count) for count in steps])
+        chunks = max(1, -(-int(drawn.sum(axis=2).max()) // B))
         shape = (len(members), int(steps[0]), chunks * B)
         index, weight = np.zeros(shape, dtype=np.int64), np.zeros(shape)
-        for row, (steps_drawn, i) in enumerate(zip(drawn, members, strict=True)):
+        # What is cut off of wider rows is behind their ids.
+        ids, drawn = ids[:, :, : chunks * B], drawn[:, :, : chunks * B]
+        filled = slice(ids.shape[2])
+        for row, i in enumerate(members.tolist()):
             index[row] = indices[i][0]
-            for step, batch in enumerate(steps_drawn):
-                index[row, step, : len(batch)] = batch
-                weight[row, step, : len(batch)] = 1.0
+            index[row, :, filled] = indices[i][ids[row]]
+        weight[:, :, filled] = drawn
         shape_in_chunks = (*shape[:2], chunks, B)
         yield Batches(
             members, index.reshape(shape_in_chunks), weight.reshape(shape_in_chunks), steps

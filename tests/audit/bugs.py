@@ -62,8 +62,11 @@ def noise_address(change: Callable[[Randomness, dict[str, Any]], Any]) -> Iterat
         yield
 
 
+honest_generator = Randomness.generator
+
+
 def again(randomness: Randomness, address: dict[str, Any], **other: int) -> np.random.Generator:
-    return randomness.again(Purpose.NOISE, **{**address, **other})
+    return honest_generator(randomness.repeated(), Purpose.NOISE, **{**address, **other})
 
 
 @contextmanager
@@ -373,7 +376,8 @@ def _waits() -> AbstractContextManager[object]:
 def _favoured() -> AbstractContextManager[object]:
     def draw(self: Poisson, round: int, draws: Draws) -> np.ndarray:
         ids = honest_draw(self, round, draws)
-        lucky = draws.randomness.again(Purpose.EVALUATE, level="client", round=round).random()
+        repeated = draws.randomness.repeated()
+        lucky = repeated.generator(Purpose.EVALUATE, level="client", round=round).random()
         return np.union1d(ids, [5]) if lucky < self.rate else ids
 
     return cohort(draw)

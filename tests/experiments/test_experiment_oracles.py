@@ -154,8 +154,8 @@ class TestXu:
 class OfClients(Randomness):
     """Gives examples the draws of clients."""
 
-    def generator(self, purpose, *, level, **address):
-        return super().generator(purpose, level="client", **address)
+    def generators(self, purpose, *, level, **address):
+        return super().generators(purpose, level="client", **address)
 
 
 class TestAdaClip:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -14,12 +15,14 @@ from hypothesis import strategies as st
 
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
+from fedsim.privacy import samplers
 from fedsim.privacy.inclusion import InclusionSampler, declared_by_user
 from fedsim.privacy.samplers import (
     FixedSize,
     Full,
     Poisson,
     ShuffledPasses,
+    draw_poisson,
 )
 from fedsim.privacy.sampling import Sampler
 from fedsim.randomness import Address, Draws, Randomness
@@ -169,6 +172,9 @@ class Counting:
         self.numbers = np.random.default_rng(round)
         return self
 
+    def generators(self, round: int, parts: range) -> Iterator[Counting]:
+        return (self.generator(round, part) for part in parts)
+
     def geometric(self, rate: float, size: int) -> npt.NDArray[np.int64]:
         self.taken += size
         return self.numbers.geometric(rate, size)
@@ -250,7 +256,7 @@ class Allocation:
     population: int
 
     def draw(self, round, draws, step=0):
-        asked = draws.generator if round == 1 else draws.again
+        asked = (draws if round == 1 else draws.repeated()).generator
         inside = [
             round - 1 in asked(1, i).permutation(self.T)[: self.k] for i in range(self.population)
         ]
@@ -329,3 +335,34 @@ def test_cohorts_and_accounting_load_neither_torch_nor_flower():
         "sys.exit(str(bad) if bad else 0)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("spread", [4.0, -1.0])
+@pytest.mark.parametrize("seed", [3, None])
+def test_samples_of_many_owners_are_those_of_each_alone(monkeypatch, seed, spread):
+    # With fewer gaps at a time some samples are not complete at once; the draws stay the same.
+    monkeypatch.setattr(samplers, "SPREAD", spread)
+    randomness = Randomness(seed, "ab")
+    owners = [Poisson(0.2, 40), Full(7), Poisson(0.9, 30), Poisson(0.01, 2)]
+    sources = [Draws(randomness, "example", amplified=True, client=k) for k in range(4)]
+    steps = [range(3), range(5), range(2, 4), range(1)]
+    ids, drawn = draw_poisson(owners, sources, 6, steps)
+    assert ids.shape[:2] == drawn.shape[:2] == (4, 5)
+    for k, owner in enumerate(owners):
+        assert not drawn[k, len(steps[k]) :].any()
+        assert not ids[k][~drawn[k]].any()
+        for row, step in enumerate(steps[k]):
+            sample = ids[k, row][drawn[k, row]].tolist()
+            assert sample == sorted(set(sample))
+            assert set(sample) <= set(range(owner.population))
+            if seed is not None and owner.rate < 1:
+                assert sample == one_gap_after_another(owner, sources[k].generator(6, step))
+    assert ids[1, 0][drawn[1, 0]].tolist() == list(range(7))
+
+
+def one_gap_after_another(sampler, generator):
+    sample, last = [], generator.geometric(sampler.rate) - 1
+    while last < sampler.population:
+        sample.append(last)
+        last += generator.geometric(sampler.rate)
+    return sample
