@@ -111,11 +111,13 @@ def _component(
     try:
         component = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and lacks something itself
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            raise FedsimError(
+                f"{key} = '{reference}', but there is no module '{module}' in {directory}."
+            ) from None
         raise FedsimError(
-            f"{key} = '{reference}', but there is no module '{module}' in {directory}."
-        ) from None
+            f"{key} = '{reference}' needs the module '{error.name}', which is not installed here."
+        ) from error
     if not isinstance(component, component_type):
         raise FedsimError(f"{key} = '{reference}'; it must name a {component_type.__name__}.")
     return component

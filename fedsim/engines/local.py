@@ -24,7 +24,9 @@ from fedsim.engines.messages import (
     empty_run,
     ensure_identity,
     error_reply,
+    send_as,
     set_message_id,
+    unavailable,
 )
 from fedsim.errors import FedsimError
 from fedsim.rows.exchange import Block, BlockTrainer, Instructions, Replies
@@ -91,12 +93,17 @@ class LocalGrid(Grid):
         self._run = empty_run(run_id)
         self._contexts: dict[int, Context] = {}
         self._pushed: dict[str, Message] = {}
+        self._expires: dict[str, float] = {}
+        # Seconds that clients have worked, one after another: no age of anybody's message.
+        self._worked = 0.0
         self._serial = itertools.count(1)
         self._open: Replies | None = None
         ensure_identity(run_id)
 
     def set_run(self, run: Run) -> None:
-        """Set the run that this grid belongs to."""
+        """Set the run that this grid belongs to; in another run nodes begin anew."""
+        if run.run_id != self._run.run_id:
+            self._contexts.clear()
         self._run = run
 
     @property
@@ -138,15 +145,12 @@ class LocalGrid(Grid):
         return [self._take(message) for message in messages]
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """Run the clients of these messages, unless that has been done, and give the replies.
+        """Run the clients of these messages, and give the replies, each once.
 
-        Each reply is given once.
+        As in Flower the answer is an error where a message has expired by its ``ttl``, has been
+        answered before, or was never sent. What other clients work meanwhile ages no message.
         """
-        replies = []
-        for message_id in list(message_ids):
-            if (message := self._pushed.pop(message_id, None)) is not None:
-                replies.append(self._reply(message))
-        return replies
+        return [self._reply(message_id) for message_id in message_ids]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -181,10 +185,11 @@ class LocalGrid(Grid):
             )
             return self._open
         replies = []
+        worked = self._worked
         for message in messages:
-            self._take(message)
+            message_id = self._take(message, self._worked - worked)
             started = time.monotonic()
-            reply = self._reply(self._pushed.pop(message.metadata.message_id))
+            reply = self._reply(message_id)
             if timeout is None or time.monotonic() - started < timeout:
                 replies.append(reply)
         return replies
@@ -201,27 +206,45 @@ class LocalGrid(Grid):
             instructions.round,
         )
 
-    def _take(self, message: Message) -> str:
+    def _take(self, message: Message, waited: float = 0.0) -> str:
+        """Note a message that was made ``waited`` seconds before its turn came."""
+        metadata = message.metadata
+        if metadata.ttl <= 0:
+            raise FedsimError(f"a message's ttl is {metadata.ttl} s; it must be positive.")
         message_id = f"{next(self._serial):016x}"
-        set_message_id(message, message_id)
+        send_as(message, message_id, self._run.run_id)
+        age = time.time() - metadata.created_at - waited
         # Flower's strategies put one RecordDict into all of a round's messages.
         self._pushed[message_id] = deliver(message, own_content(message.content))
+        self._expires[message_id] = self._clock() + metadata.ttl - age
         return message_id
 
-    def _reply(self, message: Message) -> Message:
-        node_id = message.metadata.dst_node_id
-        if not _FIRST_NODE_ID <= node_id < _FIRST_NODE_ID + self._num_nodes:
-            reply = error_reply(message, NODE_UNAVAILABLE, f"there is no node {node_id}")
+    def _clock(self) -> float:
+        """Seconds, of which those that clients work are none."""
+        return time.monotonic() - self._worked
+
+    def _reply(self, message_id: str) -> Message:
+        message = self._pushed.pop(message_id, None)
+        left = self._expires.pop(message_id, 0.0) - self._clock()
+        if message is None or left < 0:
+            reply = unavailable(message_id, self._run.run_id)
         else:
-            reply = self._run_client(message, self._context(node_id))
+            started = time.monotonic()
+            reply = self._answer(message)
+            seconds = time.monotonic() - started
+            self._worked += seconds
+            if seconds > left:
+                reply = unavailable(message_id, self._run.run_id)
         set_message_id(reply, f"{next(self._serial):016x}")
         return reply
 
-    def _run_client(self, message: Message, context: Context) -> Message:
+    def _answer(self, message: Message) -> Message:
+        node_id = message.metadata.dst_node_id
+        if not _FIRST_NODE_ID <= node_id < _FIRST_NODE_ID + self._num_nodes:
+            return error_reply(message, NODE_UNAVAILABLE, f"there is no node {node_id}")
         try:
-            reply = self._handler()(message, context)
-            if not isinstance(reply, Message):
-                raise TypeError(f"the client returned a {type(reply).__name__}, not a Message")
+            reply = self._handler()(message, self._context(node_id))
+            _check_answers(reply, message)
         # A client's code may raise anything, and `sys.exit` is one way to.
         except (Exception, SystemExit) as error:
             return error_reply(message, CLIENT_RAISED, f"{type(error).__name__}: {error}")
@@ -252,6 +275,17 @@ class LocalGrid(Grid):
                 run_config=dict(self._run_config),
             )
         return self._contexts[node_id]
+
+
+def _check_answers(reply: object, message: Message) -> None:
+    """Refuse what is no reply to ``message`` from its node, as Flower's SuperLink does."""
+    if not isinstance(reply, Message):
+        raise TypeError(f"the client returned a {type(reply).__name__}, not a Message")
+    sent, returned = message.metadata, reply.metadata
+    if returned.reply_to_message_id != sent.message_id:
+        raise ValueError("the client replied to another message than it was sent")
+    if (returned.src_node_id, returned.run_id) != (sent.dst_node_id, sent.run_id):
+        raise ValueError("the client replied in another node's name, or for another run")
 
 
 def require_trainer(trainer: BlockTrainer) -> BlockTrainer:

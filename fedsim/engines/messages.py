@@ -24,8 +24,10 @@ __all__ = [
     "ensure_identity",
     "error_reply",
     "flower_version",
+    "send_as",
     "set_message_id",
     "speaks_grpc",
+    "unavailable",
 ]
 
 SUPERLINK_NODE_ID = 1
@@ -82,11 +84,25 @@ def set_message_id(message: Message, message_id: str) -> None:
     message.metadata.__dict__["_message_id"] = message_id
 
 
+def send_as(message: Message, message_id: str, run_id: int) -> None:
+    """Give a message the id that its reply will name, and the run that it is sent in."""
+    set_message_id(message, message_id)
+    message.metadata.__dict__["_run_id"] = run_id
+
+
 def deliver(message: Message, content: RecordDict) -> Message:
     """The same message with other content."""
     delivered: Any = copy.copy(message)
     delivered.__dict__["_content"] = content
     return delivered  # type: ignore[no-any-return]
+
+
+def unavailable(message_id: str, run_id: int) -> Message:
+    """What Flower answers where a message has expired, or was never sent."""
+    asked = Message(RecordDict(), SUPERLINK_NODE_ID, "system")
+    send_as(asked, message_id, run_id)
+    reason = "the message has expired, or there is none of this id."
+    return error_reply(asked, ErrorCode.MESSAGE_UNAVAILABLE, reason)
 
 
 def error_reply(message: Message, code: int, reason: str) -> Message:

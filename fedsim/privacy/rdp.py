@@ -4,6 +4,8 @@ cohorts of a fixed size, which they do not cover."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
@@ -34,14 +36,8 @@ def poisson_rdp(rate: float, noise_multiplier: float) -> Array:
     from dp_accounting.rdp import RdpAccountant
 
     accountant = RdpAccountant(ORDERS)
-    # Orders whose series does not converge are left out, which is no cause for a warning.
-    log = logging.getLogger("absl")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
+    with _without_warnings():
         accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(noise_multiplier)))
-    finally:
-        log.setLevel(level)
     return np.asarray(accountant.rdp, dtype=np.float64)
 
 
@@ -62,9 +58,12 @@ def fixed_rdp(size: int, population: int, noise_multiplier: float) -> Array:
     from dp_accounting.rdp import RdpAccountant
 
     accountant = RdpAccountant(WHOLE_ORDERS, NeighboringRelation.REPLACE_ONE)
-    accountant.compose(
-        SampledWithoutReplacementDpEvent(population, size, GaussianDpEvent(noise_multiplier / 2))
-    )
+    with _without_warnings():
+        accountant.compose(
+            SampledWithoutReplacementDpEvent(
+                population, size, GaussianDpEvent(noise_multiplier / 2)
+            )
+        )
     # (order - 1) * rdp is convex in the order: a chord is an upper bound.
     cumulants = np.concatenate([[0.0], (WHOLE_ORDERS - 1) * accountant.rdp])
     chord = np.interp(ORDERS, np.concatenate([[1], WHOLE_ORDERS]), cumulants, right=np.inf)
@@ -76,6 +75,24 @@ def rdp_epsilon(rdp: Array, delta: float) -> float:
     from dp_accounting.rdp import compute_epsilon
 
     return float(compute_epsilon(ORDERS, rdp, delta)[0])
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Let dp-accounting leave out orders whose series does not converge, without a word.
+
+    absl, by which it warns, gives the root logger a handler where that has none: from then on
+    every line of others' loggers, Flower's among them, would be shown twice.
+    """
+    absl, root, silent = logging.getLogger("absl"), logging.getLogger(), logging.NullHandler()
+    level = absl.level
+    absl.setLevel(logging.ERROR)
+    root.addHandler(silent)
+    try:
+        yield
+    finally:
+        root.removeHandler(silent)
+        absl.setLevel(level)
 
 
 def rdp_delta(rdp: Array, epsilon: float) -> float:

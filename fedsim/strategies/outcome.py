@@ -34,7 +34,7 @@ _ADVICE: Mapping[Reason, str] = {
     "raised": "the clients' own logs say what was raised",
     "timeout": "engine.timeout may be too short",
     "malformed": "the clients may run another app, or train another model",
-    "non-finite": "client.lr may be too high",
+    "non-finite": "the app's learning rate or client.lr may be too high",
 }
 
 
@@ -80,7 +80,7 @@ def failures_in(rows: Iterable[Mapping[str, float]]) -> str:
     Examples
     --------
     >>> failures_in([{"asked": 5, "usable": 4, "failed": 1, "failed-non-finite": 1}])
-    'Clients failed once (non-finite 1; client.lr may be too high).'
+    "Clients failed once (non-finite 1; the app's learning rate or client.lr may be too high)."
     """
     rows = list(rows)
     failed = int(sum(row.get("failed", 0) for row in rows))
@@ -211,12 +211,16 @@ class Failures:
             return
         self._reasons.update(report.reasons)
         happened = (
-            f"every client that was asked failed in {self._in_a_row} rounds in a row, "
-            f"the last of them round {report.round}: {told(self._reasons, advise=True)}."
+            f"every client that was asked failed in {_rounds(self._in_a_row)} "
+            f"{report.round}: {told(self._reasons, advise=True)}."
         )
         if self._allowed is not None and self._in_a_row >= self._allowed:
             raise RunFailedError(happened)
         _log.warning("%s", happened)
+
+
+def _rounds(in_a_row: int) -> str:
+    return "round" if in_a_row == 1 else f"{in_a_row} rounds in a row, the last of them round"
 
 
 def told(reasons: Mapping[Reason, int], *, advise: bool = False) -> str:
@@ -225,7 +229,7 @@ def told(reasons: Mapping[Reason, int], *, advise: bool = False) -> str:
     Examples
     --------
     >>> told({"raised": 1, "non-finite": 20, "missing": 0}, advise=True)
-    'non-finite 20, raised 1; client.lr may be too high'
+    "non-finite 20, raised 1; the app's learning rate or client.lr may be too high"
     """
     most: Iterable[tuple[Reason, int]] = sorted(reasons.items(), key=lambda item: -item[1])
     counted = [(reason, count) for reason, count in most if count]

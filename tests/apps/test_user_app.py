@@ -82,6 +82,10 @@ def test_our_plugin_example_runs_as_it_is(tmp_path):
         (lambda d: (d / "pyproject.toml").write_text("a = "), "is not valid TOML"),
         (lambda d: (d / "pyproject.toml").write_text("a = 1"), "no table [tool.flwr.app.comp"),
         (lambda d: (d / "plain_app.py").unlink(), "there is no module 'plain_app'"),
+        (
+            lambda d: (d / "plain_app.py").write_text("import nowhere_to_be_found"),
+            "needs the module 'nowhere_to_be_found', which is not installed here",
+        ),
         (lambda d: (d / "plain_app.py").write_text("client = server = 3"), "must name a ServerApp"),
     ],
 )

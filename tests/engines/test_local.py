@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -117,9 +119,121 @@ def test_push_and_pull_work_apart():
     assert len(set(ids)) == 3
     (second,) = grid.pull_messages(ids[1:2])
     assert second.metadata.reply_to_message_id == ids[1]
-    rest = grid.pull_messages(ids)
+    rest = grid.pull_messages([ids[0], ids[2]])
     assert [reply.metadata.reply_to_message_id for reply in rest] == [ids[0], ids[2]]
-    assert grid.pull_messages(ids) == []
+    # As from Flower: it does not keep what it has given.
+    assert codes(grid.pull_messages([*ids, "never sent"])) == [MESSAGE_UNAVAILABLE] * 4
+
+
+MESSAGE_UNAVAILABLE = 3
+
+
+def codes(replies) -> list[int | None]:
+    return [reply.error.code if reply.has_error() else None for reply in replies]
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = time.time()
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_message_that_has_expired_reaches_no_client_and_is_unavailable(monkeypatch):
+    clock, seen = Clock(), []
+    monkeypatch.setattr("fedsim.engines.local.time", clock)
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        seen.append(message.metadata.dst_node_id)
+        clock.sleep(100.0)
+        return Message(RecordDict(), reply_to=message)
+
+    grid = LocalGrid(app, num_nodes=4)
+    messages = [
+        Message(RecordDict(), node, "train", ttl=ttl)
+        for node, ttl in ((2, 10.0), (3, 90.0), (4, 150.0), (5, 150.0))
+    ]
+    clock.sleep(30.0)
+    # Clients run one after another here; what one works is not the time of those that wait.
+    replies = list(grid.send_and_receive(messages))
+    assert codes(replies) == [MESSAGE_UNAVAILABLE, MESSAGE_UNAVAILABLE, None, None]
+    assert [reply.metadata.src_node_id for reply in replies] == [1, 1, 4, 5]
+    assert [reply.metadata.reply_to_message_id for reply in replies] == [
+        message.metadata.message_id for message in messages
+    ]
+    assert seen == [3, 4, 5]
+
+
+def test_a_message_expires_while_nobody_pulls_its_reply(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("fedsim.engines.local.time", clock)
+    grid = LocalGrid(toy_app(), num_nodes=2)
+    first, second = grid.push_messages(ask(grid, 2, 3))
+    assert codes(grid.pull_messages([first])) == [None]
+    clock.sleep(10**6)
+    assert codes(grid.pull_messages([second])) == [MESSAGE_UNAVAILABLE]
+
+
+def test_a_message_that_could_never_arrive_is_refused():
+    grid = LocalGrid(toy_app(), num_nodes=1)
+    message = Message(RecordDict(), 2, "train", ttl=-1.0)
+    with pytest.raises(FedsimError, match="ttl"):
+        grid.push_messages([message])
+
+
+def test_messages_replies_and_contexts_have_the_run_of_their_grid():
+    seen = []
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        seen.append((message.metadata.run_id, context.run_id))
+        return Message(RecordDict(), reply_to=message)
+
+    LocalGrid(app, num_nodes=1, run_id=5)
+    grid = LocalGrid(app, num_nodes=1, run_id=6)
+    (first,) = grid.send_and_receive(ask(grid, 2))
+    grid.set_run(empty_run(7))
+    (second,) = grid.send_and_receive(ask(grid, 2))
+    assert seen == [(6, 6), (7, 7)]
+    assert [first.metadata.run_id, second.metadata.run_id] == [6, 7]
+
+
+@pytest.mark.parametrize("forged", ["_reply_to_message_id", "_src_node_id", "_run_id"])
+def test_a_reply_to_another_message_or_in_anothers_name_is_not_taken(forged):
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        reply = Message(RecordDict(), reply_to=message)
+        reply.metadata.__dict__[forged] = "0" * 16 if forged == "_reply_to_message_id" else 3
+        return reply
+
+    grid = LocalGrid(app, num_nodes=2)
+    (reply,) = grid.send_and_receive(ask(grid, 2))
+    assert reply.error.code == CLIENT_RAISED
+    assert reply.metadata.src_node_id == 2
+
+
+def test_a_client_that_exits_ends_nobody_else():
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        sys.exit("enough")
+
+    grid = LocalGrid(app, num_nodes=2)
+    assert codes(grid.send_and_receive(ask(grid, 2, 3))) == [CLIENT_RAISED] * 2
 
 
 def test_the_run_can_be_set_and_messages_created():

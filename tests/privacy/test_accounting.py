@@ -319,3 +319,16 @@ def test_an_impossible_delta_gets_a_sentence(delta):
 def test_delta_at_the_epsilon_of_a_fixed_size_cohort_is_the_delta_it_was_for() -> None:
     accountant = Accountant([FixedCohort(10, 100).event(5.0).times(10)])
     assert accountant.delta(accountant.epsilon(1e-5)) == pytest.approx(1e-5, rel=1e-6)
+
+
+def test_accounting_gives_nobodys_log_a_second_voice(monkeypatch):
+    import logging
+
+    from fedsim.privacy.rdp import fixed_rdp, poisson_rdp
+
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    level = logging.getLogger("absl").level
+    poisson_rdp.__wrapped__(0.5, 1.0)  # some of its orders do not converge, of which absl warns
+    fixed_rdp.__wrapped__(5, 10, 1.0)
+    assert logging.getLogger().handlers == []
+    assert logging.getLogger("absl").level == level
