@@ -1,25 +1,173 @@
-"""Things of the user's own, written ``module:name`` in a config.
+"""Kinds of things by name: what each is called, what settings it takes, where it lives.
 
-``module`` is a file in the current directory (``nets:Small`` is ``Small`` of ``./nets.py``) or
-anything importable.
+A thing of a kind (a mechanism, a client algorithm, a data set) is a frozen dataclass of its
+settings in a file of its own, named like it, which says ``@register("mechanism", "adaclip")``. It
+is found by its file, and imported when it is used. A field says all that there is to say of a
+setting, once::
+
+    clip_norm: Annotated[float, Gt(0), Doc("The largest L2 norm of a row.")] = 1.0
+
+Packages that are installed name theirs by entry points of the group ``fedsim.plugins``
+(``mechanism.mine = "package.module:Class"``); anybody's own is written ``module:name``.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
 
 from fedsim.errors import FedsimError
 
-__all__ = ["current_directory_importable", "load"]
+__all__ = [
+    "PACKAGES",
+    "current_directory_importable",
+    "find",
+    "load",
+    "names",
+    "plugins",
+    "register",
+]
+
+PACKAGES: Mapping[str, str] = {
+    "data": "fedsim.datasets",
+    "partition": "fedsim.partitions",
+    "model": "fedsim.models",
+    "loss": "fedsim.tasks.losses",
+    "metric": "fedsim.tasks.metrics",
+    "client": "fedsim.clients",
+    "cohort": "fedsim.cohorts",
+    "mechanism": "fedsim.mechanisms",
+    "server": "fedsim.server_optimizers",
+}
+"""The package in which each kind's files are."""
+
+PLUGINS = "fedsim.plugins"
+T = TypeVar("T", bound=Callable[..., Any])
+
+_registered: dict[tuple[str, str], Callable[..., Any]] = {}
+
+
+def register(kind: str, name: str) -> Callable[[T], T]:
+    """Call a thing by this name; in fedsim's own packages its file has the same name.
+
+    Raises
+    ------
+    ValueError
+        If the file is called something else, or another thing has the name.
+    """
+
+    def note(thing: T) -> T:
+        package, _, file = thing.__module__.rpartition(".")
+        if package == PACKAGES[kind] and file != name.replace("-", "_"):
+            raise ValueError(f"{kind} '{name}' is in {file}.py; its file must be called like it.")
+        before = _registered.setdefault((kind, name), thing)
+        if (before.__module__, before.__qualname__) != (thing.__module__, thing.__qualname__):
+            raise ValueError(f"two things are called {kind} '{name}': {before} and {thing}.")
+        _registered[kind, name] = thing
+        return thing
+
+    return note
+
+
+def names(kind: str) -> tuple[str, ...]:
+    """What there is of a kind, in alphabetical order; nothing of it is imported."""
+    return tuple(sorted({*_built_in(kind), *plugins(kind)}))
+
+
+def find(kind: str, name: str, key: str) -> Callable[..., Any]:
+    """The thing of this name: one of `names`, or ``module:name``.
+
+    Parameters
+    ----------
+    key : str
+        Of the config, for sentences.
+
+    Raises
+    ------
+    FedsimError
+        If there is none. Errors of code that is not fedsim's come through as they are.
+    """
+    if ":" in name:
+        return load(key, name)
+    if name in plugins(kind):
+        return _from_plugin(kind, name, key)
+    if name not in _built_in(kind):
+        allowed = ", ".join(f"'{known}'" for known in names(kind))
+        raise FedsimError(f"{key} = '{name}'; it must be {allowed} or 'module:name'.")
+    importlib.import_module(f"{PACKAGES[kind]}.{name.replace('-', '_')}")
+    return _registered[kind, name]
+
+
+def _built_in(kind: str) -> tuple[str, ...]:
+    return _in_folders(kind, tuple(importlib.import_module(PACKAGES[kind]).__path__))
+
+
+@cache
+def _in_folders(kind: str, folders: tuple[str, ...]) -> tuple[str, ...]:
+    """Names that the files in these folders register, by a look at their text."""
+    line = re.compile(rf'^@?register\("{kind}", "([a-z0-9-]+)"\)', re.MULTILINE)
+    texts = (
+        path.read_text(encoding="utf-8")
+        for folder in folders
+        for path in sorted(Path(folder).glob("*.py"))
+    )
+    return tuple(name for text in texts for name in line.findall(text))
+
+
+@cache
+def _entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
+    return tuple(importlib.metadata.entry_points(group=PLUGINS))
+
+
+def plugins(kind: str) -> Mapping[str, importlib.metadata.EntryPoint]:
+    """What installed packages add to a kind, by name.
+
+    Raises
+    ------
+    FedsimError
+        If one has the name of fedsim's own, or two have the same.
+    """
+    points: dict[str, importlib.metadata.EntryPoint] = {}
+    for point in _entry_points():
+        of, _, name = point.name.partition(".")
+        if of != kind:
+            continue
+        taken = "fedsim's own" if name in _built_in(kind) else name in points and "another plugin's"
+        if taken:
+            raise FedsimError(
+                f"the plugin {point.value} is called {kind} '{name}', which is {taken}; rename it "
+                f"in the entry points ({PLUGINS}) of its package, or uninstall that."
+            )
+        points[name] = point
+    return points
+
+
+def _from_plugin(kind: str, name: str, key: str) -> Callable[..., Any]:
+    point = plugins(kind)[name]
+    try:
+        thing = point.load()
+    except (ImportError, AttributeError) as error:
+        raise FedsimError(
+            f"{key} is '{name}', the plugin {point.value}, which cannot be imported: {error}."
+        ) from error
+    if not callable(thing):
+        raise FedsimError(f"{key} is '{name}', but the plugin {point.value} is not callable.")
+    return thing  # type: ignore[no-any-return]
 
 
 def load(key: str, name: str) -> Callable[..., Any]:
-    """Import the callable ``name`` that the config's ``key`` says.
+    """Import the callable ``module:name`` that the config's ``key`` says.
+
+    ``module`` is a file in the current directory (``nets:Small`` is ``Small`` of ``./nets.py``)
+    or anything importable.
 
     Raises
     ------

@@ -81,7 +81,7 @@ def descend(settings: Mapping[str, Any]) -> Result:
 def _mechanism(settings: Mapping[str, Any]) -> tuple[Mechanism, float]:
     z = settings["noise-multiplier"]
     if settings["method"] == "free":
-        return NoPrivacy(), 0.0
+        return NoPrivacy("uniform"), 0.0
     if settings["method"] == "uniform":
         return Clipping(settings["clip-norm"]), z
     adaptive = AdaptiveNoise(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from fedsim.clients.adadp import AdadpLR
-from fedsim.clients.adam import AdadpNoise, Adam, RMSProp
+from fedsim.clients.adadp_lr import AdadpLR
+from fedsim.clients.adadp_noise import AdadpNoise
+from fedsim.clients.adam import Adam
 from fedsim.clients.base import LocalAlgorithm, State, Step
 from fedsim.clients.gradients import Gradient
 from fedsim.clients.proximal import Proximal
+from fedsim.clients.rmsprop import RMSProp
 from fedsim.clients.schedules import Schedule
 from fedsim.clients.sgd import SGD
 

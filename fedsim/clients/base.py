@@ -23,14 +23,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedsim.clients.gradients import Gradient
-from fedsim.errors import FedsimError
+from fedsim.settings import check_settings
 
-__all__ = ["LocalAlgorithm", "State", "Step", "check_range"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["LocalAlgorithm", "State", "Step"]
 
 State = dict[str, Any]
 """Name to tensor ``[n, ...]``, or to anything else that a slice of clients cuts: a `Gradient`."""
@@ -59,28 +60,6 @@ class Step:
         return function(self)
 
 
-def check_range(
-    key: str,
-    value: float,
-    *,
-    low: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-) -> None:
-    """Raise `FedsimError` unless ``value`` is at least ``low``, over ``above``, under ``below``."""
-    allowed = [
-        f"{words} {limit:g}"
-        for words, limit, holds in (
-            ("at least", low, low is None or value >= low),
-            ("above", above, above is None or value > above),
-            ("below", below, below is None or value < below),
-        )
-        if limit is not None and not holds
-    ]
-    if allowed:
-        raise FedsimError(f"client.{key} is {value}; it must be {' and '.join(allowed)}.")
-
-
 class LocalAlgorithm(ABC):
     """A client's optimiser. Subclasses are frozen dataclasses of their settings.
 
@@ -98,6 +77,14 @@ class LocalAlgorithm(ABC):
         if "step" in vars(cls) and "phase" not in vars(cls):
             # What a base class promised of its own step does not hold for another.
             cls.phase = LocalAlgorithm.phase  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        check_settings(self, "client.")
+
+    def where_noised(self, noised: bool) -> LocalAlgorithm:
+        """With the settings that were left to whether its gradients are noised."""
+        del noised
+        return self
 
     def numbers(self) -> dict[str, float]:
         """Settings that may differ from client to client within one block, by their own names."""

@@ -11,10 +11,12 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fedsim.clients.adadp import AdadpLR
-from fedsim.clients.adam import AdadpNoise, Adam, RMSProp
+from fedsim.clients.adadp_lr import AdadpLR
+from fedsim.clients.adadp_noise import AdadpNoise
+from fedsim.clients.adam import Adam
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.clients.proximal import Proximal
+from fedsim.clients.rmsprop import RMSProp
 from fedsim.clients.schedules import Schedule
 from fedsim.clients.sgd import SGD
 from fedsim.errors import FedsimError
@@ -29,9 +31,6 @@ ALGORITHMS: Mapping[str, type[LocalAlgorithm]] = {
     "adadp-lr": AdadpLR,
     "adadp-noise": AdadpNoise,
 }
-
-# What differs where gradients are privatised, unless it is said otherwise.
-PRIVATE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"adadp-lr": {"tol": 1.0, "discard": False}}
 
 
 def make_algorithm(
@@ -71,10 +70,10 @@ def make_algorithm(
     if not (isinstance(kind, type) and issubclass(kind, LocalAlgorithm)):
         raise FedsimError(f"client.name is '{name}'; it must name a LocalAlgorithm.")
     given = {key.replace("-", "_"): value for key, value in (options or {}).items()}
-    defaults = dict(PRIVATE_DEFAULTS.get(name, {}) if private else {})
+    defaults: dict[str, Any] = {}
     fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     defaults |= {k: v for k, v in (offered or {}).items() if k in fields and v is not None}
-    algorithm = kind(**_read(kind, {**defaults, **given}, name))
+    algorithm = kind(**_read(kind, {**defaults, **given}, name)).where_noised(private)
     return Proximal(algorithm, mu) if mu else algorithm
 
 
@@ -119,6 +118,7 @@ def _read(kind: type, options: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _typed(key: str, value: Any, kind: Any) -> Any:
     if not isinstance(value, str):
         return value
+    kind = next((k for k in typing.get_args(kind) if k is not type(None)), kind)
     readers: dict[Any, Callable[[str], Any]] = {
         float: float,
         int: int,

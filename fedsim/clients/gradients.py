@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
-
+from fedsim.lazy import torch
 from fedsim.rows.alignment import aligned_empty
 from fedsim.rows.packing import Packing
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Dense", "Factor", "Factored", "Gradient", "Parts"]
 

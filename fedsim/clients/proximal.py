@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
-from torch import Tensor
-
-from fedsim.clients.base import LocalAlgorithm, State, Step, check_range
+from fedsim.clients.base import LocalAlgorithm, State, Step
 from fedsim.clients.gradients import Dense, Gradient
+from fedsim.settings import Ge
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Proximal"]
 
@@ -23,13 +26,11 @@ class Proximal(LocalAlgorithm):
     ----------
     algorithm : LocalAlgorithm
     mu : float
+        The weight of the pull.
     """
 
     algorithm: LocalAlgorithm
-    mu: float
-
-    def __post_init__(self) -> None:
-        check_range("mu", self.mu, low=0)
+    mu: Annotated[float, Ge(0)]
 
     @property
     def carried(self) -> tuple[str, ...]:  # type: ignore[override]

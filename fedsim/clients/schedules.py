@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from fedsim.clients.base import Step
 from fedsim.errors import FedsimError
 
-__all__ = ["Schedule"]
+__all__ = ["CONSTANT", "Schedule"]
 
 Kind = Literal["constant", "inverse", "exponential", "cosine", "staircase"]
 Over = Literal["round", "step"]
@@ -65,6 +65,15 @@ class Schedule:
             return float(self.decay ** (t // self.length))
         return 1.0
 
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        if self == CONSTANT:
+            return ""
+        said = {"decay": self.decay, "length": self.length, "over": self.over}
+        defaults = {"decay": 1.0, "length": 1, "over": "round"}
+        changed = [f"{key}={value}" for key, value in said.items() if value != defaults[key]]
+        return f"{self.kind}({', '.join(changed)})" if changed else self.kind
+
     @classmethod
     def parse(cls, text: str) -> Schedule:
         """A schedule as a config writes it: ``"inverse(decay=0.1, over=step)"``, or empty.
@@ -89,6 +98,9 @@ class Schedule:
                     "over=round or over=step."
                 ) from None
         return cls(kind.strip(), **values)  # type: ignore[arg-type]
+
+
+CONSTANT = Schedule()
 
 
 def _one_of(names: tuple[str, ...]) -> str:

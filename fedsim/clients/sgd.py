@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import torch
-from torch import Tensor
-
-from fedsim.clients.base import LocalAlgorithm, State, Step, check_range
+from fedsim.clients.base import LocalAlgorithm, State, Step
 from fedsim.clients.gradients import Gradient
-from fedsim.clients.schedules import Schedule
+from fedsim.clients.schedules import CONSTANT, Schedule
+from fedsim.lazy import torch
+from fedsim.registry import register
+from fedsim.settings import Doc, Ge, Gt, Lt, Text
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["SGD"]
 
 
+@register("client", "sgd")
 @dataclass(frozen=True)
 class SGD(LocalAlgorithm):
     """``v <- momentum v + g + weight_decay theta;  theta <- theta - lr v``, as in PyTorch.
 
     With a batch size of 0 (all of a client's examples) these are the full local gradient steps
     of Das et al. 2021.
-
-    Parameters
-    ----------
-    lr : float
-    momentum : float
-    weight_decay : float
-    schedule : Schedule
-        What ``lr`` is multiplied by.
     """
 
-    lr: float
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    schedule: Schedule = field(default_factory=Schedule)
+    lr: Annotated[float, Gt(0), Doc("The rate of a local step.")] = 0.1
+    momentum: Annotated[float, Ge(0), Lt(1), Doc("What of the last step the next one keeps.")] = 0.0
+    weight_decay: Annotated[float, Ge(0), Doc("What of theta is added to its gradient.")] = 0.0
+    schedule: Annotated[
+        Schedule,
+        Text(Schedule.parse, str),
+        Doc("What lr is multiplied by, round by round or step by step."),
+    ] = CONSTANT
 
     carried: ClassVar[tuple[str, ...]] = ("velocity",)
-
-    def __post_init__(self) -> None:
-        check_range("lr", self.lr, low=0)
-        check_range("momentum", self.momentum, low=0, below=1)
-        check_range("weight-decay", self.weight_decay, low=0)
 
     def numbers(self) -> dict[str, float]:
         """The rate."""

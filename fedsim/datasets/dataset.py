@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from fedsim.errors import FedsimError
+from fedsim.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Dataset"]
 

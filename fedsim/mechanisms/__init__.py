@@ -13,18 +13,27 @@ Rows are clients' updates or examples' gradients; mechanisms do not care which::
 
 from __future__ import annotations
 
-from fedsim.mechanisms.adaclip import AdaClip
-from fedsim.mechanisms.averaging import NoPrivacy
-from fedsim.mechanisms.base import Bound, Mechanism, Part, Side, State
-from fedsim.mechanisms.coordinates import AdaptiveNoise, CoordinateClipping
-from fedsim.mechanisms.drawing import NoiseSource
-from fedsim.mechanisms.partial import PartialSum, Shares
-from fedsim.mechanisms.per_layer import PerLayer
-from fedsim.mechanisms.quantile import QuantileClipping
-from fedsim.mechanisms.releaser import Release, Releaser, share
-from fedsim.mechanisms.scalar import PrivateScalar
-from fedsim.mechanisms.scaling import Clipping, Normalization, NormBound, ScalingBound
-from fedsim.privacy.noise import Independent
+from typing import TYPE_CHECKING
+
+from fedsim.lazy import names_of
+
+if TYPE_CHECKING:
+    from fedsim.mechanisms.adaclip import AdaClip
+    from fedsim.mechanisms.adaptive_noise import AdaptiveNoise
+    from fedsim.mechanisms.base import Bound, Mechanism, Part, Side, State
+    from fedsim.mechanisms.clipping import Clipping
+    from fedsim.mechanisms.coordinate_clipping import CoordinateClipping
+    from fedsim.mechanisms.drawing import NoiseSource
+    from fedsim.mechanisms.none import NoPrivacy
+    from fedsim.mechanisms.norm_bound import NormBound
+    from fedsim.mechanisms.normalization import Normalization
+    from fedsim.mechanisms.partial import PartialSum, Shares
+    from fedsim.mechanisms.per_layer import PerLayer
+    from fedsim.mechanisms.quantile_clipping import QuantileClipping
+    from fedsim.mechanisms.releaser import Release, Releaser, share
+    from fedsim.mechanisms.scalar import PrivateScalar
+    from fedsim.mechanisms.scaling import ScalingBound
+    from fedsim.privacy.noise import Independent
 
 __all__ = [
     "AdaClip",
@@ -51,3 +60,5 @@ __all__ = [
     "State",
     "share",
 ]
+
+__getattr__ = names_of(__name__, __file__)

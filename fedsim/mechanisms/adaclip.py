@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.base import BOUND_RANGE, Released, State, check_number
+from fedsim.lazy import torch
+from fedsim.mechanisms.base import NORM, Released, State, check_number
 from fedsim.mechanisms.scaling import ScalingBound, clip_factor
+from fedsim.registry import register
 from fedsim.rows.layout import Layout
+from fedsim.settings import Between, Doc, Ge, Gt, Le
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["AdaClip"]
 
 
+@register("mechanism", "adaclip")
 @dataclass(frozen=True)
 class AdaClip(ScalingBound):
     """Coordinate-wise adaptive clipping (Pichapati et al. 2019).
@@ -34,55 +38,47 @@ class AdaClip(ScalingBound):
     estimate per row, and with ``h2 = C^2 gamma / d`` never add more noise than clipping at C.
     ``literal=True`` is the printed form.
 
-    Parameters
-    ----------
-    clip_norm : float
-        C: the first round is clipping at C. Unused by the literal form, which starts at
-        ``s = sqrt(h1 * h2)``.
-    h1, h2 : float
-        Bounds of the variance estimates. ``h2 = None`` is ``C^2 gamma / d``; up to ten times
-        that suits concentrated gradients. The literal form needs an h2.
-    beta1, beta2 : float
-        Decay of m and of s^2.
-    gamma : float
-        Expected squared norm of w; 1 in the paper's Algorithm 1.
-    center : bool
-        Whether rows are centred at m; otherwise at 0.
-    variance : "per-example" or "literal"
-        Estimate of a row's variance, or of the mean's (smaller by r).
-    clamp : "pre" or "post"
-        Clamp the estimate to [h1, h2] before it enters the moving average, or after.
-    literal : bool
-        The paper's own Algorithm 1.
     """
 
-    clip_norm: float = 1.0
-    h1: float = 1e-12
-    h2: float | None = None
-    beta1: float = 0.99
-    beta2: float = 0.9
-    gamma: float = 1.0
-    center: bool = True
-    variance: Literal["per-example", "literal"] = "per-example"
-    clamp: Literal["pre", "post"] = "pre"
-    literal: bool = False
+    clip_norm: Annotated[
+        float, *NORM, Doc("C: the first round clips at it. The literal form starts at h1 and h2.")
+    ] = 1.0
+    h1: Annotated[
+        float, Gt(0), Between(1e-60, 1e60), Doc("The least that an estimate of a variance may be.")
+    ] = 1e-12
+    h2: Annotated[
+        float | None,
+        Doc("The most; unset for C^2 gamma / d. Ten times that suits concentrated gradients."),
+    ] = None
+    beta1: Annotated[float, Ge(0), Le(1), Doc("Decay of m, the estimate of the rows' mean.")] = 0.99
+    beta2: Annotated[float, Ge(0), Le(1), Doc("Decay of s^2, the estimate of their variance.")] = (
+        0.9
+    )
+    gamma: Annotated[
+        float,
+        Gt(0),
+        Between(1e-6, 1e6),
+        Doc("Expected squared norm of a whitened row; 1 in the paper."),
+    ] = 1.0
+    center: Annotated[bool, Doc("Whether rows are centred at m; otherwise at 0.")] = True
+    variance: Annotated[
+        Literal["per-example", "literal"],
+        Doc("Estimate the variance of a row, or (literal) of the rows' mean, smaller by r."),
+    ] = "per-example"
+    clamp: Annotated[
+        Literal["pre", "post"],
+        Doc("Clamp an estimate to [h1, h2] before it enters the moving average, or after."),
+    ] = "pre"
+    literal: Annotated[
+        bool, Doc("The paper's own Algorithm 1, which may clip every row for good; it needs an h2.")
+    ] = False
 
     needs: ClassVar[tuple[str, ...]] = ("scale", "m")
 
     def __post_init__(self) -> None:
-        check_number("clip-norm", self.clip_norm, *BOUND_RANGE)
-        check_number("h1", self.h1, 1e-60, 1e60)
+        super().__post_init__()
         if self.h2 is not None:
             check_number("h2", self.h2, self.h1, 1e60)
-        check_number("beta1", self.beta1, 0.0, 1.0)
-        check_number("beta2", self.beta2, 0.0, 1.0)
-        check_number("gamma", self.gamma, 1e-6, 1e6)
-        if self.variance not in ("per-example", "literal"):
-            raise FedsimError(
-                f"variance is '{self.variance}'; it must be 'per-example' or 'literal'."
-            )
-        if self.clamp not in ("pre", "post"):
-            raise FedsimError(f"clamp is '{self.clamp}'; it must be 'pre' or 'post'.")
         if self.literal:
             self._make_literal()
 

@@ -14,20 +14,24 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from fedsim.errors import FedsimError
+from fedsim.lazy import torch
 from fedsim.rows.dense import Chunks, DenseRows, Rows
 from fedsim.rows.layout import Layout
+from fedsim.settings import Between, Gt, check_settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "BOUND_RANGE",
     "NOISE_PREFIX",
+    "NORM",
     "Bound",
     "Guarantee",
     "Mechanism",
@@ -50,11 +54,11 @@ __all__ = [
     "state_on",
 ]
 
-State = Mapping[str, Tensor]
+State = Mapping[str, "Tensor"]
 Guarantee = Literal["gaussian", "none"]
 Weighting = Literal["uniform", "num-examples"]
-Weights = Tensor | npt.NDArray[np.float64] | npt.NDArray[np.bool_]
-Number = float | Tensor
+Weights: TypeAlias = "Tensor | npt.NDArray[np.float64] | npt.NDArray[np.bool_]"
+Number: TypeAlias = "float | Tensor"
 """A number, or one for each of several sums."""
 
 NOISE_PREFIX = "noise."
@@ -62,6 +66,8 @@ NOISE_PREFIX = "noise."
 
 # Above 1e9 the grid of a noise-free sum would be coarser than 1e-9.
 BOUND_RANGE = (1e-30, 1e9)
+NORM = (Gt(0), Between(*BOUND_RANGE))
+"""What a norm may be, as a field of a bound says it."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,9 @@ class Side:
 
 class Mechanism(ABC):
     """Parts and sides as data. Subclasses are frozen dataclasses without hidden state."""
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     @property
     @abstractmethod

@@ -1,27 +1,25 @@
-"""Bounds that multiply a row by a number: clipping, normalisation, a known bound."""
+"""What bounds that multiply a row by a number have in common."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
+from fedsim.lazy import torch
 from fedsim.mechanisms.base import (
-    BOUND_RANGE,
     Bound,
     Number,
     Shaped,
     State,
-    check_number,
     per_row,
 )
 from fedsim.rows.dense import Rows, norms_, round_up
 
-__all__ = ["Clipping", "NormBound", "Normalization", "ScalingBound", "clip_factor"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["ScalingBound", "clip_factor"]
 
 IMPLICIT_MARGIN = 2.0**-19
 
@@ -108,85 +106,6 @@ class ScalingBound(Bound):
     def info(self, ready: State, new: State, d: int) -> dict[str, float]:
         """The norm that was used."""
         return {"clip-norm": float(self.radius(ready, d))}
-
-
-@dataclass(frozen=True)
-class Clipping(ScalingBound):
-    """``u * min(1, C / ||u||)`` (Abadi et al. 2016; McMahan et al. 2018).
-
-    Guarantee: the sum changes by at most C in L2 norm when a row is added or removed.
-
-    Parameters
-    ----------
-    clip_norm : float
-        C, between 1e-30 and 1e9.
-    """
-
-    clip_norm: float
-
-    def __post_init__(self) -> None:
-        check_number("clip-norm", self.clip_norm, *BOUND_RANGE)
-
-    def scales(
-        self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0
-    ) -> Tensor:
-        """``min(1, C / norm)``; see `ScalingBound`."""
-        return clip_factor(norms, self.clip_norm, unit)
-
-    def radius(self, ready: State, d: int) -> float:
-        """C."""
-        return self.clip_norm
-
-
-@dataclass(frozen=True)
-class NormBound(Clipping):
-    """Rows whose norm is known never to exceed C (the "norm bound" of AdaCliP's tables).
-
-    A row that does exceed it is clipped all the same, so that the guarantee does not rest on
-    the claim; the sum's ``clipped`` says how many did.
-
-    Parameters
-    ----------
-    clip_norm : float
-        The bound, for example 28 for softmax regression on 784 pixels in [0, 1] (AdaCliP).
-    """
-
-
-@dataclass(frozen=True)
-class Normalization(ScalingBound):
-    """``C * u / (||u|| + smoothing)``, and 0 for u = 0 (Das et al. 2021).
-
-    With ``smoothing > 0`` this is the smooth form of AUTO-S (Bu et al. 2023) and alpha-NormEC.
-    Without it a row that is nothing but rounding error becomes one of norm C.
-
-    Guarantee: the sum changes by at most C in L2 norm when a row is added or removed. How far
-    it really moves does not depend on the row's length.
-
-    Parameters
-    ----------
-    clip_norm : float
-        C, between 1e-30 and 1e9.
-    smoothing : float
-        kappa, at least 0.
-    """
-
-    clip_norm: float
-    smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_number("clip-norm", self.clip_norm, *BOUND_RANGE)
-        check_number("smoothing", self.smoothing, 0.0, 1e30)
-
-    def scales(
-        self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0
-    ) -> Tensor:
-        """``C / (norm + smoothing)``, and 0 for a norm of 0; see `ScalingBound`."""
-        smooth = norms if self.smoothing == 0 else norms + self.smoothing / unit
-        return torch.where(norms == 0, 0.0, self.clip_norm / smooth)
-
-    def radius(self, ready: State, d: int) -> float:
-        """C."""
-        return self.clip_norm
 
 
 def clip_factor(norms: Tensor, clip_norm: float | Tensor, unit: Tensor | float) -> Tensor:

@@ -8,7 +8,11 @@ its ``seed`` alone.
 from fedsim.partitions.base import Indices, Partition, subsample
 from fedsim.partitions.dirichlet import Dirichlet
 from fedsim.partitions.iid import IID
-from fedsim.partitions.pathological import CIFAR10_PAIRS, InterpolatedPathological, parse_groups
+from fedsim.partitions.interpolated_pathological import (
+    CIFAR10_PAIRS,
+    InterpolatedPathological,
+    parse_groups,
+)
 from fedsim.partitions.shards import Shards
 
 __all__ = [

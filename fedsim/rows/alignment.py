@@ -6,8 +6,12 @@ given, so a client's bits would depend on where in a block it lies.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from fedsim.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["LINE", "aligned_double", "aligned_empty", "product"]
 

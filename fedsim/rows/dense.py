@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-import torch
-from torch import Tensor
+from fedsim.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["BlockRows", "Chunks", "DenseRows", "Index", "Measured", "Rows", "norms_", "round_up"]
 

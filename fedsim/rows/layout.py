@@ -6,9 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from fedsim.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Layout", "Parameter"]
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from fedsim.lazy import torch
 from fedsim.rows.alignment import LINE
 from fedsim.rows.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Packing", "channels_last"]
 

@@ -59,7 +59,7 @@ class DPFedAvg(ResumableStrategy):
     Parameters
     ----------
     mechanism : Mechanism
-        Bounds, sums and noises the updates. `NoPrivacy()` makes this FedAvg.
+        Bounds, sums and noises the updates. `NoPrivacy("uniform")` makes this FedAvg.
     cohort : Cohort
         Who takes part. Its population is declared, and the mean's denominator follows from
         it, never from who replied.

@@ -252,7 +252,13 @@ def test_absence_is_what_the_adjacency_says() -> None:
 
 def test_impossible_audits_are_refused() -> None:
     with pytest.raises(FedsimError, match="no claim to audit"):
-        audit(strategies(NoPrivacy(), z=0.0), runs=20, worlds=(ALONE,), canaries=0, checks=False)
+        audit(
+            strategies(NoPrivacy("uniform"), z=0.0),
+            runs=20,
+            worlds=(ALONE,),
+            canaries=0,
+            checks=False,
+        )
     with pytest.raises(FedsimError, match="confidence is 1"):
         audit(strategies(Clipping(1.0)), confidence=1.0)
     with pytest.raises(FedsimError, match="runs is 5"):

@@ -161,7 +161,7 @@ def test_a_schedule_is_read_as_a_config_writes_it():
         (lambda: Proximal(SGD(lr=1.0), mu=-1.0), "client.mu"),
         (lambda: AdadpLR(lr=0.0), "client.lr"),
         (lambda: AdadpLR(lr=1.0, keep="both"), "client.keep"),
-        (lambda: AdadpLR(lr=1.0, alpha_min=1.2), "client.alpha-max"),
+        (lambda: AdadpLR(lr=1.0, alpha_min=1.2), "client.alpha-min"),
     ],
 )
 def test_settings_out_of_range_are_named(make, key):

@@ -26,7 +26,7 @@ def test_options_are_read_as_the_fields_they_set():
     )
     assert algorithm == SGD(0.5, momentum=0.9, schedule=Schedule("inverse", 0.1, 1, "step"))
     read = make_algorithm("adadp-lr", {"lr": 0.2, "alpha-max": "1.2", "discard": "false"})
-    assert read == AdadpLR(0.2, alpha_max=1.2, discard=False)
+    assert read == AdadpLR(0.2, tol=0.1, alpha_max=1.2, discard=False)
     assert make_algorithm("adam", {}, mu=0.1) == Proximal(Adam(), 0.1)
 
 

@@ -80,7 +80,7 @@ class TestQuadratic:
 
     def test_fedavg_without_noise_reaches_the_optimum_of_agreeing_clients(self) -> None:
         problem = small_problem(heterogeneity=0.0)
-        strategy = DPFedAvg(mechanism=NoPrivacy(), cohort=FullCohort(problem.n))
+        strategy = DPFedAvg(mechanism=NoPrivacy("uniform"), cohort=FullCohort(problem.n))
         start = array_record({"0.weight": torch.from_numpy(problem.start(1.0)[None]).float()})
         grid = LocalGrid(problem.trainer(lr=0.3, steps=10))
         reached = tensors(strategy.start(grid, start, 40).arrays)["0.weight"].numpy().ravel()

@@ -63,9 +63,9 @@ MECHANISMS: dict[str, Any] = {
     "scalar of layers": PrivateScalar(
         PerLayer(QuantileClipping(bit_noise=2.0)), name="accuracy", fraction=0.3
     ),
-    "no privacy": NoPrivacy(),
+    "no privacy": NoPrivacy("uniform"),
     "weighted": NoPrivacy("num-examples"),
-    "no privacy by layer": PerLayer(NoPrivacy()),
+    "no privacy by layer": PerLayer(NoPrivacy("uniform")),
 }  # fmt: skip
 WITHOUT_NOISE = ("no privacy", "weighted", "no privacy by layer")
 WITHOUT_SHARES = (*WITHOUT_NOISE, "raw statistics", "raw layers")

@@ -330,7 +330,7 @@ def test_under_full_participation_a_share_is_das_own() -> None:
 
 def test_without_privacy_there_is_nothing_to_share() -> None:
     with pytest.raises(FedsimError, match="placement"):
-        shares_of(NoPrivacy(), {}, torch.ones(1, 2), 0.0, 1.0, sources(0, 1))
+        shares_of(NoPrivacy("uniform"), {}, torch.ones(1, 2), 0.0, 1.0, sources(0, 1))
 
 
 def test_a_client_that_sends_a_malformed_share_is_dropped_and_topped_up_for() -> None:

@@ -127,7 +127,7 @@ def test_sums_of_other_bounds_are_not_merged(other):
 
 def test_a_sum_takes_so_many_rows_as_stay_exact_merged_ones_included():
     layout = layout_of_rows(torch.empty(1, 1))
-    for mechanism, most in ((Clipping(1.0), 2**22), (NoPrivacy(), 2**20)):
+    for mechanism, most in ((Clipping(1.0), 2**22), (NoPrivacy("uniform"), 2**20)):
         total = releaser(mechanism, layout).start({})
         total.add(DenseRows(torch.zeros(2**20, 1)))
         for _ in range(most // 2**20 - 1):

@@ -42,7 +42,7 @@ def test_one_round_of_dp_fedavg_in_closed_form(dtype: torch.dtype) -> None:
     for mechanism, expected in (
         (Clipping(0.1), [0.985, 0.98]),
         (Normalization(0.1), [1.0, 1.0]),
-        (NoPrivacy(), [0.865, 0.82]),
+        (NoPrivacy("uniform"), [0.865, 0.82]),
     ):
         after = w + mean(mechanism, summed(mechanism, block), denominator=2.0)
         torch.testing.assert_close(
@@ -52,7 +52,8 @@ def test_one_round_of_dp_fedavg_in_closed_form(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    "mechanism", [Clipping(0.7), Normalization(3.3), NoPrivacy(), NoPrivacy("num-examples")]
+    "mechanism",
+    [Clipping(0.7), Normalization(3.3), NoPrivacy("uniform"), NoPrivacy("num-examples")],
 )
 @given(seed=st.integers(0, 2**31))
 def test_sums_have_the_same_bytes_for_any_order_and_blocking(
@@ -70,7 +71,7 @@ def test_sums_have_the_same_bytes_for_any_order_and_blocking(
     assert once.numpy().tobytes() == again.numpy().tobytes()
 
 
-@pytest.mark.parametrize("mechanism", [Clipping(0.7), Normalization(0.7), NoPrivacy()])
+@pytest.mark.parametrize("mechanism", [Clipping(0.7), Normalization(0.7), NoPrivacy("uniform")])
 @pytest.mark.parametrize("d", [7850, 100_003])
 def test_long_rows_have_the_same_bytes_for_any_blocking(mechanism: Mechanism, d: int) -> None:
     rows = torch.randn(70, d, generator=torch.Generator().manual_seed(d))
@@ -92,7 +93,7 @@ def test_dropping_a_row_moves_the_noise_free_sum_by_at_most_c(seed: int, c: floa
 
 def test_non_finite_rows_contribute_nothing_and_are_counted() -> None:
     rows = torch.tensor([[1.0, 0.0], [NAN, 1.0], [math.inf, 0.0], [0.0, 0.5]])
-    for mechanism in (Clipping(1.0), Normalization(1.0), NoPrivacy()):
+    for mechanism in (Clipping(1.0), Normalization(1.0), NoPrivacy("uniform")):
         total = summed(mechanism, rows)
         assert (total.count, total.rejected) == (2, 2)
         without = summed(mechanism, rows[[0, 3]])
@@ -118,24 +119,25 @@ def test_without_privacy_the_mean_is_weighted_by_examples_or_uniform() -> None:
     rows, weights = torch.tensor([[1.0], [4.0]]), torch.tensor([1.0, 3.0])
     by_examples = NoPrivacy("num-examples")
     assert mean(by_examples, summed(by_examples, rows, weights=weights)).item() == 3.25
-    assert mean(NoPrivacy(), summed(NoPrivacy(), rows, weights=weights)).item() == 2.5
+    alike = NoPrivacy("uniform")
+    assert mean(alike, summed(alike, rows, weights=weights)).item() == 2.5
     with pytest.raises(FedsimError, match="num-examples"):
         summed(by_examples, rows)
 
 
 def test_without_privacy_noise_is_refused_and_diverged_rows_are_counted() -> None:
-    total = summed(NoPrivacy(), torch.tensor([[1.0], [2.0**21]]))
+    total = summed(NoPrivacy("uniform"), torch.tensor([[1.0], [2.0**21]]))
     assert (total.count, total.rejected) == (1, 1)
     with pytest.raises(FedsimError, match="noise-multiplier"):
-        releaser(NoPrivacy(), layout_of_rows(torch.ones(1, 1)), 1.0)
-    assert NoPrivacy().guarantee == "none"
+        releaser(NoPrivacy("uniform"), layout_of_rows(torch.ones(1, 1)), 1.0)
+    assert NoPrivacy("uniform").guarantee == "none"
     assert Clipping(1.0).guarantee == "gaussian"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_bound_that_never_binds_without_noise_is_the_uniform_mean(dtype: torch.dtype) -> None:
     rows = torch.randn(9, 40, generator=torch.Generator().manual_seed(0)).to(dtype) * 1e-2
-    expected = mean(NoPrivacy(), summed(NoPrivacy(), rows))
+    expected = mean(NoPrivacy("uniform"), summed(NoPrivacy("uniform"), rows))
     for c in (1.0, 63.0, 1e4, 1e9):
         found = mean(Clipping(c), summed(Clipping(c), rows), denominator=9.0)
         tolerance = 1e-9 if dtype == torch.float64 or c > 64 else c * 2.0**-30
@@ -143,8 +145,8 @@ def test_a_bound_that_never_binds_without_noise_is_the_uniform_mean(dtype: torch
 
 
 def test_the_mean_of_no_rows_without_privacy_is_zero() -> None:
-    total = releaser(NoPrivacy(), Layout.of({"w": torch.ones(3)})).start({})
-    assert torch.equal(mean(NoPrivacy(), total), torch.zeros(3, dtype=torch.float64))
+    total = releaser(NoPrivacy("uniform"), Layout.of({"w": torch.ones(3)})).start({})
+    assert torch.equal(mean(NoPrivacy("uniform"), total), torch.zeros(3, dtype=torch.float64))
 
 
 def test_an_empty_cohort_releases_pure_noise() -> None:
@@ -192,7 +194,7 @@ def test_a_denominator_that_is_not_positive_is_refused(denominator: float) -> No
 def test_mechanisms_are_values() -> None:
     assert Clipping(1.0) == Clipping(1.0) != Clipping(2.0)
     assert repr(Normalization(1.0)) == "Normalization(clip_norm=1.0, smoothing=0.0)"
-    assert len({Clipping(1.0), Clipping(1.0), NoPrivacy()}) == 2
+    assert len({Clipping(1.0), Clipping(1.0), NoPrivacy("uniform")}) == 2
 
 
 @pytest.mark.parametrize("weight", [1.0001, -0.1, NAN, math.inf])

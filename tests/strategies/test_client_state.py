@@ -108,7 +108,7 @@ def test_every_client_gets_the_mean_of_the_last_rounds_and_of_nobody_who_failed(
     app = ClientApp()
     app.train()(train)
     strategy = DPFedAvg(
-        mechanism=NoPrivacy(), cohort=FullCohort(4), fraction_evaluate=0.0,
+        mechanism=NoPrivacy("uniform"), cohort=FullCohort(4), fraction_evaluate=0.0,
         average_client_state=True,
     )  # fmt: skip
     initial = array_record({"w": torch.zeros(2, dtype=torch.float64)})
@@ -153,7 +153,7 @@ def test_a_private_run_refuses_to_average_what_clients_report():
         DPFedAvg(cohort=FullCohort(3), average_client_state=True, **PRIVATE)
     with pytest.raises(FedsimError, match=r"client\.state is 'server'.*placement"):
         DPFedAvg(
-            mechanism=NoPrivacy(), cohort=FullCohort(3), average_client_state=True,
+            mechanism=NoPrivacy("uniform"), cohort=FullCohort(3), average_client_state=True,
             placement="client",
         )  # fmt: skip
 

@@ -94,7 +94,9 @@ def test_failures_never_end_a_private_run_and_are_said(caplog):
     assert "every client that was asked failed in 7 rounds in a row" in caplog.text
 
 
-@pytest.mark.parametrize("settings", [{"noise_multiplier": 0.0}, {"mechanism": NoPrivacy()}])
+@pytest.mark.parametrize(
+    "settings", [{"noise_multiplier": 0.0}, {"mechanism": NoPrivacy("uniform")}]
+)
 def test_a_run_without_privacy_ends_after_so_many_failed_rounds_and_keeps_the_model(settings):
     plain = strategy(**{"noise_multiplier": 0.0, **settings})
     with pytest.raises(RunFailedError, match="3 rounds in a row"):
@@ -123,7 +125,7 @@ def test_nodes_that_leave_a_private_run_later_on_do_not_end_it():
 
 
 def test_a_run_whose_clients_protect_their_examples_goes_on_too():
-    plain = strategy(mechanism=NoPrivacy(), noise_multiplier=0.0, private_examples=True)
+    plain = strategy(mechanism=NoPrivacy("uniform"), noise_multiplier=0.0, private_examples=True)
     result = plain.start(LocalGrid(nan_trainer(2)), array_record({"w": torch.ones(2)}), 10)
     assert tensors(result.arrays)["w"].tolist() == [1.0, 1.0]
     assert plain.report is not None
@@ -183,7 +185,7 @@ def test_clients_do_not_evaluate_on_private_examples_unless_that_is_said():
         RunConfig.parse(asks)
     with pytest.raises(FedsimError, match="unprotected_metrics=True"):
         DPFedAvg(
-            mechanism=NoPrivacy(), cohort=FullCohort(3), private_examples=True,
+            mechanism=NoPrivacy("uniform"), cohort=FullCohort(3), private_examples=True,
             fraction_evaluate=1.0,
         )  # fmt: skip
 

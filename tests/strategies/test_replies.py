@@ -296,7 +296,7 @@ def test_a_users_aggregation_gets_the_records_that_clients_sent_and_ends_no_run(
         return MetricRecord({"n": len(records)})
 
     contents = [good() for _ in range(NODES)]
-    one = Round(strategy(NoPrivacy(), train_metrics_aggr_fn=aggregate))
+    one = Round(strategy(NoPrivacy("uniform"), train_metrics_aggr_fn=aggregate))
     one.aggregate([one.reply(k, content) for k, content in enumerate(contents)])
     assert one.metrics == MetricRecord({"n": NODES})
     assert all(a is b for a, b in zip(seen, contents, strict=True))
@@ -304,7 +304,7 @@ def test_a_users_aggregation_gets_the_records_that_clients_sent_and_ends_no_run(
     def fail(records: list[RecordDict], key: str) -> MetricRecord:
         raise KeyError("loss")
 
-    one = Round(strategy(NoPrivacy(), train_metrics_aggr_fn=fail))
+    one = Round(strategy(NoPrivacy("uniform"), train_metrics_aggr_fn=fail))
     assert one.aggregate([one.reply(0, good())]) is not None
     assert one.metrics is None
     assert "its aggregation of metrics failed" in caplog.text
@@ -385,7 +385,7 @@ def test_two_thousand_hostile_replies_crash_nothing_and_leave_nothing_that_is_no
 
 
 def test_hostile_replies_to_an_evaluation_leave_the_mean_of_the_others():
-    made = strategy(NoPrivacy(), fraction_evaluate=1.0)
+    made = strategy(NoPrivacy("uniform"), fraction_evaluate=1.0)
     grid = LocalGrid(_nobody(), num_nodes=NODES)
     asked = list(made.configure_evaluate(1, initial(), ConfigRecord(), grid))
     lying = MetricRecord({"loss": 0.5})

@@ -175,7 +175,7 @@ def test_failed_rounds_in_a_row_are_counted_on():
     failing = LocalGrid(Fixed(UPDATES, failing=tuple(range(CLIENTS))))
 
     def made() -> DPFedAvg:
-        return DPFedAvg(mechanism=NoPrivacy(), cohort=PoissonCohort(0.9, CLIENTS), seed=4)
+        return DPFedAvg(mechanism=NoPrivacy("uniform"), cohort=PoissonCohort(0.9, CLIENTS), seed=4)
 
     half, rest = made(), made()
     half.start(failing, initial(), 2)

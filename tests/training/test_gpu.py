@@ -161,7 +161,7 @@ def test_evaluations_agree_with_the_cpu():
         np.testing.assert_allclose(values[0][name], values[1][name], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("mechanism", [Clipping(0.5), AdaClip(), NoPrivacy()])
+@pytest.mark.parametrize("mechanism", [Clipping(0.5), AdaClip(), NoPrivacy("uniform")])
 def test_rows_of_a_gpu_are_bounded_and_summed_as_on_the_cpu(mechanism):
     layout = Layout.of({"w": torch.zeros(300)})
     rows = torch.randn(40, 300, generator=torch.Generator().manual_seed(0))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from fedsim.errors import FedsimError
+from fedsim.lazy import torch
 from fedsim.mechanisms.base import (
     Bound,
     Guarantee,
@@ -22,7 +20,12 @@ from fedsim.mechanisms.base import (
     Weights,
     row_weights,
 )
+from fedsim.registry import register
 from fedsim.rows.exact import FREE_TOTAL
+from fedsim.settings import Doc
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["NoPrivacy"]
 
@@ -31,6 +34,7 @@ WEIGHT_UNIT = 2.0**-20
 REACH_UNIT = 2.0**-16
 
 
+@register("mechanism", "none")
 @dataclass(frozen=True)
 class NoPrivacy(Bound):
     """The mean of the rows, weighted, as in FedAvg. No guarantee of any kind.
@@ -40,25 +44,17 @@ class NoPrivacy(Bound):
     is rejected and counted, like one that is not finite. The sum is divided by the realised
     weights, and the mean over no rows is zero.
 
-    Parameters
-    ----------
-    weighting : "uniform" or "num-examples"
-        Whether the weights given to the sum are used, or only say who takes part.
     """
 
-    weighting: Weighting = "uniform"
+    weighting: Annotated[
+        Weighting, Doc("Whether an update counts by its client's examples, as in FedAvg, or once.")
+    ] = "num-examples"
 
     free: ClassVar[bool] = True
     scalars: ClassVar[Mapping[str, Scalar]] = {
         "weight": Scalar(unit=WEIGHT_UNIT),
         "reach": Scalar(unit=REACH_UNIT),  # weight times norm
     }
-
-    def __post_init__(self) -> None:
-        if self.weighting not in ("uniform", "num-examples"):
-            raise FedsimError(
-                f"weighting is '{self.weighting}'; it must be 'uniform' or 'num-examples'."
-            )
 
     @property
     def guarantee(self) -> Guarantee:

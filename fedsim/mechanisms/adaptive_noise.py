@@ -1,84 +1,34 @@
-"""Bounds on each coordinate: fixed ones, and Xu's adaptive ones."""
+"""Bounds and noise for each coordinate that follow what was released (Xu et al. 2020)."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import torch
-from torch import Tensor
-
-from fedsim.errors import FedsimError
+from fedsim.lazy import torch
 from fedsim.mechanisms.base import (
-    BOUND_RANGE,
+    NORM,
     Bound,
     Guarantee,
     Released,
     Shaped,
     State,
-    check_number,
 )
+from fedsim.mechanisms.coordinate_clipping import clamp_
 from fedsim.mechanisms.scaling import clip_factor
+from fedsim.registry import register
 from fedsim.rows.dense import norms_, round_up
 from fedsim.rows.layout import Layout
+from fedsim.settings import Between, Doc, Ge, Gt, Le
 
-__all__ = ["AdaptiveNoise", "CoordinateClipping"]
+if TYPE_CHECKING:
+    from torch import Tensor
 
-# Rounding of products of d bounds; a bounded row must not exceed its radius by it.
-SLACK = 1 - 2.0**-40
-
-
-def _clamp_(y: Tensor, only: Tensor | None = None) -> Shaped:
-    """Clamp rows ``y [..., c, d]`` to +- 1; the factor is 1, and NaN for non-finite rows.
-
-    ``only``, bool ``[..., 1]``, says whose rows are clamped: everybody's by default.
-    """
-    # Ten times as fast on CPU as the infinity norm, and as true to NaN.
-    peaks = torch.maximum(y.amax(-1), -y.amin(-1))
-    clipped = peaks > 1
-    if only is None:
-        y.clamp_(-SLACK, SLACK)
-    else:
-        y.copy_(torch.where(only.unsqueeze(-2), y.clamp(-SLACK, SLACK), y))
-        clipped = clipped & only
-    factor = torch.ones_like(peaks).masked_fill_(~torch.isfinite(peaks), torch.nan)
-    return Shaped(factor, clipped, {})
+__all__ = ["AdaptiveNoise"]
 
 
-@dataclass(frozen=True)
-class CoordinateClipping(Bound):
-    """Each coordinate clamped to ``[-clip_value, clip_value]`` (Shokri and Shmatikov 2015).
-
-    Guarantee: the sum changes by at most ``C = clip_value * sqrt(d)`` in L2 norm when a row is
-    added or removed; every coordinate's noise has standard deviation ``z * C``.
-
-    Parameters
-    ----------
-    clip_value : float
-    """
-
-    clip_value: float
-
-    shows: ClassVar[tuple[str, ...]] = ("clip-norm",)
-
-    def __post_init__(self) -> None:
-        check_number("clip-value", self.clip_value, *BOUND_RANGE)
-
-    def radius(self, ready: State, d: int) -> float:
-        """``clip_value * sqrt(d)``."""
-        return self.clip_value * math.sqrt(d)
-
-    def shape_(self, y: Tensor, ready: State) -> Shaped:
-        """Clamp."""
-        shaped = _clamp_(y.div_(self.clip_value))
-        return shaped._replace(factor=shaped.factor * self.clip_value)
-
-    def info(self, ready: State, new: State, d: int) -> dict[str, float]:
-        """C."""
-        return {"clip-norm": self.radius(ready, d)}
-
-
+@register("mechanism", "adaptive-noise")
 @dataclass(frozen=True)
 class AdaptiveNoise(Bound):
     """Bounds and noise per coordinate from a moving average of squares (Xu et al. 2020).
@@ -96,46 +46,44 @@ class AdaptiveNoise(Bound):
 
     RMSProp, the other half of the paper's method, belongs to whoever steps the parameters.
 
-    Parameters
-    ----------
-    clip_norm : float
-        C of the first phase.
-    threshold : float
-        G; infinity keeps the first phase for good.
-    beta : float
-        Bounds over root mean squares; E is of means, so a row may need beta near sqrt(r).
-    decay : float
-        gamma', the weight of the old E; the paper does not say which.
-    floor : float
-        E is taken to be at least this, so that no bound is zero.
-    noise_shape : "proportional" or "optimal"
-        The paper's, or the one of least total variance under Lemma 1.
-    unsafe_non_private_raw_statistics : bool
-        The printed form. `guarantee` is then ``"none"``.
     """
 
-    clip_norm: float
-    threshold: float
-    beta: float
-    decay: float = 0.9
-    floor: float = 1e-12
-    noise_shape: Literal["proportional", "optimal"] = "proportional"
-    unsafe_non_private_raw_statistics: bool = False
+    clip_norm: Annotated[float, *NORM, Doc("C, at which rows are clipped in the first phase.")] = (
+        1.0
+    )
+    threshold: Annotated[
+        float | None,
+        Ge(0),
+        Doc(
+            "G: the variance of sqrt(E) above which the second phase begins; unset, it never does."
+        ),
+    ] = None
+    beta: Annotated[
+        float,
+        Gt(0),
+        Between(1e-12, 1e12),
+        Doc("Bounds over root mean squares; E is of means, so a row may need one near sqrt(r)."),
+    ] = 1.0
+    decay: Annotated[
+        float, Ge(0), Le(1), Doc("gamma', the weight of the old E; the paper does not say which.")
+    ] = 0.9
+    floor: Annotated[
+        float,
+        Gt(0),
+        Between(1e-60, 1e60),
+        Doc("What E is at least taken to be, so that no bound is zero."),
+    ] = 1e-12
+    noise_shape: Annotated[
+        Literal["proportional", "optimal"],
+        Doc("The paper's noise, or the one of least total variance that is as private (Lemma 1)."),
+    ] = "proportional"
+    unsafe_non_private_raw_statistics: Annotated[
+        bool, Doc("Make E of raw rows, as printed: no noise gives that form any guarantee.")
+    ] = False
 
     # The noise's shape is the server's business.
     needs: ClassVar[tuple[str, ...]] = ("adaptive", "shrink", "stretch")
     shows: ClassVar[tuple[str, ...]] = ("adaptive",)
-
-    def __post_init__(self) -> None:
-        check_number("clip-norm", self.clip_norm, *BOUND_RANGE)
-        check_number("threshold", self.threshold, 0.0, math.inf)
-        check_number("beta", self.beta, 1e-12, 1e12)
-        check_number("decay", self.decay, 0.0, 1.0)
-        check_number("floor", self.floor, 1e-60, 1e60)
-        if self.noise_shape not in ("proportional", "optimal"):
-            raise FedsimError(
-                f"noise-shape is '{self.noise_shape}'; it must be 'proportional' or 'optimal'."
-            )
 
     @property
     def guarantee(self) -> Guarantee:
@@ -156,7 +104,8 @@ class AdaptiveNoise(Bound):
         mean_square = state["mean_square"]
         root = mean_square.clamp_min(0).sqrt_()
         # A mask and no branch: clients of one block may be in either phase.
-        adaptive = root.var(-1, correction=0, keepdim=True) > self.threshold
+        threshold = math.inf if self.threshold is None else self.threshold
+        adaptive = root.var(-1, correction=0, keepdim=True) > threshold
         if not adaptive.is_cuda and not bool(adaptive.any()):
             return {"adaptive": adaptive}
         limit = mean_square.clamp_min(self.floor).sqrt_().mul_(self.beta)
@@ -183,7 +132,7 @@ class AdaptiveNoise(Bound):
         clipped = torch.zeros_like(factor, dtype=torch.bool)
         if second:
             y.mul_(ready["shrink"].unsqueeze(-2))
-            factor, clipped, _ = _clamp_(y, adaptive if first else None)
+            factor, clipped, _ = clamp_(y, adaptive if first else None)
             y.mul_(ready["stretch"].unsqueeze(-2))
         if first:
             norms, unit = norms_(y)

@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.base import BOUND_RANGE, Released, Scalar, State, check_number, per_row
+from fedsim.lazy import torch
+from fedsim.mechanisms.base import BOUND_RANGE, NORM, Released, Scalar, State, per_row
 from fedsim.mechanisms.scaling import ScalingBound, clip_factor
+from fedsim.registry import register
 from fedsim.rows.layout import Layout
+from fedsim.settings import Between, Doc, Ge, Gt, Le
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["QuantileClipping"]
 
 BIT = "unclipped"
 
 
+@register("mechanism", "quantile-clipping")
 @dataclass(frozen=True)
 class QuantileClipping(ScalingBound):
     """Clipping whose C follows a quantile of the norms (Andrew et al. 2021).
@@ -36,31 +40,32 @@ class QuantileClipping(ScalingBound):
     Guarantee: vector and bit together are one Gaussian of multiplier z on a sum of sensitivity
     C; the vector's own multiplier is ``(z^-2 - (2 * bit_noise * r)^-2)^(-1/2)``.
 
-    Parameters
-    ----------
-    target_quantile : float
-        In [0, 1]; 0.5 is the median.
-    learning_rate : float
-        eta_C.
-    initial_clip_norm : float
-        C of the first round.
-    bit_noise : float
-        Standard deviation of the noise on the sum of bits, over the denominator.
     """
 
-    target_quantile: float = 0.5
-    learning_rate: float = 0.2
-    initial_clip_norm: float = 0.1
-    bit_noise: float = 0.05
+    target_quantile: Annotated[
+        float,
+        Ge(0),
+        Le(1),
+        Doc("The share of rows that shall be no longer than C; 0.5: the median."),
+    ] = 0.5
+    learning_rate: Annotated[
+        float,
+        Ge(0),
+        Le(100),
+        Doc("How fast C follows: its logarithm moves by at most so much a round."),
+    ] = 0.2
+    initial_clip_norm: Annotated[
+        float, *NORM, Doc("C of the first round; too small is mended faster than too large.")
+    ] = 0.1
+    bit_noise: Annotated[
+        float,
+        Gt(0),
+        Between(1e-6, 1e6),
+        Doc("Standard deviation of the noise on the share of rows that are no longer than C."),
+    ] = 0.05
 
     scalars: ClassVar[Mapping[str, Scalar]] = {BIT: Scalar(center=0.5, half=0.5)}
     shows: ClassVar[tuple[str, ...]] = ("clip-norm", "next-clip-norm")
-
-    def __post_init__(self) -> None:
-        check_number("target-quantile", self.target_quantile, 0.0, 1.0)
-        check_number("learning-rate", self.learning_rate, 0.0, 100.0)
-        check_number("initial-clip-norm", self.initial_clip_norm, *BOUND_RANGE)
-        check_number("bit-noise", self.bit_noise, 1e-6, 1e6)
 
     def init(self, layout: Layout) -> State:
         """``clip_norm``: C, float64 scalar."""

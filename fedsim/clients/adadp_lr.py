@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-import torch
-from torch import Tensor
-
-from fedsim.clients.base import LocalAlgorithm, State, Step, check_range
+from fedsim.clients.base import LocalAlgorithm, State, Step
 from fedsim.clients.gradients import Gradient
-from fedsim.errors import FedsimError
+from fedsim.lazy import torch
+from fedsim.registry import register
+from fedsim.settings import Doc, Ge, Gt, Le
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["AdadpLR"]
 
 
+@register("client", "adadp-lr")
 @dataclass(frozen=True)
 class AdadpLR(LocalAlgorithm):
     """Learning-rate adaptation of Koskela and Honkela, arXiv 1809.03832.
@@ -32,58 +35,67 @@ class AdadpLR(LocalAlgorithm):
     An iteration whose err is not finite is rejected, and counts as err = infinity. Iterations
     run across epochs; a half step left over at the end of a round's local work is dropped.
 
-    Parameters
-    ----------
-    lr : float
-        eta_0, the rate that a client starts from.
-    tol : float
-        1 for privatised gradients, 0.1 otherwise, in the paper.
-    exponent : float
-        1 as in the paper's text, or 1/2 as in its code.
-    keep : "half" or "full"
-        Keep the two half steps (uses both gradients) or the full step.
-    discard : bool
-        Whether an iteration with err > tol is undone; wasteful with privatised gradients.
-    alpha_min, alpha_max, eta_min : float
-    eta_max : float
-        0 for ten times ``lr``. Without a limit the rate of a client whose classes can be
-        separated grows for ever.
-    adapt_rounds : int
-        In later rounds than this (0: never) plain steps with the rate reached, which must be
-        kept or sent: the state may not be reset. The strategy's rounds are counted, however
-        many epochs they have and whether or not the client was in them; the paper counts
-        epochs, so its hybrid schedule is one epoch a round.
-    post_scale, post_decay : float
-        Those steps have rate ``eta post_scale / (1 + post_decay k)``, k rounds after
-        ``adapt_rounds``, and the same all through a round.
     """
 
-    lr: float
-    tol: float = 0.1
-    exponent: float = 1.0
-    keep: Literal["half", "full"] = "half"
-    discard: bool = True
-    alpha_min: float = 0.9
-    alpha_max: float = 1.1
-    eta_min: float = 1e-8
-    eta_max: float = 0.0
-    adapt_rounds: int = 0
-    post_scale: float = 1.0
-    post_decay: float = 0.1
+    lr: Annotated[float, Gt(0), Doc("eta_0, the rate that a client starts from.")] = 0.1
+    tol: Annotated[
+        float | None,
+        Gt(0),
+        Doc(
+            "The error at which a rate stays as it is; unset for the paper's, 1 where gradients "
+            "are noised and 0.1 elsewhere."
+        ),
+    ] = None
+    exponent: Annotated[
+        float, Gt(0), Doc("Of tol / err: 1 as in the paper's text, or 1/2 as in its code.")
+    ] = 1.0
+    keep: Annotated[
+        Literal["half", "full"],
+        Doc("Keep the two half steps, which use both gradients, or the full step."),
+    ] = "half"
+    discard: Annotated[
+        bool | None,
+        Doc(
+            "Whether an iteration with err > tol is undone, which wastes noised gradients; unset, "
+            "it is where there is no noise."
+        ),
+    ] = None
+    alpha_min: Annotated[
+        float, Gt(0), Le(1), Doc("The smallest factor between one rate and the next.")
+    ] = 0.9
+    alpha_max: Annotated[float, Ge(1), Doc("The largest factor between one rate and the next.")] = (
+        1.1
+    )
+    eta_min: Annotated[float, Ge(0), Doc("The smallest rate.")] = 1e-8
+    eta_max: Annotated[
+        float,
+        Ge(0),
+        Doc(
+            "The largest rate; 0 for ten times lr. The rate of a client whose classes can be "
+            "separated would grow for ever."
+        ),
+    ] = 0.0
+    adapt_rounds: Annotated[
+        int,
+        Ge(0),
+        Doc(
+            "In later rounds (0: never) plain steps with the rate reached, which client.state must "
+            "keep; the strategy's rounds count, where the paper counts epochs."
+        ),
+    ] = 0
+    post_scale: Annotated[
+        float,
+        Gt(0),
+        Doc("Those steps have rate eta post-scale / (1 + post-decay k), k rounds later."),
+    ] = 1.0
+    post_decay: Annotated[float, Ge(0), Doc("See post-scale.")] = 0.1
 
     carried: ClassVar[tuple[str, ...]] = ("eta",)
 
-    def __post_init__(self) -> None:
-        check_range("lr", self.lr, above=0)
-        check_range("tol", self.tol, above=0)
-        check_range("exponent", self.exponent, above=0)
-        check_range("alpha-min", self.alpha_min, above=0)
-        check_range("alpha-max", self.alpha_max, low=self.alpha_min)
-        check_range("eta-min", self.eta_min, low=0)
-        check_range("eta-max", self.eta_max, low=0)
-        check_range("adapt-rounds", self.adapt_rounds, low=0)
-        if self.keep not in ("half", "full"):
-            raise FedsimError(f"client.keep is '{self.keep}'; it must be 'half' or 'full'.")
+    def where_noised(self, noised: bool) -> Self:
+        """With the paper's tol and discard for such gradients, where they are unset."""
+        tol = (1.0 if noised else 0.1) if self.tol is None else self.tol
+        return replace(self, tol=tol, discard=not noised if self.discard is None else self.discard)
 
     def numbers(self) -> dict[str, float]:
         """The starting rate, its limit, and the tolerance."""
@@ -91,7 +103,7 @@ class AdadpLR(LocalAlgorithm):
         return {
             "lr": min(max(self.lr, self.eta_min), limit),
             "eta_max": limit,
-            "tol": self.tol,
+            "tol": 0.1 if self.tol is None else self.tol,
         }
 
     def init(self, theta: Tensor, numbers: State) -> State:
@@ -143,7 +155,8 @@ class AdadpLR(LocalAlgorithm):
         reach = eta * first.peak()
         err, peak = _error(theta, eta, first, gradient, state["peak"], reach)
         finite = torch.isfinite(err)
-        accept = finite & (err <= state["tol"]) if self.discard else finite
+        undo = self.discard is not False
+        accept = finite & (err <= state["tol"]) if undo else finite
         if self.keep == "full":
             first.subtract_from(theta, eta, out=hat)
         state["theta"], state["spare"] = _select(accept, hat, theta)

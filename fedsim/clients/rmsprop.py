@@ -1,0 +1,64 @@
+"""RMSProp."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from fedsim.clients.base import LocalAlgorithm, State, Step
+from fedsim.clients.gradients import Gradient
+from fedsim.clients.schedules import CONSTANT, Schedule
+from fedsim.lazy import torch
+from fedsim.registry import register
+from fedsim.settings import Doc, Ge, Gt, Lt, Text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["RMSProp"]
+
+
+@register("client", "rmsprop")
+@dataclass(frozen=True)
+class RMSProp(LocalAlgorithm):
+    """``E <- decay E + (1 - decay) g^2;  theta <- theta - lr g / (sqrt(E) + eps)``, as PyTorch."""
+
+    lr: Annotated[float, Gt(0), Doc("The rate of a local step.")] = 1e-2
+    decay: Annotated[float, Ge(0), Lt(1), Doc("Weight of the old mean of squares.")] = 0.99
+    eps: Annotated[float, Gt(0), Doc("Added to the root, so that nothing is divided by zero.")] = (
+        1e-8
+    )
+    weight_decay: Annotated[float, Ge(0), Doc("What of theta is added to its gradient.")] = 0.0
+    schedule: Annotated[
+        Schedule,
+        Text(Schedule.parse, str),
+        Doc("What lr is multiplied by, round by round or step by step."),
+    ] = CONSTANT
+
+    carried: ClassVar[tuple[str, ...]] = ("second",)
+
+    def numbers(self) -> dict[str, float]:
+        """The rate."""
+        return {"lr": self.lr}
+
+    def init(self, theta: Tensor, numbers: State) -> State:
+        """Second moment zero."""
+        return {**super().init(theta, numbers), "second": torch.zeros_like(theta)}
+
+    def phase(self, at: Step) -> Hashable:
+        """All steps are alike."""
+        return "step"
+
+    def step(self, state: State, gradient: Gradient, at: Step) -> None:
+        """One step."""
+        theta, g = state["theta"], gradient.dense()
+        if self.weight_decay:
+            g.add_(theta, alpha=self.weight_decay)
+        second = state["second"].mul_(self.decay).add_(g.square(), alpha=1 - self.decay)
+        theta.sub_(
+            g.div_(self._root(second)).mul_((state["lr"] * at.number(self.schedule)).unsqueeze(1))
+        )
+
+    def _root(self, second: Tensor) -> Tensor:
+        return second.sqrt().add_(self.eps)

@@ -1,0 +1,48 @@
+"""What is imported at its first use: reading settings waits neither for torch nor for Flower."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["names_of", "torch"]
+
+
+class _Later(ModuleType):
+    """A module that is imported when something of it is first asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(importlib.import_module(self.__name__), name)
+        setattr(self, name, value)
+        return value
+
+
+if TYPE_CHECKING:
+    import torch as torch
+else:
+    torch = _Later("torch")
+
+
+def names_of(package: str, file: str) -> Callable[[str], Any]:
+    """Make a package's ``__getattr__``: it imports what its file imports for type checkers."""
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    homes = {
+        alias.asname or alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+
+    def __getattr__(name: str) -> Any:  # noqa: N807 - it becomes the package's
+        if name not in homes:
+            raise AttributeError(f"module '{package}' has no attribute {name!r}")
+        value = getattr(importlib.import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return __getattr__

@@ -1,0 +1,37 @@
+"""Clipping: long rows are scaled down to a norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from fedsim.mechanisms.base import NORM, State
+from fedsim.mechanisms.scaling import ScalingBound, clip_factor
+from fedsim.registry import register
+from fedsim.settings import Doc
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Clipping"]
+
+
+@register("mechanism", "clipping")
+@dataclass(frozen=True)
+class Clipping(ScalingBound):
+    """``u * min(1, C / ||u||)`` (Abadi et al. 2016; McMahan et al. 2018).
+
+    Guarantee: the sum changes by at most C in L2 norm when a row is added or removed.
+    """
+
+    clip_norm: Annotated[float, *NORM, Doc("C: longer rows are scaled down to this L2 norm.")] = 1.0
+
+    def scales(
+        self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0
+    ) -> Tensor:
+        """``min(1, C / norm)``; see `ScalingBound`."""
+        return clip_factor(norms, self.clip_norm, unit)
+
+    def radius(self, ready: State, d: int) -> float:
+        """C."""
+        return self.clip_norm

@@ -1,0 +1,67 @@
+"""Every coordinate clamped to one range."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from fedsim.lazy import torch
+from fedsim.mechanisms.base import NORM, Bound, Shaped, State
+from fedsim.registry import register
+from fedsim.settings import Doc
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CoordinateClipping", "clamp_"]
+
+# Rounding of products of d bounds; a bounded row must not exceed its radius by it.
+SLACK = 1 - 2.0**-40
+
+
+def clamp_(y: Tensor, only: Tensor | None = None) -> Shaped:
+    """Clamp rows ``y [..., c, d]`` to +- 1; the factor is 1, and NaN for non-finite rows.
+
+    ``only``, bool ``[..., 1]``, says whose rows are clamped: everybody's by default.
+    """
+    # Ten times as fast on CPU as the infinity norm, and as true to NaN.
+    peaks = torch.maximum(y.amax(-1), -y.amin(-1))
+    clipped = peaks > 1
+    if only is None:
+        y.clamp_(-SLACK, SLACK)
+    else:
+        y.copy_(torch.where(only.unsqueeze(-2), y.clamp(-SLACK, SLACK), y))
+        clipped = clipped & only
+    factor = torch.ones_like(peaks).masked_fill_(~torch.isfinite(peaks), torch.nan)
+    return Shaped(factor, clipped, {})
+
+
+@register("mechanism", "coordinate-clipping")
+@dataclass(frozen=True)
+class CoordinateClipping(Bound):
+    """Each coordinate clamped to ``[-clip_value, clip_value]`` (Shokri and Shmatikov 2015).
+
+    Guarantee: the sum changes by at most ``C = clip_value * sqrt(d)`` in L2 norm when a row is
+    added or removed; every coordinate's noise has standard deviation ``z * C``.
+
+    """
+
+    clip_value: Annotated[
+        float, *NORM, Doc("The largest absolute value of a coordinate; C is it times sqrt(d).")
+    ] = 0.01
+
+    shows: ClassVar[tuple[str, ...]] = ("clip-norm",)
+
+    def radius(self, ready: State, d: int) -> float:
+        """``clip_value * sqrt(d)``."""
+        return self.clip_value * math.sqrt(d)
+
+    def shape_(self, y: Tensor, ready: State) -> Shaped:
+        """Clamp."""
+        shaped = clamp_(y.div_(self.clip_value))
+        return shaped._replace(factor=shaped.factor * self.clip_value)
+
+    def info(self, ready: State, new: State, d: int) -> dict[str, float]:
+        """C."""
+        return {"clip-norm": self.radius(ready, d)}

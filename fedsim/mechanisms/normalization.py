@@ -1,0 +1,49 @@
+"""Normalisation: every row gets the same norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from fedsim.lazy import torch
+from fedsim.mechanisms.base import NORM, State
+from fedsim.mechanisms.scaling import ScalingBound
+from fedsim.registry import register
+from fedsim.settings import Between, Doc
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Normalization"]
+
+
+@register("mechanism", "normalization")
+@dataclass(frozen=True)
+class Normalization(ScalingBound):
+    """``C * u / (||u|| + smoothing)``, and 0 for u = 0 (Das et al. 2021).
+
+    With ``smoothing > 0`` this is the smooth form of AUTO-S (Bu et al. 2023) and alpha-NormEC.
+    Without it a row that is nothing but rounding error becomes one of norm C.
+
+    Guarantee: the sum changes by at most C in L2 norm when a row is added or removed. How far
+    it really moves does not depend on the row's length.
+
+    """
+
+    clip_norm: Annotated[float, *NORM, Doc("C: the L2 norm that every row gets.")] = 1.0
+    smoothing: Annotated[
+        float,
+        Between(0.0, 1e30),
+        Doc("kappa, added to a norm before it divides: rows much shorter than this stay short."),
+    ] = 0.0
+
+    def scales(
+        self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0
+    ) -> Tensor:
+        """``C / (norm + smoothing)``, and 0 for a norm of 0; see `ScalingBound`."""
+        smooth = norms if self.smoothing == 0 else norms + self.smoothing / unit
+        return torch.where(norms == 0, 0.0, self.clip_norm / smooth)
+
+    def radius(self, ready: State, d: int) -> float:
+        """C."""
+        return self.clip_norm
