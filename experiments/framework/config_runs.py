@@ -26,9 +26,10 @@ from experiments.framework.base import (
 )
 from fedsim.config import RunConfig, Scalar
 from fedsim.engines import LocalGrid
+from fedsim.runs.artefacts import Row
 from fedsim.runs.build import Build
 from fedsim.runs.check import check
-from fedsim.runs.drive import Row, drive
+from fedsim.runs.drive import drive
 from fedsim.runs.runner import run as run_config
 
 __all__ = ["ConfigRuns", "ConfigRunsSettings", "Score"]

@@ -17,8 +17,10 @@ from fedsim.engines.streaming import StreamingGrid
 from fedsim.errors import FedsimError
 from fedsim.runs.artefacts import OUT, RUNS, RunDirectory
 from fedsim.runs.build import Build
+from fedsim.runs.callbacks import Callback, RunStatus
+from fedsim.runs.channel import distant_callbacks
 from fedsim.runs.check import check
-from fedsim.runs.drive import Row, drive
+from fedsim.runs.drive import drive
 
 __all__ = ["app", "run_directory"]
 
@@ -47,7 +49,7 @@ def main(grid: Grid, context: Context) -> None:
     # Whoever set OUT has claimed the directory, and waits for what comes into it.
     claimed = OUT in os.environ
     with nullcontext() if claimed else directory.claim(build.resolved.to_toml()):
-        result = drive(build, streaming, directory, _show)
+        result = drive(build, streaming, directory, [_Log(), *distant_callbacks()])
     _log.info("%s %s", result.ended, result.why)
 
 
@@ -75,9 +77,13 @@ def roster_for(config: RunConfig) -> dict[str, int] | None:
     return read_roster(Path(path)) if path else None
 
 
-def _show(row: Row) -> None:
-    told = {key: value for key, value in row.items() if value or not key.startswith("failed-")}
-    _log.info("%s", "  ".join(f"{key} {value:.6g}" for key, value in told.items()))
+class _Log(Callback):
+    """Tells the run's log of each row."""
+
+    def on_round(self, status: RunStatus) -> None:
+        row = status.row
+        told = {key: value for key, value in row.items() if value or not key.startswith("failed-")}
+        _log.info("%s", "  ".join(f"{key} {value:.6g}" for key, value in told.items()))
 
 
 def _show_our_log() -> None:

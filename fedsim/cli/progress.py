@@ -13,7 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fedsim.config import RunConfig
-from fedsim.runs.drive import Row, RunResult
+from fedsim.runs.artefacts import Row
+from fedsim.runs.callbacks import Callback, RunStatus
+from fedsim.runs.drive import RunResult
 from fedsim.strategies.outcome import failures_in, reasons_in, told
 
 __all__ = ["Progress", "summary"]
@@ -27,13 +29,13 @@ _FIELDS = {
 }
 
 
-class Progress:
+class Progress(Callback):
     """One live line on a terminal; elsewhere, a plain line for each tenth of the rounds."""
 
     def __init__(self, console: Console, config: RunConfig) -> None:
         self._console = console
         self._rounds = config.rounds
-        self._shown: Row = {}
+        self._shown: dict[str, float | int] = {}
         self._bar = bars.Progress(
             bars.TextColumn("round {task.completed:>4}/{task.total}"),
             bars.BarColumn(bar_width=24),
@@ -56,8 +58,14 @@ class Progress:
     ) -> None:
         self._bar.stop()
 
-    def row(self, row: Row) -> None:
+    def on_start(self, status: RunStatus) -> None:
+        """Show where a resumed run goes on."""
+        if status.round:
+            self.on_round(status)
+
+    def on_round(self, status: RunStatus) -> None:
         """Show the round that has just finished."""
+        row = status.row
         self._shown |= row
         simulated = " (simulated)" if self._shown.get("simulated") else ""
         text = "  ".join(

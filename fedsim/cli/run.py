@@ -9,12 +9,15 @@ import typer
 
 from fedsim.cli.console import Output
 from fedsim.config import RunConfig
+from fedsim.errors import FedsimError
 
 __all__ = ["run"]
 
 
 def run(
-    config: Annotated[Path, typer.Argument(help="The TOML file that describes the run.")],
+    config: Annotated[
+        Path, typer.Argument(help="The TOML file that describes the run, or a run's directory.")
+    ],
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change one key: `client.lr=0.1`."),
@@ -28,6 +31,9 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Instead of the config's `seed`.")] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a run that is in the directory.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run that is in the directory.")
     ] = False,
 ) -> None:
     """Train what a config describes, and leave a model, its metrics and its privacy ledger.
@@ -55,7 +61,16 @@ def run(
     Then `fedsim run digits.toml --set client.lr=0.2 --out runs/lr02` trains it and writes
     config.toml (complete: it reproduces the run), metrics.csv (a row a round), ledger.jsonl
     (every private release) and model.safetensors.
+
+    A run that was interrupted or killed goes on from its last checkpoint, to the same bytes, and on
+    another engine too: `fedsim run digits.toml --resume`, or `fedsim run runs/lr02 --resume`.
     """
+    directory = config if config.is_dir() else None
+    if directory is not None:
+        _check_directory(directory, out, resume=resume)
+        config = directory / "config.toml"
+    if resume and overwrite:
+        raise FedsimError("--resume goes on with the run that --overwrite would replace; give one.")
     # Before the overrides are validated: keys may belong to one engine only.
     chosen = [] if engine is None else [f"engine.name={engine}"]
     settings = RunConfig.load(config, [*chosen, *(set_ or [])])
@@ -67,13 +82,30 @@ def run(
         from fedsim.cli.progress import Progress, summary
         from fedsim.runs.launch import RanElsewhere
         from fedsim.runs.runner import run as run_config
-    directory = out or Path("runs") / settings.name
+    directory = directory or out or Path("runs") / settings.name
     try:
         with Progress(console, settings) as progress:
-            result = run_config(settings, out=directory, overwrite=overwrite, observer=progress.row)
+            result = run_config(
+                settings, out=directory, overwrite=overwrite, resume=resume, callbacks=[progress]
+            )
     except RanElsewhere as where:
         console.print(f"{where}.")
         return
     console.print(summary(settings, result))
     if result.ended == "interrupted":
         raise typer.Exit(130)
+
+
+def _check_directory(directory: Path, out: Path | None, *, resume: bool) -> None:
+    """Refuse a directory in the place of a config unless it is a run's, to go on with."""
+    if not (directory / "config.toml").is_file() or not (directory / ".fedsim-run").is_file():
+        raise FedsimError(
+            f"{directory} is no run's directory; give a config, or a run's directory."
+        )
+    if not resume:
+        raise FedsimError(
+            f"{directory} is a run's directory; --resume goes on with it, and to repeat it give "
+            f"{directory / 'config.toml'} and another --out."
+        )
+    if out is not None and out != directory:
+        raise FedsimError(f"--out {out} is not {directory}, where the run goes on; leave it out.")

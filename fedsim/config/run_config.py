@@ -17,6 +17,7 @@ from pydantic import ValidationError, model_validator
 
 from fedsim.config.keys import Name, Section, setting, shown
 from fedsim.config.sections import (
+    CheckpointSection,
     ClientSection,
     CohortSection,
     DataSection,
@@ -55,6 +56,7 @@ class RunConfig(Section):
     noise: NoiseSection = NoiseSection()
     server: ServerSection = ServerSection()
     evaluate: EvaluateSection = setting(EvaluateSection(), affects_release=False)
+    checkpoint: CheckpointSection = setting(CheckpointSection(), affects_release=False)
     engine: EngineSection = setting(EngineSection(), affects_release=False)
 
     @classmethod

@@ -22,6 +22,7 @@ from fedsim.config.keys import (
 )
 
 __all__ = [
+    "CheckpointSection",
     "ClientMechanismSection",
     "ClientNoiseSection",
     "ClientSection",
@@ -305,6 +306,15 @@ class EvaluateSection(Section):
     clients_every: int = Field(0, ge=0)
     fraction: float = Field(1.0, gt=0, le=1)
     unprotected: bool = False
+
+
+class CheckpointSection(Section):
+    """When a run keeps what it has reached, to go on from there."""
+
+    table: ClassVar[str] = "checkpoint"
+    every: int = Field(10, ge=0)
+    seconds: float = Field(600.0, ge=0)
+    best: str = ""
 
 
 class EngineSection(Section):

@@ -8,6 +8,9 @@ iterable of messages to any strategy that asks for no more.
 Where the server keeps the mean of the clients' state, the entry `CLIENT_STATE` of the
 instructions' config says so, ``client-state.NAME`` is that mean once there is one, and each
 client has what it ended with among its metrics by the same name.
+
+Where clients keep their own state on the disk, the entry `KEEP_SINCE` says to the end of which
+round the run may go back: what a client had then, and since, stays.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch import Tensor
 __all__ = [
     "CLIENT_IDS",
     "CLIENT_STATE",
+    "KEEP_SINCE",
     "REASONS",
     "Block",
     "BlockTrainer",
@@ -39,6 +43,7 @@ __all__ = [
 ]
 
 CLIENT_STATE = "client-state"
+KEEP_SINCE = "keep-since"
 CLIENT_IDS = "client_ids"
 
 Kind = Literal["train", "evaluate"]

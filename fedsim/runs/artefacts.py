@@ -7,6 +7,8 @@
     ledger.jsonl        every private release; clients' own are in clients/
     ledger.sig          its signature, where there is a key for one
     model.safetensors   the model
+    done                how the run has ended, once it has
+    checkpoint/         what the run has reached, to go on from (see `Checkpoints`)
     clients/            what clients keep between rounds, on this machine
     archive/1/ ...      ledgers of the runs that were overwritten here, with their configs
     .fedsim-run         says that all this is a run's, and that nothing else here is
@@ -20,19 +22,22 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from safetensors.torch import save as serialise
 from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.verification import METADATA
+from fedsim.runs.checkpoint import Checkpoints
 from fedsim.runs.marker import Marker
 
-__all__ = ["OUT", "RUNS", "RunDirectory"]
+__all__ = ["OUT", "RUNS", "Ended", "Row", "RunDirectory"]
 
 RUNS = "FEDSIM_RUNS"
 """Environment variable: the directory in which each run of a SuperLink gets one of its own."""
@@ -41,6 +46,7 @@ OUT = "FEDSIM_OUT"
 """Environment variable: the directory, claimed already, of the one run of a SuperLink."""
 
 Row = Mapping[str, float | int]
+Ended = Literal["finished", "budget", "stopped", "interrupted"]
 
 
 class RunDirectory:
@@ -64,6 +70,7 @@ class RunDirectory:
         self.checkpoint = self.path / "checkpoint"
         self.clients = self.path / "clients"
         self.archive = self.path / "archive"
+        self.checkpoints = Checkpoints(self.checkpoint)
         self._marker = Marker(self.path)
         self._columns: tuple[str, ...] = ()
 
@@ -99,6 +106,42 @@ class RunDirectory:
             raise FedsimError(
                 f"{self.path} already holds a run; choose another --out, or --overwrite it."
             )
+
+    def holds_run(self) -> bool:
+        """Whether a run has begun here that can be gone on with; nothing is touched.
+
+        Raises
+        ------
+        FedsimError
+            If somebody is writing to it, or it is a later fedsim's.
+        """
+        if not self._marker.exists() or not self.config.exists():
+            return False
+        if not self._marker.free():
+            raise self._in_use()
+        return True
+
+    @contextmanager
+    def resumed(self, config_toml: str) -> Iterator[None]:
+        """Take the directory of a run to go on with it, as long as the context lasts.
+
+        Raises
+        ------
+        FedsimError
+            If another run writes to it, or nothing can be written there.
+        """
+        try:
+            if not self._marker.take():
+                raise self._in_use()
+            _replace(self.config, config_toml.encode())
+            self.done.unlink(missing_ok=True)
+        except OSError as error:
+            self._marker.release()
+            raise self._unusable(error) from None
+        try:
+            yield
+        finally:
+            self._marker.release()
 
     @contextmanager
     def claim(self, config_toml: str, *, overwrite: bool = False) -> Iterator[None]:
@@ -172,10 +215,23 @@ class RunDirectory:
             except OSError:
                 return  # somebody else's by now, or never made
 
-    def start_metrics(self, columns: Sequence[str]) -> None:
-        """Begin metrics.csv, with the columns that it will have to its end."""
+    def start_metrics(self, columns: Sequence[str], rows: Iterable[Row] = ()) -> None:
+        """Begin metrics.csv, with the columns that it will have to its end, and these rows."""
         self._columns = tuple(columns)
-        _replace(self.metrics, _csv_line(self._columns))
+        lines = [_csv_line([row.get(column, "") for column in columns]) for row in rows]
+        _replace(self.metrics, b"".join([_csv_line(self._columns), *lines]))
+
+    def rows(self) -> list[dict[str, float | int]]:
+        """The rows of metrics.csv that are there whole; a column that a round lacks is left out."""
+        try:
+            text = self.metrics.read_bytes().decode()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind("\n") + 1]
+        return [
+            {key: _number(value) for key, value in row.items() if value}
+            for row in csv.DictReader(io.StringIO(whole, newline=""))
+        ]
 
     def add_row(self, row: Row) -> None:
         """Append one round to metrics.csv: a column that it lacks stays empty."""
@@ -194,6 +250,19 @@ class RunDirectory:
         # One entry: the order of several is not always the same.
         text = json.dumps(dict(about or {}), sort_keys=True, separators=(",", ":"))
         _replace(self.model, serialise(tensors, metadata={METADATA: text}))
+
+    def finish(self, ended: Ended, why: str) -> None:
+        """Say that the run has come to its end, and how; one that was interrupted has not."""
+        if ended != "interrupted":
+            _replace(self.done, json.dumps({"ended": ended, "why": why}).encode() + b"\n")
+
+    def ending(self) -> tuple[Ended, str]:
+        """How the run has ended, and a sentence if that was early."""
+        try:
+            told = json.loads(self.done.read_text(encoding="utf-8"))
+            return told["ended"], told["why"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return "interrupted", "The run has not come to its end."
 
     def sign_ledger(self, signature: str) -> None:
         """Write ledger.sig."""
@@ -238,6 +307,10 @@ def _missing(path: Path) -> list[Path]:
             break
         missing.append(directory)
     return missing
+
+
+def _number(text: str) -> float | int:
+    return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
 
 
 def _csv_line(values: Sequence[object]) -> bytes:

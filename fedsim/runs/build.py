@@ -163,7 +163,7 @@ class Build:
             hardened=client.noise.hardened,
             delta=client.noise.delta,
             max_epsilon=client.noise.max_epsilon,
-            ledger_dir=self._ledger_dir,
+            ledger_dir=self.ledger_dir,
             unprotected_metrics=self.config.evaluate.unprotected,
         )
         target = client.noise.target_epsilon
@@ -217,10 +217,11 @@ class Build:
             return None
         if engine.name in ("local", "ray"):
             return self.trainer.ledgers
-        return ClientLedgers(self._ledger_dir, delta=client.noise.delta, read_only=True)
+        return ClientLedgers(self.ledger_dir, delta=client.noise.delta, read_only=True)
 
     @property
-    def _ledger_dir(self) -> Path | None:
+    def ledger_dir(self) -> Path | None:
+        """Where clients' own ledgers are; None: in memory."""
         directory = self._state_dir or self.out
         return directory / "clients" if directory else None
 

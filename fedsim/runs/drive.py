@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
@@ -19,19 +17,18 @@ from fedsim.engines.arrays import array_record, tensors
 from fedsim.models import values_of
 from fedsim.privacy import Statement
 from fedsim.privacy.signing import LEDGER_KEY, private_key, signature
-from fedsim.runs.artefacts import RunDirectory
+from fedsim.rows.exchange import KEEP_SINCE
+from fedsim.runs.artefacts import Ended, Row, RunDirectory
 from fedsim.runs.build import Build
+from fedsim.runs.callbacks import Callback, Callbacks, RunStatus, improves
 from fedsim.runs.columns import columns_of
+from fedsim.runs.signals import asked_to_end
 from fedsim.runs.state import RunState
-from fedsim.strategies import DPFedAvg, Rounds, round_timeout, rounds_of, run_to_end
+from fedsim.strategies import Rounds, round_timeout, rounds_of, run_to_end
 
-__all__ = ["Observer", "Row", "RunResult", "Session", "drive"]
+__all__ = ["RunResult", "Session", "drive"]
 
 _log = logging.getLogger("fedsim")
-
-Row = dict[str, float | int]
-Observer = Callable[[Row], None]
-Ended = Literal["finished", "budget", "interrupted"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class RunResult:
 
     Attributes
     ----------
-    metrics : list of dict
+    metrics : list of mappings
         One a round, round 0 being the initial model: the rows of metrics.csv.
     arrays : ArrayRecord
         The parameters.
@@ -49,7 +46,8 @@ class RunResult:
         is private at example level only.
     example_privacy : Statement or None
         The same at example level, where clients protect their examples.
-    ended : "finished", "budget" or "interrupted"
+    ended : "finished", "budget", "stopped" or "interrupted"
+        "stopped" is by a callback.
     why : str
         One sentence, where the run ended early.
     directory : RunDirectory or None
@@ -68,13 +66,15 @@ class RunResult:
 class Session:
     """One run in progress: its strategy, and what it writes as it goes.
 
+    In a round the ledger's line comes first, then the release, the callbacks, the checkpoint where
+    one is due, and the row of metrics.csv.
+
     Parameters
     ----------
     build : Build
     directory : RunDirectory, optional
-        Claimed already; the ledger, the metrics and the model go there.
-    observer : callable, optional
-        Called with each row as it is written.
+        Claimed already; the ledger, the metrics, checkpoints and the model go there.
+    callbacks : iterable of Callback
     resume : RunState, optional
         From where to go on: what `state` gave after a round of the same run.
     """
@@ -83,21 +83,44 @@ class Session:
         self,
         build: Build,
         directory: RunDirectory | None = None,
-        observer: Observer | None = None,
+        callbacks: Iterable[Callback] = (),
         *,
         resume: RunState | None = None,
     ) -> None:
         self.build = build
         self.strategy = build.strategy(directory.ledger if directory else None)
         self._arrays = build.initial_arrays
+        self._rows: list[Row] = []
+        self._directory = directory
+        self._callbacks = Callbacks(callbacks)
         if resume is not None:
-            self.strategy.restore(resume.strategy)
-            build.trainer.restore(resume.clients)
-            self._arrays = array_record(resume.parameters)
+            self._restore(resume)
         key = build.config.noise.ledger_key or os.environ.get(LEDGER_KEY, "")
         self._key = private_key(Path(key)) if key else None
-        self._directory = directory
-        self._scribe = _Scribe(build, self.strategy, directory, observer)
+        self._columns = columns_of(build, self.strategy)
+        if directory is not None:
+            directory.start_metrics(self._columns, self._rows)
+        self._checkpoints = _Checkpointing(self) if directory is not None else None
+        self._asked_to_end = False
+        self._since = time.perf_counter()
+
+    def _restore(self, state: RunState) -> None:
+        if self._directory is not None:
+            before = {"head": state.ledger_head, "lines": state.ledger_length}
+            self.strategy.ledger.restore(before)
+        # Whether a budget still stops it is asked anew: it may have been raised.
+        self.strategy.restore({**state.strategy, "stopped": None})
+        self.build.trainer.keep(state.clients, state.round)
+        self._arrays = array_record(state.parameters)
+        self._rows = [state.row]
+        if self._directory is not None:
+            rows = self._directory.rows()[: state.metrics_length - 1]
+            if len(rows) < state.metrics_length - 1:
+                _log.warning(
+                    "%s has lost rows of rounds before %s.", self._directory.metrics, state.round
+                )
+            self._rows = [*rows, state.row]
+        self._callbacks.restore(state.callbacks)
 
     def state(self) -> RunState:
         """All that outlives the last round."""
@@ -108,20 +131,29 @@ class Session:
             strategy=self.strategy.state(),
             clients=self.build.trainer.state(),
             ledger_head=ledger.head,
-            ledger_length=len(ledger.entries),
-            metrics_length=len(self._scribe.rows),
-            config_digest=hashlib.sha256(self.build.resolved.to_toml().encode()).hexdigest(),
+            ledger_length=len(ledger.heads),
+            metrics_length=len(self._rows),
+            row=self._rows[-1] if self._rows else {},
+            config=self.build.resolved.to_run_config(),
+            callbacks=self._callbacks.state(),
         )
+
+    def end(self) -> None:
+        """Make the round that goes on the last one."""
+        self._asked_to_end = True
 
     def rounds(self, grid: Grid) -> Rounds:
         """The run's rounds that are left, up to whoever sends their messages."""
+        self._callbacks.on_start(self.status())
+        self.strategy.stopped = self._callbacks.stopped
         return rounds_of(
             self.strategy,
             grid,
             self._arrays,
             range(self.strategy.rounds_done + 1, self.build.config.rounds + 1),
-            evaluate_fn=self._scribe.evaluate,
-            on_round=self._scribe.on_round,
+            train_config=None if self._checkpoints is None else self._checkpoints.train_config,
+            evaluate_fn=self._evaluate,
+            on_round=self._on_round,
         )
 
     def timeout(self, grid: Grid) -> float | None:
@@ -129,9 +161,10 @@ class Session:
         limit = self.build.config.engine.timeout
         return round_timeout(grid, limit, private=self.strategy.protects)
 
-    def save(self) -> None:
-        """Write the model reached so far, whole: what is frozen is not in the run's arrays."""
+    def finish(self, *, whole: bool) -> None:
+        """Write the model reached so far and, after a ``whole`` round, a checkpoint."""
         if self._directory is not None:
+            # What is frozen is not in the run's arrays.
             frozen = values_of(self.build.model)
             ledger = self.strategy.ledger
             # Nothing here varies with engine or time: equal runs have equal files.
@@ -143,117 +176,176 @@ class Session:
             self._directory.save_model(frozen | tensors(self._reached), about)
             if self._key is not None:
                 self._directory.sign_ledger(signature(self._key, ledger.head, len(ledger.heads)))
+        if self._checkpoints is not None and whole:
+            self._checkpoints.save()
+        if self._directory is not None and whole:
+            self._directory.finish(self.ended, self._why(self.ended))
+        self._callbacks.on_end(self.status(ended=self.ended if whole else None))
 
-    def result(self, interrupted: bool = False) -> RunResult:
+    def status(self, ended: Ended | None = None) -> RunStatus:
+        """What callbacks see."""
+        return RunStatus(
+            config=self.build.resolved,
+            round=self.strategy.rounds_done,
+            row=self._rows[-1] if self._rows else {},
+            arrays=self._reached,
+            protects=self.strategy.protects,
+            directory=self._directory,
+            ended=ended,
+            why="" if ended is None else self._why(ended),
+        )
+
+    def result(self, *, interrupted: bool = False) -> RunResult:
         """What the run has reached, and why it ended."""
-        ended: Ended = "finished"
-        why = ""
-        if interrupted:
-            ended, why = "interrupted", "Interrupted; the model is the one of the last whole round."
-        elif self.strategy.stopped is not None:
-            ended = "budget"
-            why = f"Stopped before the budget was exceeded: {self.strategy.stopped}."
+        ended: Ended = "interrupted" if interrupted else self.ended
         privacy, examples = self.build.statements(self.strategy.privacy_statement())
         return RunResult(
-            metrics=self._scribe.rows,
+            metrics=self._rows,
             arrays=self._reached,
             privacy=privacy,
             example_privacy=examples,
             ended=ended,
-            why=why,
+            why=self._why(ended),
             directory=self._directory,
         )
 
     @property
+    def ended(self) -> Ended:
+        """How it has ended, if it has."""
+        if self._callbacks.stopped is not None:
+            return "stopped"
+        if self.strategy.rounds_done >= self.build.config.rounds:
+            return "finished"
+        return "interrupted" if self._asked_to_end else "budget"
+
+    def _why(self, ended: Ended) -> str:
+        if ended == "interrupted":
+            return "Interrupted; the model is the one of the last whole round."
+        if ended == "budget":
+            return f"Stopped before the budget was exceeded: {self.strategy.stopped}."
+        return f"Stopped early: {self._callbacks.stopped}." if ended == "stopped" else ""
+
+    @property
     def _reached(self) -> ArrayRecord:
         return self.strategy.result.arrays if self.strategy.result else self._arrays
+
+    def _evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Central evaluation; the initial model's makes row 0 at once."""
+        metrics = self.build.evaluate(server_round, arrays)
+        if server_round == 0 and metrics is not None:
+            self._take({"round": 0, **_numbers(metrics)})
+        return metrics
+
+    def _on_round(self, server_round: int, result: Result) -> None:
+        """Row of a finished round."""
+        report = self.strategy.report
+        seconds = time.perf_counter() - self._since
+        row: dict[str, float | int] = {"round": server_round}
+        row |= _numbers(result.evaluate_metrics_serverapp.get(server_round))
+        row |= _numbers(result.train_metrics_clientapp.get(server_round), "train-")
+        row |= _numbers(result.evaluate_metrics_clientapp.get(server_round), "clients-")
+        if self.strategy.private:
+            row["epsilon"] = self.strategy.ledger.epsilon(self.strategy.delta)
+        if self.build.client_ledgers is not None:
+            row["example-epsilon"] = self.build.client_ledgers.epsilon()
+        if row.keys() & {"epsilon", "example-epsilon"}:
+            row["simulated"] = int(self.build.entropy == "config")
+        if report is not None:
+            row |= report.row()
+            row |= report.info
+            row["clients-per-second"] = report.usable / seconds
+        row["seconds"] = seconds
+        self._take(row)
+
+    def _take(self, row: Row) -> None:
+        # What clients report under names that the plan does not have is left out.
+        row = {name: row[name] for name in self._columns if name in row}
+        self._rows.append(row)
+        self._callbacks.on_round(self.status())
+        if self._checkpoints is not None:
+            self._checkpoints.on_round(row)
+        if self._directory is not None:
+            self._directory.add_row(row)
+        if self._callbacks.stopped is not None:
+            self.strategy.stopped = self._callbacks.stopped
+        elif self._asked_to_end:
+            self.strategy.stopped = "it was asked to end"
+        self._since = time.perf_counter()
+
+
+class _Checkpointing:
+    """Saves a session's state when that is due."""
+
+    def __init__(self, session: Session) -> None:
+        directory = session.status().directory
+        assert directory is not None
+        self._session = session
+        self._settings = session.build.config.checkpoint
+        self._kept = directory.checkpoints
+        self._best: float | None = None
+        best = self._kept.best() if self._settings.best else None
+        if best is not None:
+            self._best = best.row.get(self._settings.best)
+        self._saved = session.strategy.rounds_done
+        self._since = time.monotonic()
+        self.train_config: ConfigRecord | None = None
+        if self._settings.every and session.build.config.client.state == "client":
+            self.train_config = ConfigRecord()
+            self._tell_clients()
+
+    def on_round(self, row: Row) -> None:
+        """Save the round if it is one of those that are kept."""
+        number = int(row["round"])
+        if not self._settings.every or not number:
+            return
+        if self._settings.best and improves(self._settings.best, row, self._best):
+            self._best = row[self._settings.best]
+            self._kept.save(self._session.state(), "best")
+        waited = time.monotonic() - self._since
+        if number % self._settings.every == 0 or 0 < self._settings.seconds <= waited:
+            self.save()
+
+    def save(self) -> None:
+        """Save the round that was made last, unless it is there."""
+        done = self._session.strategy.rounds_done
+        if not self._settings.every or done == self._saved:
+            return
+        self._kept.save(self._session.state())
+        self._saved, self._since = done, time.monotonic()
+        self._tell_clients()
+
+    def _tell_clients(self) -> None:
+        """To which round the run may go back: clients that keep their own state keep that."""
+        if self.train_config is not None:
+            self.train_config[KEEP_SINCE] = min(self._kept.rounds(), default=0)
 
 
 def drive(
     build: Build,
     grid: Grid,
     directory: RunDirectory | None = None,
-    observer: Observer | None = None,
+    callbacks: Iterable[Callback] = (),
 ) -> RunResult:
     """Run all rounds of ``build.config`` on ``grid``; parameters as for `Session`.
 
-    The model reached so far is saved whatever ends the run; Ctrl-C ends it in good order.
+    Goes on from the last checkpoint in ``directory`` if there is one. The model reached so far is
+    saved whatever ends the run; Ctrl-C and SIGTERM end it in good order.
     """
-    session = Session(build, directory, observer)
-    rounds = session.rounds(grid)
-    interrupted = False
-    try:
-        run_to_end(rounds, grid, session.timeout(grid))
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        session.save()
-    return session.result(interrupted)
+    state = None if directory is None else directory.checkpoints.newest()
+    session = Session(build, directory, callbacks, resume=state)
+    interrupted = whole = False
+    with asked_to_end(session.end):
+        try:
+            run_to_end(session.rounds(grid), grid, session.timeout(grid))
+            whole = True
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            session.finish(whole=whole)
+    return session.result(interrupted=interrupted)
 
 
-class _Scribe:
-    """Makes one row of each round and hands it on."""
-
-    def __init__(
-        self,
-        build: Build,
-        strategy: DPFedAvg,
-        directory: RunDirectory | None,
-        observer: Observer | None,
-    ) -> None:
-        self.rows: list[Row] = []
-        self._build = build
-        self._strategy = strategy
-        self._directory = directory
-        self._observer = observer
-        self._columns = columns_of(build, strategy)
-        if directory is not None:
-            directory.start_metrics(self._columns)
-        self._since = time.perf_counter()
-
-    def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Central evaluation; the initial model's makes row 0 at once."""
-        metrics = self._build.evaluate(server_round, arrays)
-        if server_round == 0 and metrics is not None:
-            self._write({"round": 0, **_numbers(metrics)})
-        return metrics
-
-    def on_round(self, server_round: int, result: Result) -> None:
-        """Row of a finished round."""
-        report = self._strategy.report
-        seconds = time.perf_counter() - self._since
-        row: Row = {"round": server_round}
-        row |= _numbers(result.evaluate_metrics_serverapp.get(server_round))
-        row |= _numbers(result.train_metrics_clientapp.get(server_round), "train-")
-        row |= _numbers(result.evaluate_metrics_clientapp.get(server_round), "clients-")
-        if self._strategy.private:
-            row["epsilon"] = self._strategy.ledger.epsilon(self._strategy.delta)
-        if self._build.client_ledgers is not None:
-            row["example-epsilon"] = self._build.client_ledgers.epsilon()
-        if row.keys() & {"epsilon", "example-epsilon"}:
-            row["simulated"] = int(self._build.entropy == "config")
-        if report is not None:
-            row |= report.row()
-            row |= report.info
-            row["clients-per-second"] = report.usable / seconds
-        row["seconds"] = seconds
-        self._write(row)
-
-    def _write(self, row: Row) -> None:
-        # What clients report under names that the plan does not have is left out.
-        row = {name: row[name] for name in self._columns if name in row}
-        self.rows.append(row)
-        if self._directory is not None:
-            self._directory.add_row(row)
-        if self._observer is not None:
-            try:
-                self._observer(row)
-            except Exception:
-                _log.exception("the run goes on, but its observer failed in round %s", row["round"])
-        self._since = time.perf_counter()
-
-
-def _numbers(record: MetricRecord | None, prefix: str = "") -> Row:
+def _numbers(record: MetricRecord | None, prefix: str = "") -> dict[str, float | int]:
     return {
         f"{prefix}{key}": float(value)
         for key, value in (record or {}).items()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from flwr.app import ArrayRecord
 from safetensors.torch import load_file
 
 from fedsim.deploy.bundle import write_app
@@ -22,7 +22,9 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.runs.artefacts import OUT, RunDirectory
 from fedsim.runs.build import Build
-from fedsim.runs.drive import Observer, Row, RunResult
+from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
+from fedsim.runs.channel import CallbackServer
+from fedsim.runs.drive import RunResult
 from fedsim.strategies import RunFailedError
 
 __all__ = ["RanElsewhere", "run_deployment", "run_simulation"]
@@ -47,7 +49,7 @@ class RanElsewhere(Exception):  # noqa: N818 - a run that succeeded is no error
 def run_simulation(
     build: Build,
     out: Path | None = None,
-    observer: Observer | None = None,
+    callbacks: Iterable[Callback] = (),
     *,
     cpus_per_client: float = 1.0,
     gpus_per_client: float = 0.0,
@@ -61,9 +63,9 @@ def run_simulation(
     build : Build
         Its config, resolved, goes with the run. Every client of the partition is a SuperNode.
     out : path, optional
-        Directory for the artefacts, claimed already.
-    observer : callable, optional
-        Called with each row of the metrics when it is there.
+        Directory for the artefacts, claimed already; a run that is there goes on.
+    callbacks : iterable of Callback
+        The run waits for what they say.
     cpus_per_client, gpus_per_client : float
         What Ray reserves for a client, and so how many run at a time.
 
@@ -74,19 +76,20 @@ def run_simulation(
     """
     with (
         _directory(out) as directory,
-        Simulation({OUT: str(directory)}) as simulation,
+        CallbackServer(callbacks) as server,
+        Simulation({OUT: str(directory), **server.variables}) as simulation,
     ):
         app = write_app(simulation.directory / "app", build.resolved.to_tree())
         sized = resources(build.config.partition.clients, cpus_per_client, gpus_per_client)
         run_id = simulation.operator.submit(app, federation_config=sized)
-        rows = _follow(simulation.operator, run_id, directory, observer, simulation.check)
-        return _read(build, directory, rows)
+        _follow(simulation.operator, run_id, alive=simulation.check)
+        return _read(build, RunDirectory(directory))
 
 
 def run_deployment(
     build: Build,
     out: Path | None = None,
-    observer: Observer | None = None,
+    callbacks: Iterable[Callback] = (),
     *,
     federation: Path | None = None,
 ) -> RunResult:
@@ -94,12 +97,13 @@ def run_deployment(
 
     Parameters
     ----------
-    build, out, observer
+    build, out, callbacks
         As for `run_simulation`.
     federation : path, optional
         Directory of a federation that is up: the ServerApp writes the artefacts on its
-        SuperLink's host, and if that is this machine they are copied to ``out``. Without one,
-        a federation with a SuperNode for each client is brought up here for this run.
+        SuperLink's host, and if that is this machine they are copied to ``out``, and callbacks
+        are told of its rows as they come, without parameters. Without one, a federation with a
+        SuperNode for each client is brought up here for this run.
 
     Raises
     ------
@@ -109,12 +113,13 @@ def run_deployment(
         If the federation cannot be reached.
     """
     if federation is not None:
-        return _submit(build, Federation.load(federation), out, observer)
+        return _submit(build, Federation.load(federation), out, callbacks)
     with (
         _directory(out) as directory,
+        CallbackServer(callbacks) as server,
         Rehearsal.temporary(
             build.config.partition.clients,
-            variables={OUT: str(directory)},
+            variables={OUT: str(directory), **server.variables},
             policy=_own_policy(build),
         ) as rehearsal,
         tempfile.TemporaryDirectory(prefix="fedsim-app-") as app,
@@ -122,8 +127,8 @@ def run_deployment(
         rehearsal.start_all()
         operator = rehearsal.operator
         run_id = operator.submit(write_app(Path(app), build.resolved.to_tree()))
-        rows = _follow(operator, run_id, directory, observer, rehearsal.tend)
-        return _read(build, directory, rows)
+        _follow(operator, run_id, alive=rehearsal.tend)
+        return _read(build, RunDirectory(directory))
 
 
 def _own_policy(build: Build) -> dict[str, Any]:
@@ -138,90 +143,88 @@ def _own_policy(build: Build) -> dict[str, Any]:
 
 
 def _submit(
-    build: Build, federation: Federation, out: Path | None, observer: Observer | None
+    build: Build, federation: Federation, out: Path | None, callbacks: Iterable[Callback]
 ) -> RunResult:
     operator = Operator(federation.operator, CONNECTION)
     with tempfile.TemporaryDirectory(prefix="fedsim-app-") as app:
         run_id = operator.submit(write_app(Path(app), build.resolved.to_tree()))
-    written = federation.runs / f"{build.config.name}-{run_id}"
-    rows = _follow(operator, run_id, written, observer, lambda: None)
-    if not written.is_dir():
+    written = RunDirectory(federation.runs / f"{build.config.name}-{run_id}")
+    rows = _Rows(build, written, Callbacks(callbacks))
+    _follow(operator, run_id, look=rows.look)
+    if not written.path.is_dir():
         raise RanElsewhere(run_id, _where(operator.log(run_id)))
     if out is not None:
-        RunDirectory(out).copy_from(RunDirectory(written))
-    return _read(build, out or written, rows)
+        RunDirectory(out).copy_from(written)
+    return _read(build, written if out is None else RunDirectory(out))
 
 
 def _follow(
     operator: Operator,
     run_id: int,
-    directory: Path,
-    observer: Observer | None,
-    alive: Callable[[], None],
-) -> list[Row]:
-    """Follow a run to its end; its rows."""
-    rows = _Rows(directory / "metrics.csv", observer)
+    *,
+    look: Callable[[], None] = lambda: None,
+    alive: Callable[[], None] = lambda: None,
+) -> None:
+    """Follow a run to its end."""
     try:
-        status = operator.follow(run_id, rows.look, alive=alive)
+        status = operator.follow(run_id, look, alive=alive)
     except KeyboardInterrupt:
         operator.stop(run_id)
         raise
     if status != "finished:completed":
         reason = _reason(operator, run_id)
         raise RunFailedError(f"Flower reports '{status}' for run {run_id}: {reason}")
-    return rows.rows
 
 
 class _Rows:
-    """The rows of a metrics.csv, as they are written."""
+    """Tells callbacks of the rows of a run that another machine may be driving."""
 
-    def __init__(self, path: Path, observer: Observer | None) -> None:
-        self.rows: list[Row] = []
-        self._path = path
-        self._observer = observer
+    def __init__(self, build: Build, directory: RunDirectory, callbacks: Callbacks) -> None:
+        self._build = build
+        self._directory = directory
+        self._callbacks = callbacks
+        self._told = 0
         self._size = 0
 
     def look(self) -> None:
         try:
-            size = self._path.stat().st_size
-            if size == self._size:
-                return
-            with self._path.open(newline="", encoding="utf-8") as file:
-                rows = [_row(raw) for raw in csv.DictReader(file)]
+            size = self._directory.metrics.stat().st_size
         except OSError:
             return
+        if size == self._size:
+            return
         self._size = size
-        new, self.rows = rows[len(self.rows) :], rows
-        for row in new:
-            if self._observer is not None:
-                self._observer(row)
+        rows = self._directory.rows()
+        for row in rows[self._told :]:
+            self._callbacks.on_round(
+                RunStatus(
+                    config=self._build.resolved,
+                    round=int(row["round"]),
+                    row=row,
+                    arrays=ArrayRecord(),
+                    protects=self._build.config.private or self._build.config.client.private,
+                    directory=self._directory,
+                )
+            )
+        self._told = len(rows)
 
 
-def _row(raw: dict[str, str]) -> Row:
-    """A row of metrics.csv as `drive` made it: a column that a round lacks is empty."""
-    return {
-        key: int(text) if re.fullmatch(r"-?\d+", text) else float(text)
-        for key, text in raw.items()
-        if text
-    }
-
-
-def _read(build: Build, path: Path, rows: list[Row]) -> RunResult:
-    directory = RunDirectory(path)
+def _read(build: Build, directory: RunDirectory) -> RunResult:
     delta = build.config.noise.delta
     written = directory.ledger.exists()
     ledger = Ledger.read(directory.ledger, delta=delta) if written else Ledger(delta=delta)
     saved = load_file(directory.model)
-    early = not rows or int(rows[-1]["round"]) < build.config.rounds
+    rows = directory.rows()
+    ended, why = directory.ending()
     privacy, examples = build.statements(ledger.statement(delta))
     return RunResult(
-        metrics=rows,
+        metrics=[*rows],
         # In the model's order, which the file does not keep.
         arrays=array_record({name: saved[name] for name in build.initial_arrays}),
         privacy=privacy,
         example_privacy=examples,
-        ended="budget" if early else "finished",
-        why="Stopped before the budget was exceeded." if early else "",
+        ended=ended,
+        why=why,
         directory=directory,
     )
 

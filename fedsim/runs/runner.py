@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
@@ -14,8 +15,10 @@ from fedsim.engines import LocalGrid
 from fedsim.engines.process import settle
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
+from fedsim.runs.callbacks import Callback
 from fedsim.runs.check import check
-from fedsim.runs.drive import Observer, RunResult, drive
+from fedsim.runs.drive import RunResult, drive
+from fedsim.runs.resume import move_client_ledgers, resumed_config
 
 if TYPE_CHECKING:
     from fedsim.engines.ray import RayGrid
@@ -29,7 +32,8 @@ def run(
     engine: str | None = None,
     out: str | PathLike[str] | None = None,
     overwrite: bool = False,
-    observer: Observer | None = None,
+    resume: bool = False,
+    callbacks: Iterable[Callback] = (),
 ) -> RunResult:
     """Run a config from start to end.
 
@@ -41,8 +45,12 @@ def run(
         Directory for the artefacts; without one nothing is written.
     overwrite : bool
         Whether ``out`` may replace a run that is there.
-    observer : callable, optional
-        Called with each row of the metrics as soon as there is one.
+    resume : bool
+        Whether to go on with the run that is in ``out``, from its last checkpoint; without one
+        there, or without a run, it starts anew. Only keys that cannot affect a release may differ
+        from that run's.
+    callbacks : iterable of Callback
+        Called in this process, on every engine.
 
     Raises
     ------
@@ -56,10 +64,14 @@ def run(
     """
     config = config if engine is None else config.replace(**{"engine.name": engine})
     directory = None if out is None else RunDirectory(out)
-    if directory is not None and _needs_state_dir(config):
-        config = config.replace(**{"client.state-dir": str(directory.clients.absolute())})
+    resume = resume and directory is not None and directory.holds_run()
     if directory is not None:
-        directory.check_free(overwrite)
+        if resume:
+            config = resumed_config(config, directory)
+        else:
+            directory.check_free(overwrite)
+        if _needs_state_dir(config):
+            config = config.replace(**{"client.state-dir": str(directory.clients.absolute())})
     settle()
     build = Build(config, None if directory is None else directory.path)
     check(build)
@@ -72,10 +84,15 @@ def run(
         elif config.engine.name == "ray":
             grid = stack.enter_context(_ray(build))
         if directory is not None:
-            stack.enter_context(directory.claim(build.resolved.to_toml(), overwrite=overwrite))
+            text = build.resolved.to_toml()
+            if resume:
+                stack.enter_context(directory.resumed(text))
+                move_client_ledgers(directory, build)
+            else:
+                stack.enter_context(directory.claim(text, overwrite=overwrite))
         if grid is None:
-            return _launch(build, directory, observer)
-        return drive(build, grid, directory, observer)
+            return _launch(build, directory, callbacks)
+        return drive(build, grid, directory, callbacks)
 
 
 def _needs_state_dir(config: RunConfig) -> bool:
@@ -100,7 +117,9 @@ def _ray(build: Build) -> RayGrid:
     )
 
 
-def _launch(build: Build, directory: RunDirectory | None, observer: Observer | None) -> RunResult:
+def _launch(
+    build: Build, directory: RunDirectory | None, callbacks: Iterable[Callback]
+) -> RunResult:
     """Run on one of Flower's runtimes, whose ServerApp drives and writes the artefacts."""
     from fedsim.runs.launch import run_deployment, run_simulation
 
@@ -108,11 +127,11 @@ def _launch(build: Build, directory: RunDirectory | None, observer: Observer | N
     out = None if directory is None else directory.path
     if engine.name == "deployment":
         federation = Path(engine.federation) if engine.federation else None
-        return run_deployment(build, out, observer, federation=federation)
+        return run_deployment(build, out, callbacks, federation=federation)
     return run_simulation(
         build,
         out,
-        observer,
+        callbacks,
         cpus_per_client=engine.cpus_per_worker,
         gpus_per_client=engine.gpus_per_worker,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from fedsim.config import Scalar
 from fedsim.strategies.state import Tree, joined, parted
 
 __all__ = ["RunState", "versions"]
@@ -40,11 +41,13 @@ class RunState:
     ledger_length : int
         Lines.
     metrics_length : int
-        Rows of metrics.csv.
-    config_digest : str
-        Of the resolved config.
+        Rows of metrics.csv up to and with this round's.
+    row : mapping of str to number
+        This round's, which may not have been written yet.
+    config : mapping of str to scalar
+        The resolved config, flat: what a resumed run is held against.
     callbacks : Tree
-        Of observers that keep anything.
+        Of those that keep anything, by their places; and why one of them has stopped the run.
     versions : mapping of str to str
         Of the packages that arithmetic depends on.
     """
@@ -56,7 +59,8 @@ class RunState:
     ledger_head: str
     ledger_length: int
     metrics_length: int
-    config_digest: str
+    row: Mapping[str, float | int]
+    config: Mapping[str, Scalar]
     callbacks: Tree = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=lambda: versions())
 
@@ -77,6 +81,8 @@ class RunState:
         tree = joined(tensors, text)
         if (written := tree.pop("format", None)) != FORMAT:
             raise ValueError(f"the run's state has format {written}; this version reads {FORMAT}.")
+        if tree.keys() != {part.name for part in fields(cls)}:
+            raise ValueError("the run's state lacks something, or has what this version does not.")
         return cls(**tree)
 
 

@@ -30,11 +30,14 @@ from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows.exchange import Block, Ids, Instructions, Replies
-from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.artefacts import Row, RunDirectory
 from fedsim.runs.build import Build
+from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.check import check
-from fedsim.runs.drive import Row, Session
+from fedsim.runs.drive import Session
 from fedsim.runs.objects import algorithm
+from fedsim.runs.signals import asked_to_end
+from fedsim.runs.state import RunState
 from fedsim.strategies import Rounds, RunFailedError, run_to_end
 from fedsim.training import ClientData, Trainer
 
@@ -142,7 +145,7 @@ def run_sweep(
         RunDirectory(out / member.label).check_free(overwrite=True)
         check(Build(member.config))
     failed: dict[str, str] = {}
-    for group in _groups(waiting):
+    for group in _groups(waiting, out):
         failed |= _run_group(group, out, observer)
     return failed
 
@@ -171,12 +174,19 @@ def _without_resolved(config: RunConfig) -> dict[str, Scalar]:
     return {k: v for k, v in config.to_run_config().items() if k not in _RESOLVED}
 
 
-def _groups(waiting: Sequence[Member]) -> list[list[Member]]:
-    """Members whose clients can share blocks, together."""
+def _groups(waiting: Sequence[Member], out: Path) -> list[list[Member]]:
+    """Members whose clients can share blocks, from the same round on, together."""
     groups: dict[tuple[object, ...], list[Member]] = {}
     for member in waiting:
-        groups.setdefault(_shared_work(member), []).append(member)
+        state = _reached(RunDirectory(out / member.label))
+        first = 0 if state is None else state.round
+        groups.setdefault((first, *_shared_work(member)), []).append(member)
     return list(groups.values())
+
+
+def _reached(directory: RunDirectory) -> RunState | None:
+    """The last checkpoint of a member, if it has one."""
+    return directory.checkpoints.newest() if directory.holds_run() else None
 
 
 def _shared_work(member: Member) -> tuple[object, ...]:
@@ -207,23 +217,39 @@ def _run_group(group: Sequence[Member], out: Path, observer: Observer | None) ->
     with ExitStack() as claims:
         sessions = []
         for member, directory, build in zip(group, directories, builds, strict=True):
-            # What is there of a member that has not been run to its end begins anew.
-            claims.enter_context(directory.claim(build.resolved.to_toml(), overwrite=True))
-            observe = None if observer is None else partial(observer, member)
-            sessions.append(Session(build, directory, observe))
-        try:
-            failed = _run_sessions(sessions)
-        finally:
-            for session in sessions:
-                session.save()
-        for index, directory in enumerate(directories):
-            if index not in failed:
-                directory.done.touch()
+            text = build.resolved.to_toml()
+            state = _reached(directory)
+            claims.enter_context(
+                directory.claim(text, overwrite=True) if state is None else directory.resumed(text)
+            )
+            watching = [] if observer is None else [_Watcher(member, observer)]
+            sessions.append(Session(build, directory, watching, resume=state))
+        failed = _run_sessions(sessions)
     return {group[index].label: reason for index, reason in failed.items()}
 
 
 def _run_sessions(sessions: Sequence[Session]) -> dict[int, str]:
     """Run them to their ends; why those failed that did."""
+    failed: dict[int, str] = {}
+    whole = False
+
+    def end() -> None:
+        for session in sessions:
+            session.end()
+
+    with asked_to_end(end):
+        try:
+            failed = _advance(sessions)
+            whole = True
+        finally:
+            for index, session in enumerate(sessions):
+                session.finish(whole=whole and index not in failed)
+    if any(session.ended == "interrupted" for session in sessions):
+        raise KeyboardInterrupt
+    return failed
+
+
+def _advance(sessions: Sequence[Session]) -> dict[int, str]:
     runs = [(session, LocalGrid(session.build.trainer)) for session in sessions]
     if len(runs) == 1:
         ((session, grid),) = runs
@@ -271,6 +297,17 @@ class _Shifted(Randomness):
         return super().generators(purpose, client=client - self.first, **address)
 
 
+class _Watcher(Callback):
+    """Tells a sweep's observer of a member's rows."""
+
+    def __init__(self, member: Member, observer: Observer) -> None:
+        self._member = member
+        self._observer = observer
+
+    def on_round(self, status: RunStatus) -> None:
+        self._observer(self._member, status.row)
+
+
 class _SharedTrainer:
     """One trainer over all members' clients, numbered one member after another."""
 
@@ -311,7 +348,7 @@ class _SharedTrainer:
             [self._first[i] + instructions.client_ids for i, instructions in asked.items()]
         )
         rounds = {instructions.round for instructions in asked.values()}
-        # Members go in step from round 1, and one that has stopped asks for nothing more.
+        # Members go in step from one round on, and one that has stopped asks for nothing more.
         (server_round,) = rounds
         for start in range(0, len(ids), self._trainer.block_size):
             block = slice(start, start + self._trainer.block_size)

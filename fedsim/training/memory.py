@@ -137,7 +137,8 @@ def unpacked(states: ClientStates) -> tuple[Ids, dict[str, Tensor]]:
 class Files:
     """State on disk, ``client-ID/round-R.safetensors``, where no process outlives a round.
 
-    The last two rounds are kept, so that a round run again starts from where it did.
+    The last two rounds are kept, so that a round run again starts from where it did; and since
+    the round to which the run may go back (`keep_since`) all of them.
 
     Parameters
     ----------
@@ -149,6 +150,11 @@ class Files:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._since: int | None = None
+
+    def keep_since(self, round: object) -> None:
+        """Keep what clients had at the end of this round, and since; None: no such round."""
+        self._since = round if isinstance(round, int) else None
 
     def _rounds(self, client: int) -> list[tuple[int, Path]]:
         found = []
@@ -182,8 +188,16 @@ class Files:
             draft = path.with_suffix(".draft")
             save_file({name: rows[k].contiguous().clone() for name, rows in state.items()}, draft)
             os.replace(draft, path)
-            for _, old in self._rounds(int(client))[: -self.KEEP]:
-                old.unlink()
+            for old in self._outdated(int(client)):
+                old.unlink(missing_ok=True)
+
+    def _outdated(self, client: int) -> list[Path]:
+        rounds = self._rounds(client)
+        last = len(rounds) - self.KEEP
+        if self._since is not None:
+            # The last of those until then is what it had at the time.
+            last = min(last, sum(number <= self._since for number, _ in rounds) - 1)
+        return [path for _, path in rounds[: max(last, 0)]]
 
     def state(self) -> ClientStates:
         """See `Memory`."""

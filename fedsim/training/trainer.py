@@ -17,7 +17,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers
 from fedsim.privacy.plan import LocalWork, ReleasePlan
 from fedsim.randomness import Randomness
-from fedsim.rows.exchange import Block, ClientStates
+from fedsim.rows.exchange import KEEP_SINCE, Block, ClientStates
 from fedsim.rows.layout import Layout
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss, Metric, accuracy, cross_entropy
@@ -31,7 +31,7 @@ from fedsim.training.fitting import Fitted, Local, numbers_of
 from fedsim.training.graphs import steps_by
 from fedsim.training.hidden_draws import Seeds, hidden_draws
 from fedsim.training.local_step import LocalStep
-from fedsim.training.memory import Memory, Sent, StateKind, memory_for, packed, unpacked
+from fedsim.training.memory import Files, Memory, Sent, StateKind, memory_for, packed, unpacked
 from fedsim.training.paths.choice import Path, PathName, block_limit, choose, convolutional
 from fedsim.training.paths.examples import Way, ways
 from fedsim.training.paths.stacked import stack
@@ -203,7 +203,7 @@ class Trainer:
         return (*names, *self.algorithm.report(sample))
 
     def receive(self, config: Mapping[str, object]) -> None:
-        """Take the clients' state from the config entries of a round's instructions.
+        """Take from the config entries of a round's instructions what is about clients' state.
 
         Raises
         ------
@@ -212,6 +212,8 @@ class Trainer:
         """
         if self.state_kind == "server":
             self.memory = Sent.of(config)
+        elif isinstance(self.memory, Files):
+            self.memory.keep_since(config.get(KEEP_SINCE))
 
     @property
     def rows_are(self) -> str:

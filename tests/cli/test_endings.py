@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-FILES = [".fedsim-run", "config.toml", "ledger.jsonl", "metrics.csv", "model.safetensors"]
+FILES = [
+    ".fedsim-run",
+    "checkpoint",
+    "config.toml",
+    "ledger.jsonl",
+    "metrics.csv",
+    "model.safetensors",
+]
 
 TOML = """
 name = "small"
@@ -86,7 +93,7 @@ def test_a_signal_during_imports_ends_the_command_without_a_traceback(
 def test_a_signal_in_a_round_keeps_the_model_that_was_reached(name: str, tmp_path: Path) -> None:
     done = start(SIGNAL_IN_ROUND.format(signal=name), tmp_path)
     assert done.returncode == 128 + getattr(signal, name)
-    assert done.stderr == ""
+    assert done.stderr == "ending after this round; ask again to end at once.\n"
     assert "Interrupted; the model is the one of the last whole round." in done.stdout
     assert left(tmp_path) == FILES
     assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 4
@@ -105,7 +112,7 @@ def test_a_run_goes_on_whatever_becomes_of_its_output(
 ) -> None:
     done = start(PLAIN, tmp_path, redirection)
     assert (done.returncode, done.stderr) == (status, sentence)
-    assert left(tmp_path) == FILES
+    assert left(tmp_path) == sorted([*FILES, "done"])
 
 
 def test_what_the_outputs_encoding_lacks_is_replaced(

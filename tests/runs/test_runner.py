@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import epsilon
 from fedsim.rows.exchange import Block
 from fedsim.runs.build import Build
+from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.columns import columns_of
 from fedsim.strategies import RoundReport
 from fedsim.training import Trainer
@@ -58,7 +59,9 @@ def test_a_run_leaves_its_artefacts(tmp_path: Path) -> None:
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert names == [
         ".fedsim-run",
+        "checkpoint",
         "config.toml",
+        "done",
         "ledger.jsonl",
         "metrics.csv",
         "model.safetensors",
@@ -137,11 +140,12 @@ def test_a_mistake_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_keeps_the_model_of_the_last_whole_round(tmp_path: Path) -> None:
-    def interrupt(row: dict[str, float | int]) -> None:
-        if row["round"] == 2:
-            raise KeyboardInterrupt
+    class Interrupt(Callback):
+        def on_round(self, status: RunStatus) -> None:
+            if status.round == 2:
+                raise KeyboardInterrupt
 
-    result = fedsim.run(BASE, out=tmp_path / "run", observer=interrupt)
+    result = fedsim.run(BASE, out=tmp_path / "run", callbacks=[Interrupt()])
     two = fedsim.run(BASE.replace(rounds=2))
     assert result.ended == "interrupted"
     model = load_file(tmp_path / "run" / "model.safetensors")
@@ -215,11 +219,12 @@ def test_the_columns_of_metrics_are_the_plans_whatever_clients_call_theirs(
     assert [row["round"] for row in result.metrics] == [0, 1, 2, 3]
 
 
-def test_an_observer_that_fails_does_not_end_the_run() -> None:
-    def fail(row: Mapping[str, float]) -> None:
-        raise OSError("the terminal is gone")
+def test_a_callback_that_fails_does_not_end_the_run() -> None:
+    class Failing(Callback):
+        def on_round(self, status: RunStatus) -> None:
+            raise OSError("the terminal is gone")
 
-    assert fedsim.run(BASE, observer=fail).ended == "finished"
+    assert fedsim.run(BASE, callbacks=[Failing()]).ended == "finished"
 
 
 @pytest.mark.parametrize("settings", RICH, ids=lambda settings: " ".join(settings))

@@ -1,0 +1,158 @@
+"""Callbacks across processes: a run that is driven elsewhere on this machine asks for them here.
+
+What goes over the channel is pickled, by processes of one user, over a socket whose directory and
+key are that user's alone.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import secrets
+import tempfile
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from fedsim.config import RunConfig
+from fedsim.engines.arrays import array_record, tensors
+from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
+from fedsim.strategies.state import Tree, joined, parted
+
+__all__ = ["CHANNEL", "CallbackServer", "DistantCallback", "distant_callbacks"]
+
+CHANNEL = "FEDSIM_CALLBACKS"
+"""Environment variable: the key and the socket of whoever has a run's callbacks."""
+
+_Parts = tuple[dict[str, Any], str]
+
+
+class CallbackServer:
+    """Answers, in a thread of its own, for the callbacks of a run in another process."""
+
+    def __init__(self, callbacks: Iterable[Callback]) -> None:
+        self._callbacks = Callbacks(callbacks)
+        self._directory = tempfile.TemporaryDirectory(prefix="fedsim-callbacks-")
+        address = str(Path(self._directory.name) / "socket")
+        key = secrets.token_bytes(32)
+        self._listener = Listener(address, "AF_UNIX", authkey=key)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self.variables = {CHANNEL: f"{key.hex()}:{address}"}
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._listener.close()
+        self._directory.cleanup()
+
+    def _serve(self) -> None:
+        with suppress(OSError, EOFError), self._listener.accept() as connection:
+            while True:
+                name, argument = connection.recv()
+                connection.send(self._answer(name, argument))
+
+    def _answer(self, name: str, argument: Any) -> Any:
+        callbacks = self._callbacks
+        try:
+            if name == "state":
+                return _packed(callbacks.state())
+            if name == "restore":
+                return callbacks.restore(_unpacked(argument))
+            getattr(callbacks, name)(argument.status())
+        except KeyboardInterrupt:
+            _thread.interrupt_main()
+        return callbacks.stopped
+
+
+class DistantCallback(Callback):
+    """Asks a `CallbackServer`; one that is gone has nothing more to say."""
+
+    def __init__(self, channel: str) -> None:
+        key, _, address = channel.partition(":")
+        self._connection: Connection = Client(address, "AF_UNIX", authkey=bytes.fromhex(key))
+
+    def on_start(self, status: RunStatus) -> str | None:
+        """See `Callback`."""
+        return _sentence(self._ask("on_start", _Sent.of(status)))
+
+    def on_round(self, status: RunStatus) -> str | None:
+        """See `Callback`."""
+        return _sentence(self._ask("on_round", _Sent.of(status)))
+
+    def on_end(self, status: RunStatus) -> None:
+        """See `Callback`."""
+        self._ask("on_end", _Sent.of(status))
+
+    def state(self) -> Tree:
+        """See `Callback`."""
+        return _unpacked(self._ask("state", None))
+
+    def restore(self, state: Tree) -> None:
+        """See `Callback`."""
+        self._ask("restore", _packed(state))
+
+    def _ask(self, name: str, argument: Any) -> Any:
+        self._connection.send((name, argument))
+        return self._connection.recv()
+
+
+def _sentence(answer: object) -> str | None:
+    return answer if isinstance(answer, str) else None
+
+
+def distant_callbacks() -> list[Callback]:
+    """Those of the process that has started this one, if it has any."""
+    return [DistantCallback(os.environ[CHANNEL])] if CHANNEL in os.environ else []
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A `RunStatus` as it is pickled."""
+
+    config: dict[str, Any]
+    arrays: dict[str, Any]
+    directory: str | None
+    rest: dict[str, Any]
+
+    @classmethod
+    def of(cls, status: RunStatus) -> _Sent:
+        names = ("round", "row", "protects", "ended", "why")
+        return cls(
+            config=status.config.to_run_config(),
+            arrays={name: value.cpu().numpy() for name, value in tensors(status.arrays).items()},
+            directory=None if status.directory is None else str(status.directory.path),
+            rest={name: getattr(status, name) for name in names},
+        )
+
+    def status(self) -> RunStatus:
+        return RunStatus(
+            config=RunConfig.from_run_config(self.config),
+            arrays=array_record({k: torch.from_numpy(v) for k, v in self.arrays.items()}),
+            directory=None if self.directory is None else RunDirectory(self.directory),
+            **self.rest,
+        )
+
+
+def _packed(tree: Tree) -> _Parts:
+    kept, text = parted(tree)
+    return {name: tensor.numpy() for name, tensor in kept.items()}, text
+
+
+def _unpacked(parts: _Parts) -> Tree:
+    arrays, text = parts
+    return joined({name: torch.from_numpy(array) for name, array in arrays.items()}, text)

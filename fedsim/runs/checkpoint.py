@@ -1,0 +1,146 @@
+"""Checkpoints: what a run has reached, on the disk whole or not at all.
+
+::
+
+    checkpoint/round-20/SHA256.safetensors      the last two
+    checkpoint/round-10/SHA256.safetensors
+    checkpoint/best-12/SHA256.safetensors       where `checkpoint.best` names a metric
+
+One is a directory that is written beside, synced and renamed. The file in it has its digest for
+a name, so that what a crash of the machine or an editor has left of it is not taken for whole.
+What clients keep is in it, which nobody else may read: directories are the owner's alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
+
+from fedsim.errors import FedsimError
+from fedsim.runs.state import RunState
+
+__all__ = ["Checkpoints"]
+
+_log = logging.getLogger("fedsim")
+
+Name = Literal["round", "best"]
+_KEEP: Mapping[Name, int] = {"round": 2, "best": 1}
+_STATE = "state"
+_DRAFT = ".draft-"
+_SUFFIX = ".safetensors"
+
+
+class Checkpoints:
+    """The checkpoints in one directory.
+
+    Parameters
+    ----------
+    path : Path
+        Made with the first checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def rounds(self, name: Name = "round") -> list[int]:
+        """Of the checkpoints of this name that are there, ascending."""
+        if not self.path.is_dir():
+            return []
+        names = (re.fullmatch(rf"{name}-(\d{{1,12}})", entry.name) for entry in self.path.iterdir())
+        return sorted(int(name[1]) for name in names if name)
+
+    def save(self, state: RunState, name: Name = "round") -> None:
+        """Keep a state as the last one, beside the last but one, or as the best.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written; the others are untouched.
+        """
+        tensors, text = state.parted()
+        content = save(tensors, metadata={_STATE: text})
+        target = self.path / f"{name}-{state.round}"
+        draft = self.path / f"{_DRAFT}{target.name}"
+        self._clear_drafts()
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        draft.mkdir(mode=0o700)
+        _write_synced(draft / f"{hashlib.sha256(content).hexdigest()}{_SUFFIX}", content)
+        if target.exists():  # of a round that has been done before
+            target.rename(self.path / f"{_DRAFT}old-{target.name}")
+        # Names are not synced: a crash of the machine that loses this one leaves the one before.
+        draft.rename(target)
+        self._clear_drafts()
+        for number in self.rounds(name)[: -_KEEP[name]]:
+            shutil.rmtree(self.path / f"{name}-{number}")
+
+    def newest(self) -> RunState | None:
+        """The last state that is whole; None if there is no checkpoint at all.
+
+        Raises
+        ------
+        FedsimError
+            If there are checkpoints and none of them can be read.
+        """
+        rounds = self.rounds()
+        why = ""
+        for number in reversed(rounds):
+            try:
+                return self._read(self.path / f"round-{number}")
+            except (FedsimError, OSError) as error:
+                why = str(error)
+                _log.warning("%s", error)
+        if rounds:
+            raise FedsimError(
+                f"no checkpoint in {self.path} can be used: {why} Put back what was there, or "
+                "remove that directory to go through all rounds again, or --overwrite the run."
+            )
+        return None
+
+    def best(self) -> RunState | None:
+        """The state that was best by `checkpoint.best`; None if there is none."""
+        rounds = self.rounds("best")
+        return self._read(self.path / f"best-{rounds[-1]}") if rounds else None
+
+    def _read(self, path: Path) -> RunState:
+        files = [entry for entry in path.iterdir() if entry.suffix == _SUFFIX]
+        if len(files) != 1:
+            raise FedsimError(f"checkpoint {path} is not whole; one file must be in it.")
+        content = files[0].read_bytes()
+        if hashlib.sha256(content).hexdigest() != files[0].stem:
+            raise FedsimError(
+                f"checkpoint {path} was cut off or changed after it was written; its file's "
+                "digest must be its name."
+            )
+        try:
+            with safe_open(files[0], framework="pt") as file:
+                text = (file.metadata() or {})[_STATE]
+            return RunState.joined(load(content), text)
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise FedsimError(f"checkpoint {path} cannot be read: {error}") from None
+
+    def _clear_drafts(self) -> None:
+        """Remove what a run that was killed has left half-written."""
+        if self.path.is_dir():
+            for entry in self.path.iterdir():
+                if entry.name.startswith(_DRAFT):
+                    shutil.rmtree(entry)
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    try:
+        with path.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        shutil.rmtree(path.parent, ignore_errors=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error

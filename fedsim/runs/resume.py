@@ -1,0 +1,95 @@
+"""Going on with a run: which config it goes on with, and what of it may have changed since."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fedsim.config import RunConfig, Scalar
+from fedsim.config.digest import affects_release
+from fedsim.config.keys import shown
+from fedsim.errors import FedsimError
+from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.build import Build
+
+__all__ = ["move_client_ledgers", "resumed_config"]
+
+Flat = dict[str, Scalar]
+
+_LEFT_TO_A_RULE: dict[str, Scalar] = {
+    "noise.entropy": "",
+    "client.path": "auto",
+    "client.block-size": 0,
+    "client.state-dir": "",
+    "engine.device": "auto",
+}
+"""Keys whose value says that there is none yet: a resumed run has those that it began with."""
+
+
+def resumed_config(config: RunConfig, directory: RunDirectory) -> RunConfig:
+    """The resolved config with which the run in ``directory`` goes on as ``config`` wants.
+
+    Raises
+    ------
+    FedsimError
+        Naming the key, if the run has released, or would release, something else with it.
+    """
+    began = _began_with(directory)
+    wanted = _resolved(config, began)
+    changed = {key: value for key, value in wanted.items() if began.get(key) != value}
+    for key, value in changed.items():
+        if affects_release(key):
+            raise FedsimError(
+                f"{key} = {shown(value)}; it must be {shown(began.get(key))} as it was when the "
+                f"run in {directory.path} began, since it changes what is released; give another "
+                "--out to a run of its own."
+            )
+    resumed = RunConfig.from_run_config(wanted)
+    kept = resumed.client.private or resumed.client.state == "client"
+    for key in ("name", "client.state-dir"):
+        # What clients keep lies there.
+        if kept and key in changed and began.get("client.state-dir"):
+            raise FedsimError(
+                f"{key} = {shown(changed[key])}; it must be {shown(began[key])} as it was when the "
+                "run began: what its clients keep is in client.state-dir under its name."
+            )
+    if kept and resumed.engine.federation and "engine.federation" in changed:
+        raise FedsimError(
+            f"engine.federation = {shown(resumed.engine.federation)}; it must be "
+            f"{shown(began['engine.federation'])} as it was when the run began: what its clients "
+            "keep is not on those nodes."
+        )
+    return resumed
+
+
+def _began_with(directory: RunDirectory) -> Flat:
+    """The config of the checkpoint, or without one the directory's."""
+    state = directory.checkpoints.newest()
+    if state is not None:
+        return dict(state.config)
+    return RunConfig.load(directory.config).to_run_config()
+
+
+def _resolved(config: RunConfig, began: Flat) -> Flat:
+    """``config`` with what it leaves to rules and calibrations as the run has it, flat."""
+    wanted = config.to_run_config()
+    for key, unset in _LEFT_TO_A_RULE.items():
+        if wanted[key] == unset and key in began:
+            wanted[key] = began[key]
+    if config.noise.target_epsilon is None and config.client.noise.target_epsilon is None:
+        return wanted
+    # Calibrated as it was, to the rounds that there were then.
+    calibrated = RunConfig.from_run_config({**wanted, "rounds": began["rounds"]})
+    released = Build(calibrated).released.to_run_config()
+    return {**released, "rounds": wanted["rounds"]}
+
+
+def move_client_ledgers(directory: RunDirectory, build: Build) -> None:
+    """Take clients' ledgers along where the engine wants them in another place of the directory."""
+    place = build.ledger_dir
+    if place is None or place == directory.clients or not directory.clients.is_dir():
+        return
+    for path in sorted(directory.clients.iterdir()):
+        if path.is_file() and not (place / path.name).exists():
+            Path(place).mkdir(parents=True, exist_ok=True)
+            os.replace(path, place / path.name)

@@ -1,0 +1,111 @@
+"""A run that was killed and is resumed ends with the bytes of one that was not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import fedsim
+from fedsim import RunConfig
+from fedsim.runs.artefacts import RunDirectory
+
+BASE = RunConfig.parse(
+    {
+        "seed": 7,
+        "rounds": 6,
+        "partition": {"clients": 8, "max-examples": 160},
+        "model": {"name": "mlp", "widths": "8"},
+        "client": {"batch-size": 5, "epochs": 1},
+        "cohort": {"name": "poisson", "rate": 0.5},
+        "checkpoint": {"every": 2},
+        "engine": {"device": "cpu"},
+    }
+)
+PRIVATE = {
+    "mechanism.name": "quantile-clipping", "mechanism.bit-noise": 0.5, "noise.multiplier": 1.0
+}  # fmt: skip
+EXAMPLES = {"client.mechanism.name": "clipping", "client.noise.multiplier": 1.0}
+ADADP = {"client.name": "adadp-lr"}
+CASES = {
+    "nothing private": {},
+    "momentum": {**PRIVATE, "server.momentum": 0.9},
+    "adam": {**PRIVATE, "server.optimizer": "adam", "server.lr": 0.01},
+    "adaclip": {"mechanism.name": "adaclip", "noise.multiplier": 1.0},
+    "clients keep their rate": {**ADADP, "client.state": "client"},
+    "on the disk": {**ADADP, "client.state": "client", "client.state-dir": "kept"},
+    "the mean of clients' rates": {**ADADP, "client.state": "server"},
+    "private examples": {**EXAMPLES, **ADADP, "client.state": "client"},
+    "both levels": {**PRIVATE, **EXAMPLES},
+    "a budget": {**PRIVATE, "noise.max-epsilon": 9.0},
+    "a client's budget": {**EXAMPLES, "client.noise.max-epsilon": 30.0},
+    "target epsilon": {"mechanism.name": "clipping", "noise.target-epsilon": 3.0},
+    "shares": {"mechanism.name": "clipping", "noise.multiplier": 1.0, "noise.placement": "client"},
+}
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of fedsim's runs after it but what the test calls."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, round_number: int) -> None:
+    """Let the run end before the row of this round is written, and write nothing more."""
+
+    def killed(directory: RunDirectory, row: object) -> None:
+        raise Killed
+
+    add_row = RunDirectory.add_row
+    monkeypatch.setattr(
+        RunDirectory,
+        "add_row",
+        lambda self, row: (killed if row["round"] == round_number else add_row)(self, row),
+    )
+    monkeypatch.setattr("fedsim.runs.drive.Session.finish", lambda *_, **__: None)
+
+
+def left(directory: Path) -> dict[str, object]:
+    """What a run must have the same: all but times and seconds."""
+    run = RunDirectory(directory)
+    rows = [
+        {k: v for k, v in row.items() if k not in ("seconds", "clients-per-second")}
+        for row in run.rows()
+    ]
+    ledgers = sorted([run.ledger, *directory.rglob("client-*.jsonl")])
+    return {
+        "model": run.model.read_bytes(),
+        "rows": rows,
+        "ledgers": {str(path.relative_to(directory)): hashes(path) for path in ledgers},
+    }
+
+
+def hashes(ledger: Path) -> list[str]:
+    lines = ledger.read_text().splitlines() if ledger.exists() else []
+    return [json.loads(line)["hash"] for line in lines]
+
+
+@pytest.fixture(autouse=True)
+def one_key(monkeypatch):
+    """Clients' fingerprints are keyed by a secret of the directory's; here all have one."""
+    monkeypatch.setattr("fedsim.privacy.fingerprint.secrets.token_bytes", bytes)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(case, tmp_path, monkeypatch):
+    settings = dict(CASES[case])
+    for name in ("whole", "killed"):
+        if "client.state-dir" in settings:
+            settings["client.state-dir"] = str(tmp_path / name / "clients" / "kept")
+        config = BASE.replace(**settings)
+        if name == "whole":
+            whole = fedsim.run(config, out=tmp_path / name)
+            continue
+        with monkeypatch.context() as patch:
+            kill_at(patch, 5)
+            with pytest.raises(Killed):
+                fedsim.run(config, out=tmp_path / name)
+    assert RunDirectory(tmp_path / "killed").checkpoints.rounds() == [2, 4]
+    resumed = fedsim.run(config, out=tmp_path / "killed", resume=True)
+    assert resumed.ended == whole.ended
+    assert left(tmp_path / "killed") == left(tmp_path / "whole")
+    assert str(resumed.privacy.epsilon) == str(whole.privacy.epsilon)
