@@ -12,5 +12,9 @@ class FedsimError(ValueError):
     """
 
 
+class BudgetSpentError(FedsimError):
+    """A client's own budget does not allow what it was asked for."""
+
+
 class RunFailedError(RuntimeError):
     """Too many rounds in a row, of a run without privacy, in which every client failed."""

@@ -21,6 +21,7 @@ from fedsim.config.plan import cohort, local_work
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event, calibrate, epsilon
 from fedsim.runs.build import Build
+from fedsim.runs.check import check
 from fedsim.strategies import DPFedAvg, sgd
 
 __all__ = ["ConfigAudit"]
@@ -86,7 +87,13 @@ class ConfigAudit:
         -------
         verdict : Verdict
         assumed : mapping of name to sentence
+
+        Raises
+        ------
+        FedsimError
+            If the config could not be run: as `fedsim run` says it, before any work.
         """
+        check(Build(self.config))
         with quiet():
             examples, about = self._examples(runs, seed) if checks else ([], {})
         if self.config.private:

@@ -10,7 +10,8 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
 from fedsim.engines.arrays import LazyArray, tensors
-from fedsim.engines.messages import CLIENT_RAISED, error_reply
+from fedsim.engines.messages import BUDGET_SPENT, CLIENT_RAISED, error_reply
+from fedsim.errors import BudgetSpentError
 from fedsim.rows.exchange import (
     Block,
     BlockTrainer,
@@ -58,7 +59,7 @@ def guarded_blocks(
                 position += len(block.client_ids)
         # A client's code may raise anything, and `sys.exit` is one way to.
         except (Exception, SystemExit) as error:
-            reason = "malformed" if isinstance(error, MalformedBlockError) else "raised"
+            reason = _reason_of(error)
             detail = f"{type(error).__name__}: {error}"
             log.debug("clients %s in round %d", asked, round, exc_info=True)
         if position == end:
@@ -70,6 +71,12 @@ def guarded_blocks(
         yield Block.failed(client_ids[position:end], reason)
         position += 1
         alone = False
+
+
+def _reason_of(error: BaseException) -> Reason:
+    if isinstance(error, BudgetSpentError):
+        return "budget"
+    return "malformed" if isinstance(error, MalformedBlockError) else "raised"
 
 
 def _require_asked(block: Block, kind: Kind, vector: Tensor, asked: Ids) -> None:
@@ -99,7 +106,8 @@ def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
         request = Message(RecordDict(), node_of[client_id], instructions.kind)
         if (reason := block.reasons.get(client_id)) is not None:
             if reason not in SILENT:
-                yield error_reply(request, CLIENT_RAISED, f"client {client_id} failed: {reason}")
+                code = BUDGET_SPENT if reason == "budget" else CLIENT_RAISED
+                yield error_reply(request, code, f"client {client_id} failed: {reason}")
             continue
         content = RecordDict()
         if block.rows is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -10,10 +10,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from fedsim.errors import FedsimError
+from fedsim.engines.messages import BUDGET_SPENT, error_reply
+from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.randomness import Randomness
-from fedsim.rows.exchange import BlockTrainer, Ids
+from fedsim.rows.exchange import DECLARED_EXAMPLES, BlockTrainer, Ids
 from fedsim.rows.layout import Layout
 from fedsim.training.fitting import Local
 from fedsim.training.shares import STATE_RECORD, asks_for_share, share_reply
@@ -35,6 +36,9 @@ class AppTrainer(BlockTrainer, Protocol):
 
     layout: Layout
     randomness: Randomness
+
+    def examples(self, client: int) -> int:
+        """How many examples a client has."""
 
     def fit(self, vector: Tensor, client_ids: Ids, round: int) -> Local:
         """Where these clients end: a row is ``theta - vector``, and a reply is ``theta`` itself."""
@@ -60,7 +64,8 @@ def client_app(
     ClientApp
         ``train`` replies all parameters, as ordinary Flower clients do, and ``num-examples``,
         ``loss`` and what the algorithm reports; ``evaluate`` replies ``num-examples``, ``loss``
-        and ``accuracy``; ``query`` replies ``client-id``.
+        and ``accuracy``; ``query`` replies ``client-id``. A client whose own budget does not
+        allow a round replies an error with the code `BUDGET_SPENT`.
     """
     app = ClientApp()
 
@@ -70,7 +75,11 @@ def client_app(
         key, arrays = _arrays(message)
         vector = _vector(trainer, arrays)
         trainer.receive(_config(message))
-        local = trainer.fit(vector, ids, _round(message))
+        _require_declared(trainer.examples(int(ids[0])), _config(message))
+        try:
+            local = trainer.fit(vector, ids, _round(message))
+        except BudgetSpentError as error:
+            return error_reply(message, BUDGET_SPENT, str(error))
         if (request := asks_for_share(message)) is not None:
             if mechanism_for is None:
                 raise FedsimError("this client has no mechanism to noise its own share with.")
@@ -110,6 +119,17 @@ def client_app(
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     return app
+
+
+def _require_declared(examples: int, config: Mapping[str, object]) -> None:
+    """Refuse to be weighed by a number of examples that is not the client's."""
+    declared = config.get(DECLARED_EXAMPLES, examples)
+    if declared != examples:
+        raise FedsimError(
+            f"this client has {examples} examples, but {declared} are declared of it, by which its "
+            "update would be weighed; the declared count must be that of its own data, or "
+            "mechanism.weighting 'uniform'."
+        )
 
 
 def _client_ids(context: Context) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

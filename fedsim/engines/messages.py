@@ -13,6 +13,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 __all__ = [
+    "BUDGET_SPENT",
     "CLIENT_RAISED",
     "NODE_UNAVAILABLE",
     "RAISED",
@@ -31,6 +32,8 @@ __all__ = [
 ]
 
 SUPERLINK_NODE_ID = 1
+BUDGET_SPENT = 4096
+"""Error of a fedsim client whose own budget does not allow what it was asked for."""
 CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE
 RAISED = frozenset(

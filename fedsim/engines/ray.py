@@ -21,7 +21,7 @@ from fedsim.engines.local import LocalGrid, require_trainer
 from fedsim.engines.parcel import Parcel
 from fedsim.engines.process import settle
 from fedsim.engines.schedule import chunks
-from fedsim.errors import FedsimError
+from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.rows.exchange import Block, BlockTrainer, ClientStates, Ids, Instructions, Kind, Reason
 
 __all__ = ["RayGrid"]
@@ -151,7 +151,7 @@ class RayGrid(LocalGrid):
             idle.queue.clear()
         while todo or any(busy.queue for busy in self._workers):
             for refused in self._hand_out(trainer, todo, call, vector):
-                yield Block.failed(refused, "raised")
+                yield Block.failed(refused, "budget")
             if not any(worker.queue for worker in self._workers):
                 continue
             worker = self._first_done(timeout)
@@ -392,7 +392,7 @@ def _charged(trainer: BlockTrainer, chunk: _Chunk, start: Tensor, round: int) ->
     """Whether these clients' lines are in their ledgers, which are here, before they begin."""
     try:
         trainer.charge(start, chunk.client_ids, round)
-    except FedsimError as error:
+    except BudgetSpentError as error:
         if len(chunk.client_ids) == 1:
             _log.warning("client %s refuses: %s", chunk.client_ids[0], error)
         return False

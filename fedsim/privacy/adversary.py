@@ -93,8 +93,12 @@ def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
             f"Public: the declared population{clients}, the sampling rate, the denominator and "
             "the number of rounds."
         )
-    facts = _facts(entries)
-    if facts.get("rows") == {"probed"}:
+        sentences.append(
+            "Assumed: that nodes are not out of reach, all at once, because of anybody's data: a "
+            "round that reaches none (on a network; never on an engine of one machine) ends the "
+            "run, and nothing else can."
+        )
+    if _facts(entries).get("rows") == {"probed"}:
         sentences.append(
             "That a row is one example's, whatever the others are, was probed on the model and "
             "the loss, not proved."
@@ -103,11 +107,6 @@ def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
         sentences.append(
             "Declared by the user: that the sampler draws what its event says was not derived "
             "from inclusion probabilities."
-        )
-    if True in facts.get("rounds-can-be-lost", ()):
-        sentences.append(
-            "Assumed: that rounds which are lost (no node reachable, too few for secure "
-            "aggregation) are lost independently of the data."
         )
     return sentences
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedsim.errors import FedsimError
+from fedsim.errors import BudgetSpentError
 from fedsim.privacy.archive import archived
 from fedsim.privacy.entry import Entropy, Fact
 from fedsim.privacy.events import Event
@@ -111,11 +111,11 @@ class ClientLedgers:
 
         Raises
         ------
-        FedsimError
+        BudgetSpentError
             If the client's budget does not allow it.
         """
         if (why := self.exceeded(round, [release])) is not None:
-            raise FedsimError(f"{why}.")
+            raise BudgetSpentError(f"{why}.")
         self.of(release.client).record(
             **release.names(round),
             event=release.event,

@@ -15,7 +15,7 @@ round the run may go back: what a client had then, and since, stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol, Self, get_args, runtime_checkable
@@ -29,6 +29,7 @@ from torch import Tensor
 __all__ = [
     "CLIENT_IDS",
     "CLIENT_STATE",
+    "DECLARED_EXAMPLES",
     "KEEP_SINCE",
     "REASONS",
     "Block",
@@ -44,6 +45,8 @@ __all__ = [
 
 CLIENT_STATE = "client-state"
 KEEP_SINCE = "keep-since"
+DECLARED_EXAMPLES = "declared-examples"
+"""How many examples a client is declared to have, where its update is weighed by that."""
 CLIENT_IDS = "client_ids"
 
 Kind = Literal["train", "evaluate"]
@@ -51,7 +54,16 @@ Ids = npt.NDArray[np.int64]
 NodeIds = npt.NDArray[np.uint64]
 """Flower's node ids use all 64 bits."""
 
-Reason = Literal["missing", "raised", "timeout", "malformed", "non-finite", "duplicate", "unknown"]
+Reason = Literal[
+    "missing",
+    "raised",
+    "budget",
+    "timeout",
+    "malformed",
+    "non-finite",
+    "duplicate",
+    "unknown",
+]
 """Why a client contributes nothing to a round."""
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
@@ -260,6 +272,8 @@ class Instructions(Iterable[Message]):
         Goes with every message.
     records : mapping of name to ArrayRecord
         Further arrays that go with every message.
+    numbers : mapping of name to sequence of int ``[n]``
+        What each client is told by itself, in its message's config.
     """
 
     kind: Kind
@@ -272,6 +286,7 @@ class Instructions(Iterable[Message]):
     arrayrecord_key: str = "arrays"
     configrecord_key: str = "config"
     records: Mapping[str, ArrayRecord] = field(default_factory=dict)
+    numbers: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.client_ids)
@@ -283,13 +298,16 @@ class Instructions(Iterable[Message]):
     def _messages(self) -> list[Message]:
         # Kept: Flower's HttpGrid goes over the messages twice, and sets their ids the first
         # time.
-        return [self._message(node_id) for node_id in self.node_ids.tolist()]
+        return [self._message(*place) for place in enumerate(self.node_ids.tolist())]
 
-    def _message(self, node_id: int) -> Message:
+    def _message(self, index: int, node_id: int) -> Message:
         # Each client gets records of its own: one that empties its payload must not empty its
         # neighbours'. The arrays inside are shared; ArrayRecord(dict) would serialise every
         # one that is kept as a tensor.
-        content = RecordDict({self.configrecord_key: ConfigRecord(dict(self.config))})
+        config = ConfigRecord(dict(self.config))
+        for name, values in self.numbers.items():
+            config[name] = values[index]
+        content = RecordDict({self.configrecord_key: config})
         for key, record in {self.arrayrecord_key: self.arrays, **self.records}.items():
             content[key] = _same_arrays(record)
         return Message(content, node_id, self.kind)

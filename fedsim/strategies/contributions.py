@@ -29,7 +29,7 @@ from fedsim.privacy.noise import Noise
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout
 from fedsim.rows.exact import FREE_TOTAL
-from fedsim.rows.exchange import Block, Ids, Reason, Replies
+from fedsim.rows.exchange import DECLARED_EXAMPLES, Block, Ids, Reason, Replies
 from fedsim.strategies.outcome import Tally
 from fedsim.strategies.replies import MOST_EXAMPLES, ExpectedReply, Reply, read
 from fedsim.training.shares import SIDE_PREFIX, STATE_RECORD, USABLE
@@ -245,6 +245,12 @@ class Contributions:
     @property
     def _weighs(self) -> bool:
         return self.mechanism.weighting == "num-examples"
+
+    def declared(self, client_ids: Ids) -> dict[str, list[int]]:
+        """What each of these clients is told that it is weighed by."""
+        if self.example_counts is None:
+            return {}
+        return {DECLARED_EXAMPLES: self.example_counts[client_ids].astype(int).tolist()}
 
     def _weights(self, block: Block) -> Floats | None:
         if not self._weighs:

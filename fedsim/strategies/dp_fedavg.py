@@ -317,6 +317,7 @@ evaluate_metrics_aggr_fn
             arrayrecord_key=self.arrayrecord_key,
             configrecord_key=self.configrecord_key,
             records=records,
+            numbers=self._contributions.declared(present),
         )
 
     def aggregate_train(
@@ -327,8 +328,9 @@ evaluate_metrics_aggr_fn
         Returns
         -------
         tuple
-            New parameters, None if no release was made; and the training metrics, None in a
-            private run without ``unprotected_metrics``.
+            New parameters, None if no release was made, as where a client's own budget does not
+            allow one and the run stops; and the training metrics, None in a private run without
+            ``unprotected_metrics``.
 
         Raises
         ------
@@ -354,11 +356,21 @@ evaluate_metrics_aggr_fn
                 self.client_state.take(reply.block, usable)
             if self.shows_clients:
                 means.add(reply.block, reply.content)
+        self.report = tally.report(server_round)
+        refused = self.report.reasons.get("budget", 0)
+        # A client's budget follows from public numbers only where nobody's cohort is secret.
+        if refused and self.protects and not self.private:
+            self.rounds_done = server_round - 1  # this round is not made
+            self.stopped = (
+                f"round {server_round} would exceed client.noise.max-epsilon of {refused} of the "
+                "clients asked"
+            )
+            self.log.warning("stopping: %s.", self.stopped)
+            return None, None
         # On disk before the release exists: a crash from here on counts one too many.
         clip_norm = self.mechanism.sensitivity(self._state, self._layout)
         self._accounting.record(server_round, clip_norm)
         lost = len(asked.client_of) > 0 and total.count == 0
-        self.report = tally.report(server_round)
         self._failures.note(self.report, lost)
         # Whether noise is released must not depend on whether anybody failed.
         if lost and not self.private:

@@ -194,9 +194,11 @@ def rounds_of(
         asked = strategy.configure_train(
             server_round, result.arrays, train_config or ConfigRecord(), grid
         )
-        if strategy.stopped is not None:
+        if _has_stopped(strategy):
             break
         arrays, metrics = strategy.aggregate_train(server_round, (yield asked))
+        if _has_stopped(strategy):
+            break
         if arrays is not None:
             result.arrays = arrays
         _keep(result.train_metrics_clientapp, server_round, metrics)
@@ -212,6 +214,10 @@ def rounds_of(
         if on_round is not None:
             on_round(server_round, result)
     return result
+
+
+def _has_stopped(strategy: ResumableStrategy) -> bool:
+    return strategy.stopped is not None
 
 
 def round_timeout(grid: Grid, timeout: float, *, private: bool) -> float | None:

@@ -16,7 +16,7 @@ import torch
 from flwr.app import ArrayRecord, Message, RecordDict
 from torch import Tensor
 
-from fedsim.engines.messages import RAISED, SUPERLINK_NODE_ID
+from fedsim.engines.messages import BUDGET_SPENT, RAISED, SUPERLINK_NODE_ID
 from fedsim.rows.exchange import Block, Reason
 from fedsim.rows.layout import Layout
 from fedsim.strategies.npy import floats
@@ -121,6 +121,8 @@ def _usable(reply: Message, client: int, expected: ExpectedReply) -> Reply:
     if reply.has_error():
         code = reply.error.code
         reason: Reason = "raised" if code in RAISED else "missing"
+        if code == BUDGET_SPENT:
+            reason = "budget"
         raise _UnusableError(reason, f"{reply.error.reason:.200}")
     numbers = numbers_of(reply.content)
     _require_sound(numbers, expected)

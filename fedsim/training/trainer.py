@@ -440,6 +440,10 @@ class Trainer:
         """What clients have spent of their examples' privacy, if they protect it."""
         return None if self.releases is None else self.releases.ledgers
 
+    def examples(self, client: int) -> int:
+        """How many examples a client has."""
+        return self.data.size(client)
+
     def over_budget(self, vector: Tensor, client_ids: Ints, round: int) -> str | None:
         """Why these clients' budgets do not allow a round from ``vector [d]``; None if they do."""
         if self.releases is None:

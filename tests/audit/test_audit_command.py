@@ -83,5 +83,12 @@ def test_a_config_without_a_claim_is_refused(tmp_path: Path) -> None:
         invoke(tmp_path, "--set", "noise.multiplier=0.0")
     with pytest.raises(FedsimError, match=r"mechanism.name = 'none' claims no"):
         invoke(tmp_path, *NONE)
+    # What `fedsim run` would refuse is refused before any work.
+    with pytest.raises(FedsimError, match=r"mechanism.private-scalar = 'nothing'; it must be"):
+        invoke(
+            tmp_path,
+            *("--set", "mechanism.private-scalar=nothing"),
+            *("--set", "mechanism.private-scalar-high=1.0"),
+        )
     with pytest.raises(FedsimError, match=r"must be a file that ends in .png"):
         invoke(tmp_path, "--out", "x.svg")

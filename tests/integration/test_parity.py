@@ -88,3 +88,28 @@ def test_state_that_the_server_sends_is_the_same_on_flowers_runtimes(
     engine, tmp_path, expected_with_server_state
 ):
     assert facts(run(engine, tmp_path, SERVER_STATE)) == expected_with_server_state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["simulation", "deployment"])
+def test_on_flowers_runtimes_a_clients_budget_ends_the_run_as_on_the_local_engine(engine, tmp_path):
+    private = {
+        **RUN,
+        "partition": {"name": "iid", "clients": 3},
+        "client": {
+            "name": "sgd",
+            "batch-size": 64,
+            "mechanism": {"name": "clipping"},
+            "noise": {"multiplier": 1.5},
+        },
+        "cohort": {"name": "full"},
+        "mechanism": {"name": "none"},
+        "noise": {"entropy": "config"},
+    }
+    spent = run("local", tmp_path / "one", {**private, "rounds": 2}).privacy.epsilon
+    private["client"]["noise"]["max-epsilon"] = spent * 1.001
+    arrays, rows, ledger = facts(run("local", tmp_path / "local", private))
+    result = run(engine, tmp_path / engine, private)
+    assert result.ended == "budget"
+    assert facts(result) == (arrays, rows, ledger)
+    assert len(rows) == 3  # round 0, in which nothing is released, and two

@@ -11,11 +11,14 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim import RunConfig
 from fedsim.cli.app import app
+from fedsim.engines import LocalGrid
+from fedsim.engines.client_app import client_app
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event, Ledger
 from fedsim.privacy.signing import new_key
 from fedsim.privacy.verification import model_metadata, verify
 from fedsim.runs.build import Build
+from fedsim.runs.drive import RunResult, drive
 
 CLIENTS = RunConfig().replace(
     **{
@@ -79,6 +82,54 @@ def test_a_run_stops_in_good_order_before_a_clients_budget_is_exceeded(tmp_path)
     one = fedsim.run(own(EXAMPLES, rounds=1))
     for name, value in one.arrays.to_torch_state_dict().items():
         assert torch.equal(value, result.arrays.to_torch_state_dict()[name])
+
+
+def driven_by_messages(config: RunConfig) -> RunResult:
+    """As Flower's runtimes do it: each client answers a message, and knows its budget alone."""
+    build = Build(config.replace(**{"engine.name": "simulation"}))
+    app = client_app(lambda _: build.trainer)
+    return drive(build, LocalGrid(app, num_nodes=config.partition.clients))
+
+
+def test_over_messages_a_clients_budget_ends_the_run_with_the_same_model(tmp_path):
+    after_one = fedsim.run(own(EXAMPLES, rounds=1)).privacy.epsilon
+    config = own(EXAMPLES, rounds=5, client__noise__max_epsilon=after_one * 1.001)
+    expected = fedsim.run(config)
+    result = driven_by_messages(own(config, client__state_dir=str(tmp_path)))
+    assert result.ended == expected.ended == "budget"
+    assert "round 2 would exceed client.noise.max-epsilon of 5 of the clients" in result.why
+    assert len(result.metrics) == len(expected.metrics) == 1
+    assert result.privacy.epsilon == after_one
+    for name, value in expected.arrays.to_torch_state_dict().items():
+        assert torch.equal(value, result.arrays.to_torch_state_dict()[name])
+
+
+def test_over_messages_one_client_without_budget_ends_the_run(tmp_path):
+    first = own(EXAMPLES, seed=7, client__state_dir=str(tmp_path / "state"))
+    spent = fedsim.run(first).metrics
+    for path in (tmp_path / "state").rglob("client-[1-4].jsonl"):
+        path.unlink()
+    budget = spent[1]["example-epsilon"]
+    config = own(first, seed=8, rounds=3, client__noise__max_epsilon=budget)
+    result = driven_by_messages(config)
+    assert "round 1 would exceed client.noise.max-epsilon of 1 of the clients" in result.why
+    assert not result.metrics
+    assert result.privacy.epsilon == budget
+
+
+def test_where_cohorts_are_secret_a_client_without_budget_fails_alone(tmp_path):
+    after_one = fedsim.run(own(EXAMPLES, rounds=1)).privacy.epsilon
+    both = own(
+        EXAMPLES,
+        rounds=3,
+        mechanism__name="clipping",
+        noise__multiplier=1.0,
+        client__noise__max_epsilon=after_one * 1.001,
+    )
+    apart = own(both, client__state_dir=str(tmp_path))
+    for result in (fedsim.run(both), driven_by_messages(apart)):
+        assert result.ended == "finished"
+        assert [row["failed-budget"] for row in result.metrics] == [0, 5, 5]
 
 
 def test_a_budget_of_a_client_needs_clients_that_protect_their_examples():

@@ -10,10 +10,13 @@ from fedsim import RunConfig
 from fedsim.cohorts import FullCohort
 from fedsim.engines import LocalGrid
 from fedsim.engines.arrays import array_record, tensors
+from fedsim.engines.client_app import client_app
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import NoPrivacy
 from fedsim.runs.build import Build
+from fedsim.runs.drive import drive
 from fedsim.strategies import DPFedAvg
+from fedsim.training import ClientData
 
 UPDATES = torch.tensor([[1.0], [5.0]])
 
@@ -61,3 +64,32 @@ def test_a_config_declares_the_sizes_of_its_partition() -> None:
     assert declared.tolist() == [len(part) for part in build.parts]
     uniform = Build(config.replace(**{"mechanism.weighting": "uniform"})).strategy()
     assert uniform._contributions.example_counts is None
+
+
+def test_a_node_whose_own_data_are_not_what_is_declared_of_it_refuses(tmp_path, caplog) -> None:
+    config = RunConfig().replace(
+        **{
+            "rounds": 1,
+            "partition.clients": 4,
+            "client.batch-size": 41,
+            "client.mechanism.name": "clipping",
+            "client.noise.multiplier": 1.0,
+            "client.state-dir": str(tmp_path),
+            "evaluate.every": 0,
+        }
+    )
+    server = Build(config.replace(**{"engine.name": "simulation"}))
+    # Client 2's file has one example less than the partition has.
+    data = server.trainer.data
+    indices = [ids[: len(ids) - (client == 2)] for client, ids in enumerate(data.indices)]
+    nodes = server.make_trainer(ClientData(data.x, data.y, indices))
+    grid = LocalGrid(client_app(lambda _: nodes), num_nodes=4)
+    result = drive(server, grid)
+    (row,) = result.metrics
+    assert (row["usable"], row["failed-raised"]) == (3, 1)
+    size = len(indices[2])
+    assert f"this client has {size} examples, but {size + 1} are declared of it" in caplog.text
+    assert not (tmp_path / config.name / "clients" / "client-2.jsonl").exists()
+    # Weighed alike, nothing is declared, and a node's data are its own affair.
+    uniform = Build(server.config.replace(**{"mechanism.weighting": "uniform"}))
+    assert drive(uniform, grid).metrics[0]["usable"] == 4
