@@ -337,10 +337,10 @@ def load_images(
     ``examples`` keeps the first so many of both; 0 keeps all.
     """
     dataset = datasets.load(name, directory=directory)
-    keep = examples or len(dataset.y_train)
-    x, y = dataset.x_train[:keep].flatten(1).float() / 255, dataset.y_train[:keep]
-    test = dataset.x_test[:keep].flatten(1).to(torch.float64) / 255
-    return x, y, (test, dataset.y_test[:keep])
+    keep = examples or len(dataset.train)
+    x, y = dataset.train.x[:keep].flatten(1).float() / 255, dataset.train.y[:keep]
+    test = dataset.test.x[:keep].flatten(1).to(torch.float64) / 255
+    return x, y, (test, dataset.test.y[:keep])
 
 
 def _name(method: str, epsilon: float, rate: float, seed: int) -> str:

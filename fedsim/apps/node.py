@@ -54,17 +54,11 @@ class NodeBuild(Build):
         """The client's examples."""
         if self._file:
             dataset = datasets.load(self._file, normalize=self.config.data.normalize)
-            rows = torch.arange(len(dataset.y_train))
+            rows = torch.arange(len(dataset.train))
         else:
             dataset = self._everybody.dataset
             rows = torch.from_numpy(self._everybody.parts[self._node_client])
-        return replace(
-            dataset,
-            x_train=dataset.x_train[rows],
-            y_train=dataset.y_train[rows],
-            x_test=dataset.x_test[:0],
-            y_test=dataset.y_test[:0],
-        ).to(self.device)
+        return replace(dataset, train=dataset.train[rows], test=dataset.test[:0]).to(self.device)
 
     @property
     def _calibrated_sizes(self) -> set[int]:
@@ -81,7 +75,7 @@ class NodeBuild(Build):
         """The client's examples are all that there are; everybody else has none here."""
         no_examples = np.zeros(0, dtype=np.int64)
         indices: list[Indices] = [no_examples] * self.config.partition.clients
-        indices[self._node_client] = np.arange(len(self.dataset.y_train), dtype=np.int64)
+        indices[self._node_client] = np.arange(len(self.dataset.train), dtype=np.int64)
         return indices
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from fedsim.config import RunConfig
+from fedsim.datasets import Split
 from fedsim.deploy.certificates import write_private
 from fedsim.runs.build import Build
 
@@ -31,27 +33,30 @@ def split_data(config: RunConfig, path_of: Callable[[int], Path]) -> list[Path]:
     """
     build = Build(config.replace(**{"engine.device": "cpu"}))
     dataset = build.dataset
-    x, y = dataset.x_train.numpy(), dataset.y_train.numpy()
-    statistics: dict[str, Any] = {
-        name: np.array(values)
-        for name, values in (("mean", dataset.mean), ("std", dataset.std))
-        if values is not None
-    }
-    # A client need not have examples of every class: a test example of the last one tells it
-    # how many there are.
-    last = int(np.flatnonzero(dataset.y_test.numpy() == dataset.num_classes - 1)[0])
-    witness = slice(last, last + 1)
+    # A client need not have examples of every class or token: the file says how many there are.
+    sizes = {"classes": dataset.num_classes, "vocabulary": dataset.vocabulary}
+    about: dict[str, Any] = {name: np.array(size) for name, size in sizes.items() if size}
+    for name, values in (("mean", dataset.mean), ("std", dataset.std)):
+        if values is not None:
+            about[name] = np.array(values)
     paths = []
     for client, rows in enumerate(build.parts):
         content = io.BytesIO()
-        np.savez_compressed(
-            content,
-            x_train=x[rows],
-            y_train=y[rows],
-            x_test=dataset.x_test.numpy()[witness],
-            y_test=dataset.y_test.numpy()[witness],
-            **statistics,
-        )
+        # One test example, as a node evaluates on none but says what its own look like.
+        arrays = _arrays(dataset.train[torch.from_numpy(rows)], "train")
+        arrays |= _arrays(dataset.test[:1], "test") | about
+        np.savez_compressed(content, **arrays)
         paths.append(path_of(client))
         write_private(paths[-1], content.getvalue())
     return paths
+
+
+def _arrays(split: Split, part: str) -> dict[str, Any]:
+    """Arrays of a split by the names that they have in a file."""
+    x = split.x.numpy()
+    if x.ndim == 4:
+        x = x.transpose(0, 2, 3, 1)  # channels last, as images are written
+    arrays = {"x": x, "y": split.y.numpy(), **split.columns}
+    if split.mask is not None:
+        arrays["mask"] = split.mask.numpy()
+    return {f"{name}_{part}": array for name, array in arrays.items()}

@@ -47,7 +47,7 @@ def partition(
     from fedsim.runs.objects import partition as partitioner
 
     build = Build(settings.replace(**{"engine.device": "cpu"}))
-    counts = class_counts(build.dataset.y_train.numpy(), build.parts, build.dataset.num_classes)
+    counts = class_counts(build.dataset.train.y.numpy(), build.parts, build.dataset.num_classes)
     title = f"{settings.data.name}: {partitioner(settings).title}, seed {settings.seed}"
     if settings.partition.max_examples:
         title += f", at most {settings.partition.max_examples:,} examples a client"

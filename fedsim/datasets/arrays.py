@@ -1,15 +1,16 @@
-"""Reading an ``.npz``: nothing in it is ever unpickled, nor allocated because it says so.
+"""Reading a user's own arrays: nothing is ever unpickled, nor allocated because it says so.
 
-An archive's directory and the arrays' headers are read first. They must agree with each other and
-with the file's own size: deflate, the one compression that NumPy writes, packs a thousandfold at
-most.
+An ``.npz`` is read into memory. Its directory and the arrays' headers are read first: they must
+agree with each other and with the file's own size, as deflate, the one compression that NumPy
+writes, packs a thousandfold at most. A folder of ``.npy`` files is mapped: what is read of it is
+what batches need.
 """
 
 from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,27 +21,59 @@ import numpy.typing as npt
 from fedsim.errors import FedsimError
 from fedsim.machine import refuse_larger_than_memory
 
-__all__ = ["Arrays", "read_npz"]
+__all__ = ["Arrays", "read_folder", "read_npz"]
+
+Array = npt.NDArray[Any]
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 STATISTICS = ("mean", "std")
+DECLARED = ("classes", "vocabulary")
 
 # 1032 : 1 is deflate's limit (zlib's technical notes); the rest is room for what is stored beside.
 DENSEST, LARGEST_HEADER = 1040, 2**16
-LONGEST_STATISTICS = 1000
+LONGEST_STATISTICS = 10_000
 
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
-    """What a file holds: its examples by key, and where it has them ``mean`` and ``std``."""
+    """What a file or a folder holds.
 
-    examples: Mapping[str, npt.NDArray[Any]]
-    mean: list[float] | None
-    std: list[float] | None
+    Attributes
+    ----------
+    train, test : mapping of name to array
+        ``x`` and ``y``, and ``mask`` and columns where it has them.
+    mean, std : list of float, or None
+    classes, vocabulary : int
+        Declared numbers; 0 where it declares none.
+    """
+
+    train: Mapping[str, Array]
+    test: Mapping[str, Array]
+    mean: list[float] | None = None
+    std: list[float] | None = None
+    classes: int = 0
+    vocabulary: int = 0
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Array]) -> Arrays:
+        """From arrays by the names that they have in a file: ``x_train``, ``owner_test``, ..."""
+        splits = {
+            part: {
+                name.removesuffix(f"_{part}"): array
+                for name, array in arrays.items()
+                if name.endswith(f"_{part}")
+            }
+            for part in ("train", "test")
+        }
+        numbers = {k: [float(v) for v in arrays[k].ravel()] for k in STATISTICS if k in arrays}
+        declared = {k: int(arrays[k].ravel()[0]) for k in DECLARED if k in arrays}
+        return cls(
+            splits["train"], splits["test"], numbers.get("mean"), numbers.get("std"), **declared
+        )
 
 
 def read_npz(path: Path) -> Arrays:
-    """Arrays of an ``.npz``.
+    """Arrays of an ``.npz``, in memory.
 
     Raises
     ------
@@ -54,29 +87,56 @@ def read_npz(path: Path) -> Arrays:
         if start == b"\x93NUMPY":
             raise FedsimError(f"{path} holds one array; it must be an .npz with {_wanted()}.")
         with zipfile.ZipFile(path) as archive:
-            names = [name.removesuffix(".npy") for name in archive.namelist()]
-            missing = [key for key in KEYS if key not in names]
-            if missing:
-                raise FedsimError(
-                    f"{path} lacks {', '.join(missing)} and holds {_shortened(names)}; it must "
-                    f"hold {_wanted()}."
-                )
-            wanted = [key for key in (*KEYS, *STATISTICS) if key in names]
-            claimed = sum(_claimed(archive, key) for key in wanted)
+            names = _used(path, (name.removesuffix(".npy") for name in archive.namelist()))
+            claimed = sum(_claimed(archive, key) for key in names)
         refuse_larger_than_memory(claimed, f"{path}")
         with np.load(path, allow_pickle=False) as arrays:
-            return Arrays(
-                {key: arrays[key] for key in KEYS},
-                *(_numbers(arrays[key]) if key in wanted else None for key in STATISTICS),
-            )
+            return Arrays.of({key: arrays[key] for key in names})
     except FedsimError:
         raise
     except Exception as error:
         # Whatever a parser of somebody else's bytes may raise.
         raise FedsimError(
-            f"{path} could not be read ({str(error).rstrip('.')[:200]}); it must be an .npz of "
-            f"plain arrays with {_wanted()}."
+            f"{path} could not be read ({_cause(error)}); it must be an .npz of plain arrays with "
+            f"{_wanted()}."
         ) from error
+
+
+def read_folder(path: Path) -> Arrays:
+    """Arrays of a folder of ``.npy`` files, mapped: nothing is in memory before it is used.
+
+    Raises
+    ------
+    FedsimError
+        If a file lacks, cannot be read, holds Python objects, or claims more than it holds.
+    """
+    names = _used(path, sorted(file.stem for file in path.glob("*.npy")))
+    arrays: dict[str, Array] = {}
+    file = path
+    try:
+        for name in names:
+            file = path / f"{name}.npy"
+            # "c": torch wants memory that it may write to; what it wrote would not reach the file.
+            arrays[name] = np.load(file, mmap_mode="c", allow_pickle=False)
+            _require_small(name, arrays[name].shape)
+        return Arrays.of(arrays)
+    except Exception as error:
+        raise FedsimError(
+            f"{file} could not be read ({_cause(error)}); it must hold one plain array."
+        ) from error
+
+
+def _used(path: Path, names: Iterable[str]) -> list[str]:
+    """Names of the arrays that are read, after holding them against those there must be."""
+    there = list(dict.fromkeys(names))
+    missing = [key for key in KEYS if key not in there]
+    if missing:
+        raise FedsimError(
+            f"{path} lacks {', '.join(missing)} and holds {_shortened(there)}; it must hold "
+            f"{_wanted()}."
+        )
+    single = (*STATISTICS, *DECLARED)
+    return [name for name in there if name in single or name.endswith(("_train", "_test"))]
 
 
 def _claimed(archive: zipfile.ZipFile, key: str) -> int:
@@ -102,13 +162,19 @@ def _claimed(archive: zipfile.ZipFile, key: str) -> int:
         raise ValueError(f"{key} has the shape {shape}")
     if header + math.prod(shape) * dtype.itemsize != entry.file_size:
         raise ValueError(f"{key} has a header that does not fit its {entry.file_size} bytes")
-    if key in STATISTICS and math.prod(shape) > LONGEST_STATISTICS:
-        raise ValueError(f"{key} has the shape {shape}, and not one number a channel")
+    _require_small(key, shape)
     return entry.file_size
 
 
-def _numbers(array: npt.NDArray[Any]) -> list[float]:
-    return [float(value) for value in array.ravel()]
+def _require_small(key: str, shape: tuple[int, ...]) -> None:
+    if key in STATISTICS and math.prod(shape) > LONGEST_STATISTICS:
+        raise ValueError(f"{key} has the shape {shape}, and not one number a channel or feature")
+    if key in DECLARED and math.prod(shape) != 1:
+        raise ValueError(f"{key} has the shape {shape}, and not one number")
+
+
+def _cause(error: Exception) -> str:
+    return str(error).strip().replace("\n", " ").rstrip(".")[:200] or type(error).__name__
 
 
 def _wanted() -> str:

@@ -1,211 +1,212 @@
-"""What a data set is, and what makes plain arrays one."""
+"""What a data set is: examples with their targets, for training and for testing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.datasets.checks import Array, Layout, checked_split, found_size, statistics
 from fedsim.errors import FedsimError
 from fedsim.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Dataset"]
+__all__ = ["Dataset", "Split"]
 
-Array = npt.NDArray[Any]
 
-_MOST_CHANNELS = 4
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Examples ``[N]``.
 
-MOST_CLASSES = 1_000_000
-"""A larger label is a mistake: models have an output for each class."""
+    Attributes
+    ----------
+    x : Tensor ``[N, ...]``
+        Inputs: uint8 images ``[N, C, H, W]``, which become floating point (divided by 255) only
+        when a batch is gathered; floating numbers of any shape; or integers, which are tokens.
+    y : Tensor ``[N, ...]``
+        Targets: integers are classes, of an example or of each of its positions; floating numbers
+        and vectors of them are what they are.
+    mask : bool Tensor, or None
+        Which targets count: of the shape of ``y``, or of its first dimensions.
+    columns : mapping of name to array ``[N]``
+        What else is known of each example, such as its ``owner``.
+    """
+
+    x: Tensor
+    y: Tensor
+    mask: Tensor | None = None
+    columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def to(self, device: torch.device | str) -> Split:
+        """Move every tensor to ``device``; dtypes stay."""
+        mask = None if self.mask is None else self.mask.to(device)
+        return replace(self, x=self.x.to(device), y=self.y.to(device), mask=mask)
+
+    def __getitem__(self, rows: slice | Tensor) -> Split:
+        """These examples: a view for a slice, a copy for positions."""
+        mask = None if self.mask is None else self.mask[rows]
+        host = rows if isinstance(rows, slice) else rows.cpu().numpy()
+        columns = {name: column[host] for name, column in self.columns.items()}
+        return Split(self.x[rows], self.y[rows], mask, columns)
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Training and test examples with their labels.
+    """Training and test examples.
 
     Attributes
     ----------
     name : str
         What the user called it.
-    x_train, x_test : Tensor
-        uint8 images ``[N, C, H, W]``, which become floating point (divided by 255) only when a
-        batch is gathered; or floating features ``[N, d]`` or images ``[N, C, H, W]``, used as
-        they are.
-    y_train, y_test : int64 Tensor ``[N]``
-        Labels, 0 .. ``num_classes`` - 1.
+    train, test : Split
+        Alike in shape and dtype.
     num_classes : int
+        Targets are classes 0 .. ``num_classes`` - 1; 0 where they are not classes.
+    vocabulary : int
+        Inputs are tokens 0 .. ``vocabulary`` - 1; 0 where they are not tokens.
     mean, std : tuple of float, or None
-        One number a channel, of the images after division by 255: a batch is normalised to
-        ``(x - mean) / std``. None: it is not.
+        One number a channel of images (after division by 255), or a feature: a batch is
+        normalised to ``(x - mean) / std``. None: it is not.
     source : str
         Where the numbers were read from.
+    found : tuple of str
+        Which of ``classes`` and ``vocabulary`` were not declared and are larger in the training
+        examples than in the test examples: they were found in data that a private run protects.
     """
 
     name: str
-    x_train: Tensor
-    y_train: Tensor
-    x_test: Tensor
-    y_test: Tensor
-    num_classes: int
+    train: Split
+    test: Split
+    num_classes: int = 0
+    vocabulary: int = 0
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     source: str = ""
+    found: tuple[str, ...] = ()
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of one example: ``(C, H, W)`` or ``(d,)``."""
-        return tuple(self.x_train.shape[1:])
+        """Shape of one example: ``(C, H, W)``, ``(d,)``, ``(L,)`` for tokens, or any other."""
+        return tuple(self.train.x.shape[1:])
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs that a model has for a target: classes, or the numbers of a vector, or one."""
+        if self.num_classes:
+            return self.num_classes
+        return int(self.train.y.shape[-1]) if self.train.y.dim() > 1 else 1
 
     def to(self, device: torch.device | str) -> Dataset:
         """Move every tensor to ``device``; dtypes stay."""
+        return replace(self, train=self.train.to(device), test=self.test.to(device))
+
+    def ranged(self, train: str = "", test: str = "") -> Dataset:
+        """Only these examples of each split, as ``start:stop``; either may be left out.
+
+        Raises
+        ------
+        FedsimError
+            If a split has no such examples.
+        """
         return replace(
             self,
-            x_train=self.x_train.to(device),
-            y_train=self.y_train.to(device),
-            x_test=self.x_test.to(device),
-            y_test=self.y_test.to(device),
+            train=self.train[_range("data.train", train, self.train, self.name)],
+            test=self.test[_range("data.test", test, self.test, self.name)],
         )
 
     @classmethod
     def of(
         cls,
         name: str,
-        x_train: Array,
-        y_train: Array,
-        x_test: Array,
-        y_test: Array,
+        train: Mapping[str, Array],
+        test: Mapping[str, Array],
         *,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        classes: int = 0,
+        vocabulary: int = 0,
+        layout: Layout = "auto",
         source: str = "",
     ) -> Dataset:
-        """Data set of plain arrays, after checking them.
+        """Data set of plain arrays, after checking them; what needs no conversion is not copied.
 
         Parameters
         ----------
-        x_train, x_test : array
-            uint8 images ``[N, H, W]`` or ``[N, H, W, C]`` (channels last), or floating features
-            ``[N, d]``, or floating images laid out like the uint8 ones.
-        y_train, y_test : integer array ``[N]``
+        train, test : mapping of name to array
+            ``x``, the inputs: uint8 images ``[N, H, W]`` or ``[N, H, W, C]`` (channels last);
+            floating features ``[N, d]``, or images laid out like the uint8 ones; or integers, which
+            are tokens, ``[N, L]`` say. ``y``, the targets: integers (classes) ``[N]`` or, for each
+            position of a sequence, ``[N, L]``; floating numbers ``[N]`` or vectors ``[N, K]``; or
+            booleans ``[N, K]``, which are numbers 0 and 1. ``mask``, if there, says which targets
+            count: booleans of the shape of ``y``, or of its first dimensions. Anything else is
+            a column ``[N]`` of numbers or strings, ``owner`` for one.
         mean, std : sequence of float
-            One number a channel (see `Dataset`).
+            One number a channel or a feature (see `Dataset`).
+        classes, vocabulary : int
+            How many classes or tokens there are, where that is known beforehand; 0 for as many as
+            occur.
+        layout : "auto" or "as-is"
+            Whether floating ``[N, H, W]`` and ``[N, H, W, C]`` are images; "as-is" leaves the
+            dimensions of floating inputs as they are.
+        source : str
+            What sentences call it.
 
         Raises
         ------
         FedsimError
-            If an array has another dtype or shape, a number that is not finite or a negative
-            label, or if the arrays do not belong together.
+            If an array has another dtype or shape, a number that is not finite, a class or a token
+            that cannot be, or if the arrays do not belong together.
         """
         where = source or name
-        features = {
-            key: _features(key, array, where)
-            for key, array in (("x_train", x_train), ("x_test", x_test))
+        splits = {
+            part: checked_split(part, arrays, layout, where)
+            for part, arrays in (("train", train), ("test", test))
         }
-        labels = {
-            key: _labels(key, array, where)
-            for key, array in (("y_train", y_train), ("y_test", y_test))
-        }
-        for split in ("train", "test"):
-            n_features, n_labels = len(features[f"x_{split}"]), len(labels[f"y_{split}"])
-            if n_features != n_labels:
+        first, second = splits["train"], splits["test"]
+        for key in ("x", "y"):
+            a, b = np.asanyarray(train[key]), np.asanyarray(test[key])
+            if a.shape[1:] != b.shape[1:] or a.dtype.kind != b.dtype.kind:
                 raise FedsimError(
-                    f"{where} has {n_features} examples in x_{split} but {n_labels} labels in "
-                    f"y_{split}; there must be one label for each example."
+                    f"{where} has {key}_train of shape {a.shape} ({a.dtype}) but {key}_test of "
+                    f"shape {b.shape} ({b.dtype}); but for their number they must be alike."
                 )
-        train, test = features["x_train"], features["x_test"]
-        if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
-            raise FedsimError(
-                f"{where} has examples of shape {train.shape[1:]} ({train.dtype}) in x_train but "
-                f"{test.shape[1:]} ({test.dtype}) in x_test; they must be alike."
-            )
-        num_classes = int(max(labels["y_train"].max(), labels["y_test"].max())) + 1
-        statistics = _statistics(mean, std, train, where)
+        sizes = {
+            key: found_size(key, declared, first, second, where)
+            for key, declared in (("classes", classes), ("vocabulary", vocabulary))
+        }
         return cls(
             name,
-            torch.from_numpy(train),
-            torch.from_numpy(labels["y_train"]),
-            torch.from_numpy(test),
-            torch.from_numpy(labels["y_test"]),
-            num_classes,
-            *statistics,
+            _split(first),
+            _split(second),
+            sizes["classes"].size,
+            sizes["vocabulary"].size,
+            *statistics(mean, std, first["x"], where),
             source=source,
+            found=tuple(key for key, size in sizes.items() if size.from_training),
         )
 
 
-def _features(key: str, array: Array, where: str) -> Array:
-    """Checked features: uint8 or floating, channels first, contiguous."""
-    if array.dtype != np.uint8 and not np.issubdtype(array.dtype, np.floating):
-        raise FedsimError(
-            f"{where} has {key} of dtype {array.dtype}; images must be uint8 (0 to 255), "
-            "features float32 or float64."
-        )
-    if array.ndim not in (2, 3, 4) or 0 in array.shape:
-        raise FedsimError(
-            f"{where} has {key} of shape {array.shape}; images must be [N, H, W] or "
-            "[N, H, W, C], features [N, d], with none of these zero."
-        )
-    if array.ndim == 2 and array.dtype == np.uint8:
-        raise FedsimError(
-            f"{where} has {key} of shape {array.shape} and dtype uint8; flat features [N, d] "
-            "must be float32 or float64, and images [N, H, W] or [N, H, W, C]."
-        )
-    if array.ndim == 4 and array.shape[3] > _MOST_CHANNELS >= array.shape[1]:
-        raise FedsimError(
-            f"{where} has {key} of shape {array.shape}, which looks channels first; images must "
-            "be [N, H, W] or [N, H, W, C], channels last."
-        )
-    if array.dtype != np.uint8:
-        array = array.astype(np.float64 if array.dtype.itemsize >= 8 else np.float32)
-        if not np.isfinite(array).all():
-            raise FedsimError(
-                f"{where} has NaN or infinite numbers in {key}; every feature must be finite."
-            )
-    if array.ndim == 3:
-        array = array[:, None]
-    elif array.ndim == 4:
-        array = array.transpose(0, 3, 1, 2)
-    # A copy where need be: torch wants native byte order and memory that it may write to.
-    return np.require(array, dtype=array.dtype.newbyteorder("="), requirements=["C", "W"])
+def _split(arrays: Mapping[str, Array]) -> Split:
+    columns = {k: v for k, v in arrays.items() if k not in ("x", "y", "mask")}
+    mask = torch.from_numpy(arrays["mask"]) if "mask" in arrays else None
+    return Split(torch.from_numpy(arrays["x"]), torch.from_numpy(arrays["y"]), mask, columns)
 
 
-def _labels(key: str, array: Array, where: str) -> npt.NDArray[np.int64]:
-    """Checked labels as int64 ``[N]``."""
-    if array.ndim != 1:
-        raise FedsimError(f"{where} has {key} of shape {array.shape}; labels must be [N].")
-    if not np.issubdtype(array.dtype, np.integer):
+def _range(key: str, text: str, split: Split, name: str) -> slice:
+    count = len(split)
+    start, _, stop = text.partition(":")
+    first, end = int(start or 0), int(stop or count)
+    if not first < end <= count:
         raise FedsimError(
-            f"{where} has {key} of dtype {array.dtype}; labels must be integers from 0 up."
+            f"{key} = '{text}'; it must be start:stop with start below stop, within 0:{count}"
+            f", the {'training' if key == 'data.train' else 'test'} examples of {name}."
         )
-    if array.size and int(array.min()) < 0:
-        raise FedsimError(
-            f"{where} has the label {int(array.min())} in {key}; labels must be integers from 0 up."
-        )
-    if array.size and int(array.max()) >= MOST_CLASSES:
-        raise FedsimError(
-            f"{where} has the label {int(array.max())} in {key}; labels must be below "
-            f"{MOST_CLASSES:,}."
-        )
-    return array.astype(np.int64)
-
-
-def _statistics(
-    mean: Sequence[float] | None, std: Sequence[float] | None, features: Array, where: str
-) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-    """Checked mean and standard deviation, one number a channel."""
-    if mean is None and std is None:
-        return None, None
-    channels = features.shape[1]
-    statistics = [np.asarray(() if one is None else one, dtype=np.float64) for one in (mean, std)]
-    usable = all(one.shape == (channels,) and np.isfinite(one).all() for one in statistics)
-    if features.ndim != 4 or not usable or not (statistics[1] > 0).all():
-        raise FedsimError(
-            f"{where} has mean {mean} and std {std}; normalising needs images, and of both "
-            f"one finite number for each of the {channels} channels, std above 0."
-        )
-    return tuple(statistics[0].tolist()), tuple(statistics[1].tolist())
+    return slice(first, end)

@@ -33,4 +33,5 @@ def read_digits() -> Dataset:
         y = digits["y"].astype(np.int64)
     is_test = np.zeros(len(y), dtype=bool)
     is_test[np.argsort(y, kind="stable")[::_EVERY]] = True
-    return Dataset.of("digits", x[~is_test], y[~is_test], x[is_test], y[is_test], source=_SOURCE)
+    train, test = ({"x": x[own], "y": y[own]} for own in (~is_test, is_test))
+    return Dataset.of("digits", train, test, classes=10, source=_SOURCE)

@@ -20,16 +20,18 @@ STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 """Mean and standard deviation of each channel, in [0, 1], as everybody uses them."""
 
-_CLASSES = {
+_TORCHVISION = {
     "mnist": "MNIST",
     "fashion-mnist": "FashionMNIST",
     "cifar10": "CIFAR10",
     "cifar100": "CIFAR100",
 }
 
+Split = dict[str, npt.NDArray[Any]]
 
-def read_torchvision(name: str, folder: Path, download: bool) -> dict[str, npt.NDArray[Any]]:
-    """Read ``x_train, y_train, x_test, y_test`` from torchvision's cache below ``folder``.
+
+def read_torchvision(name: str, folder: Path, download: bool) -> tuple[Split, Split]:
+    """Read ``x`` and ``y`` for training and for testing from torchvision's cache below ``folder``.
 
     Raises
     ------
@@ -38,17 +40,16 @@ def read_torchvision(name: str, folder: Path, download: bool) -> dict[str, npt.N
     """
     from torchvision import datasets  # seconds to import, and most runs need none of it
 
-    arrays: dict[str, npt.NDArray[Any]] = {}
-    for split in ("train", "test"):
+    def read(train: bool) -> Split:
         try:
-            kept = getattr(datasets, _CLASSES[name])(
-                root=str(folder), train=split == "train", download=download
+            kept = getattr(datasets, _TORCHVISION[name])(
+                root=str(folder), train=train, download=download
             )
         except (RuntimeError, OSError, EOFError) as error:
             raise FedsimError(_sentence(name, folder, download, error)) from error
-        arrays[f"x_{split}"] = np.asarray(kept.data)
-        arrays[f"y_{split}"] = np.asarray(kept.targets)
-    return arrays
+        return {"x": np.asarray(kept.data), "y": np.asarray(kept.targets)}
+
+    return read(True), read(False)
 
 
 def _sentence(name: str, folder: Path, download: bool, error: Exception) -> str:

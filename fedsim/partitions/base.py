@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,85 @@ import numpy.typing as npt
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 
-__all__ = ["Indices", "Partition", "subsample"]
+__all__ = ["Columns", "Examples", "Indices", "Partition", "subsample"]
 
 Indices = npt.NDArray[np.int64]
+Columns = Mapping[str, npt.NDArray[Any]]
+"""By name one value an example, ``[N]``: ``owner``, say."""
 
-_SUBSAMPLE = 1  # the part of Purpose.PARTITION that the partitioners' own draws do not use
+SUBSAMPLE, HOLD_OUT = 1, 2  # parts of Purpose.PARTITION that the partitioners' own draws do not use
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """What a partitioner sees of examples: their targets and columns, never their inputs.
+
+    Attributes
+    ----------
+    targets : array ``[N, ...]``
+    columns : mapping of name to array ``[N]``
+
+    Raises
+    ------
+    FedsimError
+        If there are none, or a column has another length.
+    """
+
+    targets: npt.NDArray[Any]
+    columns: Columns = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.targets.ndim or not len(self.targets):
+            raise FedsimError(
+                f"the examples to partition have targets of shape {self.targets.shape}; they must "
+                "be [N, ...] with N at least 1."
+            )
+        for name, column in self.columns.items():
+            if column.shape != (len(self),):
+                raise FedsimError(
+                    f"the column {name} of the examples to partition has shape {column.shape}; it "
+                    f"must have one value for each of the {len(self)} examples."
+                )
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    @cached_property
+    def labels(self) -> Indices:
+        """The class of each example, int64 ``[N]``, 0 or above.
+
+        Raises
+        ------
+        FedsimError
+            If the targets are not classes.
+        """
+        array = self.targets
+        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+            raise FedsimError(
+                f"the labels to partition have shape {array.shape} and dtype {array.dtype}; they "
+                "must be integers [N] with N at least 1. For other targets there are the "
+                "partitions 'iid' and 'by-owner'."
+            )
+        if int(array.min()) < 0:
+            raise FedsimError(
+                f"the label {int(array.min())} is negative; labels must be 0 or above."
+            )
+        return array.astype(np.int64)
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """The values of a column.
+
+        Raises
+        ------
+        FedsimError
+            If there is none of this name.
+        """
+        if name not in self.columns:
+            raise FedsimError(
+                f"partition.column is '{name}', but the training examples have "
+                f"{', '.join(self.columns) or 'no columns'}; the data must have {name}_train."
+            )
+        return self.columns[name]
 
 
 class Partition(ABC):
@@ -29,13 +105,15 @@ class Partition(ABC):
     clients: int
     seed: int
 
-    def indices(self, labels: npt.ArrayLike) -> list[Indices]:
+    def indices(self, targets: npt.ArrayLike, columns: Columns | None = None) -> list[Indices]:
         """Each client's examples.
 
         Parameters
         ----------
-        labels : int ``[N]``
-            Labels of the training examples, 0 or above.
+        targets : ``[N, ...]``
+            Of the training examples: their classes 0, 1, ..., for partitioners that look at them.
+        columns : mapping of name to array ``[N]``, optional
+            What else is known of each example, such as its ``owner``.
 
         Returns
         -------
@@ -45,10 +123,21 @@ class Partition(ABC):
         Raises
         ------
         FedsimError
-            If the labels are no labels, or cannot be dealt in this way.
+            If the examples cannot be dealt in this way.
         """
         generator = Randomness(self.seed).generator(Purpose.PARTITION, level="run")
-        return [np.sort(indices) for indices in self._deal(_checked(labels), generator)]
+        examples = Examples(np.asarray(targets), columns or {})
+        return [np.sort(indices) for indices in self._deal(examples, generator)]
+
+    def test_indices(self, columns: Columns, test_columns: Columns) -> list[Indices] | None:
+        """Each client's test examples, where columns tell whose they are; None where not.
+
+        Parameters
+        ----------
+        columns, test_columns : mapping of name to array
+            Of the training and of the test examples.
+        """
+        return None
 
     @property
     def title(self) -> str:
@@ -61,8 +150,8 @@ class Partition(ABC):
         """Name and parameters."""
 
     @abstractmethod
-    def _deal(self, labels: Indices, generator: np.random.Generator) -> Sequence[Indices]:
-        """Positions of each client, in any order; ``labels [N]`` are not empty."""
+    def _deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+        """Positions of each client, in any order."""
 
 
 def subsample(parts: Sequence[Indices], at_most: int, *, seed: int) -> list[Indices]:
@@ -81,7 +170,7 @@ def subsample(parts: Sequence[Indices], at_most: int, *, seed: int) -> list[Indi
         if len(indices) <= at_most:
             return indices
         generator = randomness.generator(
-            Purpose.PARTITION, level="run", client=client, part=_SUBSAMPLE
+            Purpose.PARTITION, level="run", client=client, part=SUBSAMPLE
         )
         return np.sort(generator.choice(indices, size=at_most, replace=False))
 
@@ -107,15 +196,3 @@ def by_class(labels: Indices) -> list[Indices]:
     """Positions of each class 0 .. max, in increasing order; a class may have none."""
     order = np.argsort(labels, kind="stable")
     return np.split(order, np.cumsum(np.bincount(labels))[:-1])
-
-
-def _checked(labels: npt.ArrayLike) -> Indices:
-    array: npt.NDArray[Any] = np.asarray(labels)
-    if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer):
-        raise FedsimError(
-            f"the labels to partition have shape {array.shape} and dtype {array.dtype}; they must "
-            "be integers [N] with N at least 1."
-        )
-    if int(array.min()) < 0:
-        raise FedsimError(f"the label {int(array.min())} is negative; labels must be 0 or above.")
-    return array.astype(np.int64)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.partitions.base import Indices, Partition, by_class, require_clients
+from fedsim.partitions.base import Examples, Indices, Partition, by_class, require_clients
 
 __all__ = ["Dirichlet"]
 
@@ -48,7 +48,8 @@ class Dirichlet(Partition):
     def _kind(self) -> str:
         return f"Dirichlet (alpha = {self.alpha:g})"
 
-    def _deal(self, labels: Indices, generator: np.random.Generator) -> Sequence[Indices]:
+    def _deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+        labels = examples.labels
         owner = np.empty(len(labels), dtype=np.int64)
         for positions in by_class(labels):
             shares = generator.dirichlet(np.full(self.clients, self.alpha))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.partitions.base import Indices, Partition
+from fedsim.partitions.base import Examples, Indices, Partition
 
 __all__ = ["FromFlower", "for_flower"]
 
@@ -81,8 +81,9 @@ class FromFlower(Partition):
     def _kind(self) -> str:
         return f"Flower's {type(self.partitioner).__name__}"
 
-    def _deal(self, labels: Indices, generator: np.random.Generator) -> Sequence[Indices]:
+    def _deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
         del generator
+        labels = examples.labels
         _flower_base()
         from datasets import Dataset
 

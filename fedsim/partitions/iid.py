@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedsim.partitions.base import Indices, Partition, require_clients, require_enough
+from fedsim.partitions.base import Examples, Indices, Partition, require_clients, require_enough
 
 __all__ = ["IID"]
 
@@ -33,6 +33,6 @@ class IID(Partition):
     def _kind(self) -> str:
         return "IID"
 
-    def _deal(self, labels: Indices, generator: np.random.Generator) -> Sequence[Indices]:
-        require_enough(self.clients, len(labels))
-        return np.array_split(generator.permutation(len(labels)), self.clients)
+    def _deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+        require_enough(self.clients, len(examples))
+        return np.array_split(generator.permutation(len(examples)), self.clients)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.partitions.base import Indices, Partition, require_clients
+from fedsim.partitions.base import Examples, Indices, Partition, require_clients
 
 __all__ = ["CIFAR10_PAIRS", "Groups", "InterpolatedPathological", "parse_groups"]
 
@@ -60,7 +60,8 @@ class InterpolatedPathological(Partition):
     def _kind(self) -> str:
         return f"interpolated pathological (randomness = {self.randomness:g})"
 
-    def _deal(self, labels: Indices, generator: np.random.Generator) -> Sequence[Indices]:
+    def _deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+        labels = examples.labels
         by_class = self._pathological(labels, generator)
         given_up = [
             np.sort(

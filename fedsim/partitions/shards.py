@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.partitions.base import Indices, Partition, require_clients
+from fedsim.partitions.base import Examples, Indices, Partition, require_clients
 
 __all__ = ["Shards"]
 
@@ -46,7 +46,8 @@ class Shards(Partition):
     def _kind(self) -> str:
         return f"shards ({self.shards} a client)"
 
-    def _deal(self, labels: Indices, generator: np.random.Generator) -> Sequence[Indices]:
+    def _deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+        labels = examples.labels
         total = self.clients * self.shards
         if total > len(labels):
             raise FedsimError(

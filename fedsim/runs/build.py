@@ -69,7 +69,9 @@ class Build:
     def parts(self) -> list[partitions.Indices]:
         """Each client's training examples."""
         settings = self.config.partition
-        parts = objects.partition(self.config).indices(self.dataset.y_train.cpu().numpy())
+        train = self.dataset.train
+        partition = objects.partition(self.config)
+        parts = partition.indices(train.y.cpu().numpy(), train.columns)
         if settings.max_examples:
             parts = partitions.subsample(parts, settings.max_examples, seed=self.config.seed)
         return parts
@@ -81,7 +83,7 @@ class Build:
         model = models.build(
             settings.name,
             self.dataset.input_shape,
-            self.dataset.num_classes,
+            self.dataset.num_outputs,
             widths=settings.widths,
             bias=settings.bias,
             dtype=getattr(torch, settings.dtype),
@@ -98,19 +100,18 @@ class Build:
     @cached_property
     def trainer(self) -> Trainer:
         """The client algorithm with every client's data."""
-        dataset = self.dataset
-        return self.make_trainer(self._data(dataset.x_train, dataset.y_train, self.parts))
+        return self.make_trainer(self._data(self.dataset.train, self.parts))
 
     @cached_property
     def examiner(self) -> Trainer:
         """The same over the test examples, all of them one client's."""
-        indices = [np.arange(len(self.dataset.y_test), dtype=np.int64)]
-        dataset = self.dataset
-        return self.make_trainer(self._data(dataset.x_test, dataset.y_test, indices))
+        test = self.dataset.test
+        return self.make_trainer(self._data(test, [np.arange(len(test), dtype=np.int64)]))
 
-    def _data(self, x: Tensor, y: Tensor, parts: list[partitions.Indices]) -> ClientData:
-        statistics = (self.dataset.mean, self.dataset.std)
-        return ClientData(x, y, parts, *(_channels(channels) for channels in statistics))
+    def _data(self, split: datasets.Split, parts: list[partitions.Indices]) -> ClientData:
+        images = split.x.dim() == 4
+        mean, std = (_channels(k, images) for k in (self.dataset.mean, self.dataset.std))
+        return ClientData(split.x, split.y, parts, mean, std, split.mask)
 
     def make_trainer(self, data: ClientData) -> Trainer:
         """A trainer of this run's model and algorithm over any clients' data."""
@@ -374,8 +375,9 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda" if name == "cuda" or (name == "auto" and available) else "cpu")
 
 
-def _channels(statistics: tuple[float, ...] | None) -> Tensor | None:
-    """One number a channel, so that it broadcasts over ``[C, H, W]``."""
+def _channels(statistics: tuple[float, ...] | None, images: bool) -> Tensor | None:
+    """One number a channel, so that it broadcasts over ``[C, H, W]``, or one a feature."""
     if statistics is None:
         return None
-    return torch.tensor(statistics, dtype=torch.float64).view(-1, 1, 1)
+    numbers = torch.tensor(statistics, dtype=torch.float64)
+    return numbers.view(-1, 1, 1) if images else numbers

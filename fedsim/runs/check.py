@@ -9,6 +9,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.signing import private_key
 from fedsim.runs.build import Build
 from fedsim.runs.columns import columns_of
+from fedsim.tasks import MeanOf
 from fedsim.training.evaluation import evaluate_clients
 
 __all__ = ["check"]
@@ -80,6 +81,5 @@ def _try_out(build: Build) -> None:
     if example is not None:
         trainer.model.eval()
         theta = trainer.packing.pack(trainer.initial().unsqueeze(0))
-        evaluate_clients(
-            trainer.path, theta, trainer.data, [example], trainer.loss, trainer.metrics
-        )
+        metrics = {"loss": MeanOf(trainer.loss), **trainer.metrics}
+        evaluate_clients(trainer.path, theta, trainer.data, [example], metrics)

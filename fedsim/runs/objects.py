@@ -13,7 +13,7 @@ from fedsim.config import RunConfig
 from fedsim.config.sections import ClientMechanismSection, MechanismSection
 from fedsim.mechanisms import Mechanism
 from fedsim.strategies import ServerOptimizer, adam, sgd
-from fedsim.tasks.losses import Loss, Metric
+from fedsim.tasks import Loss, Metric
 
 __all__ = ["algorithm", "loss", "mechanism", "metrics", "partition", "server_optimizer"]
 
@@ -91,18 +91,19 @@ def algorithm(config: RunConfig) -> LocalAlgorithm:
 def loss(config: RunConfig) -> Loss:
     """The loss of an example."""
     name = config.model.loss
-    return tasks.cross_entropy if name == "cross-entropy" else registry.load("model.loss", name)
+    return tasks.LOSSES[name] if name in tasks.LOSSES else registry.load("model.loss", name)
 
 
 def metrics(config: RunConfig) -> dict[str, Metric]:
     """What an evaluation reports besides the loss: one metric for each name, by its last part."""
-    chosen: dict[str, Metric] = {}
-    for name in filter(None, (reference.strip() for reference in config.model.metrics.split(","))):
-        is_users = name != "accuracy"
-        chosen[name.rpartition(":")[2] if is_users else name] = (
-            registry.load("model.metrics", name) if is_users else tasks.accuracy
-        )
-    return chosen
+    found: dict[str, Metric] = {}
+    for name in filter(None, (part.strip() for part in config.model.metrics.split(","))):
+        if ":" in name:
+            own = tasks.metric_of(registry.load("model.metrics", name))
+            found[name.rpartition(":")[2]] = own
+        else:
+            found[name] = tasks.metric_named(name)
+    return found
 
 
 def server_optimizer(config: RunConfig) -> ServerOptimizer:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedsim.errors import FedsimError
+from fedsim.tasks.losses import IGNORED
 
 __all__ = ["ClientData"]
 
@@ -22,18 +23,22 @@ class ClientData:
     Attributes
     ----------
     x : Tensor ``[N, ...]``
-        Inputs on the device that trains; uint8 images stay uint8 until a batch is gathered.
+        Inputs on the device that trains, in memory or mapped; a batch is converted as it is
+        gathered. uint8 are images, floating numbers what they are, other integers tokens.
     y : Tensor ``[N]`` or ``[N, ...]``
-        Targets.
+        Targets: integers are classes, floating numbers what they are.
     indices : sequence of int64 arrays
         ``indices[i]`` are the examples of client ``i``; an empty array is a client without data.
     mean, std : Tensor broadcastable to one example, or None
         Normalisation of a gathered batch: ``(x - mean) / std``, after uint8 became ``x / 255``.
+    mask : bool Tensor of the shape of ``y`` or of its first dimensions, or None
+        Which targets count. Those that do not are gathered as `fedsim.tasks.IGNORED` (classes) or
+        NaN (numbers).
 
     Raises
     ------
     FedsimError
-        If an index lies outside the data, or inputs and targets differ in number.
+        If an index lies outside the data, or inputs, targets and mask do not fit each other.
     """
 
     x: Tensor
@@ -41,11 +46,17 @@ class ClientData:
     indices: Sequence[npt.NDArray[np.int64]]
     mean: Tensor | None = None
     std: Tensor | None = None
+    mask: Tensor | None = None
 
     def __post_init__(self) -> None:
         count = len(self.x)
         if len(self.y) != count:
             raise FedsimError(f"there are {count} inputs but {len(self.y)} targets.")
+        if self.mask is not None and self.mask.shape != self.y.shape[: self.mask.dim()]:
+            raise FedsimError(
+                f"the mask is {list(self.mask.shape)} for targets {list(self.y.shape)}; it must "
+                "have their shape, or that of their first dimensions."
+            )
         for client, own in enumerate(self.indices):
             if len(own) and (int(own.min()) < 0 or int(own.max()) >= count):
                 raise FedsimError(
@@ -66,7 +77,7 @@ class ClientData:
         device = torch.device(device)
         if self.x.device == device and self.y.device == device:
             return self
-        moved = [None if t is None else t.to(device) for t in (self.mean, self.std)]
+        moved = [None if t is None else t.to(device) for t in (self.mean, self.std, self.mask)]
         return ClientData(self.x.to(device), self.y.to(device), self.indices, *moved)
 
     def inputs(self, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -76,15 +87,25 @@ class ClientData:
             x = x.to(dtype).div_(255)
         elif x.is_floating_point():
             x = x.to(dtype)
+        else:
+            x = x.long()
         if self.mean is not None and self.std is not None:
             x = x.sub_(self.mean.to(x)).div_(self.std.to(x))
         return x.reshape(*index.shape, *x.shape[1:])
 
+    def targets(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """Targets at ``index`` (int64 ``[*lead]``) as ``[*lead, ...]``, int64 or of ``dtype``."""
+        flat = index.reshape(-1)
+        y = self.y.index_select(0, flat)
+        y = y.to(dtype) if y.is_floating_point() else y.long()
+        if self.mask is not None:
+            absent = ~self.mask.index_select(0, flat)
+            absent = absent.view(*absent.shape, *[1] * (y.dim() - absent.dim()))
+            y = y.masked_fill(absent, float("nan") if y.is_floating_point() else IGNORED)
+        return y.reshape(*index.shape, *y.shape[1:])
+
     def zeros(self, lead: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Zeros like inputs and targets at an index of this shape; there must be an example."""
         index = torch.zeros(lead, dtype=torch.int64, device=self.x.device)
-        return torch.zeros_like(self.inputs(index, dtype)), torch.zeros_like(self.targets(index))
-
-    def targets(self, index: Tensor) -> Tensor:
-        """Targets at ``index`` (int64 ``[*lead]``) as ``[*lead, ...]``."""
-        return self.y.index_select(0, index.reshape(-1)).reshape(*index.shape, *self.y.shape[1:])
+        x, y = self.inputs(index, dtype), self.targets(index, dtype)
+        return torch.zeros_like(x), torch.zeros_like(y)

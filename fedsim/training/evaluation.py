@@ -1,15 +1,16 @@
-"""Loss and metrics of one model on many clients' data, in one call."""
+"""Metrics of a model on many clients' data, in one call."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedsim.tasks.losses import Loss, Metric
+from fedsim.tasks.metrics import Metric
 from fedsim.training.data import ClientData
 from fedsim.training.hidden_draws import EVALUATION, Seeds
 from fedsim.training.local_step import exact
@@ -19,8 +20,10 @@ from fedsim.training.paths.plain import PlainPath
 __all__ = ["evaluate_clients"]
 
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 WIDTH = 32  # examples in a chunk; a chunk belongs to one client
-CHUNKS = 64  # chunks in one call
+MOST_CHUNKS = 64  # chunks in one call
+CALL_BYTES = 2**26  # of the inputs and outputs of one call
 
 
 @torch.no_grad()
@@ -29,20 +32,20 @@ def evaluate_clients(
     theta: Tensor,
     data: ClientData,
     indices: Sequence[npt.NDArray[np.int64]],
-    loss: Loss,
     metrics: Mapping[str, Metric],
     seeds: Seeds | None = None,
 ) -> dict[str, Floats]:
-    """Mean loss and metrics of packed parameters ``theta [1, D]`` on the examples of each client.
+    """Metrics of packed parameters ``theta [1 or n, D]`` on the examples of each of n clients.
 
-    Examples go through the model in chunks of one client's own, so that what a client
-    reports does not depend on who else is asked. ``seeds`` are those of a model that draws even
-    when it is evaluated.
+    Examples go through the model in chunks of one client's own, and metrics merge exactly, so that
+    what a client reports does not depend on who else is asked. ``seeds`` are those of a model that
+    draws even when it is evaluated.
 
     Returns
     -------
     dict of str to float64 ``[n]``
-        ``num-examples``, ``loss`` and every metric; 0 for a client without data.
+        ``num-examples`` and every metric; those of a client without data are 0, and NaN is what is
+        not defined on a client's data.
     """
     sizes = np.array([len(own) for own in indices], dtype=np.int64)
     chunks = -(-sizes // WIDTH)
@@ -51,34 +54,57 @@ def evaluate_clients(
     for own, start in zip(indices, np.cumsum(chunks) - chunks, strict=True):
         padded[start:].reshape(-1)[: len(own)] = own
         real[start:].reshape(-1)[: len(own)] = True
-    functions = {"loss": loss, **metrics}
-    drawn = None if seeds is None else _by_chunk(seeds, chunks)
-    # A GPU is sent all indices and asked for all values once, not batch by batch.
-    all_indices = torch.from_numpy(padded).to(data.x.device)
-    found = [theta.new_zeros(len(functions), 0, WIDTH, dtype=torch.float64)]
-    with exact(data.x.device):
-        for start in range(0, len(padded), CHUNKS):
-            index = all_indices[start : start + CHUNKS]
-            points, x = theta.expand(len(index), -1), data.inputs(index, theta.dtype)
-            if drawn is None:
-                outputs = path.outputs(points, x)
-            else:
-                assert isinstance(path, PlainPath)
-                outputs = path.outputs(points, x, drawn[start : start + len(index)])
-            flat = outputs.flatten(0, 1), data.targets(index).flatten(0, 1)
-            columns = [
-                function(*flat).double().view(index.shape) for function in functions.values()
-            ]
-            found.append(torch.stack(columns))
-    values = torch.cat(found, dim=1).cpu().numpy()
     owner = np.repeat(np.arange(len(sizes)), chunks)
+    drawn = None if seeds is None else _by_chunk(seeds, chunks)
+    theta = theta.expand(len(sizes), -1)
+    states = [{name: metric.init() for name, metric in metrics.items()} for _ in indices]
+    # A GPU is sent all indices at once, not batch by batch.
+    all_indices = torch.from_numpy(padded).to(data.x.device)
+    start, count = 0, 1
+    with exact(data.x.device):
+        while start < len(padded):
+            some = slice(start, start + count)
+            x = data.inputs(all_indices[some], theta.dtype)
+            points = theta[torch.from_numpy(owner[some]).to(theta.device)]
+            outputs = _outputs(path, points, x, None if drawn is None else drawn[some])
+            targets = data.targets(all_indices[some], theta.dtype)
+            _take(states, metrics, owner[some], real[some], outputs.cpu(), targets.cpu())
+            start += count
+            # What an output takes is known once there is one.
+            bytes_of = [tensor.nbytes // len(tensor) for tensor in (x, outputs)]
+            count = max(1, min(MOST_CHUNKS, CALL_BYTES // max(sum(bytes_of), 1)))
     result = {"num-examples": sizes.astype(np.float64)}
-    whose = np.repeat(owner, WIDTH)[real.reshape(-1)]
-    for name, column in zip(functions, values, strict=True):
-        # `bincount` adds in order: a client's sum is its own.
-        total = np.bincount(whose, weights=column[real], minlength=len(sizes))
-        result[name] = total / np.maximum(sizes, 1)
+    for name, metric in metrics.items():
+        values = (
+            metric.finish(state[name]) if size else 0.0
+            for state, size in zip(states, sizes, strict=True)
+        )
+        result[name] = np.array(list(values), dtype=np.float64)
     return result
+
+
+def _outputs(path: Path, points: Tensor, x: Tensor, seeds: Sequence[int] | None) -> Tensor:
+    if seeds is None:
+        return path.outputs(points, x)
+    assert isinstance(path, PlainPath)
+    return path.outputs(points, x, seeds)
+
+
+def _take(
+    states: list[dict[str, Any]],
+    metrics: Mapping[str, Metric],
+    owner: npt.NDArray[np.int64],
+    real: Bools,
+    outputs: Tensor,
+    targets: Tensor,
+) -> None:
+    """Let each client's metrics see its chunks ``[c, WIDTH, ...]``, less the padding."""
+    firsts = np.flatnonzero(np.diff(owner, prepend=-1))
+    for first, end in zip(firsts, [*firsts[1:], len(owner)], strict=True):
+        keep = torch.from_numpy(real[first:end])
+        state, its = states[owner[first]], (outputs[first:end][keep], targets[first:end][keep])
+        for name, metric in metrics.items():
+            state[name] = metric.update(state[name], *its)
 
 
 def _by_chunk(seeds: Seeds, chunks: npt.NDArray[np.int64]) -> list[int]:

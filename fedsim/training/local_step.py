@@ -70,7 +70,7 @@ class LocalStep:
         self, point: Tensor, index: Tensor, weight: Tensor, seeds: Sequence[int] | None = None
     ) -> tuple[Gradient, Tensor]:
         """Gradients and losses of these examples, each client's at its own ``point [n, D]``."""
-        x, y = self.data.inputs(index, self.dtype), self.data.targets(index)
+        x, y = self.data.inputs(index, self.dtype), self.data.targets(index, self.dtype)
         if seeds is not None:
             assert isinstance(self.path, PlainPath)
             return self.path.gradient(point, x, y, weight, seeds)

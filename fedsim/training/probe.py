@@ -165,8 +165,6 @@ class Probe:
             if not self.draws.evaluation:
                 try:
                     alone = self._run(batch.only(j), drawing=False)
-                except FedsimError:
-                    raise
                 except (Exception, SystemExit) as error:
                     raise FedsimError(
                         "the model does not take one example alone "

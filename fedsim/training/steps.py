@@ -263,7 +263,7 @@ class PrivateSteps(Steps):
                 continue
             at = self.index[:active, index, chunk]
             there = (self.weight[:active, index, chunk] > 0).double()
-            x, y = data.inputs(at, self.bench.dtype), data.targets(at)
+            x, y = data.inputs(at, self.bench.dtype), data.targets(at, self.bench.dtype)
             for examples in self.rows(point, x, y, counts.tolist(), seeds and seeds[chunk]):
                 clients, b = examples.clients, examples.rows.count
                 losses[clients, chunk, :b] = examples.losses

@@ -20,7 +20,8 @@ from fedsim.randomness import Randomness
 from fedsim.rows.exchange import KEEP_SINCE, Block, ClientStates
 from fedsim.rows.layout import Layout
 from fedsim.rows.packing import Packing
-from fedsim.tasks.losses import Loss, Metric, accuracy, cross_entropy
+from fedsim.tasks import Accuracy, MeanOf, Metric
+from fedsim.tasks.losses import Loss, cross_entropy
 from fedsim.training.batches import Batches, Ints, plan_batches
 from fedsim.training.checks import check_model
 from fedsim.training.data import ClientData
@@ -62,8 +63,10 @@ class Trainer:
         Gradient evaluations instead of passes, the same for every client.
     loss : callable ``(outputs [B, ...], targets [B, ...]) -> [B]``
         One loss for each example.
-    metrics : mapping of name to callable ``(outputs, targets) -> [B]``
-        What an evaluation reports besides the loss.
+    metrics : mapping of name to Metric
+        What an evaluation reports besides the loss; accuracy, if it is not given.
+    test : ClientData, optional
+        Examples on which clients evaluate, each its own; those they train on, if it is not given.
     path : "auto", "stacked", "func" or "plain"
     block_size : int
         Most clients at a time; 0 leaves it to the rule. Results do not depend on it.
@@ -104,6 +107,7 @@ class Trainer:
         steps: int | None = None,
         loss: Loss = cross_entropy,
         metrics: Mapping[str, Metric] | None = None,
+        test: ClientData | None = None,
         path: PathName = "auto",
         block_size: int = 0,
         randomness: Randomness,
@@ -117,9 +121,15 @@ class Trainer:
         check_model(self.model)
         self.algorithm = algorithm
         self.data = data.to(self.device)
+        self.test = None if test is None else test.to(self.device)
+        if test is not None and test.population != data.population:
+            raise FedsimError(
+                f"there are test examples of {test.population} clients and training examples of "
+                f"{data.population}; both must be of the same clients."
+            )
         self.work = LocalWork(batch_size, epochs, steps)
         self.loss = loss
-        self.metrics = dict(metrics) if metrics is not None else {"accuracy": accuracy}
+        self.metrics = dict(metrics) if metrics is not None else {"accuracy": Accuracy()}
         named = randomness.release is not None
         if privacy is not None and not named:
             randomness = privacy.keyed(randomness, algorithm, self.work, loss)
@@ -276,6 +286,7 @@ class Trainer:
             "steps": self.work.steps,
             "loss": self.loss,
             "metrics": self.metrics,
+            "test": self.test,
             "randomness": self.randomness,
             "device": self.device,
             "privacy": self.privacy,
@@ -300,18 +311,18 @@ class Trainer:
             yield block
 
     def evaluate(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
-        """Loss and metrics of ``vector [d]`` on these clients' data."""
+        """Loss and metrics of ``vector [d]`` on these clients' test examples, or on all theirs."""
         # An evaluation done twice is the same.
         source = self.randomness.repeated()
         theta = self.packing.pack(self._own(vector).unsqueeze(0))
         for first in range(0, len(client_ids), EVALUATE_CLIENTS):
             ids = client_ids[first : first + EVALUATE_CLIENTS]
             self.model.eval()
-            own = [self.data.indices[i] for i in ids]
+            data = self.data if self.test is None else self.test
+            own = [data.indices[i] for i in ids]
             seeds = Seeds([source] * len(ids), ids, round) if self.draws.evaluation else None
-            values = evaluate_clients(
-                self.path, theta, self.data, own, self.loss, self.metrics, seeds
-            )
+            metrics = {"loss": MeanOf(self.loss), **self.metrics}
+            values = evaluate_clients(self.path, theta, data, own, metrics, seeds)
             yield Block.sent(ids, None, values)
 
     def fit(

@@ -89,7 +89,7 @@ def test_a_node_that_is_no_client_of_the_run_is_told_so():
 
 
 def test_a_node_build_holds_no_test_examples():
-    assert len(NodeBuild(config_for("deployment"), 1).dataset.y_test) == 0
+    assert len(NodeBuild(config_for("deployment"), 1).dataset.test) == 0
 
 
 def test_the_client_app_says_who_it_is_without_torch():

@@ -249,9 +249,9 @@ def test_a_subsample_keeps_some_of_each_clients_own() -> None:
         (lambda: parse_groups("cat,dog"), "such as '1,9;0,8"),
         (lambda: parse_groups("1;-2"), "0 or above"),
         (lambda: InterpolatedPathological(0.1, ((1,), ())), "every group must have a class"),
-        (lambda: IID(2).indices([0.5, 1.0]), "they must be integers"),
-        (lambda: IID(2).indices([]), "they must be integers"),
-        (lambda: IID(2).indices([0, -1]), "the label -1 is negative"),
+        (lambda: Shards(1, 2).indices([0.5, 1.0]), "must be integers .* 'iid' and 'by-owner'"),
+        (lambda: IID(2).indices([]), r"targets of shape \(0,\); they must be \[N, ...\]"),
+        (lambda: Shards(1, 2).indices([0, -1]), "the label -1 is negative"),
         (lambda: subsample([np.arange(3)], 0, seed=1), "at least 1"),
     ],
 )

@@ -114,13 +114,14 @@ def test_the_host_asks_a_gpu_as_often_for_many_steps_as_for_few(monkeypatch):
     assert counts == {4}  # losses, and three things that ADADP reports
 
 
-def test_an_evaluation_asks_a_gpu_once_for_a_block(monkeypatch):
+def test_an_evaluation_asks_a_gpu_by_the_call_and_not_by_the_client(monkeypatch):
     trainer = make_trainer(make_mlp(), ALGORITHMS["sgd"], make_data([70] * 100), "auto")
     asked = []
     real = torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda t: asked.append(1) or real(t))
     next(trainer.evaluate(trainer.initial(), np.arange(100), 1))
-    assert len(asked) == 1
+    # 300 chunks of 100 clients in a first call of one and five of up to 64: outputs and targets.
+    assert len(asked) == 2 * 6
 
 
 def test_a_gpu_computes_exactly_and_the_same_every_time_while_clients_train():

@@ -67,7 +67,8 @@ def past_frozen(model: nn.Module, data: ClientData) -> tuple[nn.Module, ClientDa
     bounds = np.cumsum([len(own) for own in data.indices])[:-1]
     indices = [part.astype(np.int64) for part in np.split(positions, bounds)]
     rest = nn.Sequential(OrderedDict(children[first:]))
-    return rest, ClientData(outputs, data.targets(examples), indices)
+    mask = None if data.mask is None else data.mask[examples]
+    return rest, ClientData(outputs, data.y[examples], indices, mask=mask)
 
 
 def _fixed(module: nn.Module) -> bool:

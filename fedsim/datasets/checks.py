@@ -1,0 +1,269 @@
+"""Whether plain arrays are a data set, found out in pieces: a mapped file is never copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsim.errors import FedsimError
+
+__all__ = ["MOST_CLASSES", "Array", "Layout", "checked_split", "found_size", "statistics"]
+
+Array = npt.NDArray[Any]
+Layout = Literal["auto", "as-is"]
+
+MOST_CLASSES = 1_000_000
+"""A larger class or token is a mistake: models have an output or a row for each."""
+
+MOST_CHANNELS = 4
+PIECE_BYTES = 2**26
+
+
+def checked_split(part: str, arrays: Mapping[str, Array], layout: Layout, where: str) -> _Arrays:
+    """Arrays of one split in shapes and dtypes that torch takes.
+
+    Parameters
+    ----------
+    part : "train" or "test"
+    arrays : mapping of name to array
+        See `Dataset.of`.
+
+    Raises
+    ------
+    FedsimError
+        If an array is not what it must be, or they do not belong together.
+    """
+    missing = [key for key in ("x", "y") if key not in arrays]
+    if missing:
+        raise FedsimError(f"{where} lacks {missing[0]}_{part}.")
+    checked = {key: np.asanyarray(array) for key, array in arrays.items()}
+    x, y = checked["x"], checked["y"]
+    checked["x"] = _inputs(f"x_{part}", x, layout, where)
+    mask = checked.get("mask")
+    if mask is not None:
+        checked["mask"] = mask = _mask(f"mask_{part}", mask, y, where)
+    checked["y"] = _targets(f"y_{part}", y, mask, where)
+    if len(x) != len(y):
+        raise FedsimError(
+            f"{where} has {len(x)} examples in x_{part} but {len(y)} labels in y_{part}; there "
+            "must be one label or other target for each example."
+        )
+    for name in checked.keys() - {"x", "y", "mask"}:
+        checked[name] = _column(f"{name}_{part}", checked[name], len(x), where)
+    return checked
+
+
+_Arrays = dict[str, Array]
+
+
+def _inputs(key: str, array: Array, layout: Layout, where: str) -> Array:
+    """Images channels first, numbers, or tokens."""
+    kind = array.dtype.kind
+    if kind not in "uif":
+        raise FedsimError(
+            f"{where} has {key} of dtype {array.dtype}; images must be uint8 (0 to 255), "
+            "features float32 or float64, tokens integers."
+        )
+    image = array.dtype == np.uint8
+    floating = kind == "f"
+    if array.ndim < 2 or 0 in array.shape or (image and array.ndim > 4):
+        raise FedsimError(
+            f"{where} has {key} of shape {array.shape}; images must be [N, H, W] or "
+            "[N, H, W, C], features [N, d], tokens [N, L], with none of these zero."
+        )
+    if array.ndim == 2 and image:
+        raise FedsimError(
+            f"{where} has {key} of shape {array.shape} and dtype uint8; flat features [N, d] "
+            "must be float32 or float64, tokens int64, and images [N, H, W] or [N, H, W, C]."
+        )
+    pictures = image or (floating and layout == "auto" and array.ndim in (3, 4))
+    if pictures and array.ndim == 4 and array.shape[3] > MOST_CHANNELS >= array.shape[1]:
+        raise FedsimError(
+            f"{where} has {key} of shape {array.shape}, which looks channels first; images must "
+            "be [N, H, W] or [N, H, W, C], channels last."
+        )
+    if floating:
+        _require_finite(key, array, None, where)
+    array = _plain(key, array, where)
+    if pictures and array.ndim == 3:
+        array = array[:, None]
+    elif pictures and array.ndim == 4:
+        array = array.transpose(0, 3, 1, 2)
+    return _contiguous(array)
+
+
+def _targets(key: str, array: Array, mask: Array | None, where: str) -> Array:
+    """Classes as int64, numbers floating."""
+    if array.dtype.kind not in "uifb":
+        raise FedsimError(
+            f"{where} has {key} of dtype {array.dtype}; labels must be integers from 0 up, and "
+            "other targets floating numbers, or booleans [N, K]."
+        )
+    if array.ndim == 0 or 0 in array.shape[1:]:
+        raise FedsimError(
+            f"{where} has {key} of shape {array.shape}; labels must be [N], or [N, L] for the "
+            "positions of sequences, other targets [N] or [N, K]."
+        )
+    if array.dtype.kind == "b":
+        return array.astype(np.float32)
+    if array.dtype.kind == "f":
+        _require_finite(key, array, mask, where)
+    return _contiguous(_plain(key, array, where))
+
+
+def _mask(key: str, array: Array, y: Array, where: str) -> Array:
+    """Which targets count, as booleans."""
+    fits = 2 <= array.ndim <= y.ndim and array.shape == y.shape[: array.ndim]
+    if not fits or array.dtype.kind not in "bui" or _extremes(array, None)[1] > 1:
+        raise FedsimError(
+            f"{where} has {key} of shape {array.shape} and dtype {array.dtype}; it must hold "
+            f"booleans, one for each target of an example, for these targets {y.shape}."
+        )
+    if array.dtype.kind != "b" and _extremes(array, None)[0] < 0:
+        raise FedsimError(f"{where} has numbers below 0 in {key}; it must hold booleans.")
+    return array if array.dtype.kind == "b" else array.astype(np.bool_)
+
+
+def _column(key: str, array: Array, count: int, where: str) -> Array:
+    if array.shape != (count,) or array.dtype.kind not in "uifbUS":
+        raise FedsimError(
+            f"{where} has {key} of shape {array.shape} and dtype {array.dtype}; a column must have "
+            f"one number or string for each of the {count} examples."
+        )
+    return np.asarray(array)
+
+
+def _plain(key: str, array: Array, where: str) -> Array:
+    """In a dtype and byte order that torch computes with; only a copy where it is another."""
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    wanted = np.dtype(f"f{min(size, 8)}" if kind == "f" else array.dtype.newbyteorder("="))
+    if kind == "u" and size > 1:
+        wanted = np.dtype(np.int64)
+    if array.dtype == wanted:
+        return array
+    if isinstance(array, np.memmap):
+        raise FedsimError(
+            f"{where} has {key} of dtype {array.dtype}, which cannot stay in its file; it must be "
+            "float, uint8, or signed integers, in this machine's byte order."
+        )
+    if kind == "u" and int(array.max(initial=0)) >= MOST_CLASSES:
+        raise FedsimError(_too_large(key, int(array.max()), where))
+    return array.astype(wanted)
+
+
+def _contiguous(array: Array) -> Array:
+    """As torch likes it in memory; what is in a file stays there as it lies."""
+    if isinstance(array, np.memmap):
+        return array
+    # A copy where need be: torch wants memory that it may write to.
+    return np.require(array, requirements=["C", "W"])
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many classes or tokens there are, and whether the training examples alone tell."""
+
+    size: int
+    from_training: bool = False
+
+
+def found_size(key: str, declared: int, train: _Arrays, test: _Arrays, where: str) -> Size:
+    """How many classes or tokens there are; 0 where targets or inputs are not of that kind.
+
+    Raises
+    ------
+    FedsimError
+        If there are others than declared, or ones that cannot be.
+    """
+    name, noun = ("y", "label") if key == "classes" else ("x", "token")
+    arrays = train[name], test[name]
+    if not 0 <= declared <= MOST_CLASSES:
+        raise FedsimError(
+            f"{where} declares {declared} {key}; there must be at most {MOST_CLASSES:,}."
+        )
+    # Eight bits without a sign are images among inputs, and classes among targets.
+    if arrays[0].dtype.kind not in ("iu" if name == "y" else "i"):
+        if declared:
+            raise FedsimError(
+                f"{where} declares {declared} {key}, but its {name}_train is {arrays[0].dtype}, "
+                f"which are no {noun}s."
+            )
+        return Size(0)
+    most = []
+    for part, split, array in zip(("train", "test"), (train, test), arrays, strict=True):
+        low, high = _extremes(array, split.get("mask") if name == "y" else None)
+        if low < 0:
+            raise FedsimError(
+                f"{where} has the {noun} {low} in {name}_{part}; {noun}s must be integers from 0 "
+                "up."
+            )
+        limit = declared or MOST_CLASSES
+        if high >= limit:
+            allowed = f"below {limit:,}" + (f", the declared {key}" if declared else "")
+            raise FedsimError(
+                f"{where} has the {noun} {high} in {name}_{part}; {noun}s must be {allowed}."
+            )
+        most.append(high + 1)
+    return Size(declared or max(most), not declared and most[0] > most[1])
+
+
+def _too_large(key: str, value: int, where: str) -> str:
+    return f"{where} has the label {value} in {key}; labels must be below {MOST_CLASSES:,}."
+
+
+def _extremes(array: Array, mask: Array | None) -> tuple[int, int]:
+    """Smallest and largest of the integers that count; 0 and -1 if none do."""
+    low, high = 0, -1
+    for piece, counts in _pieces(array, mask):
+        values = piece if counts is None else piece[counts]
+        if values.size:
+            low, high = min(low, int(values.min())), max(high, int(values.max()))
+    return low, high
+
+
+def _require_finite(key: str, array: Array, mask: Array | None, where: str) -> None:
+    for piece, counts in _pieces(array, mask):
+        if not np.isfinite(piece if counts is None else piece[counts]).all():
+            raise FedsimError(
+                f"{where} has NaN or infinite numbers in {key}; every feature and every target "
+                "that counts must be finite."
+            )
+
+
+def _pieces(array: Array, mask: Array | None) -> Iterator[tuple[Array, Array | None]]:
+    """The array by rows, so that no copy of a part is larger than some megabytes."""
+    width = max(1, array.nbytes // max(len(array), 1))
+    rows = max(1, PIECE_BYTES // width)
+    for start in range(0, len(array), rows):
+        piece = array[start : start + rows]
+        yield piece, None if mask is None else mask[start : start + rows]
+
+
+def statistics(
+    mean: Sequence[float] | None, std: Sequence[float] | None, inputs: Array, where: str
+) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+    """Checked mean and standard deviation, one number a channel or a feature.
+
+    Raises
+    ------
+    FedsimError
+        If they do not fit the inputs, or these are no numbers.
+    """
+    if mean is None and std is None:
+        return None, None
+    normal = inputs.ndim in (2, 4) and inputs.dtype.kind != "i"
+    channels = inputs.shape[1]
+    given = [np.asarray(() if one is None else one, dtype=np.float64) for one in (mean, std)]
+    usable = all(one.shape == (channels,) and np.isfinite(one).all() for one in given)
+    if not normal or not usable or not (given[1] > 0).all():
+        shown = [None if one is None else list(one)[:8] for one in (mean, std)]
+        raise FedsimError(
+            f"{where} has mean {shown[0]} and std {shown[1]}; normalising needs images or features "
+            f"[N, d], and of both one finite number for each of the {channels} channels or "
+            "features, std above 0."
+        )
+    return tuple(given[0].tolist()), tuple(given[1].tolist())

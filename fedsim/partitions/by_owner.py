@@ -1,0 +1,104 @@
+"""Every owner of examples is a client: the partition that data bring with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsim.errors import FedsimError
+from fedsim.partitions.base import Columns, Examples, Indices, Partition, require_clients
+
+__all__ = ["ByOwner"]
+
+
+@dataclass(frozen=True)
+class ByOwner(Partition):
+    """Client k has the examples of the k-th owner, owners in increasing order.
+
+    Owners are numbers or strings, one an example. Those of training examples are the clients;
+    where they are fewer than ``clients``, the last clients have no examples. Test examples go to
+    the client that owns them, and to nobody where their owner has no training examples.
+
+    Parameters
+    ----------
+    clients : int
+        At least the number of owners. In a private run it is a declared number, which must be the
+        number of owners itself.
+    column : str
+        Which column holds the owners.
+    seed : int
+        Of no use here: nothing is drawn.
+    """
+
+    clients: int
+    column: str = "owner"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_clients(self.clients)
+
+    def owners(self, columns: Columns) -> npt.NDArray[Any]:
+        """Owners of the training examples, in the order of clients.
+
+        Raises
+        ------
+        FedsimError
+            If there are more of them than clients, or somebody's owner is not a number.
+        """
+        owners = np.unique(columns[self.column])
+        if owners.dtype.kind == "f" and not np.isfinite(owners).all():
+            raise FedsimError(
+                f"the column {self.column} holds NaN or infinite numbers; each example must have "
+                "an owner, a number or a string."
+            )
+        if len(owners) > self.clients:
+            raise FedsimError(
+                f"partition.clients is {self.clients}, but the training examples have "
+                f"{len(owners)} owners (column {self.column}); it must be {len(owners)}."
+            )
+        return owners
+
+    def require_every_client_an_owner(self, columns: Columns) -> None:
+        """Refuse other than ``clients`` owners, where their number is not to be found in data.
+
+        Raises
+        ------
+        FedsimError
+        """
+        if len(self.owners(columns)) != self.clients:
+            raise FedsimError(
+                f"partition.clients is {self.clients}, but the training examples have fewer owners "
+                f"(column {self.column}); in a private run the number of clients is declared, and "
+                "each must own examples."
+            )
+
+    def test_indices(self, columns: Columns, test_columns: Columns) -> list[Indices] | None:
+        """See `Partition`; None where test examples have no owners."""
+        if self.column not in test_columns:
+            return None
+        return self._of(self.owners(columns), test_columns[self.column])
+
+    @property
+    def _kind(self) -> str:
+        return f"by {self.column}"
+
+    def _deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+        column = examples.column(self.column)
+        return self._of(self.owners({self.column: column}), column)
+
+    def _of(self, owners: npt.NDArray[Any], column: npt.NDArray[Any]) -> list[Indices]:
+        """Positions in ``column`` of each of the owners, and of nobody for clients beyond them."""
+        if (owners.dtype.kind in "US") != (column.dtype.kind in "US"):
+            raise FedsimError(
+                f"the column {self.column} is {owners.dtype} for training examples but "
+                f"{column.dtype} for test examples; it must be numbers in both, or strings in both."
+            )
+        client = np.searchsorted(owners, column)
+        known = np.flatnonzero(owners[np.minimum(client, len(owners) - 1)] == column)
+        order = known[np.argsort(client[known], kind="stable")]
+        sizes = np.bincount(client[known], minlength=self.clients)
+        return np.split(order.astype(np.int64), np.cumsum(sizes)[:-1])

@@ -1,0 +1,158 @@
+"""Metrics as (init, update, merge, finish): the same number however examples are cut into blocks.
+
+A state is a value: `update` gives a new one that has seen more examples, `merge` one that has seen
+what two have seen. What is counted is counted in whole numbers, and what is added is added without
+rounding (`ExactSum`), so that states merge to the same result in any order and any tree.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedsim.errors import FedsimError
+from fedsim.tasks.losses import Loss
+
+__all__ = ["ExactSum", "MeanOf", "Metric"]
+
+Floats = npt.NDArray[np.float64]
+
+
+class Metric(ABC):
+    """What an evaluation reports. Subclasses are frozen dataclasses of their settings.
+
+    Attributes
+    ----------
+    higher_is_better : bool
+        What is looked for, where one of several runs is chosen.
+    """
+
+    higher_is_better: ClassVar[bool] = True
+
+    @abstractmethod
+    def init(self) -> Any:
+        """State of nothing seen."""
+
+    @abstractmethod
+    def update(self, state: Any, outputs: Tensor, targets: Tensor) -> Any:
+        """State after more examples.
+
+        Parameters
+        ----------
+        state : what `init`, `update` or `merge` gave
+        outputs : Tensor ``[B, ...]``
+            Of the model; on the CPU, as all tensors here.
+        targets : Tensor ``[B, ...]``
+            With `fedsim.tasks.IGNORED` (classes) or NaN (numbers) where one does not count.
+        """
+
+    @abstractmethod
+    def merge(self, first: Any, second: Any) -> Any:
+        """State of what both have seen: exact, and the same in any order."""
+
+    @abstractmethod
+    def finish(self, state: Any) -> float:
+        """The metric; NaN where it is not defined (an AUC of one class, or of nothing)."""
+
+
+# Below every bit of a float64, denormal or not.
+LEAST_BIT = 1200
+HALF = 26
+
+
+@dataclass(frozen=True)
+class ExactSum:
+    """A sum of float64 numbers that no order of adding changes.
+
+    Attributes
+    ----------
+    units : int
+        The sum in units of 2^-1200.
+    count : int
+        How many numbers.
+    bad : int
+        How many of them were not finite.
+    """
+
+    units: int = 0
+    count: int = 0
+    bad: int = 0
+
+    @classmethod
+    def of(cls, values: Tensor | Floats) -> Self:
+        """Sum of all numbers of an array."""
+        if isinstance(values, Tensor):
+            values = values.detach().double().numpy()
+        flat = np.asarray(values, dtype=np.float64).ravel()
+        finite = flat[np.isfinite(flat)]
+        fraction, exponent = np.frexp(finite)
+        digits = np.ldexp(fraction, 53).astype(np.int64)
+        shifts, which = np.unique(exponent, return_inverse=True)
+        # Halves of 26 bits: sums of 2^26 of them are whole numbers that float64 holds.
+        low = np.bincount(which, weights=digits & (2**HALF - 1), minlength=len(shifts))
+        high = np.bincount(which, weights=digits >> HALF, minlength=len(shifts))
+        units = sum(
+            ((int(h) << HALF) + int(lo)) << (int(shift) - 53 + LEAST_BIT)
+            for shift, lo, h in zip(shifts, low, high, strict=True)
+        )
+        return cls(units, len(flat), len(flat) - len(finite))
+
+    def __add__(self, other: ExactSum) -> ExactSum:
+        return ExactSum(self.units + other.units, self.count + other.count, self.bad + other.bad)
+
+    @property
+    def mean(self) -> float:
+        """The mean, rounded once; NaN over nothing, or where a number was not finite."""
+        if self.bad or not self.count:
+            return float("nan")
+        return self.units / (self.count << LEAST_BIT)
+
+
+@dataclass(frozen=True)
+class MeanOf(Metric):
+    """Mean over examples of a number that each has, such as a loss.
+
+    Parameters
+    ----------
+    function : callable ``(outputs [B, ...], targets [B, ...]) -> [B]``
+    """
+
+    function: Loss
+    higher_is_better: ClassVar[bool] = False
+
+    def init(self) -> ExactSum:
+        """Nothing seen."""
+        return ExactSum()
+
+    @torch.no_grad()
+    def update(self, state: ExactSum, outputs: Tensor, targets: Tensor) -> ExactSum:
+        """More examples.
+
+        Raises
+        ------
+        FedsimError
+            If the function does not give one number for each.
+        """
+        values = self.function(outputs, targets)
+        if not isinstance(values, Tensor) or values.shape != targets.shape[:1]:
+            shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            name = getattr(self.function, "__name__", str(self.function))
+            raise FedsimError(
+                f"'{name}' gives {shape} for {len(targets)} examples; a loss or a metric of your "
+                f"own must give one number for each, [{len(targets)}]."
+            )
+        return state + ExactSum.of(values)
+
+    def merge(self, first: ExactSum, second: ExactSum) -> ExactSum:
+        """Both."""
+        return first + second
+
+    def finish(self, state: ExactSum) -> float:
+        """The mean."""
+        return state.mean

@@ -1,0 +1,108 @@
+"""Metrics of numbers: root mean squared error, and the share of variance that is explained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from fedsim.tasks.losses import like_targets
+from fedsim.tasks.metrics import LEAST_BIT, ExactSum, Metric
+
+__all__ = ["R2", "RMSE"]
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class RMSE(Metric):
+    """Root of the mean of ``(output - target)^2`` over all targets that count."""
+
+    higher_is_better: ClassVar[bool] = False
+
+    def init(self) -> ExactSum:
+        """Nothing seen."""
+        return ExactSum()
+
+    def update(self, state: ExactSum, outputs: Tensor, targets: Tensor) -> ExactSum:
+        """More examples."""
+        difference = like_targets(outputs, targets).double() - targets.double()
+        return state + ExactSum.of(difference[~targets.isnan()].square())
+
+    def merge(self, first: ExactSum, second: ExactSum) -> ExactSum:
+        """Both."""
+        return first + second
+
+    def finish(self, state: ExactSum) -> float:
+        """The root."""
+        return math.sqrt(state.mean)
+
+
+Sums = Sequence[tuple[ExactSum, ExactSum, ExactSum]]
+
+
+@dataclass(frozen=True)
+class R2(Metric):
+    """``1 - sum (y - output)^2 / sum (y - mean y)^2``, averaged over the numbers of a vector.
+
+    A number that is the same in all examples has no part in the mean.
+    """
+
+    def init(self) -> Sums:
+        """For each number of a target, sums of the squared errors, of it and of its squares."""
+        return ()
+
+    def update(self, state: Sums, outputs: Tensor, targets: Tensor) -> Sums:
+        """More examples."""
+        columns = (-1, targets.shape[-1] if targets.dim() > 1 else 1)
+        predicted = like_targets(outputs, targets).double().reshape(columns).numpy()
+        truth = targets.double().reshape(columns).numpy()
+        sums = []
+        for p, y in zip(predicted.T, truth.T, strict=True):
+            known = ~np.isnan(y)
+            y = y[known]
+            # Squares in two halves that float64 holds: without them, a large mean hides a small
+            # variance.
+            squares = ExactSum.of(y * y) if _is_single(y) else _exact_squares(y)
+            sums.append((ExactSum.of((y - p[known]) ** 2), ExactSum.of(y), squares))
+        return self.merge(state, sums)
+
+    def merge(self, first: Sums, second: Sums) -> Sums:
+        """Both."""
+        if not first or not second:
+            return first or second
+        return [(a + d, b + e, c + f) for (a, b, c), (d, e, f) in zip(first, second, strict=True)]
+
+    def finish(self, state: Sums) -> float:
+        """The mean over the numbers of a target."""
+        values = []
+        for errors, total, squares in state:
+            if errors.bad or total.bad:
+                return math.nan
+            # sum y^2 - (sum y)^2 / n, in rational numbers: nothing cancels.
+            unit = 1 << LEAST_BIT
+            variation = Fraction(squares.units, unit)
+            if total.count:
+                variation -= Fraction(total.units**2, total.count * unit * unit)
+            if variation > 0:
+                values.append(float(1 - Fraction(errors.units, unit) / variation))
+        return math.fsum(values) / len(values) if values else math.nan
+
+
+def _is_single(y: Floats) -> bool:
+    """Whether these are float32 numbers, whose squares float64 holds."""
+    return bool((y.astype(np.float32) == y).all())
+
+
+def _exact_squares(y: Floats) -> ExactSum:
+    """Sum of the squares of float64 numbers: (a + b)^2 with a and b of 26 bits."""
+    a = (y * 134217729.0) - (y * 134217729.0 - y)
+    b = y - a
+    total = ExactSum.of(a * a) + ExactSum.of(2 * a * b) + ExactSum.of(b * b)
+    return ExactSum(total.units, len(y), total.bad)

@@ -1,0 +1,112 @@
+"""Metrics of an order: area under the ROC curve, and average precision.
+
+What they are is a function of all scores at once, so their state is all scores. They are averaged
+over labels ``[B, K]``, or over the classes against the rest; two classes are one label. A label
+that all examples have, or none, has no part in the mean.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsim.tasks.classes import counted
+from fedsim.tasks.losses import like_targets
+from fedsim.tasks.metrics import Metric
+
+__all__ = ["AUC", "AveragePrecision"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Scores = tuple[tuple[Floats, Floats], ...]
+"""Scores and labels, each ``[m, K]``, of the examples of each update."""
+
+
+class _Ranking(Metric):
+    """A metric of scores and labels 0 and 1 (NaN where a label does not count)."""
+
+    def init(self) -> Scores:
+        """No scores."""
+        return ()
+
+    def update(self, state: Scores, outputs: Tensor, targets: Tensor) -> Scores:
+        """More examples."""
+        if targets.is_floating_point():
+            scores, labels = like_targets(outputs, targets), targets
+        else:
+            logits, classes = counted(outputs, targets)
+            if logits.shape[1] == 1:
+                scores, labels = logits[:, 0], classes
+            elif logits.shape[1] == 2:
+                scores, labels = logits[:, 1] - logits[:, 0], classes
+            else:
+                # Against the rest a class is ranked by its probability, not by its logit alone.
+                scores = logits.double().softmax(-1)
+                labels = F.one_hot(classes, logits.shape[1])
+        columns = (-1, labels.shape[-1] if labels.dim() > 1 else 1)
+        return (
+            *state,
+            (
+                scores.double().reshape(columns).numpy(),
+                labels.double().reshape(columns).numpy(),
+            ),
+        )
+
+    def merge(self, first: Scores, second: Scores) -> Scores:
+        """All scores."""
+        return first + second
+
+    def finish(self, state: Scores) -> float:
+        """Mean over the labels that some examples have and some have not."""
+        if not state:
+            return math.nan
+        scores, labels = (np.concatenate(columns) for columns in zip(*state, strict=True))
+        values = []
+        for k in range(labels.shape[1]):
+            known = ~np.isnan(labels[:, k])
+            own, positive = scores[known, k], labels[known, k] == 1
+            if not np.isfinite(own).all():
+                return math.nan
+            if positive.any() and not positive.all():
+                values.append(self._of(*_by_score(own, positive)))
+        return math.fsum(values) / len(values) if values else math.nan
+
+    @abstractmethod
+    def _of(self, positives: Ints, negatives: Ints) -> float:
+        """From how many examples of both kinds have each score, the highest first."""
+
+
+def _by_score(scores: Floats, positive: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """Examples with and without the label at each distinct score, highest first."""
+    distinct, which = np.unique(scores, return_inverse=True)
+    counts = [
+        np.bincount(which[mask], minlength=len(distinct))[::-1].astype(np.int64)
+        for mask in (positive, ~positive)
+    ]
+    return counts[0], counts[1]
+
+
+@dataclass(frozen=True)
+class AUC(_Ranking):
+    """Probability that an example with the label scores above one without; ties count half."""
+
+    def _of(self, positives: Ints, negatives: Ints) -> float:
+        above = np.cumsum(positives) - positives
+        twice = int((negatives * (2 * above + positives)).sum())
+        return twice / (2 * int(positives.sum()) * int(negatives.sum()))
+
+
+@dataclass(frozen=True)
+class AveragePrecision(_Ranking):
+    """Mean over the examples with the label of the precision at their score."""
+
+    def _of(self, positives: Ints, negatives: Ints) -> float:
+        found, asked = np.cumsum(positives), np.cumsum(positives + negatives)
+        steps = (positives * (found / asked)).tolist()
+        return math.fsum(steps) / int(positives.sum())

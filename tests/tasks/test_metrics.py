@@ -1,0 +1,257 @@
+"""Metrics against scikit-learn, and against themselves cut into blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import sklearn.metrics as sk
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedsim.errors import FedsimError
+from fedsim.tasks import (
+    AUC,
+    F1,
+    IGNORED,
+    METRICS,
+    R2,
+    RMSE,
+    Accuracy,
+    AveragePrecision,
+    CalibrationError,
+    ExactSum,
+    MeanOf,
+    Metric,
+    Perplexity,
+    TopK,
+    cross_entropy,
+    metric_named,
+    metric_of,
+)
+
+Case = tuple[Metric, Callable[[Tensor, Tensor], float], str]
+
+
+def softmax(z: Tensor) -> np.ndarray:
+    return z.double().softmax(-1).numpy()
+
+
+def by_hand_ece(z: Tensor, y: Tensor) -> float:
+    p = softmax(z)
+    confidence, right = p.max(1), p.argmax(1) == y.numpy()
+    edges = np.linspace(0, 1, 16)
+    total = 0.0
+    for low, high in pairwise(edges):
+        mine = (confidence > low) & (confidence <= high)
+        if mine.any():
+            total += mine.mean() * abs(confidence[mine].mean() - right[mine].mean())
+    return total
+
+
+CASES: list[Case] = [
+    (Accuracy(), lambda z, y: sk.accuracy_score(y, z.argmax(1)), "classes"),
+    (
+        TopK(2),
+        lambda z, y: sk.top_k_accuracy_score(y, z.numpy(), k=2, labels=range(4)),
+        "classes",
+    ),
+    (F1(), lambda z, y: sk.f1_score(y, z.argmax(1), average="macro"), "classes"),
+    (F1("micro"), lambda z, y: sk.f1_score(y, z.argmax(1), average="micro"), "classes"),
+    (
+        Perplexity(),
+        lambda z, y: math.exp(sk.log_loss(y, softmax(z), labels=range(4))),
+        "classes",
+    ),
+    (CalibrationError(), by_hand_ece, "classes"),
+    (AUC(), lambda z, y: sk.roc_auc_score(y, (z[:, 1] - z[:, 0]).numpy()), "binary"),
+    (
+        AUC(),
+        lambda z, y: sk.roc_auc_score(y, softmax(z), multi_class="ovr", labels=range(4)),
+        "classes",
+    ),
+    (AUC(), lambda z, y: sk.roc_auc_score(y, z.numpy(), average="macro"), "labels"),
+    (
+        AveragePrecision(),
+        lambda z, y: sk.average_precision_score(y, (z[:, 1] - z[:, 0]).numpy()),
+        "binary",
+    ),
+    (
+        AveragePrecision(),
+        lambda z, y: sk.average_precision_score(y, z.numpy(), average="macro"),
+        "labels",
+    ),
+    (
+        F1(),
+        lambda z, y: sk.f1_score(y, (z > 0).int().numpy(), average="macro", zero_division=0),
+        "labels",
+    ),
+    (R2(), lambda z, y: sk.r2_score(y, z.numpy()), "numbers"),
+    (R2(), lambda z, y: sk.r2_score(y, z.numpy()), "vectors"),
+    (RMSE(), lambda z, y: sk.root_mean_squared_error(y, z[:, 0].numpy()), "numbers"),
+    (
+        MeanOf(cross_entropy),
+        lambda z, y: sk.log_loss(y, softmax(z), labels=range(4)),
+        "classes",
+    ),
+]
+
+
+def examples(kind: str, seed: int, n: int = 60) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(n, generator=generator)
+    # Few distinct scores: ties are where rankings differ.
+    z = torch.randint(-3, 4, (n, 4), generator=generator).float() / 2
+    if kind == "classes":
+        # Every class occurs, as scikit-learn wants it.
+        return z + torch.arange(4) * 1e-4, torch.arange(n)[
+            torch.randperm(n, generator=generator)
+        ] % 4
+    if kind == "binary":
+        return z[:, :2], order % 2
+    if kind == "labels":
+        return z, (torch.rand(n, 4, generator=generator) < 0.4).float()
+    if kind == "numbers":
+        return z[:, :1], torch.randn(n, generator=generator) + 1000
+    return z, torch.randn(n, 4, generator=generator)
+
+
+def seen(metric: Metric, z: Tensor, y: Tensor, cuts: list[int]) -> float:
+    """The metric of pieces, merged as a tree that leans to the right."""
+    states = [
+        metric.update(metric.init(), a, b)
+        for a, b in zip(z.tensor_split(cuts), y.tensor_split(cuts), strict=True)
+    ]
+    while len(states) > 1:
+        states = [*states[:-2], metric.merge(states[-1], states[-2])]
+    return metric.finish(states[0])
+
+
+@pytest.mark.parametrize(("metric", "reference", "kind"), CASES)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_metric_is_scikit_learns(
+    metric: Metric, reference: Callable[[Tensor, Tensor], float], kind: str, seed: int
+) -> None:
+    z, y = examples(kind, seed)
+    ours = metric.finish(metric.update(metric.init(), z, y))
+    assert ours == pytest.approx(reference(z, y), rel=1e-5, abs=1e-7)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from(CASES),
+    st.integers(0, 10**6),
+    st.lists(st.integers(0, 60), max_size=8),
+    st.randoms(use_true_random=False),
+)
+def test_a_metric_is_the_same_number_however_examples_are_cut_and_ordered(
+    case: Case, seed: int, cuts: list[int], random: object
+) -> None:
+    metric, _, kind = case
+    z, y = examples(kind, seed)
+    whole = metric.finish(metric.update(metric.init(), z, y))
+    assert seen(metric, z, y, sorted(cuts)) == whole
+    order = torch.randperm(len(z), generator=torch.Generator().manual_seed(seed))
+    assert seen(metric, z[order], y[order], sorted(cuts)) == whole
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=64), max_size=30))
+def test_an_exact_sum_is_the_sum_of_rationals(values: list[float]) -> None:
+    total = ExactSum.of(np.array(values))
+    assert Fraction(total.units, 1 << 1200) == sum(map(Fraction, values), Fraction(0))
+    assert total.count == len(values)
+
+
+def test_what_is_not_finite_makes_a_mean_nan() -> None:
+    assert math.isnan((ExactSum.of(np.array([1.0, np.inf])) + ExactSum.of(np.ones(3))).mean)
+    assert math.isnan(ExactSum().mean)
+
+
+def test_positions_that_do_not_count_are_in_no_metric() -> None:
+    z = torch.randn(3, 4, 5)
+    y = torch.randint(5, (3, 4))
+    y[0, 2:] = IGNORED
+    y[1] = IGNORED
+    kept = y != IGNORED
+    for metric in (Accuracy(), TopK(2), Perplexity(), F1(), CalibrationError()):
+        flat = metric.finish(metric.update(metric.init(), z[kept], y[kept]))
+        assert metric.finish(metric.update(metric.init(), z, y)) == flat
+    v, w = torch.randn(6, 3), torch.randn(6, 3)
+    w[0, 1] = math.nan
+    known = ~w.isnan()
+    alone = [R2().finish(R2().update((), v[known[:, k], k], w[known[:, k], k])) for k in range(3)]
+    assert R2().finish(R2().update((), v, w)) == pytest.approx(sum(alone) / 3)
+    flat = RMSE().finish(RMSE().update(RMSE().init(), v[known], w[known]))
+    assert RMSE().finish(RMSE().update(RMSE().init(), v, w)) == flat
+
+
+def test_what_is_not_defined_is_nan_and_not_an_error() -> None:
+    nothing = torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64)
+    for name, make in METRICS.items():
+        metric = make()
+        assert math.isnan(metric.finish(metric.init())), name
+    for metric in (Accuracy(), AUC(), F1(), Perplexity(), CalibrationError(), AveragePrecision()):
+        assert math.isnan(metric.finish(metric.update(metric.init(), *nothing)))
+    one_class = torch.randn(5, 2), torch.ones(5, dtype=torch.int64)
+    assert math.isnan(AUC().finish(AUC().update((), *one_class)))
+    constant = torch.randn(5), torch.full((5,), 3.7)
+    assert math.isnan(R2().finish(R2().update((), *constant)))
+
+
+def test_r2_of_numbers_far_from_zero_loses_nothing() -> None:
+    y = torch.tensor([1e9, 1e9 + 1, 1e9 + 2], dtype=torch.float64)
+    assert R2().finish(R2().update((), y + 0.5, y)) == 1 - 0.75 / 2
+
+
+def test_one_output_is_a_logit() -> None:
+    z, y = torch.tensor([[-1.0], [2.0], [3.0]]), torch.tensor([0, 1, 0])
+    for outputs in (z, z[:, 0]):
+        assert Accuracy().finish(Accuracy().update(Accuracy().init(), outputs, y)) == 2 / 3
+        assert AUC().finish(AUC().update((), outputs, y)) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("metric", "outputs", "targets"),
+    [
+        (Accuracy(), (4, 3), torch.zeros(4)),
+        (Accuracy(), (4, 3), torch.zeros(4, 1, dtype=torch.int64)),
+        (Perplexity(), (4, 3, 5), torch.zeros(4, dtype=torch.int64)),
+        (RMSE(), (4, 3), torch.zeros(4)),
+        (AUC(), (4, 3), torch.zeros(4, 2)),
+    ],
+)
+def test_outputs_that_do_not_fit_their_targets_end_with_a_sentence(
+    metric: Metric, outputs: tuple[int, ...], targets: Tensor
+) -> None:
+    with pytest.raises(FedsimError, match=r"the model gives outputs .* model\.metrics"):
+        metric.update(metric.init(), torch.zeros(outputs), targets)
+
+
+def test_metrics_have_names() -> None:
+    assert metric_named("top-3") == TopK(3)
+    assert metric_named("auc") == AUC()
+    for name in ("top-", "acuracy", "top-0"):
+        with pytest.raises(FedsimError, match="top"):
+            metric_named(name)
+
+
+def test_a_function_is_a_metric_that_is_averaged() -> None:
+    def first(outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs[:, 0]
+
+    metric = metric_of(first)
+    z, y = torch.tensor([[1.0, 5.0], [2.0, 5.0]]), torch.zeros(2)
+    assert metric.finish(metric.update(metric.init(), z, y)) == 1.5
+    assert metric_of(Accuracy) == metric_of(Accuracy()) == Accuracy()
+
+    def mean(outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.mean()
+
+    with pytest.raises(FedsimError, match=r"'mean' gives \[\] for 2 examples"):
+        metric_of(mean).update(ExactSum(), z, y)
