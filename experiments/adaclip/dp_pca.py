@@ -14,7 +14,7 @@ from fedsim.mechanisms import Clipping, Independent, NoiseSource, Releaser
 from fedsim.privacy import Ledger
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout, Rows
-from fedsim.rows.dense import Measured
+from fedsim.rows.dense import Norms
 
 __all__ = ["SquareRows", "principal_directions"]
 
@@ -49,9 +49,9 @@ class SquareRows:
         squares = self.x.double().square().sum(1)
         return torch.where(torch.isfinite(squares), squares, torch.nan)
 
-    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> Measured | None:
+    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> Norms | None:
         """See `Rows`; rows that are shifted might lie close to their centre."""
-        return Measured(self.norms()) if scale is None and center is None else None
+        return Norms(self.norms()) if scale is None and center is None else None
 
     def at(self, index: tuple[int, ...]) -> Tensor:
         """See `Rows`."""

@@ -15,8 +15,9 @@ import torch
 
 from fedsim.audit.observe import Observation
 from fedsim.mechanisms import Mechanism, State
-from fedsim.mechanisms.base import scatter, state_of
+from fedsim.mechanisms.base import state_of
 from fedsim.rows import Layout
+from fedsim.rows.dense import scatter
 
 __all__ = ["MeasuredNoise", "Scale", "in_units", "shaped"]
 
@@ -44,14 +45,14 @@ class Scale:
     def of(cls, mechanism: Mechanism, state: State, layout: Layout) -> Scale:
         """From the bounds' radii, and where they put a row of zeros and a row of ones."""
         center, half = np.empty(layout.d), np.empty(layout.d)
-        for cell in mechanism.cover(layout):
-            ready = cell.bound.ready(state_of(state, cell.prefix))
-            zeros = torch.zeros(cell.layout.d, dtype=torch.float64)
-            at_zero = cell.bound.restore(zeros, ready)
-            at_one = cell.bound.restore(zeros + 1, ready)
-            radius = float(cell.bound.radius(ready, cell.layout.d))
-            scatter(torch.from_numpy(center), at_zero, cell.columns)
-            scatter(torch.from_numpy(half), radius * (at_one - at_zero), cell.columns)
+        for segment in mechanism.cover(layout):
+            ready = segment.bound.ready(state_of(state, segment.prefix))
+            zeros = torch.zeros(segment.layout.d, dtype=torch.float64)
+            at_zero = segment.bound.restore(zeros, ready)
+            at_one = segment.bound.restore(zeros + 1, ready)
+            radius = float(segment.bound.radius(ready, segment.layout.d))
+            scatter(torch.from_numpy(center), at_zero, segment.columns)
+            scatter(torch.from_numpy(half), radius * (at_one - at_zero), segment.columns)
         still = torch.zeros(1, layout.d, dtype=torch.float64)
         zero = mechanism.bound(still, state, layout)[0].numpy() - center
         return cls(center, half, zero)

@@ -20,7 +20,7 @@ from fedsim.lazy import names_of
 if TYPE_CHECKING:
     from fedsim.mechanisms.adaclip import AdaClip
     from fedsim.mechanisms.adaptive_noise import AdaptiveNoise
-    from fedsim.mechanisms.base import Bound, Mechanism, Part, Side, State
+    from fedsim.mechanisms.base import Bound, Mechanism, Segment, Side, State
     from fedsim.mechanisms.clipping import Clipping
     from fedsim.mechanisms.coordinate_clipping import CoordinateClipping
     from fedsim.mechanisms.drawing import NoiseSource
@@ -47,7 +47,6 @@ __all__ = [
     "NoiseSource",
     "NormBound",
     "Normalization",
-    "Part",
     "PartialSum",
     "PerLayer",
     "PrivateScalar",
@@ -55,6 +54,7 @@ __all__ = [
     "Release",
     "Releaser",
     "ScalingBound",
+    "Segment",
     "Shares",
     "Side",
     "State",

@@ -114,10 +114,10 @@ class AdaptiveNoise(Bound):
         else:
             shape = torch.sqrt(limit * limit.sum(-1, keepdim=True))
         # Rows are clamped in units of their bounds, then measured in units of their noise.
-        own = {"shrink": 1 / limit, "stretch": limit / shape, "shape": shape}
+        ready = {"shrink": 1 / limit, "stretch": limit / shape, "shape": shape}
         if adaptive.is_cuda or not bool(adaptive.all()):
-            own = {name: torch.where(adaptive, each, 1.0) for name, each in own.items()}
-        return {**own, "adaptive": adaptive}
+            ready = {name: torch.where(adaptive, vector, 1.0) for name, vector in ready.items()}
+        return {**ready, "adaptive": adaptive}
 
     def radius(self, ready: State, d: int) -> Tensor:
         """C, or 1 in coordinates divided by the noise's shape."""

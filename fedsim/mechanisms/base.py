@@ -1,4 +1,4 @@
-"""What a mechanism is: parts, each with a bound of its own, and scalars beside them.
+"""What a mechanism is: segments of a row, each with its bound, and scalars beside them.
 
 A bound turns each row into one that lies in an L2 ball of known radius, in coordinates of
 its own (AdaCliP's are whitened). The bounded rows are summed exactly, isotropic noise of
@@ -16,12 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
 from fedsim.errors import FedsimError
 from fedsim.lazy import torch
-from fedsim.rows.dense import Chunks, DenseRows, Rows
+from fedsim.rows.dense import Chunks, DenseRows, Rows, Weights, row_weights, scatter
 from fedsim.rows.layout import Layout
 from fedsim.settings import Between, Gt, check_settings
 
@@ -36,19 +33,16 @@ __all__ = [
     "Guarantee",
     "Mechanism",
     "Number",
-    "Part",
     "Released",
     "Scalar",
+    "Segment",
     "Shaped",
     "Side",
     "State",
     "Weighting",
-    "Weights",
     "bounded_",
     "check_number",
     "per_row",
-    "row_weights",
-    "scatter",
     "shared",
     "state_of",
     "state_on",
@@ -57,7 +51,6 @@ __all__ = [
 State = Mapping[str, "Tensor"]
 Guarantee = Literal["gaussian", "none"]
 Weighting = Literal["uniform", "num-examples"]
-Weights: TypeAlias = "Tensor | npt.NDArray[np.float64] | npt.NDArray[np.bool_]"
 Number: TypeAlias = "float | Tensor"
 """A number, or one for each of several sums."""
 
@@ -71,7 +64,7 @@ NORM = (Gt(0), Between(*BOUND_RANGE))
 
 
 @dataclass(frozen=True)
-class Part:
+class Segment:
     """Columns of a row that have a bound of their own.
 
     Attributes
@@ -96,7 +89,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Side:
-    """A scalar that comes with each row, clamped to ``[0, high]``; ``shares`` as of a `Part`."""
+    """A scalar that comes with each row, clamped to ``[0, high]``; ``shares`` as of a `Segment`."""
 
     name: str
     high: float
@@ -124,7 +117,7 @@ class Mechanism(ABC):
         return "uniform"
 
     @abstractmethod
-    def cover(self, layout: Layout) -> tuple[Part, ...]:
+    def cover(self, layout: Layout) -> tuple[Segment, ...]:
         """Bounds that together cover a row, each column once."""
 
     @property
@@ -140,17 +133,17 @@ class Mechanism(ABC):
     def shown(self, layout: Layout) -> tuple[str, ...]:
         """Names of what a release shows beside the mean: `Release.sides` and `Release.info`."""
         names: list[str] = []
-        for part in self.cover(layout):
-            scalars = [k for k, scalar in part.bound.scalars.items() if scalar.unit is None]
-            names += [part.prefix + name for name in (*scalars, *part.bound.shows)]
+        for segment in self.cover(layout):
+            scalars = [k for k, scalar in segment.bound.scalars.items() if scalar.unit is None]
+            names += [segment.prefix + name for name in (*scalars, *segment.bound.shows)]
         return (*names, *(side.name for side in self.sides if all(side.shares)))
 
     def init(self, layout: Layout) -> State:
         """State before the first round."""
         return {
-            part.prefix + name: tensor
-            for part in self.cover(layout)
-            for name, tensor in part.bound.init(part.layout).items()
+            segment.prefix + name: tensor
+            for segment in self.cover(layout)
+            for name, tensor in segment.bound.init(segment.layout).items()
         }
 
     def bounding_state(self, state: State, layout: Layout) -> State:
@@ -158,19 +151,19 @@ class Mechanism(ABC):
 
         Clients that make shares are sent this.
         """
-        found = {}
-        for part in self.cover(layout):
-            ready = part.bound.ready(state_of(state, part.prefix))
-            names = ready if part.bound.needs is None else part.bound.needs
-            found.update({part.prefix + name: ready[name] for name in names if name in ready})
-        return found
+        needed = {}
+        for segment in self.cover(layout):
+            ready = segment.bound.ready(state_of(state, segment.prefix))
+            names = ready if segment.bound.needs is None else segment.bound.needs
+            needed.update({segment.prefix + name: ready[name] for name in names if name in ready})
+        return needed
 
     def noise_multipliers(
         self, noise_multiplier: float, denominator: float, layout: Layout
     ) -> Mapping[str, float]:
         """Noise multipliers of what one release consists of: ``1/z^2 = sum_j 1/z_j^2``.
 
-        A part's vector is called ``sum``, a scalar by its name. They stand in the order in
+        A segment's vector is called ``sum``, a scalar by its name. They stand in the order in
         which noise is drawn; one that is infinite is not released.
 
         Raises
@@ -179,10 +172,10 @@ class Mechanism(ABC):
             If no such split exists.
         """
         split = {
-            part.prefix + name: z
-            for part in self.cover(layout)
-            for name, z in part.bound.split(
-                shared(noise_multiplier, part.shares), denominator
+            segment.prefix + name: z
+            for segment in self.cover(layout)
+            for name, z in segment.bound.split(
+                shared(noise_multiplier, segment.shares), denominator
             ).items()
         }
         return split | {side.name: shared(noise_multiplier, side.shares) for side in self.sides}
@@ -190,9 +183,9 @@ class Mechanism(ABC):
     def sensitivity(self, state: State, layout: Layout) -> float:
         """C: the L2 norm that one row can add to the sum, in the bounds' coordinates."""
         radii = []
-        for part in self.cover(layout):
-            ready = part.bound.ready(state_of(state, part.prefix))
-            radii.append(float(part.bound.radius(ready, part.layout.d)))
+        for segment in self.cover(layout):
+            ready = segment.bound.ready(state_of(state, segment.prefix))
+            radii.append(float(segment.bound.radius(ready, segment.layout.d)))
         return math.hypot(*radii)
 
     def bound(
@@ -212,12 +205,12 @@ class Mechanism(ABC):
         state = state_on(self.init(layout) if state is None else state, block.device)
         rows, out = DenseRows(block), torch.empty_like(block)
         bad = torch.zeros(len(block), dtype=torch.bool, device=block.device)
-        for part in self.cover(layout):
-            ready = part.bound.ready(state_of(state, part.prefix))
-            own = rows if part.columns is None else rows.columns(part.columns)
-            for chunk, y in Chunks().of(own.dense()):
-                bad[chunk] |= bounded_(part.bound, y, ready, 1.0, None)[1]
-                scatter(out[chunk], part.bound.restore(y, ready), part.columns)
+        for segment in self.cover(layout):
+            ready = segment.bound.ready(state_of(state, segment.prefix))
+            columns = rows if segment.columns is None else rows.columns(segment.columns)
+            for chunk, y in Chunks().of(columns.dense()):
+                bad[chunk] |= bounded_(segment.bound, y, ready, 1.0, None)[1]
+                scatter(out[chunk], segment.bound.restore(y, ready), segment.columns)
         return out.masked_fill_(bad[:, None], 0.0)
 
 
@@ -260,7 +253,7 @@ class Released:
 
 
 class Bound(Mechanism):
-    """A bound in coordinates where one isotropic Gaussian does; a mechanism of one part.
+    """A bound in coordinates where one isotropic Gaussian does; a mechanism of one segment.
 
     A subclass gives `radius` and `shape_`, and where it has them `init`, `ready`, `restore`,
     `next`, `scalars`, `split` and `info`. They see one sum, or those of n owners with a leading
@@ -281,9 +274,9 @@ class Bound(Mechanism):
         """See `Mechanism`."""
         return "gaussian"
 
-    def cover(self, layout: Layout) -> tuple[Part, ...]:
+    def cover(self, layout: Layout) -> tuple[Segment, ...]:
         """Itself."""
-        return (Part(self, layout),)
+        return (Segment(self, layout),)
 
     def init(self, layout: Layout) -> State:
         """State before the first round; a bound that has none never changes."""
@@ -372,17 +365,8 @@ def shared(noise_multiplier: float, shares: tuple[float, ...]) -> float:
     return noise_multiplier
 
 
-def scatter(out: Tensor, values: Tensor, columns: tuple[slice, ...] | None) -> None:
-    """Put ``values [..., size]`` into these columns of ``out [..., d]``."""
-    start = 0
-    for part in (slice(None),) if columns is None else columns:
-        into = out[..., part]
-        into.copy_(values[..., start : start + into.shape[-1]])
-        start += into.shape[-1]
-
-
 def state_of(state: State, prefix: str) -> State:
-    """A part's entries, by their names in the part; the noise's are nobody's."""
+    """A segment's entries, by their names in it; the noise's are nobody's."""
     return {
         name.removeprefix(prefix): tensor
         for name, tensor in state.items()
@@ -393,26 +377,6 @@ def state_of(state: State, prefix: str) -> State:
 def state_on(state: State, device: torch.device) -> State:
     """State with its vectors on ``device``; scalars stay on the CPU, where they are read."""
     return {name: tensor.to(device) if tensor.ndim else tensor for name, tensor in state.items()}
-
-
-def row_weights(
-    weights: Weights | None, count: int, device: torch.device, highest: float = 1.0
-) -> Tensor:
-    """Weights as float64 ``[count]`` on ``device``; one each by default.
-
-    Raises
-    ------
-    FedsimError
-        If one is negative, above ``highest``, or NaN: that would exceed the sensitivity.
-    """
-    if weights is None:
-        return torch.ones(count, dtype=torch.float64, device=device)
-    tensor = torch.as_tensor(weights, dtype=torch.float64, device=device)
-    if tensor.shape != (count,):
-        raise FedsimError(f"weights have shape {tuple(tensor.shape)}; it must be ({count},).")
-    if not bool(((tensor >= 0) & (tensor <= highest)).all()):
-        raise FedsimError(f"weights of rows must lie in [0, {highest:g}]; one does not.")
-    return tensor
 
 
 def check_number(name: str, value: float, low: float, high: float) -> None:

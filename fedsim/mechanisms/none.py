@@ -17,10 +17,9 @@ from fedsim.mechanisms.base import (
     Shaped,
     State,
     Weighting,
-    Weights,
-    row_weights,
 )
 from fedsim.registry import register
+from fedsim.rows.dense import Weights, row_weights
 from fedsim.rows.exact import FREE_TOTAL
 from fedsim.settings import Doc
 
@@ -77,10 +76,10 @@ class NoPrivacy(Bound):
         """Up to 2^32, to a resolution of 2^-20."""
         if weights is None and self.weighting == "num-examples":
             raise FedsimError("weighting is 'num-examples'; the rows came without weights.")
-        given = row_weights(weights, count, device, highest=2.0**32)
+        checked = row_weights(weights, count, device, highest=2.0**32)
         if self.weighting == "uniform":
-            return (given > 0).to(torch.float64)
-        return torch.round(given / WEIGHT_UNIT) * WEIGHT_UNIT
+            return (checked > 0).to(torch.float64)
+        return torch.round(checked / WEIGHT_UNIT) * WEIGHT_UNIT
 
     def shape_(self, y: Tensor, ready: State) -> Shaped:
         """Rows as they are, but for those that have diverged."""

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.base import Part, Shaped, Side, State, Weights, bounded_, scatter
+from fedsim.mechanisms.base import Segment, Shaped, Side, State, bounded_
 from fedsim.mechanisms.drawing import share_multiplier
-from fedsim.rows.dense import BlockRows, Chunks, DenseRows, Rows
+from fedsim.rows.dense import BlockRows, Chunks, DenseRows, Rows, Weights, scatter
 from fedsim.rows.exact import (
     EVERYBODY,
     FREE_ROWS,
@@ -25,12 +25,13 @@ from fedsim.rows.exact import (
     GRID_BITS,
     MAX_ROWS,
     GridSum,
+    GridSums,
     Owners,
+    RowMasks,
     grid_unit,
-    more_rows,
 )
 
-__all__ = ["Masks", "PartSum", "PartialSum", "Shares", "Terms"]
+__all__ = ["PartialSum", "SegmentSum", "Shares", "Terms"]
 
 # A looser bound (none, nearly) makes a coarse grid: without noise that would show.
 LOOSE = 64.0
@@ -45,7 +46,7 @@ class Terms:
 
     Attributes
     ----------
-    parts, sides : tuple of Part, of Side
+    segments, sides : tuple of Segment, of Side
         The mechanism's.
     split : mapping of name to float
         `Mechanism.noise_multipliers`.
@@ -59,7 +60,7 @@ class Terms:
         Rows are float64.
     """
 
-    parts: tuple[Part, ...]
+    segments: tuple[Segment, ...]
     sides: tuple[Side, ...]
     split: Mapping[str, float]
     owners: int | None
@@ -99,12 +100,12 @@ class Shares:
     usable: Tensor
 
 
-class PartialSum:
+class PartialSum(GridSums):
     """Bounded rows in one sum, or in n; `Releaser.start` makes it, `Releaser.release` takes it.
 
-    What travels between processes is `state`: tensors as large as the sums, and counts. Dense
-    rows are rounded one by one, so that sums have the same bytes however they are blocked and
-    merged; rows that are not materialised are rounded as one sum a call.
+    Dense rows are rounded one by one, so that sums have the same bytes however they are blocked
+    and merged; rows that are not materialised are rounded as one sum a call. Its ``grids`` are
+    the ``sum`` and the scalars of each segment, after its prefix, and the side scalars.
 
     Parameters
     ----------
@@ -112,49 +113,26 @@ class PartialSum:
     before : State
         The mechanism's state, of which the next one is made.
     ready : sequence of State
-        What each part's bound needs of it, by `Bound.ready`.
+        What each segment's bound needs of it, by `Bound.ready`.
     """
 
     def __init__(self, terms: Terms, before: State, ready: Sequence[State]) -> None:
         self.terms, self.before = terms, before
-        chunks = Chunks()
-        self.parts = [
-            PartSum(part, own, terms, chunks) for part, own in zip(terms.parts, ready, strict=True)
+        chunks, zeros = Chunks(), terms.zeros
+        self.segments = [
+            SegmentSum(segment, segment_ready, terms, chunks)
+            for segment, segment_ready in zip(terms.segments, ready, strict=True)
         ]
-        zeros = terms.zeros
-        self.sides = {
-            side.name: GridSum(zeros + side.high / 2, 1, unit=grid_unit(side.high / 2))
-            for side in terms.sides
+        grids = {
+            summed.segment.prefix + name: grid
+            for summed in self.segments
+            for name, grid in summed.grids.items()
         }
-        free = any(part.bound.free for part in terms.parts)
-        self._rows, self._most = 0, FREE_ROWS if free else MAX_ROWS
-        # Usable, rejected, clipped: on a GPU they stay there until somebody asks.
-        self._counts = torch.zeros(3, dtype=torch.int64, device=terms.device)
-
-    @property
-    def count(self) -> int:
-        """Rows that the sum contains."""
-        return int(self._counts[0])
-
-    @property
-    def rejected(self) -> int:
-        """Rows that were not finite and contributed nothing."""
-        return int(self._counts[1])
-
-    @property
-    def clipped(self) -> int:
-        """Rows that were longer than a bound. The operator's: it is not noised."""
-        return int(self._counts[2])
-
-    @property
-    def grids(self) -> dict[str, GridSum]:
-        """Every sum by its name: ``sum`` and scalars of a part after its prefix, and sides."""
-        inner = {
-            part.part.prefix + name: grid
-            for part in self.parts
-            for name, grid in part.grids.items()
-        }
-        return inner | self.sides
+        for side in terms.sides:
+            half = side.high / 2
+            grids[side.name] = GridSum(zeros + half, 1, unit=grid_unit(half))
+        free = any(segment.bound.free for segment in terms.segments)
+        super().__init__(grids, FREE_ROWS if free else MAX_ROWS, terms.device)
 
     def add(
         self,
@@ -179,14 +157,15 @@ class PartialSum:
         usable : bool ``[c]``
             Which rows the sum now contains.
         """
-        device = self.terms.device
-        masks = Masks((rows.count,), device)
-        if rows.count == 0:
-            return masks.usable
-        given = [part.part.bound.weights(weights, rows.count, device) for part in self.parts]
-        self._add(rows, given, None, EVERYBODY, masks)
-        self._counts += _numbers(masks.usable, masks.rejected, masks.clipped & masks.usable)
-        self._add_sides(sides, masks.usable)
+        device, count = self.terms.device, rows.count
+        masks = RowMasks((count,), device)
+        if count:
+            checked = [
+                segment.bound.weights(weights, count, device) for segment in self.terms.segments
+            ]
+            self._add(rows, checked, None, EVERYBODY, masks)
+            self.note(masks)
+            self._add_sides(sides, masks.usable)
         return masks.usable
 
     def add_owners(
@@ -197,7 +176,7 @@ class PartialSum:
         owners: Owners = EVERYBODY,
         *,
         sides: Mapping[str, Weights] | None = None,
-        masks: Masks | None = None,
+        masks: RowMasks | None = None,
     ) -> None:
         """Bound rows ``[k, B, d]`` of some owners and add them to their sums.
 
@@ -212,11 +191,11 @@ class PartialSum:
             The first so many rows of each owner are there.
         owners : slice or int64 Tensor ``[k]``
         sides : mapping of name to ``[k, B]``, optional
-        masks : Masks ``[k, B]``, optional
+        masks : RowMasks ``[k, B]``, optional
             Filled in.
         """
-        self._add(rows, [weights] * len(self.parts), counts, owners, masks)
-        if self.sides:
+        self._add(rows, [weights] * len(self.segments), counts, owners, masks)
+        if self.terms.sides:
             self._add_sides(sides, weights > 0 if masks is None else masks.usable)
 
     def _add(
@@ -225,27 +204,28 @@ class PartialSum:
         weights: Sequence[Tensor],
         counts: Sequence[int] | None,
         owners: Owners,
-        masks: Masks | None,
+        masks: RowMasks | None,
     ) -> None:
-        self._rows = more_rows(self._rows, rows.count, self._most)
+        self.expect(rows.count)
         # A row that is not finite in one layer contributes to none.
-        bad = rows.norms().isnan() if len(self.parts) > 1 else None
+        bad = rows.norms().isnan() if len(self.segments) > 1 else None
         if masks is not None and bad is not None:
             masks.rejected |= bad
-        for part, given in zip(self.parts, weights, strict=True):
-            there = given if bad is None else given.masked_fill(bad, 0.0)
-            part.add(rows, there, counts, owners, masks)
+        for summed, weight in zip(self.segments, weights, strict=True):
+            if bad is not None:
+                weight = weight.masked_fill(bad, 0.0)
+            summed.add(rows, weight, counts, owners, masks)
             if masks is not None:
-                masks.usable &= (there > 0) & ~masks.rejected
+                masks.usable &= (weight > 0) & ~masks.rejected
 
     def add_shares(self, shares: Shares, *, asked: int = 1) -> Tensor:
         """Add what clients bounded and noised themselves; which of it is usable, bool ``[n]``.
 
-        A share counts as a whole or not at all: only then is one top-up right for all parts.
-        One that its bound and noise cannot have made is dropped like one that is not finite:
-        beyond C by more than `FARTHEST` standard deviations s in one entry, or in norm by more
-        than ``s (sqrt(d) + sqrt(2 FARTHEST))``, which the norm of d normal draws exceeds with
-        probability ``e^-FARTHEST`` at most (Laurent and Massart 2000, lemma 1).
+        A share counts in all its vectors and scalars or in none: only then is one top-up right
+        for all of them. One that its bound and noise cannot have made is dropped like one that
+        is not finite: beyond C by more than `FARTHEST` standard deviations s in one entry, or in
+        norm by more than ``s (sqrt(d) + sqrt(2 FARTHEST))``, which the norm of d normal draws
+        exceeds with probability ``e^-FARTHEST`` at most (Laurent and Massart 2000, lemma 1).
 
         Parameters
         ----------
@@ -253,67 +233,43 @@ class PartialSum:
         asked : int
             Number of clients asked in this round: each has ``z^2 C^2 / asked`` of the noise.
         """
-        device = self.terms.device
-        rows, usable = DenseRows(shares.rows.to(device, torch.float64)), shares.usable.to(device)
-        split, missing = self.terms.split, torch.full(usable.shape, torch.nan)
+        device, split = self.terms.device, self.terms.split
+        rows = DenseRows(shares.rows.to(device, torch.float64))
+        masks = RowMasks(shares.usable.shape, device)
+        masks.usable &= shares.usable.to(device)
+        missing = torch.full(shares.usable.shape, torch.nan)
         # What has infinite noise is never sent.
         grids = {name: grid for name, grid in self.grids.items() if split[name] < math.inf}
-        pieces = {part.part.prefix + "sum": part.columns(rows).dense() for part in self.parts}
-        for name in grids.keys() - pieces.keys():
-            pieces[name] = shares.sides.get(name, missing).to(device, torch.float64)[:, None]
-        for name, piece in pieces.items():
+        sent = {
+            summed.segment.prefix + "sum": summed.columns(rows).dense() for summed in self.segments
+        }
+        for name in grids.keys() - sent.keys():
+            sent[name] = shares.sides.get(name, missing).to(device, torch.float64)[:, None]
+        for name, vectors in sent.items():
             radius, unit = grids[name].radius, grids[name].unit
             std = radius * share_multiplier(split[name], asked)
-            root = math.sqrt(piece.shape[1])
+            root = math.sqrt(vectors.shape[1])
             # Noise is rounded to the grid. NaN is not below anything.
             entry = radius + std * FARTHEST + unit
             norm = radius + std * (root + math.sqrt(2 * FARTHEST)) + unit * root
-            usable = usable & (torch.maximum(piece.amax(1), -piece.amin(1)) <= entry)
-            usable = usable & (torch.linalg.vector_norm(piece, dim=1) <= norm)
-        self._rows = more_rows(self._rows, int(usable.sum()), self._most)
-        for name, piece in pieces.items():
-            grids[name].add_(piece[usable] / grids[name].unit)
-        self._counts += _numbers(usable, ~usable, torch.zeros_like(usable))
-        return usable
+            masks.usable &= torch.maximum(vectors.amax(1), -vectors.amin(1)) <= entry
+            masks.usable &= torch.linalg.vector_norm(vectors, dim=1) <= norm
+        self.expect(int(masks.usable.sum()))
+        for name, vectors in sent.items():
+            grids[name].add_(vectors[masks.usable] / grids[name].unit)
+        masks.rejected |= ~masks.usable
+        self.note(masks)
+        return masks.usable
 
     def joined(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Vectors of the parts ``[..., size]`` as one ``[..., d]``."""
-        if self.parts[0].part.columns is None:
+        """Vectors of the segments ``[..., size]`` as one ``[..., d]``."""
+        if self.terms.segments[0].columns is None:
             return vectors[0]
-        whole = vectors[0].new_empty(*vectors[0].shape[:-1], sum(v.shape[-1] for v in vectors))
-        for part, vector in zip(self.parts, vectors, strict=True):
-            scatter(whole, vector, part.part.columns)
-        return whole
-
-    def state(self) -> dict[str, Tensor]:
-        """All that `merge` needs: sums in units (not copies), the units, and counts."""
-        found = {"rows": torch.tensor(self._rows), "counts": self._counts.clone()}
-        for name, grid in self.grids.items():
-            found |= {f"{name}.unit": grid.unit, name: grid.coarse}
-            if grid.fine is not None:
-                found[f"{name}.fine"] = grid.fine
-        return found
-
-    def merge(self, state: Mapping[str, Tensor]) -> None:
-        """Add the `state` of another sum of the same round; exact in any order and tree.
-
-        Raises
-        ------
-        FedsimError
-            If it is of another bound, layout or round, or has too many rows.
-        """
-        own = self.state()
-        fits = self.terms.exact and own.keys() == state.keys()
-        if not fits or any(
-            own[name].shape != tensor.shape
-            or (name.endswith(".unit") and not torch.equal(own[name], tensor.to(own[name])))
-            for name, tensor in state.items()
-        ):
-            raise FedsimError("a partial sum is of other bounds; only sums of one round merge.")
-        self._rows = more_rows(self._rows, int(state["rows"]), self._most)
-        self._counts += state["counts"].to(self._counts)
-        for name, grid in self.grids.items():
-            grid.merge_(state[name], state.get(f"{name}.fine"))
+        d = sum(vector.shape[-1] for vector in vectors)
+        row = vectors[0].new_empty(*vectors[0].shape[:-1], d)
+        for segment, vector in zip(self.terms.segments, vectors, strict=True):
+            scatter(row, vector, segment.columns)
+        return row
 
     def _add_sides(self, sides: Mapping[str, Weights] | None, usable: Tensor) -> None:
         """Clamped to [0, high] and centred; what is NaN or unusable adds nothing."""
@@ -330,15 +286,15 @@ class PartialSum:
                 )
             centred = values.clamp(0.0, side.high) - side.high / 2
             centred = torch.where(usable & ~values.isnan(), centred, 0.0)
-            self.sides[side.name].add_((centred / grid_unit(side.high / 2))[..., None])
+            self.grids[side.name].add_((centred / grid_unit(side.high / 2))[..., None])
 
 
-class PartSum:
-    """The sums of one part: its vector, the scalars its bound makes, and raw rows if it asks."""
+class SegmentSum:
+    """The sums of a segment: its vector, scalars that its bound makes, raw rows if it asks."""
 
-    def __init__(self, part: Part, ready: State, terms: Terms, chunks: Chunks) -> None:
-        self.part, self.ready, self._chunks = part, ready, chunks
-        bound, d, zeros = part.bound, part.layout.d, terms.zeros
+    def __init__(self, segment: Segment, ready: State, terms: Terms, chunks: Chunks) -> None:
+        self.segment, self.ready, self._chunks = segment, ready, chunks
+        bound, d, zeros = segment.bound, segment.layout.d, terms.zeros
         self.grids = {"sum": self._vector(terms, zeros + bound.radius(ready, d), d)}
         self._units = {k: v.unit or grid_unit(v.half) for k, v in bound.scalars.items()}
         for name, scalar in bound.scalars.items():
@@ -347,7 +303,7 @@ class PartSum:
             self.grids["raw"] = GridSum.free(zeros, d)
 
     def _vector(self, terms: Terms, radius: Tensor, d: int) -> GridSum:
-        if self.part.bound.free:
+        if self.segment.bound.free:
             return GridSum.free(radius, d)
         if not terms.exact:
             return GridSum(radius, d, rounding="rows" if terms.noisy else "none")
@@ -355,8 +311,8 @@ class PartSum:
         return GridSum(radius, d, fine_bits=GRID_BITS if fine else 0)
 
     def columns(self, rows: Rows) -> Rows:
-        """The part's own columns."""
-        return rows if self.part.columns is None else rows.columns(self.part.columns)
+        """The segment's columns of rows."""
+        return rows if self.segment.columns is None else rows.columns(self.segment.columns)
 
     def add(
         self,
@@ -364,34 +320,36 @@ class PartSum:
         weights: Tensor,
         counts: Sequence[int] | None,
         owners: Owners,
-        masks: Masks | None,
+        masks: RowMasks | None,
     ) -> None:
-        """See `PartialSum.add_owners`; ``rows`` are whole, ``counts`` None for the one sum."""
-        rows, bound, vector = self.columns(rows), self.part.bound, self.grids["sum"]
-        made = None if rows.materialised else bound.implicit(rows, *self._of(owners), weights)
-        if made is not None:
-            shaped, total = made
+        """See `PartialSum.add_owners`; rows have all columns, ``counts`` None for the one sum."""
+        rows, bound, vector = self.columns(rows), self.segment.bound, self.grids["sum"]
+        implicit = None
+        if not rows.materialised:
+            implicit = bound.implicit(rows, *self._ready_of(owners), weights)
+        if implicit is not None:
+            shaped, total = implicit
             vector.add_sum_(total, owners)
             self._note(shaped, shaped.factor.isnan(), weights, owners, EVERYBODY, masks)
             return
-        for some, index, y in self._pieces(rows, counts, owners):
-            ready, unit = self._of(some)
+        for chunk_owners, index, y in self._chunks_of(rows, counts, owners):
+            ready, unit = self._ready_of(chunk_owners)
             weight = weights[index]
             raw = y * (weight / FREE_UNIT)[..., None] if bound.keeps_raw else None
             shaped, bad = bounded_(bound, y, ready, unit, weight)
-            vector.add_(y, some)
+            vector.add_(y, chunk_owners)
             if raw is not None:
-                self.grids["raw"].add_(raw.masked_fill_(bad[..., None], 0.0), some)
-            self._note(shaped, bad, weight, some, index, masks)
+                self.grids["raw"].add_(raw.masked_fill_(bad[..., None], 0.0), chunk_owners)
+            self._note(shaped, bad, weight, chunk_owners, index, masks)
 
-    def _of(self, owners: Owners) -> tuple[State, Tensor]:
+    def _ready_of(self, owners: Owners) -> tuple[State, Tensor]:
         """What bounding these owners' rows takes, and the units of their sums."""
         unit = self.grids["sum"].unit
         if owners is EVERYBODY:
             return self.ready, unit
         return {name: tensor[owners] for name, tensor in self.ready.items()}, unit[owners]
 
-    def _pieces(
+    def _chunks_of(
         self, rows: Rows, counts: Sequence[int] | None, owners: Owners
     ) -> Iterator[tuple[Owners, slice | tuple[slice, slice], Tensor]]:
         """Whose rows, which of them, and a float64 copy ``[..., c, d]``, chunk after chunk."""
@@ -414,28 +372,14 @@ class PartSum:
         weights: Tensor,
         owners: Owners,
         index: slice | tuple[slice, slice],
-        masks: Masks | None,
+        masks: RowMasks | None,
     ) -> None:
         """Add the scalars of rows, and say what became of them."""
         if masks is not None:
             masks.rejected[index].logical_or_(bad)
             masks.clipped[index].logical_or_(shaped.clipped)
-        for name, scalar in self.part.bound.scalars.items():
+        for name, scalar in self.segment.bound.scalars.items():
             values = torch.where(~bad & (weights > 0), shaped.sides[name], 0.0)
             if scalar.unit is not None:
                 values = values * weights
             self.grids[name].add_((values / self._units[name])[..., None], owners)
-
-
-class Masks:
-    """What became of each row: bool tensors of one shape."""
-
-    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        self.usable = torch.ones(shape, dtype=torch.bool, device=device)
-        self.rejected = torch.zeros_like(self.usable)
-        self.clipped = torch.zeros_like(self.usable)
-
-
-def _numbers(*masks: Tensor) -> Tensor:
-    """Of true entries of each mask, int64."""
-    return torch.stack([mask.sum() for mask in masks])

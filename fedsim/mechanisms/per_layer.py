@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.base import Guarantee, Mechanism, Part
+from fedsim.mechanisms.base import Guarantee, Mechanism, Segment
 from fedsim.rows.layout import Layout, Parameter
 
 __all__ = ["PerLayer"]
@@ -68,22 +68,22 @@ class PerLayer(Mechanism):
         """``"none"`` if a part has none."""
         return "none" if any(bound.guarantee == "none" for bound in self._bounds) else "gaussian"
 
-    def cover(self, layout: Layout) -> tuple[Part, ...]:
-        """One part a layer, or a pattern; names of part k begin with ``k.``."""
+    def cover(self, layout: Layout) -> tuple[Segment, ...]:
+        """One segment a layer, or a pattern; names of segment k begin with ``k.``."""
         layers = self._layers(layout)
         shares = self.shares or (1 / len(layers),) * len(layers)
         if len(shares) != len(layers):
             raise FedsimError(f"shares are {len(shares)}; the model has {len(layers)} layers.")
-        parts = []
+        segments = []
         for k, ((bound, entries), share) in enumerate(zip(layers, shares, strict=True)):
             columns = tuple(slice(start, stop) for start, stop in _spans(entries))
             layer = Layout.of(
                 {e.name: torch.empty(e.shape, dtype=e.dtype, device="meta") for e in entries}
             )
-            (part,) = bound.cover(layer)
-            part = replace(part, prefix=f"{k}.", columns=columns, shares=(share, *part.shares))
-            parts.append(part)
-        return tuple(parts)
+            (inner,) = bound.cover(layer)
+            shares_in = (share, *inner.shares)
+            segments.append(replace(inner, prefix=f"{k}.", columns=columns, shares=shares_in))
+        return tuple(segments)
 
     def _layers(self, layout: Layout) -> list[tuple[Mechanism, list[Parameter]]]:
         if not self._pairs:

@@ -1,7 +1,7 @@
 """The one releaser: noisy sums of n owners, whatever their rows, bounds and noise are.
 
 A server releases one sum, clients at example level one each, and a client's share is the noisy
-sum of its one row. What a mechanism is composed of is data here: its `Part` and `Side`.
+sum of its one row. What a mechanism is composed of is data here: its `Segment` and `Side`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fedsim.mechanisms.base import (
     Number,
     Released,
     State,
-    Weights,
     state_of,
     state_on,
 )
 from fedsim.mechanisms.drawing import NoiseSource, normals, share_multiplier, top_up_multiplier
-from fedsim.mechanisms.partial import Masks, PartialSum, PartSum, Shares, Terms
+from fedsim.mechanisms.partial import PartialSum, SegmentSum, Shares, Terms
 from fedsim.privacy.noise import Noise, NoiseState
-from fedsim.rows.dense import DenseRows
+from fedsim.rows.dense import DenseRows, Weights
+from fedsim.rows.exact import RowMasks
 from fedsim.rows.layout import Layout
 
 __all__ = ["Release", "Releaser", "share"]
@@ -66,7 +66,7 @@ class Releaser:
     """Bounds, sums and noises the rows of one owner, or of n independent ones.
 
     Guarantee: each owner's release is one Gaussian of ``noise.multiplier`` on a sum to which a
-    row adds at most the mechanism's C, all parts and scalars taken together, where the
+    row adds at most the mechanism's C, all segments and scalars taken together, where the
     mechanism's `guarantee` is "gaussian" and the noise independent. It has no state: rounds
     may be started, summed and released anywhere.
 
@@ -88,7 +88,7 @@ class Releaser:
     Raises
     ------
     FedsimError
-        If a denominator is not positive, the noise cannot be split among the parts, or it is
+        If a denominator is not positive, the noise cannot be split among the segments, or it is
         correlated over rounds and the mechanism changes with them.
     """
 
@@ -115,7 +115,7 @@ class Releaser:
         self._splits = [splits[r] for r in numbers]
         self._one = np.ndim(denominator) == 0
         self._terms = Terms(
-            parts=mechanism.cover(layout),
+            segments=mechanism.cover(layout),
             sides=mechanism.sides,
             split=self._splits[0],
             owners=None if self._one else len(numbers),
@@ -146,16 +146,17 @@ class Releaser:
             The first so many of n owners; the others have left.
         """
         terms = self._terms if active is None else replace(self._terms, owners=active)
-        own = state_on(state, terms.device)
-        ready = [part.bound.ready(state_of(own, part.prefix)) for part in terms.parts]
-        return PartialSum(terms, own, ready)
+        before = state_on(state, terms.device)
+        ready = [
+            segment.bound.ready(state_of(before, segment.prefix)) for segment in terms.segments
+        ]
+        return PartialSum(terms, before, ready)
 
     def start_bounding(self, bounding: State) -> PartialSum:
         """Empty sums from `Mechanism.bounding_state`: they are added to, not released."""
-        own = state_on(bounding, self._terms.device)
-        return PartialSum(
-            self._terms, {}, [state_of(own, part.prefix) for part in self._terms.parts]
-        )
+        ready = state_on(bounding, self._terms.device)
+        prefixes = [segment.prefix for segment in self._terms.segments]
+        return PartialSum(self._terms, {}, [state_of(ready, prefix) for prefix in prefixes])
 
     def release(
         self, total: PartialSum, *sources: NoiseSource, asked: int | None = None
@@ -182,40 +183,40 @@ class Releaser:
         sides: dict[str, Number] = {}
         info: dict[str, float] = {}
         means = []
-        for part in total.parts:
-            prefix, bound = part.part.prefix, part.part.bound
-            released = self._released(total, part, units, r)
-            new = bound.next(state_of(total.before, prefix), part.ready, released)
+        for summed in total.segments:
+            prefix, bound = summed.segment.prefix, summed.segment.bound
+            released = self._released(total, summed, units, r)
+            new = bound.next(state_of(total.before, prefix), summed.ready, released)
             means.append(released.mean)
             state |= {prefix + name: tensor for name, tensor in new.items()}
-            sides |= {prefix + name: value for name, value in released.sides.items()}
+            sides |= {prefix + name: mean for name, mean in released.sides.items()}
             if self._one:
-                shown = bound.info(part.ready, new, part.part.layout.d)
-                info |= {prefix + name: value for name, value in shown.items()}
+                shown = bound.info(summed.ready, new, summed.segment.layout.d)
+                info |= {prefix + name: number for name, number in shown.items()}
         for side in self._terms.sides:
             if side.name in units:
-                half, unit = side.high / 2, total.sides[side.name].unit
-                sides[side.name] = self._mean(units[side.name], unit, half, r)
+                unit = total.grids[side.name].unit
+                sides[side.name] = self._mean(units[side.name], unit, side.high / 2, r)
         return Release(total.joined(means), state, sides, info)
 
     def _released(
-        self, total: PartialSum, part: PartSum, units: Mapping[str, Tensor], r: Tensor
+        self, total: PartialSum, summed: SegmentSum, units: Mapping[str, Tensor], r: Tensor
     ) -> Released:
-        """One part's mean in the parameters' coordinates, and its scalars."""
-        prefix, bound = part.part.prefix, part.part.bound
+        """A segment's mean in the parameters' coordinates, and its scalars."""
+        prefix, bound, grids = summed.segment.prefix, summed.segment.bound, summed.grids
         tallies, sides = {}, {}
         for name, scalar in bound.scalars.items():
-            sums, unit = units[prefix + name], part.grids[name].unit
+            sums, unit = units[prefix + name], grids[name].unit
             if scalar.unit is None:
                 sides[name] = self._mean(sums, unit, scalar.center, r)
             else:
                 tallies[name] = sums[..., 0] * unit
         # A unit is a power of two: one division rounds as a product and a division would.
-        divisor = bound.divisor(tallies, r) / part.grids["sum"].unit
-        mean = bound.restore(units[prefix + "sum"].div_(divisor[..., None]), part.ready)
+        divisor = bound.divisor(tallies, r) / grids["sum"].unit
+        mean = bound.restore(units[prefix + "sum"].div_(divisor[..., None]), summed.ready)
         raw = None
         if bound.keeps_raw:
-            raw = units[prefix + "raw"].div_((r / part.grids["raw"].unit)[..., None])
+            raw = units[prefix + "raw"].div_((r / grids["raw"].unit)[..., None])
         multipliers = {
             name: _first(self._multipliers[prefix + name], total)[..., None]
             for name in ("sum", *sides)
@@ -251,7 +252,7 @@ class Releaser:
             if name.startswith(NOISE_PREFIX)
         }
         if change is not None:
-            splits = [{name: change(z) for name, z in own.items()} for own in self._splits]
+            splits = [{name: change(z) for name, z in split.items()} for split in self._splits]
             split, multipliers = splits[0], self._per_owner(splits)
         units = {name: grid.units() for name, grid in grids.items() if split.get(name, 0.0) == 0}
         names = [name for name, z in split.items() if 0 < z < math.inf]
@@ -263,12 +264,12 @@ class Releaser:
         noise, kept = self.noise.combine(fresh, kept or self.noise.start())
         if self.noise.correlated:  # what is kept must not be rounded with what is released
             noise = noise.clone()
-        for name, own in zip(names, noise.split(sizes, dim=-1), strict=True):
+        for name, draws in zip(names, noise.split(sizes, dim=-1), strict=True):
             std = _first(multipliers[name], total) * grids[name].radius / grids[name].unit
-            own.mul_(std[..., None]).round_()
+            draws.mul_(std[..., None]).round_()
             # One vector becomes the release; of several owners' the sums do, which are used up.
-            whole = grids[name].whole()
-            units[name] = own.add_(whole) if self._one else whole.add_(own)
+            sums = grids[name].on_grid()
+            units[name] = draws.add_(sums) if self._one else sums.add_(draws)
         return units, kept
 
 
@@ -323,12 +324,12 @@ def share(
     total = releaser.start_bounding(
         {name: tensor.expand(n, *tensor.shape) for name, tensor in bounding.items()}
     )
-    masks = Masks((n, 1), block.device)
+    masks = RowMasks((n, 1), block.device)
     columns = {name: torch.as_tensor(values)[:, None] for name, values in (sides or {}).items()}
     ones = torch.ones(n, 1, dtype=torch.float64, device=block.device)
     total.add_owners(DenseRows(block[:, None]), ones, [1] * n, sides=columns, masks=masks)
     units, _ = releaser.noised(total, sources, lambda z: share_multiplier(z, asked))
     values = {name: sums.mul_(total.grids[name].unit[:, None]) for name, sums in units.items()}
-    rows = total.joined([values.pop(part.part.prefix + "sum") for part in total.parts])
+    rows = total.joined([values.pop(s.segment.prefix + "sum") for s in total.segments])
     scalars = {name: column[:, 0] for name, column in values.items()}
     return Shares(rows, scalars, masks.usable[:, 0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.base import BOUND_RANGE, Guarantee, Mechanism, Part, Side, check_number
+from fedsim.mechanisms.base import BOUND_RANGE, Guarantee, Mechanism, Segment, Side, check_number
 from fedsim.rows.layout import Layout
 
 __all__ = ["PrivateScalar"]
@@ -51,11 +51,11 @@ class PrivateScalar(Mechanism):
         """The inner mechanism's."""
         return self.mechanism.guarantee
 
-    def cover(self, layout: Layout) -> tuple[Part, ...]:
-        """The inner mechanism's parts, with what is left of the budget."""
+    def cover(self, layout: Layout) -> tuple[Segment, ...]:
+        """The inner mechanism's segments, with what is left of the budget."""
         left = 1 - self.fraction
-        parts = self.mechanism.cover(layout)
-        return tuple(replace(part, shares=(left, *part.shares)) for part in parts)
+        inner = self.mechanism.cover(layout)
+        return tuple(replace(segment, shares=(left, *segment.shares)) for segment in inner)
 
     @property
     def sides(self) -> tuple[Side, ...]:

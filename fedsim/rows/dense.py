@@ -4,20 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
+from fedsim.errors import FedsimError
 from fedsim.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BlockRows", "Chunks", "DenseRows", "Index", "Measured", "Rows", "norms_", "round_up"]
+__all__ = [
+    "BlockRows",
+    "Chunks",
+    "DenseRows",
+    "Index",
+    "Norms",
+    "Rows",
+    "Weights",
+    "norms_",
+    "round_up",
+    "row_weights",
+    "scatter",
+]
 
 CHUNK_BYTES = 2**22
 CUDA_CHUNK_BYTES = 2**28
 
 # Squares of float64 entries beyond these may overflow or lose all their digits.
 SMALL, LARGE = 2.0**-400, 2.0**400
+
+Weights: TypeAlias = "Tensor | npt.NDArray[np.float64] | npt.NDArray[np.bool_]"
 
 Index = tuple[int | slice, slice]
 """(clients, rows of each) of ``[n, rows, d]``; one client's number drops the first axis."""
@@ -44,7 +62,7 @@ class Rows(Protocol):
         ``scale`` and ``center`` are float64 ``[..., d]``.
         """
 
-    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> Measured | None:
+    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> Norms | None:
         """`norms` without the rows, and where they are not to be relied on.
 
         None if that could be any of them: the rows themselves must be looked at.
@@ -64,7 +82,7 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class Norms:
     """Norms from a formula.
 
     Attributes
@@ -118,9 +136,9 @@ class DenseRows:
             out[clients, part] = norms if unit is None else norms * unit
         return found
 
-    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> Measured:
+    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> Norms:
         """See `Rows`."""
-        return Measured(self.norms(scale, center))
+        return Norms(self.norms(scale, center))
 
     def at(self, index: tuple[int, ...]) -> Tensor:
         """See `Rows`."""
@@ -237,3 +255,32 @@ def norms_(y: Tensor) -> tuple[Tensor, Tensor | None]:
 def round_up(norms: Tensor, d: int) -> Tensor:
     """Norms of rows of length ``d``, raised by more than their rounding error."""
     return norms * (1 + 2.0**-44 + d * 2.0**-52)
+
+
+def scatter(out: Tensor, values: Tensor, columns: tuple[slice, ...] | None) -> None:
+    """Put ``values [..., size]`` into these columns of ``out [..., d]``."""
+    start = 0
+    for column in (slice(None),) if columns is None else columns:
+        into = out[..., column]
+        into.copy_(values[..., start : start + into.shape[-1]])
+        start += into.shape[-1]
+
+
+def row_weights(
+    weights: Weights | None, count: int, device: torch.device, highest: float = 1.0
+) -> Tensor:
+    """Weights as float64 ``[count]`` on ``device``; one each by default.
+
+    Raises
+    ------
+    FedsimError
+        If one is negative, above ``highest``, or NaN: that would exceed the sensitivity.
+    """
+    if weights is None:
+        return torch.ones(count, dtype=torch.float64, device=device)
+    tensor = torch.as_tensor(weights, dtype=torch.float64, device=device)
+    if tensor.shape != (count,):
+        raise FedsimError(f"weights have shape {tuple(tensor.shape)}; it must be ({count},).")
+    if not bool(((tensor >= 0) & (tensor <= highest)).all()):
+        raise FedsimError(f"weights of rows must lie in [0, {highest:g}]; one does not.")
+    return tensor

@@ -8,6 +8,7 @@ which their sums are merged.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
@@ -24,11 +25,12 @@ __all__ = [
     "GRID_BITS",
     "MAX_ROWS",
     "GridSum",
+    "GridSums",
     "Owners",
     "Rounding",
+    "RowMasks",
     "grid_unit",
     "grid_units",
-    "more_rows",
 ]
 
 GRID_BITS = 30
@@ -62,19 +64,6 @@ def grid_unit(radius: float) -> float:
     return math.ldexp(1.0, math.frexp(radius)[1] - 1 - GRID_BITS)
 
 
-def more_rows(rows: int, new: int, most: int = MAX_ROWS) -> int:
-    """Number of rows of a sum that gets ``new`` ones.
-
-    Raises
-    ------
-    FedsimError
-        Beyond ``most``, where the sum might no longer be exact.
-    """
-    if rows + new > most:
-        raise FedsimError(f"one sum has {rows + new} rows; it is exact up to {most}.")
-    return rows + new
-
-
 class GridSum:
     """A sum of rows on a grid, ``[size]``, or those of n owners, ``[n, size]``.
 
@@ -92,7 +81,7 @@ class GridSum:
         Above 0, what rounding leaves is summed too, on a grid finer by so many bits.
     rounding : "all", "rows" or "none"
         "all" makes every merge exact. "rows" rounds the sums that `add_sum_` is given only
-        when `whole` is asked for, once; "none" never rounds.
+        when `on_grid` is asked for, once; "none" never rounds.
     """
 
     def __init__(
@@ -118,12 +107,17 @@ class GridSum:
         radius = torch.full_like(like, torch.inf)
         return cls(radius, size, unit=FREE_UNIT, fine_bits=FREE_BITS)
 
+    @property
+    def exact(self) -> bool:
+        """Whether it merges exactly."""
+        return self._rounding == "all"
+
     def add_(self, y: Tensor, owners: Owners = EVERYBODY) -> None:
         """Add rows ``y [..., c, size]`` of some owners, in units; ``y`` is overwritten."""
         if self.fine is not None:
-            whole = truncate_(y, self._scratch.like(y))
-            _add_rows(self.coarse, whole, owners)
-            y = truncate_(y.sub_(whole).mul_(self._fine_scale))
+            coarse = truncate_(y, self._scratch.like(y))
+            _add_rows(self.coarse, coarse, owners)
+            y = truncate_(y.sub_(coarse).mul_(self._fine_scale))
             _add_rows(self.fine, y, owners)
         else:
             _add_rows(self.coarse, y if self._rounding == "none" else truncate_(y), owners)
@@ -141,7 +135,7 @@ class GridSum:
         if self.fine is not None and fine is not None:
             self.fine += fine
 
-    def whole(self) -> Tensor:
+    def on_grid(self) -> Tensor:
         """The sums on the grid, in units and without what is finer; not to be written to."""
         return truncate_(self.coarse) if self._rounding == "rows" else self.coarse
 
@@ -154,6 +148,100 @@ class GridSum:
     def value(self) -> Tensor:
         """The sums, float64 ``[..., size]``."""
         return self.units().mul_(self.unit[..., None])
+
+
+class GridSums:
+    """Sums by name over the same rows, and what became of the rows; they merge as one.
+
+    What travels between processes is `state`: tensors as large as the sums, and counts.
+
+    Parameters
+    ----------
+    grids : mapping of name to GridSum
+    most : int
+        Rows up to which the sums are exact.
+    device : torch.device
+    """
+
+    def __init__(self, grids: Mapping[str, GridSum], most: int, device: torch.device) -> None:
+        self.grids = grids
+        self._rows, self._most = 0, most
+        # Usable, rejected, clipped: on a GPU they stay there until somebody asks.
+        self._counts = torch.zeros(3, dtype=torch.int64, device=device)
+
+    @property
+    def count(self) -> int:
+        """Rows that the sums contain."""
+        return int(self._counts[0])
+
+    @property
+    def rejected(self) -> int:
+        """Rows that were not finite and contributed nothing."""
+        return int(self._counts[1])
+
+    @property
+    def clipped(self) -> int:
+        """Rows that were longer than a bound. The operator's: it is not noised."""
+        return int(self._counts[2])
+
+    def expect(self, rows: int) -> None:
+        """Make room for so many rows more.
+
+        Raises
+        ------
+        FedsimError
+            If the sums might no longer be exact.
+        """
+        if self._rows + rows > self._most:
+            raise FedsimError(
+                f"one sum has {self._rows + rows} rows; it is exact up to {self._most}."
+            )
+        self._rows += rows
+
+    def note(self, masks: RowMasks) -> None:
+        """Count what became of rows."""
+        usable = masks.usable
+        noted = (usable, masks.rejected, masks.clipped & usable)
+        self._counts += torch.stack([mask.sum() for mask in noted])
+
+    def state(self) -> dict[str, Tensor]:
+        """All that `merge` needs: sums in units (not copies), the units, and counts."""
+        state = {"rows": torch.tensor(self._rows), "counts": self._counts.clone()}
+        for name, grid in self.grids.items():
+            state |= {f"{name}.unit": grid.unit, name: grid.coarse}
+            if grid.fine is not None:
+                state[f"{name}.fine"] = grid.fine
+        return state
+
+    def merge(self, state: Mapping[str, Tensor]) -> None:
+        """Add the `state` of other sums of the same round; exact in any order and tree.
+
+        Raises
+        ------
+        FedsimError
+            If they are of another bound, layout or round, or have too many rows.
+        """
+        mine = self.state()
+        fits = mine.keys() == state.keys() and all(grid.exact for grid in self.grids.values())
+        if not fits or any(
+            mine[name].shape != tensor.shape
+            or (name.endswith(".unit") and not torch.equal(mine[name], tensor.to(mine[name])))
+            for name, tensor in state.items()
+        ):
+            raise FedsimError("a partial sum is of other bounds; only sums of one round merge.")
+        self.expect(int(state["rows"]))
+        self._counts += state["counts"].to(self._counts)
+        for name, grid in self.grids.items():
+            grid.merge_(state[name], state.get(f"{name}.fine"))
+
+
+class RowMasks:
+    """What became of each row: bool tensors of one shape."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.usable = torch.ones(shape, dtype=torch.bool, device=device)
+        self.rejected = torch.zeros_like(self.usable)
+        self.clipped = torch.zeros_like(self.usable)
 
 
 class _Scratch:
@@ -181,11 +269,11 @@ def truncate_(y: Tensor, out: Tensor | None = None) -> Tensor:
 
 def _add_rows(total: Tensor, y: Tensor, owners: Owners) -> None:
     """Add rows ``y [..., c, d]`` to these owners' ``total [..., d]``."""
-    some = total if owners is EVERYBODY else total[owners]
+    theirs = total if owners is EVERYBODY else total[owners]
     if y.shape[-2] <= FEW_ROWS and not y.is_cuda:
         for row in y.unbind(-2):
-            some += row
+            theirs += row
     else:
-        some += y.sum(-2)
+        theirs += y.sum(-2)
     if torch.is_tensor(owners):  # then they are copies
-        total[owners] = some
+        total[owners] = theirs

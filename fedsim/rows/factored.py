@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedsim.rows.alignment import aligned_double, product
-from fedsim.rows.dense import BlockRows, DenseRows, Index, Measured
+from fedsim.rows.dense import BlockRows, DenseRows, Index, Norms
 
 __all__ = ["LinearPart", "OuterRows", "Squares"]
 
@@ -181,7 +181,7 @@ class OuterRows:
                 measured.norms[tuple(index)] = DenseRows(self.at(tuple(index))[None]).norms(*own)[0]
         return measured.norms
 
-    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> Measured | None:
+    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> Norms | None:
         """See `Rows`."""
         cancels = center is not None or any(part.cancels for part in self.parts)
         if cancels and self.parts[0].x.is_cuda:
@@ -211,7 +211,7 @@ class OuterRows:
             norms = norms.masked_fill((values > 0) & (values < TINY), torch.nan)
         if doubtful is not None and not doubtful.any():
             doubtful = None
-        return Measured(norms, doubtful)
+        return Norms(norms, doubtful)
 
     def at(self, index: tuple[int, ...]) -> Tensor:
         """See `Rows`; from copies, which lie where the allocator puts everything."""

@@ -129,8 +129,8 @@ def _after() -> Iterator[None]:
     noised = Releaser.noised
 
     def clipped(self: Releaser, total: PartialSum, *rest: Any) -> Any:
-        for part in total.parts:
-            grid = part.grids["sum"]
+        for summed in total.segments:
+            grid = summed.grids["sum"]
             norm = float(torch.linalg.vector_norm(grid.coarse * grid.unit))
             grid.coarse.mul_(min(1.0, float(self._denominators * grid.radius) / max(norm, 1e-9)))
             grid.coarse.trunc_()
@@ -469,7 +469,7 @@ def _stopping() -> Iterator[None]:
     release = Releaser.release
 
     def stopping(self: Releaser, total: PartialSum, *rest: Any, **named: Any) -> Any:
-        grid = total.parts[0].grids["sum"]
+        grid = total.segments[0].grids["sum"]
         if float((grid.coarse * grid.unit).abs().sum()) > 0.9 * float(self._denominators):
             raise RuntimeError("diverged")
         return release(self, total, *rest, **named)

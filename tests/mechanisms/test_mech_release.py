@@ -30,7 +30,7 @@ def summed(mechanism: Mechanism, *blocks: Tensor, weights: Tensor | None = None)
 
 
 def mean(mechanism: Mechanism, total: PartialSum, denominator: float = 1.0) -> Tensor:
-    layout = total.terms.parts[0].layout
+    layout = total.terms.segments[0].layout
     return releaser(mechanism, layout, 0.0, denominator).release(total, source()).mean
 
 

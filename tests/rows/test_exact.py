@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.rows.exact import FREE_UNIT, MAX_ROWS, GridSum, more_rows
+from fedsim.rows.exact import FREE_UNIT, MAX_ROWS, GridSum, GridSums
 
 
 def tensor(*values: float) -> Tensor:
@@ -26,16 +26,17 @@ def test_the_grid_is_a_power_of_two_no_coarser_than_c_over_2_to_the_30(radius: f
 
 
 def test_sums_are_exact_up_to_the_last_row_allowed_and_refused_beyond() -> None:
-    grid, rows = grid_of(1.9999999, 1), 0
+    grid = grid_of(1.9999999, 1)
+    sums = GridSums({"sum": grid}, MAX_ROWS, torch.device("cpu"))
     largest = math.floor(float(grid.radius / grid.unit))
     for _ in range(4):
-        rows = more_rows(rows, 2**20)
+        sums.expect(2**20)
         grid.add_(torch.full((2**20, 1), float(largest), dtype=torch.float64))
-    assert rows == MAX_ROWS
+    assert int(sums.state()["rows"]) == MAX_ROWS
     assert largest * MAX_ROWS < 2**53
     assert int(grid.value() / grid.unit) == largest * MAX_ROWS
     with pytest.raises(FedsimError, match="rows"):
-        more_rows(rows, 1)
+        sums.expect(1)
 
 
 def test_rows_are_rounded_towards_zero() -> None:
@@ -49,7 +50,7 @@ def test_what_a_float64_row_loses_to_the_coarse_grid_is_kept_where_no_noise_is_a
     grid = grid_of(1.0, 1, fine_bits=30)
     grid.add_(value / grid.unit)
     assert grid.value().item() == pytest.approx(value.item(), abs=2e-17)
-    assert grid.whole().item() == math.floor(float(value / grid.unit))
+    assert grid.on_grid().item() == math.floor(float(value / grid.unit))
 
 
 def test_a_free_sum_keeps_small_and_large_rows_apart() -> None:
@@ -66,7 +67,7 @@ def test_sums_that_nobody_merges_are_rounded_once_and_sums_without_noise_never()
         grid.add_(rows.clone())
         for _ in range(2):
             grid.add_sum_(rows.sum(0))
-        assert grid.whole().tolist() == [total] * 3
+        assert grid.on_grid().tolist() == [total] * 3
 
 
 def test_rows_of_some_owners_go_into_their_sums_alone() -> None:
