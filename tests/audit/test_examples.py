@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -12,7 +13,7 @@ from fedsim.audit.examples import example_checks
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, NoiseSource, PerLayer
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.privacy.plan import LocalWork
-from fedsim.privacy.samplers import Poisson
+from fedsim.privacy.samplers import draw_poisson
 from fedsim.training import ExamplePrivacy
 
 WORK = LocalWork(6, epochs=1)
@@ -64,13 +65,10 @@ def same_noise() -> Iterator[None]:
 
 @contextmanager
 def twice_the_rate() -> Iterator[None]:
-    draw = Poisson.draw
+    def drawn(samplers, *rest):  # type: ignore[no-untyped-def]
+        return draw_poisson([replace(s, rate=2 * s.rate) for s in samplers], *rest)
 
-    def drawn(self, round, draws, step=0):  # type: ignore[no-untyped-def]
-        ids = draw(self, round, draws, step)
-        return np.union1d(ids, draw(self, round, draws, step + 1000))
-
-    with patch.object(Poisson, "draw", drawn):
+    with patch("fedsim.training.batches.draw_poisson", drawn):
         yield
 
 
