@@ -16,7 +16,10 @@ __all__ = ["run"]
 
 def run(
     config: Annotated[
-        Path, typer.Argument(help="The TOML file that describes the run, or a run's directory.")
+        Path,
+        typer.Argument(
+            help="The TOML file that describes the run. With --resume, also its directory."
+        ),
     ],
     set_: Annotated[
         list[str] | None,
