@@ -10,7 +10,7 @@ export FLWR_DISABLE_UPDATE_CHECK = 1
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-gpu test-flwr-latest lint lock bench clean
+.PHONY: help install demo test test-slow test-gpu test-flwr-latest lint lock bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,10 @@ lint: $(DEV_INSTALLED)  ## ruff, mypy --strict and the import contracts
 lock: $(DEV_INSTALLED)  ## write requirements.lock anew: what the image installs, with hashes (needs uv)
 	printf 'hatchling>=1.25\n' | uv pip compile pyproject.toml - --constraint constraints.txt --generate-hashes \
 	  --python-version 3.11 --no-annotate --no-header --quiet --output-file requirements.lock
+
+docs: $(DEV_INSTALLED)  ## build the documentation's site: build/site/index.html
+	$(PIP) --quiet -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: $(DEV_INSTALLED)  ## speed and memory beside a plain PyTorch loop
 	$(BIN)/python -m benchmarks.local

@@ -1,0 +1,138 @@
+"""Pages of the site that follow from the code and from results: made when the site is built."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import typer
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = (
+    ("Runs", "fedsim", ("run", "load", "RunConfig")),
+    ("Cohorts", "fedsim.cohorts", None),
+    ("Mechanisms", "fedsim.mechanisms", None),
+    ("Strategies", "fedsim.strategies", None),
+    ("Engines", "fedsim.engines", None),
+    ("Training", "fedsim.training", None),
+    ("Clients", "fedsim.clients", None),
+    ("Partitions", "fedsim.partitions", None),
+    ("Data sets", "fedsim.datasets", None),
+    ("Privacy", "fedsim.privacy", None),
+)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add what is made, and the repository's own pages, to the files of the site."""
+    pages = {
+        "reference/command.md": command_reference(),
+        "reference/python.md": python_reference(),
+        "papers.md": papers(),
+        "gallery.md": gallery(),
+        "benchmarks.md": benchmarks(),
+        "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
+        "security.md": (ROOT / "SECURITY.md").read_text(),
+    }
+    for uri, text in pages.items():
+        files.append(File.generated(config, uri, content=text))
+    for picture in pictures():
+        uri = f"pictures/{picture.relative_to(ROOT / 'experiments').as_posix()}"
+        files.append(File.generated(config, uri, abs_src_path=str(picture)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Let links to files of the repository lead to the pages that are made of them."""
+    here = "../" * page.file.src_uri.count("/")
+    for file, uri in (("SECURITY.md", "security.md"), ("CHANGELOG.md", "changelog.md")):
+        markdown = markdown.replace(f"](../{file})", f"]({here}{uri})")
+    return re.sub(r"\]\(docs/", f"]({here}", markdown)
+
+
+def command_reference() -> str:
+    """One section a command: what its help says."""
+    from fedsim.cli.app import app
+
+    group = typer.main.get_command(app)
+    lines = ["# The command\n", "`fedsim COMMAND --help` says the same.\n"]
+    lines += _sections(group, "fedsim")
+    return "\n".join(lines)
+
+
+def _sections(command: click.Command, name: str) -> list[str]:
+    if isinstance(command, click.Group):
+        context = click.Context(command, info_name=name)
+        subcommands = ((sub, command.get_command(context, sub)) for sub in command.list_commands(context))
+        return [line for sub, found in subcommands if found for line in _sections(found, f"{name} {sub}")]
+    return [f"## {name}\n", _help(command), *_parameters(command), ""]
+
+
+def _help(command: click.Command) -> str:
+    text = (command.help or "").strip()
+    # An indented example is code; the rest is paragraphs.
+    return re.sub(r"\n(?=\S)", "\n", text) + "\n"
+
+
+def _parameters(command: click.Command) -> list[str]:
+    rows = []
+    for parameter in command.params:
+        if parameter.name == "help":
+            continue
+        words = ", ".join(f"`{word}`" for word in parameter.opts)
+        if isinstance(parameter, click.Argument):
+            words = f"`{parameter.human_readable_name.upper()}`"
+        text = " ".join((getattr(parameter, "help", "") or "").split()).replace("|", "\\|")
+        default = parameter.default
+        shown = f"`{default}`" if default not in (None, False, (), [], "", ...) else ""
+        rows.append(f"| {words} | {text} | {shown} |")
+    return ["| option | what | default |", "| --- | --- | --- |", *rows] if rows else []
+
+
+def python_reference() -> str:
+    """The public names of each package, with their docstrings."""
+    lines = ["# Python\n"]
+    for title, module, members in MODULES:
+        lines += [f"## {title}\n", f"::: {module}", "    options:", "      show_root_heading: false"]
+        lines += ["      show_root_toc_entry: false"]
+        if members:
+            lines += [f"      members: [{', '.join(members)}]"]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def pictures() -> list[Path]:
+    """Every committed picture of an experiment."""
+    return sorted((ROOT / "experiments").rglob("*.png"))
+
+
+def papers() -> str:
+    """What the papers claim and what holds: the experiments' own pages, one after another."""
+    lines = ["# The four papers\n", "`fedsim experiment` lists these; each README is below, as it stands.\n"]
+    for readme in sorted((ROOT / "experiments").rglob("README.md")):
+        folder = readme.parent.relative_to(ROOT / "experiments").as_posix()
+        text = re.sub(r"^(#+) ", r"#\1 ", readme.read_text(), flags=re.MULTILINE)
+        text = re.sub(r"\]\(([\w.-]+\.png)\)", rf"](pictures/{folder}/\1)", text)
+        lines += [text, ""]
+    return "\n".join(lines)
+
+
+def gallery() -> str:
+    """Every picture, with the experiment that makes it."""
+    lines = ["# Pictures\n"]
+    for picture in pictures():
+        where = picture.relative_to(ROOT / "experiments")
+        lines += [f"## {where.parent.name}: {where.stem}\n"]
+        lines += [f"![{where.stem} of {where.parent.name}](pictures/{where.as_posix()})", ""]
+    return "\n".join(lines)
+
+
+def benchmarks() -> str:
+    """The recorded figures of speed and memory."""
+    lines = ["# Benchmarks\n", "`make bench` measures them again, beside plain loops in the same run.\n"]
+    for results in sorted((ROOT / "benchmarks" / "results").glob("*.md")):
+        lines += [re.sub(r"^(#+) ", r"#\1 ", results.read_text(), flags=re.MULTILINE), ""]
+    return "\n".join(lines)

@@ -1,0 +1,148 @@
+"""Every command and snippet of README and docs does what its page says: it runs.
+
+A page is run from top to bottom in a directory of its own, which has ``run.toml`` (that of
+docs/first_run.md) and what it left, ``runs/digits``. Blocks of ``sh`` are commands of fedsim, run
+in this process; of ``python``, code that shares one namespace a page; of ``toml``, configs. A title
+names the file that a block is. A comment before a block says that it fails, or why it is not run.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedsim import RunConfig
+from fedsim.cli import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
+SLOW = {"README.md", "docs/audit.md", "docs/deployment.md"}
+BLOCK = re.compile(
+    r"^(?:<!-- (?P<note>fails|not run: [^>]+) -->\n)?"
+    r'```(?P<language>\w*)(?: title="(?P<file>[^"]+)")?\n'
+    r"(?P<text>.*?)^```$",
+    flags=re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """What stands between two fences."""
+
+    language: str
+    file: str | None
+    note: str | None
+    text: str
+    line: int
+
+
+def blocks(page: str) -> Iterator[Block]:
+    text = (ROOT / page).read_text()
+    for match in BLOCK.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        named = re.match(r"# (\S+\.py)\n", match["text"])  # a first line may say the file too
+        file = match["file"] or (named[1] if named else None)
+        yield Block(match["language"], file, match["note"], match["text"], line)
+
+
+def commands(block: Block) -> list[list[str]]:
+    words = (
+        shlex.split(line, comments=True) for line in block.text.replace("\\\n", "").splitlines()
+    )
+    return [line for line in words if line]
+
+
+def status_of(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return int(ended.value.code or 0)
+
+
+def run_block(block: Block, namespace: dict[str, Any]) -> None:
+    if block.note and block.note.startswith("not run"):
+        return
+    if block.file:
+        Path(block.file).parent.mkdir(parents=True, exist_ok=True)
+        Path(block.file).write_text(block.text)
+    if block.language == "toml" and not block.file:
+        RunConfig.parse(tomllib.loads(block.text))
+    elif block.language == "python" and not block.file:
+        exec(compile(block.text, f"line {block.line}", "exec"), namespace)
+    elif block.language == "sh":
+        for program, *arguments in commands(block):
+            assert program == "fedsim", f"line {block.line}: say why {program} is not run"
+            assert (status_of(arguments) != 0) == (block.note == "fails"), (block.line, arguments)
+
+
+@pytest.fixture(scope="session")
+def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the first page's config and its run."""
+    directory = tmp_path_factory.mktemp("first-run")
+    config = next(block for block in blocks("docs/first_run.md") if block.file == "digits.toml")
+    (directory / "run.toml").write_text(config.text)
+    assert (
+        status_of(["run", str(directory / "run.toml"), "--out", str(directory / "runs/digits")])
+        == 0
+    )
+    return directory
+
+
+@pytest.fixture
+def flower_app() -> dict[str, Any]:
+    """What the snippets for Flower's users take as given: an app and its parameters."""
+    import numpy as np
+    from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+    from flwr.clientapp import ClientApp
+
+    client_app = ClientApp()
+
+    @client_app.train()
+    def train(message: Message, context: Any) -> Message:
+        del context
+        arrays = [array + 0.1 for array in message.content["arrays"].to_numpy_ndarrays()]
+        content = {"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"num-examples": 1})}
+        return Message(RecordDict(content), reply_to=message)
+
+    @client_app.evaluate()
+    def evaluate(message: Message, context: Any) -> Message:
+        del context
+        metrics = MetricRecord({"num-examples": 1, "loss": 0.5})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    return {"client_app": client_app, "initial_arrays": ArrayRecord([np.zeros(3, np.float32)])}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in SLOW else ()) for page in PAGES]
+)
+def test_what_a_page_shows_runs(
+    page: str,
+    first_run: Path,
+    flower_app: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(first_run, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(ROOT / "experiments", tmp_path / "experiments")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    if page == "docs/first_run.md":  # which begins with nothing
+        shutil.rmtree(tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    try:
+        for block in blocks(page):
+            run_block(block, flower_app)
+    finally:
+        for name in set(sys.modules) - before:
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+                del sys.modules[name]
