@@ -6,7 +6,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
-from fedsim import mechanisms, partitions, registry, tasks
+from fedsim import mechanisms, partitions, tasks
 from fedsim.clients import LocalAlgorithm
 from fedsim.clients.catalog import make_algorithm, parse_options
 from fedsim.config import RunConfig
@@ -90,19 +90,14 @@ def algorithm(config: RunConfig) -> LocalAlgorithm:
 
 def loss(config: RunConfig) -> Loss:
     """The loss of an example."""
-    name = config.model.loss
-    return tasks.LOSSES[name] if name in tasks.LOSSES else registry.load("model.loss", name)
+    return tasks.loss_named(config.model.loss)
 
 
 def metrics(config: RunConfig) -> dict[str, Metric]:
     """What an evaluation reports besides the loss: one metric for each name, by its last part."""
     found: dict[str, Metric] = {}
     for name in filter(None, (part.strip() for part in config.model.metrics.split(","))):
-        if ":" in name:
-            own = tasks.metric_of(registry.load("model.metrics", name))
-            found[name.rpartition(":")[2]] = own
-        else:
-            found[name] = tasks.metric_named(name)
+        found[name.rpartition(":")[2]] = tasks.metric_named(name)
     return found
 
 

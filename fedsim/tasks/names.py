@@ -1,56 +1,43 @@
-"""Metrics by their names in a config, and what of a user's own is one."""
+"""Losses and metrics by their names in a config, and what of a user's own is a metric."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
-from fedsim.errors import FedsimError
-from fedsim.tasks.classes import F1, Accuracy, CalibrationError, Perplexity, TopK
-from fedsim.tasks.metrics import MeanOf, Metric
-from fedsim.tasks.numbers import R2, RMSE
-from fedsim.tasks.ranking import AUC, AveragePrecision
+from fedsim import registry
+from fedsim.tasks.losses.base import Loss
+from fedsim.tasks.metrics.base import MeanOf, Metric
+from fedsim.tasks.metrics.top_k import TopK
 
-__all__ = ["METRICS", "metric_named", "metric_of"]
-
-METRICS: dict[str, Callable[[], Metric]] = {
-    "accuracy": Accuracy,
-    "auc": AUC,
-    "average-precision": AveragePrecision,
-    "calibration-error": CalibrationError,
-    "f1": F1,
-    "f1-micro": lambda: F1("micro"),
-    "perplexity": Perplexity,
-    "r2": R2,
-    "rmse": RMSE,
-}
-"""Metrics that have a name; ``top-K`` is another, for any whole number."""
+__all__ = ["loss_named", "metric_named"]
 
 
-def metric_named(name: str) -> Metric:
-    """A metric by its name.
+def loss_named(name: str) -> Loss:
+    """A loss by its name, or as ``module:name``.
 
     Raises
     ------
     FedsimError
         If there is none of this name.
     """
-    if name in METRICS:
-        return METRICS[name]()
+    return registry.find("loss", name, "model.loss")
+
+
+def metric_named(name: str) -> Metric:
+    """A metric by its name (``top-3`` is `TopK` of 3), or as ``module:name``.
+
+    What is a user's own is a `Metric`, a class of them, or a function of outputs and targets that
+    gives one number for each example, ``[B]``: the metric is their mean.
+
+    Raises
+    ------
+    FedsimError
+        If there is none of this name.
+    """
     if match := re.fullmatch(r"top-([0-9]{1,6})", name, re.ASCII):
         return TopK(int(match[1]))
-    raise FedsimError(
-        f"model.metrics has '{name}'; there are {', '.join(sorted(METRICS))}, top-K for a whole "
-        "number K, and module:name for one of your own."
-    )
-
-
-def metric_of(thing: Any) -> Metric:
-    """A metric of a user's own: a `Metric`, a class of them, or a function of outputs and targets.
-
-    A function gives one number for each example, ``[B]``; the metric is their mean.
-    """
+    thing: Any = registry.find("metric", name, "model.metrics")
     if isinstance(thing, type) and issubclass(thing, Metric):
         return thing()
     return thing if isinstance(thing, Metric) else MeanOf(thing)

@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fedsim import registry
 from fedsim.errors import FedsimError
 from fedsim.tasks import (
     IGNORED,
-    LOSSES,
     absolute_error,
     binary_cross_entropy,
     cross_entropy,
+    loss_named,
     squared_error,
 )
 
@@ -71,11 +72,11 @@ def test_outputs_that_do_not_fit_end_with_a_sentence(loss, outputs, targets) -> 
         loss(outputs, targets)
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("name", registry.names("loss"))
 def test_every_loss_gives_one_number_for_each_example_under_vmap(name: str) -> None:
     outputs = torch.randn(4, 3, 5)
     classes = name == "cross-entropy"
     targets = torch.randint(5, (4, 3)) if classes else (torch.rand(4, 3, 5) < 0.5).float()
-    loss = LOSSES[name]
+    loss = loss_named(name)
     apart = torch.stack([loss(z, y) for z, y in zip(outputs, targets, strict=True)])
     torch.testing.assert_close(torch.func.vmap(loss)(outputs, targets), apart)

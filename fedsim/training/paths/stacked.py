@@ -203,11 +203,18 @@ class StackedPath:
             # Not `delta[..., y] -= 1`: that takes two kernels, and would wait for a GPU.
             delta.scatter_add_(-1, classes, delta.new_full((), -1.0).expand(classes.shape))
             return delta.mul_(weight.unsqueeze(-1)), losses
-        # Any other loss: autograd through the loss alone, for all examples of the block at once.
-        # It gives each example a loss of its own, so that no client's gradient has another's part.
-        n, B = weight.shape
-        leaf = outputs.detach().requires_grad_()
-        with torch.enable_grad():
-            each = self.loss(leaf.flatten(0, 1), y.flatten(0, 1))
-            (delta,) = torch.autograd.grad((each * weight.reshape(-1)).sum(), leaf)
-        return aligned_empty(delta, *delta.shape).copy_(delta), each.detach().view(n, B)
+        # Any other loss: autograd through the loss alone, on a GPU for the whole block at once. It
+        # gives each example a loss of its own, so that no client's gradient has another's part.
+        delta, losses = aligned_empty(outputs, *outputs.shape), torch.empty_like(weight)
+        runs = [slice(None)] if outputs.is_cuda else [slice(k, k + 1) for k in range(len(y))]
+        for clients in runs:
+            # Copies, as an exponential's last bit may depend on where in memory its number lies.
+            leaf = outputs[clients].flatten(0, 1).clone().requires_grad_()
+            with torch.enable_grad():
+                example_losses = self.loss(leaf, y[clients].flatten(0, 1))
+                (own,) = torch.autograd.grad(
+                    (example_losses * weight[clients].reshape(-1)).sum(), leaf
+                )
+            delta[clients] = own.view_as(delta[clients])
+            losses[clients] = example_losses.detach().view_as(losses[clients])
+        return delta, losses

@@ -1,4 +1,4 @@
-"""Metrics of numbers: root mean squared error, and the share of variance that is explained."""
+"""Share of the variance that is explained."""
 
 from __future__ import annotations
 
@@ -6,47 +6,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from fedsim.tasks.losses import like_targets
-from fedsim.tasks.metrics import LEAST_BIT, ExactSum, Metric
+from fedsim.registry import register
+from fedsim.tasks.losses.base import like_targets
+from fedsim.tasks.metrics.base import Metric
+from fedsim.tasks.metrics.sums import LEAST_BIT, ExactSum
 
-__all__ = ["R2", "RMSE"]
+__all__ = ["R2"]
 
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class RMSE(Metric):
-    """Root of the mean of ``(output - target)^2`` over all targets that count."""
-
-    higher_is_better: ClassVar[bool] = False
-
-    def init(self) -> ExactSum:
-        """Nothing seen."""
-        return ExactSum()
-
-    def update(self, state: ExactSum, outputs: Tensor, targets: Tensor) -> ExactSum:
-        """More examples."""
-        difference = like_targets(outputs, targets).double() - targets.double()
-        return state + ExactSum.of(difference[~targets.isnan()].square())
-
-    def merge(self, first: ExactSum, second: ExactSum) -> ExactSum:
-        """Both."""
-        return first + second
-
-    def finish(self, state: ExactSum) -> float:
-        """The root."""
-        return math.sqrt(state.mean)
-
-
 Sums = Sequence[tuple[ExactSum, ExactSum, ExactSum]]
 
 
+@register("metric", "r2")
 @dataclass(frozen=True)
 class R2(Metric):
     """``1 - sum (y - output)^2 / sum (y - mean y)^2``, averaged over the numbers of a vector.

@@ -1,27 +1,19 @@
-"""Metrics as (init, update, merge, finish): the same number however examples are cut into blocks.
-
-A state is a value: `update` gives a new one that has seen more examples, `merge` one that has seen
-what two have seen. What is counted is counted in whole numbers, and what is added is added without
-rounding (`ExactSum`), so that states merge to the same result in any order and any tree.
-"""
+"""What a metric is, and what makes one of a function."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.tasks.losses import Loss
+from fedsim.tasks.losses.base import IGNORED, Loss, class_logits
+from fedsim.tasks.metrics.sums import ExactSum
 
-__all__ = ["ExactSum", "MeanOf", "Metric"]
-
-Floats = npt.NDArray[np.float64]
+__all__ = ["MeanOf", "Metric", "counted"]
 
 
 class Metric(ABC):
@@ -59,59 +51,6 @@ class Metric(ABC):
     @abstractmethod
     def finish(self, state: Any) -> float:
         """The metric; NaN where it is not defined (an AUC of one class, or of nothing)."""
-
-
-# Below every bit of a float64, denormal or not.
-LEAST_BIT = 1200
-HALF = 26
-
-
-@dataclass(frozen=True)
-class ExactSum:
-    """A sum of float64 numbers that no order of adding changes.
-
-    Attributes
-    ----------
-    units : int
-        The sum in units of 2^-1200.
-    count : int
-        How many numbers.
-    bad : int
-        How many of them were not finite.
-    """
-
-    units: int = 0
-    count: int = 0
-    bad: int = 0
-
-    @classmethod
-    def of(cls, values: Tensor | Floats) -> Self:
-        """Sum of all numbers of an array."""
-        if isinstance(values, Tensor):
-            values = values.detach().double().numpy()
-        flat = np.asarray(values, dtype=np.float64).ravel()
-        finite = flat[np.isfinite(flat)]
-        fraction, exponent = np.frexp(finite)
-        digits = np.ldexp(fraction, 53).astype(np.int64)
-        shifts, which = np.unique(exponent, return_inverse=True)
-        # Halves of 26 bits: sums of 2^26 of them are whole numbers that float64 holds.
-        low = np.bincount(which, weights=digits & (2**HALF - 1), minlength=len(shifts))
-        high = np.bincount(which, weights=digits >> HALF, minlength=len(shifts))
-        units = sum(
-            ((int(h) << HALF) + int(lo)) << (int(shift) - 53 + LEAST_BIT)
-            for shift, lo, h in zip(shifts, low, high, strict=True)
-        )
-        return cls(units, len(flat), len(flat) - len(finite))
-
-    def __add__(self, other: ExactSum) -> ExactSum:
-        return ExactSum(self.units + other.units, self.count + other.count, self.bad + other.bad)
-
-    @property
-    def mean(self) -> float:
-        """The mean, rounded once; NaN over nothing, or where a number was not finite."""
-        if self.bad or not self.count:
-            return float("nan")
-        return self.units / (self.count << LEAST_BIT)
 
 
 @dataclass(frozen=True)
@@ -156,3 +95,12 @@ class MeanOf(Metric):
     def finish(self, state: ExactSum) -> float:
         """The mean."""
         return state.mean
+
+
+def counted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits ``[m, K]`` and classes ``[m]`` of the targets that count."""
+    if outputs.shape == targets.shape and not targets.is_floating_point():
+        outputs = outputs.unsqueeze(-1)
+    logits = class_logits(outputs, targets).flatten(0, -2)
+    counts = targets.flatten() != IGNORED
+    return logits[counts], targets.flatten()[counts]

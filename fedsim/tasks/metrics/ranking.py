@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedsim.tasks.classes import counted
-from fedsim.tasks.losses import like_targets
-from fedsim.tasks.metrics import Metric
+from fedsim.tasks.losses.base import like_targets
+from fedsim.tasks.metrics.base import Metric, counted
 
-__all__ = ["AUC", "AveragePrecision"]
+__all__ = ["Ints", "Ranking"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -28,7 +26,7 @@ Scores = tuple[tuple[Floats, Floats], ...]
 """Scores and labels, each ``[m, K]``, of the examples of each update."""
 
 
-class _Ranking(Metric):
+class Ranking(Metric):
     """A metric of scores and labels 0 and 1 (NaN where a label does not count)."""
 
     def init(self) -> Scores:
@@ -90,23 +88,3 @@ def _by_score(scores: Floats, positive: npt.NDArray[np.bool_]) -> tuple[Ints, In
         for mask in (positive, ~positive)
     ]
     return counts[0], counts[1]
-
-
-@dataclass(frozen=True)
-class AUC(_Ranking):
-    """Probability that an example with the label scores above one without; ties count half."""
-
-    def _of(self, positives: Ints, negatives: Ints) -> float:
-        above = np.cumsum(positives) - positives
-        twice = int((negatives * (2 * above + positives)).sum())
-        return twice / (2 * int(positives.sum()) * int(negatives.sum()))
-
-
-@dataclass(frozen=True)
-class AveragePrecision(_Ranking):
-    """Mean over the examples with the label of the precision at their score."""
-
-    def _of(self, positives: Ints, negatives: Ints) -> float:
-        found, asked = np.cumsum(positives), np.cumsum(positives + negatives)
-        steps = (positives * (found / asked)).tolist()
-        return math.fsum(steps) / int(positives.sum())
