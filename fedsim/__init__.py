@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from fedsim.version import VERSION
+
 if sys.platform == "win32":
     raise ImportError("fedsim runs on Linux and macOS, and on Windows in WSL: it locks its files.")
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from fedsim.config import RunConfig
     from fedsim.runs.runner import run
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["RunConfig", "__version__", "run"]
 
 

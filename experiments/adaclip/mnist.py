@@ -28,7 +28,8 @@ from fedsim.cohorts import PoissonCohort
 from fedsim.config.keys import Section
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, NormBound
 from fedsim.privacy import Ledger, calibrate
-from fedsim.reports.plots import COLOURS, grid
+from fedsim.reports.palette import COLOURS
+from fedsim.reports.plots import curve_style, grid
 from fedsim.strategies import sgd
 
 __all__ = ["Mnist", "MnistSettings", "load_images", "make_mechanism"]
@@ -282,15 +283,13 @@ class Mnist(Experiment):
                 epsilons,
                 values[:, 0],
                 values[:, 1],
-                marker="o",
-                markersize=4,
-                color=COLOURS[method],
+                **curve_style(COLOURS[method]),
                 label=LABELS[method],
             )
-        axes[0].set_ylabel("test accuracy (%)")
+        axes[0].set_ylabel("test accuracy (%); bars: s.d. over seeds")
         axes[0].set_title("Table 1", fontsize=10)
         axes[0].legend(frameon=False, fontsize=8)
-        axes[1].plot(epsilons, ratios, marker="o", markersize=4, color=COLOURS["adaclip"])
+        axes[1].plot(epsilons, ratios, **curve_style(COLOURS["adaclip"]))
         axes[1].axhline(1, color=COLOURS["clipping"], linewidth=1, linestyle="--")
         axes[1].set_ylim(0, 1.15)
         axes[1].set_ylabel("$\\|g - \\tilde g\\|$, AdaCliP / Abadi")
@@ -302,7 +301,9 @@ class Mnist(Experiment):
             panel.set_xlabel("$\\epsilon$")
         for (momentum, curve), colour in zip(curves.items(), _CURVES, strict=False):
             epochs = np.arange(1, curve.shape[1] + 1)
-            axes[2].plot(epochs, 100 * curve.mean(0), color=colour, label=f"momentum {momentum:g}")
+            axes[2].plot(
+                epochs, 100 * curve.mean(0), **curve_style(colour), label=f"momentum {momentum:g}"
+            )
         axes[2].set_xlabel("epoch")
         axes[2].set_ylabel("test accuracy (%)")
         axes[2].set_title(

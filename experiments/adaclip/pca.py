@@ -26,7 +26,8 @@ from fedsim.cohorts import FullCohort, PoissonCohort
 from fedsim.config.keys import Section
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, PerLayer
 from fedsim.privacy import Ledger, calibrate, calibrate_events
-from fedsim.reports.plots import COLOURS, grid
+from fedsim.reports.palette import COLOURS
+from fedsim.reports.plots import curve_style, grid
 from fedsim.strategies import sgd
 
 __all__ = ["METHODS", "Pca", "PcaSettings"]
@@ -179,16 +180,14 @@ class Pca(Experiment):
                 epsilons,
                 values[:, 0],
                 values[:, 1],
-                marker="o",
-                markersize=4,
-                color=COLOURS[method],
+                **curve_style(COLOURS[method]),
                 label=label,
             )
         panel.set_xscale("log")
         panel.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
         panel.minorticks_off()
         panel.set_xlabel("$\\epsilon$, PCA and training together")
-        panel.set_ylabel("test accuracy (%)")
+        panel.set_ylabel("test accuracy (%); bars: s.d. over seeds")
         panel.legend(frameon=False, fontsize=9)
         return figure
 

@@ -22,7 +22,8 @@ from experiments.framework.base import (
 )
 from fedsim.mechanisms import AdaClip, Clipping, Independent, Mechanism, NoiseSource, Releaser
 from fedsim.randomness import Purpose, Randomness
-from fedsim.reports.plots import COLOURS, grid
+from fedsim.reports.palette import COLOURS, INK
+from fedsim.reports.plots import curve_style, grid
 from fedsim.rows import DenseRows, Layout
 
 __all__ = ["METHODS", "Regression", "RegressionSettings", "error_of_clipping"]
@@ -171,13 +172,11 @@ class Regression(Experiment):
         )
         for method, (label, colour) in METHODS.items():
             for panel, values in zip(axes, (errors, noises), strict=True):
-                panel.plot(
-                    dimensions, values[method], "o-", color=colour, markersize=4, label=label
-                )
+                panel.plot(dimensions, values[method], **curve_style(colour), label=label)
         axes[0].plot(
             dimensions,
             [self._theory(d) for d in dimensions],
-            color="#333333",
+            color=INK,
             linestyle=":",
             linewidth=1,
             label="theory, Abadi",

@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.framework.base import Result
-from fedsim.reports.plots import COLOURS, grid
+from fedsim.reports.palette import COLOURS, INK
+from fedsim.reports.plots import curve_style, grid
 
 __all__ = ["curves", "trajectories"]
 
@@ -61,14 +62,14 @@ def trajectories(panels: Panels, runs: Runs) -> Figure:
             panel.plot(
                 run["along"],
                 run["off"],
-                color=COLOURS[method],
+                **curve_style(COLOURS[method]),
                 linewidth=0.7 * WIDTHS[method],
                 label=method,
             )
             panel.plot(run["along"][-1], run["off"][-1], "o", color=COLOURS[method], markersize=4)
         start = run["along"][0]
-        panel.plot(start, 0, "s", color="#333333", markersize=5)
-        panel.plot(0, 0, "*", color="#333333", markersize=10)
+        panel.plot(start, 0, "s", color=INK, markersize=5)
+        panel.plot(0, 0, "*", color=INK, markersize=10)
         panel.set_title(label, fontsize=10)
         panel.set_xlabel("distance still to go along $w_0 - w^*$")
         panel.invert_xaxis()
@@ -81,7 +82,13 @@ def _band(axes: Axes, lines: Sequence[Sequence[float]], method: str) -> None:
     """Mean over seeds with the range of all of them."""
     values = np.array(lines)
     rounds = np.arange(values.shape[1])
-    axes.plot(rounds, values.mean(0), color=COLOURS[method], linewidth=WIDTHS[method], label=method)
+    axes.plot(
+        rounds,
+        values.mean(0),
+        **curve_style(COLOURS[method]),
+        linewidth=WIDTHS[method],
+        label=method,
+    )
     axes.fill_between(
         rounds, values.min(0), values.max(0), color=COLOURS[method], alpha=0.2, linewidth=0
     )

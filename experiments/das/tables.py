@@ -21,7 +21,8 @@ from experiments.framework.base import (
     seeds_text,
 )
 from fedsim.config import RunConfig
-from fedsim.reports.plots import COLOURS, grid
+from fedsim.reports.palette import COLOURS
+from fedsim.reports.plots import curve_style, grid
 from fedsim.runs.runner import run
 
 __all__ = ["METHODS", "Das", "DasSettings"]
@@ -179,9 +180,7 @@ class Das(Experiment):
                     bounds,
                     values[:, 0],
                     values[:, 1],
-                    color=COLOURS[method],
-                    marker="o",
-                    markersize=4,
+                    **curve_style(COLOURS[method]),
                     capsize=3,
                     label=method,
                 )
@@ -197,7 +196,7 @@ class Das(Experiment):
             panel.minorticks_off()
             panel.set_xlabel("C")
             panel.set_title(f"$\\epsilon$ = {epsilon:g}", fontsize=10)
-        axes[0].set_ylabel("test accuracy (%)")
+        axes[0].set_ylabel("test accuracy (%); bars: s.d. over seeds")
         axes[0].legend(frameon=False, fontsize=9)
         return figure
 

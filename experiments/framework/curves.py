@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from experiments.framework.config_runs import Score
-from fedsim.reports.plots import COLOURS, grid
+from fedsim.reports.palette import COLOURS
+from fedsim.reports.plots import curve_style, grid
 
 __all__ = ["Curve", "curves", "sweeps"]
 
@@ -21,7 +23,7 @@ _STYLES = {
     "fixed": COLOURS["norm-bound"],
     "second": COLOURS["norm-bound"],
     "fifth": COLOURS["literal"],
-    "other": "#d9cfc9",
+    "other": COLOURS["other"],
 }
 
 
@@ -63,7 +65,7 @@ def curves(
             panel.plot(
                 line.score.rounds[shown],
                 line.score.curve[shown],
-                color=_colour(line.style, count),
+                **_style(line.style, count),
                 zorder=3 if line.style == "adadp" else 2,
                 linewidth=1.0 if line.style == "other" else 1.6,
                 label=line.label or None,
@@ -97,11 +99,8 @@ def sweeps(
             list(points),
             [score.mean for score in points.values()],
             [score.spread for score in points.values()],
-            color=_colour(style, 0),
-            marker="o",
-            markersize=4,
+            **_style(style, 0),
             capsize=3,
-            linestyle="--" if style == "fixed" else "-",
             label=label,
         )
     ticks = sorted({x for _, points, _ in lines for x in points})
@@ -115,7 +114,7 @@ def sweeps(
     return figure
 
 
-def _colour(style: str | int, count: int) -> str | tuple[float, ...]:
-    if isinstance(style, str):
-        return _STYLES[style]
-    return colormaps["YlOrBr"](0.35 + 0.6 * style / max(count - 1, 1))
+def _style(style: str | int, count: int) -> dict[str, Any]:
+    if isinstance(style, int):
+        return {"color": colormaps["cividis"](0.9 * style / max(count - 1, 1))}
+    return {"color": _STYLES[style]} if style == "other" else curve_style(_STYLES[style])

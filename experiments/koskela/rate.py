@@ -13,7 +13,8 @@ from experiments.framework.base import PaperClaim, Report, Result, Settings, Tab
 from experiments.framework.config_runs import ConfigRunsSettings
 from experiments.koskela.common import Koskela, optimiser
 from fedsim.config import RunConfig, Scalar
-from fedsim.reports.plots import COLOURS, INK, grid
+from fedsim.reports.palette import COLOURS, INK
+from fedsim.reports.plots import curve_style, grid
 from fedsim.runs.build import Build
 
 __all__ = ["KoskelaRate", "KoskelaRateSettings", "settled_rate"]
@@ -142,7 +143,7 @@ class KoskelaRate(Koskela):
                 panel.plot(
                     np.arange(len(values)) * self._iterations,
                     values,
-                    color=colours[k % len(colours)],
+                    **curve_style(colours[k % len(colours)]),
                     label=f"$\\eta_0$ = {start:g}",
                 )
             panel.axhline(

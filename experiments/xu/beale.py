@@ -21,7 +21,8 @@ from fedsim.mechanisms import (
     Releaser,
 )
 from fedsim.randomness import Purpose, Randomness
-from fedsim.reports.plots import COLOURS
+from fedsim.reports.palette import COLOURS, INK
+from fedsim.reports.plots import curve_style
 from fedsim.rows import DenseRows, Layout
 
 __all__ = ["METHODS", "beale", "descend", "draw", "gradient"]
@@ -102,15 +103,15 @@ def draw(space: Axes, curves: Axes, runs: Mapping[str, list[Result]]) -> None:
     space.contour(x, y, beale(x, y), levels=levels, colors="#cccccc", linewidths=0.6)
     for method, (label, colour) in METHODS.items():
         path = np.array(runs[method][0]["path"])
-        space.plot(*path.T, color=colour, linewidth=1.1, label=label)
+        space.plot(*path.T, **curve_style(colour), linewidth=1.1, label=label)
         space.plot(*path[-1], "o", color=colour, markersize=4)
         distance = np.array([run["distance"] for run in runs[method]])
         steps = np.arange(distance.shape[1])
-        curves.plot(steps, np.median(distance, 0), color=colour, label=label)
+        curves.plot(steps, np.median(distance, 0), **curve_style(colour), label=label)
         low, high = np.quantile(distance, [0.25, 0.75], axis=0)
         curves.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-    space.plot(*np.array(runs["free"][0]["path"][0]), "s", color="#333333", markersize=5)
-    space.plot(*MINIMUM, "*", color="#333333", markersize=11)
+    space.plot(*np.array(runs["free"][0]["path"][0]), "s", color=INK, markersize=5)
+    space.plot(*MINIMUM, "*", color=INK, markersize=11)
     space.set_xlabel("x")
     space.set_ylabel("y")
     space.set_xlim(-0.5, 4.5)

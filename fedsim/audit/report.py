@@ -18,12 +18,11 @@ from fedsim.audit.power import noticeable
 from fedsim.audit.two_world import TwoWorlds
 from fedsim.audit.verdict import Verdict
 from fedsim.audit.worlds import WORLDS
+from fedsim.reports.palette import INK, SERIES
 
 __all__ = ["draw", "power_sentence", "tabulate"]
 
 _SENTENCES = {world.name: world.sentence for world in WORLDS}
-_INK = "#333333"
-_COLOURS = ("#3b6ea5", "#c1662f", "#4c8a57", "#8a5a9e")
 _LEAST = 1e-3
 
 
@@ -125,44 +124,44 @@ def draw(verdict: Verdict, title: str) -> Figure:
         axes.set_xlim(low, 1)
         axes.set_ylim(low, 1)
         _curve(axes, verdict.claim, low)
-        for attack, colour in zip(verdict.two_worlds, _COLOURS, strict=False):
+        for attack, colour in zip(verdict.two_worlds, SERIES, strict=False):
             _box(axes, attack, colour, low)
-        axes.set_xlabel("false positives: no canary, and one is seen", color=_INK)
+        axes.set_xlabel("false positives: no canary, and one is seen", color=INK)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(colors=_INK)
-    plain.set_ylabel("false negatives: a canary, and none is seen", color=_INK)
+        axes.tick_params(colors=INK)
+    plain.set_ylabel("false negatives: a canary, and none is seen", color=INK)
     plain.legend(loc="upper right", frameon=False, fontsize=9)
     figure.supxlabel(
-        "dots: errors as counted; squares: what they are at most. A square in the red refutes.",
-        color=_INK,
+        "dots: errors as counted; squares: what they are at most. A square in the shade refutes.",
+        color=INK,
         fontsize=9,
     )
-    figure.suptitle(f"{title}\n{verdict}", color=_INK, fontsize=10, wrap=True)
+    figure.suptitle(f"{title}\n{verdict}", color=INK, fontsize=10, wrap=True)
     return figure
 
 
 def _curve(axes: Axes, claim: Claim, low: float) -> None:
     x = np.unique(np.concatenate([np.geomspace(_LEAST / 10, 1, 400), np.linspace(0, 1, 200)]))
     y = claim.curve(x)
-    axes.fill_between(x, y, low, color="#d9534f", alpha=0.12, lw=0, label="refutes the claim")
+    axes.fill_between(x, y, low, color=SERIES[1], alpha=0.12, lw=0, label="refutes the claim")
     label = f"claim: epsilon {claim.epsilon:.3g} at delta {claim.delta:g}"
-    axes.plot(x, np.maximum(y, 1e-9), color=_INK, lw=1.5, label=label)
-    axes.plot(x, np.maximum(1 - x, 1e-9), color=_INK, lw=0.8, ls=":", label="a guess")
+    axes.plot(x, np.maximum(y, 1e-9), color=INK, lw=1.5, label=label)
+    axes.plot(x, np.maximum(1 - x, 1e-9), color=INK, lw=0.8, ls=":", label="a guess")
 
 
 def _bars(axes: Axes, verdict: Verdict) -> None:
     """How odd each check's finding is: beyond the line it refutes."""
     oddness = [-np.log10(max(check.p_value, 1e-12)) for check in verdict.checks]
-    colours = ["#d9534f" if check in verdict.failed else "#3b6ea5" for check in verdict.checks]
+    colours = [SERIES[1] if check in verdict.failed else SERIES[0] for check in verdict.checks]
     places = range(len(oddness))
     axes.barh(places, oddness, color=colours, height=0.7)
     axes.set_yticks(places, [str(check) for check in verdict.checks])
-    axes.axvline(-np.log10(verdict.risk_of_check), color=_INK, lw=1, ls=":")
+    axes.axvline(-np.log10(verdict.risk_of_check), color=INK, lw=1, ls=":")
     axes.invert_yaxis()
     axes.set_xlim(0, 12.5)
-    axes.set_xlabel("digits of oddness; a bar beyond the line refutes", color=_INK)
+    axes.set_xlabel("digits of oddness; a bar beyond the line refutes", color=INK)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_INK, labelsize=7)
+    axes.tick_params(colors=INK, labelsize=7)
 
 
 def _box(axes: Axes, attack: TwoWorlds, colour: str, low: float) -> None:

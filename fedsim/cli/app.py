@@ -14,6 +14,7 @@ from fedsim.cli.experiment import experiment
 from fedsim.cli.flower_app import app as flower_app
 from fedsim.cli.partition import partition
 from fedsim.cli.privacy import privacy
+from fedsim.cli.report import compare, report
 from fedsim.cli.run import run
 from fedsim.cli.sweep import sweep
 from fedsim.cli.tune import tune
@@ -46,7 +47,7 @@ def options(
     """Private federated learning, simulated and deployed on Flower."""
 
 
-for command in (run, sweep, privacy, partition, experiment, audit, tune):
+for command in (run, report, compare, sweep, privacy, partition, experiment, audit, tune):
     app.command(cls=Command)(command)
 app.command("app", cls=Command)(flower_app)
 app.add_typer(deploy, name="deploy")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedsim.errors import FedsimError
 
-__all__ = ["check_picture"]
+__all__ = ["check_page", "check_picture"]
 
 
 def check_picture(path: Path) -> None:
@@ -17,8 +17,22 @@ def check_picture(path: Path) -> None:
     ------
     FedsimError
     """
-    if path.suffix.lower() != ".png" or path.is_dir():
-        raise FedsimError(f"--out is {path}; it must be a file that ends in .png.")
+    _check(path, ".png")
+
+
+def check_page(path: Path) -> None:
+    """Refuse a place where no HTML page can be written.
+
+    Raises
+    ------
+    FedsimError
+    """
+    _check(path, ".html")
+
+
+def _check(path: Path, suffix: str) -> None:
+    if path.suffix.lower() != suffix or path.is_dir():
+        raise FedsimError(f"--out is {path}; it must be a file that ends in {suffix}.")
     directory = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
     if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
         raise FedsimError(f"--out is {path}, but {directory} is no directory that can be written.")

@@ -11,6 +11,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Question, Statement
 from fedsim.privacy.archive import archived
 from fedsim.privacy.parallel import dearest
+from fedsim.reports.record import clients_ledgers
 
 __all__ = ["Source", "read_source"]
 
@@ -87,13 +88,9 @@ def _clients(directory: Path, delta: float) -> ClientLedgers:
 
 def _clients_of(run: Path) -> Path | None:
     """Where a run's clients keep their ledgers, if that is on this machine."""
-    candidates = [run / "clients"]
-    if (run / "config.toml").is_file():
-        config = RunConfig.load(run / "config.toml")
-        if config.client.state_dir:
-            candidates.append(Path(config.client.state_dir) / config.name / "clients")
-    candidates += sorted(run.glob("clients/*/clients"))
-    return next((path for path in candidates if _has_clients(path)), None)
+    settings = run / "config.toml"
+    config = RunConfig.load(settings).to_run_config() if settings.is_file() else {}
+    return clients_ledgers(run, config)
 
 
 def _has_clients(directory: Path) -> bool:

@@ -15,7 +15,7 @@ from rich.text import Text
 from fedsim.config import RunConfig
 from fedsim.runs.artefacts import Row
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.runs.drive import RunResult
+from fedsim.runs.result import RunResult
 from fedsim.strategies.outcome import failures_in, reasons_in, told
 
 __all__ = ["Progress", "summary"]

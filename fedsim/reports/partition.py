@@ -6,10 +6,10 @@ import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
@@ -18,6 +18,8 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from fedsim.reports.palette import HATCHES, INK, LIGHT, SERIES
 
 __all__ = ["class_counts", "draw", "save", "summary", "tabulate"]
 
@@ -30,8 +32,6 @@ _ROWS = 12  # clients in the table before it is abbreviated
 _WIDTH = 80  # of a terminal; where a column for each class needs more, classes are listed
 _PIXELS = 1000  # columns of a heat map; of more clients, neighbours are averaged
 _TICKS = (0.01, 0.1, 0.25, 0.5, 1.0)
-_INK = "#333333"
-_BLUE = "#3b6ea5"
 
 
 def class_counts(
@@ -157,15 +157,18 @@ def _bars(counts: Counts, title: str) -> Figure:
     axes = figure.add_subplot()
     clients = np.arange(n)
     below = np.zeros(n)
-    palette = colormaps["tab10" if num_classes <= 10 else "tab20"](range(num_classes))
-    for label, colour in enumerate(palette):
+    looks: list[dict[str, Any]] = [
+        {"color": SERIES[k % len(SERIES)], "hatch": HATCHES[k // len(SERIES)]}
+        for k in range(num_classes)
+    ]
+    for label, look in enumerate(looks):
         column = counts[:, label]
-        axes.bar(clients, column, 0.85, below, color=colour, edgecolor="white", linewidth=0.4)
+        axes.bar(clients, column, 0.85, below, **look, edgecolor="white", linewidth=0.4)
         if n <= _ROWS:
             _write_class(axes, label, column, below, counts.sum(1).max())
         below += column
-    for label, colour in enumerate(palette):
-        axes.bar(0, 0, color=colour, label=str(label))
+    for label, look in enumerate(looks):
+        axes.bar(0, 0, **look, edgecolor="white", label=str(label))
     axes.set_xlim(-0.6, n - 0.4)
     axes.set_ylim(0, max(below.max(), 1) * 1.03)
     _number_clients(axes, n)
@@ -204,7 +207,11 @@ def _heat_map(counts: Counts, title: str) -> Figure:
     top = figure.add_subplot(grid[0, :])
     middle = figure.add_subplot(grid[1, :], sharex=top)
     top.fill_between(
-        np.arange(n + 1) - 0.5, np.append(sizes[order], 0), step="post", color=_BLUE, linewidth=0
+        np.arange(n + 1) - 0.5,
+        np.append(sizes[order], 0),
+        step="post",
+        color=SERIES[0],
+        linewidth=0,
     )
     top.set_ylim(0, max(sizes.max(), 1) * 1.08)
     top.set_ylabel("examples")
@@ -238,7 +245,7 @@ def _heat_map(counts: Counts, title: str) -> Figure:
     ticks = [0, *(tick for tick in _TICKS if tick <= highest)]
     bar = figure.colorbar(image, ax=middle, pad=0.01, aspect=25, ticks=ticks)
     bar.ax.set_yticklabels([f"{tick:.0%}" for tick in ticks])
-    bar.set_label("share of the client's examples", color=_INK)
+    bar.set_label("share of the client's examples", color=INK)
     bar.outline.set_visible(False)
     _dress(top)
     return figure
@@ -256,7 +263,7 @@ def _histogram(axes: Axes, values: Counts, name: str) -> None:
     low, high = int(values.min()), int(values.max())
     step = max(1, -(-(high - low + 1) // 40))
     edges = np.arange(low, high + step + 1, step) - 0.5
-    axes.hist(values, edges.tolist(), color=_BLUE, edgecolor="white", linewidth=0.4)
+    axes.hist(values, edges.tolist(), color=SERIES[0], edgecolor="white", linewidth=0.4)
     room = 2 if high - low < 4 else 0  # no bar as broad as the axes
     axes.set_xlim(max(low - room, 0) - 0.6, high + room + 0.6)
     axes.set_xlabel(name)
@@ -287,7 +294,7 @@ def _shares(counts: Counts) -> Floats:
 def _figure(width: float, height: float, title: str) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     lines = textwrap.fill(title, int(width * 10))
-    figure.suptitle(lines, fontsize=12, color=_INK, x=0.01, ha="left", parse_math=False)
+    figure.suptitle(lines, fontsize=12, color=INK, x=0.01, ha="left", parse_math=False)
     return figure
 
 
@@ -302,8 +309,8 @@ def _thousands(value: float, _: float) -> str:
 
 def _dress(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#999999")
-    axes.tick_params(colors=_INK, labelsize=9)
+    axes.spines[["left", "bottom"]].set_color(LIGHT.frame)
+    axes.tick_params(colors=INK, labelsize=9)
 
 
 def _spread(values: Counts) -> str:

@@ -5,24 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "INK", "dress", "grid", "save"]
+from fedsim.reports.palette import DASHES, INK, LIGHT, MARKERS, SERIES
 
-INK = "#333333"
-COLOURS = {
-    "clipping": "#c8553d",
-    "normalization": "#2a6f97",
-    "adaclip": "#2a6f97",
-    "literal": "#8d6a9f",
-    "norm-bound": "#b08d2e",
-    "fedavg": "#6b7280",
-    "neutral": "#6b7280",
-    "third": "#4f8a5b",
-}
-"""A colour for each method, the same in every picture."""
+__all__ = ["curve_style", "dress", "grid", "save"]
+
+
+def curve_style(colour: str) -> dict[str, Any]:
+    """How a curve of a colour of the palette is drawn: with the dash and marker of its own."""
+    index = SERIES.index(colour)
+    lengths = tuple(float(length) / 2 for length in DASHES[index].split())
+    return {
+        "color": colour,
+        "linestyle": (0, lengths) if lengths else "-",
+        "marker": MARKERS[index],
+        "markersize": 4,
+        # As a share of the picture: long curves have few markers, short ones all of theirs.
+        "markevery": 0.1,
+    }
 
 
 def grid(
@@ -40,9 +44,9 @@ def dress(axes: Sequence[Axes]) -> None:
     """Light frames, small ticks, a faint grid."""
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
-        panel.spines[["left", "bottom"]].set_color("#999999")
+        panel.spines[["left", "bottom"]].set_color(LIGHT.frame)
         panel.tick_params(colors=INK, labelsize=9)
-        panel.grid(color="#e6e6e6", linewidth=0.6)
+        panel.grid(color=LIGHT.grid, linewidth=0.6)
         panel.set_axisbelow(True)
 
 

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 
 from fedsim.config import Scalar
 from fedsim.privacy import Accountant, Cost, Ledger
-from fedsim.reports.plots import grid
-from fedsim.runs.artefacts import RunDirectory
+from fedsim.reports.palette import SERIES
+from fedsim.reports.plots import curve_style, grid
 
 __all__ = ["Line", "draw", "price", "read_line", "to_csv"]
 
@@ -47,7 +47,7 @@ class Line:
 
 def read_line(point: dict[str, Scalar], directory: Path) -> Line:
     """The line of a member whose artefacts are in ``directory``."""
-    with RunDirectory(directory).metrics.open(newline="", encoding="utf-8") as file:
+    with (directory / "metrics.csv").open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row.get("test-accuracy")]
     if not rows:
         return Line(point, np.nan, np.nan, np.nan, None)
@@ -98,17 +98,20 @@ def draw(lines: Sequence[Line], axis: str, title: str) -> Figure:
     values = list(dict.fromkeys(line.point[axis] for line in lines))
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     x = [float(v) for v in values] if numeric else list(range(len(values)))
-    for name, curve in curves.items():
+    for index, (name, curve) in enumerate(curves.items()):
         y = np.array([np.mean(curve.get(value, [np.nan])) for value in values])
         low = np.array([np.min(curve.get(value, [np.nan])) for value in values])
         high = np.array([np.max(curve.get(value, [np.nan])) for value in values])
-        axes.errorbar(x, y, yerr=[y - low, high - y], marker="o", capsize=3, label=name or None)
+        style = curve_style(SERIES[index % len(SERIES)])
+        axes.errorbar(x, y, [y - low, high - y], **style, capsize=3, label=name or None)
     if numeric and min(x) > 0 and max(x) / min(x) >= 20:
         axes.set_xscale("log")
     if not numeric:
         axes.set_xticks(x, [str(value) for value in values])
     axes.set_xlabel(axis)
     axes.set_ylabel("test accuracy, mean of the last five evaluations")
+    if any(len(scores) > 1 for curve in curves.values() for scores in curve.values()):
+        axes.set_title("mean over seeds; bars: the lowest and highest seed", fontsize=9, loc="left")
     if any(curves):
         axes.legend(fontsize=8, frameon=False)
     return figure

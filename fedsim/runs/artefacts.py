@@ -7,6 +7,8 @@
     ledger.jsonl        every private release; clients' own are in clients/
     ledger.sig          its signature, where there is a key for one
     model.safetensors   the model
+    summary.json        what was measured once, at the end
+    report.html         all of it to look at
     done                how the run has ended, once it has
     checkpoint/         what the run has reached, to go on from (see `Checkpoints`)
     clients/            what clients keep between rounds, on this machine
@@ -65,6 +67,7 @@ class RunDirectory:
         self.ledger = self.path / "ledger.jsonl"
         self.signature = self.path / "ledger.sig"
         self.model = self.path / "model.safetensors"
+        self.summary = self.path / "summary.json"
         self.report = self.path / "report.html"
         self.done = self.path / "done"
         self.checkpoint = self.path / "checkpoint"
@@ -268,6 +271,14 @@ class RunDirectory:
         """Write ledger.sig."""
         _replace(self.signature, signature.encode())
 
+    def save_summary(self, summary: Mapping[str, object]) -> None:
+        """Write summary.json."""
+        _replace(self.summary, json.dumps(summary, indent=1).encode() + b"\n")
+
+    def save_report(self, html: str) -> None:
+        """Write report.html."""
+        _replace(self.report, html.encode())
+
     def copy_from(self, source: RunDirectory) -> None:
         """Take over what a run has left in a directory on this machine."""
         for mine, theirs in zip(self._own, source._own, strict=True):
@@ -283,6 +294,7 @@ class RunDirectory:
             self.ledger,
             self.signature,
             self.model,
+            self.summary,
             self.report,
             self.done,
             self.checkpoint,

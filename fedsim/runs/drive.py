@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
@@ -15,52 +14,21 @@ from flwr.serverapp.strategy import Result
 
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.models import values_of
-from fedsim.privacy import Statement
 from fedsim.privacy.signing import LEDGER_KEY, private_key, signature
 from fedsim.rows.exchange import KEEP_SINCE
 from fedsim.runs.artefacts import Ended, Row, RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus, improves
 from fedsim.runs.columns import columns_of
+from fedsim.runs.report import leave_report
+from fedsim.runs.result import RunResult
 from fedsim.runs.signals import asked_to_end
 from fedsim.runs.state import RunState
-from fedsim.strategies import Rounds, round_timeout, rounds_of, run_to_end
+from fedsim.strategies import Rounds, RunFailedError, round_timeout, rounds_of, run_to_end
 
-__all__ = ["RunResult", "Session", "drive"]
+__all__ = ["Session", "drive"]
 
 _log = logging.getLogger("fedsim")
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What a run reached.
-
-    Attributes
-    ----------
-    metrics : list of mappings
-        One a round, round 0 being the initial model: the rows of metrics.csv.
-    arrays : ArrayRecord
-        The parameters.
-    privacy : Statement
-        Epsilon, delta, adjacency, level, and what they cover: at client level, unless the run
-        is private at example level only.
-    example_privacy : Statement or None
-        The same at example level, where clients protect their examples.
-    ended : "finished", "budget", "stopped" or "interrupted"
-        "stopped" is by a callback.
-    why : str
-        One sentence, where the run ended early.
-    directory : RunDirectory or None
-        Where the artefacts are.
-    """
-
-    metrics: list[Row]
-    arrays: ArrayRecord
-    privacy: Statement
-    example_privacy: Statement | None = None
-    ended: Ended = "finished"
-    why: str = ""
-    directory: RunDirectory | None = field(default=None, compare=False)
 
 
 class Session:
@@ -333,16 +301,23 @@ def drive(
     """
     state = None if directory is None else directory.checkpoints.newest()
     session = Session(build, directory, callbacks, resume=state)
-    interrupted = whole = False
+    failure: RunFailedError | None = None
+    whole = False
     with asked_to_end(session.end):
         try:
             run_to_end(session.rounds(grid), grid, session.timeout(grid))
             whole = True
         except KeyboardInterrupt:
-            interrupted = True
+            pass
+        except RunFailedError as error:
+            failure = error
         finally:
             session.finish(whole=whole)
-    return session.result(interrupted=interrupted)
+    result = session.result(interrupted=not whole)
+    leave_report(build, result, str(failure or ""))
+    if failure is not None:
+        raise failure
+    return result
 
 
 def _numbers(record: MetricRecord | None, prefix: str = "") -> dict[str, float | int]:

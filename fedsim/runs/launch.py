@@ -24,7 +24,7 @@ from fedsim.runs.artefacts import OUT, RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
-from fedsim.runs.drive import RunResult
+from fedsim.runs.result import RunResult
 from fedsim.strategies import RunFailedError
 
 __all__ = ["RanElsewhere", "run_deployment", "run_simulation"]

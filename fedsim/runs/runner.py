@@ -17,7 +17,8 @@ from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback
 from fedsim.runs.check import check
-from fedsim.runs.drive import RunResult, drive
+from fedsim.runs.drive import drive
+from fedsim.runs.result import RunResult
 from fedsim.runs.resume import move_client_ledgers, resumed_config
 
 if TYPE_CHECKING:

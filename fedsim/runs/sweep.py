@@ -36,6 +36,7 @@ from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.check import check
 from fedsim.runs.drive import Session
 from fedsim.runs.objects import algorithm
+from fedsim.runs.report import leave_report
 from fedsim.runs.signals import asked_to_end
 from fedsim.runs.state import RunState
 from fedsim.strategies import Rounds, RunFailedError, run_to_end
@@ -244,6 +245,9 @@ def _run_sessions(sessions: Sequence[Session]) -> dict[int, str]:
         finally:
             for index, session in enumerate(sessions):
                 session.finish(whole=whole and index not in failed)
+    for index, session in enumerate(sessions):
+        result = session.result(interrupted=session.ended == "interrupted")
+        leave_report(session.build, result, failed.get(index, ""))
     if any(session.ended == "interrupted" for session in sessions):
         raise KeyboardInterrupt
     return failed

@@ -87,7 +87,7 @@ def test_help_teaches_with_an_example(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("run", "The TOML file that describes the run."),
+        ("run", "The TOML file that describes the run"),
         ("privacy", "a ledger (ledger.jsonl)"),
         ("experiment", "a directory with an experiment.toml."),
         ("deploy init", "The federation's directory."),

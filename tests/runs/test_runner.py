@@ -65,6 +65,8 @@ def test_a_run_leaves_its_artefacts(tmp_path: Path) -> None:
         "ledger.jsonl",
         "metrics.csv",
         "model.safetensors",
+        "report.html",
+        "summary.json",
     ]
     with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

@@ -1,0 +1,286 @@
+"""Several runs on one page: those that differ in their seeds only stand together."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fedsim.config import Scalar
+from fedsim.reports.charts import Line, Lines
+from fedsim.reports.markup import Markup, tag
+from fedsim.reports.numbers import brief, duration
+from fedsim.reports.page import Page
+from fedsim.reports.palette import SERIES
+from fedsim.reports.record import RunRecord
+from fedsim.reports.series import is_share, learning_columns, lowest_is_best
+
+__all__ = ["compare_page"]
+
+# What two runs may differ in and be the same but for their seeds.
+_IGNORED = ("name", "title", "seed", "data.dir", "client.state-dir", "noise.ledger-key")
+_IGNORED_TABLES = ("engine.", "checkpoint.", "log.")
+_RESOLVED = ("client.path", "client.block-size")
+
+_MOST_KEYS = 4  # in a group's label
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in their seeds only.
+
+    Attributes
+    ----------
+    label : str
+        What sets it apart from the others.
+    point : mapping of key to value
+        The keys in which groups differ.
+    records : list of RunRecord
+    """
+
+    label: str
+    point: Mapping[str, Scalar]
+    records: Sequence[RunRecord]
+
+    def ends(self, column: str) -> list[float]:
+        """The last number of each run in a column, of those that have one."""
+        values = (record.last(column) for record in self.records)
+        return [value for value in values if value is not None]
+
+    def mean_curve(self, column: str, name: str) -> Line:
+        """The mean over the runs, and one standard deviation to each side."""
+        by_round: dict[float, list[float]] = {}
+        for record in self.records:
+            for x, y in zip(*record.curve(column), strict=True):
+                by_round.setdefault(x, []).append(y)
+        rounds = sorted(by_round)
+        means = [math.fsum(by_round[x]) / len(by_round[x]) for x in rounds]
+        if len(self.records) < 2:
+            return Line(name, rounds, means)
+        deviations = [_deviation(by_round[x]) for x in rounds]
+        low = [mean - off for mean, off in zip(means, deviations, strict=True)]
+        high = [mean + off for mean, off in zip(means, deviations, strict=True)]
+        return Line(name, rounds, means, low, high)
+
+
+def compare_page(records: Sequence[RunRecord]) -> str:
+    """The page of several runs, as HTML that stands alone."""
+    groups = grouped(records)
+    page = Page(f"{len(records)} runs compared")
+    several = any(len(group.records) > 1 for group in groups)
+    page.lead(
+        tag("p", _said(records, groups), class_="lead"),
+        tag(
+            "p",
+            "Numbers of several seeds are their mean ± one standard deviation over seeds (n - 1); "
+            "bands are the same.",
+            class_="quiet",
+        )
+        if several
+        else "",
+    )
+    page.section("Results", _table(groups), _price(records))
+    page.section("Curves", *_curves(groups))
+    page.section("Where configs differ", _differences(groups))
+    page.section("Every run", _every_run(records))
+    return page.html()
+
+
+def grouped(records: Iterable[RunRecord]) -> list[Group]:
+    """Runs by what they have in common, in the order in which they came."""
+    members: dict[tuple[tuple[str, Scalar], ...], list[RunRecord]] = {}
+    for record in records:
+        settings = {key: value for key, value in record.config.items() if _counts(key)}
+        members.setdefault(tuple(sorted(settings.items())), []).append(record)
+    settings_of = [dict(settings) for settings in members]
+    keys = list(dict.fromkeys(key for settings in settings_of for key in settings))
+    differing = [
+        key for key in keys if len({repr(settings.get(key)) for settings in settings_of}) > 1
+    ]
+    groups = [
+        Group("", {key: settings[key] for key in differing if key in settings}, group)
+        for settings, group in zip(settings_of, members.values(), strict=True)
+    ]
+    labels = [_label(group, groups) for group in groups]
+    return [
+        replace(
+            group,
+            # Where that tells two of them not apart, their directories do.
+            label=label if labels.count(label) == 1 else f"{label} ({group.records[0].path.name})",
+        )
+        for group, label in zip(groups, labels, strict=True)
+    ]
+
+
+def _counts(key: str) -> bool:
+    return key not in _IGNORED + _RESOLVED and not key.startswith(_IGNORED_TABLES)
+
+
+def _label(group: Group, groups: Sequence[Group]) -> str:
+    """The run's name, and the keys in which it differs from others of this name."""
+    name = group.records[0].name
+    peers = [other for other in groups if other.records[0].name == name]
+    keys = [
+        key for key in group.point if len({repr(other.point.get(key, "")) for other in peers}) > 1
+    ]
+    if not keys or len(keys) > _MOST_KEYS:
+        return name
+    told = ", ".join(f"{key} {_value(group.point[key])}" for key in keys)
+    return told if len(peers) == len(groups) else f"{name}: {told}"
+
+
+def _value(value: Scalar | None) -> str:
+    if value == "" or value is None:
+        return "unset"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _said(records: Sequence[RunRecord], groups: Sequence[Group]) -> str:
+    many = len(groups)
+    if many == 1:
+        return f"{len(records)} runs of one config, which differ in their seeds only."
+    return f"{len(records)} runs of {many} configs; those of one config differ in their seeds only."
+
+
+def _metrics(groups: Sequence[Group]) -> dict[str, str]:
+    """Names of metrics that runs end with, and the column of each: on test examples if there."""
+    columns: dict[str, str] = {}
+    for group in groups:
+        for record in group.records:
+            for name, places in learning_columns(record.columns()).items():
+                column = places.get("test") or next(iter(places.values()))
+                if columns.get(name, "").startswith("test-"):
+                    continue
+                columns[name] = column
+    return dict(sorted(columns.items(), key=lambda item: lowest_is_best(item[0])))
+
+
+def _table(groups: Sequence[Group]) -> Markup:
+    """A row a group; a click on a heading sorts."""
+    metrics = _metrics(groups)
+    epsilons = {
+        name: column
+        for name, column in (("epsilon", "epsilon"), ("examples' epsilon", "example-epsilon"))
+        if any(group.ends(column) for group in groups)
+    }
+    headings = ["config", "runs", *metrics, *epsilons, "rounds", "time"]
+    rows = []
+    for group in groups:
+        cells = [_cell(len(group.records), str(len(group.records)))]
+        for name, column in metrics.items():
+            values = group.ends(column)
+            cells.append(_spread_cell(values, is_share(name, values)))
+        for column in epsilons.values():
+            simulated = any(record.last("simulated") for record in group.records)
+            cells.append(_spread_cell(group.ends(column), suffix=" (simulated)" * simulated))
+        cells.append(_spread_cell([float(record.rounds) for record in group.records]))
+        seconds = [
+            math.fsum(y for y in record.curve("seconds")[1] if math.isfinite(y))
+            for record in group.records
+        ]
+        mean = math.fsum(seconds) / len(seconds)
+        cells.append(_cell(mean, duration(mean)))
+        rows.append(tag("tr", tag("th", group.label, scope="row"), *cells))
+    return _sortable(headings, rows, "Results")
+
+
+def _sortable(headings: Sequence[str], rows: Sequence[Markup], name: str) -> Markup:
+    head = tag("tr", *(tag("th", heading, scope="col") for heading in headings))
+    table = tag("table", tag("thead", head), tag("tbody", *rows), class_="sortable")
+    return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=name)
+
+
+def _cell(value: float | None, text: str) -> Markup:
+    return tag("td", text, data_value="NaN" if value is None else repr(value))
+
+
+def _spread_cell(values: Sequence[float], percent: bool = False, suffix: str = "") -> Markup:
+    if not values:
+        return _cell(None, "–")
+    mean = math.fsum(values) / len(values)
+    off = ""
+    if len(set(values)) > 1:
+        deviation = _deviation(values)
+        off = " ± " + (brief(deviation, True) if percent else f"{deviation:.2g}")
+    return _cell(mean, brief(mean, percent) + off + suffix)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Standard deviation with n - 1; 0 of a single number, NaN where one is not finite."""
+    if not all(math.isfinite(value) for value in values):
+        return math.nan
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _price(records: Sequence[RunRecord]) -> Markup | None:
+    """What choosing among private runs costs."""
+    private = [record for record in records if record.last("epsilon") is not None]
+    if len(private) < 2:
+        return None
+    return tag(
+        "p",
+        "Each private run has the epsilon of its line. Whoever sees several runs on the same "
+        "clients, as choosing the best does, has seen their composition, which costs more.",
+        class_="warning",
+    )
+
+
+def _curves(groups: Sequence[Group]) -> list[Markup | Lines | str]:
+    """A chart a metric, with as many groups as can be told apart."""
+    most = len(SERIES)
+    parts: list[Markup | Lines | str] = []
+    for name, column in [*_metrics(groups).items(), ("epsilon", "epsilon")]:
+        measured = [group for group in groups if group.ends(column)]
+        if not measured:
+            continue
+        down = lowest_is_best(name) or name == "epsilon"
+        best = sorted(
+            measured,
+            key=lambda group: statistics.fmean(group.ends(column)) * (1 if down else -1),
+        )[:most]
+        shown = [group for group in measured if group in best]
+        lines = [group.mean_curve(column, group.label) for group in shown]
+        about = f"The best {most} of {len(measured)}." if len(measured) > most else ""
+        parts.append(
+            Lines(
+                title=column.replace("-", " ").capitalize(),
+                x="round",
+                y=name,
+                lines=lines,
+                about=about,
+                percent=is_share(name, (y for line in lines for y in line.y)),
+            )
+        )
+    return parts
+
+
+def _differences(groups: Sequence[Group]) -> Markup | str:
+    """The keys in which configs differ, a row a config."""
+    keys = list(dict.fromkeys(key for group in groups for key in group.point))
+    if not keys:
+        return "In nothing but seeds."
+    rows = [
+        tag(
+            "tr",
+            tag("th", group.label, scope="row"),
+            *(tag("td", _value(group.point.get(key))) for key in keys),
+        )
+        for group in groups
+    ]
+    return _sortable(["config", *keys], rows, "Where configs differ")
+
+
+def _every_run(records: Sequence[RunRecord]) -> Markup:
+    metrics = _metrics([Group("", {}, records)])
+    rows = []
+    for record in records:
+        cells = [_cell(None, str(record.config.get("seed", "–")))]
+        for name, column in metrics.items():
+            last = record.last(column)
+            values = [] if last is None else [last]
+            cells.append(_spread_cell(values, is_share(name, values)))
+        planned = record.config.get("rounds", "?")
+        cells.append(_cell(record.rounds, f"{record.rounds:,} of {planned}"))
+        rows.append(tag("tr", tag("th", str(record.path), scope="row"), *cells))
+    return _sortable(["run", "seed", *metrics, "rounds"], rows, "Every run")

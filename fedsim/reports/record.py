@@ -1,0 +1,214 @@
+"""What a run has left, read back: also of another version's run, as far as it can be read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedsim.config import Scalar
+from fedsim.errors import FedsimError
+from fedsim.privacy import ClientLedgers, Ledger, Statement
+from fedsim.privacy.archive import archived
+
+__all__ = ["SUMMARY_FORMAT", "RunRecord", "clients_ledgers", "read_all", "read_metrics"]
+
+Row = Mapping[str, float]
+
+SUMMARY_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its files tell it.
+
+    Attributes
+    ----------
+    path : Path
+        Its directory.
+    config : mapping of dotted key to value
+        As it stands in config.toml, whether or not this version knows every key.
+    rows : sequence of mapping
+        Of metrics.csv: numbers by column, what a round lacks left out.
+    statements : list of Statement
+        Of every level at which there is a ledger.
+    summary : mapping
+        Of summary.json; empty for a run that did not end in good order.
+    """
+
+    path: Path
+    config: Mapping[str, Scalar]
+    rows: Sequence[Row]
+    statements: list[Statement] = field(default_factory=list)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path, *, ledgers: bool = True) -> RunRecord:
+        """Read a run's directory, with its ``ledgers`` or without.
+
+        Raises
+        ------
+        FedsimError
+            If it is none, or something in it is damaged or of a later format.
+        """
+        if not (path / "config.toml").is_file():
+            raise FedsimError(
+                f"{path} is no run's directory: it has no config.toml; name one that "
+                "`fedsim run` has written, such as runs/NAME."
+            )
+        config = _read_config(path / "config.toml")
+        return cls(
+            path=path,
+            config=config,
+            rows=read_metrics(path / "metrics.csv"),
+            statements=_statements(path, config) if ledgers else [],
+            summary=_read_summary(path / "summary.json"),
+        )
+
+    @property
+    def name(self) -> str:
+        """What the run is called."""
+        return str(self.config.get("title") or self.config.get("name") or self.path.name)
+
+    @property
+    def rounds(self) -> int:
+        """The last one that was finished."""
+        return int(self.rows[-1].get("round", 0)) if self.rows else 0
+
+    @property
+    def client_private(self) -> bool:
+        """Whether a client-level guarantee covers what clients did."""
+        return any(s.private and s.level == "client" for s in self.statements)
+
+    @property
+    def private(self) -> bool:
+        """Whether a guarantee covers anything of it."""
+        return any(statement.private for statement in self.statements)
+
+    def last(self, column: str) -> float | None:
+        """The last number in a column that is finite."""
+        for row in reversed(self.rows):
+            if math.isfinite(row.get(column, math.nan)):
+                return row[column]
+        return None
+
+    def columns(self) -> list[str]:
+        """Names of the columns that have a number."""
+        return list(dict.fromkeys(name for row in self.rows for name in row))
+
+    def curve(self, column: str) -> tuple[list[float], list[float]]:
+        """Rounds that have a number in a column, and these numbers; NaN among them."""
+        places = [(float(row["round"]), row[column]) for row in self.rows if column in row]
+        return [x for x, _ in places], [y for _, y in places]
+
+
+def read_all(paths: Sequence[Path]) -> list[RunRecord]:
+    """Runs in these directories, and the members of sweeps; a run that is named twice once.
+
+    Raises
+    ------
+    FedsimError
+        If a directory holds neither.
+    """
+    runs: dict[Path, Path] = {}
+    for path in paths:
+        members = [path]
+        if not (path / "config.toml").is_file():
+            members = sorted(config.parent for config in path.glob("*/config.toml"))
+        if not members:
+            raise FedsimError(f"{path} holds no run and no sweep; name directories of runs.")
+        runs |= {member.resolve(): member for member in members}
+    return [RunRecord.read(run, ledgers=False) for run in dict.fromkeys(runs.values())]
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """Rows of a metrics.csv as numbers; none where there is no such file.
+
+    Raises
+    ------
+    FedsimError
+        If something in it is no number.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    whole = text[: text.rfind("\n") + 1]  # the last line may still be written
+    try:
+        return [
+            {key: float(number) for key, number in row.items() if key and number}
+            for row in csv.DictReader(io.StringIO(whole, newline=""))
+        ]
+    except (ValueError, TypeError, csv.Error) as error:
+        raise FedsimError(f"{path} is damaged ({error}); it must hold numbers.") from None
+
+
+def clients_ledgers(run: Path, config: Mapping[str, Scalar]) -> Path | None:
+    """Where a run's clients keep their ledgers, if that is on this machine."""
+    candidates = [run / "clients"]
+    if kept := config.get("client.state-dir"):
+        candidates.append(Path(str(kept)) / str(config.get("name", "")) / "clients")
+    candidates += sorted(run.glob("clients/*/clients"))
+    pattern = "client-*.jsonl"
+    for path in candidates:
+        if any(path.glob(pattern)) or archived(path / pattern):
+            return path
+    return None
+
+
+def _read_config(path: Path) -> dict[str, Scalar]:
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FedsimError(f"{path} is not valid TOML: {error}.") from None
+    return dict(_flat(tree, ""))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Scalar]:
+    flat: dict[str, Scalar] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        raise FedsimError(f"{path} is damaged; it must be JSON that fedsim wrote.") from None
+    written = summary.get("format") if isinstance(summary, dict) else None
+    if written != SUMMARY_FORMAT:
+        raise FedsimError(
+            f"{path} has format {written}, and this fedsim reads {SUMMARY_FORMAT}; use the fedsim "
+            "that wrote it."
+        )
+    return dict(summary)
+
+
+def _statements(path: Path, config: Mapping[str, Scalar]) -> list[Statement]:
+    statements = []
+    if (path / "ledger.jsonl").is_file():
+        delta = _number(config.get("noise.delta"))
+        statements.append(Ledger.read(path / "ledger.jsonl", delta=delta).statement(delta))
+    if (kept := clients_ledgers(path, config)) is not None:
+        delta = _number(config.get("client.noise.delta"))
+        examples = ClientLedgers(kept, delta=delta, read_only=True).statement()
+        if examples is not None:
+            # What the server's ledger says of updates without noise is no claim of this run's.
+            statements = [*(s for s in statements if s.private), examples]
+    return statements
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 1e-5

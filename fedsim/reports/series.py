@@ -1,0 +1,99 @@
+"""Which columns of metrics.csv belong into one chart."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+from fedsim.reports.charts import Line, Lines
+from fedsim.reports.record import RunRecord
+
+__all__ = ["is_share", "learning_columns", "learning_curves", "release_curves"]
+
+PREFIXES = {"test": "test examples", "clients": "clients' examples", "train": "while training"}
+"""Beginnings of a metric's columns, and whose examples it is then about."""
+
+OPERATORS = {"asked", "usable", "failed", "clients-per-second", "seconds"}
+_OTHERS = {"round", "epsilon", "example-epsilon", "simulated"}
+_COUNTS = {"clients-num-examples", "train-num-examples", "train-fresh-state"}
+
+
+def learning_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Columns by metric and by whose examples it is about, in their order.
+
+    Examples
+    --------
+    >>> learning_columns(["round", "test-loss", "train-loss", "clients-per-second"])
+    {'loss': {'test': 'test-loss', 'train': 'train-loss'}}
+    """
+    metrics: dict[str, dict[str, str]] = {}
+    for column in columns:
+        prefix, _, name = column.partition("-")
+        if prefix in PREFIXES and name and column not in OPERATORS | _COUNTS:
+            metrics.setdefault(name, {})[prefix] = column
+    return metrics
+
+
+def learning_curves(record: RunRecord) -> list[Lines]:
+    """A chart a metric: on test examples, at clients, and while training."""
+    charts = []
+    for name, columns in learning_columns(record.columns()).items():
+        lines = [Line(PREFIXES[who], *record.curve(column)) for who, column in columns.items()]
+        only = f" ({lines[0].name})" if len(lines) == 1 else ""
+        charts.append(
+            Lines(
+                title=_title(name) + only,
+                x="round",
+                y=name,
+                lines=lines,
+                percent=is_share(name, (y for line in lines for y in line.y)),
+                about=_about(record, columns),
+            )
+        )
+    return charts
+
+
+def release_curves(record: RunRecord) -> list[Lines]:
+    """A chart for each sort of number that releases say of themselves, where it ever changes."""
+    charts: dict[str, list[Line]] = {}
+    for column in record.columns():
+        known = column in OPERATORS | _OTHERS | _COUNTS or column.startswith("failed-")
+        if known or column.partition("-")[0] in PREFIXES:
+            continue
+        x, y = record.curve(column)
+        if len({value for value in y if math.isfinite(value)}) > 1:
+            charts.setdefault(re.split(r"[./]", column)[-1], []).append(Line(column, x, y))
+    return [
+        Lines(title=_title(name), x="round", y=name, lines=lines[:8])
+        for name, lines in charts.items()
+    ]
+
+
+def is_share(name: str, values: Iterable[float]) -> bool:
+    """Whether a metric reads better as a share of a hundred."""
+    real = [value for value in values if math.isfinite(value)]
+    shares = bool(re.search(r"accuracy|precision|recall|share|fraction|rate$", name))
+    return shares and all(0 <= value <= 1 for value in real)
+
+
+def _about(record: RunRecord, columns: Iterable[str]) -> str:
+    if record.private and {"clients", "train"} & set(columns):
+        return "What is of clients' examples is released without noise (evaluate.unprotected)."
+    return ""
+
+
+def _title(name: str) -> str:
+    text = name.replace("-", " ")
+    return text[:1].upper() + text[1:]
+
+
+def lowest_is_best(name: str) -> bool:
+    """Whether less of a metric is better, as far as its name tells."""
+    return bool(re.search(r"loss|error|perplexity|mse|mae|rmse", name))
+
+
+def tail_mean(values: Sequence[float], count: int = 5) -> float | None:
+    """Mean of the last few numbers; None if there are fewer."""
+    real = [value for value in values if math.isfinite(value)][-count:]
+    return math.fsum(real) / count if len(real) == count else None

@@ -1,0 +1,127 @@
+"""What was run, in plain words, from the keys of its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fedsim.config import Scalar
+from fedsim.reports.numbers import brief
+
+__all__ = ["ended", "told"]
+
+Flat = Mapping[str, Scalar]
+
+
+def told(config: Flat) -> str:
+    """One paragraph: the data, the model, a round, what protects it.
+
+    A key that this version does not have is left out, not guessed.
+    """
+    sentences = [_trained(config), _round(config), _work(config), _bounded(config)]
+    sentences.append(_examples(config))
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def ended(summary: Mapping[str, object], rounds: int, planned: object) -> str:
+    """How the run ended, in a sentence."""
+    how = summary.get("ended")
+    if how == "finished":
+        return f"It went through all its {_count(rounds, 'round')}."
+    if not summary:
+        return (
+            f"It has not ended in good order, and reached round {rounds} of {planned}: this is "
+            "what it had left by then."
+        )
+    why = str(summary.get("why") or "It ended early.")
+    return f"It reached round {rounds} of {planned}. {why}"
+
+
+def _trained(config: Flat) -> str:
+    model, data = config.get("model.name"), config.get("data.name")
+    clients, rounds = config.get("partition.clients"), config.get("rounds")
+    partition = config.get("partition.name")
+    by = "at random" if partition == "iid" else f"by {partition}"
+    dealt = f", dealt out {by}" if partition else ""
+    named = _MODELS.get(str(model), f"The model {model}")
+    return (
+        f"{named} was to be trained on {data}, held by {_count(clients, 'client')}{dealt}, for "
+        f"{_count(rounds, 'round')}."
+    )
+
+
+_MODELS = {"softmax": "Softmax regression", "mlp": "A multilayer perceptron"}
+
+
+def _round(config: Flat) -> str:
+    clients = config.get("partition.clients")
+    name, rate, size = (config.get(f"cohort.{key}") for key in ("name", "rate", "size"))
+    if name == "poisson" and isinstance(rate, int | float) and isinstance(clients, int):
+        mean = brief(round(rate * clients, 1))
+        return (
+            f"In each round every client takes part with probability {rate:g}, independently "
+            f"of the others: about {mean} of them."
+        )
+    if name == "fixed":
+        return f"In each round {size} clients take part, drawn without replacement."
+    if name == "full":
+        return "Every client takes part in every round."
+    return f"Who takes part in a round is drawn by {name}." if name else ""
+
+
+def _work(config: Flat) -> str:
+    steps, epochs = config.get("client.steps"), config.get("client.epochs")
+    batch, rate = config.get("client.batch-size"), config.get("client.lr")
+    work = _count(steps, "step") if steps else _count(epochs, "pass", "passes")
+    batches = f"batches of {batch}" if batch else "all its examples at once"
+    name = _ALGORITHMS.get(str(config.get("client.name")), str(config.get("client.name")))
+    at_rate = f" at rate {rate:g}" if isinstance(rate, int | float) else ""
+    return f"A client works with {name}{at_rate}: {work} over {batches}."
+
+
+_ALGORITHMS = {"sgd": "SGD", "adam": "Adam", "rmsprop": "RMSProp"}
+
+
+def _bounded(config: Flat) -> str:
+    mechanism = config.get("mechanism.name")
+    if mechanism in (None, "none"):
+        return "Updates are neither bounded nor noised by the server." if mechanism else ""
+    noise = _noise(config, "noise")
+    norm = _norm(config, "mechanism")
+    where = {
+        "server": "the server adds",
+        "client": "clients add, in shares,",
+    }.get(str(config.get("noise.placement")), "there is")
+    return f"Each update is bounded by {mechanism}{norm}; to their sum {where} {noise}."
+
+
+def _examples(config: Flat) -> str:
+    mechanism = config.get("client.mechanism.name")
+    if mechanism in (None, "none"):
+        return ""
+    return (
+        f"Each client protects its examples: their gradients are bounded by {mechanism}"
+        f"{_norm(config, 'client.mechanism')}, and to the sum of each batch it adds "
+        f"{_noise(config, 'client.noise')}."
+    )
+
+
+def _norm(config: Flat, table: str) -> str:
+    names = {"quantile-clipping": "initial-clip-norm", "coordinate-clipping": "clip-value"}
+    key = names.get(str(config.get(f"{table}.name")), "clip-norm")
+    value = config.get(f"{table}.{key}")
+    return f" ({key.replace('-', ' ')} {value:g})" if isinstance(value, int | float) else ""
+
+
+def _noise(config: Flat, table: str) -> str:
+    multiplier = config.get(f"{table}.multiplier")
+    if multiplier == 0:
+        return "no noise"
+    if isinstance(multiplier, int | float):
+        return f"Gaussian noise of {multiplier:.4g} times the bound"
+    return "Gaussian noise"
+
+
+def _count(value: object, one: str, many: str = "") -> str:
+    if not isinstance(value, int | float):
+        return f"{value} {many or one + 's'}"
+    return f"{value:,} {one if value == 1 else many or one + 's'}"

@@ -1,0 +1,54 @@
+"""What a run leaves to look at: summary.json, and report.html made from all of its files."""
+
+from __future__ import annotations
+
+import logging
+
+from fedsim.engines.arrays import tensors
+from fedsim.reports.record import RunRecord
+from fedsim.reports.run_page import run_page
+from fedsim.runs.build import Build
+from fedsim.runs.result import RunResult
+from fedsim.runs.summary import summarise
+
+__all__ = ["leave_report"]
+
+_log = logging.getLogger("fedsim")
+
+
+def leave_report(build: Build, result: RunResult, failure: str = "") -> None:
+    """Write a run's summary and its page, if it has a directory.
+
+    The run is whole without them: what goes wrong here is logged.
+
+    Parameters
+    ----------
+    build : Build
+    result : RunResult
+        What the run has reached.
+    failure : str
+        What ended it, if it failed.
+    """
+    directory = result.directory
+    if directory is None:
+        return
+    try:
+        ended: str = result.ended
+        why = result.why
+        if failure:
+            ended, why = "failed", f"It failed: {failure}"
+        summary = summarise(build, tensors(result.arrays), ended=ended, why=why)
+        directory.save_summary(summary)
+        statements = [result.privacy]
+        if result.example_privacy not in (None, result.privacy):
+            statements.append(result.example_privacy)
+        record = RunRecord(
+            path=directory.path,
+            config=build.resolved.to_run_config(),
+            rows=result.metrics,
+            statements=statements,
+            summary=summary,
+        )
+        directory.save_report(run_page(record))
+    except Exception:
+        _log.exception("the run is whole, but its report could not be made")

@@ -1,0 +1,221 @@
+"""What is measured once, at the end of a run, and stands in summary.json for its report.
+
+Nothing in it decides anything. What clients' data alone would tell is left out of a private run,
+unless ``evaluate.unprotected`` is set.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import resource
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedsim.reports.record import SUMMARY_FORMAT
+from fedsim.runs.build import Build
+from fedsim.runs.state import versions
+from fedsim.version import VERSION
+
+__all__ = ["summarise"]
+
+MOST_CLASSES = 200
+"""With more, a confusion matrix is no picture, and no small file."""
+
+_MOST_COLUMNS = 120  # of a picture of all clients; of more, neighbours are averaged
+_MOST_BARS = 24
+_BINS = 20
+_CHUNK = 256
+_QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+
+
+def summarise(
+    build: Build, arrays: Mapping[str, Tensor], *, ended: str, why: str
+) -> dict[str, Any]:
+    """The summary of a run that has reached these parameters, safe for JSON.
+
+    Parameters
+    ----------
+    build : Build
+    arrays : mapping of name to Tensor
+        The trained parameters.
+    ended, why : str
+        As in `RunResult`, or "failed".
+    """
+    config = build.config
+    summary: dict[str, Any] = {
+        "format": SUMMARY_FORMAT,
+        "ended": ended,
+        "why": why,
+        "ended-at": datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="minutes")[:16],
+        "peak-memory": _peak_memory(),
+        "machine": {
+            "engine": config.engine.name,
+            "device": build.device.type,
+            "processor": platform.machine(),
+            "system": platform.system(),
+        },
+        "versions": {
+            "fedsim": VERSION,
+            "python": platform.python_version(),
+            **versions(),
+        },
+    }
+    if build.device.type == "cuda":
+        summary["peak-gpu-memory"] = torch.cuda.max_memory_allocated(build.device)
+    if config.evaluate.every:
+        summary["test"] = _test(build, arrays)
+    if config.evaluate.unprotected or not (config.private or config.client.private):
+        summary["partition"] = _partition(build, arrays)
+    return summary
+
+
+def _peak_memory() -> int:
+    """Bytes that this process has had at most."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+@torch.no_grad()
+def _test(build: Build, arrays: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """What the model says of the test examples against what they are."""
+    examiner = build.examiner
+    count = len(examiner.data.y)
+    if not count:
+        return None
+    model = examiner.model.eval()
+    said, true = [], []
+    for start in range(0, count, _CHUNK):
+        index = torch.arange(start, min(start + _CHUNK, count), device=examiner.data.y.device)
+        x = examiner.data.inputs(index, _dtype(arrays))
+        outputs = torch.func.functional_call(model, dict(arrays), x)
+        targets = examiner.data.targets(index, _dtype(arrays))
+        if targets.is_floating_point():
+            if outputs.numel() != targets.numel():
+                return None
+            said.append(outputs.reshape(-1))
+        elif outputs.shape[:-1] == targets.shape and outputs.shape[-1] <= MOST_CLASSES:
+            alone = outputs.shape[-1] == 1
+            said.append(((outputs[..., 0] > 0).long() if alone else outputs.argmax(-1)).reshape(-1))
+        else:
+            return None
+        true.append(targets.reshape(-1))
+    predictions, truths = torch.cat(said).cpu().numpy(), torch.cat(true).cpu().numpy()
+    if np.issubdtype(truths.dtype, np.floating):
+        real = ~np.isnan(truths)  # where a target does not count, there is none
+        predictions, truths = predictions[real], truths[real]
+        if len(truths) and np.isin(truths, (0.0, 1.0)).all():  # labels, and logits of them
+            return _confusion((predictions > 0).astype(np.int64), truths.astype(np.int64))
+        return _binned(predictions.astype(np.float64), truths.astype(np.float64))
+    return _confusion(predictions, truths)
+
+
+def _dtype(arrays: Mapping[str, Tensor]) -> torch.dtype:
+    return next(iter(arrays.values())).dtype
+
+
+def _confusion(
+    predictions: npt.NDArray[np.int64], truths: npt.NDArray[np.int64]
+) -> dict[str, Any] | None:
+    counted = truths >= 0  # a position of a sequence that is no target has a negative class
+    predictions, truths = predictions[counted], truths[counted]
+    if not len(truths):
+        return None
+    classes = int(max(predictions.max(), truths.max())) + 1
+    if classes > MOST_CLASSES:
+        return None
+    cells = np.bincount(truths * classes + predictions, minlength=classes * classes)
+    return {"kind": "classes", "counts": cells.reshape(classes, classes).tolist()}
+
+
+def _binned(
+    predictions: npt.NDArray[np.float64], truths: npt.NDArray[np.float64]
+) -> dict[str, Any] | None:
+    real = np.isfinite(predictions) & np.isfinite(truths)
+    if not real.any():
+        return None
+    # Outliers of a model that is far off would leave one bin for all others.
+    low, high = np.quantile(truths[real], [0.0, 1.0])
+    edges = np.linspace(low, high if high > low else low + 1.0, _BINS + 1)
+    shown = np.clip(predictions[real], edges[0], edges[-1])
+    counts, _, _ = np.histogram2d(shown, truths[real], bins=[edges, edges])
+    shares = counts / np.maximum(counts.sum(0, keepdims=True), 1)
+    middles = [f"{middle:.3g}" for middle in (edges[:-1] + edges[1:]) / 2]
+    return {
+        "kind": "numbers",
+        "true": middles,
+        "predicted": middles[::-1],
+        "shares": shares[::-1].round(4).tolist(),
+    }
+
+
+def _partition(build: Build, arrays: Mapping[str, Tensor]) -> dict[str, Any]:
+    """How many examples and classes clients have, and how the model does on each one's."""
+    data = build.trainer.data
+    sizes = np.array([len(indices) for indices in data.indices], dtype=np.int64)
+    least, median, most = np.quantile(sizes, [0, 0.5, 1])
+    spread = f"{least:,.10g} at least, {median:,.10g} in the median, {most:,.10g} at most"
+    dealt: dict[str, Any] = {
+        "said": f"{sizes.sum():,} training examples on {len(sizes):,} clients: {spread}.",
+        "sizes": _bars(sizes),
+    }
+    y = data.y
+    if y.dim() == 1 and not y.is_floating_point() and len(y) and int(y.max()) < MOST_CLASSES:
+        dealt |= _classes(y.cpu().numpy(), data.indices, int(y.max()) + 1)
+    if build.config.evaluate.clients_every and build.config.engine.name == "local":
+        dealt["quantiles"] = _quantiles(build, arrays)
+    return dealt
+
+
+def _bars(values: npt.NDArray[np.int64]) -> dict[str, list[Any]]:
+    """A histogram of whole numbers in at most so many bars of equal width."""
+    low, high = int(values.min()), int(values.max())
+    width = max(1, -(-(high - low + 1) // _MOST_BARS))
+    counts = np.bincount((values - low) // width)
+    starts = [low + width * k for k in range(len(counts))]
+    labels = [str(start) if width == 1 else f"{start}–{start + width - 1}" for start in starts]
+    return {"labels": labels, "counts": counts.tolist()}
+
+
+def _classes(y: npt.NDArray[np.int64], indices: Any, classes: int) -> dict[str, Any]:
+    owner = np.repeat(np.arange(len(indices)), [len(own) for own in indices])
+    labels = y[np.concatenate(indices)] if len(owner) else np.zeros(0, dtype=np.int64)
+    counts = np.bincount(owner * classes + labels, minlength=len(indices) * classes)
+    counts = counts.reshape(len(indices), classes)
+    found: dict[str, Any] = {"classes": _bars((counts > 0).sum(1))}
+    if classes <= _BINS:
+        shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+        # Among equal shares a client takes one by its id, so that ties favour no class.
+        turn = (np.arange(len(counts))[:, None] - np.arange(classes)) % classes
+        largest = (counts * classes + turn).argmax(1)
+        order = np.lexsort((-shares.max(1), largest))
+        columns = np.array_split(order, min(len(order), _MOST_COLUMNS))
+        found["mixes"] = {
+            "labels": [str(k) for k in range(classes)],
+            "columns": [str(c[0]) if len(c) == 1 else f"{len(c)} neighbours" for c in columns],
+            "shares": np.stack([shares[c].mean(0) for c in columns], 1).round(4).tolist(),
+        }
+    return found
+
+
+def _quantiles(build: Build, arrays: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Quantiles over clients of what the model reaches on each one's own examples."""
+    trainer = build.trainer
+    vector = trainer.layout.flatten(dict(arrays)).to(build.device)
+    sizes = np.array([len(own) for own in trainer.data.indices])
+    clients = np.flatnonzero(sizes)
+    blocks = list(trainer.evaluate(vector, clients, build.config.rounds))
+    names = [name for name in blocks[0].metrics if name != "num-examples"]
+    rows = {
+        name: np.quantile(
+            np.concatenate([np.asarray(block.metrics[name]) for block in blocks]), _QUANTILES
+        ).tolist()
+        for name in names
+    }
+    return {"of": [f"{share:.0%}" for share in _QUANTILES], "rows": rows}

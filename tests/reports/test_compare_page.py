@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+from left_runs import left_run
+
+from fedsim.errors import FedsimError
+from fedsim.reports.compare_page import compare_page, grouped
+from fedsim.reports.record import RunRecord, read_all
+
+
+def records(tmp_path: Path, *runs: dict) -> list[RunRecord]:
+    read = []
+    for number, run in enumerate(runs):
+        rows = [
+            {"round": k, "test-accuracy": run.get("reached", 0.5) * k, "seconds": 1.0}
+            for k in range(2)
+        ]
+        settings = {key: value for key, value in run.items() if key != "reached"}
+        directory = left_run(tmp_path / f"run-{number}", rows, **settings)
+        read.append(RunRecord.read(directory, ledgers=False))
+    return read
+
+
+def test_runs_that_differ_in_seeds_and_places_only_stand_together(tmp_path: Path) -> None:
+    runs = records(
+        tmp_path,
+        {"seed": 1, "reached": 0.9},
+        {"seed": 2, "reached": 0.7, "data.dir": "elsewhere", "engine.timeout": 9.0},
+        {"seed": 1, "reached": 0.3, "client.lr": 0.7},
+    )
+    both, other = grouped(runs)
+    assert (both.label, other.label) == ("client.lr 0.1", "client.lr 0.7")
+    line = both.mean_curve("test-accuracy", "x")
+    assert line.y[1] == pytest.approx(0.8)
+    assert line.high[1] - line.y[1] == pytest.approx(statistics.stdev([0.9, 0.7]))
+    page = compare_page(runs)
+    assert "80.00 % ± 14.14 %" in page
+    assert "standard deviation over seeds" in page
+
+
+def test_a_single_run_has_no_deviation(tmp_path: Path) -> None:
+    (group,) = grouped(records(tmp_path, {"seed": 1}))
+    assert not group.mean_curve("test-accuracy", "x").low
+    assert "±" not in compare_page(group.records)
+
+
+def test_a_run_that_is_named_twice_counts_once(tmp_path: Path) -> None:
+    run = left_run(tmp_path / "run", [{"round": 0, "test-loss": 1.0}])
+    assert len(read_all([run, tmp_path / "." / "run", tmp_path])) == 1
+
+
+def test_members_of_a_sweep_are_read(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        left_run(tmp_path / "sweep" / f"seed={seed}", [{"round": 0, "test-loss": 1.0}], seed=seed)
+    assert [record.config["seed"] for record in read_all([tmp_path / "sweep"])] == [1, 2]
+    with pytest.raises(FedsimError, match="holds no run"):
+        read_all([tmp_path / "sweep" / "seed=1" / "nothing"])
+
+
+def test_runs_of_other_tasks_have_gaps(tmp_path: Path) -> None:
+    first = left_run(tmp_path / "a", [{"round": 1, "test-loss": 1.0, "test-accuracy": 0.5}])
+    other = left_run(tmp_path / "b", [{"round": 1, "test-loss": "nan", "test-rmse": 2.5}], rounds=3)
+    page = compare_page(read_all([first, other]))
+    assert "rmse" in page
+    assert "–" in page
+
+
+def test_two_hundred_runs_make_a_page_of_a_few_curves(tmp_path: Path) -> None:
+    runs = records(tmp_path, *({"client.lr": 0.01 * (k + 1), "seed": 1} for k in range(200)))
+    page = compare_page(runs)
+    assert "The best 8 of 200." in page
+    assert page.count("client.lr 0.01<") >= 1
+    assert len(page) < 400_000
+    assert len({group.label for group in grouped(runs)}) == 200
+
+
+def test_numbers_that_are_not_finite_have_no_deviation(tmp_path: Path) -> None:
+    first = left_run(tmp_path / "a", [{"round": 1, "test-loss": math.nan}], seed=1)
+    other = left_run(tmp_path / "b", [{"round": 1, "test-loss": 1.0}], seed=2)
+    (group,) = grouped(read_all([first, other]))
+    assert all(math.isnan(value) for value in group.mean_curve("test-loss", "x").low)
+    assert group.ends("test-loss") == [1.0]
+    compare_page(group.records)

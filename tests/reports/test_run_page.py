@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from left_runs import left_run
+
+import fedsim
+from fedsim import RunConfig
+from fedsim.errors import FedsimError
+from fedsim.reports.charts import Line, Lines, thinned
+from fedsim.reports.markup import inert_json, tag
+from fedsim.reports.page import write
+from fedsim.reports.record import RunRecord, read_metrics
+from fedsim.reports.run_page import OPERATORS_FACTS, run_page
+
+EVIL = """</script><script>alert(1)</script><img src=x onerror="alert(2)">' & 数字"""
+
+PRIVATE = {
+    "rounds": 2,
+    "partition.clients": 40,
+    "cohort.name": "poisson",
+    "cohort.rate": 0.5,
+    "mechanism.name": "clipping",
+    "noise.multiplier": 2.0,
+    "client.lr": 0.5,
+}
+
+
+class Outline(HTMLParser):
+    """Elements, headings and attributes of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words = ""
+        self._inside: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, element, attributes):
+        self.elements.append((element, dict(attributes)))
+        self._inside.append(element)
+
+    def handle_endtag(self, element):
+        while self._inside and self._inside.pop() != element:
+            pass
+
+    def handle_data(self, data):
+        if not {"script", "style"} & set(self._inside):
+            self.words += data + "\n"
+
+    def named(self, *names: str) -> list[tuple[str, dict[str, str | None]]]:
+        return [element for element in self.elements if element[0] in names]
+
+
+def page_of(directory: Path) -> str:
+    return run_page(RunRecord.read(directory))
+
+
+@pytest.fixture(scope="module")
+def private_run(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("private") / "run"
+    fedsim.run(RunConfig().replace(**PRIVATE), out=out)
+    return out
+
+
+def test_a_run_leaves_its_page_and_report_makes_the_same(private_run: Path) -> None:
+    left = (private_run / "report.html").read_text(encoding="utf-8")
+    assert Outline(left).words == Outline(page_of(private_run)).words
+
+
+def test_a_page_asks_nobody_for_anything(private_run: Path) -> None:
+    outline = Outline((private_run / "report.html").read_text(encoding="utf-8"))
+    assert not outline.named("link", "img", "iframe", "object")
+    assert not any({"src", "href"} & set(attributes) for _, attributes in outline.elements)
+    policy = next(a["content"] for _, a in outline.named("meta") if "http-equiv" in a)
+    assert "default-src 'none'" in policy
+
+
+def test_headings_come_in_order_and_charts_have_words_and_numbers(private_run: Path) -> None:
+    outline = Outline((private_run / "report.html").read_text(encoding="utf-8"))
+    levels = [int(name[1]) for name, _ in outline.named("h1", "h2", "h3")]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    charts = [attributes for _, attributes in outline.elements if "data-chart" in attributes]
+    assert len(charts) >= 4
+    assert all(len(chart["aria-label"]) > 20 for chart in charts)
+    assert len(outline.named("figure")) == len(outline.named("details")) - 1 == len(charts)
+    assert [a["lang"] for _, a in outline.named("html")] == ["en"]
+
+
+def test_a_private_page_shows_what_is_public_and_names_the_operators_facts(
+    private_run: Path,
+) -> None:
+    words = Outline((private_run / "report.html").read_text(encoding="utf-8")).words
+    assert "differentially private at client level, simulated" in words
+    assert words.count(OPERATORS_FACTS) == 2
+    assert "Not shown: in a private run" in words
+    assert "partition" not in json.loads((private_run / "summary.json").read_text())
+    assert "train-" not in words.replace("pretrain-", "")
+
+
+def test_clients_data_show_only_where_they_may(tmp_path: Path) -> None:
+    shown = {"evaluate.unprotected": True, "evaluate.clients-every": 1}
+    fedsim.run(RunConfig().replace(**PRIVATE, **shown), out=tmp_path / "run")
+    words = Outline((tmp_path / "run" / "report.html").read_text(encoding="utf-8")).words
+    assert "Each client's mix of classes" in words
+    assert "Made from clients' data without noise" in words
+    assert "over clients" in words
+
+
+def test_examples_level_alone_hides_clients_data_too(tmp_path: Path) -> None:
+    examples = {
+        "rounds": 1,
+        "partition.clients": 20,
+        "client.mechanism.name": "clipping",
+        "client.noise.multiplier": 1.0,
+    }
+    fedsim.run(RunConfig().replace(**examples), out=tmp_path / "run")
+    words = Outline((tmp_path / "run" / "report.html").read_text(encoding="utf-8")).words
+    assert "differentially private at example level" in words
+    assert "No privacy guarantee" not in words
+    assert "Not shown: in a private run" in words
+
+
+def test_the_confusion_matrix_counts_every_test_example(private_run: Path) -> None:
+    test = json.loads((private_run / "summary.json").read_text())["test"]
+    assert test["kind"] == "classes"
+    assert sum(map(sum, test["counts"])) == 360
+    right = sum(row[i] for i, row in enumerate(test["counts"])) / 360
+    accuracy = read_metrics(private_run / "metrics.csv")[-1]["test-accuracy"]
+    assert right == pytest.approx(accuracy)
+
+
+def test_what_strangers_write_is_text(tmp_path: Path) -> None:
+    rows = [{"round": 0, "test-loss": 1.0, "test-" + EVIL: 0.5, EVIL: 1.0}]
+    rows.append({**rows[0], "round": 1, EVIL: 2.0})
+    page = page_of(left_run(tmp_path / "run", rows, title=EVIL, **{"model.name": "m:" + EVIL}))
+    outline = Outline(page)
+    assert "<script>alert" not in page
+    assert not outline.named("img")
+    # Data, dashes and the one script of ours.
+    kinds = [attributes.get("type") for _, attributes in outline.named("script")]
+    assert kinds.count(None) == 1
+    assert EVIL in outline.words
+    assert not any(name.startswith("on") for _, a in outline.elements for name in a)
+
+
+def test_markup_escapes_all_but_markup() -> None:
+    assert tag("p", "<b>", tag("b", "&"), title='"<') == (
+        '<p title="&quot;&lt;">&lt;b&gt;<b>&amp;</b></p>'
+    )
+    inert = inert_json({"</script>": [math.nan, math.inf, "<!--", "\u2028"]}, "x")
+    assert inert.count("<") == 2
+    inside = inert.removeprefix('<script type="application/json" id="x">').removesuffix("</script>")
+    assert json.loads(inside) == {"</script>": [None, None, "<!--", "\u2028"]}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [{"round": 0, "test-loss": 2.3}],
+        [{"round": 0, "test-loss": "nan"}, {"round": 1, "test-loss": "inf"}],
+        [
+            {"round": k, "asked": 3, "usable": 0, "failed": 3, "failed-raised": 3}
+            for k in range(1, 4)
+        ],
+        [{"round": k, "epsilon": "inf", "simulated": 1} for k in range(1, 3)],
+    ],
+    ids=["none", "the initial model", "not finite", "all failed", "no guarantee"],
+)
+def test_every_end_of_a_run_makes_a_page(rows: list, tmp_path: Path) -> None:
+    words = Outline(page_of(left_run(tmp_path / "run", rows))).words
+    assert "It has not ended in good order" in words
+    if any(row.get("failed") for row in rows):
+        assert "raised" in words
+        assert "it failed 9 times" in words
+
+
+def test_a_long_runs_page_stays_small_and_keeps_its_extremes(tmp_path: Path) -> None:
+    rows = [
+        {"round": k, "test-loss": 9.0 if k == 54_321 else 1 / (k + 1), "epsilon": k / 1e4}
+        for k in range(100_000)
+    ]
+    page = page_of(left_run(tmp_path / "run", rows))
+    assert len(page) < 150_000
+    assert "[54321," in page or ",54321," in page
+
+
+def test_thinning_keeps_ends_and_extremes() -> None:
+    values = [math.nan, *([1.0] * 5000), -7.0, *([1.0] * 5000), 8.0, 2.0]
+    keep = thinned(values, 100)
+    assert len(keep) <= 100
+    assert {0, 5001, 10_002, 10_003} <= set(keep)
+    assert thinned(values[:50], 100) == list(range(50))
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("round,test-loss\n0,2.5\n1,2.")
+    assert read_metrics(path) == [{"round": 0.0, "test-loss": 2.5}]
+
+
+def test_a_config_of_another_version_is_shown_as_it_is(tmp_path: Path) -> None:
+    run = left_run(tmp_path / "run", [{"round": 0, "test-loss": 1.0}])
+    (run / "config.toml").write_text('name = "old"\n[client]\nlearning-speed = 3\n')
+    words = Outline(page_of(run)).words
+    assert "client.learning-speed" in words
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda run: (run / "config.toml").unlink(), "is no run's directory"),
+        (lambda run: (run / "config.toml").write_text("="), "is not valid TOML"),
+        (lambda run: (run / "summary.json").write_text('{"format": 9}'), "has format 9"),
+        (lambda run: (run / "summary.json").write_text("{"), "is damaged"),
+        (lambda run: (run / "metrics.csv").write_text("round\nx\n"), "is damaged"),
+        (lambda run: (run / "ledger.jsonl").write_text("x\n"), "ledger"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(spoil, says: str, tmp_path: Path) -> None:
+    run = left_run(tmp_path / "run", [{"round": 0, "test-loss": 1.0}])
+    spoil(run)
+    with pytest.raises(FedsimError, match=says) as error:
+        RunRecord.read(run)
+    assert "\n" not in str(error.value)
+
+
+def test_nobody_elses_page_is_overwritten(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text("<h1>mine</h1>")
+    with pytest.raises(FedsimError, match="no page that fedsim made"):
+        write("<p>", page)
+    assert page.read_text() == "<h1>mine</h1>"
+
+
+def test_what_is_drawn_is_told_in_words_and_in_a_table() -> None:
+    chart = Lines("Loss", "round", "loss", [Line("test", [0, 1, 2], [3.0, math.nan, 1.0])])
+    assert chart.words() == "Loss. test: from 3 to 1, lowest 1 at 2, highest 3 at 0."
+    table = Outline(chart.table()).words.split()
+    assert table == ["round", "test", "0", "3", "1", "–", "2", "1"]
