@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["FedsimError", "RunFailedError"]
+__all__ = ["FedsimError", "RunFailedError", "printable"]
 
 
 class FedsimError(ValueError):
@@ -18,3 +18,10 @@ class BudgetSpentError(FedsimError):
 
 class RunFailedError(RuntimeError):
     """Too many rounds in a row, of a run without privacy, in which every client failed."""
+
+
+def printable(text: object, limit: int = 200) -> str:
+    """A stranger's text as a line of a log may hold it: short, and nothing that moves a cursor."""
+    start = str(text)[: limit + 1]
+    plain = "".join(sign if sign.isprintable() else "?" for sign in start[:limit])
+    return plain + "..." * (len(start) > limit)

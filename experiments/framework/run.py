@@ -39,6 +39,8 @@ KINDS = {
 }
 """Values of the key ``experiment``, and the class behind each."""
 
+_MARKER = ".fedsim-experiment"
+
 Observer = Callable[[str, int, int], None]
 """Called with a member's name, how many are done, and how many there are."""
 
@@ -151,8 +153,14 @@ def run_experiment(
     workers : int
         Processes; 0 is one a core.
     observer : callable, optional
+
+    Raises
+    ------
+    FedsimError
+        If anything in the file is wrong, or ``out`` holds what no experiment has left.
     """
     experiment = load(directory, data=data, seeds=seeds, quick=quick)
+    _claim(out)
     members, store = experiment.members(), Store(out / "members")
     results = {m.name: stored for m in members if (stored := store.get(m)) is not None}
     missing = [member for member in members if member.name not in results]
@@ -167,6 +175,20 @@ def run_experiment(
     report = experiment.report({member.name: results[member.name] for member in members})
     expected = Expected.load(directory / "expected.toml")
     return Outcome(report, expected, _write(out, report, expected), quick)
+
+
+def _claim(out: Path) -> None:
+    """Mark a new or empty directory as an experiment's; refuse one that is somebody's own."""
+    marker = out / _MARKER
+    if marker.exists():
+        return
+    if out.is_dir() and any(out.iterdir()):
+        raise FedsimError(
+            f"--out {out} holds files and no experiment's marker ({_MARKER}), so that these may be "
+            "somebody's own; choose another directory."
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    marker.touch()
 
 
 def _work(
@@ -196,7 +218,6 @@ def _timed(experiment: Experiment, member: ExperimentMember) -> tuple[Result, fl
 
 
 def _write(out: Path, report: Report, expected: Expected) -> list[Path]:
-    out.mkdir(parents=True, exist_ok=True)
     files = []
     for table in (*report.tables, expected.table(report)):
         path = out / f"{table.name}.csv"

@@ -8,7 +8,7 @@ import typer
 
 import fedsim
 from fedsim.cli.audit import audit
-from fedsim.cli.command import Command
+from fedsim.cli.command import Command, Group
 from fedsim.cli.deploy import deploy
 from fedsim.cli.experiment import experiment
 from fedsim.cli.flower_app import app as flower_app
@@ -22,6 +22,7 @@ from fedsim.cli.tune import tune
 __all__ = ["app"]
 
 app = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,

@@ -1,13 +1,15 @@
-"""Commands whose help says what their positional arguments are."""
+"""Commands whose help says what their positional arguments are, and a group of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
-from typer.core import TyperArgument, TyperCommand
+from click import Context
+from click.exceptions import Abort
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-__all__ = ["Command"]
+__all__ = ["Command", "Group"]
 
 
 class Command(TyperCommand):
@@ -31,3 +33,14 @@ class Command(TyperCommand):
                 (told,) = hints[param.name].__metadata__
                 param.help = told.help
         super().__init__(name, callback=callback, params=params, **settings)
+
+
+class Group(TyperGroup):
+    """A group that leaves Ctrl-C to the command's boundary; typer itself ends without a word."""
+
+    def invoke(self, ctx: Context) -> Any:
+        """Run a subcommand."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Abort from None

@@ -30,7 +30,6 @@ __all__ = ["CLIENT_ID_KEY", "ClientDirectory", "client_ids", "key_digest"]
 _log = logging.getLogger("fedsim")
 
 CLIENT_ID_KEY = "client-id"
-_LARGEST_ID = 2**63 - 1
 
 
 @runtime_checkable
@@ -57,6 +56,8 @@ class ClientDirectory:
     asks : bool
         Whether the nodes' app is fedsim's, and says which client it is when asked. Otherwise
         nodes are numbered in the order of their node ids; those that come later go on from there.
+    population : int
+        Answers from this on are no client ids.
 
     Attributes
     ----------
@@ -68,6 +69,7 @@ class ClientDirectory:
     timeout: float = 60.0
     roster: Mapping[str, int] | None = None
     asks: bool = False
+    population: int = 2**63
     ignored: Counter[str] = field(default_factory=Counter, init=False)
     _client_of: dict[int, int | str] = field(default_factory=dict, init=False, repr=False)
     _number_of: dict[int, int] = field(default_factory=dict, init=False, repr=False)
@@ -80,7 +82,9 @@ class ClientDirectory:
         Of two nodes with one client id neither is believed.
         """
         if isinstance(grid, KnowsClients):
-            return grid.client_ids()
+            known = grid.client_ids()
+            self.ignored = Counter(getattr(grid, "ignored", {}))
+            return known
         if self.roster is not None:
             return self._known(
                 (node.node_id, _by_key(node, self.roster)) for node in grid.get_nodes()
@@ -192,7 +196,7 @@ class ClientDirectory:
         for record in reply.content.metric_records.values():
             if CLIENT_ID_KEY in record:
                 claimed = record[CLIENT_ID_KEY]
-                if isinstance(claimed, int) and 0 <= claimed <= _LARGEST_ID:
+                if isinstance(claimed, int) and 0 <= claimed < self.population:
                     self._client_of[node] = claimed
                 else:
                     self._client_of[node] = "bad claim"

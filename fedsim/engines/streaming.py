@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from flwr.app import Message, RecordDict
@@ -12,7 +13,7 @@ from flwr.serverapp import Grid
 
 from fedsim.engines.directory import ClientDirectory
 from fedsim.engines.messages import NodeInfo, Run
-from fedsim.errors import FedsimError
+from fedsim.errors import FedsimError, printable
 
 __all__ = ["StreamingGrid"]
 
@@ -35,7 +36,7 @@ class StreamingGrid(Grid):
     grid : Grid
         Flower's, of its simulation or its deployment runtime.
     clients : int
-        How many clients the first round waits for.
+        The run's population, for which the first round waits.
     patience : float
         Seconds that it waits for them, before it goes on with those that are there.
     roster : mapping of str to int, optional
@@ -62,7 +63,9 @@ class StreamingGrid(Grid):
         self._clients = clients
         self._patience = patience
         self._slowest_look = slowest_look
-        self._directory = ClientDirectory(timeout=patience, roster=roster, asks=True)
+        self._directory = ClientDirectory(
+            timeout=patience, roster=roster, asks=True, population=clients
+        )
         self._waited = False
         self._told: set[str] = set()
 
@@ -106,6 +109,11 @@ class StreamingGrid(Grid):
             except FedsimError as error:
                 _log.warning("going on without the others: %s", error)
         return self._directory.look(self._grid)
+
+    @property
+    def ignored(self) -> Counter[str]:
+        """Nodes connected at the last look that are no client, by reason."""
+        return self._directory.ignored
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages."""
@@ -159,8 +167,7 @@ class StreamingGrid(Grid):
         """Tell the operator why a node has no answer: each reason once, and not too many."""
         if not reply.has_error() or len(self._told) >= _REASONS_TOLD:
             return
-        # A stranger's text: it may hold anything, and is shown as what it is.
-        reason = ascii(str(reply.error.reason)[:_LONGEST_REASON])
+        reason = printable(reply.error.reason, _LONGEST_REASON)
         if reason not in self._told:
             self._told.add(reason)
             _log.warning("a node answered with an error: %s", reason)

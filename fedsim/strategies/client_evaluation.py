@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -79,5 +79,5 @@ class ClientEvaluation:
             sent = read(replies, asked, expected, tally)
         means = MetricMeans(self.weighted_by_key, self.aggregate_fn)
         for reply in sent:
-            means.add(tally.take(reply.block), reply.content)
+            means.add(replace(reply, block=tally.take(reply.block)))
         return means.record()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
@@ -105,7 +105,7 @@ class Contributions:
             if self.placement == "server" or reply.content is None:
                 block = self._trusted(block, asked, tally)
             if len(block.client_ids):
-                yield Reply(block, reply.content)
+                yield replace(reply, block=block)
 
     def start(
         self, asked: Asked, replies: Iterable[Message], layout: Layout, state: State, tally: Tally

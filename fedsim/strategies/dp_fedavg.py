@@ -355,8 +355,8 @@ evaluate_metrics_aggr_fn
             if self.client_state is not None:
                 self.client_state.take(reply.block, usable)
             if self.shows_clients:
-                means.add(reply.block, reply.content)
-        self.report = tally.report(server_round)
+                means.add(reply)
+        self.report = replace(tally.report(server_round), ignored=self._participants.ignored)
         refused = self.report.reasons.get("budget", 0)
         # A client's budget follows from public numbers only where nobody's cohort is secret.
         if refused and self.protects and not self.private:

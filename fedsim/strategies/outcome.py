@@ -52,6 +52,9 @@ class RoundReport:
     reasons : mapping of Reason to int
         Why they failed; and under ``duplicate`` and ``unknown`` how many replies were of
         clients that had replied before, and of nobody that was asked.
+    ignored : int
+        Nodes that were there and are no client of the run: by a key that is unknown or there
+        twice, a claim that is not to be believed, or an id beyond the population.
     info : mapping of name to float
         What the release says of itself.
     """
@@ -61,25 +64,29 @@ class RoundReport:
     usable: int
     failed: int
     reasons: Mapping[Reason, int] = field(default_factory=dict)
+    ignored: int = 0
     info: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def columns() -> tuple[str, ...]:
         """Names of the counts of `row`, the same in every run."""
-        return ("asked", "usable", "failed", *(f"failed-{reason}" for reason in REASONS))
+        reasons = (f"failed-{reason}" for reason in REASONS)
+        return ("asked", "usable", "failed", *reasons, "ignored-nodes")
 
     def row(self) -> dict[str, int]:
         """What stands in metrics.csv."""
         reasons = (self.reasons.get(reason, 0) for reason in REASONS)
-        counts = (self.asked, self.usable, self.failed, *reasons)
+        counts = (self.asked, self.usable, self.failed, *reasons, self.ignored)
         return dict(zip(self.columns(), counts, strict=True))
 
 
 def failures_in(rows: Iterable[Mapping[str, float]]) -> str:
-    """A sentence about the failures in the rows of a run's metrics; empty if there are none.
+    """What the rows of a run's metrics say of failures and ignored nodes; empty if there are none.
 
     Examples
     --------
+    >>> failures_in([{"asked": 5, "usable": 5, "ignored-nodes": 2}])
+    'Up to 2 nodes at once were ignored (ignored-nodes in metrics.csv); the log says why.'
     >>> failures_in([{"asked": 5, "usable": 4, "failed": 1, "failed-non-finite": 1}])
     "Clients failed once (non-finite 1; the app's learning rate or client.lr may be too high)."
     """
@@ -87,11 +94,15 @@ def failures_in(rows: Iterable[Mapping[str, float]]) -> str:
     failed = int(sum(row.get("failed", 0) for row in rows))
     lost = sum(row.get("asked", 0) > 0 and not row.get("usable", 0) for row in rows)
     counts = reasons_in(rows)
-    if not counts.total():
-        return ""
-    every = f", all that were asked in {lost} round{'s' if lost != 1 else ''}" if lost else ""
-    times = "once" if failed == 1 else f"{failed} times"
-    return f"Clients failed {times} ({told(counts, advise=True)}){every}."
+    sentences = []
+    if counts.total():
+        every = f", all that were asked in {lost} round{'s' if lost != 1 else ''}" if lost else ""
+        times = "once" if failed == 1 else f"{failed} times"
+        sentences.append(f"Clients failed {times} ({told(counts, advise=True)}){every}.")
+    if ignored := int(max((row.get("ignored-nodes", 0) for row in rows), default=0)):
+        nodes = f"{ignored} nodes at once were" if ignored > 1 else "1 node at once was"
+        sentences.append(f"Up to {nodes} ignored (ignored-nodes in metrics.csv); the log says why.")
+    return " ".join(sentences)
 
 
 def reasons_in(rows: Iterable[Mapping[str, float]]) -> Counter[Reason]:

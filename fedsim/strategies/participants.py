@@ -38,6 +38,11 @@ class Participants:
         because of their data, and one is enough.
     amplified : bool
         Whether a private event counts on nobody knowing the cohort.
+
+    Attributes
+    ----------
+    ignored : int
+        Nodes there at the last look that are no client of the run.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class Participants:
         self._begun = False
         self._told = (0, 0)
         self._directory = ClientDirectory(timeout=timeout)
+        self.ignored = 0
 
     def nodes(self, grid: Grid) -> dict[int, int]:
         """Node id of each client that is there.
@@ -84,6 +90,7 @@ class Participants:
                 f"client ids must lie in 0 .. {self.population - 1}."
             )
         there = {client: node for client, node in nodes.items() if client < self.population}
+        self.ignored = self._directory.ignored.total() + len(strangers)
         self._tell(len(there), len(strangers))
         if self._private:
             self._min_available = min(self._min_available, 1)

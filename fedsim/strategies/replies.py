@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,13 +17,14 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from torch import Tensor
 
 from fedsim.engines.messages import BUDGET_SPENT, RAISED, SUPERLINK_NODE_ID
+from fedsim.errors import printable
 from fedsim.rows.exchange import Block, Reason
 from fedsim.rows.layout import Layout
 from fedsim.strategies.npy import floats
 from fedsim.strategies.outcome import Tally
 from fedsim.training.shares import SHARE
 
-__all__ = ["MOST_EXAMPLES", "ExpectedReply", "Reply", "numbers_of", "read", "to_arrays"]
+__all__ = ["MOST_EXAMPLES", "ExpectedReply", "Reply", "read", "to_arrays"]
 
 _log = logging.getLogger("fedsim")
 
@@ -31,6 +32,8 @@ MOST_EXAMPLES = 2.0**32
 """What a client may say that it has: weights beyond it would leave exact sums."""
 MOST_METRICS = 1000
 """Numbers that a client may report."""
+MOST_ENTRIES = 10_000
+"""Entries of all the lists of numbers that a client may report."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,20 @@ class ExpectedReply:
 
 @dataclass(frozen=True)
 class Reply:
-    """One client's block, and its content as it came, where it came in a message."""
+    """What clients sent, read.
+
+    Attributes
+    ----------
+    block : Block
+        Of one client, where it came in a message.
+    lists : mapping of name to list of float
+        Lists of numbers that this client reports.
+    content : RecordDict or None
+        The message's content as it came.
+    """
 
     block: Block
+    lists: Mapping[str, list[float]] = field(default_factory=dict)
     content: RecordDict | None = None
 
 
@@ -96,11 +110,11 @@ def read(
         except GeneratorExit:
             raise
         except _UnusableError as error:
-            _log.warning("the reply of client %s is left out: %s", client, error)
+            _log.warning("the reply of client %s is left out: %s", client, printable(error, 400))
             yield _failed(client, error.reason)
         # What a reply is made of may raise anything.
         except Exception as error:
-            _log.warning("the reply of client %s cannot be read: %.200s", client, error)
+            _log.warning("the reply of client %s cannot be read: %s", client, printable(error))
             yield _failed(client, "malformed")
 
 
@@ -123,35 +137,47 @@ def _usable(reply: Message, client: int, expected: ExpectedReply) -> Reply:
         reason: Reason = "raised" if code in RAISED else "missing"
         if code == BUDGET_SPENT:
             reason = "budget"
-        raise _UnusableError(reason, f"{reply.error.reason:.200}")
-    numbers = numbers_of(reply.content)
+        raise _UnusableError(reason, str(reply.error.reason))
+    numbers, lists = _reported(reply.content)
     _require_sound(numbers, expected)
     rows = None
     if expected.layout is not None and expected.vector is not None:
         rows = _rows(reply.content, expected, expected.layout, expected.vector)
     metrics = {name: np.array([value]) for name, value in numbers.items()}
-    return Reply(Block.sent(np.array([client], dtype=np.int64), rows, metrics), reply.content)
+    block = Block.sent(np.array([client], dtype=np.int64), rows, metrics)
+    return Reply(block, lists, reply.content)
 
 
-def numbers_of(content: RecordDict) -> dict[str, float]:
-    """Every number in a reply's metric records; NaN for one that no float holds.
+def _reported(content: RecordDict) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Every number, and every list of numbers, in a reply's metric records.
+
+    NaN stands for a number that no float holds.
 
     Raises
     ------
-    ValueError
-        If there are more than a client has a use for.
+    Exception
+        If there are more than a client has a use for, or something else in a list.
     """
     numbers: dict[str, float] = {}
+    lists: dict[str, list[float]] = {}
+    entries = 0
     for record in content.metric_records.values():
         for name, value in record.items():
             if isinstance(value, int | float):
                 numbers[str(name)] = _number(value)
-                if len(numbers) > MOST_METRICS:
-                    raise ValueError(f"it reports more than {MOST_METRICS} numbers.")
-    return numbers
+            elif isinstance(value, list):
+                entries += len(value)
+                if entries > MOST_ENTRIES:
+                    raise ValueError(f"its lists have more than {MOST_ENTRIES} entries.")
+                lists[str(name)] = [_number(entry) for entry in value]
+            if len(numbers) + len(lists) > MOST_METRICS:
+                raise ValueError(f"it reports more than {MOST_METRICS} metrics.")
+    return numbers, lists
 
 
-def _number(value: int | float) -> float:
+def _number(value: object) -> float:
+    if not isinstance(value, int | float):
+        raise TypeError(f"it reports a {type(value).__name__} among numbers.")
     try:
         return float(value)
     except OverflowError:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 from flwr.app import MetricRecord, RecordDict
 
-from fedsim.rows.exchange import CLIENT_STATE, Block
+from fedsim.rows.exchange import CLIENT_STATE
+from fedsim.strategies.replies import Reply
 
 __all__ = ["LARGEST", "MetricMeans", "MetricsAggregator"]
 
@@ -51,19 +52,13 @@ class MetricMeans:
         self._aggregate = aggregate
         self._records: list[RecordDict] = []
         self._reports: dict[str, list[tuple[float, float]]] = {}
-        self._lists: dict[str, list[tuple[float, list[int] | list[float]]]] = {}
+        self._lists: dict[str, list[tuple[float, list[float]]]] = {}
 
-    def add(self, block: Block, content: RecordDict | None = None) -> None:
-        """Take in the metrics of a block, none of whose clients failed.
-
-        Parameters
-        ----------
-        block : Block
-        content : RecordDict, optional
-            As the one client of the block sent it.
-        """
-        if self._aggregate is not None and content is not None and len(block.client_ids):
-            self._records.append(content)
+    def add(self, reply: Reply) -> None:
+        """Take in what clients report, none of whom failed."""
+        block = reply.block
+        if self._aggregate is not None and reply.content is not None and len(block.client_ids):
+            self._records.append(reply.content)
             return
         metrics = {k: v.tolist() for k, v in block.metrics.items() if not _is_state(k)}
         if self._aggregate is not None:
@@ -75,15 +70,9 @@ class MetricMeans:
         weights = metrics.get(self._key, [1.0] * len(block.client_ids))
         for name, values in metrics.items():
             self._note(name, weights, values)
-        if content is not None and weights:
-            self._add_lists(content, weights[0])
-
-    def _add_lists(self, content: RecordDict, weight: float) -> None:
-        """Take in the lists that a client reports."""
-        for record in content.metric_records.values():
-            for name, values in record.items():
-                if isinstance(values, list) and not _is_state(name):
-                    self._lists.setdefault(name, []).append((weight, values))
+        for name, entries in reply.lists.items() if weights else ():
+            if not _is_state(name):
+                self._lists.setdefault(name, []).append((weights[0], entries))
 
     def _note(self, name: str, weights: Sequence[float], values: Sequence[float]) -> None:
         reports = self._reports.setdefault(name, [])
@@ -108,7 +97,7 @@ class MetricMeans:
         return MetricRecord({name: means[name] for name in sorted(means)}) if means else None
 
     def _list_mean(
-        self, name: str, lists: Sequence[tuple[float, list[int] | list[float]]]
+        self, name: str, lists: Sequence[tuple[float, list[float]]]
     ) -> dict[str, list[float]]:
         """The mean of lists as long as most of them are, if it has one."""
         lengths = Counter(len(values) for _, values in lists)
@@ -119,7 +108,7 @@ class MetricMeans:
                 sound.append((weight, values))
             else:
                 self.left_out += 1
-        entries = ([(w, float(v[i])) for w, v in sound] for i in range(length))
+        entries = ([(w, v[i]) for w, v in sound] for i in range(length))
         means = [mean for entry in entries if (mean := self._mean("", entry)) is not None]
         return {name: means} if len(means) == length else {}
 

@@ -3,16 +3,21 @@ from __future__ import annotations
 import hashlib
 
 import pytest
+import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from toy_clients import ToyTrainer, toy_app
 
-from fedsim.engines import ClientDirectory, LocalGrid, client_ids
+from fedsim.cohorts import FullCohort
+from fedsim.engines import ClientDirectory, LocalGrid, StreamingGrid, array_record, client_ids
 from fedsim.engines.directory import key_digest
 from fedsim.engines.messages import NODE_UNAVAILABLE, NodeInfo, error_reply
 from fedsim.errors import FedsimError
+from fedsim.mechanisms import Clipping
+from fedsim.strategies import DPFedAvg
+from fedsim.strategies.outcome import failures_in
 
 
 class RandomNodes(LocalGrid):
@@ -193,3 +198,24 @@ def test_waiting_for_clients_is_bounded():
         FedsimError, match=r"1 of the 2 clients .* 0\.3 s \(1 nodes are connected\); node_timeout"
     ):
         directory.wait(grid, 2)
+
+
+def test_ignored_nodes_stand_in_the_report_and_end_no_run(keys):
+    listed, unlisted, *_ = (pem(key) for key in keys)
+    grid = KeyedNodes({4: listed, 5: unlisted, 6: b""})
+    made = DPFedAvg(mechanism=Clipping(1.0), cohort=FullCohort(1), noise_multiplier=1.0)
+    roster = {key_digest(listed): 0}
+    made.start(StreamingGrid(grid, roster=roster), array_record({"w": torch.zeros(2)}), 1)
+    assert made.report.row()["ignored-nodes"] == 2
+    assert failures_in([made.report.row()]).endswith(
+        "Up to 2 nodes at once were ignored (ignored-nodes in metrics.csv); the log says why."
+    )
+
+
+def test_who_claims_an_id_beyond_the_population_is_ignored_and_ends_no_run():
+    grid = RandomNodes(app_claiming({4: 0, 7: 5, 9: 2**40}), nodes=[4, 7, 9])
+    made = DPFedAvg(mechanism=Clipping(1.0), cohort=FullCohort(2), noise_multiplier=1.0)
+    streaming = StreamingGrid(grid, clients=2, patience=0.0)
+    made.start(streaming, array_record({"w": torch.zeros(2)}), 1)
+    assert streaming.ignored == {"bad claim": 2}
+    assert made.report.row()["ignored-nodes"] == 2

@@ -175,6 +175,16 @@ def test_interrupted_experiment_goes_on_where_it_stopped(
     assert outcome.report.figures == {"total": 6.0}
 
 
+def test_what_is_somebodys_own_is_not_overwritten(counting: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "figures.csv").write_text("mine")
+    with pytest.raises(FedsimError, match="no experiment's marker"):
+        run_experiment(counting, own, workers=1)
+    assert [path.name for path in own.iterdir()] == ["figures.csv"]
+    assert (own / "figures.csv").read_text() == "mine"
+
+
 def test_result_of_other_settings_or_a_torn_file_counts_as_none(tmp_path: Path) -> None:
     store, member = Store(tmp_path), ExperimentMember("a b/c", {"x": [1, 2.5]})
     assert store.get(member) is None

@@ -11,12 +11,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from flwr.app import Context, RecordDict
 
+from fedsim.deploy.bundle import write_app
 from fedsim.deploy.rehearsal import Rehearsal
 from fedsim.deploy.simulation import Simulation, resources
 from fedsim.engines import LocalGrid
@@ -69,13 +71,21 @@ def test_it_runs_as_virtual_clients(tmp_path):
 
 
 @pytest.mark.slow
-def test_it_runs_as_networked_processes(tmp_path):
+def test_it_runs_as_networked_processes(tmp_path, monkeypatch):
+    # Installed on every machine, as an app must be that nodes run; a run brings its config alone.
+    apps = ("numpy_app.server_app:app", "numpy_app.client_app:app")
+    monkeypatch.setenv("PYTHONPATH", str(PLUGIN), prepend=os.pathsep)
+    table = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
     out = tmp_path / "summary.json"
-    with Rehearsal.temporary(4) as rehearsal:
+    config = {
+        **table["config"],
+        "out": str(out), "num-server-rounds": 3, "population": 4, "noise-multiplier": 0.3,
+    }  # fmt: skip
+    with Rehearsal.temporary(4, apps=apps) as rehearsal:
         rehearsal.start_all()
-        run_id = rehearsal.operator.submit(
-            PLUGIN, run_config=f'out="{out}" num-server-rounds=3 population=4 noise-multiplier=0.3'
-        )
+        server, client = apps
+        app = write_app(tmp_path / "app", config, server_app=server, client_app=client)
+        run_id = rehearsal.operator.submit(app)
         status = rehearsal.operator.follow(run_id, alive=rehearsal.tend)
         assert status == "finished:completed", rehearsal.operator.log(run_id)
     check(out, 3, nodes=4, noise=0.3)

@@ -91,6 +91,7 @@ NON_FINITE = {
     "beyond float32": np.full((3, 4), 1e300),
 }
 BAD_COUNTS = [math.nan, math.inf, -math.inf, -1, -1e-9, 1e300, 10**400, 2**33]
+BAD_LISTS = {"of lists": [[1.0]], "of words": ["1"], "longer than any use": [1.0] * 10_001}
 ODD_METRICS = [math.nan, math.inf, 1e308, -1e308, 10**400, [1e308, 2.0], [10**400], [], 0.5, [0.5]]
 
 
@@ -115,6 +116,13 @@ def bad_contents() -> dict[str, tuple[RecordDict, str]]:
         lying = MetricRecord({"loss": 0.5})
         dict.__setitem__(lying._data, "num-examples", count)  # what the wire may hold
         found[f"num-examples: {count!s:.9}"] = (
+            RecordDict({"arrays": parameters(), "metrics": lying}),
+            "malformed",
+        )
+    for name, values in BAD_LISTS.items():
+        lying = MetricRecord({"num-examples": 3})
+        dict.__setitem__(lying._data, "m", values)
+        found[f"a list: {name}"] = (
             RecordDict({"arrays": parameters(), "metrics": lying}),
             "malformed",
         )
@@ -286,6 +294,19 @@ def test_lists_are_averaged_entry_by_entry_as_flower_does():
     # One of another length, or with an entry that is not finite, has no part in it.
     assert reports([[1.0, 2.0], [3.0, 4.0], [7.0], [math.nan, 1.0]])["m"] == [2.0, 3.0]
     assert "m" not in reports([[math.inf, 2.0]])
+
+
+def test_a_strangers_words_are_one_plain_line_of_the_log(caplog):
+    words = "x\x1b[2J\r\n\x00\u202e fedsim: all is well." + "y" * 10**5
+    one = Round(strategy(Clipping(1.0)))
+    named = ArrayRecord({words: Array(np.ones(2, np.float32)), **parameters()})
+    error = Message(Error(CLIENT_RAISED, words), reply_to=one.asked[1])
+    one.aggregate([one.reply(0, RecordDict({"arrays": named})), error])
+    assert (one.report.reasons["malformed"], one.report.reasons["raised"]) == (1, 1)
+    assert "all is well" in caplog.text
+    for record in caplog.records:
+        assert record.getMessage().isprintable()
+        assert len(record.getMessage()) < 500
 
 
 def test_a_users_aggregation_gets_the_records_that_clients_sent_and_ends_no_run(caplog):
