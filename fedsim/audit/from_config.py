@@ -13,6 +13,7 @@ from fedsim.audit.conformance import unrelated
 from fedsim.audit.example_runs import ExamplePlan
 from fedsim.audit.examples import example_checks
 from fedsim.audit.observe import PARAMETERS, Plan, observe
+from fedsim.audit.own_model import address_check, input_check
 from fedsim.audit.verdict import Verdict, audit, quiet
 from fedsim.audit.worlds import WORLDS, Canaries, still
 from fedsim.cohorts import FixedCohort
@@ -96,6 +97,8 @@ class ConfigAudit:
         check(Build(self.config))
         with quiet():
             examples, about = self._examples(runs, seed) if checks else ([], {})
+            if checks:
+                examples.append(address_check(self.config))
         if self.config.private:
             verdict, assumed = self._clients(
                 examples,
@@ -128,12 +131,14 @@ class ConfigAudit:
         for size in sorted({sizes[0], sizes[-1]}):
             plan = ExamplePlan.smaller(privacy, work, size, MOST_EXAMPLES)
             checks += example_checks(plan, self.config.rounds, max(20, runs // 2), seed)
-        sentence = (
+        made_up = (
             f"clients with {' and '.join(f'{size:,}' for size in sorted({sizes[0], sizes[-1]}))} "
             f"examples (of more than {MOST_EXAMPLES:,}, so many at the same rate), through the "
-            "trainer; an example's gradient is made up, and is there or is zero"
+            "trainer; an example's gradient is made up, and is there or is zero; and examples of "
+            "the config's own data through its own model"
         )
-        return checks, {"examples": sentence}
+        checks.append(input_check(self.config))
+        return checks, {"examples": made_up}
 
     def _clients(
         self,

@@ -16,8 +16,8 @@ __all__ = ["ARCHIVE", "archive", "archived"]
 ARCHIVE = "archive"
 """Name of the directory that holds predecessors."""
 
-# A client's ledger in a run's directory: RUN/clients/NAME/clients/client-3.jsonl.
-_DEEPEST = 4
+# A client's ledger in a run's directory: RUN/clients/client-3.jsonl, or in a directory there.
+_DEEPEST = 3
 
 
 def archived(path: Path) -> list[Path]:

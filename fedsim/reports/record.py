@@ -151,12 +151,9 @@ def read_metrics(path: Path) -> list[Row]:
 
 def clients_ledgers(run: Path, config: Mapping[str, Scalar]) -> Path | None:
     """Where a run's clients keep their ledgers, if that is on this machine."""
-    candidates = [run / "clients"]
-    if kept := config.get("client.state-dir"):
-        candidates.append(Path(str(kept)) / str(config.get("name", "")) / "clients")
-    candidates += sorted(run.glob("clients/*/clients"))
+    kept = config.get("client.state-dir")
     pattern = "client-*.jsonl"
-    for path in candidates:
+    for path in (*([Path(str(kept))] if kept else []), run / "clients"):
         if any(path.glob(pattern)) or archived(path / pattern):
             return path
     return None

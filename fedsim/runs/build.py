@@ -222,9 +222,12 @@ class Build:
 
     @property
     def ledger_dir(self) -> Path | None:
-        """Where clients' own ledgers are; None: in memory."""
-        directory = self._state_dir or self.out
-        return directory / "clients" if directory else None
+        """Where clients' own ledgers are, of all runs that share it; None: in memory."""
+        # Of all runs that share it, whatever they are called: the clients are the same.
+        kept = self.config.client.state_dir
+        if kept:
+            return Path(kept)
+        return self.out / "clients" if self.out else None
 
     def statements(self, server: Statement) -> tuple[Statement, Statement | None]:
         """What is claimed of the run, and at example level, from what the server's ledger says."""

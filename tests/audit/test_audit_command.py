@@ -66,7 +66,7 @@ def test_the_few_rounds_cost_what_the_config_does() -> None:
     config = RunConfig.parse(
         {
             "rounds": 500,
-            "partition": {"clients": 5000},
+            "partition": {"clients": 1400},
             "cohort": {"name": "poisson", "rate": 0.1},
             "mechanism": {"name": "clipping"},
             "noise": {"target-epsilon": 3.0},

@@ -17,8 +17,10 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Event, Ledger
 from fedsim.privacy.signing import new_key
 from fedsim.privacy.verification import model_metadata, verify
+from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.drive import RunResult, drive
+from fedsim.runs.runner import _needs_state_dir
 
 CLIENTS = RunConfig().replace(
     **{
@@ -66,6 +68,19 @@ def test_the_statement_is_that_of_the_ledgers_over_all_runs_that_share_them(tmp_
     # The same config once more is the same release.
     config = own(EXAMPLES, seed=3, client__state_dir=str(tmp_path / "state"))
     assert fedsim.run(config).privacy.epsilon == spent[2]
+
+
+def test_a_client_has_spent_what_it_spent_in_runs_of_whatever_name_on_whatever_engine(tmp_path):
+    shared = own(EXAMPLES, client__state_dir=str(tmp_path / "state"))
+    first = fedsim.run(own(shared, seed=1, name="one")).privacy
+    second = fedsim.run(own(shared, seed=2, name="two")).privacy
+    assert second.cost.releases == 2 * first.cost.releases
+    assert second.epsilon > first.epsilon
+    # A run in Flower's simulation keeps its clients' ledgers where one on the local engine does.
+    assert _needs_state_dir(EXAMPLES.replace(**{"engine.name": "simulation"}))
+    kept = RunDirectory(tmp_path / "run").clients
+    simulated = Build(EXAMPLES.replace(**{"client.state-dir": str(kept)}))
+    assert simulated.ledger_dir == Build(EXAMPLES, tmp_path / "run").ledger_dir == kept
 
 
 def test_a_run_stops_in_good_order_before_a_clients_budget_is_exceeded(tmp_path):

@@ -89,7 +89,8 @@ def test_a_node_whose_own_data_are_not_what_is_declared_of_it_refuses(tmp_path, 
     assert (row["usable"], row["failed-raised"]) == (3, 1)
     size = len(indices[2])
     assert f"this client has {size} examples, but {size + 1} are declared of it" in caplog.text
-    assert not (tmp_path / config.name / "clients" / "client-2.jsonl").exists()
+    ledgers = sorted(path.name for path in tmp_path.glob("client-*.jsonl"))
+    assert ledgers == ["client-0.jsonl", "client-1.jsonl", "client-3.jsonl"]
     # Weighed alike, nothing is declared, and a node's data are its own affair.
     uniform = Build(server.config.replace(**{"mechanism.weighting": "uniform"}))
     assert drive(uniform, grid).metrics[0]["usable"] == 4

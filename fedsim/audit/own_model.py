@@ -1,0 +1,158 @@
+"""The config's own data and model: where its random numbers come from, how far an example reaches.
+
+Everything else in an audit is on made-up clients. Here the run itself is begun, and every
+address that it draws from is watched; and examples of its own, good and bad, go through its
+model, its loss and the path that it trains on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.audit.checks import Check, invariant
+from fedsim.audit.example_runs import GradientRecorder
+from fedsim.audit.standard import Scale
+from fedsim.config import RunConfig
+from fedsim.engines import LocalGrid
+from fedsim.randomness import Address, Randomness
+from fedsim.runs import objects
+from fedsim.runs.build import Build
+from fedsim.runs.drive import drive
+from fedsim.training import ClientData, Trainer
+
+__all__ = ["address_check", "input_check", "watched"]
+
+ROUNDS = 2
+STEPS = 2
+MOST = 8
+"""Examples beside the canary."""
+FAINT = 1e-3
+"""A noise multiplier at which rounding of large noise hides nothing."""
+SLACK = 1e-2
+
+
+@contextmanager
+def watched() -> Iterator[list[Address]]:
+    """Every address that is asked for within, in order, but those asked for again on purpose."""
+    addresses: list[Address] = []
+    before = Randomness.watch
+    Randomness.watch = addresses.append
+    try:
+        yield addresses
+    finally:
+        Randomness.watch = before
+
+
+def address_check(config: RunConfig) -> Check:
+    """Begin the run, on this machine and without writing anything: no number is used twice."""
+    changes: dict[str, str | int] = {
+        "rounds": min(ROUNDS, config.rounds),
+        "client.steps": STEPS,
+        "client.state-dir": "",
+        "client.noise.max-epsilon": "",
+        "engine.name": "local",
+        "evaluate.every": 0,
+        "noise.entropy": "config",
+        "noise.max-epsilon": "",
+    }
+    short = config.replace(**changes)
+    with watched() as addresses:
+        build = Build(short)
+        drive(build, LocalGrid(build.trainer))
+    twice = [address for address, times in Counter(addresses).items() if times > 1]
+    broken = None
+    if twice:
+        first = twice[0]
+        broken = (
+            f"{len(twice)} twice, the first of {first.purpose.name.lower()} at {first.level} "
+            f"level in round {first.round}"
+        )
+    looked = f"{len(addresses):,} addresses of {short.rounds} rounds"
+    return invariant("noise", "addresses of draws", looked, broken, "each asked for once")
+
+
+def input_check(config: RunConfig) -> Check:
+    """What one example moves, through the config's own model, with and without it."""
+    build = Build(config)
+    data = build.trainer.data
+    largest = max(data.indices, key=len)[: MOST + 1]
+    x, y = data.x[largest], data.y[largest]
+    without = _sum(build, x[:-1], y[:-1])
+    longest, name, broken = 0.0, "none", None
+    for what, (features, target) in _canaries(x[-1], y[-1], data.y).items():
+        moved = _sum(build, torch.cat([x[:-1], features[None]]), torch.cat([y[:-1], target[None]]))
+        length = float(np.linalg.norm(moved - without))
+        if not np.isfinite(length):
+            broken = f"a gradient that is not finite, with an example that {what}"
+        elif length > longest:
+            longest, name = length, what
+    allowed = _allowed(build)
+    if longest > allowed * (1 + SLACK):
+        broken = f"{longest:.4g} bounds, with an example that {name}"
+    return invariant(
+        "bound", "what one example moves in the model itself",
+        f"{len(largest) - 1} examples of one client, with and without another", broken,
+        f"{allowed:.4g} bounds at most",
+    )  # fmt: skip
+
+
+def _canaries(x: Tensor, y: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Examples by what each does."""
+    canaries = {"is one of the client's": (x, y)}
+    others = targets[(targets != y).reshape(len(targets), -1).any(1)]
+    if len(others):
+        canaries["is mislabelled"] = (x, others[0])
+    if x.is_floating_point():
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
+        canaries |= {
+            "is noise": (noise, y),
+            "is a hundred times as large": (100 * x, y),
+            "is huge": (torch.full_like(x, 1e15), y),
+            "is NaN": (torch.full_like(x, torch.nan), y),
+        }
+    return canaries
+
+
+def _allowed(build: Build) -> float:
+    """In units of the bounds: one for each bound that a row has."""
+    assert build.example_privacy is not None
+    return math.sqrt(len(build.example_privacy.mechanism.cover(build.trainer.layout)))
+
+
+def _sum(build: Build, x: Tensor, y: Tensor) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """The first noisy sum of a client that has these examples, in units of the bounds, ``[d]``.
+
+    All are in the batch, and the same noise is drawn whoever they are: it goes away in a
+    difference.
+    """
+    privacy = build.example_privacy
+    assert privacy is not None
+    recorder = GradientRecorder()
+    source = build.trainer.data
+    trainer = Trainer(
+        build.trainer.model,
+        recorder,
+        ClientData(x, y, [np.arange(len(y))], source.mean, source.std),
+        batch_size=0,
+        steps=1,
+        loss=objects.loss(build.config),
+        metrics={},
+        path=build.config.client.path,
+        randomness=Randomness(1, "audit"),
+        device=build.trainer.device,
+        privacy=replace(privacy, noise_multiplier=FAINT, ledger_dir=None, max_epsilon=None),
+    )
+    for _ in trainer.train(trainer.initial(), np.zeros(1, dtype=np.int64), 1):
+        pass
+    ((_, _, gradient),) = recorder.seen
+    mean = trainer.packing.unpack(gradient)[0].double().cpu().numpy()
+    scale = Scale.of(privacy.mechanism, privacy.mechanism.init(trainer.layout), trainer.layout)
+    return np.asarray((mean - scale.center) * len(y) / scale.half)

@@ -1,0 +1,73 @@
+"""The config's own run and model, in an audit."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from fedsim import RunConfig
+from fedsim.audit.own_model import address_check, input_check
+from fedsim.mechanisms.partial import PartialSum
+from fedsim.randomness import Purpose, Randomness
+
+CONFIG = RunConfig().replace(
+    **{
+        "partition.clients": 5,
+        "cohort.name": "poisson",
+        "cohort.rate": 0.8,
+        "mechanism.name": "clipping",
+        "noise.multiplier": 1.0,
+        "client.batch-size": 20,
+        "client.mechanism.name": "clipping",
+        "client.noise.multiplier": 1.0,
+        "evaluate.every": 0,
+    }
+)
+
+
+def changed(**changes: str | bool) -> RunConfig:
+    return CONFIG.replace(**{k.replace("__", ".").replace("_", "-"): v for k, v in changes.items()})
+
+
+def test_a_run_that_is_as_it_should_be_uses_each_number_once() -> None:
+    check = address_check(CONFIG)
+    assert check.p_value == 1
+    assert check.measured == "each asked for once"
+
+
+@pytest.mark.parametrize("purpose", [Purpose.NOISE, Purpose.AMPLIFIED_SAMPLE])
+def test_an_address_that_leaves_the_round_out_is_seen(purpose: Purpose) -> None:
+    generators = Randomness.generators
+
+    def of_round_one(self, asked, *, round=0, **rest):  # type: ignore[no-untyped-def]
+        return generators(self, asked, round=1 if asked == purpose else round, **rest)
+
+    with patch.object(Randomness, "generators", of_round_one):
+        check = address_check(CONFIG)
+    assert check.p_value == 0
+    assert purpose.name.lower() in check.measured
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"model__name": "mlp", "model__widths": "8"}, {"client__mechanism__per_layer": True}],
+    ids=["softmax", "mlp", "layers"],
+)
+def test_an_example_moves_the_real_sum_by_its_bound_at_most(changes: dict[str, str | bool]) -> None:
+    check = input_check(changed(**changes))
+    assert check.p_value == 1, check.measured
+
+
+def test_an_example_that_counts_twice_is_seen_through_the_model_itself() -> None:
+    add = PartialSum.add_owners
+
+    def added(self, rows, weights, counts, owners=slice(None), **rest):  # type: ignore[no-untyped-def]
+        add(self, rows, weights, counts, owners, **rest)
+        add(self, rows, weights, counts, owners, **rest)
+
+    with patch.object(PartialSum, "add_owners", added):
+        check = input_check(CONFIG)
+    assert check.p_value == 0
+    assert np.isclose(float(check.measured.split()[0]), 2.0, atol=0.05)
