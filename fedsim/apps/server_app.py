@@ -18,9 +18,9 @@ from fedsim.errors import FedsimError
 from fedsim.runs.artefacts import OUT, RUNS, RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.runs.channel import distant_callbacks
+from fedsim.runs.channel import distant_callback
 from fedsim.runs.check import check
-from fedsim.runs.drive import drive
+from fedsim.runs.drive import YOURS, drive
 
 __all__ = ["app", "run_directory"]
 
@@ -48,8 +48,9 @@ def main(grid: Grid, context: Context) -> None:
     )
     # Whoever set OUT has claimed the directory, and waits for what comes into it.
     claimed = OUT in os.environ
+    callbacks = {YOURS: distant_callback(), "log": _Log()}
     with nullcontext() if claimed else directory.claim(build.resolved.to_toml()):
-        result = drive(build, streaming, directory, [_Log(), *distant_callbacks()])
+        result = drive(build, streaming, directory, callbacks)
     _log.info("%s %s", result.ended, result.why)
 
 

@@ -28,6 +28,7 @@ from fedsim.config.sections import (
     NoiseSection,
     PartitionSection,
     ServerSection,
+    StopSection,
 )
 from fedsim.config.sentences import sentence
 from fedsim.errors import FedsimError
@@ -57,6 +58,7 @@ class RunConfig(Section):
     server: ServerSection = ServerSection()
     evaluate: EvaluateSection = setting(EvaluateSection(), affects_release=False)
     checkpoint: CheckpointSection = setting(CheckpointSection(), affects_release=False)
+    stop: StopSection = setting(StopSection(), affects_release=False)
     engine: EngineSection = setting(EngineSection(), affects_release=False)
 
     @classmethod

@@ -35,6 +35,7 @@ __all__ = [
     "NoiseSection",
     "PartitionSection",
     "ServerSection",
+    "StopSection",
 ]
 
 
@@ -315,6 +316,14 @@ class CheckpointSection(Section):
     every: int = Field(10, ge=0)
     seconds: float = Field(600.0, ge=0)
     best: str = ""
+
+
+class StopSection(Section):
+    """When a run ends before its last round."""
+
+    table: ClassVar[str] = "stop"
+    metric: str = ""
+    patience: int = Field(10, ge=1)
 
 
 class EngineSection(Section):

@@ -14,7 +14,7 @@ from fedsim.privacy.entry import Entropy, Fact
 from fedsim.privacy.events import Event
 from fedsim.privacy.fingerprint import Fingerprints
 from fedsim.privacy.ledger import Ledger
-from fedsim.privacy.parallel import dearest
+from fedsim.privacy.parallel import Spending, dearest
 from fedsim.privacy.statement import Statement
 
 __all__ = ["ClientLedgers", "ClientRelease"]
@@ -144,10 +144,13 @@ class ClientLedgers:
             ledger.refresh()
         return [self._open[client] for client in sorted(self._open) if self._open[client].charged]
 
-    def epsilon(self) -> float:
-        """What the client that has spent most has spent."""
+    def epsilon(self, round: int | None = None, release: str | None = None) -> float:
+        """What the client that has spent most has spent; as of a round, see `Ledger.as_of`."""
         everyone = self.everyone()
-        return dearest(everyone, self.delta).epsilon() if everyone else 0.0
+        spent: list[Spending] = [*everyone]
+        if round is not None:
+            spent = [ledger.as_of(round, release) for ledger in everyone]
+        return dearest(spent, self.delta).epsilon(self.delta) if spent else 0.0
 
     def statement(self) -> Statement | None:
         """What holds for every client; None if none has released anything."""

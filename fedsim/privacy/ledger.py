@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -25,6 +25,7 @@ from fedsim.privacy.archive import archived
 from fedsim.privacy.entry import Entropy, Entry, Fact, Placement
 from fedsim.privacy.events import Event, Level
 from fedsim.privacy.ledger_file import LedgerFile
+from fedsim.privacy.parallel import Spending
 from fedsim.privacy.statement import Statement
 
 if TYPE_CHECKING:
@@ -197,6 +198,21 @@ class Ledger:
         """Epsilon spent so far; milliseconds, however many rounds are in the ledger."""
         return self._file.history.accountant.epsilon(self._delta(delta))
 
+    def as_of(self, round: int, release: str | None) -> Spending:
+        """This ledger as it was after a round of a run that goes through later ones again.
+
+        Parameters
+        ----------
+        round : int
+        release : str or None
+            The run's digest. What it has recorded of later rounds, and will release again to the
+            same bytes, is left out; releases drawn by the system stay, and so does all else.
+        """
+        entries = self._file.history.entries
+        if not entries or not _comes_again(entries[-1], round, release):
+            return self
+        return _Spent([e for e in self.charged if not _comes_again(e, round, release)])
+
     def would_exceed(
         self,
         event: Event | GaussianPrivacyEvent,
@@ -335,3 +351,23 @@ class Ledger:
         from fedsim.privacy.flower_records import our_event
 
         return our_event(event, self.declared)
+
+
+def _comes_again(entry: Entry, round: int, release: str | None) -> bool:
+    later = entry.round is not None and entry.round > round
+    return later and entry.release == release is not None and entry.entropy == "config"
+
+
+class _Spent:
+    """What some entries cost."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self._accountant = Accountant()
+        self.counts: Counter[Event] = Counter()
+        for entry in entries:
+            self._accountant.add(entry.event)
+            self.counts[entry.event.once] += entry.event.count
+
+    def epsilon(self, delta: float | None = None) -> float:
+        assert delta is not None
+        return self._accountant.epsilon(delta)

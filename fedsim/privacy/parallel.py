@@ -11,7 +11,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.events import Event
 
-__all__ = ["WorstClient", "dearest", "worst_client"]
+__all__ = ["Spending", "WorstClient", "dearest", "worst_client"]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from flwr.app import ArrayRecord
 
@@ -13,7 +14,7 @@ from fedsim.runs.artefacts import Ended, Row, RunDirectory
 from fedsim.strategies import RoundReport
 from fedsim.strategies.state import Tree, parted
 
-__all__ = ["Callback", "Callbacks", "RunStatus", "improves"]
+__all__ = ["Callback", "Callbacks", "RunStatus"]
 
 _log = logging.getLogger("fedsim")
 
@@ -93,8 +94,13 @@ class Callback:
         """Go on from what `state` gave."""
 
 
-class Callbacks:
-    """Several callbacks, in order, none of which can fail the run or another one.
+class Callbacks(Callback):
+    """Several callbacks as one, in order; none of them can fail the run or another one.
+
+    Parameters
+    ----------
+    callbacks : mapping of str to Callback
+        What one keeps is given back to the one of the same name.
 
     Attributes
     ----------
@@ -102,78 +108,65 @@ class Callbacks:
         Why one of them has stopped the run.
     """
 
-    def __init__(self, callbacks: Iterable[Callback]) -> None:
-        self._callbacks = tuple(callbacks)
-        self._warned: set[int] = set()
+    def __init__(self, callbacks: Mapping[str, Callback]) -> None:
+        self._callbacks = dict(callbacks)
+        self._warned: set[str] = set()
         self.stopped: str | None = None
 
-    def on_start(self, status: RunStatus) -> None:
-        """Tell them that the run begins."""
-        self._ask(lambda callback: callback.on_start(status))
+    @classmethod
+    def numbered(cls, callbacks: Iterable[Callback]) -> Self:
+        """Named by their places."""
+        return cls({str(place): callback for place, callback in enumerate(callbacks)})
 
-    def on_round(self, status: RunStatus) -> None:
-        """Tell them of a round."""
-        self._ask(lambda callback: callback.on_round(status))
+    def on_start(self, status: RunStatus) -> str | None:
+        """See `Callback`."""
+        return self._ask(lambda callback: callback.on_start(status))
+
+    def on_round(self, status: RunStatus) -> str | None:
+        """See `Callback`."""
+        return self._ask(lambda callback: callback.on_round(status))
 
     def on_end(self, status: RunStatus) -> None:
-        """Tell them that the run has ended."""
+        """See `Callback`."""
         self._ask(lambda callback: callback.on_end(status))
 
     def state(self) -> Tree:
-        """What they keep, by their places."""
+        """See `Callback`."""
         kept: dict[str, Tree] = {}
 
-        def take(place: int, callback: Callback) -> None:
+        def take(name: str, callback: Callback) -> None:
             if state := callback.state():
                 parted(state)  # what no checkpoint can hold fails its callback alone
-                kept[str(place)] = state
+                kept[name] = state
 
         self._each(take)
         return kept
 
     def restore(self, state: Tree) -> None:
-        """Give them back what they kept."""
+        """See `Callback`."""
 
-        def give(place: int, callback: Callback) -> None:
-            if (kept := state.get(str(place))) is not None:
+        def give(name: str, callback: Callback) -> None:
+            if (kept := state.get(name)) is not None:
                 callback.restore(kept)
 
         self._each(give)
 
-    def _ask(self, question: Callable[[Callback], str | bool | None]) -> None:
-        def ask(_: int, callback: Callback) -> None:
+    def _ask(self, question: Callable[[Callback], str | bool | None]) -> str | None:
+        def ask(_: str, callback: Callback) -> None:
             answer = question(callback)
             if answer and self.stopped is None:
                 said = isinstance(answer, str)
-                self.stopped = str(answer) if said else f"{type(callback).__name__} stopped it"
+                self.stopped = str(answer) if said else f"{type(callback).__name__} has stopped it"
 
         self._each(ask)
+        return self.stopped
 
-    def _each(self, do: Callable[[int, Callback], None]) -> None:
-        for place, callback in enumerate(self._callbacks):
+    def _each(self, do: Callable[[str, Callback], None]) -> None:
+        for name, callback in self._callbacks.items():
             try:
-                do(place, callback)
+                do(name, callback)
             except Exception:
-                if place not in self._warned:
-                    name = type(callback).__name__
-                    _log.warning("callback %s failed; the run goes on.", name, exc_info=True)
-                self._warned.add(place)
-
-
-def lower_is_better(metric: str) -> bool:
-    """Whether a metric of this name is a loss.
-
-    Examples
-    --------
-    >>> lower_is_better("test-loss"), lower_is_better("test-accuracy")
-    (True, False)
-    """
-    return metric.endswith(("loss", "error", "perplexity", "mse", "mae", "rmse"))
-
-
-def improves(metric: str, row: Mapping[str, float | int], best: float | None) -> bool:
-    """Whether a row's metric is there and better than the best so far."""
-    value = row.get(metric)
-    if value is None or value != value:
-        return False
-    return best is None or (value < best if lower_is_better(metric) else value > best)
+                if name not in self._warned:
+                    what = type(callback).__name__
+                    _log.warning("callback %s failed; the run goes on.", what, exc_info=True)
+                self._warned.add(name)

@@ -27,7 +27,7 @@ from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.strategies.state import Tree, joined, parted
 
-__all__ = ["CHANNEL", "CallbackServer", "DistantCallback", "distant_callbacks"]
+__all__ = ["CHANNEL", "CallbackServer", "DistantCallback", "distant_callback"]
 
 CHANNEL = "FEDSIM_CALLBACKS"
 """Environment variable: the key and the socket of whoever has a run's callbacks."""
@@ -39,7 +39,7 @@ class CallbackServer:
     """Answers, in a thread of its own, for the callbacks of a run in another process."""
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
-        self._callbacks = Callbacks(callbacks)
+        self._callbacks = Callbacks.numbered(callbacks)
         self._directory = tempfile.TemporaryDirectory(prefix="fedsim-callbacks-")
         address = str(Path(self._directory.name) / "socket")
         key = secrets.token_bytes(32)
@@ -73,10 +73,10 @@ class CallbackServer:
                 return _packed(callbacks.state())
             if name == "restore":
                 return callbacks.restore(_unpacked(argument))
-            getattr(callbacks, name)(argument.status())
+            return getattr(callbacks, name)(argument.status())
         except KeyboardInterrupt:
             _thread.interrupt_main()
-        return callbacks.stopped
+            return None
 
 
 class DistantCallback(Callback):
@@ -115,9 +115,9 @@ def _sentence(answer: object) -> str | None:
     return answer if isinstance(answer, str) else None
 
 
-def distant_callbacks() -> list[Callback]:
-    """Those of the process that has started this one, if it has any."""
-    return [DistantCallback(os.environ[CHANNEL])] if CHANNEL in os.environ else []
+def distant_callback() -> Callback:
+    """That of the process that has started this one; one that says nothing if there is none."""
+    return DistantCallback(os.environ[CHANNEL]) if CHANNEL in os.environ else Callback()
 
 
 @dataclass(frozen=True)

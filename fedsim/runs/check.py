@@ -9,6 +9,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.signing import private_key
 from fedsim.runs.build import Build
 from fedsim.runs.columns import columns_of
+from fedsim.runs.stopping import Judge
 from fedsim.tasks import MeanOf
 from fedsim.training.evaluation import evaluate_clients
 
@@ -34,6 +35,12 @@ def check(build: Build) -> None:
     strategy.check(build.initial_arrays)
     _check_scalars(build, strategy.mechanism.side_names)
     columns_of(build, strategy)
+    for key, metric in (
+        ("checkpoint.best", build.config.checkpoint.best),
+        ("stop.metric", build.config.stop.metric),
+    ):
+        if metric:
+            Judge.of(build, key, metric)
     _check_clients_budget(build)
     key = build.config.noise.ledger_key
     if key and not build.config.engine.federation:  # where the key is on the server's machine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
@@ -18,15 +18,19 @@ from fedsim.privacy.signing import LEDGER_KEY, private_key, signature
 from fedsim.rows.exchange import KEEP_SINCE
 from fedsim.runs.artefacts import Ended, Row, RunDirectory
 from fedsim.runs.build import Build
-from fedsim.runs.callbacks import Callback, Callbacks, RunStatus, improves
+from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.columns import columns_of
 from fedsim.runs.report import leave_report
 from fedsim.runs.result import RunResult
 from fedsim.runs.signals import asked_to_end
 from fedsim.runs.state import RunState
+from fedsim.runs.stopping import EarlyStopping, Judge
 from fedsim.strategies import Rounds, RunFailedError, round_timeout, rounds_of, run_to_end
 
-__all__ = ["Session", "drive"]
+__all__ = ["YOURS", "Session", "drive"]
+
+YOURS = "yours"
+"""Name of the callbacks of whoever has started the run."""
 
 _log = logging.getLogger("fedsim")
 
@@ -42,7 +46,8 @@ class Session:
     build : Build
     directory : RunDirectory, optional
         Claimed already; the ledger, the metrics, checkpoints and the model go there.
-    callbacks : iterable of Callback
+    callbacks : mapping of str to Callback
+        Beside those that the config asks for.
     resume : RunState, optional
         From where to go on: what `state` gave after a round of the same run.
     """
@@ -51,7 +56,7 @@ class Session:
         self,
         build: Build,
         directory: RunDirectory | None = None,
-        callbacks: Iterable[Callback] = (),
+        callbacks: Mapping[str, Callback] | None = None,
         *,
         resume: RunState | None = None,
     ) -> None:
@@ -60,7 +65,7 @@ class Session:
         self._arrays = build.initial_arrays
         self._rows: list[Row] = []
         self._directory = directory
-        self._callbacks = Callbacks(callbacks)
+        self._callbacks = Callbacks({**_of_config(build), **(callbacks or {})})
         if resume is not None:
             self._restore(resume)
         key = build.config.noise.ledger_key or os.environ.get(LEDGER_KEY, "")
@@ -213,9 +218,12 @@ class Session:
         row |= _numbers(result.train_metrics_clientapp.get(server_round), "train-")
         row |= _numbers(result.evaluate_metrics_clientapp.get(server_round), "clients-")
         if self.strategy.private:
-            row["epsilon"] = self.strategy.ledger.epsilon(self.strategy.delta)
+            spent = self.strategy.ledger.as_of(server_round, self.build.release)
+            row["epsilon"] = spent.epsilon(self.strategy.delta)
         if self.build.client_ledgers is not None:
-            row["example-epsilon"] = self.build.client_ledgers.epsilon()
+            row["example-epsilon"] = self.build.client_ledgers.epsilon(
+                server_round, self.build.release
+            )
         if row.keys() & {"epsilon", "example-epsilon"}:
             row["simulated"] = int(self.build.entropy == "config")
         if report is not None:
@@ -241,6 +249,14 @@ class Session:
         self._since = time.perf_counter()
 
 
+def _of_config(build: Build) -> dict[str, Callback]:
+    """The callbacks that a config asks for."""
+    stop = build.config.stop
+    if not stop.metric:
+        return {}
+    return {"stop": EarlyStopping(Judge.of(build, "stop.metric", stop.metric), stop.patience)}
+
+
 class _Checkpointing:
     """Saves a session's state when that is due."""
 
@@ -251,9 +267,11 @@ class _Checkpointing:
         self._settings = session.build.config.checkpoint
         self._kept = directory.checkpoints
         self._best: float | None = None
-        best = self._kept.best() if self._settings.best else None
-        if best is not None:
-            self._best = best.row.get(self._settings.best)
+        self._judge: Judge | None = None
+        if self._settings.best:
+            self._judge = Judge.of(session.build, "checkpoint.best", self._settings.best)
+            best = self._kept.best()
+            self._best = None if best is None else best.row.get(self._settings.best)
         self._saved = session.strategy.rounds_done
         self._since = time.monotonic()
         self.train_config: ConfigRecord | None = None
@@ -266,7 +284,7 @@ class _Checkpointing:
         number = int(row["round"])
         if not self._settings.every or not number:
             return
-        if self._settings.best and improves(self._settings.best, row, self._best):
+        if self._judge is not None and self._judge.improves(row, self._best):
             self._best = row[self._settings.best]
             self._kept.save(self._session.state(), "best")
         waited = time.monotonic() - self._since
@@ -292,7 +310,7 @@ def drive(
     build: Build,
     grid: Grid,
     directory: RunDirectory | None = None,
-    callbacks: Iterable[Callback] = (),
+    callbacks: Mapping[str, Callback] | None = None,
 ) -> RunResult:
     """Run all rounds of ``build.config`` on ``grid``; parameters as for `Session`.
 

@@ -149,7 +149,7 @@ def _submit(
     with tempfile.TemporaryDirectory(prefix="fedsim-app-") as app:
         run_id = operator.submit(write_app(Path(app), build.resolved.to_tree()))
     written = RunDirectory(federation.runs / f"{build.config.name}-{run_id}")
-    rows = _Rows(build, written, Callbacks(callbacks))
+    rows = _Rows(build, written, Callbacks.numbered(callbacks))
     _follow(operator, run_id, look=rows.look)
     if not written.path.is_dir():
         raise RanElsewhere(run_id, _where(operator.log(run_id)))

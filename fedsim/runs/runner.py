@@ -15,9 +15,9 @@ from fedsim.engines import LocalGrid
 from fedsim.engines.process import settle
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
-from fedsim.runs.callbacks import Callback
+from fedsim.runs.callbacks import Callback, Callbacks
 from fedsim.runs.check import check
-from fedsim.runs.drive import drive
+from fedsim.runs.drive import YOURS, drive
 from fedsim.runs.result import RunResult
 from fedsim.runs.resume import move_client_ledgers, resumed_config
 
@@ -93,7 +93,7 @@ def run(
                 stack.enter_context(directory.claim(text, overwrite=overwrite))
         if grid is None:
             return _launch(build, directory, callbacks)
-        return drive(build, grid, directory, callbacks)
+        return drive(build, grid, directory, {YOURS: Callbacks.numbered(callbacks)})
 
 
 def _needs_state_dir(config: RunConfig) -> bool:

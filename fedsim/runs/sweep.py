@@ -34,7 +34,7 @@ from fedsim.runs.artefacts import Row, RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.check import check
-from fedsim.runs.drive import Session
+from fedsim.runs.drive import YOURS, Session
 from fedsim.runs.objects import algorithm
 from fedsim.runs.report import leave_report
 from fedsim.runs.signals import asked_to_end
@@ -223,7 +223,7 @@ def _run_group(group: Sequence[Member], out: Path, observer: Observer | None) ->
             claims.enter_context(
                 directory.claim(text, overwrite=True) if state is None else directory.resumed(text)
             )
-            watching = [] if observer is None else [_Watcher(member, observer)]
+            watching = {} if observer is None else {YOURS: _Watcher(member, observer)}
             sessions.append(Session(build, directory, watching, resume=state))
         failed = _run_sessions(sessions)
     return {group[index].label: reason for index, reason in failed.items()}

@@ -10,6 +10,8 @@ import pytest
 import fedsim
 from fedsim import RunConfig
 from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.checkpoint import Checkpoints
+from fedsim.runs.state import RunState
 
 BASE = RunConfig.parse(
     {
@@ -50,17 +52,15 @@ class Killed(BaseException):
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, round_number: int) -> None:
-    """Let the run end before the row of this round is written, and write nothing more."""
+    """Let the run end when this round is to be kept, and write nothing more."""
+    save = Checkpoints.save
 
-    def killed(directory: RunDirectory, row: object) -> None:
-        raise Killed
+    def killed(checkpoints: Checkpoints, state: RunState, name: str = "round") -> None:
+        if state.round == round_number:
+            raise Killed
+        save(checkpoints, state, name)
 
-    add_row = RunDirectory.add_row
-    monkeypatch.setattr(
-        RunDirectory,
-        "add_row",
-        lambda self, row: (killed if row["round"] == round_number else add_row)(self, row),
-    )
+    monkeypatch.setattr(Checkpoints, "save", killed)
     monkeypatch.setattr("fedsim.runs.drive.Session.finish", lambda *_, **__: None)
 
 
@@ -101,10 +101,10 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(case, tmp_path, mo
             whole = fedsim.run(config, out=tmp_path / name)
             continue
         with monkeypatch.context() as patch:
-            kill_at(patch, 5)
+            kill_at(patch, 4)
             with pytest.raises(Killed):
                 fedsim.run(config, out=tmp_path / name)
-    assert RunDirectory(tmp_path / "killed").checkpoints.rounds() == [2, 4]
+    assert RunDirectory(tmp_path / "killed").checkpoints.rounds() == [2]
     resumed = fedsim.run(config, out=tmp_path / "killed", resume=True)
     assert resumed.ended == whole.ended
     assert left(tmp_path / "killed") == left(tmp_path / "whole")

@@ -1,0 +1,206 @@
+"""What --resume refuses, what it allows, and what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import fedsim
+from fedsim import RunConfig
+from fedsim.errors import FedsimError
+from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.callbacks import Callback, RunStatus
+
+CONFIG = RunConfig.parse(
+    {
+        "rounds": 4,
+        "partition": {"clients": 6, "max-examples": 60},
+        "client": {"batch-size": 5},
+        "mechanism": {"name": "clipping"},
+        "noise": {"multiplier": 1.0},
+        "checkpoint": {"every": 2},
+        "engine": {"device": "cpu"},
+    }
+)
+
+
+@pytest.fixture
+def done(tmp_path: Path) -> RunDirectory:
+    fedsim.run(CONFIG, out=tmp_path / "run")
+    return RunDirectory(tmp_path / "run")
+
+
+def resume(directory: RunDirectory, **changes: object):
+    config = RunConfig.load(directory.config).replace(**changes)
+    return fedsim.run(config, out=directory.path, resume=True)
+
+
+def test_a_finished_run_is_left_as_it_was_and_can_be_given_more_rounds(done, tmp_path):
+    model, ledger = done.model.read_bytes(), done.ledger.read_bytes()
+    assert [row["round"] for row in resume(done).metrics] == [0, 1, 2, 3, 4]
+    assert (done.model.read_bytes(), done.ledger.read_bytes()) == (model, ledger)
+    longer = resume(done, rounds=6)
+    fedsim.run(CONFIG.replace(rounds=6), out=tmp_path / "six")
+    assert done.model.read_bytes() == RunDirectory(tmp_path / "six").model.read_bytes()
+    assert longer.ended == "finished"
+
+
+def test_a_calibrated_run_keeps_its_noise_whatever_its_rounds(tmp_path):
+    config = CONFIG.replace(**{"noise.multiplier": "", "noise.target-epsilon": 3.0})
+    first = fedsim.run(config, out=tmp_path / "run")
+    longer = fedsim.run(config.replace(rounds=6), out=tmp_path / "run", resume=True)
+    assert first.privacy.epsilon <= 3.0 < longer.privacy.epsilon
+    with pytest.raises(FedsimError, match=r"noise\.multiplier = .*; it must be .* as it was"):
+        fedsim.run(
+            config.replace(**{"noise.target-epsilon": 2.0}), out=tmp_path / "run", resume=True
+        )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("client.lr", 0.2), ("noise.multiplier", 2.0), ("seed", 5)]
+)
+def test_what_changes_the_release_is_refused_by_name_and_touches_nothing(done, key, value):
+    before = {path: path.read_bytes() for path in done.path.rglob("*") if path.is_file()}
+    with pytest.raises(FedsimError, match=rf"{key} = {value}; it must be .* as it was"):
+        resume(done, **{key: value})
+    assert before == {path: path.read_bytes() for path in done.path.rglob("*") if path.is_file()}
+
+
+def test_a_config_that_was_edited_in_the_directory_is_held_against_the_checkpoint(done):
+    done.config.write_text(done.config.read_text().replace("lr = 0.1", "lr = 0.3"))
+    with pytest.raises(FedsimError, match=r"client\.lr = 0\.3; it must be 0\.1 as it was"):
+        resume(done)
+
+
+def test_budgets_metrics_and_engines_may_change(done):
+    result = resume(done, **{"rounds": 5, "noise.max-epsilon": 50.0, "evaluate.every": 5})
+    assert [row["round"] for row in result.metrics] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_run_that_its_budget_stopped_goes_on_with_a_larger_one(tmp_path):
+    three = fedsim.run(CONFIG.replace(rounds=3)).privacy.epsilon * 1.0001
+    config = CONFIG.replace(**{"noise.max-epsilon": three})
+    assert fedsim.run(config, out=tmp_path / "run").ended == "budget"
+    larger = config.replace(**{"noise.max-epsilon": 99.0})
+    assert fedsim.run(larger, out=tmp_path / "run", resume=True).ended == "finished"
+    fedsim.run(CONFIG, out=tmp_path / "whole")
+    assert RunDirectory(tmp_path / "run").model.read_bytes() == (
+        RunDirectory(tmp_path / "whole").model.read_bytes()
+    )
+
+
+def test_without_a_run_resume_starts_one(tmp_path):
+    fedsim.run(CONFIG, out=tmp_path / "run", resume=True)
+    assert RunDirectory(tmp_path / "run").ending() == ("finished", "")
+
+
+def test_what_is_no_runs_directory_is_refused_untouched(tmp_path):
+    (tmp_path / "config.toml").write_text("mine")
+    with pytest.raises(FedsimError, match="no run's marker"):
+        fedsim.run(CONFIG, out=tmp_path, resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+
+
+def test_a_run_that_somebody_writes_to_is_not_resumed(done):
+    with done.resumed(done.config.read_text()), pytest.raises(FedsimError, match="another run is"):
+        resume(RunDirectory(done.path))
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_and_two_are_refused(done, caplog):
+    model = done.model.read_bytes()
+    for number, last in ((4, False), (2, True)):
+        (file,) = (done.checkpoint / f"round-{number}").iterdir()
+        file.write_bytes(file.read_bytes()[:-3] + b"abc")
+        if not last:
+            resume(done)
+            assert "was cut off or changed" in caplog.text
+            assert done.model.read_bytes() == model
+            (file,) = (done.checkpoint / "round-4").iterdir()
+            file.write_bytes(b"")
+    with pytest.raises(FedsimError, match=r"no checkpoint in .* can be used"):
+        resume(done)
+
+
+def test_a_checkpoint_of_another_format_is_refused_in_a_sentence(done, monkeypatch):
+    monkeypatch.setattr("fedsim.runs.state.FORMAT", 2)
+    with pytest.raises(FedsimError, match="has format 1; this version reads 2"):
+        resume(done)
+
+
+@pytest.mark.parametrize("harm", ["removed", "cut", "edited"])
+def test_a_ledger_that_does_not_go_on_from_the_checkpoint_is_refused(done, harm):
+    lines = done.ledger.read_text().splitlines(keepends=True)
+    if harm == "removed":
+        done.ledger.unlink()
+    elif harm == "cut":
+        done.ledger.write_text("".join(lines[:-2]))
+    else:
+        done.ledger.write_text("".join(lines).replace('"round":2', '"round":9'))
+    with pytest.raises(FedsimError, match=r"does not continue the checkpoint's|proves nothing"):
+        resume(done, rounds=5)
+
+
+def test_a_run_that_was_overwritten_has_no_checkpoint_of_the_one_before(done):
+    fedsim.run(CONFIG.replace(seed=9, rounds=1), out=done.path, overwrite=True)
+    assert done.checkpoints.rounds() == [1]
+    assert resume(done, rounds=2).metrics[-1]["round"] == 2
+
+
+def test_with_system_entropy_rounds_are_charged_again_and_drawn_anew(tmp_path, monkeypatch):
+    config = CONFIG.replace(**{"noise.entropy": "system"})
+    fedsim.run(config.replace(rounds=3), out=tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    for file in (run.checkpoint / "round-3").iterdir():
+        file.unlink()
+    result = fedsim.run(config, out=tmp_path / "run", resume=True)
+    rounds = [json.loads(line)["entry"].get("round") for line in run.ledger.open()]
+    assert rounds == [None, 1, 2, 3, 3, 4]
+    assert result.metrics[-1]["epsilon"] == result.privacy.epsilon
+
+
+class StopAt(Callback):
+    def __init__(self, round_number: int) -> None:
+        self.round_number, self.seen = round_number, 0
+
+    def on_round(self, status: RunStatus) -> str | None:
+        self.seen += 1
+        assert "asked" not in status.metrics
+        return "it is enough" if status.round == self.round_number else None
+
+    def state(self):
+        return {"seen": self.seen}
+
+    def restore(self, state):
+        self.seen = state["seen"]
+
+
+def test_a_callback_stops_the_run_and_keeps_what_it_knew(tmp_path):
+    first, second = StopAt(3), StopAt(9)
+    result = fedsim.run(CONFIG, out=tmp_path / "run", callbacks=[first])
+    assert (result.ended, result.why) == ("stopped", "Stopped early: it is enough.")
+    assert [row["round"] for row in result.metrics] == [0, 1, 2, 3]
+    fedsim.run(CONFIG, out=tmp_path / "run", resume=True, callbacks=[second])
+    assert second.seen == first.seen + 1
+
+
+def test_a_run_stops_early_by_a_central_metric_also_after_a_resume(tmp_path):
+    config = CONFIG.replace(
+        **{"client.lr": 1e-9, "noise.multiplier": 1.0, "server.lr": 1e-12, "rounds": 9,
+           "stop.metric": "test-accuracy", "stop.patience": 3}
+    )  # fmt: skip
+    result = fedsim.run(config, out=tmp_path / "run")
+    assert result.ended == "stopped"
+    assert "test-accuracy has not been better than" in result.why
+    assert result.metrics[-1]["round"] == 3
+    assert len(fedsim.run(config, out=tmp_path / "run", resume=True).metrics) == 4
+    for metric in ("usable", "train-loss", "clients-loss"):
+        with pytest.raises(FedsimError, match=r"stop\.metric = .* it must be test-loss, test-acc"):
+            fedsim.run(config.replace(**{"stop.metric": metric}))
+    best = config.replace(**{"checkpoint.best": "test-loss", "stop.metric": ""})
+    fedsim.run(best, out=tmp_path / "best")
+    kept = RunDirectory(tmp_path / "best").checkpoints.best()
+    rows = RunDirectory(tmp_path / "best").rows()[1:]
+    assert kept is not None
+    assert kept.row["test-loss"] == min(row["test-loss"] for row in rows)
