@@ -9,6 +9,7 @@ import sys
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import BaseMetadata, Ge, GroupedMetadata, Gt, Le, Lt
@@ -109,6 +110,7 @@ def settings_of(thing: Any) -> tuple[Setting, ...]:
     return _settings_of(kind) if dataclasses.is_dataclass(kind) else ()
 
 
+@cache
 def _settings_of(kind: type) -> tuple[Setting, ...]:
     settings = []
     for field in dataclasses.fields(kind):

@@ -204,7 +204,9 @@ class Das(Experiment):
 def _chosen(config: RunConfig) -> dict[str, Any]:
     """What a config says that is not a default."""
     defaults = RunConfig().to_run_config()
-    return {key: value for key, value in config.to_run_config().items() if value != defaults[key]}
+    return {
+        key: value for key, value in config.to_run_config().items() if value != defaults.get(key)
+    }
 
 
 def _name(epsilon: float, method: str, bound: float) -> str:

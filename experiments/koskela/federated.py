@@ -98,7 +98,7 @@ class KoskelaFederated(Koskela):
 
     @property
     def _start(self) -> float:
-        return self.base.client.lr
+        return float(self.base.client.lr)
 
     @property
     def _batch(self) -> int:

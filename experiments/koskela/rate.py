@@ -51,7 +51,7 @@ def settled_rate(config: RunConfig, parameters: int) -> float:
     """
     client = config.client
     tol = 1.0 if client.tol is None else client.tol
-    noise = (client.noise.multiplier or 0.0) * client.mechanism.clip_norm
+    noise: float = (client.noise.multiplier or 0.0) * client.mechanism.clip_norm
     return math.sqrt(2) * tol * client.batch_size / (noise * math.sqrt(parameters))
 
 

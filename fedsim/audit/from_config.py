@@ -242,14 +242,10 @@ class _Factory:
 
     @classmethod
     def of(cls, config: RunConfig, noise_multiplier: float) -> _Factory:
-        unset = RunConfig.parse({}).to_run_config()
+        tree = config.to_tree()
+        # Clients are made up, and need no privacy of their own.
+        del tree["client"]["mechanism"], tree["client"]["noise"]
         changes: dict[str, float | str] = {
-            # Clients are made up, and need no privacy of their own.
-            key: value
-            for key, value in unset.items()
-            if key.startswith(("client.mechanism.", "client.noise."))
-        }
-        changes |= {
             "noise.multiplier": noise_multiplier,
             "noise.target-epsilon": "",
             "noise.max-epsilon": "",
@@ -257,7 +253,7 @@ class _Factory:
             "client.state": "reset",
             "evaluate.clients-every": 0,
         }
-        changed = config.replace(**changes)
+        changed = RunConfig.parse(tree).replace(**changes)
         return cls(changed, changed.replace(**{"noise.entropy": "system"}))
 
     def __call__(self, seed: int | None) -> DPFedAvg:

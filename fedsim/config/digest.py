@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pydantic.fields import FieldInfo
 
+from fedsim.config.choices import Choice, takers
 from fedsim.config.keys import Section
 from fedsim.config.run_config import RunConfig
 from fedsim.errors import FedsimError
@@ -32,7 +33,7 @@ def release_digest(config: RunConfig) -> str:
     ):
         if value != wanted:
             raise FedsimError(f"{key} is {value!r}; a release digest is of a resolved config.")
-    kept = {key for key, affects in _keys(RunConfig) if affects}
+    kept = {key for key, affects in _keys(type(config)) if affects}
     return digest_of({key: value for key, value in config.to_run_config().items() if key in kept})
 
 
@@ -45,9 +46,23 @@ def affects_release(key: str) -> bool:
         If there is no such key.
     """
     keys = dict(_keys(RunConfig))
-    if key not in keys:
+    if key not in keys and not _is_a_things(key):
         raise FedsimError(f"there is no key {key} in a config.")
-    return keys[key]
+    return keys.get(key, True)
+
+
+def _is_a_things(key: str) -> bool:
+    """Whether it is a setting of something that a table may name: all of those affect releases."""
+    section: type[Section] = RunConfig
+    *tables, last = key.split(".")
+    for table in tables:
+        inner = next(
+            (f.annotation for f in section.model_fields.values() if f.alias == table), None
+        )
+        if not (isinstance(inner, type) and issubclass(inner, Section)):
+            return False
+        section = inner
+    return issubclass(section, Choice) and (last == "options" or bool(takers(section, last)))
 
 
 def _keys(

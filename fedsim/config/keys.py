@@ -23,16 +23,17 @@ from pydantic_core import PydanticCustomError
 
 __all__ = [
     "Maybe",
-    "MaybeBool",
     "Multiplier",
     "Name",
     "Range",
     "Section",
     "TargetEpsilon",
-    "one_of",
+    "belongs_to",
+    "from_empty",
     "only",
     "setting",
     "shown",
+    "to_empty",
 ]
 
 # Beyond these a number is a mistake, and single precision or Flower's records cannot hold it.
@@ -49,23 +50,18 @@ def shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def _from_empty(value: Any) -> Any:
+def from_empty(value: Any) -> Any:
+    """None where a config has the empty string, which means unset."""
     return None if value == "" else value
 
 
-Maybe = Annotated[
-    float | None,
-    BeforeValidator(_from_empty),
-    PlainSerializer(lambda value: "" if value is None else value),
-]
-"""A number, or unset (written as the empty string)."""
+def to_empty(value: Any) -> Any:
+    """The empty string for None."""
+    return "" if value is None else value
 
-MaybeBool = Annotated[
-    bool | None,
-    BeforeValidator(_from_empty),
-    PlainSerializer(lambda value: "" if value is None else value),
-]
-"""True, false, or unset."""
+
+Maybe = Annotated[float | None, BeforeValidator(from_empty), PlainSerializer(to_empty)]
+"""A number, or unset (written as the empty string)."""
 
 
 def only(*names: str, default: Any, **bounds: Any) -> Any:
@@ -125,11 +121,10 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> Section:
         for attribute, field in type(self).model_fields.items():
-            names = _choices(field)
+            names = belongs_to(field)
             value = getattr(self, attribute)
             chosen = getattr(self, "name", "")
-            # A user's own class ("module:Class") may take any key.
-            if names and ":" not in chosen and chosen not in names and value != field.default:
+            if names and chosen not in names and value != field.default:
                 key = f"{self.table}.{field.alias}"
                 raise ValueError(
                     f"{key} = {value!r} has no effect with {self.table}.name = '{chosen}'; it "
@@ -138,24 +133,11 @@ class Section(BaseModel):
         return self
 
 
-def _choices(field: FieldInfo) -> list[str]:
+def belongs_to(field: FieldInfo) -> list[str]:
+    """The names of its table beside which alone a key has a meaning; none for any."""
     extra = field.json_schema_extra
     names = extra.get("only") if isinstance(extra, dict) else None
     return [str(name) for name in names] if isinstance(names, list) else []
-
-
-def one_of(*names: str) -> AfterValidator:
-    """One of ``names``, or a class of the user's own (``module:Class``)."""
-
-    def check(value: str) -> str:
-        if value not in names and ":" not in value:
-            allowed = ", ".join(f"'{name}'" for name in names)
-            raise PydanticCustomError(
-                "choice", "{allowed}", {"allowed": f"{allowed} or 'module:name'"}
-            )
-        return value
-
-    return AfterValidator(check)
 
 
 def _check_name(value: str) -> str:

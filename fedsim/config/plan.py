@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
+from fedsim.cohorts import Cohort
 from fedsim.config.run_config import RunConfig
+from fedsim.config.things import make
+from fedsim.errors import FedsimError
 from fedsim.privacy.plan import LocalWork
 
 __all__ = ["cohort", "local_work"]
@@ -11,14 +13,13 @@ __all__ = ["cohort", "local_work"]
 
 def cohort(config: RunConfig) -> Cohort:
     """The cohort sampler over the declared population."""
-    settings, population = config.cohort, config.partition.clients
-    match settings.name:
-        case "poisson":
-            return PoissonCohort(rate=settings.rate, population=population)
-        case "fixed":
-            return FixedCohort(size=settings.size, population=population)
-        case "full":
-            return FullCohort(population=population)
+    sampler = make(config.cohort, population=config.partition.clients)
+    if not all(callable(getattr(sampler, name, None)) for name in ("draw", "event")):
+        raise FedsimError(
+            f"cohort.name is '{config.cohort.name}'; it must name a fedsim.cohorts.Cohort."
+        )
+    chosen: Cohort = sampler
+    return chosen
 
 
 def local_work(config: RunConfig) -> LocalWork:

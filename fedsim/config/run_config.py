@@ -10,12 +10,14 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 import tomli_w
 from pydantic import ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
-from fedsim.config.keys import Name, Section, setting, shown
+from fedsim.config.choices import Choice, own_settings, prepared, switched
+from fedsim.config.keys import Name, Section, belongs_to, setting, shown
 from fedsim.config.sections import (
     CheckpointSection,
     ClientSection,
@@ -31,11 +33,11 @@ from fedsim.config.sections import (
     StopSection,
 )
 from fedsim.config.sentences import sentence
+from fedsim.config.values import Scalar, read_value, write_options
 from fedsim.errors import FedsimError
+from fedsim.settings import Doc
 
 __all__ = ["RunConfig", "Scalar"]
-
-Scalar = bool | int | float | str
 
 LARGEST_FILE = 2**20
 
@@ -43,11 +45,19 @@ LARGEST_FILE = 2**20
 class RunConfig(Section):
     """Everything that determines a run. See the README for a commented example."""
 
-    name: Name = setting("fedsim-run", affects_release=False)
-    title: str = setting("", affects_release=False)
-    seed: int = 1
+    name: Annotated[Name, Doc("Names the run's directory: letters, digits, '.', '_' and '-'.")] = (
+        setting("fedsim-run", affects_release=False)
+    )
+    title: Annotated[str, Doc("What reports call the run, in any words.")] = setting(
+        "", affects_release=False
+    )
+    seed: Annotated[
+        int, Doc("Of every draw: the same seed and config give the same model, byte for byte.")
+    ] = 1
     # Schedules have lengths of their own, and a calibrated noise multiplier is resolved.
-    rounds: int = setting(10, affects_release=False, ge=1, le=1_000_000_000)
+    rounds: Annotated[int, Doc("How many rounds the server runs.")] = setting(
+        10, affects_release=False, ge=1, le=1_000_000_000
+    )
     data: DataSection = DataSection()
     partition: PartitionSection = PartitionSection()
     model: ModelSection = ModelSection()
@@ -61,6 +71,15 @@ class RunConfig(Section):
     stop: StopSection = setting(StopSection(), affects_release=False)
     engine: EngineSection = setting(EngineSection(), affects_release=False)
 
+    def __new__(cls, **tree: Any) -> Self:
+        """A config with the keys of what its tables name."""
+        model = prepared(cls, tree)[0] if cls is RunConfig else cls
+        return super().__new__(model)  # type: ignore[return-value]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as its values: its class is made of what it names."""
+        return RunConfig.from_run_config, (self.to_run_config(),)
+
     @classmethod
     def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         """Read and validate a TOML file, with ``key=value`` overrides applied to it.
@@ -70,11 +89,7 @@ class RunConfig(Section):
         FedsimError
             If the file cannot be read or anything in it is wrong, in one sentence.
         """
-        tree = _read(path)
-        for override in overrides:
-            key, value = _parse_override(override)
-            _assign(tree, key, value)
-        return cls.parse(tree)
+        return cls._changed(_read(path), dict(_parse_override(text) for text in overrides))
 
     @classmethod
     def parse(cls, tree: Mapping[str, Any]) -> RunConfig:
@@ -85,29 +100,37 @@ class RunConfig(Section):
         FedsimError
             Naming the key, its value and what is allowed.
         """
+        model, tree = prepared(RunConfig, tree)
         try:
-            return cls.model_validate(tree)
+            return model.model_validate(tree)  # type: ignore[return-value]
         except ValidationError as error:
-            raise FedsimError(sentence(cls, error)) from None
+            raise FedsimError(sentence(model, error)) from None
 
     @classmethod
     def from_run_config(cls, flat: Mapping[str, Scalar]) -> RunConfig:
         """Read a Flower run-config: a flat mapping with dotted keys."""
-        tree: dict[str, Any] = {}
-        for key, value in flat.items():
+        return cls._changed({}, flat)
+
+    def replace(self, **changes: Any) -> RunConfig:
+        """A copy with dotted keys changed: ``config.replace(**{"client.lr": 0.1})``.
+
+        Where a change names another thing, what the old one had at its defaults goes with it.
+        """
+        return self._changed(self.to_tree(), changes)
+
+    @classmethod
+    def _changed(cls, tree: dict[str, Any], changes: Mapping[str, Any]) -> RunConfig:
+        switched(RunConfig, tree, changes)
+        for key, value in changes.items():
             _assign(tree, key, value)
         return cls.parse(tree)
 
-    def replace(self, **changes: Scalar) -> RunConfig:
-        """A copy with dotted keys changed: ``config.replace(**{"client.lr": 0.1})``."""
-        return self.from_run_config({**self.to_run_config(), **changes})
-
     def to_tree(self) -> dict[str, Any]:
         """Nested mapping with kebab-case keys, complete; unset is the empty string."""
-        return self.model_dump(by_alias=True)
+        return _in_use(type(self), self.model_dump(by_alias=True))
 
     def to_run_config(self) -> dict[str, Scalar]:
-        """Flat mapping with dotted keys, as Flower wants it."""
+        """Flat mapping with dotted keys, as Flower wants it; options of one's own are a string."""
         return _flatten(self.to_tree())
 
     def to_toml(self) -> str:
@@ -117,8 +140,8 @@ class RunConfig(Section):
     @property
     def private(self) -> bool:
         """Whether the run claims client-level differential privacy."""
-        unsafe = self.mechanism.unsafe_non_private_raw_statistics
-        return self.mechanism.name != "none" and not unsafe and self.noise.adds_noise
+        bounded = self.mechanism.name != "none" and not self.mechanism.gives_none
+        return bounded and self.noise.adds_noise
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
@@ -177,7 +200,7 @@ def _check_noise(config: RunConfig) -> None:
             f"'{mechanism}'",
         )
     config.require(
-        noise.target_epsilon is None or not config.mechanism.unsafe_non_private_raw_statistics,
+        noise.target_epsilon is None or not config.mechanism.gives_none,
         "noise.target-epsilon",
         noise.target_epsilon,
         "unset while mechanism.unsafe-non-private-raw-statistics = true, for which no noise "
@@ -216,26 +239,23 @@ def _check_state(config: RunConfig) -> None:
         "'reset' or 'client' in a run with client-level privacy: what clients report of their "
         "state would be a release of its own",
     )
+    adapts = getattr(client, "adapt_rounds", 0)
     config.require(
-        not (client.adapt_rounds and client.state == "reset"),
+        not (adapts and client.state == "reset"),
         "client.adapt-rounds",
-        client.adapt_rounds,
+        adapts,
         "0 while client.state = 'reset', since the plain steps after so many rounds take the rate "
         "that was reached; with client.state = 'client' they can",
     )
 
 
-def _parse_override(text: str) -> tuple[str, Scalar]:
+def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise FedsimError(
             f"--set {shown(text)} is not of the form key=value, such as client.lr=0.1."
         )
-    try:
-        parsed: Scalar = tomllib.loads(f"value = {value.strip()}")["value"]
-    except (ValueError, RecursionError):
-        parsed = value.strip()
-    return key.strip(), parsed
+    return key.strip(), read_value(value)
 
 
 def _assign(tree: dict[str, Any], dotted: str, value: Any) -> None:
@@ -250,8 +270,30 @@ def _assign(tree: dict[str, Any], dotted: str, value: Any) -> None:
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
     flat: dict[str, Scalar] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping):
+        if key == "options":
+            flat[f"{prefix}{key}"] = write_options(value)
+        elif isinstance(value, Mapping):
             flat |= _flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def _in_use(section: type[Section], tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A table without the keys that belong to another choice than its own."""
+    used: dict[str, Any] = {}
+    # What a table names stands first, and the settings of that next.
+    for field in sorted(section.model_fields.values(), key=lambda field: _place(section, field)):
+        key, inner = str(field.alias), field.annotation
+        names = belongs_to(field)
+        if names and tree["name"] not in names:
+            continue
+        nested = isinstance(inner, type) and issubclass(inner, Section)
+        used[key] = _in_use(inner, tree[key]) if nested else tree[key]  # type: ignore[arg-type]
+    return used
+
+
+def _place(section: type[Section], field: FieldInfo) -> int:
+    if not issubclass(section, Choice) or field.alias == section.selector:
+        return 0
+    return 1 if field.alias in {s.key for s in own_settings(section, section.named)} else 2

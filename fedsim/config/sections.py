@@ -1,25 +1,26 @@
-"""The tables of a run's config, and what each key means."""
+"""The tables of a run's config: what each key of theirs is, and what it means.
+
+What a table's own thing brings along (a model its widths, an algorithm its rates) stands in that
+thing's file.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
+from fedsim.config.choices import Choice
 from fedsim.config.keys import (
     Maybe,
-    MaybeBool,
     Multiplier,
     Range,
     Section,
     TargetEpsilon,
-    one_of,
     only,
     setting,
 )
+from fedsim.settings import Doc
 
 __all__ = [
     "CheckpointSection",
@@ -43,39 +44,63 @@ class DataSection(Section):
     """Which examples there are."""
 
     table: ClassVar[str] = "data"
-    name: str = "digits"
-    dir: str = setting("data", affects_release=False)
-    download: bool = setting(False, affects_release=False)
-    normalize: bool = False
-    train: Range = ""
+    name: Annotated[
+        str,
+        Doc(
+            "The data set: `digits`, which comes along, `mnist`, `fashion-mnist`, `cifar10`, "
+            "`cifar100`, or a path to an .npz of your own."
+        ),
+    ] = "digits"
+    dir: Annotated[str, Doc("The folder in which data sets lie.")] = setting(
+        "data", affects_release=False
+    )
+    download: Annotated[bool, Doc("Whether a data set that is missing there may be fetched.")] = (
+        setting(False, affects_release=False)
+    )
+    normalize: Annotated[
+        bool, Doc("Whether inputs are normalised by the data set's published mean and deviation.")
+    ] = False
+    train: Annotated[
+        Range,
+        Doc("Which training examples there are, as start:stop; '10000:' leaves out 10,000."),
+    ] = ""
 
 
-class PartitionSection(Section):
+class PartitionSection(Choice):
     """Whose examples they are."""
 
     table: ClassVar[str] = "partition"
-    name: Literal["iid", "interpolated-pathological", "dirichlet", "shards"] = "iid"
-    clients: int = Field(100, ge=1, le=10_000_000)
-    randomness: float = only("interpolated-pathological", default=0.0, ge=0, le=1)
-    groups: str = only("interpolated-pathological", default="")
-    alpha: float = only("dirichlet", default=0.5, gt=0)
-    shards: int = only("shards", default=2, ge=1)
-    max_examples: int = Field(0, ge=0)
+    kind: ClassVar[str] = "partition"
+    filled: ClassVar[tuple[str, ...]] = ("clients", "seed")
+    name: Annotated[str, Doc("How the training examples are dealt to clients.")] = "iid"
+    clients: Annotated[
+        int, Doc("How many clients there are: the population, a declared public number.")
+    ] = Field(100, ge=1, le=10_000_000)
+    max_examples: Annotated[
+        int, Doc("How many examples a client keeps of those dealt to it; 0 for all.")
+    ] = Field(0, ge=0)
 
 
-class ModelSection(Section):
+class ModelSection(Choice):
     """What is trained."""
 
     table: ClassVar[str] = "model"
-    name: Annotated[str, one_of("softmax", "mlp", "adadp-mnist", "adadp-cifar")] = "softmax"
-    widths: str = only("mlp", default="")
-    bias: MaybeBool = None
-    dtype: Literal["float32", "float64"] = "float32"
-    trainable: str = ""
-    weights: str = ""
-    weights_for: str = ""
-    loss: str = "cross-entropy"
-    metrics: str = "accuracy"
+    kind: ClassVar[str] = "model"
+    name: Annotated[str, Doc("The model.")] = "softmax"
+    dtype: Annotated[
+        Literal["float32", "float64"], Doc("Of its parameters; float64 is for exact comparisons.")
+    ] = "float32"
+    trainable: Annotated[
+        str, Doc("Shell patterns of the parameters that are trained, such as 'fc*'; empty for all.")
+    ] = ""
+    weights: Annotated[str, Doc("A .safetensors file whose parameters the model starts from.")] = ""
+    weights_for: Annotated[
+        str, Doc("Shell patterns of the parameters that come from there; empty for all.")
+    ] = ""
+    loss: Annotated[str, Doc("The loss of an example.")] = "cross-entropy"
+    metrics: Annotated[
+        str, Doc("What is measured besides the loss: names with commas between them.")
+    ] = "accuracy"
 
     @model_validator(mode="after")
     def _weights_come_from_a_file(self) -> ModelSection:
@@ -88,117 +113,115 @@ class ModelSection(Section):
         return self
 
 
-class _Bounding(Section):
+class _Bounding(Choice):
     """How rows are bounded before they enter one noisy sum, at either level."""
 
-    name: Literal[
-        "none",
-        "clipping",
-        "normalization",
-        "quantile-clipping",
-        "adaclip",
-        "adaptive-noise",
-        "norm-bound",
-        "coordinate-clipping",
-    ] = "none"
-    clip_norm: float = only(
-        "clipping", "normalization", "adaclip", "adaptive-noise", "norm-bound", default=1.0, gt=0
-    )
-    per_layer: bool = False
-    smoothing: float = only("normalization", default=0.0, ge=0)
-    target_quantile: float = only("quantile-clipping", default=0.5, ge=0, le=1)
-    learning_rate: float = only("quantile-clipping", default=0.2, ge=0)
-    initial_clip_norm: float = only("quantile-clipping", default=0.1, gt=0)
-    bit_noise: float = only("quantile-clipping", default=0.05, gt=0)
-    clip_value: float = only("coordinate-clipping", default=0.01, gt=0)
-    h1: float = only("adaclip", default=1e-12, gt=0)
-    h2: Maybe = only("adaclip", default=None)
-    beta1: float = only("adaclip", default=0.99, ge=0, le=1)
-    beta2: float = only("adaclip", default=0.9, ge=0, le=1)
-    gamma: float = only("adaclip", default=1.0, gt=0)
-    center: bool = only("adaclip", default=True)
-    variance: Literal["per-example", "literal"] = only("adaclip", default="per-example")
-    clamp: Literal["pre", "post"] = only("adaclip", default="pre")
-    literal: bool = only("adaclip", default=False)
-    threshold: Maybe = only("adaptive-noise", default=None)
-    beta: float = only("adaptive-noise", default=1.0, gt=0)
-    decay: float = only("adaptive-noise", default=0.9, ge=0, le=1)
-    floor: float = only("adaptive-noise", default=1e-12, gt=0)
-    noise_shape: Literal["proportional", "optimal"] = only("adaptive-noise", default="proportional")
-    unsafe_non_private_raw_statistics: bool = only("adaptive-noise", default=False)
+    kind: ClassVar[str] = "mechanism"
+    name: Annotated[str, Doc("The bound; 'none' for no privacy.")] = "none"
+    per_layer: Annotated[
+        bool, Doc("Whether every layer is bounded, summed and noised on its own.")
+    ] = False
+
+    @property
+    def gives_none(self) -> bool:
+        """Whether it is a bound that protects nobody, whatever the noise."""
+        return bool(getattr(self, "unsafe_non_private_raw_statistics", False))
 
 
 class MechanismSection(_Bounding):
     """How an update is bounded before it enters the one noisy sum."""
 
     table: ClassVar[str] = "mechanism"
-    weighting: Literal["uniform", "num-examples"] = only("none", default="num-examples")
-    private_scalar: str = ""
-    private_scalar_high: float = Field(1.0, gt=0)
-    private_scalar_fraction: float = Field(0.1, ge=0, lt=1)
+    private_scalar: Annotated[
+        str,
+        Doc("A number that clients report, such as 'loss', whose noisy mean is released beside."),
+    ] = ""
+    private_scalar_high: Annotated[
+        float, Doc("The largest value of that number; larger ones are clamped to it.")
+    ] = Field(1.0, gt=0)
+    private_scalar_fraction: Annotated[
+        float, Doc("What it takes of the privacy budget; the update has the rest.")
+    ] = Field(0.1, ge=0, lt=1)
 
 
 class ClientMechanismSection(_Bounding):
     """How an example's gradient is bounded, in a client with example-level privacy."""
 
     table: ClassVar[str] = "client.mechanism"
+    filled: ClassVar[tuple[str, ...]] = ("weighting",)
 
 
 class ClientNoiseSection(Section):
     """The noise on a client's sums of per-example gradients."""
 
     table: ClassVar[str] = "client.noise"
-    multiplier: Multiplier = None
-    target_epsilon: TargetEpsilon = None
-    max_epsilon: Maybe = setting(None, affects_release=False)
-    delta: float = Field(1e-5, ge=1e-100, lt=1)
-    sampling: Literal["poisson", "shuffle"] = "poisson"
-    hardened: bool = True
-    chunk: int = setting(0, affects_release=False, ge=0)
+    multiplier: Annotated[
+        Multiplier, Doc("Standard deviation of the noise on a sum of gradients, over C.")
+    ] = None
+    target_epsilon: Annotated[
+        TargetEpsilon,
+        Doc("In its place: the epsilon of the client that pays most, over all rounds."),
+    ] = None
+    max_epsilon: Annotated[
+        Maybe, Doc("A budget: the run ends before any client's epsilon exceeds it.")
+    ] = setting(None, affects_release=False)
+    delta: Annotated[float, Doc("Of epsilon; below one over a client's examples.")] = Field(
+        1e-5, ge=1e-100, lt=1
+    )
+    sampling: Annotated[
+        Literal["poisson", "shuffle"],
+        Doc("Batches drawn anew for each step, or a shuffled pass over the examples."),
+    ] = "poisson"
+    hardened: Annotated[
+        bool, Doc("Draw noise so that its last bits tell nothing; slower, and right for real data.")
+    ] = True
+    chunk: Annotated[
+        int, Doc("Rows of a batch that are bounded at a time; 0 to choose. It changes no result.")
+    ] = setting(0, affects_release=False, ge=0)
 
 
-class ClientSection(Section):
+class ClientSection(Choice):
     """What a client does with its examples."""
 
     table: ClassVar[str] = "client"
-    name: Annotated[str, one_of("sgd", "adam", "rmsprop", "adadp-lr", "adadp-noise")] = "sgd"
-    lr: float = Field(0.1, gt=0)
-    batch_size: int = Field(10, ge=0)
-    epochs: int = Field(1, ge=0, le=10_000)
-    steps: int = Field(0, ge=0, le=1_000_000)
-    momentum: float = only("sgd", default=0.0, ge=0, lt=1)
-    weight_decay: float = only("sgd", "adam", "rmsprop", "adadp-noise", default=0.0, ge=0)
-    schedule: str = only("sgd", "adam", "rmsprop", "adadp-noise", default="")
-    proximal: float = Field(0.0, ge=0)
-    beta1: float = only("adam", default=0.9, ge=0, lt=1)
-    beta2: float = only("adam", default=0.999, ge=0, lt=1)
-    decay: Maybe = only("rmsprop", "adadp-noise", default=None)
-    eps: float = only("adam", "rmsprop", "adadp-noise", default=1e-8, gt=0)
-    tol: Maybe = only("adadp-lr", default=None)
-    exponent: float = only("adadp-lr", default=1.0, gt=0)
-    keep: Literal["half", "full"] = only("adadp-lr", default="half")
-    discard: MaybeBool = only("adadp-lr", default=None)
-    alpha_min: float = only("adadp-lr", default=0.9, gt=0, le=1)
-    alpha_max: float = only("adadp-lr", default=1.1, ge=1)
-    eta_min: float = only("adadp-lr", default=1e-8, ge=0)
-    eta_max: float = only("adadp-lr", default=0.0, ge=0)
-    adapt_rounds: int = only("adadp-lr", default=0, ge=0)
-    post_scale: float = only("adadp-lr", default=1.0, gt=0)
-    post_decay: float = only("adadp-lr", default=0.1, ge=0)
-    options: str = ""
-    state: Literal["reset", "client", "server"] = "reset"
-    state_dir: str = setting("", affects_release=False)
-    path: Literal["auto", "plain", "func", "stacked"] = setting("auto", affects_release=False)
-    block_size: int = setting(0, affects_release=False, ge=0)
+    kind: ClassVar[str] = "client"
+    name: Annotated[str, Doc("The local algorithm.")] = "sgd"
+    batch_size: Annotated[int, Doc("Examples of a local step; 0 for all that the client has.")] = (
+        Field(10, ge=0)
+    )
+    epochs: Annotated[int, Doc("Passes over the client's examples in a round.")] = Field(
+        1, ge=0, le=10_000
+    )
+    steps: Annotated[
+        int, Doc("In place of epochs: local steps in a round, the same for every client.")
+    ] = Field(0, ge=0, le=1_000_000)
+    proximal: Annotated[
+        float, Doc("FedProx's mu: how strongly a client is pulled towards the global model.")
+    ] = Field(0.0, ge=0)
+    state: Annotated[
+        Literal["reset", "client", "server"],
+        Doc(
+            "What outlives a round of an algorithm's state: nothing, what each client keeps, or "
+            "the mean that the server sends."
+        ),
+    ] = "reset"
+    state_dir: Annotated[
+        str, Doc("The folder in which clients keep that, and their ledgers; empty for the run's.")
+    ] = setting("", affects_release=False)
+    path: Annotated[
+        Literal["auto", "plain", "func", "stacked"],
+        Doc("How gradients of a block of clients are computed; all agree to rounding."),
+    ] = setting("auto", affects_release=False)
+    block_size: Annotated[
+        int, Doc("Clients that are trained at a time; 0 to choose. It changes no result.")
+    ] = setting(0, affects_release=False, ge=0)
     mechanism: ClientMechanismSection = ClientMechanismSection()
     noise: ClientNoiseSection = ClientNoiseSection()
 
     @property
     def private(self) -> bool:
         """Whether clients claim privacy for their examples."""
-        return self.mechanism.name != "none" and not (
-            self.mechanism.unsafe_non_private_raw_statistics
-        )
+        return self.mechanism.name != "none" and not self.mechanism.gives_none
 
     @model_validator(mode="after")
     def _epochs_or_steps(self) -> ClientSection:
@@ -242,27 +265,48 @@ class ClientSection(Section):
         return self
 
 
-class CohortSection(Section):
+class CohortSection(Choice):
     """Who takes part in a round."""
 
     table: ClassVar[str] = "cohort"
-    name: Literal["poisson", "fixed", "full"] = "full"
-    rate: float = only("poisson", default=0.1, ge=1e-9, le=1)
-    size: int = only("fixed", default=10, ge=1)
+    kind: ClassVar[str] = "cohort"
+    filled: ClassVar[tuple[str, ...]] = ("population", "adjacency")
+    name: Annotated[str, Doc("How the clients of a round are sampled.")] = "full"
 
 
 class NoiseSection(Section):
     """How much noise a release carries, and what privacy it must give."""
 
     table: ClassVar[str] = "noise"
-    multiplier: Multiplier = None
-    target_epsilon: TargetEpsilon = None
-    max_epsilon: Maybe = setting(None, affects_release=False)
-    delta: float = Field(1e-5, ge=1e-100, lt=1)
-    entropy: Literal["", "config", "system"] = ""
-    placement: Literal["server", "client"] = "server"
-    hardened: bool = True
-    ledger_key: str = setting("", affects_release=False)
+    multiplier: Annotated[
+        Multiplier, Doc("Standard deviation of the noise on the sum, over C; 0.0 for no noise.")
+    ] = None
+    target_epsilon: Annotated[
+        TargetEpsilon, Doc("In its place: the epsilon that all rounds together may cost.")
+    ] = None
+    max_epsilon: Annotated[
+        Maybe, Doc("A budget: the run ends before its epsilon exceeds it, and keeps the model.")
+    ] = setting(None, affects_release=False)
+    delta: Annotated[float, Doc("Of every epsilon; below one over the population.")] = Field(
+        1e-5, ge=1e-100, lt=1
+    )
+    entropy: Annotated[
+        Literal["", "config", "system"],
+        Doc(
+            "Where noise and cohorts come from: the seed, so that runs repeat, or the operating "
+            "system, as real clients need; empty for system in deployment and config elsewhere."
+        ),
+    ] = ""
+    placement: Annotated[
+        Literal["server", "client"],
+        Doc("Who adds the noise: the server to the sum, or every client its share of it."),
+    ] = "server"
+    hardened: Annotated[
+        bool, Doc("Draw noise so that its last bits tell nothing; slower, and right for real data.")
+    ] = True
+    ledger_key: Annotated[
+        str, Doc("A file with the private key that signs the ledger; empty for no signature.")
+    ] = setting("", affects_release=False)
 
     @model_validator(mode="after")
     def _one_amount(self) -> NoiseSection:
@@ -286,36 +330,50 @@ class NoiseSection(Section):
         return self.target_epsilon is not None or bool(self.multiplier)
 
 
-class ServerSection(Section):
+class ServerSection(Choice):
     """What the server does with the noisy mean update."""
 
     table: ClassVar[str] = "server"
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    lr: float = Field(1.0, gt=0)
-    momentum: float = Field(0.0, ge=0, lt=1)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    max_failed_rounds: int = setting(3, affects_release=False, ge=1)
+    kind: ClassVar[str] = "server"
+    selector: ClassVar[str] = "optimizer"
+    optimizer: Annotated[
+        str, Doc("What steps along the mean update; 'sgd' at lr = 1 just adds it (FedAvg).")
+    ] = "sgd"
+    max_failed_rounds: Annotated[
+        int,
+        Doc("Rounds in a row without a usable reply after which a run without privacy gives up."),
+    ] = setting(3, affects_release=False, ge=1)
 
 
 class EvaluateSection(Section):
     """How often the model is looked at."""
 
     table: ClassVar[str] = "evaluate"
-    every: int = Field(1, ge=0)
-    clients_every: int = Field(0, ge=0)
-    fraction: float = Field(1.0, gt=0, le=1)
-    unprotected: bool = False
+    every: Annotated[
+        int, Doc("The model is tested every so many rounds, and in the last; 0 for never.")
+    ] = Field(1, ge=0)
+    clients_every: Annotated[
+        int, Doc("Clients test it on their own examples every so many rounds; 0 for never.")
+    ] = Field(0, ge=0)
+    fraction: Annotated[float, Doc("The share of clients that do.")] = Field(1.0, gt=0, le=1)
+    unprotected: Annotated[
+        bool, Doc("Allow what clients report of their data in a private run: it has no noise.")
+    ] = False
 
 
 class CheckpointSection(Section):
     """When a run keeps what it has reached, to go on from there."""
 
     table: ClassVar[str] = "checkpoint"
-    every: int = Field(10, ge=0)
-    seconds: float = Field(600.0, ge=0)
-    best: str = ""
+    every: Annotated[int, Doc("Rounds between two checkpoints; 0 for none at all.")] = Field(
+        10, ge=0
+    )
+    seconds: Annotated[
+        float, Doc("Seconds after which one is due in any round; 0 to count rounds only.")
+    ] = Field(600.0, ge=0)
+    best: Annotated[
+        str, Doc("A column of the metrics whose best round's model is kept as well.")
+    ] = ""
 
 
 class StopSection(Section):
@@ -330,12 +388,32 @@ class EngineSection(Section):
     """Where the clients run."""
 
     table: ClassVar[str] = "engine"
-    name: Literal["local", "ray", "simulation", "deployment"] = "local"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    workers: int = only("ray", default=0, ge=0, le=10_000)
-    address: str = only("ray", default="")
-    cpus_per_worker: float = only("ray", "simulation", default=1.0, gt=0)
-    gpus_per_worker: float = only("ray", "simulation", default=0.0, ge=0)
-    federation: str = only("deployment", default="")
-    timeout: float = Field(3600.0, gt=0, le=1e8)
-    node_timeout: float = Field(60.0, gt=0, le=1e8)
+    name: Annotated[
+        Literal["local", "ray", "simulation", "deployment"],
+        Doc(
+            "This process, Ray workers, Flower's virtual clients, or real SuperNodes; the numbers "
+            "are the same."
+        ),
+    ] = "local"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Doc("Where tensors are; auto takes a GPU if there is one.")
+    ] = "auto"
+    workers: Annotated[int, Doc("Processes; 0 for as many as there are cores or GPUs.")] = only(
+        "ray", default=0, ge=0, le=10_000
+    )
+    address: Annotated[str, Doc("Of a Ray cluster; empty starts one here.")] = only(
+        "ray", default=""
+    )
+    cpus_per_worker: Annotated[float, Doc("Cores that Ray keeps for a worker or client.")] = only(
+        "ray", "simulation", default=1.0, gt=0
+    )
+    gpus_per_worker: Annotated[
+        float, Doc("GPUs, or shares of one, that Ray keeps for a worker or client.")
+    ] = only("ray", "simulation", default=0.0, ge=0)
+    federation: Annotated[
+        str, Doc("The folder of a federation that is up; empty brings one up for this run.")
+    ] = only("deployment", default="")
+    timeout: Annotated[float, Doc("Seconds that a round may take.")] = Field(3600.0, gt=0, le=1e8)
+    node_timeout: Annotated[float, Doc("Seconds to wait for nodes to be there.")] = Field(
+        60.0, gt=0, le=1e8
+    )

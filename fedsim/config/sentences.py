@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from fedsim.config.choices import Choice, takers
 from fedsim.config.keys import shown
 
 __all__ = ["sentence"]
@@ -42,9 +43,12 @@ def sentence(model: type[BaseModel], error: ValidationError) -> str:
     key, problem, value = ".".join(path), first["type"], first["input"]
     context = first.get("ctx", {})
     if problem == "extra_forbidden":
-        return _unknown_key(model, [str(step) for step in first["loc"]])
+        return _unknown_key(model, [str(step) for step in first["loc"]], value)
+    if problem == "missing":
+        return f"{key} is not set; it must be given."
     if problem == "value_error":
-        return str(context["error"])
+        said = str(context["error"])
+        return said if key in said else f"{key} = {shown(value)}: {said}"
     if problem == "literal_error":
         return f"{key} = {shown(value)}; it must be {context['expected']}."
     if problem in _BOUNDS:
@@ -53,16 +57,26 @@ def sentence(model: type[BaseModel], error: ValidationError) -> str:
     return f"{key} = {shown(value)}; it must be {_KINDS.get(problem, first['msg'])}."
 
 
-def _unknown_key(model: type[BaseModel], path: list[str]) -> str:
-    keys = _keys_of(model, path[:-1])
-    close = difflib.get_close_matches(path[-1], keys, n=1)
+def _unknown_key(model: type[BaseModel], path: list[str], value: Any) -> str:
+    section = _section(model, path[:-1])
+    key, table = path[-1], ".".join(path[:-1])
+    if issubclass(section, Choice):
+        names = takers(section, key)
+        chosen = f"{table}.{section.selector} = '{section.named}'"
+        if names:
+            said = f"{table}.{key} = {shown(value)} has no effect with {chosen}"
+            return f"{said}; it belongs to {', '.join(names)}."
+        if "options" in section.model_fields:
+            return f"unknown key '{table}.{key}'; settings of {chosen} stand in [{table}.options]."
+    keys = [field.alias or name for name, field in section.model_fields.items()]
+    close = difflib.get_close_matches(key, keys, n=1)
     hint = f" did you mean '{close[0]}'?" if close else ""
-    where = f"[{'.'.join(path[:-1])}]" if path[:-1] else "the top level"
+    where = f"[{table}]" if table else "the top level"
     return f"unknown key {shown('.'.join(path))};{hint} {where} takes {', '.join(keys)}."
 
 
-def _keys_of(model: Any, path: list[str]) -> list[str]:
-    for key in path:
-        field = next(f for f in model.model_fields.values() if f.alias == key)
+def _section(model: Any, path: list[str]) -> Any:
+    for part in path:
+        field = next(f for f in model.model_fields.values() if f.alias == part)
         model = field.annotation
-    return [field.alias or name for name, field in model.model_fields.items()]
+    return model

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import math
 import os
-import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fedsim.config import RunConfig
+from fedsim.config.things import modules_named
 from fedsim.errors import FedsimError
 
 __all__ = ["NODE", "Policy"]
@@ -20,7 +20,6 @@ __all__ = ["NODE", "Policy"]
 NODE = "FEDSIM_NODE"
 """Environment variable: where a node's app finds its ``node.toml``."""
 
-_MODULE = re.compile(r"^([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*$")
 _FILE_KEYS = ("data.name", "data.dir", "model.weights")
 _WITH_CLIP_NORM = ("clipping", "normalization", "adaclip", "adaptive-noise", "norm-bound")
 _ROUNDS = "rounds-joined"
@@ -145,10 +144,9 @@ class Policy:
     def _check_code_and_files(self, config: RunConfig) -> None:
         flat = config.to_run_config()
         defaults = RunConfig().to_run_config()
-        for key, value in flat.items():
-            named = _MODULE.match(value) if isinstance(value, str) else None
-            if named is not None and not _within(named[1], self.modules, "."):
-                raise _refusal(f"{key} is {value!r}; here a run may name {list(self.modules)}")
+        for key, name, module in modules_named(config):
+            if not _within(module, self.modules, "."):
+                raise _refusal(f"{key} is {name!r}; here a run may name {list(self.modules)}")
         allowed = [os.path.realpath(self.directory / directory) for directory in self.files]
         for key in _FILE_KEYS:
             value = str(flat[key])

@@ -1,12 +1,18 @@
 """Models: the papers' own, the usual small ones, and a user's."""
 
-from fedsim.models.build import NAMES, build
-from fedsim.models.checks import refuse_running_statistics, refuse_unusable_parameters
-from fedsim.models.trainable import freeze
-from fedsim.models.weights import load_weights, values_of
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedsim.lazy import names_of
+
+if TYPE_CHECKING:
+    from fedsim.models.checks import refuse_running_statistics, refuse_unusable_parameters
+    from fedsim.models.making import build
+    from fedsim.models.trainable import freeze
+    from fedsim.models.weights import load_weights, values_of
 
 __all__ = [
-    "NAMES",
     "build",
     "freeze",
     "load_weights",
@@ -14,3 +20,5 @@ __all__ = [
     "refuse_unusable_parameters",
     "values_of",
 ]
+
+__getattr__ = names_of(__name__, __file__)

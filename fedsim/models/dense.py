@@ -6,13 +6,16 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from fedsim.errors import FedsimError
+from fedsim.lazy import torch
 from fedsim.machine import refuse_larger_than_memory
 
-__all__ = ["dense", "fully_connected", "parse_widths"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["dense", "fully_connected", "parse_widths", "write_widths"]
 
 DEEPEST, WIDEST = 1000, 10_000_000
 
@@ -28,7 +31,9 @@ def dense(
         f"a model with layers of {', '.join(map(str, sizes))} (the data's size, model.widths, the "
         "number of classes)",
     )
-    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), **fully_connected(sizes, bias=bias)))
+    return torch.nn.Sequential(
+        OrderedDict(flatten=torch.nn.Flatten(), **fully_connected(sizes, bias=bias))
+    )
 
 
 def fully_connected(sizes: Sequence[int], *, bias: bool) -> dict[str, nn.Module]:
@@ -36,23 +41,30 @@ def fully_connected(sizes: Sequence[int], *, bias: bool) -> dict[str, nn.Module]
     layers: dict[str, nn.Module] = {}
     for i, (inputs, outputs) in enumerate(pairwise(sizes), start=1):
         if i > 1:
-            layers[f"relu{i - 1}"] = nn.ReLU()
-        layers[f"fc{i}"] = nn.Linear(inputs, outputs, bias=bias)
+            layers[f"relu{i - 1}"] = torch.nn.ReLU()
+        layers[f"fc{i}"] = torch.nn.Linear(inputs, outputs, bias=bias)
     return layers
 
 
-def parse_widths(widths: str | Sequence[int]) -> tuple[int, ...]:
-    """Hidden units of each layer, from ``"256,256"`` or as they are.
+def write_widths(widths: Sequence[int]) -> str:
+    """As `parse_widths` reads them."""
+    return ",".join(map(str, widths))
+
+
+def parse_widths(widths: str | int | Sequence[int]) -> tuple[int, ...]:
+    """Hidden units of each layer, from ``"256,256"``, one number, or as they are.
 
     Raises
     ------
     FedsimError
         If there is none, or one is not a whole number above 0.
     """
-    pieces: Sequence[str | int] = widths.split(",") if isinstance(widths, str) else widths
+    if isinstance(widths, int):
+        widths = str(widths)
+    pieces = widths.strip("[] ").split(",") if isinstance(widths, str) else widths
     try:
         parsed = tuple(int(piece) for piece in pieces)
-    except ValueError:
+    except (ValueError, TypeError):
         parsed = ()
     if not parsed or min(parsed) < 1 or len(parsed) > DEEPEST or max(parsed) > WIDEST:
         raise FedsimError(

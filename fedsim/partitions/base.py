@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
+from fedsim.settings import check_settings
 
 __all__ = ["Columns", "Examples", "Indices", "Partition", "subsample"]
 
@@ -104,6 +105,10 @@ class Partition(ABC):
 
     clients: int
     seed: int
+
+    def __post_init__(self) -> None:
+        require_clients(self.clients)
+        check_settings(self, "partition.")
 
     def indices(self, targets: npt.ArrayLike, columns: Columns | None = None) -> list[Indices]:
         """Each client's examples.

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fedsim.errors import FedsimError
-from fedsim.partitions.base import Columns, Examples, Indices, Partition, require_clients
+from fedsim.partitions.base import Columns, Examples, Indices, Partition
+from fedsim.registry import register
+from fedsim.settings import Doc
 
 __all__ = ["ByOwner"]
 
 
+@register("partition", "by-owner")
 @dataclass(frozen=True)
 class ByOwner(Partition):
     """Client k has the examples of the k-th owner, owners in increasing order.
@@ -28,18 +31,13 @@ class ByOwner(Partition):
     clients : int
         At least the number of owners. In a private run it is a declared number, which must be the
         number of owners itself.
-    column : str
-        Which column holds the owners.
     seed : int
         Of no use here: nothing is drawn.
     """
 
-    clients: int
-    column: str = "owner"
+    clients: int = 100
+    column: Annotated[str, Doc("The column of the data that says whose an example is.")] = "owner"
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_clients(self.clients)
 
     def owners(self, columns: Columns) -> npt.NDArray[Any]:
         """Owners of the training examples, in the order of clients.

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
-from fedsim.errors import FedsimError
-from fedsim.partitions.base import Examples, Indices, Partition, by_class, require_clients
+from fedsim.partitions.base import Examples, Indices, Partition, by_class
+from fedsim.registry import register
+from fedsim.settings import Between, Doc, Gt
 
 __all__ = ["Dirichlet"]
 
-_LEAST, _MOST = 1e-6, 1e6
 
-
+@register("partition", "dirichlet")
 @dataclass(frozen=True)
 class Dirichlet(Partition):
     """Each class dealt to the clients in proportions drawn from Dirichlet(alpha, ..., alpha).
@@ -24,8 +25,6 @@ class Dirichlet(Partition):
 
     Parameters
     ----------
-    alpha : float
-        Concentration, from 1e-6 to 1e6.
     clients : int
     seed : int
 
@@ -33,16 +32,14 @@ class Dirichlet(Partition):
     2019.
     """
 
-    alpha: float
-    clients: int
+    alpha: Annotated[
+        float,
+        Gt(0),
+        Between(1e-6, 1e6),
+        Doc("Concentration: small for clients of few classes, large for clients that are alike."),
+    ] = 0.5
+    clients: int = 100
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_clients(self.clients)
-        if not _LEAST <= self.alpha <= _MOST:
-            raise FedsimError(
-                f"partition.alpha is {self.alpha}; it must lie between {_LEAST:g} and {_MOST:g}."
-            )
 
     @property
     def _kind(self) -> str:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedsim.partitions.base import Examples, Indices, Partition, require_clients, require_enough
+from fedsim.partitions.base import Examples, Indices, Partition, require_enough
+from fedsim.registry import register
 
 __all__ = ["IID"]
 
 
+@register("partition", "iid")
 @dataclass(frozen=True)
 class IID(Partition):
     """Examples shuffled and dealt evenly: sizes differ by one at most.
@@ -23,11 +25,8 @@ class IID(Partition):
     seed : int
     """
 
-    clients: int
+    clients: int = 100
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_clients(self.clients)
 
     @property
     def _kind(self) -> str:

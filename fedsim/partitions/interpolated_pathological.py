@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from fedsim.errors import FedsimError
 from fedsim.partitions.base import Examples, Indices, Partition, require_clients
+from fedsim.registry import register
+from fedsim.settings import Doc, Ge, Le, Text
 
 __all__ = ["CIFAR10_PAIRS", "Groups", "InterpolatedPathological", "parse_groups"]
 
@@ -18,6 +21,7 @@ CIFAR10_PAIRS: Groups = ((1, 9), (0, 8), (3, 5), (2, 6), (4, 7))
 """Automobile and truck; airplane and ship; cat and dog; bird and frog; deer and horse."""
 
 
+@register("partition", "interpolated-pathological")
 @dataclass(frozen=True)
 class InterpolatedPathological(Partition):
     """Each group of clients owns some classes; a fraction ``randomness`` is then exchanged.
@@ -30,10 +34,6 @@ class InterpolatedPathological(Partition):
 
     Parameters
     ----------
-    randomness : float
-        rho, from 0 to 1.
-    groups : tuple of tuples of int
-        The classes of each group; every class that occurs stands in one. See `parse_groups`.
     clients : int
         At least one a group; 0 for exactly one. Consecutive clients share a group; where they
         do not divide evenly, the first groups have one more.
@@ -42,18 +42,21 @@ class InterpolatedPathological(Partition):
     Source: Koskela and Honkela, arXiv 1809.03832 (five clients on CIFAR-10).
     """
 
-    randomness: float
-    groups: Groups = CIFAR10_PAIRS
+    randomness: Annotated[
+        float, Ge(0), Le(1), Doc("rho: 0 for clients of their group's classes only, 1 for uniform.")
+    ] = 0.0
+    groups: Annotated[
+        Groups,
+        Text(lambda value: parse_groups(value), lambda groups: write_groups(groups)),
+        Doc("The classes of each group, such as '1,9;0,8'; every class that occurs is in one."),
+    ] = CIFAR10_PAIRS
     clients: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
         _check(self.groups)
         object.__setattr__(self, "clients", self.clients or len(self.groups))
-        if not 0 <= self.randomness <= 1:
-            raise FedsimError(
-                f"partition.randomness is {self.randomness}; it must lie between 0 and 1."
-            )
+        super().__post_init__()
         require_clients(self.clients, len(self.groups), ", one for each of partition.groups")
 
     @property
@@ -105,8 +108,13 @@ class InterpolatedPathological(Partition):
         return parts
 
 
-def parse_groups(text: str) -> Groups:
-    """Groups of classes from a string: ``"1,9;0,8"`` is ``((1, 9), (0, 8))``.
+def write_groups(groups: Groups) -> str:
+    """As `parse_groups` reads them."""
+    return ";".join(",".join(map(str, classes)) for classes in groups)
+
+
+def parse_groups(text: str | Sequence[Sequence[int]]) -> Groups:
+    """Groups of classes from a string or from lists: ``"1,9;0,8"`` is ``((1, 9), (0, 8))``.
 
     Raises
     ------
@@ -114,10 +122,12 @@ def parse_groups(text: str) -> Groups:
         If it is not lists of classes (0 or above) with commas, separated by semicolons.
     """
     try:
+        if not isinstance(text, str):
+            text = write_groups(tuple(tuple(classes) for classes in text))
         groups = tuple(
             tuple(int(label) for label in group.split(",")) for group in text.strip("; ").split(";")
         )
-    except ValueError:
+    except (ValueError, TypeError):
         raise FedsimError(
             f"partition.groups is '{text}'; it must be classes separated by commas, groups by "
             "semicolons, such as '1,9;0,8;3,5;2,6;4,7'."

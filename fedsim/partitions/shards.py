@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.partitions.base import Examples, Indices, Partition, require_clients
+from fedsim.partitions.base import Examples, Indices, Partition
+from fedsim.registry import register
+from fedsim.settings import Doc, Ge
 
 __all__ = ["Shards"]
 
 
+@register("partition", "shards")
 @dataclass(frozen=True)
 class Shards(Partition):
     """Examples sorted by label, cut into equal shards, ``shards`` of them dealt to each client.
@@ -22,8 +26,6 @@ class Shards(Partition):
 
     Parameters
     ----------
-    shards : int
-        How many each client has: 2 in the source, 5 with Das et al. (arXiv 2106.07094).
     clients : int
         ``clients * shards`` is at most the number of examples.
     seed : int
@@ -33,14 +35,11 @@ class Shards(Partition):
     Decentralized Data, 2017 (the pathological non-IID partition of MNIST).
     """
 
-    shards: int
-    clients: int
+    shards: Annotated[
+        int, Ge(1), Doc("How many each client has: 2 with McMahan et al., 5 with Das et al.")
+    ] = 2
+    clients: int = 100
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_clients(self.clients)
-        if self.shards < 1:
-            raise FedsimError(f"partition.shards is {self.shards}; it must be at least 1.")
 
     @property
     def _kind(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.events import Adjacency, Event
 from fedsim.privacy.sampling import Ids, SamplerDefaults, check_population, declared_population
 from fedsim.randomness import Draws
+from fedsim.settings import Doc, Ge, Le
 
 __all__ = ["FixedSize", "Full", "Poisson", "ShuffledPasses", "draw_poisson"]
 
@@ -42,7 +43,12 @@ class Poisson(SamplerDefaults):
     """
 
     name: ClassVar[str] = "poisson"
-    rate: float
+    rate: Annotated[
+        float,
+        Ge(1e-9),
+        Le(1.0),
+        Doc("The probability with which each is in; the smaller, the less a round costs."),
+    ] = 0.1
     population: int | None = None
     adjacency: Literal["add-remove", "zero-out"] = field(default="add-remove", kw_only=True)
 
@@ -137,8 +143,8 @@ class FixedSize(SamplerDefaults):
     """
 
     name: ClassVar[str] = "fixed"
-    size: int
-    population: int
+    size: Annotated[int, Ge(1), Doc("How many are in, of all.")] = 10
+    population: int = 0  # which is refused: it must be declared
 
     def __post_init__(self) -> None:
         check_population(self.population)

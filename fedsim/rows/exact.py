@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from fedsim.errors import FedsimError
+from fedsim.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "EVERYBODY",
@@ -40,7 +42,7 @@ FREE_UNIT, FREE_BITS, FREE_ROWS, FREE_TOTAL = 2.0**-16, 32, 2**20, 2.0**36
 # Up to so many rows, adding one at a time is faster than a reduction over dimension 0.
 FEW_ROWS = 4
 
-Owners = slice | Tensor
+Owners: TypeAlias = "slice | Tensor"
 """Some of n sums: a slice, or their numbers in int64."""
 
 EVERYBODY = slice(None)

@@ -16,6 +16,7 @@ from fedsim import datasets, models, partitions
 from fedsim.config import RunConfig
 from fedsim.config.digest import release_digest
 from fedsim.config.plan import cohort, local_work
+from fedsim.config.things import find, settings_for
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.privacy import (
@@ -84,10 +85,9 @@ class Build:
             settings.name,
             self.dataset.input_shape,
             self.dataset.num_outputs,
-            widths=settings.widths,
-            bias=settings.bias,
             dtype=getattr(torch, settings.dtype),
             seed=self.config.seed,
+            **settings_for(settings, find(settings), ("input_shape", "num_classes")),
         )
         if settings.weights:
             models.load_weights(model, settings.weights, settings.weights_for)
@@ -188,7 +188,7 @@ class Build:
     @property
     def _example_counts(self) -> list[int] | None:
         """What updates are weighed by where clients do not tell: the partition's sizes, public."""
-        weighs = self.config.mechanism.weighting == "num-examples"
+        weighs = objects.mechanism(self.config.mechanism).weighting == "num-examples"
         if not self.config.client.private or self.config.mechanism.name != "none" or not weighs:
             return None
         return [len(indices) for indices in self.parts]

@@ -12,6 +12,7 @@ from typing import Any
 from flwr.app import ArrayRecord
 from safetensors.torch import load_file
 
+from fedsim.config.things import modules_named
 from fedsim.deploy.bundle import write_app
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.flwr_cli import Operator
@@ -134,9 +135,8 @@ def run_deployment(
 def _own_policy(build: Build) -> dict[str, Any]:
     """Policy of nodes that are this user's own: whatever the config says goes."""
     config = build.config
-    texts = [value for value in config.to_run_config().values() if isinstance(value, str)]
-    modules = [text.partition(":")[0] for text in texts if ":" in text]
-    policy: dict[str, Any] = {"files": ["/"], "modules": sorted(set(modules))}
+    modules = {module for _, _, module in modules_named(config)}
+    policy: dict[str, Any] = {"files": ["/"], "modules": sorted(modules)}
     if config.client.state_dir:
         policy["state-dir"] = str(Path(config.client.state_dir).absolute())
     return policy

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import fields
-from typing import Any
-
 from fedsim import mechanisms, partitions, tasks
-from fedsim.clients import LocalAlgorithm
-from fedsim.clients.catalog import make_algorithm, parse_options
+from fedsim.clients import LocalAlgorithm, Proximal
 from fedsim.config import RunConfig
 from fedsim.config.sections import ClientMechanismSection, MechanismSection
+from fedsim.config.things import make
+from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
-from fedsim.strategies import ServerOptimizer, adam, sgd
+from fedsim.strategies import ServerOptimizer
 from fedsim.tasks import Loss, Metric
 
 __all__ = ["algorithm", "loss", "mechanism", "metrics", "partition", "server_optimizer"]
@@ -20,54 +17,33 @@ __all__ = ["algorithm", "loss", "mechanism", "metrics", "partition", "server_opt
 
 def partition(config: RunConfig) -> partitions.Partition:
     """The partitioner, seeded."""
-    settings, seed = config.partition, config.seed
-    match settings.name:
-        case "iid":
-            return partitions.IID(clients=settings.clients, seed=seed)
-        case "dirichlet":
-            return partitions.Dirichlet(alpha=settings.alpha, clients=settings.clients, seed=seed)
-        case "shards":
-            return partitions.Shards(shards=settings.shards, clients=settings.clients, seed=seed)
-        case "interpolated-pathological":
-            groups = (
-                partitions.parse_groups(settings.groups)
-                if settings.groups
-                else partitions.CIFAR10_PAIRS
-            )
-            return partitions.InterpolatedPathological(
-                randomness=settings.randomness, groups=groups, clients=settings.clients, seed=seed
-            )
-
-
-_MECHANISMS: dict[str, type[Any]] = {
-    "none": mechanisms.NoPrivacy,
-    "clipping": mechanisms.Clipping,
-    "normalization": mechanisms.Normalization,
-    "quantile-clipping": mechanisms.QuantileClipping,
-    "adaclip": mechanisms.AdaClip,
-    "adaptive-noise": mechanisms.AdaptiveNoise,
-    "norm-bound": mechanisms.NormBound,
-    "coordinate-clipping": mechanisms.CoordinateClipping,
-}
+    made = make(config.partition, clients=config.partition.clients, seed=config.seed)
+    if not isinstance(made, partitions.Partition):
+        raise FedsimError(
+            f"partition.name is '{config.partition.name}'; it must name a "
+            "fedsim.partitions.Partition."
+        )
+    return made
 
 
 def mechanism(settings: MechanismSection | ClientMechanismSection) -> Mechanism:
     """The mechanism that bounds updates, or a client's per-example gradients."""
-    mechanism_type = _MECHANISMS[settings.name]
-    values = {field.name: getattr(settings, field.name) for field in fields(mechanism_type)}
-    if settings.name == "adaptive-noise" and settings.threshold is None:
-        values["threshold"] = math.inf
-    built: Mechanism = mechanism_type(**values)
+    bound: Mechanism = make(settings)
+    if not isinstance(bound, Mechanism):
+        raise FedsimError(
+            f"{settings.table}.name is '{settings.name}'; it must name a "
+            "fedsim.mechanisms.Mechanism."
+        )
     if settings.per_layer:
-        built = mechanisms.PerLayer(built)
+        bound = mechanisms.PerLayer(bound)
     if isinstance(settings, MechanismSection) and settings.private_scalar:
-        built = mechanisms.PrivateScalar(
-            built,
+        bound = mechanisms.PrivateScalar(
+            bound,
             name=settings.private_scalar,
             high=settings.private_scalar_high,
             fraction=settings.private_scalar_fraction,
         )
-    return built
+    return bound
 
 
 def algorithm(config: RunConfig) -> LocalAlgorithm:
@@ -78,14 +54,12 @@ def algorithm(config: RunConfig) -> LocalAlgorithm:
     FedsimError
         If one of the user's own cannot be found or made.
     """
-    settings = config.client
-    return make_algorithm(
-        settings.name,
-        parse_options(settings.options),
-        offered={name: getattr(settings, name) for name in type(settings).model_fields},
-        private=settings.private,
-        mu=settings.proximal,
-    )
+    client = config.client
+    made = make(client)
+    if not isinstance(made, LocalAlgorithm):
+        raise FedsimError(f"client.name is '{client.name}'; it must name a LocalAlgorithm.")
+    made = made.where_noised(client.private)
+    return Proximal(made, client.proximal) if client.proximal else made
 
 
 def loss(config: RunConfig) -> Loss:
@@ -95,15 +69,19 @@ def loss(config: RunConfig) -> Loss:
 
 def metrics(config: RunConfig) -> dict[str, Metric]:
     """What an evaluation reports besides the loss: one metric for each name, by its last part."""
-    found: dict[str, Metric] = {}
+    chosen: dict[str, Metric] = {}
     for name in filter(None, (part.strip() for part in config.model.metrics.split(","))):
-        found[name.rpartition(":")[2]] = tasks.metric_named(name)
-    return found
+        chosen[name.rpartition(":")[2]] = tasks.metric_named(name)
+    return chosen
 
 
 def server_optimizer(config: RunConfig) -> ServerOptimizer:
     """What the server does with the noisy mean."""
-    server = config.server
-    if server.optimizer == "adam":
-        return adam(lr=server.lr, betas=(server.beta1, server.beta2), eps=server.eps)
-    return sgd(lr=server.lr, momentum=server.momentum)
+    made = make(config.server)
+    if not all(callable(getattr(made, name, None)) for name in ("step", "state", "restore")):
+        raise FedsimError(
+            f"server.optimizer is '{config.server.optimizer}'; it must name a "
+            "fedsim.strategies.ServerOptimizer."
+        )
+    optimizer: ServerOptimizer = made
+    return optimizer

@@ -25,6 +25,7 @@ from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.exchange import Instructions
+from fedsim.server_optimizers import ServerOptimizer, ServerSGD
 from fedsim.strategies.accounting import Accounting
 from fedsim.strategies.client_evaluation import ClientEvaluation
 from fedsim.strategies.client_state import ClientState
@@ -35,7 +36,6 @@ from fedsim.strategies.outcome import Failures, RoundReport, Tally, told
 from fedsim.strategies.participants import Participants, node_ids
 from fedsim.strategies.refusals import refuse_flowers_keywords, refuse_running_statistics
 from fedsim.strategies.replies import to_arrays
-from fedsim.strategies.server_optimizer import ServerOptimizer, sgd
 from fedsim.strategies.state import Tree
 from fedsim.strategies.summaries import MetricMeans, MetricsAggregator
 
@@ -193,7 +193,7 @@ evaluate_metrics_aggr_fn
                 ledger, delta=delta, max_epsilon=max_epsilon, declared=self.plan.event()
             )
         self.ledger = ledger
-        server_optimizer = server_optimizer or sgd()
+        server_optimizer = server_optimizer or ServerSGD()
         settings = {
             "seed": seed,
             "mechanism": mechanism,

@@ -25,7 +25,7 @@ from torch import Tensor
 from fedsim.engines import LocalGrid
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
-from fedsim.strategies.server_optimizer import ServerOptimizer
+from fedsim.server_optimizers import ServerOptimizer
 
 __all__ = ["FlowerOptimizer"]
 

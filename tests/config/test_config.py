@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsim import RunConfig
+from fedsim.config.flower import flower_table
 from fedsim.errors import FedsimError
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,18 @@ def load(tmp_path: Path, *overrides: str) -> RunConfig:
 BAD = {
     ("client.lrr=1",): "unknown key 'client.lrr'; did you mean 'lr'?",
     ("foo.bar=1",): "unknown key 'foo'",
+    ("client.name=sdg",): "client.name = 'sdg'; did you mean 'sgd'? It must be",
+    ("client.name=adam", "client.momentum=0.9"): (
+        "client.momentum = 0.9 has no effect with client.name = 'adam'; it belongs to sgd."
+    ),
+    ("client.name=adam", "client.beta3=0.9"): "unknown key 'client.beta3'; did you mean 'beta",
+    ("client.name=own:Sign", "client.beta=0.9"): "stand in [client.options]",
+    ("client.options=lr",): "client.options has 'lr'; it must be of the form key=value.",
+    ("client.lr=0.5", "client.options='lr=0.1'"): "client.options.lr is given, and so is client.lr",
+    ("mechanism.name=quantile-clipping", "mechanism.bit-noise=1e-9", "noise.multiplier=1.0"): (
+        "mechanism.bit-noise = 1e-09; it must be between 1e-06 and 1e+06."
+    ),
+    ("model.name=mlp", "model.widths=0"): "model.widths is '0'; an mlp needs",
     ("client.lr=fast",): "client.lr = 'fast'; it must be a number.",
     ("client.lr=0",): "client.lr = 0; it must be greater than 0.",
     ("client.lr=nan",): "client.lr = nan; it must be a finite number.",
@@ -35,8 +48,12 @@ BAD = {
     ("seed=-1",): "seed = -1; it must be an integer from 0 to 2^63 - 1.",
     ("data.download=3",): "data.download = 3; it must be true or false.",
     ("cohort=3",): "cohort = 3; it must be a table.",
-    ("cohort.name=lottery",): "cohort.name = 'lottery'; it must be 'poisson', 'fixed' or 'full'.",
-    ("model.name=resnet",): "model.name = 'resnet'; it must be 'softmax', 'mlp'",
+    (
+        "cohort.name=lottery",
+    ): "cohort.name = 'lottery'; it must be 'fixed', 'full', 'poisson' or 'module:name'.",
+    (
+        "model.name=resnet",
+    ): "model.name = 'resnet'; it must be 'adadp-cifar', 'adadp-mnist', 'mlp', 'softmax' or",
     ("cohort.name=poisson", "cohort.rate=1.5"): "cohort.rate = 1.5; it must be at most 1.0.",
     ("partition.alpha=2.0",): "partition.alpha = 2.0 has no effect with partition.name = 'iid'",
     ("cohort.name=fixed", "cohort.size=101"): "at most partition.clients = 100, the population",
@@ -139,8 +156,11 @@ def test_any_valid_config_survives_a_round_trip(
 
 def test_flowers_table_in_pyproject_equals_the_flattened_defaults() -> None:
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    assert RunConfig.parse(table).to_run_config() == RunConfig().to_run_config()
-    assert table == RunConfig().to_tree()
+    assert RunConfig.parse(table) == RunConfig()
+    assert table == flower_table()
+    # What an app's table has can be overridden, for any choice.
+    chosen = RunConfig.parse(table | {"partition": table["partition"] | {"name": "dirichlet"}})
+    assert chosen.partition.alpha == 0.5
 
 
 def test_every_experiment_is_a_valid_config() -> None:

@@ -98,11 +98,15 @@ def test_float64_starts_from_the_numbers_of_float32() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("resnet", {}, "'resnet'; it must be one of softmax, mlp"),
-        ("mlp", {}, "model.widths is ''; an mlp needs"),
+        ("resnet", {}, "'resnet'; it must be 'adadp-cifar', 'adadp-mnist', 'mlp'"),
+        ("mlp", {}, "model.widths is not set; it must be given"),
         ("mlp", {"widths": "256,x"}, "model.widths is '256,x'"),
         ("mlp", {"widths": "256,0"}, "whole numbers from 1 to 10,000,000"),
-        ("softmax", {"widths": "9"}, "only mlp has"),
+        (
+            "softmax",
+            {"widths": "9"},
+            "model.widths = '9' has no effect with model.name = 'softmax'",
+        ),
         ("softmax", {"dtype": torch.float16}, "must be float32 or float64"),
         ("nets.py/x:Net", {}, "written module:name"),
         ("no_such_module_here:Net", {}, "neither a file no_such_module_here.py in"),

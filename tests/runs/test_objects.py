@@ -1,16 +1,22 @@
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedsim import RunConfig, mechanisms
+from fedsim import RunConfig, mechanisms, registry
 from fedsim.clients import SGD, AdadpLR, LocalAlgorithm, Proximal
-from fedsim.clients.catalog import ALGORITHMS
-from fedsim.config.keys import Section
-from fedsim.config.sections import ClientSection, MechanismSection
+from fedsim.config.choices import Choice, own_settings
+from fedsim.config.sections import (
+    ClientSection,
+    CohortSection,
+    MechanismSection,
+    ModelSection,
+    PartitionSection,
+    ServerSection,
+)
+from fedsim.config.things import make
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import (
     AdaClip,
@@ -21,30 +27,36 @@ from fedsim.mechanisms import (
     PrivateScalar,
 )
 from fedsim.runs import objects
+from fedsim.settings import REQUIRED
 
 
 def config(**changes: Any) -> RunConfig:
     return RunConfig().replace(**changes)
 
 
-def only(section: type[Section], key: str) -> list[str] | None:
-    extra = section.model_fields[key].json_schema_extra
-    return extra.get("only") if isinstance(extra, dict) else None  # type: ignore[return-value]
+TABLES: list[type[Choice]] = [
+    PartitionSection, ModelSection, ClientSection, CohortSection, MechanismSection, ServerSection,
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", objects._MECHANISMS)
-def test_every_setting_of_a_mechanism_is_a_key_that_belongs_to_it(name: str) -> None:
-    for field in fields(objects._MECHANISMS[name]):
-        names = only(MechanismSection, field.name)
-        assert names is not None
-        assert name in names
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_setting_of_an_algorithm_is_a_key_that_belongs_to_it(name: str) -> None:
-    for field in fields(ALGORITHMS[name]):
-        names = only(ClientSection, field.name)
-        assert names is None or name in names
+@pytest.mark.parametrize(
+    ("section", "name"), [(s, name) for s in TABLES for name in registry.names(s.kind)]
+)
+def test_a_table_has_the_settings_of_what_it_names_at_their_defaults(
+    section: type[Choice], name: str
+) -> None:
+    chosen = {f"{section.table}.{section.selector}": name}
+    if section is MechanismSection and name != "none":
+        chosen["noise.multiplier"] = 1.0
+    if name == "mlp":
+        chosen["model.widths"] = 8
+    table = getattr(config(**chosen), section.table)
+    settings = own_settings(section, name)
+    defaults = {s.name: s.default for s in settings if s.default is not REQUIRED}
+    assert set(table.values()) == {s.name for s in settings}
+    assert defaults.items() <= table.values().items()
+    made = make(table, clients=100, seed=1, population=100)
+    assert {key: getattr(made, key) for key in defaults} == defaults
 
 
 def test_mechanisms_have_the_configs_values() -> None:
@@ -63,7 +75,7 @@ def test_mechanisms_have_the_configs_values() -> None:
     built = objects.mechanism(config(**{"mechanism.name": "adaclip", **noise}).mechanism)
     assert built == AdaClip()
     built = objects.mechanism(config(**{"mechanism.name": "adaptive-noise", **noise}).mechanism)
-    assert built == AdaptiveNoise(1.0, float("inf"), 1.0)
+    assert built == AdaptiveNoise()
     assert objects.mechanism(config().mechanism) == mechanisms.NoPrivacy("num-examples")
 
 
@@ -115,7 +127,7 @@ def test_a_users_own_algorithm_and_loss_are_found_beside_the_config(
 ) -> None:
     (tmp_path / "own_algorithm.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    own = {"client.name": "own_algorithm:Sign", "client.options": "scale=0.5"}
+    own = {"client.name": "own_algorithm:Sign", "client.options": "scale=0.5,lr=0.1"}
     built: Any = objects.algorithm(config(**own))
     assert isinstance(built, LocalAlgorithm)
     assert (built.lr, built.scale) == (0.1, 0.5)
@@ -125,10 +137,19 @@ def test_a_users_own_algorithm_and_loss_are_found_beside_the_config(
         "squared",
     }
     with pytest.raises(FedsimError, match="it must name a LocalAlgorithm"):
-        objects.algorithm(config(**{"client.name": "own_algorithm:not_an_algorithm"}))
-    with pytest.raises(FedsimError, match="'nonsense' is not one of"):
+        objects.algorithm(
+            config(**{"client.name": "own_algorithm:not_an_algorithm", "client.options": "lr=1"})
+        )
+    with pytest.raises(
+        FedsimError,
+        match=r"client.options.nonsense is no setting of 'own_algo\w+:Sign'",
+    ):
         objects.algorithm(
             config(**{"client.name": "own_algorithm:Sign", "client.options": "nonsense=1"})
+        )
+    with pytest.raises(FedsimError, match=r"client.options.lr = 'fast'; it must be a number"):
+        objects.algorithm(
+            config(**{"client.name": "own_algorithm:Sign", "client.options": "lr=fast"})
         )
     with pytest.raises(FedsimError, match="no callable 'Missing'"):
         objects.algorithm(config(**{"client.name": "own_algorithm:Missing"}))

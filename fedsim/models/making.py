@@ -1,0 +1,142 @@
+"""A model by its name, with an initialisation that is a function of the seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fedsim import registry
+from fedsim.errors import FedsimError
+from fedsim.randomness import Purpose, Randomness
+from fedsim.settings import REQUIRED, Setting, settings_of
+
+__all__ = ["build"]
+
+
+def build(
+    name: str,
+    input_shape: Sequence[int],
+    num_classes: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **settings: Any,
+) -> nn.Module:
+    """Build a model on the CPU, initialised.
+
+    Parameters
+    ----------
+    name : str
+        One of ``fedsim config list model``, or ``module:callable`` (see `fedsim.registry`): what
+        returns an `nn.Module` when it is called with its settings and those of the keywords
+        ``input_shape`` and ``num_classes`` that it takes. It draws its initial weights from
+        torch's global generator on the CPU, as layers do: that is seeded for it.
+    input_shape : ``(C, H, W)`` or ``(d,)``
+        Shape of one example. The model takes a batch ``[B, *input_shape]`` and returns logits
+        ``[B, num_classes]``.
+    num_classes : int
+    dtype : torch.float32 or torch.float64
+        The float64 model starts from the float32 one's numbers.
+    seed : int
+        Of the initialisation, which depends on nothing else.
+    settings
+        The model's own, such as ``widths="256,256"``.
+
+    Returns
+    -------
+    nn.Module
+        The dense models are an `nn.Sequential` of one `nn.Flatten`, then `nn.Linear` layers
+        with `nn.ReLU` between them, and nothing else.
+
+    Raises
+    ------
+    FedsimError
+        If there is no such model, or its settings or shapes do not fit. Errors of the user's own
+        code come through as they are.
+
+    Examples
+    --------
+    >>> model = build("mlp", (1, 28, 28), 10, widths="256,256", seed=1)
+    >>> [name for name, _ in model.named_parameters()][:2]
+    ['fc1.weight', 'fc1.bias']
+    """
+    if dtype not in (torch.float32, torch.float64):
+        raise FedsimError(f"model.dtype is {dtype}; it must be float32 or float64.")
+    draws = Randomness(seed).generator(Purpose.INIT, level="run")
+    # Layers draw their initial weights from torch's global generator: lend it, put it back.
+    with torch.random.fork_rng(devices=[]), registry.current_directory_importable():
+        torch.default_generator.manual_seed(int(draws.integers(2**63)))
+        thing: Any = registry.find("model", name, "model.name")
+        offered = {"input_shape": tuple(input_shape), "num_classes": num_classes}
+        is_module = isinstance(thing, type) and issubclass(thing, nn.Module)
+        if dataclasses.is_dataclass(thing) and not is_module:
+            recipe: Any = thing
+            _check_names(name, settings, settings_of(thing))
+            model = recipe(**settings)(**offered)
+        else:
+            model = thing(**_taken(name, thing, offered, settings), **settings)
+    if not isinstance(model, nn.Module):
+        raise FedsimError(
+            f"model.name is '{name}', which returns {type(model).__name__}; it must return a "
+            "torch.nn.Module."
+        )
+    if any(is_lazy(parameter) for parameter in model.parameters()):
+        raise FedsimError(
+            f"model.name is '{name}', which has lazy layers, whose shapes are unknown until data "
+            "come; give every layer its sizes."
+        )
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise FedsimError(
+                f"model.name is '{name}', whose {parameter_name} is complex; parameters must be "
+                "real numbers."
+            )
+    return model.to(dtype)
+
+
+def _check_names(name: str, given: dict[str, Any], takes: Sequence[Setting]) -> None:
+    names = [setting.name for setting in takes]
+    for key in given:
+        if key not in names:
+            raise FedsimError(
+                f"model.{key} = {given[key]!r} has no effect with model.name = '{name}', which "
+                f"takes {', '.join(names) or 'nothing'}."
+            )
+    for setting in takes:
+        if setting.default is REQUIRED and setting.name not in given:
+            raise FedsimError(f"model.{setting.key} is not set; it must be given.")
+
+
+def _taken(
+    name: str, make: Callable[..., Any], offered: dict[str, Any], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Those of the offered keywords that ``make`` takes."""
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except ValueError as error:
+        raise FedsimError(
+            f"model.name is '{name}', which is no Python function or class with known parameters."
+        ) from error
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return offered
+    missing = [
+        p.name
+        for p in parameters
+        if p.default is p.empty
+        and p.kind is not p.VAR_POSITIONAL
+        and p.name not in settings
+        and (p.name not in offered or p.kind is p.POSITIONAL_ONLY)
+    ]
+    if missing:
+        raise FedsimError(
+            f"model.name is '{name}', which needs the argument '{missing[0]}'; it is called with "
+            "input_shape and num_classes, where it has such parameters, and [model.options]."
+        )
+    names = {p.name for p in parameters}
+    return {key: value for key, value in offered.items() if key in names}
