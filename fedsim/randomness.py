@@ -96,7 +96,7 @@ class Stream:
         self._philox = np.random.Philox(key=0)
         self._generator = np.random.Generator(self._philox)
 
-    def at(self, key: tuple[int, int], counter: tuple[int, int, int, int]) -> np.random.Generator:
+    def move(self, key: tuple[int, int], counter: tuple[int, int, int, int]) -> np.random.Generator:
         """The generator, moved."""
         # numpy takes any sequences of whole numbers, and tuples cost half of what arrays do.
         state: Any = {
@@ -213,9 +213,9 @@ class Randomness:
             if watch is not None:
                 watch(Address(key, level, purpose, round, client, part))
             if key is None:
-                yield stream.at((secrets.randbits(64), secrets.randbits(64)), (0, 0, 0, 0))
+                yield stream.move((secrets.randbits(64), secrets.randbits(64)), (0, 0, 0, 0))
             else:
-                yield stream.at(key, (0, purpose_word | part, round, client))
+                yield stream.move(key, (0, purpose_word | part, round, client))
 
 
 @dataclass(frozen=True)

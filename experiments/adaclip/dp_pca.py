@@ -53,7 +53,7 @@ class SquareRows:
         """See `Rows`; rows that are shifted might lie close to their centre."""
         return Norms(self.norms()) if scale is None and center is None else None
 
-    def at(self, index: tuple[int, ...]) -> Tensor:
+    def row(self, index: tuple[int, ...]) -> Tensor:
         """See `Rows`."""
         x = self.x[index].double()
         return _to_vector(torch.outer(x, x))

@@ -91,41 +91,45 @@ class Parts:
 
     def __getitem__(self, clients: slice) -> Parts:
         """Of these clients."""
-        return Parts({k: part[clients] for k, part in self.parts.items()}, self.packing)
+        return Parts({k: gradient[clients] for k, gradient in self.parts.items()}, self.packing)
 
     def dense(self) -> Tensor:
         """Write them side by side, ``[n, D]``."""
         first = next(iter(self.parts.values()))
         out = first.new_zeros(len(first), self.packing.width)
-        for name, part in self.parts.items():
-            out[:, self.packing.slices[name]].view(part.shape).copy_(part)
+        for name, gradient in self.parts.items():
+            out[:, self.packing.slices[name]].view(gradient.shape).copy_(gradient)
         return out
 
     def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
         """One multiply-add for each parameter."""
         into = theta if out is None else out
-        for name, own in self.packing.slices.items():
-            part = self.parts.get(name)
-            if part is None:
-                into[:, own] = theta[:, own]
+        for name, packed in self.packing.slices.items():
+            gradient = self.parts.get(name)
+            if gradient is None:
+                into[:, packed] = theta[:, packed]
                 continue
-            old, new = theta[:, own].view(part.shape), into[:, own].view(part.shape)
-            torch.addcmul(old, part, rate.view(-1, *[1] * (part.dim() - 1)), value=-1, out=new)
+            old, new = theta[:, packed].view(gradient.shape), into[:, packed].view(gradient.shape)
+            torch.addcmul(
+                old, gradient, rate.view(-1, *[1] * (gradient.dim() - 1)), value=-1, out=new
+            )
 
     def distance(self, other: Gradient) -> Tensor:
         """Norms of the difference, parameter by parameter."""
         if not isinstance(other, Parts):
             return Dense(self.dense()).distance(other)
         norms = [
-            torch.linalg.vector_norm((part - other.parts[name]).flatten(1), dim=1)
-            for name, part in self.parts.items()
+            torch.linalg.vector_norm((gradient - other.parts[name]).flatten(1), dim=1)
+            for name, gradient in self.parts.items()
         ]
-        whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
-        return whole
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        return norm
 
     def peak(self) -> Tensor:
         """The largest coordinate."""
-        return torch.stack([Dense(part.flatten(1)).peak() for part in self.parts.values()]).amax(0)
+        return torch.stack(
+            [Dense(gradient.flatten(1)).peak() for gradient in self.parts.values()]
+        ).amax(0)
 
 
 @dataclass(frozen=True)
@@ -213,12 +217,12 @@ class Factored:
             return Dense(self.dense()).distance(other)
         first = self.factors[0].delta
         square = first.new_zeros(len(first))
-        for own, its in zip(self.factors, other.factors, strict=True):
-            delta = _stacked(own.delta, -its.delta)
-            if own.weight is not None:
-                products = _gram(delta).mul_(_gram(_stacked(own.x, its.x)))
+        for mine, theirs in zip(self.factors, other.factors, strict=True):
+            delta = _stacked(mine.delta, -theirs.delta)
+            if mine.weight is not None:
+                products = _gram(delta).mul_(_gram(_stacked(mine.x, theirs.x)))
                 square += products.flatten(1).sum(1)
-            if own.bias is not None:
+            if mine.bias is not None:
                 square += delta.sum(1).square().sum(1)
         return square.clamp_(min=0).sqrt_()
 

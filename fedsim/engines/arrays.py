@@ -101,29 +101,29 @@ def tensors(record: ArrayRecord) -> dict[str, Tensor]:
 
 def own_content(content: RecordDict) -> RecordDict:
     """Records that their receiver may empty or change without touching anybody else's."""
-    own = RecordDict()
+    copied = RecordDict()
     for name, record in content.items():
         if isinstance(record, ArrayRecord):
-            own[name] = _own_arrays(record)
+            copied[name] = _own_arrays(record)
         elif isinstance(record, ConfigRecord):
-            own[name] = ConfigRecord({key: _own_value(value) for key, value in record.items()})
+            copied[name] = ConfigRecord({key: _own_value(value) for key, value in record.items()})
         else:
-            own[name] = MetricRecord({key: _own_value(value) for key, value in record.items()})
-    return own
+            copied[name] = MetricRecord({key: _own_value(value) for key, value in record.items()})
+    return copied
 
 
 def _own_arrays(record: ArrayRecord) -> ArrayRecord:
-    own = ArrayRecord()
+    shells = ArrayRecord()
     for name, array in record.items():
         # New shells around the same bytes: assigning to `array.data` stays with its owner.
-        own[name] = (
+        shells[name] = (
             LazyArray(array.tensor)
             if isinstance(array, LazyArray)
             else Array(
                 dtype=array.dtype, shape=tuple(array.shape), stype=array.stype, data=array.data
             )
         )
-    return own
+    return shells
 
 
 def _own_value(value: Any) -> Any:

@@ -17,8 +17,8 @@ from fedsim.rows.exchange import (
     BlockTrainer,
     Ids,
     Instructions,
-    Kind,
     MalformedBlockError,
+    MessageType,
     Reason,
 )
 
@@ -31,7 +31,7 @@ SILENT: tuple[Reason, ...] = ("missing", "timeout")
 
 
 def guarded_blocks(
-    trainer: BlockTrainer, kind: Kind, vector: Tensor, client_ids: Ids, round: int
+    trainer: BlockTrainer, message_type: MessageType, vector: Tensor, client_ids: Ids, round: int
 ) -> Iterator[Block]:
     """Blocks of a trainer, in which clients that raise have failed and nobody else has.
 
@@ -44,7 +44,7 @@ def guarded_blocks(
     Block
         In the order of ``client_ids``.
     """
-    work = trainer.train if kind == "train" else trainer.evaluate
+    work = trainer.train if message_type == "train" else trainer.evaluate
     position = 0
     alone = False
     while position < len(client_ids):
@@ -54,7 +54,7 @@ def guarded_blocks(
         detail = "there was no block of it"
         try:
             for block in work(vector, asked, round):
-                _require_asked(block, kind, vector, client_ids[position:end])
+                _require_asked(block, message_type, vector, client_ids[position:end])
                 yield block
                 position += len(block.client_ids)
         # A client's code may raise anything, and `sys.exit` is one way to.
@@ -79,12 +79,12 @@ def _reason_of(error: BaseException) -> Reason:
     return "malformed" if isinstance(error, MalformedBlockError) else "raised"
 
 
-def _require_asked(block: Block, kind: Kind, vector: Tensor, asked: Ids) -> None:
+def _require_asked(block: Block, message_type: MessageType, vector: Tensor, asked: Ids) -> None:
     """Raise `MalformedBlockError` unless a block is of the clients and parameters asked for."""
     ids = block.client_ids
     if not len(ids) or not np.array_equal(ids, asked[: len(ids)]):
         raise MalformedBlockError(f"a block is of clients {ids}; asked next were {asked}.")
-    if kind == "evaluate":
+    if message_type == "evaluate":
         if block.rows is not None:
             raise MalformedBlockError("a block of an evaluation has rows; it must have none.")
     elif block.rows is None:
@@ -103,7 +103,7 @@ def messages_of(instructions: Instructions, block: Block) -> Iterator[Message]:
     )
     shapes = tensors(instructions.arrays)
     for index, client_id in enumerate(block.client_ids.tolist()):
-        request = Message(RecordDict(), node_of[client_id], instructions.kind)
+        request = Message(RecordDict(), node_of[client_id], instructions.message_type)
         if (reason := block.reasons.get(client_id)) is not None:
             if reason not in SILENT:
                 code = BUDGET_SPENT if reason == "budget" else CLIENT_RAISED
@@ -126,8 +126,8 @@ def _parameters(like: dict[str, Tensor], vector: Tensor) -> ArrayRecord:
     for name, tensor in like.items():
         if tensor.is_floating_point():
             stop = start + tensor.numel()
-            part = vector[start:stop].reshape(tensor.shape).to(tensor.dtype)
-            record[name] = LazyArray(part)
+            values = vector[start:stop].reshape(tensor.shape).to(tensor.dtype)
+            record[name] = LazyArray(values)
             start = stop
         else:
             record[name] = LazyArray(tensor)

@@ -116,16 +116,16 @@ class ClientDirectory:
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
         self._looked = True
-        while len(found := self.look(grid)) < clients:
+        while len(present := self.look(grid)) < clients:
             if time.monotonic() >= deadline:
                 connected = len(list(grid.get_node_ids()))
                 raise FedsimError(
-                    f"{len(found)} of the {clients} clients that the run needs were there after "
+                    f"{len(present)} of the {clients} clients that the run needs were there after "
                     f"{limit:g} s ({connected} nodes are connected); node_timeout says how long "
                     "to wait."
                 )
             time.sleep(0.1)
-        return found
+        return present
 
     def _look(self, grid: Grid, patience: float) -> dict[int, int]:
         nodes = sorted(grid.get_node_ids())

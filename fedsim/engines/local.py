@@ -177,7 +177,7 @@ class LocalGrid(Grid):
             self._open = None
         if self._trainer is not None and isinstance(messages, Instructions):
             trainer, instructions = self._trainer, messages
-            if instructions.kind == "train":
+            if instructions.message_type == "train":
                 trainer.receive(instructions.config)
             self._open = Replies(
                 lambda: self._blocks(trainer, instructions, timeout),
@@ -200,7 +200,7 @@ class LocalGrid(Grid):
         del timeout
         return guarded_blocks(
             trainer,
-            instructions.kind,
+            instructions.message_type,
             instructions.vector,
             np.asarray(instructions.client_ids, dtype=np.int64),
             instructions.round,

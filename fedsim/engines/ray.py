@@ -22,7 +22,15 @@ from fedsim.engines.parcel import Parcel
 from fedsim.engines.process import settle
 from fedsim.engines.schedule import chunks
 from fedsim.errors import BudgetSpentError, FedsimError
-from fedsim.rows.exchange import Block, BlockTrainer, ClientStates, Ids, Instructions, Kind, Reason
+from fedsim.rows.exchange import (
+    Block,
+    BlockTrainer,
+    ClientStates,
+    Ids,
+    Instructions,
+    MessageType,
+    Reason,
+)
 
 __all__ = ["RayGrid"]
 
@@ -107,7 +115,7 @@ class RayGrid(LocalGrid):
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
@@ -133,8 +141,8 @@ class RayGrid(LocalGrid):
         vector = instructions.vector.detach().cpu()
         row_bytes = vector.numel() * vector.element_size()
         todo = deque(
-            _Chunk(part)
-            for part in chunks(
+            _Chunk(client_ids)
+            for client_ids in chunks(
                 ids,
                 trainer.costs(ids),
                 workers=len(self._workers),
@@ -142,7 +150,7 @@ class RayGrid(LocalGrid):
             )
         )
         call = _Call(
-            instructions.kind,
+            instructions.message_type,
             ray.put(vector.numpy()),
             instructions.round,
             dict(instructions.config),
@@ -179,7 +187,7 @@ class RayGrid(LocalGrid):
                 if not todo or len(worker.queue) >= depth or not worker.takes(todo[0]):
                     continue
                 chunk = todo.popleft()
-                if call.kind == "evaluate":
+                if call.message_type == "evaluate":
                     worker.ask(call, chunk, {})
                 elif _charged(trainer, chunk, start, call.round):
                     states = trainer.state(chunk.client_ids, call.round)
@@ -259,7 +267,7 @@ class RayGrid(LocalGrid):
 class _Call:
     """What all of a round's chunks have in common."""
 
-    kind: Kind
+    message_type: MessageType
     vector: Any
     round: int
     config: Mapping[str, object]
@@ -316,7 +324,14 @@ class _Worker:
             self.started = True
         if not self.queue:
             self.since = time.monotonic()
-        arguments = (call.kind, call.vector, chunk.client_ids, call.round, call.config, states)
+        arguments = (
+            call.message_type,
+            call.vector,
+            chunk.client_ids,
+            call.round,
+            call.config,
+            states,
+        )
         self.queue.append((chunk, self.actor.work.remote(*arguments)))
 
     def takes(self, chunk: _Chunk) -> bool:
@@ -342,7 +357,7 @@ class _Training:
 
     def work(
         self,
-        kind: Kind,
+        message_type: MessageType,
         vector: np.ndarray[Any, Any],
         client_ids: Ids,
         round: int,
@@ -351,13 +366,13 @@ class _Training:
     ) -> tuple[list[_Wire], _Arrays]:
         here: Tensor = torch.from_numpy(np.array(vector)).to(self._device)
         ids = np.array(client_ids)
-        if kind == "train":
+        if message_type == "train":
             self._trainer.receive(config)
             # The driver keeps what clients keep: whichever worker trains them next is lent it.
             self._trainer.restore(_tensors(states))
-        blocks = guarded_blocks(self._trainer, kind, here, ids, round)
+        blocks = guarded_blocks(self._trainer, message_type, here, ids, round)
         replies = [_to_wire(block) for block in blocks]
-        return replies, _arrays(self._trainer.state(ids)) if kind == "train" else {}
+        return replies, _arrays(self._trainer.state(ids)) if message_type == "train" else {}
 
 
 # Ray ships numpy arrays out of band, and tensors by pickling them. What comes out of its object

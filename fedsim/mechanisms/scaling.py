@@ -78,7 +78,7 @@ class ScalingBound(Bound):
         written = {}
         if doubtful is not None:
             for index in map(tuple, doubtful.nonzero().tolist()):
-                row = rows.at(index).double()
+                row = rows.row(index).double()
                 row = row if center is None else row - center[index[:-1]]
                 row = row if scale is None else row * scale[index[:-1]]
                 length, power = norms_(row)

@@ -68,7 +68,7 @@ class Rows(Protocol):
         None if that could be any of them: the rows themselves must be looked at.
         """
 
-    def at(self, index: tuple[int, ...]) -> Tensor:
+    def row(self, index: tuple[int, ...]) -> Tensor:
         """One row, written out, ``[d]``."""
 
     def sum(self, weights: Tensor) -> Tensor:
@@ -125,34 +125,34 @@ class DenseRows:
 
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
         """See `Rows`. Neither overflows nor underflows where the norm itself does not."""
-        found = self.tensor.new_empty(self.tensor.shape[:-1], dtype=torch.float64)
-        out = self._led(found)
-        for (clients, part), y in self._pieces():
+        lengths = self.tensor.new_empty(self.tensor.shape[:-1], dtype=torch.float64)
+        out = self._led(lengths)
+        for (clients, chunk), y in self._pieces():
             if center is not None:
                 y.sub_(_each(center, clients))
             if scale is not None:
                 y.mul_(_each(scale, clients))
             norms, unit = norms_(y)
-            out[clients, part] = norms if unit is None else norms * unit
-        return found
+            out[clients, chunk] = norms if unit is None else norms * unit
+        return lengths
 
     def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> Norms:
         """See `Rows`."""
         return Norms(self.norms(scale, center))
 
-    def at(self, index: tuple[int, ...]) -> Tensor:
+    def row(self, index: tuple[int, ...]) -> Tensor:
         """See `Rows`."""
         return self.tensor[index]
 
     def sum(self, weights: Tensor) -> Tensor:
         """See `Rows`; a plain float64 sum, in the order of the rows."""
         d = self.tensor.shape[-1]
-        found = self.tensor.new_zeros(*self.tensor.shape[:-2], d, dtype=torch.float64)
-        out, weights = self._led(found), self._led(weights)
-        for (clients, part), y in self._pieces():
-            weight = weights[clients, part, None].to(y)
+        total = self.tensor.new_zeros(*self.tensor.shape[:-2], d, dtype=torch.float64)
+        out, weights = self._led(total), self._led(weights)
+        for (clients, chunk), y in self._pieces():
+            weight = weights[clients, chunk, None].to(y)
             out[clients] += y.masked_fill_(weight == 0, 0.0).mul_(weight).sum(1)
-        return found
+        return total
 
     def dense(self) -> Tensor:
         """The tensor."""
@@ -162,7 +162,7 @@ class DenseRows:
         """See `Rows`; a view where there is one slice."""
         if len(slices) == 1:
             return DenseRows(self.tensor[..., slices[0]])
-        return DenseRows(torch.cat([self.tensor[..., part] for part in slices], dim=-1))
+        return DenseRows(torch.cat([self.tensor[..., column] for column in slices], dim=-1))
 
     def __getitem__(self, index: Index) -> DenseRows:
         """See `BlockRows`."""
@@ -194,8 +194,8 @@ class Chunks:
         Yields the slice of rows and a buffer ``[c, d]`` that the caller may overwrite and that
         the next iteration reuses.
         """
-        for (_, part), y in self.of_block(DenseRows(block[None]), [len(block)], block):
-            yield part, y[0]
+        for (_, chunk), y in self.of_block(DenseRows(block[None]), [len(block)], block):
+            yield chunk, y[0]
 
     def of_block(
         self, rows: BlockRows, counts: Sequence[int], like: Tensor
@@ -218,10 +218,10 @@ class Chunks:
             clients = slice(first, min(first + k, n))
             count = max(counts[clients])
             for start in range(0, count, c):
-                part = slice(start, min(start + c, count))
-                shape = (clients.stop - first, part.stop - start, d)
+                chunk = slice(start, min(start + c, count))
+                shape = (clients.stop - first, chunk.stop - start, d)
                 y = buffer[: shape[0] * shape[1]].view(shape)
-                yield (clients, part), y.copy_(rows[clients, part].dense())
+                yield (clients, chunk), y.copy_(rows[clients, chunk].dense())
 
 
 def norms_(y: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -36,8 +36,8 @@ __all__ = [
     "BlockTrainer",
     "ClientStates",
     "Instructions",
-    "Kind",
     "MalformedBlockError",
+    "MessageType",
     "Reason",
     "Replies",
     "TrainerDefaults",
@@ -49,7 +49,7 @@ DECLARED_EXAMPLES = "declared-examples"
 """How many examples a client is declared to have, where its update is weighed by that."""
 CLIENT_IDS = "client_ids"
 
-Kind = Literal["train", "evaluate"]
+MessageType = Literal["train", "evaluate"]
 Ids = npt.NDArray[np.int64]
 NodeIds = npt.NDArray[np.uint64]
 """Flower's node ids use all 64 bits."""
@@ -260,7 +260,7 @@ class Instructions(Iterable[Message]):
 
     Attributes
     ----------
-    kind : "train" or "evaluate"
+    message_type : "train" or "evaluate"
     round : int
     arrays : ArrayRecord
         The global parameters, as Flower sends them.
@@ -276,7 +276,7 @@ class Instructions(Iterable[Message]):
         What each client is told by itself, in its message's config.
     """
 
-    kind: Kind
+    message_type: MessageType
     round: int
     arrays: ArrayRecord
     vector: Tensor
@@ -310,14 +310,14 @@ class Instructions(Iterable[Message]):
         content = RecordDict({self.configrecord_key: config})
         for key, record in {self.arrayrecord_key: self.arrays, **self.records}.items():
             content[key] = _same_arrays(record)
-        return Message(content, node_id, self.kind)
+        return Message(content, node_id, self.message_type)
 
 
 def _same_arrays(record: ArrayRecord) -> ArrayRecord:
-    own = ArrayRecord()
+    shells = ArrayRecord()
     for name, array in record.items():
-        own[name] = array
-    return own
+        shells[name] = array
+    return shells
 
 
 @dataclass

@@ -113,17 +113,19 @@ class LinearPart:
         """Inner products of ``outer(delta_k, x_k)``, then ``delta_k``, with ``vector``."""
         outputs, inputs = delta.shape[-1], x.shape[-1]
         weight = vector[..., : outputs * inputs].view(*vector.shape[:-1], outputs, inputs)
-        found = (product(delta, aligned_double(weight)) * x).sum(-1)
+        products = (product(delta, aligned_double(weight)) * x).sum(-1)
         if self.bias:
-            found += (delta * vector[..., None, outputs * inputs :]).sum(-1)
-        return found
+            products += (delta * vector[..., None, outputs * inputs :]).sum(-1)
+        return products
 
     def sums(self, weights: Tensor) -> list[Tensor]:
         """``sum_k weights_k row_k``, float64 ``[..., size]``, in parts one after another."""
         x, delta = self._precise
         delta = aligned_double(delta).mul_(weights[..., None])
         # A row of NaN times zero is NaN: such rows are wiped.
-        if weights.is_cuda or not all(bool(torch.isfinite(each).all()) for each in self._squares):
+        if weights.is_cuda or not all(
+            bool(torch.isfinite(squares).all()) for squares in self._squares
+        ):
             absent = (weights == 0)[..., None]
             x, delta = aligned_double(x).masked_fill_(absent, 0), delta.masked_fill_(absent, 0)
         weight = product(delta.transpose(-1, -2), x).flatten(-2)
@@ -136,7 +138,7 @@ class LinearPart:
     @cached_property
     def _squares(self) -> tuple[Tensor, Tensor]:
         """Squared norms of every ``delta_k`` and ``x_k``."""
-        x, delta = (torch.linalg.vector_norm(each, dim=-1).square_() for each in self._precise)
+        x, delta = (torch.linalg.vector_norm(factor, dim=-1).square_() for factor in self._precise)
         return delta, x
 
     def dense(self) -> Tensor:
@@ -177,26 +179,28 @@ class OuterRows:
             return DenseRows(self.dense()).norms(scale, center)
         if measured.doubtful is not None:
             for index in measured.doubtful.nonzero().tolist():
-                own = [None if v is None else v[tuple(index[:-1])] for v in (scale, center)]
-                measured.norms[tuple(index)] = DenseRows(self.at(tuple(index))[None]).norms(*own)[0]
+                whitening = [None if v is None else v[tuple(index[:-1])] for v in (scale, center)]
+                measured.norms[tuple(index)] = DenseRows(self.row(tuple(index))[None]).norms(
+                    *whitening
+                )[0]
         return measured.norms
 
     def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> Norms | None:
         """See `Rows`."""
-        cancels = center is not None or any(part.cancels for part in self.parts)
+        cancels = center is not None or any(layer.cancels for layer in self.parts)
         if cancels and self.parts[0].x.is_cuda:
             return None  # which rows are doubtful would have to be read back
         every = []
         start = 0
-        for part in self.parts:
-            own = slice(start, start + part.size)
+        for layer in self.parts:
+            columns = slice(start, start + layer.size)
             every.append(
-                part.squares(
-                    None if scale is None else scale[..., own],
-                    None if center is None else center[..., own],
+                layer.squares(
+                    None if scale is None else scale[..., columns],
+                    None if center is None else center[..., columns],
                 )
             )
-            start += part.size
+            start += layer.size
         values = torch.stack([squares.values for squares in every]).sum(0)
         norms = torch.where(torch.isfinite(values), values.sqrt(), torch.nan)
         doubtful = None
@@ -213,27 +217,27 @@ class OuterRows:
             doubtful = None
         return Norms(norms, doubtful)
 
-    def at(self, index: tuple[int, ...]) -> Tensor:
+    def row(self, index: tuple[int, ...]) -> Tensor:
         """See `Rows`; from copies, which lie where the allocator puts everything."""
         parts = [replace(p, x=p.x[index].clone(), delta=p.delta[index].clone()) for p in self.parts]
-        return torch.cat([part.dense() for part in parts], dim=-1)
+        return torch.cat([layer.dense() for layer in parts], dim=-1)
 
     def sum(self, weights: Tensor) -> Tensor:
         """See `Rows`."""
-        return torch.cat([own for part in self.parts for own in part.sums(weights)], dim=-1)
+        return torch.cat([piece for layer in self.parts for piece in layer.sums(weights)], dim=-1)
 
     def dense(self) -> Tensor:
         """See `Rows`."""
-        return torch.cat([part.dense() for part in self.parts], dim=-1)
+        return torch.cat([layer.dense() for layer in self.parts], dim=-1)
 
     def columns(self, slices: Sequence[slice]) -> BlockRows:
         """See `Rows`; implicit where the columns are whole layers."""
         chosen: list[LinearPart] = []
         start = 0
-        for part in self.parts:
-            stop = start + part.size
+        for layer in self.parts:
+            stop = start + layer.size
             if any(piece.start <= start and stop <= piece.stop for piece in slices):
-                chosen.append(part)
+                chosen.append(layer)
             start = stop
         if chosen and sum(p.size for p in chosen) == sum(s.stop - s.start for s in slices):
             return OuterRows(tuple(chosen))
@@ -241,4 +245,4 @@ class OuterRows:
 
     def __getitem__(self, index: Index) -> OuterRows:
         """See `BlockRows`."""
-        return OuterRows(tuple(part[index] for part in self.parts))
+        return OuterRows(tuple(layer[index] for layer in self.parts))

@@ -84,9 +84,9 @@ class Layout:
         for entry in self.entries:
             tensor = arrays.get(entry.name)
             if tensor is None or tuple(tensor.shape) != entry.shape:
-                found = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
+                fault = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
                 raise ValueError(
-                    f"parameter '{entry.name}' is {found}; it must have shape {entry.shape}."
+                    f"parameter '{entry.name}' is {fault}; it must have shape {entry.shape}."
                 )
             parts.append(tensor.detach().reshape(-1).to(self.dtype))
         return torch.cat(parts)

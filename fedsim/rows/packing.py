@@ -50,13 +50,13 @@ class Packing:
     @cached_property
     def slices(self) -> dict[str, slice]:
         """Slice of a packed row for each parameter."""
-        found: dict[str, slice] = {}
+        slices: dict[str, slice] = {}
         start = 0
         for entry in self.layout.entries:
             size = entry.stop - entry.start
-            found[entry.name] = slice(start, start + size)
+            slices[entry.name] = slice(start, start + size)
             start += -(-size // self.per_line) * self.per_line
-        return found
+        return slices
 
     @cached_property
     def width(self) -> int:

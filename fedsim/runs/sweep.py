@@ -334,7 +334,9 @@ class _SharedTrainer:
         """Train or evaluate everybody who was asked."""
         blocks: dict[int, list[Block]] = {index: [] for index in asked}
         training = {
-            i: instructions for i, instructions in asked.items() if instructions.kind == "train"
+            i: instructions
+            for i, instructions in asked.items()
+            if instructions.message_type == "train"
         }
         for index, block in self._train(training):
             blocks[index].append(block)

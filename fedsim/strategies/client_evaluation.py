@@ -55,7 +55,7 @@ class ClientEvaluation:
         self._asked = dict(zip(asked.tolist(), chosen.tolist(), strict=True))
         server = tensors(arrays)
         return Instructions(
-            kind="evaluate",
+            message_type="evaluate",
             round=server_round,
             arrays=arrays,
             vector=Layout.of(server).flatten(server),

@@ -307,7 +307,7 @@ evaluate_metrics_aggr_fn
         if self.client_state is not None:
             entries |= self.client_state.entries()
         return Instructions(
-            kind="train",
+            message_type="train",
             round=server_round,
             arrays=arrays,
             vector=vector,

@@ -100,8 +100,8 @@ class FlowerOptimizer(ServerOptimizer):
 
     def state(self) -> dict[str, Any]:
         """The rounds it has seen, and every number, array and record that the strategy holds."""
-        held = {name: _told(value) for name, value in vars(self._strategy).items()}
-        told = {name: value for name, value in held.items() if value is not None}
+        attributes = {name: _told(value) for name, value in vars(self._strategy).items()}
+        told = {name: value for name, value in attributes.items() if value is not None}
         return {"rounds": self._round, "strategy": told}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ _INSTEAD = {
 }
 
 
-def refuse_flowers_keywords(given: Mapping[str, object]) -> None:
+def refuse_flowers_keywords(keywords: Mapping[str, object]) -> None:
     """Refuse keywords of Flower's strategies that mean nothing here, or something else.
 
     Raises
@@ -40,7 +40,7 @@ def refuse_flowers_keywords(given: Mapping[str, object]) -> None:
     TypeError
         As Python does, for one that nobody has.
     """
-    for name, value in given.items():
+    for name, value in keywords.items():
         if name in _INSTEAD:
             raise FedsimError(f"{name} = {value!r} is not DPFedAvg's; use {_INSTEAD[name]}.")
         raise TypeError(f"DPFedAvg.__init__() got an unexpected keyword argument '{name}'")

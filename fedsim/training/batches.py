@@ -164,12 +164,12 @@ def _fill(
     """A client's batches into ``index [S, B]`` and ``weight [S, B]``, a pass at a time."""
     index[:] = examples[0]
     batch = int(sampler.expected_size)
-    whole, short = divmod(len(examples), batch)
+    full, short = divmod(len(examples), batch)
     for first in range(0, steps, sampler.steps):
         shuffled = examples[sampler.order(round, draws, first // sampler.steps)]
-        taken = min(whole, steps - first)
+        taken = min(full, steps - first)
         index[first : first + taken, :batch] = shuffled[: taken * batch].reshape(taken, batch)
         weight[first : first + taken, :batch] = 1.0 / batch
-        if short and first + whole < steps:
-            index[first + whole, :short] = shuffled[whole * batch :]
-            weight[first + whole, :short] = 1.0 / short
+        if short and first + full < steps:
+            index[first + full, :short] = shuffled[full * batch :]
+            weight[first + full, :short] = 1.0 / short

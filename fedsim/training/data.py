@@ -57,8 +57,8 @@ class ClientData:
                 f"the mask is {list(self.mask.shape)} for targets {list(self.y.shape)}; it must "
                 "have their shape, or that of their first dimensions."
             )
-        for client, own in enumerate(self.indices):
-            if len(own) and (int(own.min()) < 0 or int(own.max()) >= count):
+        for client, examples in enumerate(self.indices):
+            if len(examples) and (int(examples.min()) < 0 or int(examples.max()) >= count):
                 raise FedsimError(
                     f"client {client} has an example outside 0 .. {count - 1}, the data's range."
                 )

@@ -47,13 +47,13 @@ def evaluate_clients(
         ``num-examples`` and every metric; those of a client without data are 0, and NaN is what is
         not defined on a client's data.
     """
-    sizes = np.array([len(own) for own in indices], dtype=np.int64)
+    sizes = np.array([len(examples) for examples in indices], dtype=np.int64)
     chunks = -(-sizes // WIDTH)
     padded = np.zeros((int(chunks.sum()), WIDTH), dtype=np.int64)
     real = np.zeros(padded.shape, dtype=np.bool_)
-    for own, start in zip(indices, np.cumsum(chunks) - chunks, strict=True):
-        padded[start:].reshape(-1)[: len(own)] = own
-        real[start:].reshape(-1)[: len(own)] = True
+    for examples, start in zip(indices, np.cumsum(chunks) - chunks, strict=True):
+        padded[start:].reshape(-1)[: len(examples)] = examples
+        real[start:].reshape(-1)[: len(examples)] = True
     owner = np.repeat(np.arange(len(sizes)), chunks)
     drawn = None if seeds is None else _by_chunk(seeds, chunks)
     theta = theta.expand(len(sizes), -1)
@@ -63,12 +63,12 @@ def evaluate_clients(
     start, count = 0, 1
     with exact(data.x.device):
         while start < len(padded):
-            some = slice(start, start + count)
-            x = data.inputs(all_indices[some], theta.dtype)
-            points = theta[torch.from_numpy(owner[some]).to(theta.device)]
-            outputs = _outputs(path, points, x, None if drawn is None else drawn[some])
-            targets = data.targets(all_indices[some], theta.dtype)
-            _take(states, metrics, owner[some], real[some], outputs.cpu(), targets.cpu())
+            call = slice(start, start + count)
+            x = data.inputs(all_indices[call], theta.dtype)
+            points = theta[torch.from_numpy(owner[call]).to(theta.device)]
+            outputs = _outputs(path, points, x, None if drawn is None else drawn[call])
+            targets = data.targets(all_indices[call], theta.dtype)
+            _take(states, metrics, owner[call], real[call], outputs.cpu(), targets.cpu())
             start += count
             # What an output takes is known once there is one.
             bytes_of = [tensor.nbytes // len(tensor) for tensor in (x, outputs)]
@@ -102,12 +102,16 @@ def _take(
     firsts = np.flatnonzero(np.diff(owner, prepend=-1))
     for first, end in zip(firsts, [*firsts[1:], len(owner)], strict=True):
         keep = torch.from_numpy(real[first:end])
-        state, its = states[owner[first]], (outputs[first:end][keep], targets[first:end][keep])
+        state, seen = states[owner[first]], (outputs[first:end][keep], targets[first:end][keep])
         for name, metric in metrics.items():
-            state[name] = metric.update(state[name], *its)
+            state[name] = metric.update(state[name], *seen)
 
 
 def _by_chunk(seeds: Seeds, chunks: npt.NDArray[np.int64]) -> list[int]:
     """A seed for each chunk, client by client."""
-    drawn = seeds.at(EVALUATION, len(chunks), int(chunks.max(initial=1)))
-    return [seed for own, count in zip(drawn.tolist(), chunks, strict=True) for seed in own[:count]]
+    drawn = seeds.of_step(EVALUATION, len(chunks), int(chunks.max(initial=1)))
+    return [
+        seed
+        for client_seeds, count in zip(drawn.tolist(), chunks, strict=True)
+        for seed in client_seeds[:count]
+    ]

@@ -153,8 +153,8 @@ class ExampleReleases:
                 frozen[name] = parameter
         frozen.update(self._model.named_buffers())
         digest = hashlib.sha256(repr(self._model).encode())
-        for part in _tensor_parts(frozen):
-            digest.update(len(part).to_bytes(8, "little") + part)
+        for described in _tensor_parts(frozen):
+            digest.update(len(described).to_bytes(8, "little") + described)
         return digest.digest()
 
 

@@ -81,7 +81,7 @@ class Fitted:
 
 
 def numbers_of(
-    algorithm: LocalAlgorithm, given: Mapping[str, Sequence[float]], n: int
+    algorithm: LocalAlgorithm, of_each: Mapping[str, Sequence[float]], n: int
 ) -> dict[str, Floats]:
     """The algorithm's numbers of ``n`` clients, each ``[n]``, some of them given for each.
 
@@ -93,7 +93,7 @@ def numbers_of(
     values: dict[str, Floats] = {
         name: np.full(n, float(value)) for name, value in algorithm.numbers().items()
     }
-    for name, column in given.items():
+    for name, column in of_each.items():
         if name not in values:
             raise FedsimError(
                 f"'{name}' cannot differ between clients of one block; allowed: "

@@ -31,7 +31,7 @@ from fedsim.rows.alignment import LINE
 from fedsim.training.local_step import LocalStep
 from fedsim.training.paths.choice import CAPTURED
 
-__all__ = ["CudaRecorder", "Recorder", "StepGraphs", "Work", "steps_by"]
+__all__ = ["CudaRecorder", "GraphRecorder", "StepGraphs", "Work", "steps_by"]
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ INDEX, WEIGHT = "batch.index", "batch.weight"
 Work = Callable[[], tuple[State, Tensor]]
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """What captures."""
 
     def record(self, work: Work) -> tuple[Callable[[], None], tuple[State, Tensor]]:
@@ -71,10 +71,10 @@ class StepGraphs:
     ----------
     launched : LocalStep
         What is captured, and what is done where that cannot be.
-    recorder : Recorder
+    recorder : GraphRecorder
     """
 
-    def __init__(self, launched: LocalStep, recorder: Recorder) -> None:
+    def __init__(self, launched: LocalStep, recorder: GraphRecorder) -> None:
         self.launched, self.recorder = launched, recorder
         self.graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
         self.works = True
@@ -86,46 +86,46 @@ class StepGraphs:
         state: State,
         index: Tensor,
         weight: Tensor,
-        at: Step,
+        step: Step,
         seeds: Sequence[int] | None = None,
     ) -> Tensor:
         """As `LocalStep`; the state it leaves lies in buffers that the next block writes over."""
-        phase = self.launched.algorithm.phase(at) if self.works else None
+        phase = self.launched.algorithm.phase(step) if self.works else None
         if phase is None or seeds is not None:
-            return self.launched(state, index, weight, at, seeds)
+            return self.launched(state, index, weight, step, seeds)
         n, rows = len(index), rounded(len(index))
         if rows > self._rows:
             # Graphs know their buffers by address: larger buffers are others.
             self._forget()
             self._rows = rows
         # The batch moves into buffers too: a graph gathers from the same memory every time.
-        held, structure = self._hold({**state, INDEX: index, WEIGHT: weight}, rows)
+        buffered, structure = self._hold({**state, INDEX: index, WEIGHT: weight}, rows)
         # Two steps share a graph only if the algorithm does the same in both, on as many clients,
         # and if the same entries lie in the same buffers: a graph is blind to all three.
         key = (phase, rows, structure)
         if key not in self.graphs:
             try:
-                self.graphs[key] = self._capture(held, at, rows)
+                self.graphs[key] = self._capture(buffered, step, rows)
             except RuntimeError as error:
                 _log.warning("a CUDA graph could not be captured (%s); going on without", error)
                 self.works = False
                 self._forget()
                 # The state was moved into buffers, and what failed has put it back there.
-                state.update((name, held[name][:n]) for name in state)
-                return self.launched(state, index, weight, at)
+                state.update((name, buffered[name][:n]) for name in state)
+                return self.launched(state, index, weight, step)
             if len(self.graphs) > MOST_GRAPHS:
                 self.graphs.popitem(last=False)
         self.graphs.move_to_end(key)
         captured = self.graphs[key]
-        captured.again(at)
+        captured.again(step)
         # An algorithm may add entries and drop others: the state is what the graph left.
         state.clear()
         state.update((name, value[:n]) for name, value in captured.state.items())
         # The next replay writes over the losses, which are read only at the end of the block.
         return captured.losses[:n].clone()
 
-    def _capture(self, held: State, at: Step, rows: int) -> _Captured:
-        clock = _Clock(at.round, at.index, held[INDEX].device)
+    def _capture(self, buffered: State, step: Step, rows: int) -> _Captured:
+        clock = _Clock(step.round, step.index, buffered[INDEX].device)
         # Capturing runs the step several times, and each time it moves the state on: afterwards
         # everything is put back, and the first replay makes the step.
         before: list[tuple[Tensor, Tensor]] = []
@@ -134,14 +134,14 @@ class StepGraphs:
             before.append((tensor, tensor.clone()))
             return tensor
 
-        _changed(held, "", save)
+        _changed(buffered, "", save)
 
         def work() -> tuple[State, Tensor]:
-            own = {name: held[name] for name in held if name not in (INDEX, WEIGHT)}
-            losses = self.launched(own, held[INDEX], held[WEIGHT], clock)
+            state = {name: buffered[name] for name in buffered if name not in (INDEX, WEIGHT)}
+            losses = self.launched(state, buffered[INDEX], buffered[WEIGHT], clock)
             # Steps may leave new tensors in the state. Copying them back into the buffers is part
             # of the graph, so that the next replay finds what this one left.
-            return self._hold(own, rows)[0], losses
+            return self._hold(state, rows)[0], losses
 
         try:
             again, (state, losses) = self.recorder.record(work)
@@ -160,22 +160,22 @@ class StepGraphs:
         structure: list[Hashable] = []
         moves: list[tuple[Tensor, Tensor]] = []
 
-        def held(name: str, tensor: Tensor) -> Tensor:
+        def in_buffer(name: str, tensor: Tensor) -> Tensor:
             # One tensor under two names (a point that is the parameters themselves, say) must stay
             # one: in two buffers, a step in place would move only one of them.
             place = (tensor.data_ptr(), tensor.shape, tensor.stride())
             owner = owners.setdefault(place, name)
-            kind = (owner, tensor.dtype, tensor.shape[1:], tensor.stride()[1:])
-            structure.append((name, kind))
-            if kind not in self._buffers:
-                self._buffers[kind] = _rows_like(tensor, self._rows)
-            buffer = self._buffers[kind]
+            shared_by = (owner, tensor.dtype, tensor.shape[1:], tensor.stride()[1:])
+            structure.append((name, shared_by))
+            if shared_by not in self._buffers:
+                self._buffers[shared_by] = _rows_like(tensor, self._rows)
+            buffer = self._buffers[shared_by]
             # What lies in its buffer already, as state does from step to step, is not copied.
             if owner == name and tensor.data_ptr() != buffer.data_ptr():
                 moves.append((buffer[: len(tensor)], tensor))
             return buffer[:rows]
 
-        result: State = _changed(entries, "", held)
+        result: State = _changed(entries, "", in_buffer)
         taken = {_storage(buffer) for buffer in self._buffers.values()}
         # Entries may have changed places (an algorithm swaps two of its tensors): what lies in
         # another's buffer is saved before anything is written there.
@@ -210,9 +210,9 @@ class _Clock(Step):
             self.numbers[function] = tensor, value
         return self.numbers[function][0]
 
-    def set(self, at: Step) -> None:
+    def set(self, step: Step) -> None:
         for function, (tensor, value) in self.numbers.items():
-            now = function(at)
+            now = function(step)
             if now != value:
                 self.numbers[function] = tensor.fill_(now), now
 
@@ -226,8 +226,8 @@ class _Captured:
     state: State
     losses: Tensor
 
-    def again(self, at: Step) -> None:
-        self.clock.set(at)
+    def again(self, step: Step) -> None:
+        self.clock.set(step)
         self.replay()
 
 
@@ -236,12 +236,12 @@ def _changed(value: Any, name: str, change: Callable[[str, Tensor], Tensor]) -> 
     if isinstance(value, Tensor):
         return change(name, value)
     if isinstance(value, Mapping):
-        return {key: _changed(own, f"{name}.{key}", change) for key, own in value.items()}
+        return {key: _changed(entry, f"{name}.{key}", change) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_changed(own, f"{name}.{i}", change) for i, own in enumerate(value)]
+        return [_changed(entry, f"{name}.{i}", change) for i, entry in enumerate(value)]
     if isinstance(value, Dense | Parts | Factored | Factor):
-        own = {f.name: getattr(value, f.name) for f in fields(value)}
-        return replace(value, **_changed(own, name, change))
+        entry = {f.name: getattr(value, f.name) for f in fields(value)}
+        return replace(value, **_changed(entry, name, change))
     return value  # what gradients know besides their tensors
 
 
@@ -269,7 +269,7 @@ class CudaRecorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Work) -> tuple[Callable[[], None], tuple[State, Tensor]]:
-        """See `Recorder`."""
+        """See `GraphRecorder`."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):

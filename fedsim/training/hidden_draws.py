@@ -121,8 +121,8 @@ def _states(device: torch.device) -> list[bytes]:
 
 
 def _elsewhere() -> tuple[object, ...]:
-    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
-    return random.getstate(), name, np.asarray(keys).tobytes(), *rest
+    name, keys, *position = np.random.get_state(legacy=True)  # noqa: NPY002
+    return random.getstate(), name, np.asarray(keys).tobytes(), *position
 
 
 @contextmanager
@@ -155,7 +155,7 @@ class Seeds:
     client_ids: Ints
     round: int
 
-    def at(self, step: int, active: int, count: int = 1) -> Ints:
+    def of_step(self, step: int, active: int, count: int = 1) -> Ints:
         """Seeds for a step of each of the first ``active`` clients, ``[active, count]``."""
         seeds = np.empty((active, count), dtype=np.int64)
         stream = Stream()

@@ -41,7 +41,7 @@ class LocalStep:
         state: State,
         index: Tensor,
         weight: Tensor,
-        at: Step,
+        step: Step,
         seeds: Sequence[int] | None = None,
     ) -> Tensor:
         """Update the state.
@@ -53,7 +53,7 @@ class LocalStep:
             Examples.
         weight : Tensor ``[n, B]``
             What each counts; 0 on padding.
-        at : Step
+        step : Step
         seeds : sequence of n ints, optional
             Of what the model draws for each client; on the plain path.
 
@@ -63,7 +63,7 @@ class LocalStep:
             Loss of each example, unweighted.
         """
         gradient, losses = self.gradient(self.algorithm.point(state), index, weight, seeds)
-        self.algorithm.step(state, gradient, at)
+        self.algorithm.step(state, gradient, step)
         return losses
 
     def gradient(

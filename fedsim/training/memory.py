@@ -157,12 +157,12 @@ class Files:
         self._since = round if isinstance(round, int) else None
 
     def _rounds(self, client: int) -> list[tuple[int, Path]]:
-        found = []
+        files = []
         for path in (self.directory / f"client-{client}").glob("round-*.safetensors"):
             number = re.fullmatch(r"round-(\d+)", path.stem)
             if number:
-                found.append((int(number[1]), path))
-        return sorted(found)
+                files.append((int(number[1]), path))
+        return sorted(files)
 
     def load(self, client_ids: Ids, round: int | None) -> tuple[Bools, dict[str, Tensor]]:
         """See `Memory`."""

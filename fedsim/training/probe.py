@@ -71,7 +71,7 @@ class Probe:
             self._require_separate(batch, others)
             if self.draws.evaluation:
                 ways = ways[-1:]  # no two of them could be compared
-            found: Way | None = None
+            believed: Way | None = None
             why = ""
             for way in ways:
                 try:
@@ -82,17 +82,17 @@ class Probe:
                 ) as error:  # a user's code, in surroundings it was not written for
                     complaint = f"{type(error).__name__}: {error}"
                 if not complaint:
-                    found = way
+                    believed = way
                     break
                 why = f"{way.name}: {complaint}"
-        if found is None:
+        if believed is None:
             raise FedsimError(
                 f"the model's examples cannot be taken one at a time ({why}), so that it cannot be "
                 "trained with example-level privacy."
             )
-        if found is ways[-1] and len(ways) > 1:
+        if believed is ways[-1] and len(ways) > 1:
             _log.warning("examples go through this model one by one, which is slow (%s)", why)
-        return found
+        return believed
 
     def _made_up(self) -> tuple[_Batch, _Batch]:
         """Two batches that have nothing in common, and that the model takes.
@@ -214,7 +214,7 @@ class Probe:
     def _rows(self, way: Way, batch: _Batch, *, drawing: bool = True) -> tuple[Tensor, Tensor]:
         self.model.train(drawing or not self.draws.training)
         with seeded(SEED, batch.x.device):
-            rows, losses = way.one(self._theta, batch.x.clone(), batch.y)
+            rows, losses = way.of_client(self._theta, batch.x.clone(), batch.y)
         return rows.dense()[0], losses
 
 
@@ -238,8 +238,8 @@ def _like(tensor: Tensor, generator: torch.Generator, k: int, positive: bool) ->
     if not tensor.is_floating_point():
         values = torch.randint(2, tensor.shape, generator=generator)
         return ((1 - values if k else values) + int(positive)).to(tensor)
-    made = torch.rand if positive else torch.randn
-    return (made(tensor.shape, generator=generator) * (1 + 9 * k)).to(tensor)
+    draw = torch.rand if positive else torch.randn
+    return (draw(tensor.shape, generator=generator) * (1 + 9 * k)).to(tensor)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -82,15 +82,15 @@ class Ended:
         return Ended(self.theta.clone(), reports, {k: v.clone() for k, v in self.carried.items()})
 
     @classmethod
-    def joined(cls, parts: list[Ended]) -> Ended:
+    def joined(cls, groups: list[Ended]) -> Ended:
         """Of all clients, in the order of the parts."""
-        if len(parts) == 1:
-            return parts[0]
-        first = parts[0]
+        if len(groups) == 1:
+            return groups[0]
+        first = groups[0]
         return cls(
-            torch.cat([part.theta for part in parts]),
-            {k: torch.cat([part.reports[k] for part in parts]) for k in first.reports},
-            {k: torch.cat([part.carried[k] for part in parts]) for k in first.carried},
+            torch.cat([ended.theta for ended in groups]),
+            {k: torch.cat([ended.reports[k] for ended in groups]) for k in first.reports},
+            {k: torch.cat([ended.carried[k] for ended in groups]) for k in first.carried},
         )
 
 
@@ -144,9 +144,9 @@ class Steps:
 
     def step(self, state: State, index: int, active: int) -> None:
         """One step of the first ``active`` clients."""
-        at, weight = self.index[:active, index], self.weight[:active, index]
-        seeds = None if self.seeds is None else self.seeds.at(index, active)[:, 0].tolist()
-        self.losses.append(self.bench.step(state, at, weight, Step(self.round, index), seeds))
+        examples, weight = self.index[:active, index], self.weight[:active, index]
+        seeds = None if self.seeds is None else self.seeds.of_step(index, active)[:, 0].tolist()
+        self.losses.append(self.bench.step(state, examples, weight, Step(self.round, index), seeds))
 
     def _end(self, state: State, first: int) -> Ended:
         algorithm = self.bench.algorithm
@@ -167,10 +167,10 @@ class Steps:
         values = torch.cat([losses.flatten() for losses in self.losses]).double().cpu().numpy()
         for index, losses in enumerate(self.losses):
             active = len(losses)
-            own, values = values[: losses.numel()], values[losses.numel() :]
+            step_losses, values = values[: losses.numel()], values[losses.numel() :]
             weight = self.batches.weight[:active, index].reshape(active, -1)
             # Row by row in numpy: the same bytes whoever shares the block.
-            means = (own.reshape(weight.shape) * weight).sum(axis=1)
+            means = (step_losses.reshape(weight.shape) * weight).sum(axis=1)
             total[:active] += means / np.maximum(weight.sum(axis=1), 1)
         return total / np.maximum(self.batches.steps, 1)
 
@@ -232,8 +232,8 @@ class PrivateSteps(Steps):
         for name, first in privacy.mechanism.init(layout).items():
             start = first.to(bench.device).expand(len(client_ids), *first.shape)
             if MECHANISM + name in kept:
-                own = kept[MECHANISM + name].to(start)
-                start = torch.where(there.view(-1, *[1] * first.dim()), own, start)
+                kept_state = kept[MECHANISM + name].to(start)
+                start = torch.where(there.view(-1, *[1] * first.dim()), kept_state, start)
             self.state[name] = start
         self.releaser = Releaser(
             privacy.mechanism,
@@ -256,14 +256,17 @@ class PrivateSteps(Steps):
         total = self.releaser.start({k: v[:active] for k, v in self.state.items()}, active)
         losses = torch.zeros_like(self.weight[:active, index])
         chunks = self.index.shape[2]
-        seeds = None if self.seeds is None else self.seeds.at(index, active, chunks).T.tolist()
+        seeds = None if self.seeds is None else self.seeds.of_step(index, active, chunks).T.tolist()
         for chunk in range(chunks):
             counts = self.counts[:active, index, chunk]
             if not counts.any():
                 continue
-            at = self.index[:active, index, chunk]
+            asked = self.index[:active, index, chunk]
             there = (self.weight[:active, index, chunk] > 0).double()
-            x, y = data.inputs(at, self.bench.dtype), data.targets(at, self.bench.dtype)
+            x, y = (
+                data.inputs(asked, self.bench.dtype),
+                data.targets(asked, self.bench.dtype),
+            )
             for examples in self.rows(point, x, y, counts.tolist(), seeds and seeds[chunk]):
                 clients, b = examples.clients, examples.rows.count
                 losses[clients, chunk, :b] = examples.losses
@@ -278,5 +281,5 @@ class PrivateSteps(Steps):
         """See `Steps`."""
         if not self.keeps_state:
             return {}
-        own = slice(first, first + len(theta))
-        return {MECHANISM + name: tensor[own] for name, tensor in self.state.items()}
+        clients = slice(first, first + len(theta))
+        return {MECHANISM + name: tensor[clients] for name, tensor in self.state.items()}

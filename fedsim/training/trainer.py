@@ -299,7 +299,7 @@ class Trainer:
 
     def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Local work of these clients from ``vector [d]``, block by block."""
-        vector = self._own(vector)
+        vector = self._on_device(vector)
         start = self.packing.pack(vector.unsqueeze(0))
         for first in range(0, len(client_ids), self.block_size):
             ids = client_ids[first : first + self.block_size]
@@ -314,15 +314,15 @@ class Trainer:
         """Loss and metrics of ``vector [d]`` on these clients' test examples, or on all theirs."""
         # An evaluation done twice is the same.
         source = self.randomness.repeated()
-        theta = self.packing.pack(self._own(vector).unsqueeze(0))
+        theta = self.packing.pack(self._on_device(vector).unsqueeze(0))
         for first in range(0, len(client_ids), EVALUATE_CLIENTS):
             ids = client_ids[first : first + EVALUATE_CLIENTS]
             self.model.eval()
             data = self.data if self.test is None else self.test
-            own = [data.indices[i] for i in ids]
+            indices = [data.indices[i] for i in ids]
             seeds = Seeds([source] * len(ids), ids, round) if self.draws.evaluation else None
             metrics = {"loss": MeanOf(self.loss), **self.metrics}
-            values = evaluate_clients(self.path, theta, data, own, metrics, seeds)
+            values = evaluate_clients(self.path, theta, data, indices, metrics, seeds)
             yield Block.sent(ids, None, values)
 
     def fit(
@@ -350,7 +350,7 @@ class Trainer:
         if numbers and self.memory is not None:
             raise FedsimError("clients with numbers of their own must have client.state = 'reset'.")
         sources = [self.randomness] * len(client_ids) if randomness is None else randomness
-        start = self.packing.pack(self._own(vector).view(-1, self.layout.d))
+        start = self.packing.pack(self._on_device(vector).view(-1, self.layout.d))
         fitted = self._fit(start, client_ids, round, numbers or {}, sources)
         local = Local(self.packing.unpack(fitted.theta), fitted.metrics)
         self._finish(fitted, client_ids, round)
@@ -467,7 +467,7 @@ class Trainer:
             self.releases.record(round, self._all_starting(vector, client_ids, round))
 
     def _all_starting(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Starting]:
-        start = self.packing.pack(self._own(vector).view(1, -1)).expand(len(client_ids), -1)
+        start = self.packing.pack(self._on_device(vector).view(1, -1)).expand(len(client_ids), -1)
         kept = {} if self.memory is None else self.memory.load(client_ids, round)[1]
         numbers = numbers_of(self.algorithm, {}, len(client_ids))
         sources = [self.randomness] * len(client_ids)
@@ -500,5 +500,5 @@ class Trainer:
                 self.releases.record(round, [client])
                 self._begun[client.client] = round
 
-    def _own(self, vector: Tensor) -> Tensor:
+    def _on_device(self, vector: Tensor) -> Tensor:
         return vector.to(self.device, self.layout.dtype)

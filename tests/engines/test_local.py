@@ -317,7 +317,7 @@ def test_what_is_not_consumed_is_finished_before_the_next_send():
     trainer = ToyTrainer()
     grid = LocalGrid(trainer)
     grid.send_and_receive(toy_instructions([0, 1, 2, 3], grid))
-    list(grid.send_and_receive(toy_instructions([5], grid, kind="evaluate")).blocks())
+    list(grid.send_and_receive(toy_instructions([5], grid, message_type="evaluate")).blocks())
     assert trainer.calls == [[0, 1, 2], [3], [5]]
 
 

@@ -51,12 +51,12 @@ class ToyTrainer(TrainerDefaults):
 
 
 def toy_instructions(
-    ids: list[int], grid, kind: str = "train", round: int = 1, d: int = 4
+    ids: list[int], grid, message_type: str = "train", round: int = 1, d: int = 4
 ) -> Instructions:
     vector = torch.arange(d, dtype=torch.float32)
     nodes = grid.client_ids()
     return Instructions(
-        kind=kind,
+        message_type=message_type,
         round=round,
         arrays=array_record({"w": vector.reshape(2, d // 2)}),
         vector=vector,

@@ -36,7 +36,7 @@ def test_two_workers_on_half_a_gpu_each_train_as_one_process_does():
     vector = trainer.initial().detach().cpu()
     ids = np.arange(24)
     asked = Instructions(
-        kind="train",
+        message_type="train",
         round=1,
         arrays=array_record({"w": vector}),
         vector=vector,

@@ -50,7 +50,7 @@ def ask(grid, ids=range(24)) -> Instructions:
     vector = torch.linspace(0, 1, 50)
     ids = np.array(list(ids), dtype=np.int64)
     return Instructions(
-        kind="train",
+        message_type="train",
         round=3,
         arrays=array_record({"w": vector}),
         vector=vector,

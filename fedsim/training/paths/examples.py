@@ -71,14 +71,14 @@ class Way:
     Attributes
     ----------
     name : str
-    one : OneClientsRows
+    of_client : OneClientsRows
         Of one client.
     rows : ExampleRows
         Of a block.
     """
 
     name: str
-    one: OneClientsRows
+    of_client: OneClientsRows
     rows: ExampleRows
 
 
@@ -89,18 +89,18 @@ def ways(
 
     A model that ``draws`` has no stacked path.
     """
-    found = []
+    possible = []
     layers = product_layers(model, packing)
     if layers is not None:
         if stacked is not None:
-            found.append(_whole_block(stacked))
-        found.append(_client_by_client("factored", Hooked(model, packing, loss, layers)))
-    found.append(_client_by_client("vmapped", Vmapped(model, packing, loss)))
-    found.append(_client_by_client("one by one", OneByOne(model, packing, loss, draws)))
-    return found
+            possible.append(_whole_block(stacked))
+        possible.append(_client_by_client("factored", Hooked(model, packing, loss, layers)))
+    possible.append(_client_by_client("vmapped", Vmapped(model, packing, loss)))
+    possible.append(_client_by_client("one by one", OneByOne(model, packing, loss, draws)))
+    return possible
 
 
-def _client_by_client(name: str, one: OneClientsRows) -> Way:
+def _client_by_client(name: str, of_client: OneClientsRows) -> Way:
     def rows(
         theta: Tensor, x: Tensor, y: Tensor, counts: Sequence[int], seeds: Sequence[int] | None
     ) -> Iterator[Examples]:
@@ -108,20 +108,22 @@ def _client_by_client(name: str, one: OneClientsRows) -> Way:
             if count:
                 # Copies lie where the allocator puts everything: a client's bits are its own.
                 with seeded(seeds[k] if seeds else None, theta.device):
-                    own, losses = one(theta[k].clone(), x[k, :count].clone(), y[k, :count])
-                yield Examples(slice(k, k + 1), [count], own, losses[None])
+                    gradients, losses = of_client(
+                        theta[k].clone(), x[k, :count].clone(), y[k, :count]
+                    )
+                yield Examples(slice(k, k + 1), [count], gradients, losses[None])
 
-    return Way(name, one, rows)
+    return Way(name, of_client, rows)
 
 
 def _whole_block(path: StackedPath) -> Way:
-    def one(theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
+    def of_client(theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         (examples,) = _stacked_rows(path, theta[None], x[None], y[None], [len(x)])
         return examples.rows, examples.losses[0]
 
     return Way(
         "stacked",
-        one,
+        of_client,
         lambda theta, x, y, counts, seeds: _stacked_rows(path, theta, x, y, counts),
     )
 
@@ -151,19 +153,21 @@ class Vmapped:
 
     def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         named = {k: v.detach() for k, v in self.packing.named(theta).items()}
-        gradients, each = self._all(named, x, y)
+        gradients, losses = self._all(named, x, y)
         parts = [gradients[e.name].flatten(1) for e in self.packing.layout.entries]
-        return DenseRows(torch.cat(parts, dim=1)[None]), each
+        return DenseRows(torch.cat(parts, dim=1)[None]), losses
 
     def _all(self, named: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Any, Any]:
-        one: Any = vmap(grad(self._one, has_aux=True), in_dims=(None, 0, 0), randomness="different")
-        gradients, losses = one(named, x, y)
+        of_examples: Any = vmap(
+            grad(self._one, has_aux=True), in_dims=(None, 0, 0), randomness="different"
+        )
+        gradients, losses = of_examples(named, x, y)
         return gradients, losses
 
     def _one(self, named: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Any, Any]:
         outputs = functional_call(self.model, named, (x.unsqueeze(0),))
-        each = self.loss(outputs, y.unsqueeze(0))[0]
-        return each, each
+        loss = self.loss(outputs, y.unsqueeze(0))[0]
+        return loss, loss
 
 
 @dataclass(frozen=True)
@@ -189,7 +193,7 @@ class OneByOne:
             with torch.enable_grad(), seeded(seed, theta.device):
                 outputs = functional_call(self.model, leaves, (x[j : j + 1].clone(),))
                 (loss,) = self.loss(outputs, y[j : j + 1])
-                parts = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-            rows.append(torch.cat([part.flatten() for part in parts]))
+                gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+            rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
             losses.append(loss.detach())
         return DenseRows(torch.stack(rows)[None]), torch.stack(losses)

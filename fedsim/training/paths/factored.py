@@ -187,12 +187,12 @@ class Hooked:
         leaves = {k: v.requires_grad_() for k, v in self.packing.named(theta).items()}
         try:
             with torch.enable_grad():
-                each = self.loss(functional_call(self.model, leaves, (x,)), y)
+                losses = self.loss(functional_call(self.model, leaves, (x,)), y)
                 calls = [seen[name] for name, _ in self.layers]
                 if any(len(call) != 1 for call in calls):
                     raise SharedWeightsError("a layer is used more than once in a pass")
                 outputs = [call[0][1] for call in calls]
-                deltas = torch.autograd.grad(each.sum(), outputs)
+                deltas = torch.autograd.grad(losses.sum(), outputs)
         finally:
             for handle in handles:
                 handle.remove()
@@ -200,7 +200,7 @@ class Hooked:
             _part(module, call[0][0].detach(), delta)
             for (_, module), call, delta in zip(self.layers, calls, deltas, strict=True)
         ]
-        return OuterRows(tuple(parts)), each.detach()
+        return OuterRows(tuple(parts)), losses.detach()
 
 
 def _part(module: nn.Module, x: Tensor, delta: Tensor) -> LinearPart:

@@ -64,11 +64,11 @@ def past_frozen(model: nn.Module, data: ClientData) -> tuple[nn.Module, ClientDa
     outputs = _outputs(stem.to(data.x.device), data, examples, _dtype(model))
     if outputs is None:
         return model, data
-    bounds = np.cumsum([len(own) for own in data.indices])[:-1]
-    indices = [part.astype(np.int64) for part in np.split(positions, bounds)]
-    rest = nn.Sequential(OrderedDict(children[first:]))
+    bounds = np.cumsum([len(indices) for indices in data.indices])[:-1]
+    indices = [client.astype(np.int64) for client in np.split(positions, bounds)]
+    trained = nn.Sequential(OrderedDict(children[first:]))
     mask = None if data.mask is None else data.mask[examples]
-    return rest, ClientData(outputs, data.y[examples], indices, mask=mask)
+    return trained, ClientData(outputs, data.y[examples], indices, mask=mask)
 
 
 def _fixed(module: nn.Module) -> bool:
@@ -92,14 +92,14 @@ def _outputs(
     count, width = len(examples), 256 if data.x.is_cuda else 1
     outputs: Tensor | None = None
     for start in range(0, count, width):
-        at = examples[start : start + width]
-        x = data.inputs(torch.cat([at, at[-1:].expand(width - len(at))]), dtype)
+        chunk = examples[start : start + width]
+        x = data.inputs(torch.cat([chunk, chunk[-1:].expand(width - len(chunk))]), dtype)
         if x.dim() == 4 and not x.is_cuda:
             x = channels_last(x)
-        each = stem(x)
+        features = stem(x)
         if outputs is None:
-            if count * each[0].numel() * each.element_size() > MOST_BYTES:
+            if count * features[0].numel() * features.element_size() > MOST_BYTES:
                 return None
-            outputs = each.new_empty(count, *each.shape[1:])
-        outputs[start : start + len(at)] = each[: len(at)]
+            outputs = features.new_empty(count, *features.shape[1:])
+        outputs[start : start + len(chunk)] = features[: len(chunk)]
     return outputs

@@ -45,22 +45,24 @@ class PlainPath:
         ``seeds [n]`` are those of what the model draws for each client.
         """
         losses = torch.empty_like(weight)
-        found: dict[str, list[Tensor]] = {name: [] for name in self.packing.slices}
+        by_name: dict[str, list[Tensor]] = {name: [] for name in self.packing.slices}
         for k in range(len(theta)):
             leaves = {name: leaf.requires_grad_() for name, leaf in self._named(theta[k]).items()}
             with torch.enable_grad(), seeded(seeds[k] if seeds else None, theta.device):
-                each = self.loss(functional_call(self.model, leaves, (self._own(x[k]),)), y[k])
-                parts = torch.autograd.grad(
-                    (each * weight[k]).sum(), list(leaves.values()), allow_unused=True
+                client_losses = self.loss(
+                    functional_call(self.model, leaves, (self._placed(x[k]),)), y[k]
                 )
-            losses[k] = each.detach()
-            for name, part in zip(leaves, parts, strict=True):
-                if part is not None:
-                    found[name].append(part)
+                gradients = torch.autograd.grad(
+                    (client_losses * weight[k]).sum(), list(leaves.values()), allow_unused=True
+                )
+            losses[k] = client_losses.detach()
+            for name, gradient in zip(leaves, gradients, strict=True):
+                if gradient is not None:
+                    by_name[name].append(gradient)
         stacked = {
-            name: parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
-            for name, parts in found.items()
-            if parts
+            name: gradients[0].unsqueeze(0) if len(gradients) == 1 else torch.stack(gradients)
+            for name, gradients in by_name.items()
+            if gradients
         }
         return Parts(stacked, self.packing), losses
 
@@ -69,9 +71,11 @@ class PlainPath:
     ) -> Tensor:
         """Outputs of the model ``[n, B, ...]`` at ``theta [n, D]``; ``seeds`` as in `gradient`."""
         outputs = []
-        for k, (point, own) in enumerate(zip(theta, x, strict=True)):
+        for k, (point, inputs) in enumerate(zip(theta, x, strict=True)):
             with seeded(seeds[k] if seeds else None, theta.device):
-                outputs.append(functional_call(self.model, self._named(point), (self._own(own),)))
+                outputs.append(
+                    functional_call(self.model, self._named(point), (self._placed(inputs),))
+                )
         return torch.stack(outputs)
 
     @cached_property
@@ -79,7 +83,7 @@ class PlainPath:
         """Images with channels last: faster convolutions on a CPU."""
         return any(isinstance(m, nn.Conv2d) for m in self.model.modules())
 
-    def _own(self, x: Tensor) -> Tensor:
+    def _placed(self, x: Tensor) -> Tensor:
         """One client's inputs, where the allocator puts everything: its bits are its own."""
         if self._channels_last and x.dim() == 4 and not x.is_cuda:
             return channels_last(x)

@@ -126,10 +126,10 @@ class StackedPath:
         if self.stem:
             # One client at a time: a convolution's bits may depend on how many rows it gets.
             outputs = []
-            for own in x:
+            for features in x:
                 for module in self.stem:
-                    own = module(own)
-                outputs.append(own)
+                    features = module(features)
+                outputs.append(features)
             x = torch.stack(outputs)
         x = x.flatten(2)
         # Gathered batches lie without gaps; where a client's does not end on a line, the next
@@ -212,9 +212,9 @@ class StackedPath:
             leaf = outputs[clients].flatten(0, 1).clone().requires_grad_()
             with torch.enable_grad():
                 example_losses = self.loss(leaf, y[clients].flatten(0, 1))
-                (own,) = torch.autograd.grad(
+                (gradient,) = torch.autograd.grad(
                     (example_losses * weight[clients].reshape(-1)).sum(), leaf
                 )
-            delta[clients] = own.view_as(delta[clients])
+            delta[clients] = gradient.view_as(delta[clients])
             losses[clients] = example_losses.detach().view_as(losses[clients])
         return delta, losses

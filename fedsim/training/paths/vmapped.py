@@ -30,8 +30,8 @@ class FuncPath:
     def _loss(
         self, named: dict[str, Tensor], x: Tensor, y: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        each = self.loss(functional_call(self.model, named, (x,)), y)
-        return (each * weight).sum(), each
+        losses = self.loss(functional_call(self.model, named, (x,)), y)
+        return (losses * weight).sum(), losses
 
     @cached_property
     def _gradients(self) -> Any:
@@ -48,12 +48,14 @@ class FuncPath:
         gradients, losses = torch.zeros_like(theta), torch.empty_like(weight)
         B = weight.shape[1]
         x, y, weight = (self._padded(t) for t in (x, y, weight))
-        for part in self._parts(theta):
-            point, own = self._own(theta, part), self._own(x, part)
-            named, each = self._gradients(self.packing.named(point), own, y[part], weight[part])
-            losses[part] = each[:, :B]
+        for clients in self._parts(theta):
+            point, inputs = self._placed(theta, clients), self._placed(x, clients)
+            named, client_losses = self._gradients(
+                self.packing.named(point), inputs, y[clients], weight[clients]
+            )
+            losses[clients] = client_losses[:, :B]
             for name, inside in self.packing.slices.items():
-                gradients[part, inside] = named[name].flatten(1)
+                gradients[clients, inside] = named[name].flatten(1)
         return Dense(gradients), losses
 
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
@@ -62,8 +64,10 @@ class FuncPath:
         x = self._padded(x)
         return torch.cat(
             [
-                self._outputs(self.packing.named(self._own(theta, part)), self._own(x, part))[:, :B]
-                for part in self._parts(theta)
+                self._outputs(
+                    self.packing.named(self._placed(theta, clients)), self._placed(x, clients)
+                )[:, :B]
+                for clients in self._parts(theta)
             ]
         )
 
@@ -74,8 +78,8 @@ class FuncPath:
         Then the library's kernels, and a client's bits, do not depend on its place in a block.
         """
         for module in self.model.modules():
-            own = list(module.parameters(recurse=False))
-            if own and not (
+            parameters = list(module.parameters(recurse=False))
+            if parameters and not (
                 type(module) is nn.Linear and module.weight.numel() % self.packing.per_line == 0
             ):
                 return False
@@ -89,9 +93,9 @@ class FuncPath:
         return torch.cat([batch, batch.new_zeros(len(batch), missing, *batch.shape[2:])], dim=1)
 
     @staticmethod
-    def _own(block: Tensor, part: slice) -> Tensor:
+    def _placed(block: Tensor, clients: slice) -> Tensor:
         """These clients', on a CPU where the allocator puts everything: bits are their own."""
-        return block if block.is_cuda else block[part].clone()
+        return block if block.is_cuda else block[clients].clone()
 
     def _parts(self, theta: Tensor) -> list[slice]:
         """The whole block where that is safe; one client after another elsewhere on a CPU."""
