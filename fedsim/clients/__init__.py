@@ -6,6 +6,7 @@ from fedsim.clients.adadp_lr import AdadpLR
 from fedsim.clients.adadp_noise import AdadpNoise
 from fedsim.clients.adam import Adam
 from fedsim.clients.base import LocalAlgorithm, State, Step
+from fedsim.clients.ditto import Ditto
 from fedsim.clients.gradients import Gradient
 from fedsim.clients.proximal import Proximal
 from fedsim.clients.rmsprop import RMSProp
@@ -17,6 +18,7 @@ __all__ = [
     "AdadpLR",
     "AdadpNoise",
     "Adam",
+    "Ditto",
     "Gradient",
     "LocalAlgorithm",
     "Proximal",

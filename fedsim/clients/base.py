@@ -68,9 +68,13 @@ class LocalAlgorithm(ABC):
     carried : tuple of str
         Entries of the state that may outlive a round: kept by each client, or, where they are
         one number for each, averaged and sent by the server.
+    evaluates : str
+        The one of them, ``[n, D]``, that is a model which a client evaluates with in place of the
+        global one; empty for none.
     """
 
     carried: ClassVar[tuple[str, ...]] = ()
+    evaluates: ClassVar[str] = ""
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)

@@ -37,6 +37,11 @@ class Proximal(LocalAlgorithm):
         """What the algorithm inside keeps."""
         return self.algorithm.carried
 
+    @property
+    def evaluates(self) -> str:  # type: ignore[override]
+        """As the algorithm inside."""
+        return self.algorithm.evaluates
+
     def numbers(self) -> dict[str, float]:
         """Those of the algorithm inside."""
         return self.algorithm.numbers()

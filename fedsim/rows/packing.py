@@ -38,9 +38,12 @@ class Packing:
     Parameters
     ----------
     layout : Layout
+    within : Packing, optional
+        Of a layout that has these entries among others: packed rows are its packed rows.
     """
 
     layout: Layout
+    within: Packing | None = None
 
     @property
     def per_line(self) -> int:
@@ -50,7 +53,13 @@ class Packing:
     @cached_property
     def slices(self) -> dict[str, slice]:
         """Slice of a packed row for each parameter."""
+<<<<<<< HEAD
         slices: dict[str, slice] = {}
+=======
+        if self.within is not None:
+            return {entry.name: self.within.slices[entry.name] for entry in self.layout.entries}
+        slices: dict[str, slice] = {}
+>>>>>>> 32595fc (Let clients keep parameters or a model to themselves: personal heads and Ditto)
         start = 0
         for entry in self.layout.entries:
             size = entry.stop - entry.start
@@ -61,6 +70,8 @@ class Packing:
     @cached_property
     def width(self) -> int:
         """Length ``D`` of a packed row."""
+        if self.within is not None:
+            return self.within.width
         stop: int = self.slices[self.layout.entries[-1].name].stop
         return -(-stop // self.per_line) * self.per_line
 

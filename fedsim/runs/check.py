@@ -87,6 +87,6 @@ def _try_out(build: Build) -> None:
     example = next((indices[:1] for indices in trainer.data.indices if len(indices)), None)
     if example is not None:
         trainer.model.eval()
-        theta = trainer.packing.pack(trainer.initial().unsqueeze(0))
+        theta = trainer.personal.initial[None]
         metrics = {"loss": MeanOf(trainer.loss), **trainer.metrics}
         evaluate_clients(trainer.path, theta, trainer.data, [example], metrics)

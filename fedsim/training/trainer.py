@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, cast
 
@@ -18,8 +18,6 @@ from fedsim.privacy import ClientLedgers
 from fedsim.privacy.plan import LocalWork, ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.rows.exchange import KEEP_SINCE, Block, ClientStates
-from fedsim.rows.layout import Layout
-from fedsim.rows.packing import Packing
 from fedsim.tasks import Accuracy, MeanOf, Metric
 from fedsim.tasks.losses import Loss, cross_entropy
 from fedsim.training.batches import Batches, Ints, plan_batches
@@ -36,6 +34,7 @@ from fedsim.training.memory import Files, Memory, Sent, StateKind, memory_for, p
 from fedsim.training.paths.choice import Path, PathName, block_limit, choose, convolutional
 from fedsim.training.paths.examples import Way, ways
 from fedsim.training.paths.stacked import stack
+from fedsim.training.personal import Personal
 from fedsim.training.probe import Probe
 from fedsim.training.steps import Bench, PrivateSteps, Steps
 
@@ -82,6 +81,9 @@ class Trainer:
         round's clients ended with, which the server sends (`receive`) and they report.
     state_dir : path, optional
         Keep it in files there, for runtimes whose processes do not outlive a round.
+    personal : collection of str
+        Names of parameters that each client keeps to itself, with its state: they are trained, but
+        not sent, and a client evaluates with its own.
 
     Notes
     -----
@@ -115,6 +117,7 @@ class Trainer:
         privacy: ExamplePrivacy | None = None,
         state: StateKind = "reset",
         state_dir: FilePath | None = None,
+        personal: Collection[str] = (),
     ) -> None:
         self.device = torch.device(device)
         self.model = model.to(self.device)
@@ -134,10 +137,14 @@ class Trainer:
         if privacy is not None and not named:
             randomness = privacy.keyed(randomness, algorithm, self.work, loss)
         self.randomness = randomness
-        self.layout = Layout.of(
-            {n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
-        )
-        self.packing = Packing(self.layout)
+        self.personal = Personal.of(self.model, personal)
+        self.layout = self.personal.shared.layout
+        self.packing = self.personal.packing
+        if (self.personal or algorithm.evaluates) and state != "client":
+            raise FedsimError(
+                f"client.state is '{state}'; it must be 'client' where clients keep parameters to "
+                "themselves (model.personal, or an algorithm with a model of its own)."
+            )
         sample = self.data.zeros((2,), self.layout.dtype)[0] if len(self.data.x) else None
         self.draws = hidden_draws(self.model, sample)
         drawing = self.draws.training or self.draws.evaluation
@@ -290,6 +297,7 @@ class Trainer:
             "randomness": self.randomness,
             "device": self.device,
             "privacy": self.privacy,
+            "personal": self.personal.names,
         }
         return Trainer(algorithm=self.algorithm, data=self.data, **(settings | changes))
 
@@ -299,12 +307,16 @@ class Trainer:
 
     def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Local work of these clients from ``vector [d]``, block by block."""
+<<<<<<< HEAD
         vector = self._on_device(vector)
         start = self.packing.pack(vector.unsqueeze(0))
+=======
+        vector = self._on_device(vector)
+>>>>>>> 32595fc (Let clients keep parameters or a model to themselves: personal heads and Ditto)
         for first in range(0, len(client_ids), self.block_size):
             ids = client_ids[first : first + self.block_size]
-            fitted = self._fit(start, ids, round, {}, [self.randomness] * len(ids))
-            rows = self.packing.difference(fitted.theta, vector)
+            fitted = self._fit(vector[None], ids, round, {}, [self.randomness] * len(ids))
+            rows = self.personal.shared.difference(fitted.theta, vector)
             block = Block.sent(ids, rows, fitted.metrics)
             self._finish(fitted, ids, round)
             del fitted
@@ -314,7 +326,11 @@ class Trainer:
         """Loss and metrics of ``vector [d]`` on these clients' test examples, or on all theirs."""
         # An evaluation done twice is the same.
         source = self.randomness.repeated()
+<<<<<<< HEAD
         theta = self.packing.pack(self._on_device(vector).unsqueeze(0))
+=======
+        vector = self._on_device(vector)
+>>>>>>> 32595fc (Let clients keep parameters or a model to themselves: personal heads and Ditto)
         for first in range(0, len(client_ids), EVALUATE_CLIENTS):
             ids = client_ids[first : first + EVALUATE_CLIENTS]
             self.model.eval()
@@ -322,8 +338,24 @@ class Trainer:
             indices = [data.indices[i] for i in ids]
             seeds = Seeds([source] * len(ids), ids, round) if self.draws.evaluation else None
             metrics = {"loss": MeanOf(self.loss), **self.metrics}
+<<<<<<< HEAD
             values = evaluate_clients(self.path, theta, data, indices, metrics, seeds)
+=======
+            theta = self._evaluated(vector, ids)
+            values = evaluate_clients(self.path, theta, data, indices, metrics, seeds)
+>>>>>>> 32595fc (Let clients keep parameters or a model to themselves: personal heads and Ditto)
             yield Block.sent(ids, None, values)
+
+    def _evaluated(self, vector: Tensor, client_ids: Ints) -> Tensor:
+        """With what these clients evaluate, ``[1 or n, D]``: what they keep, where they do."""
+        present, kept = np.zeros(len(client_ids), dtype=np.bool_), dict[str, Tensor]()
+        if self.memory is not None:
+            present, kept = self.memory.load(client_ids, None)
+        theta = self.personal.start(vector[None], present, kept)
+        if self.algorithm.evaluates in kept:
+            there = torch.from_numpy(present).to(theta.device)[:, None]
+            theta = torch.where(there, kept[self.algorithm.evaluates].to(theta), theta)
+        return theta
 
     def fit(
         self,
@@ -350,25 +382,30 @@ class Trainer:
         if numbers and self.memory is not None:
             raise FedsimError("clients with numbers of their own must have client.state = 'reset'.")
         sources = [self.randomness] * len(client_ids) if randomness is None else randomness
+<<<<<<< HEAD
         start = self.packing.pack(self._on_device(vector).view(-1, self.layout.d))
         fitted = self._fit(start, client_ids, round, numbers or {}, sources)
         local = Local(self.packing.unpack(fitted.theta), fitted.metrics)
+=======
+        vectors = self._on_device(vector).view(-1, self.layout.d)
+        fitted = self._fit(vectors, client_ids, round, numbers or {}, sources)
+        local = Local(self.personal.shared.unpack(fitted.theta), fitted.metrics)
+>>>>>>> 32595fc (Let clients keep parameters or a model to themselves: personal heads and Ditto)
         self._finish(fitted, client_ids, round)
         return local
 
     @torch.no_grad()
     def _fit(
         self,
-        start: Tensor,
+        vectors: Tensor,
         client_ids: Ints,
         round: int,
         numbers: Mapping[str, Sequence[float]],
         randomness: Sequence[Randomness],
     ) -> Fitted:
-        """Train from ``start [1 or n, D]``; nothing is kept before `_finish`."""
+        """Train from ``vectors [1 or n, d]``; nothing is kept before `_finish`."""
         randomness = self._sources(client_ids, round, randomness)
         n = len(client_ids)
-        start = start.expand(n, -1)
         own = [self.data.indices[i] for i in client_ids]
         values = numbers_of(self.algorithm, numbers, n)
         metrics = {"num-examples": np.array([len(i) for i in own], dtype=np.float64)}
@@ -378,6 +415,7 @@ class Trainer:
         if self.memory is not None:
             present, kept = self.memory.load(client_ids, round)
             metrics["fresh-state"] = (~present).astype(np.float64)
+        start = self.personal.start(vectors, present, kept).expand(n, -1)
         self._write_down(client_ids, round, start, kept, values, randomness)
         self._begun.update(dict.fromkeys(client_ids.tolist(), round))
         fitted = Fitted(start, metrics)
@@ -397,6 +435,7 @@ class Trainer:
                 theirs,
                 torch.from_numpy(present[members]).to(self.device),
             )
+            ended.carried.update(self.personal.kept(ended.theta))
             losses = steps.mean_losses() if "loss" in metrics else None
             fitted.take(members, ended, losses, send=self.state_kind == "server")
         return fitted
@@ -467,10 +506,20 @@ class Trainer:
             self.releases.record(round, self._all_starting(vector, client_ids, round))
 
     def _all_starting(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Starting]:
+<<<<<<< HEAD
         start = self.packing.pack(self._on_device(vector).view(1, -1)).expand(len(client_ids), -1)
         kept = {} if self.memory is None else self.memory.load(client_ids, round)[1]
         numbers = numbers_of(self.algorithm, {}, len(client_ids))
         sources = [self.randomness] * len(client_ids)
+=======
+        n = len(client_ids)
+        present, kept = np.zeros(n, dtype=np.bool_), dict[str, Tensor]()
+        if self.memory is not None:
+            present, kept = self.memory.load(client_ids, round)
+        start = self.personal.start(self._on_device(vector).view(1, -1), present, kept).expand(n, -1)
+        numbers = numbers_of(self.algorithm, {}, n)
+        sources = [self.randomness] * n
+>>>>>>> 32595fc (Let clients keep parameters or a model to themselves: personal heads and Ditto)
         return starting(client_ids, start, kept, numbers, sources)
 
     def plan_of(self, client: int) -> ReleasePlan | None:

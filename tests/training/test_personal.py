@@ -1,0 +1,159 @@
+"""Parameters and models that clients keep to themselves, against plain loops."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from clients_helpers import make_data, make_mlp
+from torch import Tensor, nn
+
+from fedsim.clients import SGD, Ditto
+from fedsim.errors import FedsimError
+from fedsim.mechanisms import Clipping
+from fedsim.randomness import Randomness
+from fedsim.training import ExamplePrivacy, Trainer
+
+SIZES = [4, 0, 9, 2]
+HEAD = ("3.weight", "3.bias")
+IDS = np.arange(len(SIZES))
+
+
+def make_trainer(algorithm=None, personal=(), **settings) -> Trainer:
+    model = make_mlp(dtype=torch.float64)
+    settings = {"batch_size": 0, "steps": 2, "state": "client"} | settings
+    return Trainer(
+        model,
+        algorithm or SGD(lr=0.3),
+        make_data(SIZES, dtype=torch.float64),
+        randomness=Randomness(1),
+        personal=personal,
+        **settings,
+    )
+
+
+def descend(model: nn.Module, x: Tensor, y: Tensor, lr: float, pull: float = 0.0, to=None) -> None:
+    loss = F.cross_entropy(model(x), y)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    with torch.no_grad():
+        anchors = list(to.parameters()) if to is not None else list(model.parameters())
+        for parameter, gradient, anchor in zip(model.parameters(), gradients, anchors, strict=True):
+            parameter -= lr * (gradient + pull * (parameter - anchor))
+
+
+def flat(model: nn.Module, names: set[str] | None = None) -> Tensor:
+    return torch.cat(
+        [p.detach().flatten() for n, p in model.named_parameters() if not names or n in names]
+    )
+
+
+@pytest.mark.parametrize("path", ["plain", "func", "stacked"])
+def test_a_personal_head_is_trained_kept_and_never_sent(path: str) -> None:
+    """FedPer by hand: three rounds of all clients, averaging the shared layers only."""
+    t = make_trainer(personal=HEAD, path=path)
+    shared = {"1.weight", "1.bias"}
+    assert [entry.name for entry in t.layout.entries] == ["1.weight", "1.bias"]
+    model = make_mlp(dtype=torch.float64)
+    heads = {k: copy.deepcopy(model[3]) for k in IDS}
+    vector = t.initial()
+    torch.testing.assert_close(vector, flat(model, shared))
+    for server_round in (1, 2, 3):
+        rows = torch.cat([block.rows for block in t.train(vector, IDS, server_round)])
+        assert rows.shape[1] == t.layout.d
+        expected = []
+        for k, own in enumerate(t.data.indices):
+            local = copy.deepcopy(model)
+            local[3] = copy.deepcopy(heads[k])
+            for _ in range(2 if len(own) else 0):
+                descend(local, t.data.x[own], t.data.y[own], 0.3)
+            heads[k] = local[3]
+            expected.append(flat(local, shared) - flat(model, shared))
+        torch.testing.assert_close(rows, torch.stack(expected), rtol=1e-9, atol=1e-11)
+        vector = vector + rows.mean(0)
+        with torch.no_grad():
+            moved = flat(model, shared) + torch.stack(expected).mean(0)
+            model[1].weight.copy_(moved[:30].view(5, 6))
+            model[1].bias.copy_(moved[30:])
+    (block,) = t.evaluate(vector, IDS, 3)
+    for k, own in enumerate(t.data.indices):
+        if len(own):
+            local = copy.deepcopy(model)
+            local[3] = heads[k]
+            loss = F.cross_entropy(local(t.data.x[own]), t.data.y[own]).item()
+            assert block.metrics["loss"][k] == pytest.approx(loss, rel=1e-9)
+
+
+def test_ditto_trains_a_model_of_its_own_beside_the_global_one() -> None:
+    algorithm = Ditto(lr=0.3, own_lr=0.2, pull=0.5)
+    t = make_trainer(algorithm, steps=4)
+    model = make_mlp(dtype=torch.float64)
+    own_models = {k: copy.deepcopy(model) for k in IDS}
+    vector = t.initial()
+    for server_round in (1, 2):
+        rows = torch.cat([block.rows for block in t.train(vector, IDS, server_round)])
+        expected = []
+        for k, own in enumerate(t.data.indices):
+            local = copy.deepcopy(model)
+            if len(own):
+                if server_round == 1:
+                    own_models[k] = copy.deepcopy(model)
+                for _ in range(2):
+                    descend(local, t.data.x[own], t.data.y[own], 0.3)
+                    descend(own_models[k], t.data.x[own], t.data.y[own], 0.2, 0.5, model)
+            expected.append(flat(local) - flat(model))
+        torch.testing.assert_close(rows, torch.stack(expected), rtol=1e-9, atol=1e-11)
+        vector = vector + rows.mean(0)
+        torch.nn.utils.vector_to_parameters(vector, model.parameters())
+    (block,) = t.evaluate(vector, IDS, 2)
+    for k, own in enumerate(t.data.indices):
+        if len(own):
+            loss = F.cross_entropy(own_models[k](t.data.x[own]), t.data.y[own]).item()
+            assert block.metrics["loss"][k] == pytest.approx(loss, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["fedper", "ditto"])
+def test_what_is_kept_does_not_depend_on_blocks_or_on_where_it_lies(
+    kind: str, tmp_path: Path
+) -> None:
+    settings = {"personal": HEAD} if kind == "fedper" else {"algorithm": Ditto(), "steps": 4}
+    one = make_trainer(**settings)
+    others = [
+        make_trainer(**settings, block_size=1),
+        make_trainer(**settings, block_size=3),
+        make_trainer(**settings, state_dir=tmp_path / "state"),
+    ]
+    for server_round in (1, 2):
+        rows = torch.cat([b.rows for b in one.train(one.initial(), IDS, server_round)])
+        (evaluated,) = one.evaluate(one.initial(), IDS, server_round)
+        for other in others:
+            again = [b.rows for b in other.train(other.initial(), IDS, server_round)]
+            assert torch.equal(torch.cat(again), rows)
+            (block,) = other.evaluate(other.initial(), IDS, server_round)
+            np.testing.assert_array_equal(block.metrics["loss"], evaluated.metrics["loss"])
+    lent = one.copy_for("cpu")
+    lent.restore(one.state())
+    (block,) = lent.evaluate(one.initial(), IDS, 2)
+    np.testing.assert_array_equal(block.metrics["loss"], evaluated.metrics["loss"])
+
+
+def test_examples_are_protected_in_personal_parameters_too() -> None:
+    t = make_trainer(
+        personal=HEAD, batch_size=2, privacy=ExamplePrivacy(Clipping(1.0), 1.0), steps=3
+    )
+    rows = torch.cat([b.rows for b in t.train(t.initial(), IDS, 1)])
+    assert rows.shape == (4, t.layout.d)
+    assert rows[1].abs().sum() == 0
+    assert rows[0].abs().sum() > 0
+
+
+def test_keeping_parameters_needs_clients_that_keep_something() -> None:
+    for settings in ({"personal": HEAD}, {"algorithm": Ditto()}):
+        with pytest.raises(FedsimError, match=r"client\.state is 'reset'; it must be 'client'"):
+            make_trainer(**settings, state="reset")
+    names = [name for name, _ in make_mlp().named_parameters()]
+    with pytest.raises(FedsimError, match=r"model\.personal leaves no trained parameter"):
+        make_trainer(personal=names)
