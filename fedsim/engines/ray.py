@@ -187,13 +187,8 @@ class RayGrid(LocalGrid):
                 if not todo or len(worker.queue) >= depth or not worker.takes(todo[0]):
                     continue
                 chunk = todo.popleft()
-<<<<<<< HEAD
-                if call.message_type == "evaluate":
-                    worker.ask(call, chunk, {})
-=======
                 if call.message_type == "evaluate":
                     worker.ask(call, chunk, _arrays(trainer.state(chunk.client_ids)))
->>>>>>> 32595fc (Let clients keep parameters or a model to themselves: personal heads and Ditto)
                 elif _charged(trainer, chunk, start, call.round):
                     states = trainer.state(chunk.client_ids, call.round)
                     worker.ask(call, chunk, _arrays(states))
@@ -371,19 +366,11 @@ class _Training:
     ) -> tuple[list[_Wire], _Arrays]:
         here: Tensor = torch.from_numpy(np.array(vector)).to(self._device)
         ids = np.array(client_ids)
-<<<<<<< HEAD
-        if message_type == "train":
-            self._trainer.receive(config)
-            # The driver keeps what clients keep: whichever worker trains them next is lent it.
-            self._trainer.restore(_tensors(states))
-        blocks = guarded_blocks(self._trainer, message_type, here, ids, round)
-=======
         # The driver keeps what clients keep: whichever worker has them next is lent it.
         self._trainer.restore(_tensors(states))
         if message_type == "train":
             self._trainer.receive(config)
         blocks = guarded_blocks(self._trainer, message_type, here, ids, round)
->>>>>>> 32595fc (Let clients keep parameters or a model to themselves: personal heads and Ditto)
         replies = [_to_wire(block) for block in blocks]
         return replies, _arrays(self._trainer.state(ids)) if message_type == "train" else {}
 

@@ -18,7 +18,6 @@ __all__ = ["ByOwner"]
 
 
 @register("partition", "by-owner")
-@register("partition", "by-owner")
 @dataclass(frozen=True)
 class ByOwner(Partition):
     """Client k has the examples of the k-th owner, owners in increasing order.

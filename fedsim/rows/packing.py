@@ -53,13 +53,9 @@ class Packing:
     @cached_property
     def slices(self) -> dict[str, slice]:
         """Slice of a packed row for each parameter."""
-<<<<<<< HEAD
-        slices: dict[str, slice] = {}
-=======
         if self.within is not None:
             return {entry.name: self.within.slices[entry.name] for entry in self.layout.entries}
         slices: dict[str, slice] = {}
->>>>>>> 32595fc (Let clients keep parameters or a model to themselves: personal heads and Ditto)
         start = 0
         for entry in self.layout.entries:
             size = entry.stop - entry.start

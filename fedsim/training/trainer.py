@@ -62,8 +62,9 @@ class Trainer:
         Gradient evaluations instead of passes, the same for every client.
     loss : callable ``(outputs [B, ...], targets [B, ...]) -> [B]``
         One loss for each example.
-    metrics : mapping of name to Metric
-        What an evaluation reports besides the loss; accuracy, if it is not given.
+    metrics : mapping of name to Metric, or to a callable ``(outputs, targets) -> [B]``
+        What an evaluation reports besides the loss; accuracy, if it is not given. Of a callable's
+        numbers it is the mean.
     test : ClientData, optional
         Examples on which clients evaluate, each its own; those they train on, if it is not given.
     path : "auto", "stacked", "func" or "plain"
@@ -108,7 +109,7 @@ class Trainer:
         epochs: int | None = None,
         steps: int | None = None,
         loss: Loss = cross_entropy,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Metric | Loss] | None = None,
         test: ClientData | None = None,
         path: PathName = "auto",
         block_size: int = 0,
@@ -132,7 +133,10 @@ class Trainer:
             )
         self.work = LocalWork(batch_size, epochs, steps)
         self.loss = loss
-        self.metrics = dict(metrics) if metrics is not None else {"accuracy": Accuracy()}
+        self.metrics: dict[str, Metric] = {
+            name: metric if isinstance(metric, Metric) else MeanOf(metric)
+            for name, metric in ({"accuracy": Accuracy()} if metrics is None else metrics).items()
+        }
         named = randomness.release is not None
         if privacy is not None and not named:
             randomness = privacy.keyed(randomness, algorithm, self.work, loss)
@@ -307,12 +311,7 @@ class Trainer:
 
     def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Local work of these clients from ``vector [d]``, block by block."""
-<<<<<<< HEAD
         vector = self._on_device(vector)
-        start = self.packing.pack(vector.unsqueeze(0))
-=======
-        vector = self._on_device(vector)
->>>>>>> 32595fc (Let clients keep parameters or a model to themselves: personal heads and Ditto)
         for first in range(0, len(client_ids), self.block_size):
             ids = client_ids[first : first + self.block_size]
             fitted = self._fit(vector[None], ids, round, {}, [self.randomness] * len(ids))
@@ -326,11 +325,7 @@ class Trainer:
         """Loss and metrics of ``vector [d]`` on these clients' test examples, or on all theirs."""
         # An evaluation done twice is the same.
         source = self.randomness.repeated()
-<<<<<<< HEAD
-        theta = self.packing.pack(self._on_device(vector).unsqueeze(0))
-=======
         vector = self._on_device(vector)
->>>>>>> 32595fc (Let clients keep parameters or a model to themselves: personal heads and Ditto)
         for first in range(0, len(client_ids), EVALUATE_CLIENTS):
             ids = client_ids[first : first + EVALUATE_CLIENTS]
             self.model.eval()
@@ -338,12 +333,8 @@ class Trainer:
             indices = [data.indices[i] for i in ids]
             seeds = Seeds([source] * len(ids), ids, round) if self.draws.evaluation else None
             metrics = {"loss": MeanOf(self.loss), **self.metrics}
-<<<<<<< HEAD
-            values = evaluate_clients(self.path, theta, data, indices, metrics, seeds)
-=======
             theta = self._evaluated(vector, ids)
             values = evaluate_clients(self.path, theta, data, indices, metrics, seeds)
->>>>>>> 32595fc (Let clients keep parameters or a model to themselves: personal heads and Ditto)
             yield Block.sent(ids, None, values)
 
     def _evaluated(self, vector: Tensor, client_ids: Ints) -> Tensor:
@@ -382,15 +373,9 @@ class Trainer:
         if numbers and self.memory is not None:
             raise FedsimError("clients with numbers of their own must have client.state = 'reset'.")
         sources = [self.randomness] * len(client_ids) if randomness is None else randomness
-<<<<<<< HEAD
-        start = self.packing.pack(self._on_device(vector).view(-1, self.layout.d))
-        fitted = self._fit(start, client_ids, round, numbers or {}, sources)
-        local = Local(self.packing.unpack(fitted.theta), fitted.metrics)
-=======
         vectors = self._on_device(vector).view(-1, self.layout.d)
         fitted = self._fit(vectors, client_ids, round, numbers or {}, sources)
         local = Local(self.personal.shared.unpack(fitted.theta), fitted.metrics)
->>>>>>> 32595fc (Let clients keep parameters or a model to themselves: personal heads and Ditto)
         self._finish(fitted, client_ids, round)
         return local
 
@@ -506,12 +491,6 @@ class Trainer:
             self.releases.record(round, self._all_starting(vector, client_ids, round))
 
     def _all_starting(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Starting]:
-<<<<<<< HEAD
-        start = self.packing.pack(self._on_device(vector).view(1, -1)).expand(len(client_ids), -1)
-        kept = {} if self.memory is None else self.memory.load(client_ids, round)[1]
-        numbers = numbers_of(self.algorithm, {}, len(client_ids))
-        sources = [self.randomness] * len(client_ids)
-=======
         n = len(client_ids)
         present, kept = np.zeros(n, dtype=np.bool_), dict[str, Tensor]()
         if self.memory is not None:
@@ -519,7 +498,6 @@ class Trainer:
         start = self.personal.start(self._on_device(vector).view(1, -1), present, kept).expand(n, -1)
         numbers = numbers_of(self.algorithm, {}, n)
         sources = [self.randomness] * n
->>>>>>> 32595fc (Let clients keep parameters or a model to themselves: personal heads and Ditto)
         return starting(client_ids, start, kept, numbers, sources)
 
     def plan_of(self, client: int) -> ReleasePlan | None:
