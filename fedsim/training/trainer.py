@@ -495,7 +495,9 @@ class Trainer:
         present, kept = np.zeros(n, dtype=np.bool_), dict[str, Tensor]()
         if self.memory is not None:
             present, kept = self.memory.load(client_ids, round)
-        start = self.personal.start(self._on_device(vector).view(1, -1), present, kept).expand(n, -1)
+        start = self.personal.start(self._on_device(vector).view(1, -1), present, kept).expand(
+            n, -1
+        )
         numbers = numbers_of(self.algorithm, {}, n)
         sources = [self.randomness] * n
         return starting(client_ids, start, kept, numbers, sources)
