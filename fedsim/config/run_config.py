@@ -25,6 +25,7 @@ from fedsim.config.sections import (
     DataSection,
     EngineSection,
     EvaluateSection,
+    LogSection,
     MechanismSection,
     ModelSection,
     NoiseSection,
@@ -69,6 +70,7 @@ class RunConfig(Section):
     evaluate: EvaluateSection = setting(EvaluateSection(), affects_release=False)
     checkpoint: CheckpointSection = setting(CheckpointSection(), affects_release=False)
     stop: StopSection = setting(StopSection(), affects_release=False)
+    log: LogSection = setting(LogSection(), affects_release=False)
     engine: EngineSection = setting(EngineSection(), affects_release=False)
 
     def __new__(cls, **tree: Any) -> Self:

@@ -31,6 +31,7 @@ __all__ = [
     "DataSection",
     "EngineSection",
     "EvaluateSection",
+    "LogSection",
     "MechanismSection",
     "ModelSection",
     "NoiseSection",
@@ -382,6 +383,13 @@ class StopSection(Section):
     table: ClassVar[str] = "stop"
     metric: str = ""
     patience: int = Field(10, ge=1)
+
+
+class LogSection(Section):
+    """Where a run's rows go as they come, beside its directory."""
+
+    table: ClassVar[str] = "log"
+    to: str = ""
 
 
 class EngineSection(Section):

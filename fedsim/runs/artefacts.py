@@ -11,6 +11,7 @@
     report.html         all of it to look at
     done                how the run has ended, once it has
     checkpoint/         what the run has reached, to go on from (see `Checkpoints`)
+    tensorboard/        event files, where `log.to` asks for them
     clients/            what clients keep between rounds, on this machine
     archive/1/ ...      ledgers of the runs that were overwritten here, with their configs
     .fedsim-run         says that all this is a run's, and that nothing else here is
@@ -71,6 +72,7 @@ class RunDirectory:
         self.report = self.path / "report.html"
         self.done = self.path / "done"
         self.checkpoint = self.path / "checkpoint"
+        self.tensorboard = self.path / "tensorboard"
         self.clients = self.path / "clients"
         self.archive = self.path / "archive"
         self.checkpoints = Checkpoints(self.checkpoint)
@@ -298,6 +300,7 @@ class RunDirectory:
             self.report,
             self.done,
             self.checkpoint,
+            self.tensorboard,
             self.clients,
         )
 

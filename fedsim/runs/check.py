@@ -9,6 +9,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.signing import private_key
 from fedsim.runs.build import Build
 from fedsim.runs.columns import columns_of
+from fedsim.runs.loggers import loggers
 from fedsim.runs.stopping import Judge
 from fedsim.tasks import MeanOf
 from fedsim.training.evaluation import evaluate_clients
@@ -41,6 +42,7 @@ def check(build: Build) -> None:
     ):
         if metric:
             Judge.of(build, key, metric)
+    loggers(build.config.log.to)
     _check_clients_budget(build)
     key = build.config.noise.ledger_key
     if key and not build.config.engine.federation:  # where the key is on the server's machine

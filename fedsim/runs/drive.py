@@ -20,6 +20,7 @@ from fedsim.runs.artefacts import Ended, Row, RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.columns import columns_of
+from fedsim.runs.loggers import loggers
 from fedsim.runs.report import leave_report
 from fedsim.runs.result import RunResult
 from fedsim.runs.signals import asked_to_end
@@ -252,9 +253,11 @@ class Session:
 def _of_config(build: Build) -> dict[str, Callback]:
     """The callbacks that a config asks for."""
     stop = build.config.stop
-    if not stop.metric:
-        return {}
-    return {"stop": EarlyStopping(Judge.of(build, "stop.metric", stop.metric), stop.patience)}
+    asked: dict[str, Callback] = {}
+    if stop.metric:
+        judge = Judge.of(build, "stop.metric", stop.metric)
+        asked["stop"] = EarlyStopping(judge, stop.patience)
+    return asked | loggers(build.config.log.to)
 
 
 class _Checkpointing:

@@ -35,7 +35,13 @@ RESOLVED = RunConfig().replace(**{"noise.entropy": "config"})
 
 def test_every_key_is_in_the_digest_or_marked_in_its_declaration() -> None:
     for key in RESOLVED.to_run_config():
-        marked = key in OUTSIDE or key.split(".")[0] in ("evaluate", "checkpoint", "stop", "engine")
+        marked = key in OUTSIDE or key.split(".")[0] in (
+            "evaluate",
+            "checkpoint",
+            "stop",
+            "log",
+            "engine",
+        )
         assert affects_release(key) == (not marked), key
 
 

@@ -1,0 +1,180 @@
+"""Loggers: a run's rows and config, as they come, to where experiments are looked at."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from typing import Any
+
+from fedsim.errors import FedsimError
+from fedsim.runs.callbacks import Callback, RunStatus
+from fedsim.strategies.state import Tree
+
+__all__ = ["LOGGERS", "MLflow", "TensorBoard", "WandB", "loggers"]
+
+
+class TensorBoard(Callback):
+    """Event files in the run's directory: a scalar for each number of a row, the config as text.
+
+    A resumed run begins a file of its own, which says from which round on it stands.
+    """
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+
+    def on_start(self, status: RunStatus) -> None:
+        """See `Callback`."""
+        if status.directory is None:
+            return
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(status.directory.tensorboard))
+        start = SessionLog(status=SessionLog.START)
+        step = status.round + 1 if status.round else 0
+        self._writer.add_event(Event(wall_time=time.time(), step=step, session_log=start))
+        self._add(status.round, [_text("config", f"```toml\n{status.config.to_toml()}```")])
+
+    def on_round(self, status: RunStatus) -> None:
+        """See `Callback`."""
+        if self._writer is not None:
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            numbers = {name: value for name, value in status.row.items() if name != "round"}
+            self._add(
+                status.round,
+                [Summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()],
+            )
+            self._writer.flush()
+
+    def on_end(self, status: RunStatus) -> None:
+        """See `Callback`."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _add(self, step: int, values: list[Any]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=values)
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+
+def _text(tag: str, text: str) -> Any:
+    from tensorboard.compat.proto import summary_pb2, tensor_pb2, types_pb2
+
+    data = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
+    return summary_pb2.Summary.Value(
+        tag=tag,
+        metadata=summary_pb2.SummaryMetadata(plugin_data=data),
+        tensor=tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[text.encode()]),
+    )
+
+
+class MLflow(Callback):
+    """A run of MLflow, where its environment variables say: parameters, and metrics by round.
+
+    A resumed run goes on with the same one.
+    """
+
+    def __init__(self) -> None:
+        self._id: str | None = None
+
+    def on_start(self, status: RunStatus) -> None:
+        """See `Callback`."""
+        import mlflow
+
+        name = status.config.title or status.config.name
+        resumed = self._id is not None
+        self._id = mlflow.start_run(run_id=self._id, run_name=name).info.run_id
+        if not resumed:
+            mlflow.log_params(status.config.to_run_config())
+
+    def on_round(self, status: RunStatus) -> None:
+        """See `Callback`."""
+        import mlflow
+
+        numbers = {name: float(value) for name, value in status.row.items() if name != "round"}
+        mlflow.log_metrics(numbers, step=status.round)
+
+    def on_end(self, status: RunStatus) -> None:
+        """See `Callback`."""
+        import mlflow
+
+        mlflow.end_run("FINISHED" if status.ended else "FAILED")
+
+    def state(self) -> Tree:
+        """See `Callback`."""
+        return {"id": self._id}
+
+    def restore(self, state: Tree) -> None:
+        """See `Callback`."""
+        self._id = state["id"]
+
+
+class WandB(Callback):
+    """A run of Weights & Biases, where its environment variables say: config, and rows by round.
+
+    A resumed run goes on with the same one.
+    """
+
+    def __init__(self) -> None:
+        self._id: str | None = None
+        self._run: Any = None
+
+    def on_start(self, status: RunStatus) -> None:
+        """See `Callback`."""
+        import wandb
+
+        self._run = wandb.init(
+            project="fedsim",
+            name=status.config.title or status.config.name,
+            config=status.config.to_run_config(),
+            dir=None if status.directory is None else str(status.directory.path),
+            id=self._id,
+            resume="allow",
+        )
+        self._id = self._run.id
+
+    def on_round(self, status: RunStatus) -> None:
+        """See `Callback`."""
+        self._run.log(dict(status.row), step=status.round)
+
+    def on_end(self, status: RunStatus) -> None:
+        """See `Callback`."""
+        self._run.finish(exit_code=0 if status.ended else 1)
+
+    def state(self) -> Tree:
+        """See `Callback`."""
+        return {"id": self._id}
+
+    def restore(self, state: Tree) -> None:
+        """See `Callback`."""
+        self._id = state["id"]
+
+
+LOGGERS: dict[str, type[Callback]] = {
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "wandb": WandB,
+}
+"""By the names of the packages that they need, which are those of fedsim's extras."""
+
+
+def loggers(to: str) -> dict[str, Callback]:
+    """Those that `log.to` names, with commas between them.
+
+    Raises
+    ------
+    FedsimError
+        If there is no such logger, or its package is not installed.
+    """
+    names = [name.strip() for name in to.split(",") if name.strip()]
+    for name in names:
+        if name not in LOGGERS:
+            raise FedsimError(f"log.to = '{to}'; it must be of {', '.join(LOGGERS)}.")
+        if importlib.util.find_spec(name) is None:
+            raise FedsimError(
+                f"log.to = '{to}', but {name} is not installed; `pip install fedsim-dp[{name}]`."
+            )
+    return {name: LOGGERS[name]() for name in names}
