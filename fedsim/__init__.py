@@ -1,6 +1,7 @@
 """fedsim: private federated learning, simulated and deployed on Flower.
 
-``fedsim.run(fedsim.RunConfig.load("run.toml"))`` runs one config; the packages below it
+``fedsim.run(fedsim.RunConfig.load("run.toml"))`` runs one config, ``fedsim.load("runs/x")`` gives
+what a run has left; the packages below it
 (`strategies`, `mechanisms`, `clients`, `cohorts`, `partitions`, `engines`, `privacy`) are
 usable on their own.
 """
@@ -18,9 +19,10 @@ if sys.platform == "win32":
 if TYPE_CHECKING:
     from fedsim.config import RunConfig
     from fedsim.runs.runner import run
+    from fedsim.runs.saved import load
 
 __version__ = VERSION
-__all__ = ["RunConfig", "__version__", "run"]
+__all__ = ["RunConfig", "__version__", "load", "run"]
 
 
 def __dir__() -> list[str]:
@@ -37,4 +39,8 @@ def __getattr__(name: str) -> Any:
         from fedsim.runs.runner import run
 
         return run
+    if name == "load":
+        from fedsim.runs.saved import load
+
+        return load
     raise AttributeError(f"module 'fedsim' has no attribute {name!r}")

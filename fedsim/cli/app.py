@@ -16,6 +16,7 @@ from fedsim.cli.partition import partition
 from fedsim.cli.privacy import privacy
 from fedsim.cli.report import compare, report
 from fedsim.cli.run import run
+from fedsim.cli.saved import evaluate, export
 from fedsim.cli.sweep import sweep
 from fedsim.cli.tune import tune
 
@@ -48,7 +49,19 @@ def options(
     """Private federated learning, simulated and deployed on Flower."""
 
 
-for command in (run, report, compare, sweep, privacy, partition, experiment, audit, tune):
+for command in (
+    run,
+    report,
+    compare,
+    evaluate,
+    export,
+    sweep,
+    privacy,
+    partition,
+    experiment,
+    audit,
+    tune,
+):
     app.command(cls=Command)(command)
 app.command("app", cls=Command)(flower_app)
 app.add_typer(deploy, name="deploy")

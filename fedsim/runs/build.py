@@ -109,9 +109,14 @@ class Build:
         return self.make_trainer(self._data(test, [np.arange(len(test), dtype=np.int64)]))
 
     def _data(self, split: datasets.Split, parts: list[partitions.Indices]) -> ClientData:
-        images = split.x.dim() == 4
+        return ClientData(split.x, split.y, parts, *self.statistics, split.mask)
+
+    @property
+    def statistics(self) -> tuple[Tensor | None, Tensor | None]:
+        """Mean and standard deviation by which inputs are normalised; None where they are not."""
+        images = self.dataset.train.x.dim() == 4
         mean, std = (_channels(k, images) for k in (self.dataset.mean, self.dataset.std))
-        return ClientData(split.x, split.y, parts, mean, std, split.mask)
+        return mean, std
 
     def make_trainer(self, data: ClientData) -> Trainer:
         """A trainer of this run's model and algorithm over any clients' data."""

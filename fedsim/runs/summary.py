@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedsim.datasets import Dataset
 from fedsim.reports.record import SUMMARY_FORMAT
 from fedsim.runs.build import Build
 from fedsim.runs.state import versions
@@ -67,6 +68,8 @@ def summarise(
             **versions(),
         },
     }
+    if config.engine.name != "deployment":  # there the data are the nodes' own
+        summary["data"] = _shape(build.dataset)
     if build.device.type == "cuda":
         summary["peak-gpu-memory"] = torch.cuda.max_memory_allocated(build.device)
     if config.evaluate.every:
@@ -74,6 +77,21 @@ def summarise(
     if config.evaluate.unprotected or not (config.private or config.client.private):
         summary["partition"] = _partition(build, arrays)
     return summary
+
+
+def _shape(dataset: Dataset) -> dict[str, Any]:
+    """What building the model anew asks of the data set, and no example of it."""
+    x, y = dataset.train.x, dataset.train.y
+    return {
+        "x-shape": list(x.shape[1:]),
+        "x-dtype": str(x.dtype).removeprefix("torch."),
+        "y-shape": list(y.shape[1:]),
+        "y-dtype": str(y.dtype).removeprefix("torch."),
+        "classes": dataset.num_classes,
+        "vocabulary": dataset.vocabulary,
+        "mean": dataset.mean,
+        "std": dataset.std,
+    }
 
 
 def _peak_memory() -> int:

@@ -1,0 +1,84 @@
+"""`fedsim evaluate` and `fedsim export`: what a run has left, put to use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from fedsim.cli.console import Output
+from fedsim.errors import FedsimError
+
+__all__ = ["evaluate", "export"]
+
+RUN = Annotated[Path, typer.Argument(help="A run's directory.")]
+
+
+def evaluate(
+    run: RUN,
+    data: Annotated[
+        str,
+        typer.Option(help="Whose test examples: a name or a path; the run's own if unset."),
+    ] = "",
+) -> None:
+    """Evaluate a run's model on test examples: its own data set's, or others.
+
+        fedsim evaluate runs/digits
+        fedsim evaluate runs/digits --data hospital.npz
+
+    Examples are normalised as they were in training. A file holds `x_test` and `y_test`, and
+    `x_train` and `y_train` beside them, as for a run.
+    """
+    import fedsim
+
+    found = fedsim.load(run).evaluate(data)
+    table = Table.grid(padding=(0, 2))
+    for name, value in found.items():
+        table.add_row(name, f"{value:.6g}")
+    Output().print(table)
+
+
+def export(
+    run: RUN,
+    to: Annotated[str, typer.Option(help="onnx, torchscript or safetensors.")] = "",
+    public: Annotated[
+        bool, typer.Option("--public", help="A bundle to publish: only what is covered.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="The file, or the bundle's directory; beside RUN if unset.")
+    ] = None,
+) -> None:
+    """Put a run's model into another format, or make a bundle of it to publish.
+
+        fedsim export runs/digits --to onnx
+        fedsim export runs/digits --public
+
+    ONNX and TorchScript take inputs as they lie in the data set: normalisation is part of them.
+    `--public` leaves out what the guarantee does not cover: metrics, times, who took part,
+    paths. Its directory holds the model, the statement with the ledger's head, and the config.
+    """
+    if public == bool(to):
+        raise FedsimError("say either --to FORMAT or --public.")
+    from fedsim.runs.export import FORMATS, default_path
+    from fedsim.runs.export import export as exported
+    from fedsim.runs.public import publish
+    from fedsim.runs.saved import load
+
+    if to and to not in FORMATS:
+        raise FedsimError(f"--to is '{to}'; it must be one of {', '.join(FORMATS)}.")
+    saved = load(run)
+    console = Output()
+    if public:
+        path = out or run.absolute().with_name(f"{run.absolute().name}-public")
+        console.print(f"bundle: {publish(saved, path)}", soft_wrap=True)
+        return
+    path = out or default_path(saved, to)
+    if os.path.lexists(path):
+        raise FedsimError(f"--out {path} is there already; choose another file.")
+    content = exported(saved, to)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    console.print(f"{to}: {path}", soft_wrap=True)

@@ -1,0 +1,278 @@
+"""`fedsim.load`: a run that has ended, to predict with, to evaluate, to look at."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from fedsim.config import RunConfig, Scalar
+from fedsim.datasets import Dataset, Split
+from fedsim.engines.arrays import array_record
+from fedsim.errors import FedsimError
+from fedsim.models import load_weights
+from fedsim.privacy import Statement
+from fedsim.reports.record import RunRecord
+from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.build import Build
+
+__all__ = ["InferenceModel", "SavedRun", "load"]
+
+_CHUNK = 256  # examples that go through the model at a time
+
+Array = npt.NDArray[Any]
+
+
+def load(path: str | PathLike[str]) -> SavedRun:
+    """Load what a run has left.
+
+    Parameters
+    ----------
+    path : path
+        The run's directory.
+
+    Raises
+    ------
+    FedsimError
+        If it is none, or of another version, or its model is missing or does not fit.
+
+    Examples
+    --------
+    >>> saved = load("runs/digits")                                   # doctest: +SKIP
+    >>> saved.predict(images), saved.privacy.epsilon                  # doctest: +SKIP
+    """
+    directory = RunDirectory(path)
+    record = RunRecord.read(directory.path)
+    try:
+        config = RunConfig.load(directory.config)
+    except FedsimError as error:
+        raise FedsimError(
+            f"{directory.path} is a run of another version of fedsim, or its config has been "
+            f"changed ({str(error).rstrip('.')}); load it with the fedsim that made it."
+        ) from None
+    if not directory.model.is_file():
+        raise FedsimError(
+            f"{directory.path} has no model.safetensors: the run has not ended; go on with it by "
+            f"`fedsim run {directory.path} --resume`."
+        )
+    return SavedRun(directory, config, record)
+
+
+class InferenceModel(nn.Module):
+    """A trained model that takes inputs as they lie in the data set.
+
+    uint8 images ``[B, C, H, W]`` are divided by 255; floating inputs are what they are, other
+    integers are tokens; then comes the run's normalisation, where it had one.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Becomes this one's: not trained any more.
+    mean, std : Tensor broadcastable to one example, or None
+    """
+
+    mean: Tensor | None
+    std: Tensor | None
+
+    def __init__(self, model: nn.Module, mean: Tensor | None, std: Tensor | None) -> None:
+        super().__init__()
+        self.model = model
+        dtype = next(parameter.dtype for parameter in model.parameters())
+        self.dtype = dtype
+        self.register_buffer("mean", None if mean is None else mean.to(dtype), persistent=False)
+        self.register_buffer("std", None if std is None else std.to(dtype), persistent=False)
+        self.eval().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs of the model, ``[B, ...]``."""
+        if x.dtype == torch.uint8:
+            x = x.to(self.dtype) / 255
+        elif x.is_floating_point():
+            x = x.to(self.dtype)
+        else:
+            x = x.long()
+        if self.mean is not None and self.std is not None:
+            x = (x - self.mean) / self.std
+        outputs: Tensor = self.model(x)
+        return outputs
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run that has ended.
+
+    Attributes
+    ----------
+    directory : RunDirectory
+    config : RunConfig
+        Resolved.
+    record : RunRecord
+        Its files as a report reads them.
+    """
+
+    directory: RunDirectory
+    config: RunConfig
+    record: RunRecord = field(repr=False)
+
+    @property
+    def metrics(self) -> list[Mapping[str, float]]:
+        """The rows of metrics.csv."""
+        return [*self.record.rows]
+
+    @property
+    def privacy(self) -> Statement | None:
+        """What may be claimed: at client level, unless it is private at example level only."""
+        return self.record.statements[0] if self.record.statements else None
+
+    @property
+    def example_privacy(self) -> Statement | None:
+        """The same at example level, where clients protect their examples."""
+        return next((s for s in self.record.statements if s.level == "example"), None)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of the outputs; empty where there are none."""
+        return tuple(str(number) for number in range(self._build.dataset.num_classes))
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one example."""
+        return self._build.dataset.input_shape
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """Of the examples as they lie in the data set."""
+        dtype = self._build.dataset.train.x.dtype
+        return torch.float32 if dtype.is_floating_point else dtype
+
+    @cached_property
+    def model(self) -> InferenceModel:
+        """The model, ready for inference: normalisation included, on the CPU."""
+        return InferenceModel(copy.deepcopy(self._build.model), *self._build.statistics)
+
+    @torch.no_grad()
+    def predict(self, x: Array | Tensor) -> Array:
+        """What the model says of some examples.
+
+        Parameters
+        ----------
+        x : array ``[N, ...]``
+            As in the data set's files: uint8 images ``[N, H, W]`` or ``[N, H, W, C]``, floating
+            features, tokens; or of the model's own `input_shape`.
+
+        Returns
+        -------
+        array ``[N]`` or ``[N, L]``
+            Classes as integers, of each example or each of its positions; numbers as they are.
+
+        Raises
+        ------
+        FedsimError
+            If the examples have another shape.
+        """
+        inputs = self._inputs(x)
+        outputs = torch.cat([self.model(part) for part in torch.split(inputs, _CHUNK)])
+        if not self._build.dataset.num_classes:
+            numbers: Array = outputs.reshape(len(inputs), -1).numpy()
+            return numbers[:, 0] if numbers.shape[1] == 1 else numbers
+        if outputs.shape[-1] == 1:
+            return (outputs[..., 0] > 0).long().numpy()
+        return outputs.argmax(-1).numpy()
+
+    def _inputs(self, x: Array | Tensor) -> Tensor:
+        array = x.cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
+        wanted = self.input_shape
+        if array.ndim and len(array) and array.shape[1:] != wanted:
+            blank = np.zeros(len(array), dtype=np.int64)
+            split = {"x": array, "y": blank}
+            array = Dataset.of("x", split, split).test.x.numpy()
+        if not array.ndim or array.shape[1:] != wanted:
+            raise FedsimError(
+                f"examples have shape {array.shape}; this model takes {('N', *wanted)}."
+            )
+        return torch.from_numpy(np.ascontiguousarray(array))
+
+    def evaluate(self, data: str = "") -> dict[str, float]:
+        """Loss and metrics on test examples.
+
+        Parameters
+        ----------
+        data : str
+            A data set's name or path, whose test examples are taken; the run's own if empty.
+
+        Returns
+        -------
+        dict of str to float
+
+        Raises
+        ------
+        FedsimError
+            If there is no such data set, or its examples do not fit the model.
+        """
+        settings: dict[str, Scalar] = {
+            "evaluate.every": 1,
+            "engine.device": "cpu",
+            "model.weights": "",
+            "model.weights-for": "",
+        }
+        if data:
+            # All of its examples, as they are: this model's own normalisation comes after.
+            usual = RunConfig().to_run_config()
+            settings |= {key: usual[key] for key in usual if key.startswith("data.")}
+            settings |= {"data.name": data, "data.dir": self.config.data.dir}
+        build = Build(self.config.replace(**settings))
+        mine = self._build.dataset
+        dataset = replace(build.dataset, mean=mine.mean, std=mine.std)
+        where = data or self.config.data.name
+        if dataset.input_shape != mine.input_shape:
+            raise FedsimError(
+                f"{where} has examples of shape {dataset.input_shape}; this model takes "
+                f"{mine.input_shape}."
+            )
+        if dataset.num_classes > mine.num_classes or bool(dataset.num_classes) != bool(
+            mine.num_classes
+        ):
+            raise FedsimError(
+                f"{where} has {dataset.num_classes} classes; this model knows {mine.num_classes}."
+            )
+        build.dataset, build.model = dataset, self._build.model
+        trained = {
+            name: parameter.detach()
+            for name, parameter in self._build.model.named_parameters()
+            if name in build.initial_arrays
+        }
+        record = build.evaluate(self.config.rounds, array_record(trained))
+        return {
+            name.removeprefix("test-"): float(value)
+            for name, value in ({} if record is None else record).items()
+            if isinstance(value, int | float)
+        }
+
+    @cached_property
+    def _build(self) -> Build:
+        """Of the run's config, with its data set's shape and its trained model."""
+        unset = {"model.weights": "", "model.weights-for": "", "engine.device": "cpu"}
+        build = Build(self.config.replace(**unset))
+        if (shape := self.record.summary.get("data")) is not None:
+            build.dataset = _shaped(self.config.data.name, shape)
+        load_weights(build.model, self.directory.model)
+        return build
+
+
+def _shaped(name: str, about: Mapping[str, Any]) -> Dataset:
+    """A data set of that shape without an example: all that building a model asks for."""
+    x, y = (
+        torch.zeros((0, *about[f"{key}-shape"]), dtype=getattr(torch, about[f"{key}-dtype"]))
+        for key in ("x", "y")
+    )
+    mean, std = (None if about[key] is None else tuple(about[key]) for key in ("mean", "std"))
+    split = Split(x, y)
+    return Dataset(name, split, split, about["classes"], about["vocabulary"], mean, std)

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import fedsim
+from fedsim import RunConfig
+from fedsim.config.digest import affects_release
+from fedsim.datasets import load as load_data
+from fedsim.errors import FedsimError
+from fedsim.runs.export import export
+from fedsim.runs.public import publish
+
+SMALL = {"rounds": 3, "partition.clients": 20, "client.lr": 0.5}
+PRIVATE = SMALL | {"mechanism.name": "clipping", "noise.multiplier": 1.0}
+
+
+@pytest.fixture(scope="module")
+def private_run(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("saved") / "run"
+    fedsim.run(RunConfig().replace(title="A private run", **PRIVATE), out=out)
+    return out
+
+
+def pictures(path: Path, channels: int) -> None:
+    """uint8 pictures that a linear model can learn, channels last, with their statistics."""
+    generator = np.random.default_rng(0)
+    arrays = {}
+    for part, count in (("train", 200), ("test", 60)):
+        y = generator.integers(0, 3, count)
+        x = generator.integers(0, 80, (count, 6, 6, channels))
+        x[np.arange(count), y, :, 0] += 150
+        arrays |= {f"x_{part}": x.astype(np.uint8), f"y_{part}": y}
+    statistics = {"mean": np.full(channels, 0.2), "std": np.full(channels, 0.3)}
+    np.savez(path, **arrays, **statistics)
+
+
+def test_public_names_are_listed() -> None:
+    assert dir(fedsim) == ["RunConfig", "__version__", "load", "run"]
+    assert all(getattr(fedsim, name) for name in dir(fedsim))
+
+
+def test_a_loaded_run_predicts_what_the_run_measured(private_run: Path) -> None:
+    saved = fedsim.load(private_run)
+    test = load_data("digits").test
+    right = (saved.predict(test.x.numpy()) == test.y.numpy()).mean()
+    assert right == pytest.approx(saved.metrics[-1]["test-accuracy"])
+    assert saved.labels == tuple("0123456789")
+    assert saved.config.title == "A private run"
+    assert saved.privacy is not None
+    assert saved.privacy.epsilon == pytest.approx(saved.metrics[-1]["epsilon"])
+
+
+def test_evaluating_anew_gives_the_last_rounds_numbers(private_run: Path) -> None:
+    saved = fedsim.load(private_run)
+    anew = saved.evaluate()
+    assert anew["loss"] == saved.metrics[-1]["test-loss"]
+    assert anew["accuracy"] == saved.metrics[-1]["test-accuracy"]
+
+
+def test_normalisation_comes_with_the_model_and_raw_images_go_in(tmp_path: Path) -> None:
+    pictures(tmp_path / "own.npz", channels=3)
+    config = RunConfig().replace(
+        **SMALL, **{"data.name": str(tmp_path / "own.npz"), "data.normalize": True}
+    )
+    fedsim.run(config, out=tmp_path / "run")
+    with np.load(tmp_path / "own.npz") as file:
+        x, y = file["x_test"], file["y_test"]
+    saved = fedsim.load(tmp_path / "run")
+    loss = saved.metrics[-1]["test-loss"]
+    # Gone: the model's shape stands in the summary.
+    (tmp_path / "own.npz").rename(tmp_path / "other.npz")
+    saved = fedsim.load(tmp_path / "run")
+    outputs = saved.model(torch.from_numpy(x).permute(0, 3, 1, 2))
+    again = torch.nn.functional.cross_entropy(outputs, torch.from_numpy(y).long())
+    assert again.item() == pytest.approx(loss, rel=1e-5)
+    assert (saved.predict(x) == outputs.argmax(1).numpy()).all()
+    assert (saved.predict(x.transpose(0, 3, 1, 2)) == saved.predict(x)).all()
+    assert saved.evaluate(str(tmp_path / "other.npz"))["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_examples_of_another_shape_are_refused(private_run: Path, tmp_path: Path) -> None:
+    saved = fedsim.load(private_run)
+    with pytest.raises(FedsimError, match=r"this model takes \('N', 64\)"):
+        saved.predict(np.zeros((2, 63), dtype=np.float32))
+    pictures(tmp_path / "own.npz", channels=1)
+    with pytest.raises(FedsimError, match="this model takes"):
+        saved.evaluate(str(tmp_path / "own.npz"))
+
+
+def test_torchscript_takes_batches_of_any_size(private_run: Path) -> None:
+    saved = fedsim.load(private_run)
+    model = torch.jit.load(io.BytesIO(export(saved, "torchscript")))
+    x = load_data("digits").test.x[:7]
+    assert torch.equal(model(x), saved.model(x))
+
+
+def test_safetensors_say_what_a_caller_must_know(private_run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(export(fedsim.load(private_run), "safetensors"))
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["about"])
+    assert about["input-shape"] == [64]
+    assert about["labels"] == list("0123456789")
+    weights, before = load_file(path), load_file(private_run / "model.safetensors")
+    assert all(torch.equal(weights[name], before[name]) for name in before)
+
+
+def test_onnx_says_what_is_missing_or_agrees(private_run: Path) -> None:
+    saved = fedsim.load(private_run)
+    if not (importlib.util.find_spec("onnx") and importlib.util.find_spec("onnxscript")):
+        with pytest.raises(FedsimError, match="with its extra `onnx`"):
+            export(saved, "onnx")
+        return
+    content = export(saved, "onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    session = runtime.InferenceSession(content)
+    x = load_data("digits").test.x[:7].numpy()
+    (outputs,) = session.run(None, {"inputs": x})
+    assert outputs == pytest.approx(saved.model(torch.from_numpy(x)).numpy(), abs=1e-4)
+
+
+def test_a_bundle_holds_what_is_covered_and_no_operators_fact(
+    private_run: Path, tmp_path: Path
+) -> None:
+    publish(fedsim.load(private_run), tmp_path / "bundle")
+    names = sorted(path.name for path in (tmp_path / "bundle").iterdir())
+    assert names == ["config.toml", "model.safetensors", "statement.json", "statement.txt"]
+    everything = b"".join(path.read_bytes() for path in (tmp_path / "bundle").iterdir())
+    assert str(private_run).encode() not in everything
+    config = (tmp_path / "bundle" / "config.toml").read_text()
+    assert "seed" not in config  # noise follows from it
+    assert "[engine]" not in config
+    (statement,) = json.loads((tmp_path / "bundle" / "statement.json").read_text())
+    ledger = (private_run / "ledger.jsonl").read_bytes()
+    assert statement["lines"] == ledger.count(b"\n")
+    assert re.fullmatch("[0-9a-f]{64}", statement["head"])
+    (release,) = set(re.findall(rb'"release":"([0-9a-f]+)"', ledger))
+    assert release not in everything
+    with pytest.raises(FedsimError, match="is there already"):
+        publish(fedsim.load(private_run), tmp_path / "bundle")
+
+
+def test_every_key_of_a_bundle_bears_on_the_releases(private_run: Path, tmp_path: Path) -> None:
+    publish(fedsim.load(private_run), tmp_path / "bundle")
+    lines = (tmp_path / "bundle" / "config.toml").read_text().splitlines()
+    table = ""
+    for line in filter(None, lines):
+        if line.startswith("["):
+            table = line.strip("[]") + "."
+            continue
+        key = table + line.partition(" = ")[0]
+        assert key in ("title", "rounds") or affects_release(key)
+
+
+def test_a_run_without_a_guarantee_has_nothing_to_publish(tmp_path: Path) -> None:
+    fedsim.run(RunConfig().replace(**SMALL), out=tmp_path / "run")
+    with pytest.raises(FedsimError, match="has no guarantee"):
+        publish(fedsim.load(tmp_path / "run"), tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda run: (run / "model.safetensors").unlink(), "--resume"),
+        (lambda run: (run / "config.toml").write_text("[client]\nspeed = 3"), "another version"),
+        (lambda run: (run / "config.toml").unlink(), "no run's directory"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_sentence(spoil, says: str, tmp_path: Path) -> None:
+    fedsim.run(RunConfig().replace(**SMALL | {"rounds": 1}), out=tmp_path / "run")
+    spoil(tmp_path / "run")
+    with pytest.raises(FedsimError, match=says) as error:
+        fedsim.load(tmp_path / "run")
+    assert "\n" not in str(error.value)
+
+
+def test_a_result_prints_in_three_lines_and_as_a_table(tmp_path: Path) -> None:
+    result = fedsim.run(RunConfig().replace(**PRIVATE), out=tmp_path / "<run>")
+    ended, reached, where = repr(result).splitlines()
+    assert ended == "finished after round 3"
+    assert "test accuracy" in reached
+    assert "epsilon (simulated) at client level" in reached
+    assert where == str(tmp_path / "<run>")
+    table = result._repr_html_()
+    assert "&lt;run&gt;" in table
+    assert "<run>" not in table
+    assert "privacy none" in repr(fedsim.run(RunConfig().replace(**SMALL)))
