@@ -86,20 +86,22 @@ class PerLayer(Mechanism):
         return tuple(segments)
 
     def _layers(self, layout: Layout) -> list[tuple[Mechanism, list[Parameter]]]:
+        # What has no coordinate releases nothing, and takes no share of the budget.
+        entries = [entry for entry in layout.entries if entry.stop > entry.start]
         if not self._pairs:
             layers: dict[str, list[Parameter]] = {}
-            for entry in layout.entries:
+            for entry in entries:
                 layers.setdefault(entry.name.rpartition(".")[0], []).append(entry)
-            return [(self._bounds[0], entries) for entries in layers.values()]
+            return [(self._bounds[0], layer) for layer in layers.values()]
         matched: list[list[Parameter]] = [[] for _ in self._pairs]
-        for entry in layout.entries:
+        for entry in entries:
             fits = (fnmatch.fnmatchcase(entry.name, pattern) for pattern, _ in self._pairs)
             first = next((k for k, fit in enumerate(fits) if fit), None)
             if first is None:
                 raise FedsimError(f"parameter '{entry.name}' matches no pattern of the parts.")
             matched[first].append(entry)
-        for (pattern, _), entries in zip(self._pairs, matched, strict=True):
-            if not entries:
+        for (pattern, _), layer in zip(self._pairs, matched, strict=True):
+            if not layer:
                 raise FedsimError(f"pattern '{pattern}' of the parts is left with no parameter.")
         return list(zip(self._bounds, matched, strict=True))
 

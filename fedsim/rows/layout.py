@@ -45,7 +45,7 @@ class Layout:
         Raises
         ------
         ValueError
-            If no entry is floating point.
+            If no entry is floating point, or none of them has a coordinate.
         """
         entries: list[Parameter] = []
         start = 0
@@ -54,7 +54,7 @@ class Layout:
                 stop = start + tensor.numel()
                 entries.append(Parameter(name, tuple(tensor.shape), tensor.dtype, start, stop))
                 start = stop
-        if not entries:
+        if start == 0:
             raise ValueError("there is no floating-point parameter to train.")
         names = {entry.name for entry in entries}
         return cls(tuple(entries), tuple(name for name in arrays if name not in names))

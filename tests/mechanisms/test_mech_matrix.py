@@ -44,7 +44,7 @@ MECHANISMS = [
 SHAPES = [
     {"a.weight": (1,)},
     {"a.weight": (3, 2), "a.bias": (3,), "b.weight": (0, 4), "b.bias": (2,)},
-    {"a.weight": (1, 1), "b.weight": (17,)},
+    {"a.weight": (1, 1), "b.weight": (17,), "c.weight": (0, 5)},
 ]
 
 
@@ -70,7 +70,7 @@ def hostile(rng: np.random.Generator, count: int, d: int, dtype: torch.dtype) ->
 
 def release_of(case, cuts, rng):
     """One round, its rows in blocks that end at ``cuts``, their sums merged in a random tree."""
-    releaser, state, rows, weights, sides, round = case
+    releaser, state, rows, weights, sides, server_round = case
     sums = []
     for first, last in zip([0, *cuts], [*cuts, len(rows)], strict=True):
         total = releaser.start(state)
@@ -85,7 +85,7 @@ def release_of(case, cuts, rng):
         first, second = rng.choice(len(sums), 2, replace=False)
         sums[first].merge({name: t.clone() for name, t in sums[second].state().items()})
         del sums[second]
-    source = Randomness(11, "matrix").generator(Purpose.NOISE, level="client", round=round)
+    source = Randomness(11, "matrix").generator(Purpose.NOISE, level="client", round=server_round)
     counts = sums[0].count, sums[0].rejected, sums[0].clipped
     return releaser.release(sums[0], NoiseSource(source)), counts
 
@@ -111,7 +111,7 @@ def test_blocks_and_trees_change_no_byte_of_three_rounds_of_hostile_rows(mechani
         noise = Independent(0.0 if mechanism.guarantee == "none" else 1.3, hardened=False)
         releaser = Releaser(mechanism, layout, noise=noise, denominator=9.0)
         state = mechanism.init(layout)
-        for round, count in enumerate([0, 1, int(rng.integers(2, 40))]):
+        for server_round, count in enumerate([0, 1, int(rng.integers(2, 40))]):
             rows = hostile(rng, count, layout.d, dtype)
             weights = rng.integers(0, 2, count).astype(np.float64)
             if mechanism.weighting == "num-examples":
@@ -119,7 +119,7 @@ def test_blocks_and_trees_change_no_byte_of_three_rounds_of_hostile_rows(mechani
             sides = {
                 name: rng.choice([np.nan, -1.0, 0.5, 1e300], count) for name in mechanism.side_names
             }
-            case = releaser, state, rows, weights, sides, round
+            case = releaser, state, rows, weights, sides, server_round
             once, counts = release_of(case, [], rng)
             cuts = np.sort(rng.integers(0, count + 1, 4)).tolist()
             again, counted = release_of(case, cuts, rng)
@@ -176,3 +176,15 @@ def test_a_round_whose_rows_are_all_rejected_is_that_of_nobody(mechanism):
     nobody, _ = release_of((releaser, state, rows[:0], np.ones(0), none, 1), [], rng)
     assert counts == (0, 6, 0)
     assert same_bytes(rejected, nobody)
+
+
+@pytest.mark.parametrize("bound", [Clipping(1.0), AdaClip(), CoordinateClipping(1.0)], ids=str)
+def test_a_layer_without_coordinates_takes_no_share_of_the_budget(bound):
+    shapes = {"a.weight": (2, 3), "empty.weight": (0, 3), "empty.bias": (0,)}
+    layout = Layout.of({name: torch.zeros(shape) for name, shape in shapes.items()})
+    assert PerLayer(bound).noise_multipliers(1.3, 9.0, layout) == {"0.sum": 1.3}
+
+
+def test_a_model_without_coordinates_has_no_layout():
+    with pytest.raises(ValueError, match="no floating-point parameter"):
+        Layout.of({"w": torch.zeros(0, 3)})

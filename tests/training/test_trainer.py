@@ -328,3 +328,9 @@ def test_batch_norm_is_refused_with_the_cure():
 def test_bad_settings_are_named(bad, key):
     with pytest.raises(FedsimError, match=key):
         trainer_of(**bad)
+
+
+def test_a_model_in_a_type_that_no_flower_array_carries_is_refused() -> None:
+    model = make_mlp().bfloat16()
+    with pytest.raises(FedsimError, match="bfloat16, which no Flower array carries"):
+        Trainer(model, SGD(lr=0.1), make_data([4]), randomness=Randomness(1))
