@@ -33,7 +33,7 @@ MECHANISMS = [
     AdaptiveNoise(1.0, threshold=np.inf, beta=3.0, noise_shape="optimal"),
     CoordinateClipping(0.3),
     QuantileClipping(initial_clip_norm=0.5, bit_noise=5.0),
-    NoPrivacy(),
+    NoPrivacy("uniform"),
     NoPrivacy("num-examples"),
     PerLayer(Clipping(0.4)),
     PerLayer(AdaClip()),
