@@ -96,7 +96,7 @@ def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
         sentences.append(
             "Assumed: that nodes are not out of reach, all at once, because of anybody's data: a "
             "round that reaches none (on a network; never on an engine of one machine) ends the "
-            "run, and nothing else can."
+            "run."
         )
     if _facts(entries).get("rows") == {"probed"}:
         sentences.append(

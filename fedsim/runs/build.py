@@ -21,12 +21,10 @@ from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.privacy import (
     ClientLedgers,
-    Ledger,
     Statement,
     WorstClient,
     worst_client,
 )
-from fedsim.privacy.archive import archived
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
@@ -354,11 +352,6 @@ class Build:
         if not ours or self.config.client.noise.max_epsilon is None:
             return None
         return self.trainer.over_budget
-
-    def check_past(self, ledger: Path) -> None:
-        """Refuse a directory whose earlier runs' ledgers cannot be read, or do not compose."""
-        if ledger.exists() or archived(ledger):
-            Ledger.read(ledger, declared=self.strategy().ledger.declared)
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Loss and accuracy on the test examples, in the rounds in which they are asked for."""

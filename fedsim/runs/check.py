@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
+from fedsim.privacy import Ledger
+from fedsim.privacy.archive import archived
 from fedsim.privacy.signing import private_key
+from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.columns import columns_of
 from fedsim.runs.loggers import loggers
@@ -14,7 +18,7 @@ from fedsim.runs.stopping import Judge
 from fedsim.tasks import MeanOf
 from fedsim.training.evaluation import evaluate_clients
 
-__all__ = ["check"]
+__all__ = ["check", "check_past"]
 
 
 def check(build: Build) -> None:
@@ -48,6 +52,35 @@ def check(build: Build) -> None:
     if key and not build.config.engine.federation:  # where the key is on the server's machine
         private_key(Path(key))
     _try_out(build)
+
+
+def check_past(build: Build, directory: RunDirectory) -> None:
+    """Refuse a directory in which earlier runs released what cannot be added up with this run.
+
+    Raises
+    ------
+    FedsimError
+        If their ledgers cannot be read or do not compose, or if clients protect their examples in
+        this run and did not in one of them, or the other way round: an example-level statement
+        over one of the two alone would be false.
+    """
+    ledgers = archived(directory.ledger)
+    if directory.ledger.exists():
+        ledgers.append(directory.ledger)
+    if not ledgers:
+        return
+    Ledger.read(directory.ledger, declared=build.strategy().ledger.declared)
+    for path in ledgers:
+        config = path.with_name(directory.config.name)
+        if config.exists() and RunConfig.load(config).client.private != build.config.client.private:
+            now, before = (
+                ("protect", "did not") if build.config.client.private else ("do not", "did")
+            )
+            raise FedsimError(
+                f"{directory.path} holds a run whose clients {before} protect their examples; in "
+                f"this one they {now} (client.mechanism.name), and what both released cannot be "
+                "added up at example level; choose another --out."
+            )
 
 
 def _check_clients_budget(build: Build) -> None:

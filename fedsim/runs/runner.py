@@ -16,7 +16,7 @@ from fedsim.engines.process import settle
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, Callbacks
-from fedsim.runs.check import check
+from fedsim.runs.check import check, check_past
 from fedsim.runs.drive import YOURS, drive
 from fedsim.runs.result import RunResult
 from fedsim.runs.resume import move_client_ledgers, resumed_config
@@ -76,8 +76,8 @@ def run(
     settle()
     build = Build(config, None if directory is None else directory.path)
     check(build)
-    if directory is not None and overwrite and directory.path.is_dir():
-        build.check_past(directory.ledger)
+    if directory is not None and not resume:
+        check_past(build, directory)
     with ExitStack() as stack:
         grid: Grid | None = None
         if config.engine.name == "local":

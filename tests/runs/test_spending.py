@@ -70,6 +70,21 @@ def test_the_statement_is_that_of_the_ledgers_over_all_runs_that_share_them(tmp_
     assert fedsim.run(config).privacy.epsilon == spent[2]
 
 
+@pytest.mark.parametrize(("first", "second"), [(CLIENTS, EXAMPLES), (EXAMPLES, CLIENTS)])
+def test_no_run_takes_the_place_of_one_that_protected_others(first, second, tmp_path):
+    """Else clients' ledgers alone would speak for releases that no client protected."""
+    out = tmp_path / "run"
+    fedsim.run(first, out=out)
+    files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(FedsimError, match="cannot be added up at example level"):
+        fedsim.run(second, out=out, overwrite=True)
+    assert files == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    # Nor later, once it has been replaced by one of its own sort.
+    fedsim.run(own(first, seed=5), out=out, overwrite=True)
+    with pytest.raises(FedsimError, match="choose another --out"):
+        fedsim.run(second, out=out, overwrite=True)
+
+
 def test_a_client_has_spent_what_it_spent_in_runs_of_whatever_name_on_whatever_engine(tmp_path):
     shared = own(EXAMPLES, client__state_dir=str(tmp_path / "state"))
     first = fedsim.run(own(shared, seed=1, name="one")).privacy
