@@ -12,33 +12,24 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from fedsim.engines.blocks import guarded_blocks
 from fedsim.engines.local import LocalGrid, require_trainer
 from fedsim.engines.parcel import Parcel
-from fedsim.engines.process import settle
+from fedsim.engines.ray_worker import Arrays, WorkerTraining, from_wire, to_arrays, to_tensors
 from fedsim.engines.schedule import chunks
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.rows.exchange import (
     Block,
     BlockTrainer,
-    ClientStates,
     Ids,
     Instructions,
     MessageType,
-    Reason,
 )
 
 __all__ = ["RayGrid"]
 
 _log = logging.getLogger(__name__)
-
-_Arrays = dict[str, npt.NDArray[Any]]
-_Wire = tuple[Ids, npt.NDArray[Any] | None, _Arrays, npt.NDArray[np.bool_], dict[int, Reason]]
-"""A block's fields, its rows as an array."""
 
 # No reply of a worker is larger than this, if a single client's is not.
 _CHUNK_BYTES = 64 << 20
@@ -173,8 +164,8 @@ class RayGrid(LocalGrid):
                 yield from self._after_loss(worker, chunk, error, todo)
                 continue
             if states:
-                trainer.keep(_tensors(states), call.round)
-            yield from (_from_wire(block) for block in blocks)
+                trainer.keep(to_tensors(states), call.round)
+            yield from (from_wire(block) for block in blocks)
 
     def _hand_out(
         self, trainer: BlockTrainer, todo: deque[_Chunk], call: _Call, start: Tensor
@@ -188,10 +179,10 @@ class RayGrid(LocalGrid):
                     continue
                 chunk = todo.popleft()
                 if call.message_type == "evaluate":
-                    worker.ask(call, chunk, _arrays(trainer.state(chunk.client_ids)))
+                    worker.ask(call, chunk, to_arrays(trainer.state(chunk.client_ids)))
                 elif _charged(trainer, chunk, start, call.round):
                     states = trainer.state(chunk.client_ids, call.round)
-                    worker.ask(call, chunk, _arrays(states))
+                    worker.ask(call, chunk, to_arrays(states))
                 elif len(chunk.client_ids) > 1:
                     todo.extendleft(chunk.singles())
                 else:
@@ -259,7 +250,7 @@ class RayGrid(LocalGrid):
         import ray
 
         device = "cuda" if self._options["num_gpus"] > 0 else "cpu"
-        actor = ray.remote(_Training).options(**self._options).remote(self._parcel, device)
+        actor = ray.remote(WorkerTraining).options(**self._options).remote(self._parcel, device)
         return _Worker(actor)
 
 
@@ -314,7 +305,7 @@ class _Worker:
     since: float = 0.0
     started: bool = False
 
-    def ask(self, call: _Call, chunk: _Chunk, states: _Arrays) -> None:
+    def ask(self, call: _Call, chunk: _Chunk, states: Arrays) -> None:
         """Ask for a chunk, whose clients keep these states."""
         import ray
 
@@ -342,65 +333,6 @@ class _Worker:
         """The first chunk and its reply; the next one has begun."""
         self.since = time.monotonic()
         return self.queue.popleft()
-
-
-class _Training:
-    """What runs in a worker process."""
-
-    def __init__(self, parcel: Parcel, device: str) -> None:
-        settle()
-        self._device = device
-        self._trainer: BlockTrainer = parcel.unpack().copy_for(device)
-
-    def ready(self) -> None:
-        """Reply, once the process has started."""
-
-    def work(
-        self,
-        message_type: MessageType,
-        vector: np.ndarray[Any, Any],
-        client_ids: Ids,
-        round: int,
-        config: Mapping[str, object],
-        states: _Arrays,
-    ) -> tuple[list[_Wire], _Arrays]:
-        here: Tensor = torch.from_numpy(np.array(vector)).to(self._device)
-        ids = np.array(client_ids)
-        # The driver keeps what clients keep: whichever worker has them next is lent it.
-        self._trainer.restore(_tensors(states))
-        if message_type == "train":
-            self._trainer.receive(config)
-        blocks = guarded_blocks(self._trainer, message_type, here, ids, round)
-        replies = [_to_wire(block) for block in blocks]
-        return replies, _arrays(self._trainer.state(ids)) if message_type == "train" else {}
-
-
-# Ray ships numpy arrays out of band, and tensors by pickling them. What comes out of its object
-# store is copied: it is read-only, and pins memory there.
-
-
-def _arrays(states: ClientStates) -> _Arrays:
-    return {name: values.cpu().numpy() for name, values in states.items()}
-
-
-def _tensors(states: _Arrays) -> ClientStates:
-    return {name: torch.from_numpy(np.array(values)) for name, values in states.items()}
-
-
-def _to_wire(block: Block) -> _Wire:
-    rows = None if block.rows is None else block.rows.detach().cpu().numpy()
-    return block.client_ids, rows, dict(block.metrics), block.ok, dict(block.reasons)
-
-
-def _from_wire(wire: _Wire) -> Block:
-    client_ids, rows, metrics, ok, reasons = wire
-    return Block(
-        client_ids=np.array(client_ids),
-        rows=None if rows is None else torch.from_numpy(np.array(rows)),
-        metrics={name: np.array(values) for name, values in metrics.items()},
-        ok=np.array(ok),
-        reasons=reasons,
-    )
 
 
 def _charged(trainer: BlockTrainer, chunk: _Chunk, start: Tensor, round: int) -> bool:
