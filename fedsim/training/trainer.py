@@ -391,9 +391,9 @@ class Trainer:
         """Train from ``vectors [1 or n, d]``; nothing is kept before `_finish`."""
         randomness = self._sources(client_ids, round, randomness)
         n = len(client_ids)
-        own = [self.data.indices[i] for i in client_ids]
+        indices = [self.data.indices[i] for i in client_ids]
         values = numbers_of(self.algorithm, numbers, n)
-        metrics = {"num-examples": np.array([len(i) for i in own], dtype=np.float64)}
+        metrics = {"num-examples": np.array([len(i) for i in indices], dtype=np.float64)}
         if self.privacy is None or self.privacy.unprotected_metrics:
             metrics["loss"] = np.zeros(n)
         present, kept = np.zeros(n, dtype=np.bool_), dict[str, Tensor]()
@@ -406,7 +406,7 @@ class Trainer:
         fitted = Fitted(start, metrics)
         plan = plan_batches if self.privacy is None else self.privacy.batches
         self.model.train()
-        for batches in plan(self.work, own, client_ids, randomness, round):
+        for batches in plan(self.work, indices, client_ids, randomness, round):
             members = batches.members
             everybody = np.array_equal(members, np.arange(n))
             theirs = {k: v[torch.from_numpy(members).to(v.device)] for k, v in kept.items()}
