@@ -118,6 +118,7 @@ def main() -> None:
         for mutant in mutants():
             seen = killed(tree, mutant)
             survivors += not seen
+            print(f"{mutant.name}: {'killed' if seen else 'SURVIVES'}", file=sys.stderr, flush=True)
             table.add_row(mutant.name, mutant.subject, mutant.test, "yes" if seen else "NO")
     Console().print(table)
     sys.exit(survivors > 0)

@@ -60,9 +60,9 @@ def check_past(build: Build, directory: RunDirectory) -> None:
     Raises
     ------
     FedsimError
-        If their ledgers cannot be read or do not compose, or if clients protect their examples in
-        this run and did not in one of them, or the other way round: an example-level statement
-        over one of the two alone would be false.
+        If their ledgers cannot be read or do not compose; if clients protect their examples in
+        this run and did not in one of them, or the other way round; or if their ledgers were
+        kept elsewhere: an example-level statement over one of the two alone would be false.
     """
     ledgers = archived(directory.ledger)
     if directory.ledger.exists():
@@ -72,15 +72,28 @@ def check_past(build: Build, directory: RunDirectory) -> None:
     Ledger.read(directory.ledger, declared=build.strategy().ledger.declared)
     for path in ledgers:
         config = path.with_name(directory.config.name)
-        if config.exists() and RunConfig.load(config).client.private != build.config.client.private:
-            now, before = (
-                ("protect", "did not") if build.config.client.private else ("do not", "did")
-            )
-            raise FedsimError(
-                f"{directory.path} holds a run whose clients {before} protect their examples; in "
-                f"this one they {now} (client.mechanism.name), and what both released cannot be "
-                "added up at example level; choose another --out."
-            )
+        if config.exists():
+            _check_clients_past(build, directory, RunConfig.load(config))
+
+
+def _check_clients_past(build: Build, directory: RunDirectory, past: RunConfig) -> None:
+    config = build.config
+    if past.client.private != config.client.private:
+        now, before = ("protect", "did not") if config.client.private else ("do not", "did")
+        raise FedsimError(
+            f"{directory.path} holds a run whose clients {before} protect their examples; in "
+            f"this one they {now} (client.mechanism.name), and what both released cannot be "
+            "added up at example level; choose another --out."
+        )
+    if not config.client.private or config.engine.federation or past.engine.federation:
+        return
+    kept = Path(past.client.state_dir) if past.client.state_dir else directory.clients
+    if build.ledger_dir is not None and kept.absolute() != build.ledger_dir.absolute():
+        raise FedsimError(
+            f"{directory.path} holds a run whose clients' ledgers are in {kept}; this run's would "
+            f"be in {build.ledger_dir} (client.state-dir), and what was spent counts only where "
+            "all of it is; keep the directory, or choose another --out."
+        )
 
 
 def _check_clients_budget(build: Build) -> None:

@@ -85,6 +85,16 @@ def test_no_run_takes_the_place_of_one_that_protected_others(first, second, tmp_
         fedsim.run(second, out=out, overwrite=True)
 
 
+def test_clients_ledgers_are_not_left_behind_by_a_run_that_keeps_them_elsewhere(tmp_path):
+    fedsim.run(EXAMPLES, out=tmp_path / "run")
+    elsewhere = own(EXAMPLES, seed=5, client__state_dir=str(tmp_path / "state"))
+    with pytest.raises(FedsimError, match=r"ledgers are in .*run/clients; this run's would be in"):
+        fedsim.run(elsewhere, out=tmp_path / "run", overwrite=True)
+    kept = own(EXAMPLES, seed=5, client__state_dir=str(tmp_path / "run" / "clients"))
+    result = fedsim.run(kept, out=tmp_path / "run", overwrite=True)
+    assert result.privacy.before > 0
+
+
 def test_a_client_has_spent_what_it_spent_in_runs_of_whatever_name_on_whatever_engine(tmp_path):
     shared = own(EXAMPLES, client__state_dir=str(tmp_path / "state"))
     first = fedsim.run(own(shared, seed=1, name="one")).privacy
