@@ -36,7 +36,7 @@ test: $(DEV_INSTALLED)  ## run the tests
 	$(BIN)/python -m pytest
 
 test-slow: $(DEV_INSTALLED)  ## run the tests of whole federations, and audits of planted bugs (many minutes)
-	$(BIN)/python -m pytest -m slow tests/integration tests/audit
+	$(BIN)/python -m pytest -m slow tests/integration tests/audit tests/reports
 
 test-gpu: $(DEV_INSTALLED)  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/training tests/integration

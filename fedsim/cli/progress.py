@@ -122,6 +122,7 @@ def _artefacts(result: RunResult) -> RenderableType:
     directory = result.directory
     table = Table.grid(padding=(0, 2))
     for path, purpose in (
+        (directory.report, "all of it to look at"),
         (directory.model, "the model"),
         (directory.metrics, "a row for each round"),
         (directory.ledger, "every private release"),

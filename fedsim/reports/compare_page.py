@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fedsim.config import Scalar
-from fedsim.reports.charts import Line, Lines
+from fedsim.reports.charts import Line, Lines, numbers_table
 from fedsim.reports.markup import Markup, tag
 from fedsim.reports.numbers import brief, duration
 from fedsim.reports.page import Page
@@ -256,10 +256,13 @@ def _curves(groups: Sequence[Group]) -> list[Markup | Lines | str]:
 
 
 def _differences(groups: Sequence[Group]) -> Markup | str:
-    """The keys in which configs differ, a row a config."""
+    """The keys in which configs differ: a row a config or, where keys are more, a row a key."""
     keys = list(dict.fromkeys(key for group in groups for key in group.point))
     if not keys:
         return "In nothing but seeds."
+    if len(keys) > len(groups):
+        by_key = [[key, *(_value(group.point.get(key)) for group in groups)] for key in keys]
+        return numbers_table(["key", *(group.label for group in groups)], by_key)
     rows = [
         tag(
             "tr",

@@ -59,7 +59,8 @@ def release_curves(record: RunRecord) -> list[Lines]:
     charts: dict[str, list[Line]] = {}
     for column in record.columns():
         known = column in OPERATORS | _OTHERS | _COUNTS or column.startswith("failed-")
-        if known or column.partition("-")[0] in PREFIXES:
+        # What the next round will have stands in the next row.
+        if known or column.partition("-")[0] in {*PREFIXES, "next"}:
             continue
         x, y = record.curve(column)
         if len({value for value in y if math.isfinite(value)}) > 1:

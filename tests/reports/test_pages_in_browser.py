@@ -1,0 +1,173 @@
+"""Pages as a browser shows them: Chromium, driven over its own protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, Browser
+from left_runs import left_run
+
+import fedsim
+from fedsim import RunConfig
+from fedsim.reports.compare_page import compare_page
+from fedsim.reports.palette import DARK, LIGHT
+from fedsim.reports.record import RunRecord, read_all
+from fedsim.reports.run_page import run_page
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
+]
+
+EVIL = '</title><script>document.title = "owned"</script><img src=x onerror="document.title=1">'
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    settings = {
+        "title": EVIL,
+        "rounds": 6,
+        "partition.clients": 40,
+        "partition.name": "dirichlet",
+        "client.lr": 0.5,
+        "evaluate.clients-every": 2,
+        "evaluate.unprotected": True,
+        "mechanism.name": "clipping",
+        "noise.multiplier": 2.0,
+    }
+    fedsim.run(RunConfig().replace(**settings), out=folder / "run")
+    rows = [
+        {"round": k, "test-loss": 9.0 / (k + 1), "test-accuracy": k / 100_000}
+        for k in range(100_000)
+    ]
+    long = left_run(folder / "long", rows)
+    (folder / "long.html").write_text(run_page(RunRecord.read(long)), encoding="utf-8")
+    empty = left_run(folder / "empty", [])
+    (folder / "empty.html").write_text(run_page(RunRecord.read(empty)), encoding="utf-8")
+    for seed in (1, 2, 3):
+        for rate in (0.1, 0.3):
+            some = [{"round": k, "test-loss": rate * seed / (k + 1)} for k in range(30)]
+            left_run(folder / "sweep" / f"{rate}-{seed}", some, seed=seed, **{"client.lr": rate})
+    compared = compare_page(read_all([folder / "sweep"]))
+    (folder / "compare.html").write_text(compared, encoding="utf-8")
+    return {
+        "run": folder / "run" / "report.html",
+        **{name: folder / f"{name}.html" for name in ("long", "empty", "compare")},
+    }
+
+
+@pytest.mark.parametrize("name", ["run", "long", "empty", "compare"])
+@pytest.mark.parametrize("width", [360, 1200])
+def test_a_page_opens_without_complaint_and_fits(
+    name: str, width: int, pages: dict[str, Path], browser: Browser
+) -> None:
+    browser.complaints.clear()
+    browser.requests.clear()
+    browser.open(pages[name], width=width)
+    assert browser.complaints == []
+    assert set(browser.requests) == {pages[name].absolute().as_uri()}
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    charts = browser.evaluate("document.querySelectorAll('[data-chart]').length")
+    drawn = browser.evaluate("document.querySelectorAll('.plot > svg').length")
+    assert charts == drawn
+    assert charts >= (0 if name == "empty" else 1)
+
+
+@pytest.mark.parametrize("width", [360, 1200])
+def test_no_label_is_cut_off_or_stands_on_another(
+    width: int, pages: dict[str, Path], browser: Browser
+) -> None:
+    browser.open(pages["run"], width=width)
+    problems = browser.evaluate(
+        """[...document.querySelectorAll('.plot > svg')].flatMap((svg) => {
+          const frame = svg.getBoundingClientRect();
+          const boxes = [...svg.querySelectorAll('text')].map(
+            (text) => [text.textContent, text.getBoundingClientRect()]);
+          const cut = boxes.filter(([, b]) => b.left < frame.left - 1 || b.right > frame.right + 1);
+          const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1
+            && a.top < b.bottom - 3 && b.top < a.bottom - 3;
+          const over = boxes.filter(([, a], i) => boxes.some(([, b], j) => j > i && meet(a, b)));
+          return [...cut, ...over].map(([text]) => text);
+        })"""
+    )
+    assert problems == []
+
+
+def test_a_strangers_title_runs_nothing(pages: dict[str, Path], browser: Browser) -> None:
+    browser.open(pages["run"])
+    assert browser.evaluate("document.title") == f"{EVIL} – fedsim"
+    assert browser.evaluate("document.querySelector('h1').textContent") == EVIL
+    assert browser.evaluate("document.querySelectorAll('img').length") == 0
+
+
+def test_the_mouse_reads_values_and_zooms(pages: dict[str, Path], browser: Browser) -> None:
+    browser.open(pages["compare"])
+    x, y = browser.middle(".plot")
+    browser.mouse("mouseMoved", x, y)
+    told = browser.evaluate("document.querySelector('.tip:not([hidden])').innerText")
+    assert "round" in told
+    assert "client.lr 0.1" in told
+    before = browser.evaluate("document.querySelector('.plot').textContent")
+    browser.mouse("mousePressed", x, y, button="left", clickCount=1)
+    browser.mouse("mouseMoved", x + 60, y, button="left")
+    browser.mouse("mouseReleased", x + 60, y, button="left", clickCount=1)
+    assert browser.evaluate("document.querySelector('.plot').textContent") != before
+    browser.click("button[aria-label='Reset the zoom']")
+    assert browser.evaluate("document.querySelector('.plot').textContent") == before
+
+
+def test_the_keyboard_reads_values_and_they_are_spoken(
+    pages: dict[str, Path], browser: Browser
+) -> None:
+    browser.open(pages["compare"])
+    browser.evaluate("document.querySelector('.plot').focus()")
+    browser.key("End")
+    assert "round 29" in browser.evaluate("document.querySelector('[aria-live]').textContent")
+    browser.key("ArrowLeft")
+    assert "round 28" in browser.evaluate("document.querySelector('[aria-live]').textContent")
+    browser.key("+")
+    assert not browser.evaluate("document.querySelector('[aria-label^=\"Reset\"]').disabled")
+
+
+def test_a_legends_key_hides_its_curve(pages: dict[str, Path], browser: Browser) -> None:
+    browser.open(pages["compare"])
+    count = "document.querySelectorAll('.plot > svg path').length"
+    before = browser.evaluate(count)
+    browser.click(".legend .key")
+    assert browser.evaluate(count) < before
+
+
+def test_a_heading_sorts_its_table(pages: dict[str, Path], browser: Browser) -> None:
+    browser.open(pages["compare"])
+    column = (
+        "[...document.querySelector('table.sortable').tBodies[0].rows]"
+        ".map((row) => row.cells[2].dataset.value)"
+    )
+    heading = "table.sortable thead th:nth-child(3) button"
+    browser.click(heading)
+    up = [float(value) for value in browser.evaluate(column)]
+    browser.click(heading)
+    down = [float(value) for value in browser.evaluate(column)]
+    assert up == sorted(up) == down[::-1]
+
+
+def test_the_page_follows_the_readers_colours_and_prints_light(
+    pages: dict[str, Path], browser: Browser, tmp_path: Path
+) -> None:
+    colour = "getComputedStyle(document.documentElement).getPropertyValue('--background')"
+    for dark, theme in ((False, LIGHT), (True, DARK)):
+        browser.open(pages["run"], dark=dark)
+        assert browser.evaluate(colour) == theme.background
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    assert browser.evaluate(colour) == LIGHT.background
+    browser.printed(tmp_path / "page.pdf")
+    assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
