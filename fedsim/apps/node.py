@@ -17,9 +17,10 @@ from fedsim.deploy.policy import NODE, Policy
 from fedsim.engines.process import settle
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
-from fedsim.partitions import Indices
+from fedsim.partitions import Indices, Partition
 from fedsim.runs.build import Build
-from fedsim.runs.objects import mechanism
+from fedsim.runs.dealing import Dealt, refuse_found
+from fedsim.runs.objects import mechanism, partition
 from fedsim.training import Trainer
 
 __all__ = ["NodeBuild", "mechanism_for", "trainer_for"]
@@ -51,14 +52,33 @@ class NodeBuild(Build):
 
     @functools.cached_property
     def dataset(self) -> datasets.Dataset:
-        """The client's examples."""
+        """The client's examples, for training and for testing."""
         if self._file:
-            dataset = datasets.load(self._file, normalize=self.config.data.normalize)
-            rows = torch.arange(len(dataset.train))
+            settings = self.config.data
+            dataset = datasets.load(
+                self._file,
+                normalize=settings.normalize,
+                classes=settings.classes,
+                vocabulary=settings.vocabulary,
+                layout=settings.layout,
+            )
+            if self.config.private or self.config.client.private:
+                refuse_found(dataset)
+            train, test = dataset.train, dataset.test
+            tests = self._partition.test_indices(train.columns, test.columns)
+            # All of a file's training examples have one owner, who is the first client there.
+            test = test[:0] if tests is None else test[torch.from_numpy(tests[0])]
         else:
-            dataset = self._everybody.dataset
-            rows = torch.from_numpy(self._everybody.parts[self._node_client])
-        return replace(dataset, train=dataset.train[rows], test=dataset.test[:0]).to(self.device)
+            dataset, dealt = self._everybody.dataset, self._everybody.dealt
+            train = dataset.train[torch.from_numpy(dealt.train[self._node_client])]
+            test = dataset.test[:0]
+            if dealt.test is not None:
+                test = dataset.test[torch.from_numpy(dealt.test[self._node_client])]
+        return replace(dataset, train=train, test=test).to(self.device)
+
+    @property
+    def _partition(self) -> Partition:
+        return partition(self.config)
 
     @property
     def _calibrated_sizes(self) -> set[int]:
@@ -71,11 +91,20 @@ class NodeBuild(Build):
         return self._everybody._calibrated_sizes
 
     @functools.cached_property
-    def parts(self) -> list[Indices]:
+    def dealt(self) -> Dealt:
         """The client's examples are all that there are; everybody else has none here."""
+        train, test = self.dataset.train, self.dataset.test
+        owned = self._partition.test_indices(train.columns, test.columns) is not None
+        return Dealt(
+            self._all_its_own(len(train)),
+            np.zeros(0, dtype=np.int64),
+            self._all_its_own(len(test)) if owned else None,
+        )
+
+    def _all_its_own(self, count: int) -> list[Indices]:
         no_examples = np.zeros(0, dtype=np.int64)
         indices: list[Indices] = [no_examples] * self.config.partition.clients
-        indices[self._node_client] = np.arange(len(self.dataset.train), dtype=np.int64)
+        indices[self._node_client] = np.arange(count, dtype=np.int64)
         return indices
 
 

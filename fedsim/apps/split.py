@@ -33,6 +33,7 @@ def split_data(config: RunConfig, path_of: Callable[[int], Path]) -> list[Path]:
     """
     build = Build(config.replace(**{"engine.device": "cpu"}))
     dataset = build.dataset
+    images = config.data.layout == "auto"
     # A client need not have examples of every class or token: the file says how many there are.
     sizes = {"classes": dataset.num_classes, "vocabulary": dataset.vocabulary}
     about: dict[str, Any] = {name: np.array(size) for name, size in sizes.items() if size}
@@ -42,19 +43,21 @@ def split_data(config: RunConfig, path_of: Callable[[int], Path]) -> list[Path]:
     paths = []
     for client, rows in enumerate(build.parts):
         content = io.BytesIO()
-        # One test example, as a node evaluates on none but says what its own look like.
-        arrays = _arrays(dataset.train[torch.from_numpy(rows)], "train")
-        arrays |= _arrays(dataset.test[:1], "test") | about
+        arrays = _arrays(dataset.train[torch.from_numpy(rows)], "train", images)
+        # Its own test examples; or one of somebody's, that says what test examples look like.
+        tests = np.zeros(0, np.int64) if build.dealt.test is None else build.dealt.test[client]
+        shown = torch.from_numpy(tests) if len(tests) else slice(0, 1)
+        arrays |= _arrays(dataset.test[shown], "test", images) | about
         np.savez_compressed(content, **arrays)
         paths.append(path_of(client))
         write_private(paths[-1], content.getvalue())
     return paths
 
 
-def _arrays(split: Split, part: str) -> dict[str, Any]:
+def _arrays(split: Split, part: str, images: bool) -> dict[str, Any]:
     """Arrays of a split by the names that they have in a file."""
     x = split.x.numpy()
-    if x.ndim == 4:
+    if x.ndim == 4 and (images or x.dtype == np.uint8):
         x = x.transpose(0, 2, 3, 1)  # channels last, as images are written
     arrays = {"x": x, "y": split.y.numpy(), **split.columns}
     if split.mask is not None:

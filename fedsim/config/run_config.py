@@ -217,7 +217,14 @@ def _check_noise(config: RunConfig) -> None:
 
 
 def _check_evaluation(config: RunConfig) -> None:
-    evaluate = config.evaluate
+    evaluate, personal = config.evaluate, config.model.personal
+    config.require(
+        not personal or not evaluate.every,
+        "model.personal",
+        personal,
+        "unset, or evaluate.every = 0: only clients have the whole model, and evaluate it with "
+        "evaluate.clients-every",
+    )
     config.require(
         not (
             (config.private or config.client.private)

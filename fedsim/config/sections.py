@@ -49,7 +49,8 @@ class DataSection(Section):
         str,
         Doc(
             "The data set: `digits`, which comes along, `mnist`, `fashion-mnist`, `cifar10`, "
-            "`cifar100`, or a path to an .npz of your own."
+            "`cifar100`, or a path of your own: an .npz, or a folder of .npy files (which stays in "
+            "its files) or one that `datasets` has saved."
         ),
     ] = "digits"
     dir: Annotated[str, Doc("The folder in which data sets lie.")] = setting(
@@ -59,12 +60,45 @@ class DataSection(Section):
         setting(False, affects_release=False)
     )
     normalize: Annotated[
-        bool, Doc("Whether inputs are normalised by the data set's published mean and deviation.")
+        bool,
+        Doc("Whether inputs are normalised by the data set's published mean and deviation."),
     ] = False
     train: Annotated[
         Range,
         Doc("Which training examples there are, as start:stop; '10000:' leaves out 10,000."),
     ] = ""
+    test: Annotated[Range, Doc("Which test examples there are, as start:stop.")] = ""
+    validation: Annotated[
+        float,
+        Doc(
+            "Training examples that nobody trains on, to choose settings and rounds by: a share "
+            "below 1, or their number; 0 for none."
+        ),
+    ] = Field(0.0, ge=0)
+    classes: Annotated[
+        int, Doc("How many classes there are, of data of your own; 0 for as many as occur.")
+    ] = Field(0, ge=0, le=1_000_000)
+    vocabulary: Annotated[
+        int, Doc("How many tokens there are, of data of your own; 0 for as many as occur.")
+    ] = Field(0, ge=0, le=1_000_000)
+    layout: Annotated[
+        Literal["auto", "as-is"],
+        Doc("Whether floating inputs of 3 or 4 axes are images; 'as-is' takes them as they lie."),
+    ] = "auto"
+    columns: Annotated[
+        str,
+        Doc("Of what `datasets` has saved: its columns, such as 'x=image,y=label,owner=writer'."),
+    ] = ""
+
+    @model_validator(mode="after")
+    def _count_is_whole(self) -> DataSection:
+        self.require(
+            self.validation < 1 or self.validation == int(self.validation),
+            "data.validation",
+            self.validation,
+            "a share below 1, or a whole number of examples",
+        )
+        return self
 
 
 class PartitionSection(Choice):
@@ -97,6 +131,13 @@ class ModelSection(Choice):
     weights: Annotated[str, Doc("A .safetensors file whose parameters the model starts from.")] = ""
     weights_for: Annotated[
         str, Doc("Shell patterns of the parameters that come from there; empty for all.")
+    ] = ""
+    personal: Annotated[
+        str,
+        Doc(
+            "Shell patterns of the parameters that each client keeps to itself and evaluates with, "
+            "such as 'head.*'; empty for none."
+        ),
     ] = ""
     loss: Annotated[str, Doc("The loss of an example.")] = "cross-entropy"
     metrics: Annotated[

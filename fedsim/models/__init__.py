@@ -8,14 +8,17 @@ from fedsim.lazy import names_of
 
 if TYPE_CHECKING:
     from fedsim.models.checks import refuse_running_statistics, refuse_unusable_parameters
-    from fedsim.models.making import build
+    from fedsim.models.making import OFFERED, build
+    from fedsim.models.patterns import matching
     from fedsim.models.trainable import freeze
     from fedsim.models.weights import load_weights, values_of
 
 __all__ = [
+    "OFFERED",
     "build",
     "freeze",
     "load_weights",
+    "matching",
     "refuse_running_statistics",
     "refuse_unusable_parameters",
     "values_of",

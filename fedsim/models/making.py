@@ -16,7 +16,10 @@ from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.settings import REQUIRED, Setting, settings_of
 
-__all__ = ["build"]
+__all__ = ["OFFERED", "build"]
+
+OFFERED = ("input_shape", "num_classes", "vocabulary")
+"""What a model is told of the data, as far as it takes it."""
 
 
 def build(
@@ -24,6 +27,7 @@ def build(
     input_shape: Sequence[int],
     num_classes: int,
     *,
+    vocabulary: int = 0,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     **settings: Any,
@@ -35,12 +39,15 @@ def build(
     name : str
         One of ``fedsim config list model``, or ``module:callable`` (see `fedsim.registry`): what
         returns an `nn.Module` when it is called with its settings and those of the keywords
-        ``input_shape`` and ``num_classes`` that it takes. It draws its initial weights from
-        torch's global generator on the CPU, as layers do: that is seeded for it.
+        ``input_shape``, ``num_classes`` and ``vocabulary`` that it takes. It draws its initial
+        weights from torch's global generator on the CPU, as layers do: that is seeded for it.
     input_shape : ``(C, H, W)`` or ``(d,)``
         Shape of one example. The model takes a batch ``[B, *input_shape]`` and returns logits
         ``[B, num_classes]``.
     num_classes : int
+        Of data without classes, the numbers in a target.
+    vocabulary : int
+        How many tokens there are; 0 where inputs are no tokens.
     dtype : torch.float32 or torch.float64
         The float64 model starts from the float32 one's numbers.
     seed : int
@@ -73,12 +80,20 @@ def build(
     with torch.random.fork_rng(devices=[]), registry.current_directory_importable():
         torch.default_generator.manual_seed(int(draws.integers(2**63)))
         thing: Any = registry.find("model", name, "model.name")
-        offered = {"input_shape": tuple(input_shape), "num_classes": num_classes}
+        about = (tuple(input_shape), num_classes, vocabulary)
+        offered: dict[str, Any] = dict(zip(OFFERED, about, strict=True))
         is_module = isinstance(thing, type) and issubclass(thing, nn.Module)
         if dataclasses.is_dataclass(thing) and not is_module:
             recipe: Any = thing
             _check_names(name, settings, settings_of(thing))
-            model = recipe(**settings)(**offered)
+            maker = recipe(**settings)
+            taken = _taken(name, maker, offered, {})
+            if vocabulary and "vocabulary" not in taken:
+                raise FedsimError(
+                    f"model.name is '{name}', which takes numbers, but the data's inputs are tokens"
+                    " (integers); it must be a model that embeds them, such as one of your own."
+                )
+            model = maker(**taken)
         else:
             model = thing(**_taken(name, thing, offered, settings), **settings)
     if not isinstance(model, nn.Module):
@@ -136,7 +151,7 @@ def _taken(
     if missing:
         raise FedsimError(
             f"model.name is '{name}', which needs the argument '{missing[0]}'; it is called with "
-            "input_shape and num_classes, where it has such parameters, and [model.options]."
+            f"{', '.join(OFFERED)}, where it has such parameters, and [model.options]."
         )
     names = {p.name for p in parameters}
     return {key: value for key, value in offered.items() if key in names}

@@ -29,6 +29,7 @@ from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.runs import objects
+from fedsim.runs.dealing import Dealt, deal, refuse_found
 from fedsim.strategies import DPFedAvg
 from fedsim.strategies.dp_fedavg import ClientBudget
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
@@ -56,24 +57,31 @@ class Build:
     def dataset(self) -> datasets.Dataset:
         """The examples, on the run's device."""
         data = self.config.data
-        return datasets.load(
+        dataset = datasets.load(
             data.name,
             directory=data.dir,
             download=data.download,
             normalize=data.normalize,
             train=data.train,
-        ).to(self.device)
+            test=data.test,
+            classes=data.classes,
+            vocabulary=data.vocabulary,
+            layout=data.layout,
+            columns=data.columns,
+        )
+        if self.config.private or self.config.client.private:
+            refuse_found(dataset)
+        return dataset.to(self.device)
 
     @cached_property
+    def dealt(self) -> Dealt:
+        """Whose examples are whose, and which are nobody's."""
+        return deal(self.config, objects.partition(self.config), self.dataset)
+
+    @property
     def parts(self) -> list[partitions.Indices]:
         """Each client's training examples."""
-        settings = self.config.partition
-        train = self.dataset.train
-        partition = objects.partition(self.config)
-        parts = partition.indices(train.y.cpu().numpy(), train.columns)
-        if settings.max_examples:
-            parts = partitions.subsample(parts, settings.max_examples, seed=self.config.seed)
-        return parts
+        return self.dealt.train
 
     @cached_property
     def model(self) -> nn.Module:
@@ -83,9 +91,10 @@ class Build:
             settings.name,
             self.dataset.input_shape,
             self.dataset.num_outputs,
+            vocabulary=self.dataset.vocabulary,
             dtype=getattr(torch, settings.dtype),
             seed=self.config.seed,
-            **settings_for(settings, find(settings), ("input_shape", "num_classes")),
+            **settings_for(settings, find(settings), models.OFFERED),
         )
         if settings.weights:
             models.load_weights(model, settings.weights, settings.weights_for)
@@ -98,13 +107,19 @@ class Build:
     @cached_property
     def trainer(self) -> Trainer:
         """The client algorithm with every client's data."""
-        return self.make_trainer(self._data(self.dataset.train, self.parts))
+        dataset, dealt = self.dataset, self.dealt
+        test = None if dealt.test is None else self._data(dataset.test, dealt.test)
+        return self.make_trainer(self._data(dataset.train, dealt.train), test)
 
     @cached_property
-    def examiner(self) -> Trainer:
-        """The same over the test examples, all of them one client's."""
-        test = self.dataset.test
-        return self.make_trainer(self._data(test, [np.arange(len(test), dtype=np.int64)]))
+    def examiners(self) -> dict[str, Trainer]:
+        """The same over the test examples, all of them one client's, and over those held out."""
+        dataset, held_out = self.dataset, self.dealt.held_out
+        everything = np.arange(len(dataset.test), dtype=np.int64)
+        examiners = {"test": self.make_trainer(self._data(dataset.test, [everything]))}
+        if len(held_out):
+            examiners["validation"] = self.make_trainer(self._data(dataset.train, [held_out]))
+        return examiners
 
     def _data(self, split: datasets.Split, parts: list[partitions.Indices]) -> ClientData:
         return ClientData(split.x, split.y, parts, *self.statistics, split.mask)
@@ -116,15 +131,21 @@ class Build:
         mean, std = (_channels(k, images) for k in (self.dataset.mean, self.dataset.std))
         return mean, std
 
-    def make_trainer(self, data: ClientData) -> Trainer:
+    def make_trainer(self, data: ClientData, test: ClientData | None = None) -> Trainer:
         """A trainer of this run's model and algorithm over any clients' data."""
         client = self.config.client
         # What the frozen layers make of an example never changes: it is computed once.
-        model, data = past_frozen(self.model, data)
+        model, seen = past_frozen(self.model, data)
+        if test is not None:
+            rest, seen_test = past_frozen(self.model, test)
+            # Both or neither: one model takes them.
+            if self.model in (model, rest):
+                model, seen, seen_test = self.model, data, test
+            test = seen_test
         return Trainer(
             model,
             objects.algorithm(self.config),
-            data,
+            seen,
             batch_size=client.batch_size,
             epochs=None if client.steps else client.epochs,
             steps=client.steps or None,
@@ -138,7 +159,15 @@ class Build:
             privacy=self.example_privacy,
             state=client.state,
             state_dir=self._state_dir,
+            test=test,
+            personal=self.personal,
         )
+
+    @cached_property
+    def personal(self) -> list[str]:
+        """Names of the parameters that clients keep to themselves."""
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        return models.matching("model.personal", self.config.model.personal, names)
 
     @property
     def _state_dir(self) -> Path | None:
@@ -315,7 +344,7 @@ class Build:
             {
                 name: parameter.detach().clone()
                 for name, parameter in self.model.named_parameters()
-                if parameter.requires_grad
+                if parameter.requires_grad and name not in self.personal
             }
         )
 
@@ -337,6 +366,7 @@ class Build:
             hardened_noise=config.noise.hardened,
             fraction_evaluate=evaluate.fraction if evaluate.clients_every else 0.0,
             evaluate_every=max(evaluate.clients_every, 1),
+            evaluate_quantiles=True,
             node_timeout=config.engine.node_timeout,
             max_failed_rounds=config.server.max_failed_rounds,
             average_client_state=config.client.state == "server",
@@ -354,19 +384,17 @@ class Build:
         return self.trainer.over_budget
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Loss and accuracy on the test examples, in the rounds in which they are asked for."""
+        """Loss and metrics on test and validation examples, in the rounds that ask for them."""
         every, last = self.config.evaluate.every, self.config.rounds
         if not every or (server_round % every and server_round != last):
             return None
-        vector = self.examiner.layout.flatten(tensors(arrays)).to(self.device)
-        block = next(iter(self.examiner.evaluate(vector, np.zeros(1, np.int64), server_round)))
-        return MetricRecord(
-            {
-                f"test-{name}": float(values[0])
-                for name, values in block.metrics.items()
-                if name != "num-examples"
-            }
-        )
+        vector = self.trainer.layout.flatten(tensors(arrays)).to(self.device)
+        metrics: dict[str, int | float | list[int] | list[float]] = {}
+        for split, examiner in self.examiners.items():
+            (block,) = examiner.evaluate(vector, np.zeros(1, np.int64), server_round)
+            measured = {k: v for k, v in block.metrics.items() if k != "num-examples"}
+            metrics |= {f"{split}-{name}": float(values[0]) for name, values in measured.items()}
+        return MetricRecord(metrics)
 
 
 def _device(name: str) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fedsim.errors import FedsimError
 from fedsim.runs.build import Build
 from fedsim.strategies import DPFedAvg, RoundReport
+from fedsim.strategies.summaries import QUANTILES
 
 __all__ = ["columns_of"]
 
@@ -21,11 +22,17 @@ def columns_of(build: Build, strategy: DPFedAvg) -> tuple[str, ...]:
     evaluated = ("loss", *build.trainer.metrics)
     columns = ["round"]
     if config.evaluate.every:
-        columns += [f"test-{name}" for name in evaluated]
+        splits = ["test", *(["validation"] if config.data.validation else [])]
+        columns += [f"{split}-{name}" for split in splits for name in evaluated]
     if strategy.shows_clients:
         columns += [f"train-{name}" for name in sorted(build.trainer.reported)]
         if config.evaluate.clients_every:
-            columns += [f"clients-{name}" for name in sorted({"num-examples", *evaluated})]
+            columns.append("clients-num-examples")
+            columns += [
+                f"clients-{name}{suffix}"
+                for name in sorted(evaluated)
+                for suffix in ("", *(f"-{quantile}" for quantile in QUANTILES))
+            ]
     if strategy.private:
         columns.append("epsilon")
     if build.client_ledgers is not None:

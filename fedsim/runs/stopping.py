@@ -13,7 +13,7 @@ from fedsim.strategies.state import Tree
 
 __all__ = ["EarlyStopping", "Judge"]
 
-_CENTRAL = "test-"
+_CENTRAL = "validation-"
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,23 @@ class Judge:
         Raises
         ------
         FedsimError
-            If the run has no such metric, or in a private run it is no central one.
+            If the run has no such metric, if it is of the test examples, which nothing is chosen
+            by, or in a private run of clients' own.
         """
         evaluated = {"loss": False}
         evaluated |= {k: m.higher_is_better for k, m in build.trainer.metrics.items()}
-        prefixes = [_CENTRAL] if build.config.evaluate.every else []
+        central = build.config.evaluate.every and build.config.data.validation
+        prefixes = [_CENTRAL] if central else []
         if not (build.config.private or build.config.client.private):
             prefixes += ["clients-"] if build.config.evaluate.clients_every else []
         known = {f"{prefix}{name}": high for prefix in prefixes for name, high in evaluated.items()}
         if metric not in known:
-            allowed = ", ".join(known) or "unset without evaluate.every"
+            allowed = ", ".join(known) or "unset without data.validation and evaluate.every"
             private = " (of clients' data it may be none in a private run)"
             private *= build.config.private or build.config.client.private
-            raise FedsimError(f"{key} = '{metric}'; it must be {allowed}{private}.")
+            test = "; nothing is chosen by test examples, data.validation holds out others"
+            test *= metric.startswith("test-")
+            raise FedsimError(f"{key} = '{metric}'; it must be {allowed}{private}{test}.")
         return cls(metric, known[metric])
 
     def improves(self, row: Mapping[str, float | int], best: float | None) -> bool:

@@ -103,7 +103,7 @@ def _peak_memory() -> int:
 @torch.no_grad()
 def _test(build: Build, arrays: Mapping[str, Tensor]) -> dict[str, Any] | None:
     """What the model says of the test examples against what they are."""
-    examiner = build.examiner
+    examiner = build.examiners["test"]
     count = len(examiner.data.y)
     if not count:
         return None

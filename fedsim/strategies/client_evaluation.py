@@ -31,6 +31,8 @@ class ClientEvaluation:
         Of the clients that are there; 0 for no evaluation.
     every : int
         Rounds from one evaluation to the next.
+    quantiles : bool
+        Whether quantiles over clients stand beside the means.
     """
 
     participants: Participants
@@ -40,6 +42,7 @@ class ClientEvaluation:
     arrayrecord_key: str
     configrecord_key: str
     aggregate_fn: MetricsAggregator | None
+    quantiles: bool = False
     _asked: dict[int, int] = field(default_factory=dict, init=False)
 
     def configure(
@@ -77,7 +80,7 @@ class ClientEvaluation:
         else:
             expected = ExpectedReply(None, None, self.arrayrecord_key, self.weighted_by_key)
             sent = read(replies, asked, expected, tally)
-        means = MetricMeans(self.weighted_by_key, self.aggregate_fn)
+        means = MetricMeans(self.weighted_by_key, self.aggregate_fn, quantiles=self.quantiles)
         for reply in sent:
             means.add(replace(reply, block=tally.take(reply.block)))
         return means.record()

@@ -100,6 +100,8 @@ class DPFedAvg(ResumableStrategy):
     average_client_state : bool
         Whether clients start from the mean of the state (ADADP's rate) that the last round's
         ended with, which they report: their ``client.state = "server"``.
+    evaluate_quantiles : bool
+        Whether clients' evaluations are shown as quantiles over clients too, and not as means only.
     unprotected_metrics : bool
         Whether clients' metrics may be aggregated, without noise, in a private run.
     private_examples : bool
@@ -145,6 +147,7 @@ evaluate_metrics_aggr_fn
         node_timeout: float = 60.0,
         max_failed_rounds: int = 3,
         average_client_state: bool = False,
+        evaluate_quantiles: bool = False,
         unprotected_metrics: bool = False,
         private_examples: bool = False,
         example_counts: Sequence[int] | None = None,
@@ -252,6 +255,7 @@ evaluate_metrics_aggr_fn
             arrayrecord_key,
             configrecord_key,
             evaluate_metrics_aggr_fn,
+            evaluate_quantiles,
         )
         self.rounds_done = 0
         self._layout: Layout | None = None

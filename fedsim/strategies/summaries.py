@@ -7,12 +7,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
 from fedsim.rows.exchange import CLIENT_STATE
 from fedsim.strategies.replies import Reply
 
-__all__ = ["LARGEST", "MetricMeans", "MetricsAggregator"]
+__all__ = ["LARGEST", "QUANTILES", "MetricMeans", "MetricsAggregator"]
+
+QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
+"""Over clients with examples, each counting the same: what their metrics are called, and which."""
 
 _log = logging.getLogger("fedsim")
 
@@ -35,6 +39,8 @@ class MetricMeans:
         Metric that weighs the others; clients without it count one each.
     aggregate : callable, optional
         A user's own, in Flower's form: it is given each client's own record instead.
+    quantiles : bool
+        Whether `QUANTILES` of each metric stand beside its mean, as ``accuracy-p10``.
 
     Attributes
     ----------
@@ -46,8 +52,11 @@ class MetricMeans:
         self,
         weighted_by_key: str,
         aggregate: MetricsAggregator | None = None,
+        *,
+        quantiles: bool = False,
     ) -> None:
         self.left_out = 0
+        self._quantiles = quantiles
         self._key = weighted_by_key
         self._aggregate = aggregate
         self._records: list[RecordDict] = []
@@ -90,6 +99,10 @@ class MetricMeans:
         for name, reports in self._reports.items():
             if (mean := self._mean(name, reports)) is not None:
                 means[name] = mean
+            values = [value for weight, value in reports if weight > 0]
+            if self._quantiles and name != self._key and values:
+                drawn = np.quantile(values, list(QUANTILES.values())).tolist()
+                means |= {f"{name}-{q}": v for q, v in zip(QUANTILES, drawn, strict=True)}
         for name, lists in self._lists.items():
             means |= self._list_mean(name, lists)
         if self.left_out:

@@ -188,19 +188,19 @@ def test_a_callback_stops_the_run_and_keeps_what_it_knew(tmp_path):
 def test_a_run_stops_early_by_a_central_metric_also_after_a_resume(tmp_path):
     config = CONFIG.replace(
         **{"client.lr": 1e-9, "noise.multiplier": 1.0, "server.lr": 1e-12, "rounds": 9,
-           "stop.metric": "test-accuracy", "stop.patience": 3}
+           "data.validation": 0.2, "stop.metric": "validation-accuracy", "stop.patience": 3}
     )  # fmt: skip
     result = fedsim.run(config, out=tmp_path / "run")
     assert result.ended == "stopped"
-    assert "test-accuracy has not been better than" in result.why
+    assert "validation-accuracy has not been better than" in result.why
     assert result.metrics[-1]["round"] == 3
     assert len(fedsim.run(config, out=tmp_path / "run", resume=True).metrics) == 4
-    for metric in ("usable", "train-loss", "clients-loss"):
-        with pytest.raises(FedsimError, match=r"stop\.metric = .* it must be test-loss, test-acc"):
+    for metric in ("usable", "train-loss", "clients-loss", "test-loss"):
+        with pytest.raises(FedsimError, match=r"stop\.metric = .* must be validation-loss, val"):
             fedsim.run(config.replace(**{"stop.metric": metric}))
-    best = config.replace(**{"checkpoint.best": "test-loss", "stop.metric": ""})
+    best = config.replace(**{"checkpoint.best": "validation-loss", "stop.metric": ""})
     fedsim.run(best, out=tmp_path / "best")
     kept = RunDirectory(tmp_path / "best").checkpoints.best()
     rows = RunDirectory(tmp_path / "best").rows()[1:]
     assert kept is not None
-    assert kept.row["test-loss"] == min(row["test-loss"] for row in rows)
+    assert kept.row["validation-loss"] == min(row["validation-loss"] for row in rows)

@@ -1,0 +1,83 @@
+"""Whose examples are whose: held out, dealt to clients, and nothing found that must be declared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedsim import partitions
+from fedsim.config import RunConfig
+from fedsim.datasets import Dataset
+from fedsim.errors import FedsimError
+from fedsim.partitions import Indices
+
+__all__ = ["Dealt", "deal", "refuse_found"]
+
+
+@dataclass(frozen=True, eq=False)
+class Dealt:
+    """Positions of examples.
+
+    Attributes
+    ----------
+    train : list of int64 arrays
+        Each client's training examples.
+    held_out : int64 array
+        Training examples that nobody trains on; empty where none are held out.
+    test : list of int64 arrays, or None
+        Each client's test examples, where the data say whose they are.
+    """
+
+    train: list[Indices]
+    held_out: Indices
+    test: list[Indices] | None = None
+
+
+def deal(config: RunConfig, partition: partitions.Partition, dataset: Dataset) -> Dealt:
+    """Hold examples out, and deal the others to clients.
+
+    Raises
+    ------
+    FedsimError
+        If they cannot be dealt this way, or a private run would find or show what it must not.
+    """
+    train, test = dataset.train, dataset.test
+    private = config.private or config.client.private
+    rest, held_out = np.arange(len(train)), np.zeros(0, dtype=np.int64)
+    if config.data.validation:
+        owners = train.columns.get(getattr(partition, "column", "owner"))
+        if private and owners is not None and not config.evaluate.unprotected:
+            raise FedsimError(
+                f"data.validation = {config.data.validation:g} holds out examples that have owners,"
+                " and metrics of clients' data have no noise: in a private run it must be 0, or "
+                "evaluate.unprotected = true."
+            )
+        rest, held_out = partitions.hold_out(
+            config.data.validation, len(train), owners, seed=config.seed
+        )
+    targets = train.y.cpu().numpy()[rest]
+    columns = {name: column[rest] for name, column in train.columns.items()}
+    parts = [rest[indices] for indices in partition.indices(targets, columns)]
+    if private and isinstance(partition, partitions.ByOwner):
+        partition.require_every_client_an_owner(columns)
+    if config.partition.max_examples:
+        parts = partitions.subsample(parts, config.partition.max_examples, seed=config.seed)
+    return Dealt(parts, held_out, partition.test_indices(columns, test.columns))
+
+
+def refuse_found(dataset: Dataset) -> None:
+    """Refuse what was found in training examples, where a private run protects these.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if dataset.found:
+        key = dataset.found[0]
+        noun = "classes" if key == "classes" else "tokens"
+        raise FedsimError(
+            f"data.{key} is not set, and the training examples of {dataset.name} have {noun} that "
+            "its test examples have not: in a private run their number is not found in data; it "
+            f"must be declared, as data.{key} or by the file itself."
+        )

@@ -1,0 +1,196 @@
+"""Runs on data with owners, masks and examples that are held out."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedsim
+from fedsim.apps.node import NodeBuild
+from fedsim.apps.split import split_data
+from fedsim.errors import FedsimError
+from fedsim.runs.build import Build
+
+OWNERS = 6
+LENGTH = 4
+
+
+def write(folder: Path, **changes: Any) -> str:
+    """Token sequences of owners with 1, 2, ... examples, whose tokens count up."""
+    rng = np.random.default_rng(0)
+    owner = np.repeat(np.arange(OWNERS), np.arange(1, OWNERS + 1))
+    x = (rng.integers(0, 8, (len(owner), 1)) + np.arange(LENGTH)) % 8
+    x[0] = np.arange(4, 8)
+    mask = np.arange(LENGTH) < rng.integers(1, LENGTH + 1, (len(owner), 1))
+    arrays = {
+        "x_train": x, "y_train": (x + 1) % 8, "mask_train": mask,
+        "owner_train": np.array([f"author {k}" for k in owner]),
+        "x_test": x[:9], "y_test": (x[:9] + 1) % 8, "mask_test": mask[:9],
+        "owner_test": np.array([f"author {k}" for k in [0, 1, 1, 3, 3, 3, 5, 9, 9]]),
+        "vocabulary": np.array(8), "classes": np.array(8),
+    }  # fmt: skip
+    arrays |= changes
+    np.savez(folder / "text.npz", **{k: v for k, v in arrays.items() if v is not None})
+    (folder / "nets.py").write_text(
+        "from torch import nn\n\n\n"
+        "def model(vocabulary, num_classes):\n"
+        "    return nn.Sequential(nn.Embedding(vocabulary, 5), nn.Linear(5, num_classes))\n"
+    )
+    return str(folder / "text.npz")
+
+
+def config(path: str, **changes: Any) -> fedsim.RunConfig:
+    tree = {
+        "rounds": 3,
+        "data.name": path, "partition.name": "by-owner", "partition.clients": OWNERS,
+        "model.name": "nets:model", "model.metrics": "accuracy,perplexity",
+        "client.lr": 0.5, "client.batch-size": 2, "evaluate.clients-every": 1,
+    }  # fmt: skip
+    return fedsim.RunConfig.from_run_config({**tree, **changes})
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    return write(tmp_path)
+
+
+def test_authors_are_clients_and_evaluate_on_their_own_test_examples(text: str) -> None:
+    build = Build(config(text))
+    assert [len(part) for part in build.parts] == [1, 2, 3, 4, 5, 6]
+    assert [len(part) for part in build.dealt.test] == [1, 2, 0, 3, 0, 1]
+    result = fedsim.run(config(text))
+    last = result.metrics[-1]
+    assert last["clients-num-examples"] == 7
+    assert last["test-perplexity"] < result.metrics[0]["test-perplexity"]
+    assert last["clients-loss-min"] <= last["clients-loss-median"] <= last["clients-loss-max"]
+    assert last["clients-loss-min"] <= last["clients-loss"] <= last["clients-loss-max"]
+
+
+def test_a_run_of_tokens_is_the_same_for_any_block_and_on_every_engine(
+    text: str, tmp_path: Path
+) -> None:
+    reference = fedsim.run(config(text), out=tmp_path / "one")
+    bytes_of = (tmp_path / "one" / "model.safetensors").read_bytes()
+    for size in (1, 3, 7):
+        out = tmp_path / f"block{size}"
+        fedsim.run(config(text, **{"client.block-size": size}), out=out)
+        assert (out / "model.safetensors").read_bytes() == bytes_of
+    assert reference.metrics[0]["round"] == 0
+
+
+def test_examples_that_are_held_out_are_in_nobodys_hands(text: str) -> None:
+    held = config(text, **{"data.validation": 0.3})
+    build = Build(held)
+    dealt = build.dealt
+    everything = np.concatenate([*dealt.train, dealt.held_out])
+    np.testing.assert_array_equal(np.sort(everything), np.arange(21))
+    assert len(dealt.held_out) == 6
+    assert min(map(len, dealt.train)) == 1
+    owners = build.dataset.train.columns["owner"]
+    for client, part in enumerate(dealt.train):
+        assert set(owners[part]) == {f"author {client}"}
+    result = fedsim.run(held)
+    assert {"validation-loss", "validation-perplexity"} <= result.metrics[-1].keys()
+    for amount in (0.9, 16, 21.5, -1):
+        with pytest.raises(FedsimError, match=r"data\.validation"):
+            Build(config(text, **{"data.validation": amount})).parts  # noqa: B018
+
+
+PRIVATE = {"mechanism.name": "clipping", "noise.multiplier": 1.0, "evaluate.clients-every": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "sentence"),
+    [
+        ({"classes": None}, {}, r"data\.classes is not set, and the training examples"),
+        ({"vocabulary": None}, {}, r"data\.vocabulary is not set, and the training examples"),
+        ({}, {"partition.clients": 7}, r"partition\.clients is 7, but .* fewer owners .* private"),
+        ({}, {"partition.clients": 5}, r"partition\.clients is 5, but .* 6 owners"),
+        ({}, {"data.validation": 0.2}, r"data\.validation = 0\.2 .*evaluate\.unprotected"),
+        ({}, {"partition.column": "site"}, r"partition\.column is 'site'"),
+    ],
+)
+def test_a_private_run_finds_nothing_in_its_clients_data(
+    tmp_path: Path, monkeypatch, changes, settings, sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    few = np.tile(np.arange(4), (9, 1))
+    path = write(tmp_path, x_test=few, y_test=few, **changes)
+    with pytest.raises(FedsimError, match=sentence):
+        fedsim.run(config(path, **PRIVATE, **settings))
+
+
+def test_what_is_declared_may_be_private(text: str) -> None:
+    result = fedsim.run(config(text, **PRIVATE))
+    assert result.privacy.epsilon > 0
+    declared = {"data.classes": 8, "data.vocabulary": 8}
+    assert fedsim.run(config(text, **PRIVATE, **declared)).metrics[-1]["test-loss"] > 0
+    shown = PRIVATE | {"evaluate.unprotected": True, "data.validation": 0.2}
+    assert "validation-loss" in fedsim.run(config(text, **shown)).metrics[-1]
+
+
+def test_examples_of_owners_can_be_protected_by_themselves(text: str) -> None:
+    example_level = {
+        "client.mechanism.name": "clipping", "client.noise.multiplier": 1.0,
+        "client.batch-size": 1, "client.steps": 2, "evaluate.clients-every": 0,
+    }  # fmt: skip
+    result = fedsim.run(config(text, **example_level))
+    assert result.example_privacy.epsilon > 0
+
+
+def test_personal_parameters_are_not_in_the_model_that_is_shared(text: str, tmp_path: Path) -> None:
+    personal = {
+        "model.personal": "1.*", "client.state": "client", "evaluate.every": 0,
+        "cohort.name": "fixed", "cohort.size": 4,
+    }  # fmt: skip
+    result = fedsim.run(config(text, **personal), out=tmp_path / "run")
+    assert set(result.arrays) == {"0.weight"}
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert float(rows[-1]["clients-loss"]) > 0
+    with pytest.raises(FedsimError, match=r"model\.personal = '1\.\*'.*evaluate\.every"):
+        fedsim.run(config(text, **personal | {"evaluate.every": 1}))
+    with pytest.raises(FedsimError, match=r"client\.state"):
+        fedsim.run(config(text, **personal | {"client.state": "reset"}))
+
+
+def test_a_model_of_numbers_refuses_tokens_and_a_loss_of_classes_refuses_numbers(
+    text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(FedsimError, match="takes numbers, but the data's inputs are tokens"):
+        fedsim.run(config(text, **{"model.name": "softmax"}))
+    numbers = {
+        "x_train": np.random.default_rng(0).normal(size=(21, 3)), "y_train": np.arange(21.0),
+        "x_test": np.zeros((9, 3)), "y_test": np.arange(9.0), "mask_train": None,
+        "mask_test": None, "classes": None, "vocabulary": None,
+    }  # fmt: skip
+    path = write(tmp_path, **numbers)
+    linear = {"model.name": "softmax", "client.lr": 0.001}
+    with pytest.raises(FedsimError, match=r"model\.loss, model\.metrics\) takes logits"):
+        fedsim.run(config(path, **linear))
+    task = {"model.loss": "squared-error", "model.metrics": "r2,rmse"}
+    result = fedsim.run(config(path, **linear, **task))
+    assert result.metrics[-1]["test-rmse"] < result.metrics[0]["test-rmse"]
+
+
+@pytest.mark.parametrize("file", [False, True])
+def test_a_node_has_its_owners_examples_and_evaluates_as_in_a_simulation(
+    text: str, tmp_path: Path, file: bool
+) -> None:
+    settings = config(text)
+    whole = Build(settings).trainer
+    paths = split_data(settings, lambda client: tmp_path / f"{client}.npz")
+    vector = whole.initial()
+    for client in (0, 2, 3):
+        node = NodeBuild(settings, client, str(paths[client]) if file else "").trainer
+        ids = np.array([client])
+        (row,), (same,) = node.train(vector, ids, 1), whole.train(vector, ids, 1)
+        assert (row.rows == same.rows).all()
+        (metrics,), (expected,) = node.evaluate(vector, ids, 1), whole.evaluate(vector, ids, 1)
+        for name, column in expected.metrics.items():
+            np.testing.assert_array_equal(metrics.metrics[name], column)
