@@ -55,7 +55,6 @@ def address_check(config: RunConfig) -> Check:
     """Begin the run, on this machine and without writing anything: no number is used twice."""
     changes: dict[str, str | int] = {
         "rounds": min(ROUNDS, config.rounds),
-        "client.steps": STEPS,
         "client.state-dir": "",
         "client.noise.max-epsilon": "",
         "engine.name": "local",
@@ -63,6 +62,7 @@ def address_check(config: RunConfig) -> Check:
         "noise.entropy": "config",
         "noise.max-epsilon": "",
     }
+    changes |= {"client.steps": STEPS} if config.client.steps else {"client.epochs": 1}
     short = config.replace(**changes)
     with watched() as addresses:
         build = Build(short)
