@@ -210,9 +210,13 @@ def test_the_columns_of_metrics_are_the_plans_whatever_clients_call_theirs(
     result = fedsim.run(config, out=tmp_path / "run")
     with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
         columns = file.readline().strip().split(",")
+    quantiles = ("", "-min", "-p10", "-median", "-p90", "-max")
     assert columns == [
         *("round", "test-loss", "test-accuracy", "train-loss", "train-num-examples"),
-        *("clients-accuracy", "clients-loss", "clients-num-examples", "epsilon", "simulated"),
+        "clients-num-examples",
+        *(f"clients-accuracy{quantile}" for quantile in quantiles),
+        *(f"clients-loss{quantile}" for quantile in quantiles),
+        *("epsilon", "simulated"),
         *RoundReport.columns(),
         *("clip-norm", "clients-per-second", "seconds"),
     ]
