@@ -146,6 +146,8 @@ def _guarded_program(role: str, app: str) -> Callable[[], None]:
     """Flower's own program for a role, imported with all that it will need, and guarded."""
     # A CUDA context does not survive a fork; asking whether there is a device must not make one.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # What Flower's HTTP client imports with its first connection.
+    importlib.import_module("httpcore")
     {"server": _guard_server, "client": _guard_client}[role](app)
     module, _, name = _PROGRAM_OF_ROLE[role].partition(":")
     program: Callable[[], None] = getattr(importlib.import_module(module), name)
@@ -176,6 +178,8 @@ def _guard_client(app: str) -> None:
         # What it imports when it is first asked to train.
         importlib.import_module("fedsim.apps.node")
         importlib.import_module("fedsim.engines.client_app")
+        # It looks through all that is installed, once a process.
+        importlib.import_module("fedsim.registry").plugins("model")
 
     def check(content: bytes, *_args: Any, **_options: Any) -> None:
         check_bundle(content, "clientapp", app)

@@ -67,7 +67,7 @@ def client_app(
         and ``accuracy``; ``query`` replies ``client-id``. A client whose own budget does not
         allow a round replies an error with the code `BUDGET_SPENT`.
     """
-    app = ClientApp()
+    app = ClientApp(mods=[_without_exit])
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -130,6 +130,16 @@ def _require_declared(examples: int, config: Mapping[str, object]) -> None:
             "update would be weighed; the declared count must be that of its own data, or "
             "mechanism.weighting 'uniform'."
         )
+
+
+def _without_exit(
+    message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+) -> Message:
+    """Let code that exits fail alone: in a simulation it would take its worker's clients along."""
+    try:
+        return call_next(message, context)
+    except SystemExit as ended:
+        raise RuntimeError(f"the client's code exits, with {ended.code!r}.") from ended
 
 
 def _client_ids(context: Context) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,3 +126,42 @@ def test_what_the_outputs_encoding_lacks_is_replaced(
     done = start(PLAIN, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "Gr??e [/bold]" in done.stdout or "Gr?e [/bold]" in done.stdout
+
+
+def can_mount() -> bool:
+    """Whether this user may mount file systems that nobody else sees."""
+    if shutil.which("unshare") is None:
+        return False
+    line = ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    return subprocess.run(line, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "sentence"),
+    [
+        ("ro", 2, "cannot be used (Read-only file system); it must be a directory that can be"),
+        ("size=4k", 1, "No space left on device."),
+        ("size=16k", 1, "model.safetensors: No space left on device."),
+    ],
+)
+def test_a_disk_that_is_full_or_read_only_ends_the_run_in_a_sentence(
+    options: str, status: int, sentence: str, tmp_path: Path
+) -> None:
+    if not can_mount():
+        pytest.skip("needs a mount of its own")
+    (tmp_path / "c.toml").write_text(TOML)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = f"{sys.executable} -m fedsim run c.toml --out {disk}/run"
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", f"mount -t tmpfs -o {options} tmpfs {disk} && {command}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
+        check=False,
+    )
+    assert done.returncode == status
+    assert done.stderr.startswith("fedsim: ")
+    assert done.stderr.count("\n") == 1
+    assert sentence in done.stderr

@@ -88,3 +88,11 @@ def test_query_replies_the_client_id(trainer):
 def test_a_node_without_a_partition_id_is_told_so(trainer):
     with pytest.raises(ValueError, match="partition-id"):
         ask(client_app(lambda _: trainer), "query", RecordDict(), partition=None)
+
+
+def test_code_that_exits_is_an_error_like_any_other_and_ends_no_worker(trainer):
+    def exits(_):
+        raise SystemExit(3)
+
+    with pytest.raises(RuntimeError, match="the client's code exits, with 3"):
+        ask(client_app(exits), "train", content_of(trainer, trainer.initial()))

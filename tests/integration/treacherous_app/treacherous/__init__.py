@@ -1,0 +1,1 @@
+"""An app whose clients' training fails by schedule."""
