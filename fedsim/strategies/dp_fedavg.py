@@ -34,7 +34,13 @@ from fedsim.strategies.flower_optimizer import FlowerOptimizer
 from fedsim.strategies.loop import ResumableStrategy
 from fedsim.strategies.outcome import Failures, RoundReport, Tally, told
 from fedsim.strategies.participants import Participants, node_ids
-from fedsim.strategies.refusals import refuse_flowers_keywords, refuse_running_statistics
+from fedsim.strategies.refusals import (
+    allowed_fraction,
+    declared_counts,
+    refuse_flowers_keywords,
+    refuse_running_statistics,
+    refuse_void_settings,
+)
 from fedsim.strategies.replies import to_arrays
 from fedsim.strategies.state import Tree
 from fedsim.strategies.summaries import MetricMeans, MetricsAggregator
@@ -164,28 +170,11 @@ evaluate_metrics_aggr_fn
         self.plan = ReleasePlan(level="client", sampler=cohort, bound=mechanism, noise=noise)
         """What every round releases, and what that costs."""
         self.private = self.plan.private
-        if mechanism.guarantee == "none" and max_epsilon is not None:
-            raise FedsimError(
-                f"max_epsilon = {max_epsilon}, but {mechanism} gives no guarantee to account for."
-            )
         self.protects = self.private or private_examples
-        weighs = mechanism.weighting == "num-examples"
-        if private_examples and weighs and example_counts is None:
-            raise FedsimError(
-                "example_counts is None, but clients protect their examples and their updates are "
-                "weighed by num-examples (mechanism.weighting); declare the counts, which are then "
-                "public, or weigh uniformly."
-            )
         """Whether the run claims privacy at either level."""
+        refuse_void_settings(mechanism, max_epsilon, private_examples, example_counts)
         shows_clients = not self.protects or unprotected_metrics
-        if fraction_evaluate is None:
-            fraction_evaluate = 1.0 if shows_clients else 0.0
-        if fraction_evaluate > 0 and not shows_clients:
-            raise FedsimError(
-                f"fraction_evaluate = {fraction_evaluate} releases metrics of clients' data "
-                "without noise; set it to 0, or unprotected_metrics=True to have them all the "
-                "same."
-            )
+        fraction_evaluate = allowed_fraction(fraction_evaluate, shows_clients)
         self.mechanism = mechanism
         self.cohort = cohort
         self.noise_multiplier = noise_multiplier
@@ -237,7 +226,7 @@ evaluate_metrics_aggr_fn
             self.randomness,
             weighted_by_key,
             arrayrecord_key,
-            _declared_counts(example_counts, cohort),
+            declared_counts(example_counts, cohort),
         )
         self._participants = Participants(
             cohort,
@@ -539,17 +528,3 @@ evaluate_metrics_aggr_fn
 def _described(layout: Layout) -> list[list[object]]:
     """What a row is made of, as JSON says it."""
     return [[entry.name, list(entry.shape), str(entry.dtype)] for entry in layout.entries]
-
-
-def _declared_counts(
-    counts: Sequence[int] | None, cohort: Cohort
-) -> npt.NDArray[np.float64] | None:
-    """Example counts by client id, ``[population]``."""
-    if counts is None:
-        return None
-    if len(counts) != cohort.population or min(counts) < 0:
-        raise FedsimError(
-            f"example_counts has {len(counts)} numbers; it must have one, 0 or more, for each of "
-            f"the {cohort.population} clients of the population."
-        )
-    return np.asarray(counts, dtype=np.float64)

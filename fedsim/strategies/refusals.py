@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
+from fedsim.mechanisms import Mechanism
 
-__all__ = ["refuse_flowers_keywords", "refuse_running_statistics"]
+__all__ = [
+    "allowed_fraction",
+    "declared_counts",
+    "refuse_flowers_keywords",
+    "refuse_running_statistics",
+    "refuse_void_settings",
+]
 
 _INSTEAD = {
     "fraction_train": "cohort=PoissonCohort(rate=fraction_train, population=...), whose draws are "
@@ -44,6 +55,65 @@ def refuse_flowers_keywords(keywords: Mapping[str, object]) -> None:
         if name in _INSTEAD:
             raise FedsimError(f"{name} = {value!r} is not DPFedAvg's; use {_INSTEAD[name]}.")
         raise TypeError(f"DPFedAvg.__init__() got an unexpected keyword argument '{name}'")
+
+
+def refuse_void_settings(
+    mechanism: Mechanism,
+    max_epsilon: float | None,
+    private_examples: bool,
+    example_counts: Sequence[int] | None,
+) -> None:
+    """Refuse settings that contradict a guarantee, or claim one that is not there.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if mechanism.guarantee == "none" and max_epsilon is not None:
+        raise FedsimError(
+            f"max_epsilon = {max_epsilon}, but {mechanism} gives no guarantee to account for."
+        )
+    if private_examples and mechanism.weighting == "num-examples" and example_counts is None:
+        raise FedsimError(
+            "example_counts is None, but clients protect their examples and their updates are "
+            "weighed by num-examples (mechanism.weighting); declare the counts, which are then "
+            "public, or weigh uniformly."
+        )
+
+
+def allowed_fraction(fraction_evaluate: float | None, shows_clients: bool) -> float:
+    """Share of the clients that evaluate; by default all, or none where that would show them.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if fraction_evaluate is None:
+        return 1.0 if shows_clients else 0.0
+    if fraction_evaluate > 0 and not shows_clients:
+        raise FedsimError(
+            f"fraction_evaluate = {fraction_evaluate} releases metrics of clients' data "
+            "without noise; set it to 0, or unprotected_metrics=True to have them all the "
+            "same."
+        )
+    return fraction_evaluate
+
+
+def declared_counts(counts: Sequence[int] | None, cohort: Cohort) -> npt.NDArray[np.float64] | None:
+    """Example counts by client id, ``[population]``.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if counts is None:
+        return None
+    if len(counts) != cohort.population or min(counts) < 0:
+        raise FedsimError(
+            f"example_counts has {len(counts)} numbers; it must have one, 0 or more, for each of "
+            f"the {cohort.population} clients of the population."
+        )
+    return np.asarray(counts, dtype=np.float64)
 
 
 def refuse_running_statistics(names: Iterable[str]) -> None:
