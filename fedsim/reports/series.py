@@ -9,12 +9,14 @@ from collections.abc import Iterable, Sequence
 from fedsim.reports.charts import Line, Lines
 from fedsim.reports.record import RunRecord
 
-__all__ = ["is_share", "learning_columns", "learning_curves", "release_curves"]
+__all__ = ["OPERATORS", "is_share", "learning_columns", "learning_curves", "release_curves"]
 
 PREFIXES = {"test": "test examples", "clients": "clients' examples", "train": "while training"}
 """Beginnings of a metric's columns, and whose examples it is then about."""
 
-OPERATORS = {"asked", "usable", "failed", "clients-per-second", "seconds"}
+OPERATORS = {"asked", "usable", "failed", "ignored-nodes", "clients-per-second", "seconds"}
+"""Columns that only the operator knows, and those that begin with ``failed-``."""
+
 _OTHERS = {"round", "epsilon", "example-epsilon", "simulated"}
 _COUNTS = {"clients-num-examples", "train-num-examples", "train-fresh-state"}
 

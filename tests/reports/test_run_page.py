@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import signal
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,6 +18,10 @@ from fedsim.reports.markup import inert_json, tag
 from fedsim.reports.page import write
 from fedsim.reports.record import RunRecord, read_metrics
 from fedsim.reports.run_page import OPERATORS_FACTS, run_page
+from fedsim.reports.series import OPERATORS
+from fedsim.runs.callbacks import Callback
+from fedsim.runs.sweep import members, run_sweep
+from fedsim.strategies import RoundReport, RunFailedError
 
 EVIL = """</script><script>alert(1)</script><img src=x onerror="alert(2)">' & 数字"""
 
@@ -191,6 +196,42 @@ def test_a_long_runs_page_stays_small_and_keeps_its_extremes(tmp_path: Path) -> 
     page = page_of(left_run(tmp_path / "run", rows))
     assert len(page) < 150_000
     assert "[54321," in page or ",54321," in page
+
+
+def test_what_only_the_operator_knows_is_no_release() -> None:
+    columns = {name for name in RoundReport.columns() if not name.startswith("failed-")}
+    assert columns <= OPERATORS
+
+
+def test_a_run_that_failed_leaves_a_page_that_says_why(tmp_path: Path) -> None:
+    config = RunConfig().replace(
+        **{"rounds": 9, "client.lr": 1e30, "partition.clients": 5, "server.max-failed-rounds": 2}
+    )
+    with pytest.raises(RunFailedError):
+        fedsim.run(config, out=tmp_path / "run")
+    words = Outline((tmp_path / "run" / "report.html").read_text(encoding="utf-8")).words
+    assert "It failed: every client that was asked failed in 2 rounds in a row" in words
+    assert "malformed" in words
+
+
+def test_a_run_that_was_interrupted_leaves_its_page(tmp_path: Path) -> None:
+    class Interrupting(Callback):
+        def on_round(self, status):
+            if status.round == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    config = RunConfig().replace(**{"rounds": 50, "partition.clients": 5})
+    result = fedsim.run(config, out=tmp_path / "run", callbacks=[Interrupting()])
+    assert result.ended == "interrupted"
+    words = Outline((tmp_path / "run" / "report.html").read_text(encoding="utf-8")).words
+    assert f"It reached round {result.metrics[-1]['round']} of 50. Interrupted" in words
+
+
+def test_members_of_a_sweep_leave_pages(tmp_path: Path) -> None:
+    base = RunConfig().replace(**{"rounds": 1, "partition.clients": 5})
+    run_sweep(members(base, {"seed": [1, 2]}), tmp_path)
+    for seed in (1, 2):
+        assert (tmp_path / f"seed={seed}" / "report.html").is_file()
 
 
 def test_thinning_keeps_ends_and_extremes() -> None:

@@ -445,8 +445,9 @@
         const x = left + i * step;
         const end = x + step / 2 + (labels[i].length * LETTER) / 2 > wide;
         if (i % every === 0) this.text(end ? wide : x + step / 2, box.bottom + 17, labels[i], { "text-anchor": end ? "end" : "middle" });
+        const thick = Math.min(Math.max(step * 0.84, 0.5), 72);
         return shape("rect", this.svg, {
-          x: x + step * 0.08, width: Math.max(step * 0.84, 0.5), y: toY(value), height: Math.max(box.bottom - toY(value), 0), fill: colour(0),
+          x: x + (step - thick) / 2, width: thick, y: toY(value), height: Math.max(box.bottom - toY(value), 0), fill: colour(0),
         });
       });
       shape("line", this.svg, { x1: left, x2: box.right, y1: box.bottom, y2: box.bottom, class: "frame" });
