@@ -65,7 +65,7 @@ class Das(Experiment):
         free = {
             "mechanism.name": "none",
             "mechanism.weighting": "uniform",
-            "mechanism.clip-norm": 1.0,
+            "mechanism.clip-norm": "",
             "noise.target-epsilon": "",
         }
         plans: dict[str, dict[str, Any]] = {"fedavg": free}

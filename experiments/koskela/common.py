@@ -35,6 +35,6 @@ def optimiser(name: str, rate: float) -> dict[str, Scalar]:
     return {
         "client.name": name,
         "client.lr": rate,
-        "client.eta-max": 0.0,
-        "client.adapt-rounds": 0,
+        "client.eta-max": "",
+        "client.adapt-rounds": "",
     }

@@ -55,13 +55,10 @@ class NodeBuild(Build):
         """The client's examples, for training and for testing."""
         if self._file:
             settings = self.config.data
-            dataset = datasets.load(
-                self._file,
-                normalize=settings.normalize,
-                classes=settings.classes,
-                vocabulary=settings.vocabulary,
-                layout=settings.layout,
-            )
+            # What a config declares of files holds for every client's: all but how they are saved.
+            declared = settings.values() if settings.registered(settings.name) == "files" else {}
+            declared.pop("columns", None)
+            dataset = datasets.load(self._file, normalize=settings.normalize, **declared)
             if self.config.private or self.config.client.private:
                 refuse_found(dataset)
             train, test = dataset.train, dataset.test

@@ -33,7 +33,7 @@ def split_data(config: RunConfig, path_of: Callable[[int], Path]) -> list[Path]:
     """
     build = Build(config.replace(**{"engine.device": "cpu"}))
     dataset = build.dataset
-    images = config.data.layout == "auto"
+    images = getattr(config.data, "layout", "auto") == "auto"
     # A client need not have examples of every class or token: the file says how many there are.
     sizes = {"classes": dataset.num_classes, "vocabulary": dataset.vocabulary}
     about: dict[str, Any] = {name: np.array(size) for name, size in sizes.items() if size}

@@ -9,6 +9,7 @@ import typer
 import fedsim
 from fedsim.cli.audit import audit
 from fedsim.cli.command import Command, Group
+from fedsim.cli.config import config
 from fedsim.cli.deploy import deploy
 from fedsim.cli.experiment import experiment
 from fedsim.cli.flower_app import app as flower_app
@@ -64,4 +65,5 @@ for command in (
 ):
     app.command(cls=Command)(command)
 app.command("app", cls=Command)(flower_app)
+app.add_typer(config, name="config")
 app.add_typer(deploy, name="deploy")

@@ -21,7 +21,7 @@ from fedsim.config.values import Scalar, read_options
 from fedsim.errors import FedsimError
 from fedsim.settings import REQUIRED, Between, Doc, Setting, Text, settings_of
 
-__all__ = ["Choice", "model_field", "own_settings", "prepared", "switched", "takers"]
+__all__ = ["Choice", "model_field", "model_of", "own_settings", "prepared", "switched", "takers"]
 
 Options = Annotated[
     dict[str, Scalar], Doc("Settings of a class or function of your own, by their names.")
@@ -66,7 +66,12 @@ class Choice(Section):
     @classmethod
     def knows(cls, name: str) -> bool:
         """Whether there is such a thing, or may be."""
-        return ":" in name or name in registry.names(cls.kind)
+        return ":" in name or cls.registered(name) in registry.names(cls.kind)
+
+    @classmethod
+    def registered(cls, name: str) -> str:
+        """What a thing is called in the registry, by what a config calls it."""
+        return name
 
 
 def prepared(
@@ -131,6 +136,7 @@ def takers(section: type[Choice], key: str) -> list[str]:
 
 def own_settings(section: type[Choice], name: str) -> tuple[Setting, ...]:
     """What a thing brings to a table, less what other keys say; nothing for ``module:name``."""
+    name = section.registered(name)
     if ":" in name or name not in registry.names(section.kind):
         return ()
     table = f"{section.table}.{section.selector}"
@@ -191,6 +197,11 @@ def _unset(section: type[Choice], name: str, tree: Mapping[str, Any]) -> list[st
     empty = [key for key, value in tree.items() if value == "" and key not in common]
     own = {setting.key for setting in own_settings(section, name)}
     return [key for key in empty if key in own or takers(section, key)]
+
+
+def model_of(section: type[Choice], name: str) -> type[Section]:
+    """A table's model with the keys of the thing of this name."""
+    return _model(section, name, ())
 
 
 @cache

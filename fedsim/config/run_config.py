@@ -94,6 +94,11 @@ class RunConfig(Section):
         return cls._changed(_read(path), dict(_parse_override(text) for text in overrides))
 
     @classmethod
+    def of(cls, overrides: Iterable[str]) -> RunConfig:
+        """The defaults with ``key=value`` overrides applied to them."""
+        return cls._changed({}, dict(_parse_override(text) for text in overrides))
+
+    @classmethod
     def parse(cls, tree: Mapping[str, Any]) -> RunConfig:
         """Validate a nested mapping with kebab-case keys.
 

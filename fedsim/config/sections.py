@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from fedsim import registry
 from fedsim.config.choices import Choice
 from fedsim.config.keys import (
     Maybe,
@@ -41,10 +42,12 @@ __all__ = [
 ]
 
 
-class DataSection(Section):
+class DataSection(Choice):
     """Which examples there are."""
 
     table: ClassVar[str] = "data"
+    kind: ClassVar[str] = "data"
+    filled: ClassVar[tuple[str, ...]] = ("path", "directory", "download", "normalize")
     name: Annotated[
         str,
         Doc(
@@ -67,7 +70,9 @@ class DataSection(Section):
         Range,
         Doc("Which training examples there are, as start:stop; '10000:' leaves out 10,000."),
     ] = ""
-    test: Annotated[Range, Doc("Which test examples there are, as start:stop.")] = ""
+    test: Annotated[Range, Doc("Which test examples there are, in the same way.")] = setting(
+        "", affects_release=False
+    )
     validation: Annotated[
         float,
         Doc(
@@ -75,20 +80,6 @@ class DataSection(Section):
             "below 1, or their number; 0 for none."
         ),
     ] = Field(0.0, ge=0)
-    classes: Annotated[
-        int, Doc("How many classes there are, of data of your own; 0 for as many as occur.")
-    ] = Field(0, ge=0, le=1_000_000)
-    vocabulary: Annotated[
-        int, Doc("How many tokens there are, of data of your own; 0 for as many as occur.")
-    ] = Field(0, ge=0, le=1_000_000)
-    layout: Annotated[
-        Literal["auto", "as-is"],
-        Doc("Whether floating inputs of 3 or 4 axes are images; 'as-is' takes them as they lie."),
-    ] = "auto"
-    columns: Annotated[
-        str,
-        Doc("Of what `datasets` has saved: its columns, such as 'x=image,y=label,owner=writer'."),
-    ] = ""
 
     @model_validator(mode="after")
     def _count_is_whole(self) -> DataSection:
@@ -99,6 +90,11 @@ class DataSection(Section):
             "a share below 1, or a whole number of examples",
         )
         return self
+
+    @classmethod
+    def registered(cls, name: str) -> str:
+        """A name that is no data set's is a path to files."""
+        return name if ":" in name or name in registry.names("data") else "files"
 
 
 class PartitionSection(Choice):
@@ -422,15 +418,19 @@ class StopSection(Section):
     """When a run ends before its last round."""
 
     table: ClassVar[str] = "stop"
-    metric: str = ""
-    patience: int = Field(10, ge=1)
+    metric: Annotated[
+        str, Doc("The column of the metrics that must improve for a run to go on; empty for none.")
+    ] = ""
+    patience: Annotated[int, Doc("Rounds without an improvement after which the run ends.")] = (
+        Field(10, ge=1)
+    )
 
 
 class LogSection(Section):
     """Where a run's rows go as they come, beside its directory."""
 
     table: ClassVar[str] = "log"
-    to: str = ""
+    to: Annotated[str, Doc("'tensorboard' or 'mlflow': where rows go too; empty for nowhere.")] = ""
 
 
 class EngineSection(Section):

@@ -44,7 +44,8 @@ def make(section: Choice, **filled: Any) -> Any:
 
 def find(section: Choice) -> Callable[..., Any]:
     """The class or function that a table names."""
-    return registry.find(section.kind, section.chosen, f"{section.table}.{section.selector}")
+    name = section.registered(section.chosen)
+    return registry.find(section.kind, name, f"{section.table}.{section.selector}")
 
 
 def settings_for(
@@ -86,7 +87,6 @@ def modules_named(config: RunConfig) -> list[tuple[str, str, str]]:
     named = [
         ("model.loss", "loss", config.model.loss),
         *(("model.metrics", "metric", name) for name in apart(config.model.metrics)),
-        ("data.name", "data", config.data.name),
         *(
             (f"{table.table}.{table.selector}", table.kind, table.chosen)
             for table in _choices(config)

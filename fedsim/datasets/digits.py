@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from fedsim.datasets.dataset import Dataset
+from fedsim.errors import FedsimError
+from fedsim.registry import register
 
-__all__ = ["read_digits"]
+__all__ = ["Digits", "read_digits"]
 
 _FILE = Path(__file__).with_name("digits.npz")
 _SOURCE = "Alpaydin and Kaynak, UCI, 1998"
 _GREY_LEVELS = 16
 _EVERY = 5
+
+
+@register("data", "digits")
+@dataclass(frozen=True)
+class Digits:
+    """Handwritten digits that come along: 1,797 images of 8x8 grey pixels."""
+
+    def __call__(self, normalize: bool) -> Dataset:
+        """Read them; see `read_digits`."""
+        if normalize:
+            raise FedsimError(
+                "data.normalize is true, but digits has no mean and std for each channel; leave it "
+                "false: its pixels are in [0, 1] as they are."
+            )
+        return read_digits()
 
 
 def read_digits() -> Dataset:

@@ -3,53 +3,69 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.datasets.arrays import read_npz
+from fedsim.datasets.dataset import Dataset
 from fedsim.errors import FedsimError
 
-__all__ = ["STATISTICS", "read_torchvision"]
-
-STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
-    "mnist": ((0.1307,), (0.3081,)),
-    "fashion-mnist": ((0.2860,), (0.3530,)),
-    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
-}
-"""Mean and standard deviation of each channel, in [0, 1], as everybody uses them."""
-
-_TORCHVISION = {
-    "mnist": "MNIST",
-    "fashion-mnist": "FashionMNIST",
-    "cifar10": "CIFAR10",
-    "cifar100": "CIFAR100",
-}
+__all__ = ["Published"]
 
 Split = dict[str, npt.NDArray[Any]]
 
 
-def read_torchvision(name: str, folder: Path, download: bool) -> tuple[Split, Split]:
-    """Read ``x`` and ``y`` for training and for testing from torchvision's cache below ``folder``.
+class Published:
+    """A data set as everybody has it: from ``<name>.npz`` or torchvision's own files.
 
-    Raises
-    ------
-    FedsimError
-        If the files are missing or damaged, or cannot be downloaded.
+    Attributes
+    ----------
+    name, torchvision : str
+        What fedsim and torchvision call it.
+    classes : int
+    mean, std : tuple of float
+        Of each channel, in [0, 1], as everybody uses them.
     """
-    from torchvision import datasets  # seconds to import, and most runs need none of it
 
-    def read(train: bool) -> Split:
+    name: ClassVar[str]
+    torchvision: ClassVar[str]
+    classes: ClassVar[int] = 10
+    mean: ClassVar[tuple[float, ...]]
+    std: ClassVar[tuple[float, ...]]
+
+    def __call__(self, directory: Path, download: bool, normalize: bool) -> Dataset:
+        """Read it from a folder.
+
+        Raises
+        ------
+        FedsimError
+            If the files are missing or damaged, or cannot be downloaded.
+        """
+        mean, std = (self.mean, self.std) if normalize else (None, None)
+        names = (f"{self.name}.npz", f"{self.name.replace('-', '_')}.npz")
+        path = next((directory / name for name in names if (directory / name).is_file()), None)
+        if path is not None:
+            arrays = read_npz(path)
+            train, test, source = arrays.train, arrays.test, str(path)
+        else:
+            train, test = (self._read(directory, download, part) for part in (True, False))
+            source = f"torchvision, {directory}"
+        return Dataset.of(
+            self.name, train, test, mean=mean, std=std, classes=self.classes, source=source
+        )
+
+    def _read(self, directory: Path, download: bool, train: bool) -> Split:
+        from torchvision import datasets  # seconds to import, and most runs need none of it
+
         try:
-            kept = getattr(datasets, _TORCHVISION[name])(
-                root=str(folder), train=train, download=download
+            kept = getattr(datasets, self.torchvision)(
+                root=str(directory), train=train, download=download
             )
         except (RuntimeError, OSError, EOFError) as error:
-            raise FedsimError(_sentence(name, folder, download, error)) from error
+            raise FedsimError(_sentence(self.name, directory, download, error)) from error
         return {"x": np.asarray(kept.data), "y": np.asarray(kept.targets)}
-
-    return read(True), read(False)
 
 
 def _sentence(name: str, folder: Path, download: bool, error: Exception) -> str:

@@ -64,10 +64,7 @@ class Build:
             normalize=data.normalize,
             train=data.train,
             test=data.test,
-            classes=data.classes,
-            vocabulary=data.vocabulary,
-            layout=data.layout,
-            columns=data.columns,
+            **settings_for(data, find(data), ("path", "directory", "download", "normalize")),
         )
         if self.config.private or self.config.client.private:
             refuse_found(dataset)

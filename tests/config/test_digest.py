@@ -21,6 +21,7 @@ OUTSIDE = {
     "rounds",
     "data.dir",
     "data.download",
+    "data.test",
     "client.path",
     "client.block-size",
     "client.state-dir",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from fedsim.registry import register
+from fedsim.settings import Doc
 from fedsim.tasks.metrics.base import counted
 from fedsim.tasks.metrics.top_k import TopK
 
@@ -25,7 +27,7 @@ class Accuracy(TopK):
     Outputs ``[B, K]`` and classes ``[B]``, or one more axis in both: the positions of a sequence.
     """
 
-    k: int = 1
+    k: Annotated[int, Doc("1: the largest logit is the one that counts.")] = 1
 
     def update(self, state: Ints, outputs: Tensor, targets: Tensor) -> Ints:
         """More examples."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
 from fedsim.registry import register
+from fedsim.settings import Doc
 from fedsim.tasks.metrics.base import Metric, counted
 from fedsim.tasks.metrics.sums import ExactSum
 
@@ -29,7 +30,7 @@ class CalibrationError(Metric):
     bins : int
     """
 
-    bins: int = 15
+    bins: Annotated[int, Doc("Into how many equal parts confidences are sorted.")] = 15
     higher_is_better: ClassVar[bool] = False
 
     def init(self) -> Sequence[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.registry import register
+from fedsim.settings import Doc
 from fedsim.tasks.metrics.base import Metric, counted
 
 __all__ = ["TopK"]
@@ -31,7 +33,7 @@ class TopK(Metric):
     k : int
     """
 
-    k: int = 5
+    k: Annotated[int, Doc("How many of the largest logits are looked at.")] = 5
 
     def __post_init__(self) -> None:
         if self.k < 1:

@@ -1,0 +1,133 @@
+"""`fedsim config`: what a config may say, and what one says."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from fedsim import registry
+from fedsim.cli.command import Command, Group
+from fedsim.cli.console import Output
+from fedsim.config import RunConfig
+from fedsim.config.describe import Key, choices_of, keys
+from fedsim.config.schema import schema
+from fedsim.config.template import template
+from fedsim.errors import FedsimError
+
+__all__ = ["config"]
+
+config = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="Say what a config may say: its keys, what can be chosen, a first one to start from.",
+)
+
+
+@config.command("list", cls=Command)
+def list_(
+    kind: Annotated[
+        str | None, typer.Argument(help="mechanism, client, data, ...; all kinds if left out.")
+    ] = None,
+) -> None:
+    """List what there is of a kind: fedsim's own, and what installed packages add.
+
+        fedsim config list mechanism
+
+    Anything of your own is written `module:name` in the same places.
+    """
+    if kind is not None and kind not in registry.PACKAGES:
+        raise FedsimError(f"KIND is '{kind}'; it must be {', '.join(registry.PACKAGES)}.")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name in [kind] if kind else registry.PACKAGES:
+        for thing, line in choices_of(name):
+            table.add_row(*(() if kind else (name,)), thing, line)
+    Output().print(table)
+
+
+@config.command(cls=Command)
+def explain(
+    key: Annotated[str, typer.Argument(help="A key such as client.lr, or a table such as client.")],
+) -> None:
+    """Explain a key, or every key of a table: what it does, what it may be, its default.
+
+    fedsim config explain client.tol
+    fedsim config explain noise
+    """
+    every = keys()
+    chosen = [k for k in every if k.name == key or k.name.rpartition(".")[0] == key]
+    if not chosen:
+        known = sorted({k.name for k in every} | {k.name.rpartition(".")[0] for k in every})
+        close = difflib.get_close_matches(key, known, n=1)
+        hint = f" did you mean '{close[0]}'?" if close else ""
+        raise FedsimError(f"there is no key '{key}';{hint or ' fedsim config list has the kinds.'}")
+    output = Output()
+    for entry in chosen:
+        output.print(_explained(entry))
+
+
+def _explained(key: Key) -> str:
+    lines = [key.name, f"    {key.doc}", f"    It is {key.type}{_allowed(key)}."]
+    shown = json.dumps(key.default)
+    lines.append(f"    By default {shown}." if key.default != "" else "    By default unset.")
+    if key.belongs_to:
+        lines.append(f"    It belongs to {', '.join(key.belongs_to)}.")
+    return "\n".join(lines)
+
+
+def _allowed(key: Key) -> str:
+    return f": {key.allowed}" if key.allowed else ""
+
+
+@config.command(cls=Command)
+def init(
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Choose: `mechanism.name=clipping`."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A file to write it to, which is new.")] = None,
+) -> None:
+    """Write a config to start from: every key of what is chosen, with what it means.
+
+    fedsim config init --set client.name=adam --set partition.name=dirichlet --out run.toml
+    """
+    text = template(RunConfig.of(set_ or []))
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise FedsimError(f"--out is {out}, which is there already; choose another.") from None
+
+
+@config.command("schema", cls=Command)
+def schema_() -> None:
+    """Print the JSON schema, from which editors complete and check a TOML file.
+
+        fedsim config schema > fedsim.schema.json
+
+    and `#:schema ./fedsim.schema.json` as the first line of the config.
+    """
+    typer.echo(json.dumps(schema(), indent=2))
+
+
+@config.command(cls=Command)
+def show(
+    file: Annotated[Path, typer.Argument(metavar="CONFIG", help="A config's TOML file.")],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one key: `client.lr=0.1`."),
+    ] = None,
+) -> None:
+    """Show a config complete, with all that it leaves at a default.
+
+    fedsim config show run.toml --set client.name=adam
+    """
+    typer.echo(RunConfig.load(file, set_ or []).to_toml(), nl=False)

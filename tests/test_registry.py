@@ -1,0 +1,233 @@
+"""One file is one thing more: it is found, described, checked and run, and nothing else changes."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+import fedsim
+from fedsim import RunConfig, registry
+from fedsim.errors import FedsimError
+from fedsim.settings import settings_of
+
+HEAD = """
+from dataclasses import dataclass
+from typing import Annotated
+from fedsim.registry import register
+from fedsim.settings import Doc, Ge, Gt
+"""
+
+FILES = {
+    "mechanism": """
+import torch
+from fedsim.mechanisms import ScalingBound
+
+@register("mechanism", "sample-thing")
+@dataclass(frozen=True)
+class Smooth(ScalingBound):
+    clip_norm: Annotated[float, Gt(0), Doc("The largest norm.")] = 1.0
+    power: Annotated[float, Ge(1), Doc("How sharp the corner is.")] = 4.0
+
+    def radius(self, ready, d):
+        return self.clip_norm
+
+    def scales(self, norms, state=None, *, unit=1.0):
+        ratio = norms * unit / self.clip_norm
+        return unit / (1 + ratio**self.power) ** (1 / self.power)
+""",
+    "client": """
+from fedsim.clients import LocalAlgorithm
+
+@register("client", "sample-thing")
+@dataclass(frozen=True)
+class Sign(LocalAlgorithm):
+    lr: Annotated[float, Gt(0), Doc("The rate.")] = 0.01
+
+    def step(self, state, gradient, at):
+        state["theta"] -= self.lr * gradient.dense().sign()
+""",
+    "cohort": """
+import numpy as np
+from fedsim.cohorts import InclusionSampler
+
+@register("cohort", "sample-thing")
+class Tides(InclusionSampler):
+    def __init__(self, population):
+        super().__init__(population, highest=0.9)
+
+    def probabilities(self, round):
+        return np.where(np.arange(self.population) % 2 == round % 2, 0.9, 0.5)
+""",
+    "partition": """
+import numpy as np
+from fedsim.partitions import Partition
+
+@register("partition", "sample-thing")
+@dataclass(frozen=True)
+class Stripes(Partition):
+    width: Annotated[int, Ge(1), Doc("Neighbours that stay together.")] = 2
+    clients: int = 100
+    seed: int = 0
+
+    @property
+    def _kind(self):
+        return "stripes"
+
+    def _deal(self, examples, generator):
+        owner = np.arange(len(examples)) // self.width % self.clients
+        return [np.flatnonzero(owner == client) for client in range(self.clients)]
+""",
+    "data": """
+import numpy as np
+from fedsim.datasets import Dataset
+
+@register("data", "sample-thing")
+@dataclass(frozen=True)
+class Blobs:
+    size: Annotated[int, Ge(4), Doc("How many examples.")] = 60
+
+    def __call__(self):
+        y = np.arange(self.size) % 3
+        x = np.eye(3, dtype=np.float32)[y]
+        part = {"x": x, "y": y}
+        return Dataset.of("blobs", part, part, classes=3)
+""",
+    "metric": """
+@register("metric", "sample-thing")
+def certainty(outputs, targets):
+    return outputs.softmax(-1).amax(-1)
+""",
+    "server": """
+from fedsim.server_optimizers import ServerOptimizer
+
+@register("server", "sample-thing")
+@dataclass
+class Halved(ServerOptimizer):
+    share: Annotated[float, Gt(0), Doc("What of the update is taken.")] = 0.5
+
+    def step(self, vector, update):
+        return vector + self.share * update.to(vector)
+""",
+}
+CHOOSE = {"server": "server.optimizer", "metric": "model.metrics"}
+BASE = {
+    "rounds": 2,
+    "partition.clients": 5,
+    "client.batch-size": 20,
+    "mechanism.name": "clipping",
+    "noise.multiplier": 0.5,
+    "cohort.name": "poisson",
+}
+
+
+@pytest.fixture
+def one_more(tmp_path, monkeypatch, request):
+    """A file in the folder of a kind's package, as if it had always been there."""
+    kind = request.param
+    text = HEAD + FILES[kind]
+    assert len(text.splitlines()) <= 80
+    (tmp_path / "sample_thing.py").write_text(text)
+    package = importlib.import_module(registry.PACKAGES[kind])
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    importlib.invalidate_caches()
+    yield kind
+    sys.modules.pop(f"{package.__name__}.sample_thing", None)
+    registry._registered.pop((kind, "sample-thing"), None)
+
+
+@pytest.mark.parametrize("one_more", FILES, indirect=True)
+def test_a_thing_of_any_kind_is_one_file_that_runs_by_its_name(one_more: str) -> None:
+    key = CHOOSE.get(one_more, f"{one_more}.name")
+    assert "sample-thing" in registry.names(one_more)
+    config = RunConfig().replace(**(BASE | {key: "sample-thing"}))
+    settings = settings_of(registry.find(one_more, "sample-thing", key))
+    flat = config.to_run_config()
+    table = key.split(".")[0]
+    shown = [s for s in settings if s.name not in ("clients", "seed")]
+    assert all(flat[f"{table}.{s.key}"] == s.default and s.doc for s in shown)
+    assert RunConfig.from_run_config(flat) == config
+    result = fedsim.run(config)
+    assert len([row for row in result.metrics if row["round"]]) == 2
+
+
+def test_nothing_lists_by_hand_what_is_found_by_its_file() -> None:
+    """A name of a thing with no place in the code but its own file, and where it is a default."""
+    root = Path(fedsim.__file__).parent
+    allowed = {"adadp-noise", "shards", "dirichlet", "auc"}
+    for kind in registry.PACKAGES:
+        for name in set(registry.names(kind)) & allowed:
+            own = name.replace("-", "_") + ".py"
+            said = [p for p in root.rglob("*.py") if p.name != own and f'"{name}"' in p.read_text()]
+            assert [p.name for p in said if p.name != "policy.py"] == [], name
+
+
+def test_listing_what_there_is_waits_for_nothing() -> None:
+    code = (
+        "import sys; from fedsim import registry;"
+        "kinds = set(registry.PACKAGES) - {'loss', 'metric'};"
+        "names = [n for k in kinds for n in registry.names(k)]; assert 'adam' in names;"
+        "sys.exit(bool({'torch', 'flwr', 'fedsim.mechanisms.adaclip'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("kind", sorted(set(registry.PACKAGES) - {"loss", "metric"}))
+def test_every_setting_of_every_thing_is_described(kind: str) -> None:
+    filled = {"clients", "seed", "population", "adjacency", "path"}
+    for name in registry.names(kind):
+        for setting in settings_of(registry.find(kind, name, kind)):
+            assert setting.doc.endswith(".") or setting.name in filled, (kind, name, setting.name)
+
+
+def plugged(monkeypatch: pytest.MonkeyPatch, *points: tuple[str, str]) -> None:
+    entries = tuple(EntryPoint(name, value, registry.PLUGINS) for name, value in points)
+    monkeypatch.setattr(registry, "_entry_points", lambda: entries)
+
+
+def test_an_installed_package_adds_a_thing_by_its_entry_point(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "their_package.py").write_text(
+        HEAD + FILES["client"].replace("sample-thing", "theirs")
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    plugged(monkeypatch, ("client.theirs", "their_package:Sign"))
+    config = RunConfig().replace(**{"client.name": "theirs", "client.lr": 0.5})
+    assert config.client.lr == 0.5
+    with pytest.raises(FedsimError, match=r"client\.lr = 0\.0; it must be greater than 0"):
+        config.replace(**{"client.lr": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("points", "sentence"),
+    [
+        ([("client.sgd", "a:B")], "called client 'sgd', which is fedsim's own; rename it"),
+        ([("client.x", "a:B"), ("client.x", "c:D")], "which is another plugin's; rename it"),
+        ([("client.x", "no_such_module_anywhere:B")], "the plugin no_such_module_anywhere:B"),
+        ([("client.x", "math:sqrt2")], "which cannot be imported"),
+        ([("client.x", "math:pi")], "is not callable"),
+    ],
+)
+def test_a_plugin_that_cannot_be_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, points: list[tuple[str, str]], sentence: str
+) -> None:
+    plugged(monkeypatch, *points)
+    with pytest.raises(FedsimError, match=sentence):
+        RunConfig().replace(**{"client.name": "x"})
+
+
+def test_a_setting_that_a_table_has_itself_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "bad_plugin.py").write_text(
+        "import dataclasses\n@dataclasses.dataclass\nclass Bad:\n    epochs: int = 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    plugged(monkeypatch, ("client.bad", "bad_plugin:Bad"))
+    with pytest.raises(FedsimError, match=r"'bad' has a setting 'epochs', which is a key of every"):
+        RunConfig().replace(**{"client.name": "bad"})
