@@ -103,7 +103,7 @@ def check_bundle(content: bytes, component: str, app: str) -> None:
         ("name", about.get("name"), _NAMES),
         ("version", about.get("version"), _VERSIONS),
     ):
-        if re.fullmatch(form, str(text)) is None:
+        if not isinstance(text, str) or re.fullmatch(form, text) is None:
             raise FedsimError(f"the bundle's {key} is {str(text)[:80]!r}; it must match {form}.")
     if about.get("dependencies") or about.get("optional-dependencies"):
         raise FedsimError("the bundle asks for packages; here nothing is installed for a run.")

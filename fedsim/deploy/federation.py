@@ -137,7 +137,14 @@ class Federation:
             raise FedsimError(
                 f"{directory} holds no federation; make one with `fedsim deploy init`."
             ) from None
-        return cls(directory.absolute(), **{**tree, "hosts": tuple(tree["hosts"])})
+        except (ValueError, RecursionError) as error:
+            raise FedsimError(f"{directory}/federation.toml is no TOML: {error}.") from None
+        try:
+            return cls(directory.absolute(), **{**tree, "hosts": tuple(tree["hosts"])})
+        except (TypeError, KeyError) as error:
+            raise FedsimError(
+                f"{directory}/federation.toml is not as `fedsim deploy init` wrote it ({error})."
+            ) from None
 
     @property
     def operator(self) -> Path:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -204,10 +205,27 @@ def _read(path: Path, party: type[SuperLink | Node]) -> dict[str, Any]:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError:
         raise FedsimError(f"{path} is not there; `fedsim deploy init` makes it.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FedsimError(f"{path} is no TOML: {error}.") from None
     tree.pop("policy", None)
-    known = {field.name.replace("_", "-") for field in fields(party)} - {"directory"}
-    if unknown := sorted(set(tree) - known):
-        raise FedsimError(f"{path} has the key {unknown[0]!r}; it may have {sorted(known)}.")
+    settings = {
+        field.name.replace("_", "-"): field for field in fields(party) if field.name != "directory"
+    }
+    if unknown := sorted(set(tree) - set(settings)):
+        raise FedsimError(f"{path} has the key {unknown[0]!r}; it may have {sorted(settings)}.")
+    for key, field in settings.items():
+        if key not in tree and field.default is MISSING:
+            raise FedsimError(f"{path} lacks the key {key!r}; `fedsim deploy init` writes it.")
+        # A flag that is a word would be true, and a limit that is no number none at all.
+        if key in tree and not _FITS[str(field.type)](tree[key]):
+            raise FedsimError(f"{path} says {key} = {tree[key]!r:.80}; it must be {field.type}.")
     return {key.replace("-", "_"): value for key, value in tree.items()}
+
+
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    "str": lambda value: isinstance(value, str) and value != "",
+    "bool": lambda value: isinstance(value, bool),
+    "int": lambda value: type(value) is int and value >= 0,
+    "float": lambda value: type(value) in (int, float) and 0 <= value < math.inf,
+}
+"""Values that a setting of a party may have, by its type; numbers are not negative."""

@@ -94,8 +94,10 @@ class Policy:
         """
         try:
             table = tomllib.loads(path.read_text(encoding="utf-8")).get("policy", {})
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise FedsimError(f"this node's policy cannot be read: {error}.") from None
+        if not isinstance(table, dict):
+            raise FedsimError("this node's policy is no table; it must be written as [policy].")
         defaults = cls()
         known = {field.name.replace("_", "-"): field.name for field in fields(cls)}
         del known["directory"]

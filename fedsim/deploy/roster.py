@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,15 +39,18 @@ def read_roster(path: Path) -> dict[str, int]:
     """
     try:
         clients = tomllib.loads(path.read_text(encoding="utf-8"))["clients"]
-    except (OSError, ValueError, KeyError) as error:
+        if not isinstance(clients, dict):
+            raise ValueError("clients is no table")
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         raise FedsimError(
             f"{path} is no list of clients ({error}); `fedsim deploy init` writes one."
         ) from None
     for digest, client in clients.items():
-        if len(digest) != 64 or not isinstance(client, int) or isinstance(client, bool):
+        is_id = type(client) is int and 0 <= client < 2**63
+        if re.fullmatch("[0-9a-f]{64}", digest) is None or not is_id:
             raise FedsimError(
-                f"{path} says {digest!r} = {client!r}; it must say the SHA-256 of a key, 64 hex "
-                "digits, and a client id, an integer."
+                f"{path} says {digest!r:.80} = {client!r:.80}; it must say the SHA-256 of a key, "
+                "64 hex digits in small letters, and a client id, an integer from 0."
             )
     if len(set(clients.values())) < len(clients):
         raise FedsimError(f"{path} gives two keys one client id; each key is another client.")
