@@ -12,8 +12,6 @@ import hashlib
 import itertools
 import logging
 import re
-import tomllib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ import torch
 from flwr.app import Message
 
 from fedsim.config import RunConfig, Scalar
+from fedsim.config.values import apart, read_value
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
@@ -46,7 +45,7 @@ __all__ = ["Member", "is_done", "members", "parse_axes", "run_sweep"]
 
 _log = logging.getLogger("fedsim")
 
-Axes = dict[str, list[Scalar]]
+Axes = dict[str, list[Any]]
 
 LONGEST_LABEL = 150
 Observer = Callable[["Member", Row], None]
@@ -82,7 +81,7 @@ class Member:
 
 
 def parse_axes(overs: Iterable[str]) -> Axes:
-    """``key=v1,v2`` for each axis; strings that hold commas stand in quotes.
+    """``key=v1,v2`` for each axis, each value as ``--set`` reads it; lists stand in brackets.
 
     Raises
     ------
@@ -97,21 +96,20 @@ def parse_axes(overs: Iterable[str]) -> Axes:
             raise FedsimError(f"--over {over!r} is not of the form key=v1,v2,....")
         if key in axes:
             raise FedsimError(f"--over {key} is given twice; give all its values at once.")
-        try:
-            axes[key] = tomllib.loads(f"values = [{text}]")["values"]
-        except tomllib.TOMLDecodeError:
-            axes[key] = [value.strip() for value in text.split(",")]
+        axes[key] = [read_value(value) for value in apart(text)]
     return axes
 
 
 def members(config: RunConfig, axes: Axes) -> list[Member]:
-    """The grid, the last axis fastest; every member's config is validated."""
-    points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    grid = [Member(point, config.replace(**point)) for point in points]
-    twice = [label for label, count in Counter(m.label for m in grid).items() if count > 1]
-    if twice:
-        raise FedsimError(f"--over makes the member {twice[0]} twice; every value must be another.")
-    return grid
+    """The grid, the last axis fastest, of valid configs; those that are equal are one member."""
+    grid: dict[tuple[object, ...], Member] = {}
+    for values in itertools.product(*axes.values()):
+        changed = config.replace(**dict(zip(axes, values, strict=True)))
+        flat = changed.to_run_config()
+        # As a config writes them: 64 and '64' are one value of a list, 1 and 1.0 of a number.
+        point = {key: flat.get(key, "") for key in axes}
+        grid.setdefault(tuple(flat.items()), Member(point, changed))
+    return list(grid.values())
 
 
 def run_sweep(

@@ -27,7 +27,7 @@ multiplier = 4.0
 
 NONE = [
     item
-    for setting in ("mechanism.name=none", "mechanism.clip-norm=1.0", 'noise.multiplier=""')
+    for setting in ("mechanism.name=none", "mechanism.clip-norm=", "noise.multiplier=")
     for item in ("--set", setting)
 ]
 

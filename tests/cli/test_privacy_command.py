@@ -103,7 +103,7 @@ def test_shuffled_passes():
 def test_a_config_says_what_it_costs(config):
     spent = epsilon(noise_multiplier=1.5, cohort=PoissonCohort(0.2), rounds=40, delta=1e-4)
     assert answer(ask(config), "epsilon") == pytest.approx(spent, abs=1e-4)
-    changed = ask(config, "--set", "cohort.name=full", "--set", "cohort.rate=0.1")
+    changed = ask(config, "--set", "cohort.name=full", "--set", "cohort.rate=")
     assert "everybody" in changed
 
 

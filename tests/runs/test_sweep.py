@@ -152,3 +152,20 @@ def test_a_client_that_raises_in_a_common_block_has_failed_and_nobody_else(
     # Clients are numbered one member after another: 33 is the second one's client 3.
     assert {count for label, count in rows if label == grid[0].label} == {0, None}
     assert {count for label, count in rows if label == grid[1].label} == {1, None}
+
+
+def test_values_mean_on_an_axis_what_they_mean_after_set_and_equal_ones_are_one_member() -> None:
+    base = RunConfig().replace(**{"model.name": "mlp", "model.widths": 8})
+    grid = members(base, parse_axes(["model.widths=64,[64,64],'64','64,64'", "client.lr=1,1.0"]))
+    assert [member.point["model.widths"] for member in grid] == ["64", "64,64"]
+    for text in ("64,64", "[64,64]", "[64, 64]", "'64,64'"):
+        typed = RunConfig.of(["model.name=mlp", f"model.widths={text}"])
+        assert typed.model.widths == (64, 64)
+    assert RunConfig.of(["model.name=mlp", "model.widths=64"]).model.widths == (64,)
+
+
+def test_a_bad_value_of_an_axis_is_blamed_by_its_own_name() -> None:
+    with pytest.raises(FedsimError, match=r"client\.lr = 'fast'; it must be a number"):
+        members(BASE, parse_axes(["client.lr=0.1,fast,0.3"]))
+    with pytest.raises(FedsimError, match=r"client\.momentum = 0\.9 has no effect with .*'adam'"):
+        members(BASE, parse_axes(["client.name=sgd,adam", "client.momentum=0.9"]))
