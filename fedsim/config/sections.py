@@ -430,7 +430,10 @@ class LogSection(Section):
     """Where a run's rows go as they come, beside its directory."""
 
     table: ClassVar[str] = "log"
-    to: Annotated[str, Doc("'tensorboard' or 'mlflow': where rows go too; empty for nowhere.")] = ""
+    to: Annotated[
+        str,
+        Doc("tensorboard, mlflow, wandb, or several with commas: extras of fedsim."),
+    ] = ""
 
 
 class EngineSection(Section):

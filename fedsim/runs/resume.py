@@ -36,11 +36,12 @@ def resumed_config(config: RunConfig, directory: RunDirectory) -> RunConfig:
     """
     began = _began_with(directory)
     wanted = _resolved(config, began)
-    changed = {key: value for key, value in wanted.items() if began.get(key) != value}
+    keys = dict.fromkeys([*wanted, *began])
+    changed = {key: wanted.get(key) for key in keys if wanted.get(key) != began.get(key)}
     for key, value in changed.items():
         if affects_release(key):
             raise FedsimError(
-                f"{key} = {shown(value)}; it must be {shown(began.get(key))} as it was when the "
+                f"{key} = {_told(value)}; it must be {_told(began.get(key))} as it was when the "
                 f"run in {directory.path} began, since it changes what is released; give another "
                 "--out to a run of its own."
             )
@@ -74,7 +75,7 @@ def _resolved(config: RunConfig, began: Flat) -> Flat:
     """``config`` with what it leaves to rules and calibrations as the run has it, flat."""
     wanted = config.to_run_config()
     for key, unset in _LEFT_TO_A_RULE.items():
-        if wanted[key] == unset and key in began:
+        if wanted.get(key, unset) == unset and key in began:
             wanted[key] = began[key]
     if config.noise.target_epsilon is None and config.client.noise.target_epsilon is None:
         return wanted
@@ -82,6 +83,10 @@ def _resolved(config: RunConfig, began: Flat) -> Flat:
     calibrated = RunConfig.from_run_config({**wanted, "rounds": began["rounds"]})
     released = Build(calibrated).released.to_run_config()
     return {**released, "rounds": wanted["rounds"]}
+
+
+def _told(value: Scalar | None) -> str:
+    return "unset" if value is None else shown(value)
 
 
 def move_client_ledgers(directory: RunDirectory, build: Build) -> None:
