@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from types import TracebackType
 from typing import Self
@@ -9,16 +10,17 @@ from typing import Self
 from rich import progress as bars
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from fedsim.config import RunConfig
+from fedsim.privacy import Statement
 from fedsim.runs.artefacts import Row
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.result import RunResult
 from fedsim.strategies.outcome import failures_in, reasons_in, told
 
-__all__ = ["Progress", "summary"]
+__all__ = ["JsonLines", "Progress", "summary"]
 
 _FIELDS = {
     "test-loss": ("loss", "{:.3f}"),
@@ -30,7 +32,10 @@ _FIELDS = {
 
 
 class Progress(Callback):
-    """One live line on a terminal; elsewhere, a plain line for each tenth of the rounds."""
+    """One live line on a terminal; elsewhere, a plain line for each tenth of the rounds.
+
+    Where the terminal is narrow the numbers are cut off, and never the time that is left.
+    """
 
     def __init__(self, console: Console, config: RunConfig) -> None:
         self._console = console
@@ -38,10 +43,14 @@ class Progress(Callback):
         self._shown: dict[str, float | int] = {}
         self._bar = bars.Progress(
             bars.TextColumn("round {task.completed:>4}/{task.total}"),
-            bars.BarColumn(bar_width=24),
-            bars.TextColumn("{task.description}"),
+            bars.BarColumn(bar_width=12 if console.width < 100 else 24),
             bars.TimeRemainingColumn(),
+            bars.TextColumn(
+                "{task.description}",
+                table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
+            ),
             console=console,
+            expand=True,
             disable=not console.is_terminal,
         )
         self._task = self._bar.add_task("setting up", total=config.rounds)
@@ -74,7 +83,8 @@ class Progress(Callback):
             if key in self._shown
         )
         if row.get("failed"):
-            text += f"  failed [bold]{row['failed']}[/] ({told(reasons_in([row]))})"
+            # First: what is wrong must not be what is cut off.
+            text = f"failed [bold]{row['failed']}[/] ({told(reasons_in([row]))})  {text}"
         done = int(row["round"])
         self._bar.update(self._task, completed=done, description=text)
         tenth = max(self._rounds // 10, 1)
@@ -82,6 +92,46 @@ class Progress(Callback):
             self._console.print(
                 f"round {done:>4}/{self._rounds}  {text}", markup=True, soft_wrap=True
             )
+
+
+class JsonLines(Callback):
+    """One JSON object a line: each round's row, and at the end how the run has ended."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def on_round(self, status: RunStatus) -> None:
+        """Print the round's row."""
+        self._print({"event": "round", **status.row})
+
+    def end(self, result: RunResult) -> None:
+        """Print what the run has come to."""
+        statements = {"privacy": result.privacy, "example-privacy": result.example_privacy}
+        self._print(
+            {
+                "event": "end",
+                "ended": result.ended,
+                "why": result.why,
+                "directory": None if result.directory is None else str(result.directory.path),
+                **{name: _brief(statement) for name, statement in statements.items()},
+            }
+        )
+
+    def _print(self, value: dict[str, object]) -> None:
+        # JSON has no NaN and no infinity.
+        told = {k: _finite(v) for k, v in value.items()}
+        self._console.print(json.dumps(told), soft_wrap=True)
+
+
+def _brief(statement: Statement | None) -> dict[str, object] | None:
+    if statement is None:
+        return None
+    names = ("epsilon", "delta", "level", "adjacency")
+    return {name: _finite(getattr(statement, name)) for name in names}
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def summary(config: RunConfig, result: RunResult) -> RenderableType:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +14,8 @@ from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 
 __all__ = ["run"]
+
+_LEVELS = ("debug", "info", "warning", "error")
 
 
 def run(
@@ -38,6 +42,14 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run that is in the directory.")
     ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only what is wrong.")] = False,
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a line, a round each.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("-v", help="The same as `--log-level info`.")] = False,
+    log_level: Annotated[
+        str, typer.Option(help="What is logged to the standard error: debug, info, warning, error.")
+    ] = "warning",
 ) -> None:
     """Train what a config describes, and leave a model, its metrics and its privacy ledger.
 
@@ -79,24 +91,43 @@ def run(
     settings = RunConfig.load(config, [*chosen, *(set_ or [])])
     if seed is not None:
         settings = settings.replace(seed=seed)
+    _log_from("info" if verbose else log_level)
     # Only now: a mistake in the config should not wait for torch.
     console = Output()
-    with console.status("importing"):
-        from fedsim.cli.progress import Progress, summary
+    with console.status("importing") if not (quiet or json_) else nullcontext():
+        from fedsim.cli.progress import JsonLines, Progress, summary
         from fedsim.runs.launch import RanElsewhere
         from fedsim.runs.runner import run as run_config
+    lines = JsonLines(console)
+    shown: Progress | None = None if quiet or json_ else Progress(console, settings)
+    watching = [lines] if json_ else [shown] if shown else []
     directory = directory or out or Path("runs") / settings.name
     try:
-        with Progress(console, settings) as progress:
+        with shown or nullcontext():
             result = run_config(
-                settings, out=directory, overwrite=overwrite, resume=resume, callbacks=[progress]
+                settings, out=directory, overwrite=overwrite, resume=resume, callbacks=watching
             )
     except RanElsewhere as where:
         console.print(f"{where}.")
         return
-    console.print(summary(settings, result))
+    if json_:
+        lines.end(result)
+    elif not quiet:
+        console.print(summary(settings, result))
     if result.ended == "interrupted":
         raise typer.Exit(130)
+
+
+def _log_from(level: str) -> None:
+    """Show what fedsim logs from this level on."""
+    if level not in _LEVELS:
+        raise FedsimError(f"--log-level is {level}; it must be {', '.join(_LEVELS)}.")
+    log = logging.getLogger("fedsim")
+    log.setLevel(level.upper())
+    if level != "warning" and not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("fedsim: %(message)s"))
+        log.addHandler(handler)
 
 
 def _check_directory(directory: Path, out: Path | None, *, resume: bool) -> None:
