@@ -18,7 +18,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -66,9 +67,16 @@ class Checkpoints:
         OSError
             If it cannot be written; the others are untouched.
         """
+        self.writing(state, name)()
+
+    def writing(self, state: RunState, name: Name = "round") -> Callable[[], None]:
+        """What `save` has left to do once the state, which may change then, has been read."""
         tensors, text = state.parted()
         content = save(tensors, metadata={_STATE: text})
-        target = self.path / f"{name}-{state.round}"
+        return partial(self._write, content, name, state.round)
+
+    def _write(self, content: bytes, name: Name, number: int) -> None:
+        target = self.path / f"{name}-{number}"
         draft = self.path / f"{_DRAFT}{target.name}"
         self._clear_drafts()
         self.path.mkdir(mode=0o700, exist_ok=True)
@@ -79,8 +87,8 @@ class Checkpoints:
         # Names are not synced: a crash of the machine that loses this one leaves the one before.
         draft.rename(target)
         self._clear_drafts()
-        for number in self.rounds(name)[: -_KEEP[name]]:
-            shutil.rmtree(self.path / f"{name}-{number}")
+        for old in self.rounds(name)[: -_KEEP[name]]:
+            shutil.rmtree(self.path / f"{name}-{old}")
 
     def newest(self) -> RunState | None:
         """The last state that is whole; None if there is no checkpoint at all.

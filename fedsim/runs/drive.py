@@ -6,19 +6,21 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.models import values_of
 from fedsim.privacy.signing import LEDGER_KEY, private_key, signature
-from fedsim.rows.exchange import KEEP_SINCE
 from fedsim.runs.artefacts import Ended, Row, RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
+from fedsim.runs.checkpointing import Checkpointing
 from fedsim.runs.columns import columns_of
 from fedsim.runs.loggers import loggers
 from fedsim.runs.report import leave_report
@@ -72,9 +74,13 @@ class Session:
         key = build.config.noise.ledger_key or os.environ.get(LEDGER_KEY, "")
         self._key = private_key(Path(key)) if key else None
         self._columns = columns_of(build, self.strategy)
+        self._config = build.resolved.to_run_config()
         if directory is not None:
             directory.start_metrics(self._columns, self._rows)
-        self._checkpoints = _Checkpointing(self) if directory is not None else None
+        self._checkpoints: Checkpointing | None = None
+        if directory is not None:
+            done = self.strategy.rounds_done
+            self._checkpoints = Checkpointing(build, directory, self.state, done)
         self._asked_to_end = False
         self._since = time.perf_counter()
 
@@ -108,7 +114,7 @@ class Session:
             ledger_length=len(ledger.heads),
             metrics_length=len(self._rows),
             row=self._rows[-1] if self._rows else {},
-            config=self.build.resolved.to_run_config(),
+            config=self._config,
             callbacks=self._callbacks.state(),
         )
 
@@ -137,6 +143,9 @@ class Session:
 
     def finish(self, *, whole: bool) -> None:
         """Write the model reached so far and, after a ``whole`` round, a checkpoint."""
+        if self._checkpoints is not None and not whole:
+            with suppress(OSError):  # the run has ended for a reason of its own
+                self._checkpoints.wait()
         if self._directory is not None:
             # What is frozen is not in the run's arrays.
             frozen = values_of(self.build.model)
@@ -151,7 +160,7 @@ class Session:
             if self._key is not None:
                 self._directory.sign_ledger(signature(self._key, ledger.head, len(ledger.heads)))
         if self._checkpoints is not None and whole:
-            self._checkpoints.save()
+            self._checkpoints.save(self.strategy.rounds_done)
         if self._directory is not None and whole:
             self._directory.finish(self.ended, self._why(self.ended))
         self._callbacks.on_end(self.status(ended=self.ended if whole else None))
@@ -239,10 +248,8 @@ class Session:
         row = {name: row[name] for name in self._columns if name in row}
         self._rows.append(row)
         self._callbacks.on_round(self.status())
-        if self._checkpoints is not None:
-            self._checkpoints.on_round(row)
-        if self._directory is not None:
-            self._directory.add_row(row)
+        if self._checkpoints is not None and self._directory is not None:
+            self._checkpoints.on_round(row, partial(self._directory.add_row, row))
         if self._callbacks.stopped is not None:
             self.strategy.stopped = self._callbacks.stopped
         elif self._asked_to_end:
@@ -258,55 +265,6 @@ def _of_config(build: Build) -> dict[str, Callback]:
         judge = Judge.of(build, "stop.metric", stop.metric)
         asked["stop"] = EarlyStopping(judge, stop.patience)
     return asked | loggers(build.config.log.to)
-
-
-class _Checkpointing:
-    """Saves a session's state when that is due."""
-
-    def __init__(self, session: Session) -> None:
-        directory = session.status().directory
-        assert directory is not None
-        self._session = session
-        self._settings = session.build.config.checkpoint
-        self._kept = directory.checkpoints
-        self._best: float | None = None
-        self._judge: Judge | None = None
-        if self._settings.best:
-            self._judge = Judge.of(session.build, "checkpoint.best", self._settings.best)
-            best = self._kept.best()
-            self._best = None if best is None else best.row.get(self._settings.best)
-        self._saved = session.strategy.rounds_done
-        self._since = time.monotonic()
-        self.train_config: ConfigRecord | None = None
-        if self._settings.every and session.build.config.client.state == "client":
-            self.train_config = ConfigRecord()
-            self._tell_clients()
-
-    def on_round(self, row: Row) -> None:
-        """Save the round if it is one of those that are kept."""
-        number = int(row["round"])
-        if not self._settings.every or not number:
-            return
-        if self._judge is not None and self._judge.improves(row, self._best):
-            self._best = row[self._settings.best]
-            self._kept.save(self._session.state(), "best")
-        waited = time.monotonic() - self._since
-        if number % self._settings.every == 0 or 0 < self._settings.seconds <= waited:
-            self.save()
-
-    def save(self) -> None:
-        """Save the round that was made last, unless it is there."""
-        done = self._session.strategy.rounds_done
-        if not self._settings.every or done == self._saved:
-            return
-        self._kept.save(self._session.state())
-        self._saved, self._since = done, time.monotonic()
-        self._tell_clients()
-
-    def _tell_clients(self) -> None:
-        """To which round the run may go back: clients that keep their own state keep that."""
-        if self.train_config is not None:
-            self.train_config[KEEP_SINCE] = min(self._kept.rounds(), default=0)
 
 
 def drive(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,6 +16,14 @@ from fedsim.strategies.state import Tree, joined, parted
 __all__ = ["RunState", "versions"]
 
 FORMAT = 1
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Of the packages whose arithmetic a run's bytes depend on."""
+    return {"torch": torch.__version__} | {
+        name: importlib.metadata.version(name) for name in ("numpy", "flwr")
+    }
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class RunState:
     row: Mapping[str, float | int]
     config: Mapping[str, Scalar]
     callbacks: Tree = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=lambda: versions())
+    versions: Mapping[str, str] = field(default_factory=versions)
 
     def parted(self) -> tuple[dict[str, Tensor], str]:
         """Its tensors, by names of their own, and JSON for the rest."""
@@ -84,10 +93,3 @@ class RunState:
         if tree.keys() != {part.name for part in fields(cls)}:
             raise ValueError("the run's state lacks something, or has what this version does not.")
         return cls(**tree)
-
-
-def versions() -> dict[str, str]:
-    """Of the packages whose arithmetic a run's bytes depend on."""
-    return {"torch": torch.__version__} | {
-        name: importlib.metadata.version(name) for name in ("numpy", "flwr")
-    }

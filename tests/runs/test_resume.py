@@ -53,14 +53,14 @@ class Killed(BaseException):
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, round_number: int) -> None:
     """Let the run end when this round is to be kept, and write nothing more."""
-    save = Checkpoints.save
+    writing = Checkpoints.writing
 
-    def killed(checkpoints: Checkpoints, state: RunState, name: str = "round") -> None:
+    def killed(checkpoints: Checkpoints, state: RunState, name: str = "round") -> object:
         if state.round == round_number:
             raise Killed
-        save(checkpoints, state, name)
+        return writing(checkpoints, state, name)
 
-    monkeypatch.setattr(Checkpoints, "save", killed)
+    monkeypatch.setattr(Checkpoints, "writing", killed)
     monkeypatch.setattr("fedsim.runs.drive.Session.finish", lambda *_, **__: None)
 
 
