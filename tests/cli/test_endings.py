@@ -19,6 +19,8 @@ FILES = [
     "ledger.jsonl",
     "metrics.csv",
     "model.safetensors",
+    "report.html",
+    "summary.json",
 ]
 
 TOML = """
