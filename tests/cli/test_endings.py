@@ -142,7 +142,7 @@ def can_mount() -> bool:
     ("options", "status", "sentence"),
     [
         ("ro", 2, "cannot be used (Read-only file system); it must be a directory that can be"),
-        ("size=4k", 1, "No space left on device."),
+        ("size=12k", 1, "No space left on device."),
         ("size=16k", 1, "model.safetensors: No space left on device."),
     ],
 )
