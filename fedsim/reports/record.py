@@ -88,8 +88,17 @@ class RunRecord:
 
     @property
     def private(self) -> bool:
-        """Whether a guarantee covers anything of it."""
-        return any(statement.private for statement in self.statements)
+        """Whether a guarantee covers anything of it, or was meant to."""
+        return any(statement.private for statement in self.statements) or self.meant_private
+
+    @property
+    def meant_private(self) -> bool:
+        """Whether the config asks for privacy: also where a ledger is missing."""
+        return any(
+            self.config.get(f"{table}mechanism.name", "none") != "none"
+            and self.config.get(f"{table}noise.multiplier") != 0
+            for table in ("", "client.")
+        )
 
     def last(self, column: str) -> float | None:
         """The last number in a column that is finite."""

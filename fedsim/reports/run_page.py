@@ -18,6 +18,7 @@ from fedsim.reports.numbers import brief, duration, size
 from fedsim.reports.page import Page
 from fedsim.reports.record import RunRecord
 from fedsim.reports.series import (
+    client_spreads,
     is_share,
     learning_columns,
     learning_curves,
@@ -85,7 +86,7 @@ def _tiles(record: RunRecord) -> Markup:
         if statement.private and statement.cost.releases:
             level = f"{statement.level} level, delta {statement.delta:g}"
             tiles.append((brief(statement.epsilon), f"{statement.words}, {level}"))
-    if record.statements and not record.private:
+    if record.statements and not any(s.private for s in record.statements):
         tiles.append(("none", "guarantee of privacy"))
     tiles.append((f"{record.rounds:,}", "rounds"))
     if seconds := record.curve("seconds")[1]:
@@ -112,6 +113,9 @@ def _learning(record: RunRecord) -> list[Markup | Chart | str]:
 def _privacy(record: RunRecord) -> list[Markup | Chart | str]:
     parts: list[Markup | Chart | str] = []
     if not any(statement.cost.releases for statement in record.statements):
+        if record.meant_private:
+            missing = "There is no ledger of this run's releases: what it has cost is not known."
+            return [tag("p", missing, class_="warning")]
         return ["There is no ledger of private releases: this run claims no privacy."]
     for statement in record.statements:
         if statement.simulated and statement.private:
@@ -328,10 +332,7 @@ def _partition(record: RunRecord) -> list[Markup | Chart | str]:
                 values=mixes["shares"],
             )
         )
-    if quantiles := dealt.get("quantiles"):
-        rows = [[name, *(brief(value) for value in row)] for name, row in quantiles["rows"].items()]
-        table = numbers_table(["over clients", *quantiles["of"]], rows)
-        return [part for part in (note, dealt["said"], table, *charts) if part is not None]
+    charts += client_spreads(record)
     return [part for part in (note, dealt["said"], *charts) if part is not None]
 
 

@@ -9,13 +9,29 @@ from collections.abc import Iterable, Sequence
 from fedsim.reports.charts import Line, Lines
 from fedsim.reports.record import RunRecord
 
-__all__ = ["OPERATORS", "is_share", "learning_columns", "learning_curves", "release_curves"]
+__all__ = [
+    "OPERATORS",
+    "QUANTILES",
+    "client_spreads",
+    "is_share",
+    "learning_columns",
+    "learning_curves",
+    "release_curves",
+]
 
-PREFIXES = {"test": "test examples", "clients": "clients' examples", "train": "while training"}
+PREFIXES = {
+    "test": "test examples",
+    "validation": "validation examples",
+    "clients": "clients' examples",
+    "train": "while training",
+}
 """Beginnings of a metric's columns, and whose examples it is then about."""
 
 OPERATORS = {"asked", "usable", "failed", "ignored-nodes", "clients-per-second", "seconds"}
 """Columns that only the operator knows, and those that begin with ``failed-``."""
+
+QUANTILES = ("min", "p10", "median", "p90", "max")
+"""Ends of the columns that say how a metric spreads over clients."""
 
 _OTHERS = {"round", "epsilon", "example-epsilon", "simulated"}
 _COUNTS = {"clients-num-examples", "train-num-examples", "train-fresh-state"}
@@ -30,9 +46,12 @@ def learning_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
     {'loss': {'test': 'test-loss', 'train': 'train-loss'}}
     """
     metrics: dict[str, dict[str, str]] = {}
+    columns = list(columns)
+    spreads = {f"{column}-{end}" for column in columns for end in QUANTILES}
     for column in columns:
         prefix, _, name = column.partition("-")
-        if prefix in PREFIXES and name and column not in OPERATORS | _COUNTS:
+        known = column in OPERATORS | _COUNTS or (prefix == "clients" and column in spreads)
+        if prefix in PREFIXES and name and not known:
             metrics.setdefault(name, {})[prefix] = column
     return metrics
 
@@ -51,6 +70,32 @@ def learning_curves(record: RunRecord) -> list[Lines]:
                 lines=lines,
                 percent=is_share(name, (y for line in lines for y in line.y)),
                 about=_about(record, columns),
+            )
+        )
+    return charts
+
+
+def client_spreads(record: RunRecord) -> list[Lines]:
+    """A chart a metric of how it spreads over the clients that evaluated."""
+    charts = []
+    for name, columns in learning_columns(record.columns()).items():
+        ends = [f"{columns.get('clients')}-{end}" for end in QUANTILES]
+        low, p10, median, p90, high = (record.curve(column) for column in ends)
+        if not len(low[0]) == len(p10[0]) == len(median[0]) == len(p90[0]) == len(high[0]) > 0:
+            continue
+        lines = [
+            Line("median client", *median, low=p10[1], high=p90[1]),
+            Line("lowest client", *low),
+            Line("highest client", *high),
+        ]
+        charts.append(
+            Lines(
+                title=f"{_title(name)} over clients",
+                x="round",
+                y=name,
+                lines=lines,
+                about="The band holds the middle 80 % of the clients that evaluated.",
+                percent=is_share(name, (y for line in lines for y in line.y)),
             )
         )
     return charts

@@ -33,7 +33,6 @@ _MOST_COLUMNS = 120  # of a picture of all clients; of more, neighbours are aver
 _MOST_BARS = 24
 _BINS = 20
 _CHUNK = 256
-_QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 
 def summarise(
@@ -75,7 +74,7 @@ def summarise(
     if config.evaluate.every:
         summary["test"] = _test(build, arrays)
     if config.evaluate.unprotected or not (config.private or config.client.private):
-        summary["partition"] = _partition(build, arrays)
+        summary["partition"] = _partition(build)
     return summary
 
 
@@ -173,8 +172,8 @@ def _binned(
     }
 
 
-def _partition(build: Build, arrays: Mapping[str, Tensor]) -> dict[str, Any]:
-    """How many examples and classes clients have, and how the model does on each one's."""
+def _partition(build: Build) -> dict[str, Any]:
+    """How many examples and classes clients have."""
     data = build.trainer.data
     sizes = np.array([len(indices) for indices in data.indices], dtype=np.int64)
     least, median, most = np.quantile(sizes, [0, 0.5, 1])
@@ -186,8 +185,6 @@ def _partition(build: Build, arrays: Mapping[str, Tensor]) -> dict[str, Any]:
     y = data.y
     if y.dim() == 1 and not y.is_floating_point() and len(y) and int(y.max()) < MOST_CLASSES:
         dealt |= _classes(y.cpu().numpy(), data.indices, int(y.max()) + 1)
-    if build.config.evaluate.clients_every and build.config.engine.name == "local":
-        dealt["quantiles"] = _quantiles(build, arrays)
     return dealt
 
 
@@ -220,20 +217,3 @@ def _classes(y: npt.NDArray[np.int64], indices: Any, classes: int) -> dict[str, 
             "shares": np.stack([shares[c].mean(0) for c in columns], 1).round(4).tolist(),
         }
     return found
-
-
-def _quantiles(build: Build, arrays: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Quantiles over clients of what the model reaches on each one's own examples."""
-    trainer = build.trainer
-    vector = trainer.layout.flatten(dict(arrays)).to(build.device)
-    sizes = np.array([len(own) for own in trainer.data.indices])
-    clients = np.flatnonzero(sizes)
-    blocks = list(trainer.evaluate(vector, clients, build.config.rounds))
-    names = [name for name in blocks[0].metrics if name != "num-examples"]
-    rows = {
-        name: np.quantile(
-            np.concatenate([np.asarray(block.metrics[name]) for block in blocks]), _QUANTILES
-        ).tolist()
-        for name in names
-    }
-    return {"of": [f"{share:.0%}" for share in _QUANTILES], "rows": rows}

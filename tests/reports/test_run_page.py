@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 import signal
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,10 +19,10 @@ from fedsim.reports.markup import inert_json, tag
 from fedsim.reports.page import write
 from fedsim.reports.record import RunRecord, read_metrics
 from fedsim.reports.run_page import OPERATORS_FACTS, run_page
-from fedsim.reports.series import OPERATORS
+from fedsim.reports.series import OPERATORS, QUANTILES, learning_columns
 from fedsim.runs.callbacks import Callback
 from fedsim.runs.sweep import members, run_sweep
-from fedsim.strategies import RoundReport, RunFailedError
+from fedsim.strategies import RoundReport, RunFailedError, summaries
 
 EVIL = """</script><script>alert(1)</script><img src=x onerror="alert(2)">' & 数字"""
 
@@ -110,13 +111,25 @@ def test_a_private_page_shows_what_is_public_and_names_the_operators_facts(
     assert "train-" not in words.replace("pretrain-", "")
 
 
+def test_a_private_run_without_its_ledger_is_not_called_unprivate(
+    private_run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(private_run, tmp_path / "run")
+    (tmp_path / "run" / "ledger.jsonl").unlink()
+    words = Outline(page_of(tmp_path / "run")).words
+    assert "what it has cost is not known" in words
+    assert "claims no privacy" not in words
+    assert words.count(OPERATORS_FACTS) == 2
+
+
 def test_clients_data_show_only_where_they_may(tmp_path: Path) -> None:
     shown = {"evaluate.unprotected": True, "evaluate.clients-every": 1}
     fedsim.run(RunConfig().replace(**PRIVATE, **shown), out=tmp_path / "run")
     words = Outline((tmp_path / "run" / "report.html").read_text(encoding="utf-8")).words
     assert "Each client's mix of classes" in words
     assert "Made from clients' data without noise" in words
-    assert "over clients" in words
+    assert "Accuracy over clients" in words
+    assert "The band holds the middle 80 %" in words
 
 
 def test_examples_level_alone_hides_clients_data_too(tmp_path: Path) -> None:
@@ -201,6 +214,15 @@ def test_a_long_runs_page_stays_small_and_keeps_its_extremes(tmp_path: Path) -> 
 def test_what_only_the_operator_knows_is_no_release() -> None:
     columns = {name for name in RoundReport.columns() if not name.startswith("failed-")}
     assert columns <= OPERATORS
+
+
+def test_spreads_over_clients_are_known_by_their_columns() -> None:
+    assert tuple(summaries.QUANTILES) == QUANTILES
+    columns = ["clients-loss", *(f"clients-loss-{end}" for end in QUANTILES), "test-x-max"]
+    assert learning_columns(columns) == {
+        "loss": {"clients": "clients-loss"},
+        "x-max": {"test": "test-x-max"},
+    }
 
 
 def test_a_run_that_failed_leaves_a_page_that_says_why(tmp_path: Path) -> None:
