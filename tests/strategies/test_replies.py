@@ -83,6 +83,12 @@ BAD_ARRAYS = {
     "text": Array(np.array([["a"] * 4] * 3)),
     "complex numbers": Array(np.ones((3, 4), np.complex64)),
     "another kind": Array(dtype="float32", shape=(3, 4), stype="torch.save", data=b"\x80\x04."),
+    "numbers longer than doubles": Array(np.ones((3, 4), np.longdouble)),
+    "times": Array(np.zeros((3, 4), "M8[s]")),
+    "records": Array(np.zeros((3, 4), [("a", "<f4")])),
+    "no rows": Array(np.ones((0, 3, 4), np.float32)),
+    "a header of 4 GiB": raw(b"\x93NUMPY\x03\x00" + b"\xff" * 4),
+    "more than it says": raw(Array(np.ones((3, 4), np.float32)).data + b"x"),
     "missing": None,
 }
 NON_FINITE = {
@@ -211,6 +217,26 @@ def test_a_bad_reply_is_as_if_it_never_came_and_is_counted_with_its_reason(what,
     assert all(torch.isfinite(value).all() for value in got.values())
     assert (rounds[1].report.usable, rounds[1].report.failed) == (NODES - 1, 1)
     assert {k: v for k, v in rounds[1].report.reasons.items() if v} == {reason: 1}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.ones((3, 4), ">f4"),
+        np.ones((3, 4), ">f8"),
+        np.asfortranarray(np.ones((3, 4), "<f4")),
+        np.ones((3, 4), "<f2"),
+    ],
+    ids=["big-endian", "big-endian doubles", "by columns", "halves"],
+)
+def test_numbers_in_another_order_of_bytes_or_axes_are_the_same_numbers(values):
+    rounds = [Round(strategy(NoPrivacy("uniform"))) for _ in range(2)]
+    sent = RecordDict({"arrays": parameters(w=Array(values)), "metrics": MetricRecord({"m": 1})})
+    expected = rounds[0].aggregate([rounds[0].reply(k, good()) for k in range(NODES)])
+    got = rounds[1].aggregate([rounds[1].reply(k, sent) for k in range(NODES)])
+    assert expected is not None
+    assert got is not None
+    assert all(torch.equal(got[name], expected[name]) for name in SHAPES)
 
 
 def test_what_a_mechanism_needs_and_a_reply_has_not_is_malformed():
