@@ -96,6 +96,8 @@ class ResumableStrategy(Strategy):
             first_round = 1
         if first_round is not None:
             self._check_first(first_round)
+        self.log.info("Starting %s strategy:", type(self).__name__)
+        self.log.info("\t├──> Number of rounds: %s", num_rounds)
         rounds = rounds_of(
             self,
             grid,

@@ -82,6 +82,7 @@ def test_each_round_and_its_epsilon_stand_in_flowers_log(caplog):
         made = strategy(cohort=PoissonCohort(1.0, 4), seed=1)
         made.start(grid, INITIAL, 2, evaluate_fn=lambda t, _: MetricRecord({"accuracy": 0.25 * t}))
     lines = [record.message for record in caplog.records if record.name == "flwr"]
+    assert lines[:2] == ["Starting DPFedAvg strategy:", "\t├──> Number of rounds: 2"]
     assert [line for line in lines if "ROUND" in line] == ["[ROUND 1/2]", "[ROUND 2/2]"]
     assert "aggregate_train: 3 of 4 clients drawn are usable (raised 1)" in lines
     epsilon = made.privacy_spent().epsilon
