@@ -11,7 +11,7 @@ from fedsim.errors import FedsimError
 
 __all__ = ["CONSTANT", "Schedule"]
 
-Kind = Literal["constant", "inverse", "exponential", "cosine", "staircase"]
+Kind = Literal["constant", "inverse", "exponential", "cosine", "staircase", "warm-up"]
 Over = Literal["round", "step"]
 
 
@@ -26,6 +26,7 @@ class Schedule:
     - ``exponential``: ``decay^t``
     - ``cosine``: ``(1 + cos(pi min(t, length) / length)) / 2``
     - ``staircase``: ``decay^floor(t / length)``
+    - ``warm-up``: ``min((t + 1) / length, 1)``
 
     Parameters
     ----------
@@ -61,6 +62,8 @@ class Schedule:
             return float(self.decay**t)
         if self.kind == "cosine":
             return (1.0 + math.cos(math.pi * min(t, self.length) / self.length)) / 2.0
+        if self.kind == "warm-up":
+            return min((t + 1) / self.length, 1.0)
         if self.kind == "staircase":
             return float(self.decay ** (t // self.length))
         return 1.0

@@ -377,6 +377,13 @@ class ServerSection(Choice):
     optimizer: Annotated[
         str, Doc("What steps along the mean update; 'sgd' at lr = 1 just adds it (FedAvg).")
     ] = "sgd"
+    schedule: Annotated[
+        str,
+        Doc(
+            "What lr is multiplied by, release by release, such as 'warm-up(length=10)' or "
+            "'cosine(length=100)'; empty for 1."
+        ),
+    ] = ""
     max_failed_rounds: Annotated[
         int,
         Doc("Rounds in a row without a usable reply after which a run without privacy gives up."),

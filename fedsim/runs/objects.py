@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from fedsim import mechanisms, partitions, tasks
 from fedsim.clients import LocalAlgorithm, Proximal
+from fedsim.clients.schedules import CONSTANT, Schedule
 from fedsim.config import RunConfig
 from fedsim.config.sections import ClientMechanismSection, MechanismSection
 from fedsim.config.things import make
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.strategies import ServerOptimizer
+from fedsim.strategies.scheduled import Scheduled
 from fedsim.tasks import Loss, Metric
 
 __all__ = ["algorithm", "loss", "mechanism", "metrics", "partition", "server_optimizer"]
@@ -84,4 +86,8 @@ def server_optimizer(config: RunConfig) -> ServerOptimizer:
             "fedsim.strategies.ServerOptimizer."
         )
     optimizer: ServerOptimizer = made
-    return optimizer
+    try:
+        schedule = Schedule.parse(config.server.schedule)
+    except FedsimError as error:
+        raise FedsimError(f"server.schedule = '{config.server.schedule}': {error}") from None
+    return optimizer if schedule == CONSTANT else Scheduled(optimizer, schedule)

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from flwr.serverapp import strategy as flower
 
+from fedsim import registry
+from fedsim.clients import Schedule, Step
+from fedsim.errors import FedsimError
+from fedsim.server_optimizers import (
+    FedAdagrad,
+    FedAdam,
+    FedAvgM,
+    FedYogi,
+    ServerAdagrad,
+    ServerRMSProp,
+)
 from fedsim.strategies import ServerOptimizer, adam, sgd
+from fedsim.strategies.flower_optimizer import FlowerOptimizer
+from fedsim.strategies.scheduled import Scheduled
 
 CASES = [
     (lambda: sgd(0.5), lambda p: torch.optim.SGD(p, lr=0.5)),
@@ -63,3 +77,72 @@ def test_an_optimizer_of_ones_own_need_keep_nothing():
     adding = Adding()
     adding.restore(adding.state())
     assert adding.state() == {}
+
+
+FLOWERS = [
+    (FedAvgM(lr=0.5, momentum=0.8), flower.FedAvgM(server_learning_rate=0.5, server_momentum=0.8)),
+    (FedAdam(lr=0.1, tau=1e-2), flower.FedAdam(eta=0.1, tau=1e-2, beta_2=0.99)),
+    (FedYogi(lr=0.05), flower.FedYogi(eta=0.05)),
+    (FedAdagrad(lr=0.2), flower.FedAdagrad(eta=0.2)),
+]
+
+
+@pytest.mark.parametrize(("ours", "flowers"), FLOWERS, ids=lambda o: type(o).__name__)
+def test_flowers_server_optimisers_take_the_same_steps(ours, flowers):
+    wrapped = FlowerOptimizer(flowers)
+    vector = reached = torch.linspace(-1, 1, 101, dtype=torch.float64)
+    for update in updates(6):
+        vector = ours.step(vector, update[:101])
+        reached = wrapped.step(reached, update[:101])
+        torch.testing.assert_close(vector, reached, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        (ServerAdagrad(lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1)),
+        (ServerRMSProp(lr=0.1, decay=0.9), lambda p: torch.optim.RMSprop(p, lr=0.1, alpha=0.9)),
+    ],
+)
+def test_torchs_other_optimisers_take_the_same_steps(ours, torchs):
+    parameter = torch.nn.Parameter(torch.linspace(-1, 1, 1001, dtype=torch.float64))
+    reference, vector = torchs([parameter]), parameter.detach().clone()
+    for update in updates(6):
+        vector = ours.step(vector, update)
+        parameter.grad = -update
+        reference.step()
+        torch.testing.assert_close(vector, parameter.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", registry.names("server"))
+def test_every_server_optimiser_goes_on_from_what_another_gave(name):
+    make = registry.find("server", name, "server.optimizer")
+    first, second = make(), make()
+    vector = torch.linspace(-1, 1, 1001)
+    for update in updates(3):
+        vector = first.step(vector, update)
+    second.restore(first.state())
+    update = updates(4)[3]
+    assert torch.equal(first.step(vector, update), second.step(vector, update))
+
+
+@pytest.mark.parametrize("text", ["warm-up(length=3)", "cosine(length=5)", "staircase(decay=0.1)"])
+def test_a_schedule_multiplies_the_servers_rate_and_survives_a_resume(text):
+    schedule = Schedule.parse(text)
+    inner = sgd(0.5)
+    scheduled, again = Scheduled(inner, schedule), Scheduled(inner, schedule)
+    vector = torch.zeros(3, dtype=torch.float64)
+    update = torch.ones(3, dtype=torch.float64)
+    for number in range(1, 5):
+        moved = scheduled.step(vector, update)
+        assert moved[0].item() == pytest.approx(0.5 * schedule(Step(number, 0)))
+    again.restore(scheduled.state())
+    assert torch.equal(again.step(vector, update), scheduled.step(vector, update))
+    assert inner.lr == 0.5
+
+
+def test_a_schedule_that_a_server_cannot_have_is_refused():
+    with pytest.raises(FedsimError, match=r"over=round"):
+        Scheduled(sgd(), Schedule.parse("inverse(decay=0.1, over=step)"))
+    with pytest.raises(FedsimError, match="has no lr"):
+        Scheduled(object(), Schedule.parse("cosine(length=3)"))

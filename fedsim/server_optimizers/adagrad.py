@@ -1,0 +1,32 @@
+"""Adagrad on the mean update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from fedsim.registry import register
+from fedsim.server_optimizers.moments import WithMoments
+from fedsim.settings import Doc, Gt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["ServerAdagrad"]
+
+
+@register("server", "adagrad")
+@dataclass
+class ServerAdagrad(WithMoments):
+    """Adagrad on the mean update; as `torch.optim.Adagrad`."""
+
+    lr: Annotated[float, Gt(0), Doc("The rate.")] = 0.01
+    eps: Annotated[float, Gt(0), Doc("Added to the root: nothing is divided by 0.")] = 1e-10
+
+    def step(self, vector: Tensor, update: Tensor) -> Tensor:
+        """New parameters ``[d]``, in the dtype of ``vector``."""
+        update = update.to(vector.dtype)
+        self.steps += 1
+        second = self.moment("second", vector).addcmul(update, update)
+        self.moments = {"second": second}
+        return vector.addcdiv(update, second.sqrt().add_(self.eps), value=self.lr)

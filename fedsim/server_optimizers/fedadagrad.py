@@ -1,0 +1,32 @@
+"""FedAdagrad."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from fedsim.registry import register
+from fedsim.server_optimizers.moments import WithMoments
+from fedsim.settings import Doc, Gt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["FedAdagrad"]
+
+
+@register("server", "fedadagrad")
+@dataclass
+class FedAdagrad(WithMoments):
+    """FedAdagrad (Reddi et al. 2021): second moments that add up; as Flower's strategy."""
+
+    lr: Annotated[float, Gt(0), Doc("eta, the rate.")] = 0.1
+    tau: Annotated[float, Gt(0), Doc("Added to the root: how adaptive steps are.")] = 1e-3
+
+    def step(self, vector: Tensor, update: Tensor) -> Tensor:
+        """New parameters ``[d]``, in the dtype of ``vector``."""
+        update = update.to(vector.dtype)
+        self.steps += 1
+        second = self.moment("second", vector).addcmul(update, update)
+        self.moments = {"second": second}
+        return vector.addcdiv(update, second.sqrt().add_(self.tau), value=self.lr)

@@ -1,0 +1,39 @@
+"""FedAdam."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from fedsim.registry import register
+from fedsim.server_optimizers.moments import WithMoments
+from fedsim.settings import Doc, Ge, Gt, Lt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["FedAdam"]
+
+
+@register("server", "fedadam")
+@dataclass
+class FedAdam(WithMoments):
+    """FedAdam (Reddi et al. 2021) with Flower's correction of its first rounds."""
+
+    lr: Annotated[float, Gt(0), Doc("eta, the rate.")] = 0.1
+    beta1: Annotated[float, Ge(0), Lt(1), Doc("Decay of the mean of updates.")] = 0.9
+    beta2: Annotated[float, Ge(0), Lt(1), Doc("Decay of the mean of their squares.")] = 0.99
+    tau: Annotated[float, Gt(0), Doc("Added to the root: how adaptive steps are.")] = 1e-3
+
+    def step(self, vector: Tensor, update: Tensor) -> Tensor:
+        """New parameters ``[d]``, in the dtype of ``vector``."""
+        update = update.to(vector.dtype)
+        self.steps += 1
+        first = self.moment("first", vector).lerp(update, 1 - self.beta1)
+        second = self.moment("second", vector) * self.beta2
+        second.addcmul_(update, update, value=1 - self.beta2)
+        self.moments = {"first": first, "second": second}
+        # Flower counts one round more than there have been.
+        told = self.steps + 1
+        rate = self.lr * (1 - self.beta2**told) ** 0.5 / (1 - self.beta1**told)
+        return vector.addcdiv(first, second.sqrt().add_(self.tau), value=rate)
