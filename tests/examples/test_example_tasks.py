@@ -17,7 +17,10 @@ import pytest
 from fedsim.cli import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TASKS = ("labels", "personal", "regression", "resnet", "tabular", "text")
+TASKS = (
+    *("labels", "personal", "regression", "tabular"),
+    *(pytest.param(task, marks=pytest.mark.slow) for task in ("resnet", "text")),
+)
 SMALL = {"text": {"MOST": 12, "LENGTH": 6}}
 """What of a page's data is made smaller."""
 BLOCK = re.compile(r"^(?:<!-- (not run[^>]*) -->\n)?```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -73,6 +76,7 @@ def test_adapters_leave_the_model_that_they_adapt_as_it_is(page: str) -> None:
     from safetensors.numpy import load_file
 
     make_data(page)
+    run(["run", "lstm.toml"], rounds=1)
     run(["run", "transformer.toml"], rounds=1)
     run(["run", "lora.toml"], rounds=1)
     before = load_file("runs/text-transformer/model.safetensors")
