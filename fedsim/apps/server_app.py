@@ -15,12 +15,13 @@ from fedsim.deploy.roster import CLIENTS, read_roster
 from fedsim.engines.process import settle
 from fedsim.engines.streaming import StreamingGrid
 from fedsim.errors import FedsimError
-from fedsim.runs.artefacts import OUT, RUNS, RunDirectory
+from fedsim.runs.artefacts import OUT, RUNS, RunDirectory, last_run
 from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.channel import distant_callback
 from fedsim.runs.check import check
 from fedsim.runs.drive import YOURS, drive
+from fedsim.runs.resume import resumed_config
 
 __all__ = ["app", "run_directory"]
 
@@ -35,9 +36,16 @@ def main(grid: Grid, context: Context) -> None:
     _show_our_log()
     settle()
     config = RunConfig.from_run_config(context.run_config)
+    # Whoever set OUT has claimed the directory, and waits for what comes into it.
+    claimed = OUT in os.environ
+    earlier = None
+    if config.checkpoint.resume and not claimed:
+        earlier = last_run(_runs(), config.name)
+    if earlier is not None:
+        config = resumed_config(config, earlier)
     build = Build(config)
     check(build)
-    directory = RunDirectory(run_directory(config.name, context.run_id))
+    directory = earlier or RunDirectory(run_directory(config.name, context.run_id))
     _log.info("the artefacts of run %s are in %s", context.run_id, directory.path.absolute())
     streaming = StreamingGrid(
         grid,
@@ -46,10 +54,10 @@ def main(grid: Grid, context: Context) -> None:
         roster=roster_for(config),
         times_each_client=config.engine.name == "deployment",
     )
-    # Whoever set OUT has claimed the directory, and waits for what comes into it.
-    claimed = OUT in os.environ
+    text = build.resolved.to_toml()
+    holding = directory.claim(text) if earlier is None else directory.resumed(text)
     callbacks = {YOURS: distant_callback(), "log": _Log()}
-    with nullcontext() if claimed else directory.claim(build.resolved.to_toml()):
+    with nullcontext() if claimed else holding:
         result = drive(build, streaming, directory, callbacks)
     _log.info("%s %s", result.ended, result.why)
 
@@ -58,7 +66,11 @@ def run_directory(name: str, run_id: int) -> Path:
     """Where a run's artefacts go on the server's machine."""
     if OUT in os.environ:
         return Path(os.environ[OUT])
-    return Path(os.environ.get(RUNS, "runs")) / f"{name}-{run_id}"
+    return _runs() / f"{name}-{run_id}"
+
+
+def _runs() -> Path:
+    return Path(os.environ.get(RUNS, "runs"))
 
 
 def roster_for(config: RunConfig) -> dict[str, int] | None:

@@ -419,6 +419,10 @@ class CheckpointSection(Section):
     best: Annotated[
         str, Doc("A column of the metrics whose best round's model is kept as well.")
     ] = ""
+    resume: Annotated[
+        bool,
+        Doc("Go on with the last run of this name on the machine of a federation's SuperLink."),
+    ] = False
 
 
 class StopSection(Section):

@@ -40,7 +40,7 @@ from fedsim.privacy.verification import METADATA
 from fedsim.runs.checkpoint import Checkpoints
 from fedsim.runs.marker import Marker
 
-__all__ = ["OUT", "RUNS", "Ended", "Row", "RunDirectory"]
+__all__ = ["OUT", "RUNS", "Ended", "Row", "RunDirectory", "last_run"]
 
 RUNS = "FEDSIM_RUNS"
 """Environment variable: the directory in which each run of a SuperLink gets one of its own."""
@@ -312,6 +312,24 @@ class RunDirectory:
             f"--out {self.path} cannot be used ({error.strerror}); it must be a directory that can "
             "be written to."
         )
+
+
+def last_run(runs: Path, name: str) -> RunDirectory | None:
+    """The run of this name that began last of a SuperLink's, to go on with.
+
+    Raises
+    ------
+    FedsimError
+        If somebody is writing to it.
+    """
+    found = [
+        directory
+        for directory in map(RunDirectory, runs.glob(f"{name}-*"))
+        if re.fullmatch(rf"{re.escape(name)}-\d+", directory.path.name)
+        and directory.config.is_file()
+    ]
+    last = max(found, key=lambda directory: directory.config.stat().st_mtime_ns, default=None)
+    return last if last is not None and last.holds_run() else None
 
 
 def _missing(path: Path) -> list[Path]:

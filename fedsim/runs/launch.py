@@ -21,7 +21,7 @@ from fedsim.deploy.simulation import Simulation, resources
 from fedsim.engines.arrays import array_record
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
-from fedsim.runs.artefacts import OUT, RunDirectory
+from fedsim.runs.artefacts import OUT, RunDirectory, last_run
 from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
@@ -146,9 +146,12 @@ def _submit(
     build: Build, federation: Federation, out: Path | None, callbacks: Iterable[Callback]
 ) -> RunResult:
     operator = Operator(federation.operator, CONNECTION)
+    earlier = (
+        last_run(federation.runs, build.config.name) if build.config.checkpoint.resume else None
+    )
     with tempfile.TemporaryDirectory(prefix="fedsim-app-") as app:
         run_id = operator.submit(write_app(Path(app), build.resolved.to_tree()))
-    written = RunDirectory(federation.runs / f"{build.config.name}-{run_id}")
+    written = earlier or RunDirectory(federation.runs / f"{build.config.name}-{run_id}")
     rows = _Rows(build, written, Callbacks.numbered(callbacks))
     _follow(operator, run_id, look=rows.look)
     if not written.path.is_dir():

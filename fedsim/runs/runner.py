@@ -65,6 +65,8 @@ def run(
     """
     config = config if engine is None else config.replace(**{"engine.name": engine})
     directory = None if out is None else RunDirectory(out)
+    if resume and config.engine.federation:
+        config = config.replace(**{"checkpoint.resume": True})
     resume = resume and directory is not None and directory.holds_run()
     if directory is not None:
         if resume:
