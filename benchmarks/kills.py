@@ -89,7 +89,7 @@ def kill_in(seconds: float, number: int = signal.SIGKILL) -> None:
 
 
 def at_an_instant(chosen: random.Random, seconds: float) -> None:
-    kill_in(chosen.uniform(0, seconds))
+    kill_in(chosen.uniform(0, seconds / 2))
 
 
 def by_sigterm(chosen: random.Random, seconds: float) -> None:
