@@ -33,6 +33,10 @@ OPERATORS = {"asked", "usable", "failed", "ignored-nodes", "clients-per-second",
 QUANTILES = ("min", "p10", "median", "p90", "max")
 """Ends of the columns that say how a metric spreads over clients."""
 
+_ABOUT = {
+    "update-norm": "How far a round's noisy mean is from nothing; what it is made of is not shown."
+}
+
 _OTHERS = {"round", "epsilon", "example-epsilon", "simulated"}
 _COUNTS = {"clients-num-examples", "train-num-examples", "train-fresh-state"}
 
@@ -105,6 +109,9 @@ def release_curves(record: RunRecord) -> list[Lines]:
     """A chart for each sort of number that releases say of themselves, where it ever changes."""
     charts: dict[str, list[Line]] = {}
     for column in record.columns():
+        if column == "update-norm":
+            charts[column] = _norms(record)
+            continue
         known = column in OPERATORS | _OTHERS | _COUNTS or column.startswith("failed-")
         # What the next round will have stands in the next row.
         if known or column.partition("-")[0] in {*PREFIXES, "next"}:
@@ -113,9 +120,39 @@ def release_curves(record: RunRecord) -> list[Lines]:
         if len({value for value in y if math.isfinite(value)}) > 1:
             charts.setdefault(re.split(r"[./]", column)[-1], []).append(Line(column, x, y))
     return [
-        Lines(title=_title(name), x="round", y=name, lines=lines[:8])
+        Lines(title=_title(name), x="round", y=name, lines=lines[:8], about=_ABOUT.get(name, ""))
         for name, lines in charts.items()
     ]
+
+
+def _norms(record: RunRecord) -> list[Line]:
+    """Norms of what was released, beside the most that an update adds and what noise adds alone."""
+    lines = [Line("the round's released mean", *record.curve("update-norm"))]
+    x, bounds = record.curve("clip-norm")
+    if not x:
+        return lines
+    lines.append(Line("the bound on one update", x, bounds, reference=True))
+    share = _noise_share(record)
+    if share:
+        noise = [share * bound for bound in bounds]
+        lines.append(Line("noise alone, about", x, noise, reference=True))
+    return lines
+
+
+def _noise_share(record: RunRecord) -> float | None:
+    """Norm of the noise on a mean, in units of the bound: ``z sqrt(d) / denominator``."""
+    config = record.config
+    keys = ("noise.multiplier", "partition.clients", "cohort.rate", "cohort.size")
+    multiplier, clients, rate, size = (_positive(config.get(key)) for key in keys)
+    expected = {"full": clients, "fixed": size, "poisson": clients * rate}
+    denominator = expected.get(str(config.get("cohort.name")), 0.0)
+    d = _positive(record.summary.get("parameters"))
+    return multiplier * math.sqrt(d) / denominator if denominator else None
+
+
+def _positive(value: object) -> float:
+    """A number, or 0 for what is none."""
+    return float(value) if isinstance(value, int | float) and value > 0 else 0.0
 
 
 def is_share(name: str, values: Iterable[float]) -> bool:

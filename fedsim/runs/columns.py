@@ -41,7 +41,7 @@ def columns_of(build: Build, strategy: DPFedAvg) -> tuple[str, ...]:
         # 1 where noise follows from the config's seed: what the epsilons then are.
         columns.append("simulated")
     columns += RoundReport.columns()
-    columns += strategy.mechanism.shown(build.trainer.layout)
+    columns += [*strategy.mechanism.shown(build.trainer.layout), "update-norm"]
     columns += ["clients-per-second", "seconds"]
     twice = [name for name in columns if columns.count(name) > 1]
     if twice:

@@ -19,7 +19,7 @@ from fedsim.reports.markup import inert_json, tag
 from fedsim.reports.page import write
 from fedsim.reports.record import RunRecord, read_metrics
 from fedsim.reports.run_page import OPERATORS_FACTS, run_page
-from fedsim.reports.series import OPERATORS, QUANTILES, learning_columns
+from fedsim.reports.series import OPERATORS, QUANTILES, learning_columns, release_curves
 from fedsim.runs.callbacks import Callback
 from fedsim.runs.sweep import members, run_sweep
 from fedsim.strategies import RoundReport, RunFailedError, summaries
@@ -214,6 +214,20 @@ def test_a_long_runs_page_stays_small_and_keeps_its_extremes(tmp_path: Path) -> 
 def test_what_only_the_operator_knows_is_no_release() -> None:
     columns = {name for name in RoundReport.columns() if not name.startswith("failed-")}
     assert columns <= OPERATORS
+
+
+def test_noise_alone_has_its_closed_form_beside_the_released_norm() -> None:
+    config = RunConfig().replace(**PRIVATE, **{"mechanism.clip-norm": 0.5}).to_run_config()
+    rows = [{"round": k, "update-norm": 1.0, "clip-norm": 0.5} for k in (1.0, 2.0)]
+    record = RunRecord(Path("x"), config, rows, summary={"parameters": 400})
+    (chart,) = release_curves(record)
+    released, bound, noise = chart.lines
+    assert (released.y, bound.y) == ([1.0, 1.0], [0.5, 0.5])
+    # z C sqrt(d) over the expected cohort.
+    assert noise.y == pytest.approx([2.0 * 0.5 * 20 / (0.5 * 40)] * 2)
+    assert not released.reference
+    assert bound.reference
+    assert noise.reference
 
 
 def test_spreads_over_clients_are_known_by_their_columns() -> None:

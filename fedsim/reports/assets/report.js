@@ -23,6 +23,8 @@
   const SERIES = 8;
   const DASHES = JSON.parse(document.getElementById("dashes").textContent);
 
+  const RULES = ["3 3", "9 4", "1 4"]; // lines that were not measured
+
   // Paths around the origin, in the order of palette.MARKERS.
   const MARKERS = [
     "M4 0A4 4 0 1 1 -4 0A4 4 0 1 1 4 0Z", "M-3.5 -3.5H3.5V3.5H-3.5Z", "M0 -4.5L4.3 3.4H-4.3Z",
@@ -133,7 +135,7 @@
     shape("line", made, {
       x1: 1, x2: 25, y1: 6, y2: 6, "stroke-width": reference ? 1.5 : 2,
       stroke: reference ? "var(--muted)" : colour(index),
-      "stroke-dasharray": reference ? "3 3" : DASHES[index % SERIES],
+      "stroke-dasharray": reference ? RULES[index % RULES.length] : DASHES[index % SERIES],
     });
     if (!reference) shape("path", made, { d: MARKERS[index % SERIES], fill: colour(index), transform: "translate(13 6)" });
     return made;
@@ -302,7 +304,7 @@
       }
       shape("path", inside, {
         d: path || "M0 0", fill: "none", stroke, "stroke-width": line.reference ? 1.5 : 2,
-        "stroke-linejoin": "round", "stroke-dasharray": line.reference ? "3 3" : DASHES[line.index % SERIES],
+        "stroke-linejoin": "round", "stroke-dasharray": line.reference ? RULES[line.index % RULES.length] : DASHES[line.index % SERIES],
       });
       if (line.reference) return;
       const real = points.filter(Boolean);
