@@ -111,7 +111,8 @@ def _table(lines: Sequence[Line]) -> Table:
         table.add_column(key, justify="right")
     for heading in ("accuracy", "last five", "loss", "epsilon"):
         table.add_column(heading, justify="right")
-    best = max(lines, key=lambda line: line.mean_accuracy)
+    judged = [line for line in lines if line.validation is not None]
+    best = max(judged, key=lambda line: line.validation or 0.0, default=None)
     for line in lines:
         table.add_row(
             *(str(value) for value in line.point.values()),

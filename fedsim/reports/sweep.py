@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from fedsim.config import Scalar
 from fedsim.privacy import Accountant, Cost, Ledger
 from fedsim.reports.palette import SERIES
 from fedsim.reports.plots import curve_style, grid
+from fedsim.reports.series import lowest_is_best
 
 __all__ = ["Line", "draw", "price", "read_line", "to_csv"]
 
@@ -35,6 +36,9 @@ class Line:
         None for a member that is not private.
     simulated : bool
         Whether its noise follows from its seed.
+    validation : float or None
+        By what members are chosen between: the mean of the last five evaluations on the examples
+        held out, larger where a member is better; None where none are held out.
     """
 
     point: dict[str, Scalar]
@@ -43,25 +47,37 @@ class Line:
     loss: float
     epsilon: float | None
     simulated: bool = False
+    validation: float | None = None
 
 
 def read_line(point: dict[str, Scalar], directory: Path) -> Line:
     """The line of a member whose artefacts are in ``directory``."""
     with (directory / "metrics.csv").open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row.get("test-accuracy")]
+        rows = [row for row in csv.DictReader(file) if row.get("test-loss")]
     if not rows:
         return Line(point, np.nan, np.nan, np.nan, None)
     last = rows[-1]
-    tail = [float(row["test-accuracy"]) for row in rows[-5:]]
+    tail = [float(row.get("test-accuracy") or "nan") for row in rows[-5:]]
     spent = last.get("epsilon")
     return Line(
         point=point,
-        accuracy=float(last["test-accuracy"]),
+        accuracy=tail[-1],
         mean_accuracy=float(np.mean(tail)),
         loss=float(last["test-loss"]),
         epsilon=float(spent) if spent else None,
         simulated=last.get("simulated") == "1",
+        validation=_validation(rows[-5:]),
     )
+
+
+def _validation(rows: Sequence[Mapping[str, str]]) -> float | None:
+    """The mean of a metric on validation examples, or of the loss where that is all there is."""
+    columns = [name for name in rows[-1] if name.startswith("validation-") and rows[-1][name]]
+    if not columns:
+        return None
+    column = next((name for name in columns if name != "validation-loss"), columns[0])
+    mean = float(np.mean([float(row[column]) for row in rows if row[column]]))
+    return -mean if lowest_is_best(column) else mean
 
 
 def to_csv(lines: Sequence[Line]) -> str:

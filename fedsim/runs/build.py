@@ -105,20 +105,21 @@ class Build:
     def trainer(self) -> Trainer:
         """The client algorithm with every client's data."""
         dataset, dealt = self.dataset, self.dealt
-        test = None if dealt.test is None else self._data(dataset.test, dealt.test)
-        return self.make_trainer(self._data(dataset.train, dealt.train), test)
+        test = None if dealt.test is None else self.client_data(dataset.test, dealt.test)
+        return self.make_trainer(self.client_data(dataset.train, dealt.train), test)
 
     @cached_property
     def examiners(self) -> dict[str, Trainer]:
         """The same over the test examples, all of them one client's, and over those held out."""
         dataset, held_out = self.dataset, self.dealt.held_out
         everything = np.arange(len(dataset.test), dtype=np.int64)
-        examiners = {"test": self.make_trainer(self._data(dataset.test, [everything]))}
+        examiners = {"test": self.make_trainer(self.client_data(dataset.test, [everything]))}
         if len(held_out):
-            examiners["validation"] = self.make_trainer(self._data(dataset.train, [held_out]))
+            examiners["validation"] = self.make_trainer(self.client_data(dataset.train, [held_out]))
         return examiners
 
-    def _data(self, split: datasets.Split, parts: list[partitions.Indices]) -> ClientData:
+    def client_data(self, split: datasets.Split, parts: list[partitions.Indices]) -> ClientData:
+        """Examples of this run's data set, and whose they are."""
         return ClientData(split.x, split.y, parts, *self.statistics, split.mask)
 
     @property

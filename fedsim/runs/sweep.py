@@ -39,7 +39,7 @@ from fedsim.runs.report import leave_report
 from fedsim.runs.signals import asked_to_end
 from fedsim.runs.state import RunState
 from fedsim.strategies import Rounds, RunFailedError, run_to_end
-from fedsim.training import ClientData, Trainer
+from fedsim.training import Trainer
 
 __all__ = ["Member", "is_done", "members", "parse_axes", "run_sweep"]
 
@@ -314,7 +314,6 @@ class _SharedTrainer:
     """One trainer over all members' clients, numbered one member after another."""
 
     def __init__(self, builds: Sequence[Build]) -> None:
-        template = builds[0].trainer
         sizes = [build.config.partition.clients for build in builds]
         self._first = np.concatenate([[0], np.cumsum(sizes)])[:-1]
         self._algorithms = [algorithm(build.config) for build in builds]
@@ -322,11 +321,15 @@ class _SharedTrainer:
             _Shifted(build.randomness.seed, build.randomness.release, first=int(first))
             for build, first in zip(builds, self._first, strict=True)
         ]
+        first, dataset = builds[0], builds[0].dataset
         parts = [indices for build in builds for indices in build.parts]
-        data = template.data
-        self._trainer: Trainer = builds[0].make_trainer(
-            ClientData(data.x, data.y, parts, data.mean, data.std)
-        )
+        tests = [build.dealt.test for build in builds]
+        test = None
+        if all(own is not None for own in tests):
+            owned = [indices for own in tests for indices in own or ()]
+            test = first.client_data(dataset.test, owned)
+        data = first.client_data(dataset.train, parts)
+        self._trainer: Trainer = first.make_trainer(data, test)
 
     def replies(self, asked: dict[int, Instructions]) -> dict[int, Replies]:
         """Train or evaluate everybody who was asked."""

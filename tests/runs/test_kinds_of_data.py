@@ -13,7 +13,9 @@ import fedsim
 from fedsim.apps.node import NodeBuild
 from fedsim.apps.split import split_data
 from fedsim.errors import FedsimError
+from fedsim.reports.sweep import read_line
 from fedsim.runs.build import Build
+from fedsim.runs.sweep import members, run_sweep
 
 OWNERS = 6
 LENGTH = 4
@@ -194,3 +196,17 @@ def test_a_node_has_its_owners_examples_and_evaluates_as_in_a_simulation(
         (metrics,), (expected,) = node.evaluate(vector, ids, 1), whole.evaluate(vector, ids, 1)
         for name, column in expected.metrics.items():
             np.testing.assert_array_equal(metrics.metrics[name], column)
+
+
+def test_members_of_a_sweep_on_masked_data_end_as_they_do_alone(text: str, tmp_path: Path) -> None:
+    base = config(text, **{"data.validation": 0.2, "rounds": 2})
+    grid = members(base, {"client.lr": [0.1, 0.5], "seed": [1, 2]})
+    assert not run_sweep(grid, tmp_path / "sweep")
+    for member in grid:
+        fedsim.run(member.config, out=tmp_path / "alone" / member.label)
+        together, alone = tmp_path / "sweep" / member.label, tmp_path / "alone" / member.label
+        name = "model.safetensors"
+        assert (together / name).read_bytes() == (alone / name).read_bytes()
+        ours, theirs = (read_line(member.point, place) for place in (together, alone))
+        assert ours == theirs
+        assert ours.validation is not None
