@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,10 +31,23 @@ PRIVATE = {
 }  # fmt: skip
 EXAMPLES = {"client.mechanism.name": "clipping", "client.noise.multiplier": 1.0}
 ADADP = {"client.name": "adadp-lr"}
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "nothing private": {},
     "momentum": {**PRIVATE, "server.momentum": 0.9},
     "adam": {**PRIVATE, "server.optimizer": "adam", "server.lr": 0.01},
+    "flower's yogi": {**PRIVATE, "server.optimizer": "fedyogi"},
+    "a schedule": {
+        **PRIVATE,
+        "server.optimizer": "rmsprop",
+        "server.lr": 0.01,
+        "server.schedule": "cosine(length=6)",
+    },
+    "personal parameters": {
+        "model.personal": "fc2.*",
+        "client.state": "client",
+        "evaluate.every": 0,
+        "evaluate.clients-every": 2,
+    },
     "adaclip": {"mechanism.name": "adaclip", "noise.multiplier": 1.0},
     "clients keep their rate": {**ADADP, "client.state": "client"},
     "on the disk": {**ADADP, "client.state": "client", "client.state-dir": "kept"},
