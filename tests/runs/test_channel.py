@@ -1,0 +1,63 @@
+"""Callbacks of the process that started a run are asked by the one that drives it."""
+
+from __future__ import annotations
+
+import torch
+
+from fedsim import RunConfig
+from fedsim.engines import LocalGrid
+from fedsim.engines.arrays import tensors
+from fedsim.runs.build import Build
+from fedsim.runs.callbacks import Callback, RunStatus
+from fedsim.runs.channel import CHANNEL, CallbackServer, DistantCallback, distant_callback
+from fedsim.runs.drive import YOURS, drive
+
+CONFIG = RunConfig.parse(
+    {"rounds": 4, "partition": {"clients": 4, "max-examples": 40}, "engine": {"device": "cpu"}}
+)
+
+
+class Watching(Callback):
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+        self.kept = torch.zeros(2)
+        self.arrays: dict[str, torch.Tensor] = {}
+
+    def on_start(self, status: RunStatus) -> None:
+        self.seen.append(("start", status.round))
+
+    def on_round(self, status: RunStatus) -> bool:
+        self.seen.append(("round", status.round))
+        self.arrays = tensors(status.arrays)
+        self.kept = self.kept + 1
+        return status.round == 2
+
+    def on_end(self, status: RunStatus) -> None:
+        self.seen.append((f"end: {status.ended}", status.round))
+
+    def state(self):
+        return {"kept": self.kept}
+
+    def restore(self, state) -> None:
+        self.kept = state["kept"]
+
+
+def test_a_distant_callback_sees_stops_and_keeps_as_one_in_the_process():
+    watching = Watching()
+    with CallbackServer([watching]) as server:
+        build = Build(CONFIG)
+        distant = DistantCallback(server.variables[CHANNEL])
+        result = drive(build, LocalGrid(build.trainer), None, {YOURS: distant})
+        assert (result.ended, result.why) == ("stopped", "Stopped early: Watching has stopped it.")
+        rounds = [("round", number) for number in range(3)]
+        assert watching.seen == [("start", 0), *rounds, ("end: stopped", 2)]
+        reached = tensors(result.arrays)
+        assert all(torch.equal(value, reached[name]) for name, value in watching.arrays.items())
+        assert distant.state()["0"]["kept"].tolist() == [3.0, 3.0]
+        distant.restore({"0": {"kept": torch.ones(2)}})
+        assert watching.kept.tolist() == [1.0, 1.0]
+
+
+def test_a_run_that_nobody_watches_has_a_callback_that_says_nothing(monkeypatch):
+    monkeypatch.delenv(CHANNEL, raising=False)
+    assert type(distant_callback()) is Callback
