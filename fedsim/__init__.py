@@ -18,11 +18,12 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from fedsim.config import RunConfig
+    from fedsim.runs.callbacks import Callback, RunStatus
     from fedsim.runs.runner import run
     from fedsim.runs.saved import load
 
 __version__ = VERSION
-__all__ = ["RunConfig", "__version__", "load", "run"]
+__all__ = ["Callback", "RunConfig", "RunStatus", "__version__", "load", "run"]
 
 
 def __dir__() -> list[str]:
@@ -35,6 +36,10 @@ def __getattr__(name: str) -> Any:
         from fedsim.config import RunConfig
 
         return RunConfig
+    if name in ("Callback", "RunStatus"):
+        from fedsim.runs import callbacks
+
+        return getattr(callbacks, name)
     if name == "run":
         from fedsim.runs.runner import run
 
