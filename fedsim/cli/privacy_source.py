@@ -11,7 +11,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Question, Statement
 from fedsim.privacy.archive import archived
 from fedsim.privacy.parallel import dearest
-from fedsim.reports.record import clients_ledgers
+from fedsim.reports.record import clients_ledgers, read_config
 
 __all__ = ["Source", "read_source"]
 
@@ -89,7 +89,7 @@ def _clients(directory: Path, delta: float) -> ClientLedgers:
 def _clients_of(run: Path) -> Path | None:
     """Where a run's clients keep their ledgers, if that is on this machine."""
     settings = run / "config.toml"
-    config = RunConfig.load(settings).to_run_config() if settings.is_file() else {}
+    config = read_config(settings) if settings.is_file() else {}
     return clients_ledgers(run, config)
 
 

@@ -17,7 +17,14 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Statement
 from fedsim.privacy.archive import archived
 
-__all__ = ["SUMMARY_FORMAT", "RunRecord", "clients_ledgers", "read_all", "read_metrics"]
+__all__ = [
+    "SUMMARY_FORMAT",
+    "RunRecord",
+    "clients_ledgers",
+    "read_all",
+    "read_config",
+    "read_metrics",
+]
 
 Row = Mapping[str, float]
 
@@ -62,7 +69,7 @@ class RunRecord:
                 f"{path} is no run's directory: it has no config.toml; name one that "
                 "`fedsim run` has written, such as runs/NAME."
             )
-        config = _read_config(path / "config.toml")
+        config = read_config(path / "config.toml")
         return cls(
             path=path,
             config=config,
@@ -168,7 +175,14 @@ def clients_ledgers(run: Path, config: Mapping[str, Scalar]) -> Path | None:
     return None
 
 
-def _read_config(path: Path) -> dict[str, Scalar]:
+def read_config(path: Path) -> dict[str, Scalar]:
+    """A config by dotted keys as it stands in its file, of whatever version.
+
+    Raises
+    ------
+    FedsimError
+        If it is not TOML.
+    """
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
