@@ -6,6 +6,8 @@ from pathlib import Path
 
 import tomli_w
 
+from fedsim import registry
+from fedsim.config.describe import choices_of, keys
 from fedsim.config.flower import flower_table
 
 ROOT = Path(__file__).parents[1]
@@ -20,9 +22,36 @@ def pyproject() -> str:
     return text[: text.index(HEAD)] + table[table.index(HEAD) :]
 
 
+def reference() -> str:
+    """docs/reference/config.md: every key, and everything that can be named."""
+    lines = ["# Every key of a config", "", "As `fedsim config explain` says it, table by table."]
+    table = None
+    for key in keys():
+        here = key.name.rpartition(".")[0]
+        if here != table:
+            lines += ["", f"## {f'[{here}]' if here else 'The top'}", ""]
+            lines += ["| key | default | what it is |", "| --- | --- | --- |"]
+            table = here
+        default = "" if key.default == "" else f"`{tomli_w.dumps({'k': key.default})[4:].strip()}`"
+        words = [key.doc, f"It is {key.type}{': ' + key.allowed if key.allowed else ''}."]
+        words += [f"With {', '.join(key.belongs_to)}."] if key.belongs_to else []
+        text = " ".join(words).replace("|", "\\|")
+        lines.append(f"| `{key.name.rpartition('.')[2]}` | {default} | {text} |")
+    lines += ["", "# What can be named", ""]
+    for kind in registry.PACKAGES:
+        lines += [f"## {kind}", ""]
+        lines += [f"- `{name}`: {line}" for name, line in choices_of(kind)] + [""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+FILES = {"pyproject.toml": pyproject, "docs/reference/config.md": reference}
+
+
 def main() -> None:
     """Write them all."""
-    (ROOT / "pyproject.toml").write_text(pyproject())
+    for name, made in FILES.items():
+        (ROOT / name).parent.mkdir(exist_ok=True)
+        (ROOT / name).write_text(made())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,7 @@ from fedsim.privacy import (
     WorstClient,
     worst_client,
 )
+from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
@@ -35,7 +37,37 @@ from fedsim.strategies.dp_fedavg import ClientBudget
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
 from fedsim.training.paths.frozen import past_frozen
 
-__all__ = ["Build"]
+__all__ = ["Build", "Given"]
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """Objects in the place of what tables of a config name; None for what the table says.
+
+    Attributes
+    ----------
+    model : nn.Module, optional
+        Initialised; it is copied.
+    data : Dataset, optional
+    partition : Partition, optional
+        Of as many clients as the config declares.
+    """
+
+    model: nn.Module | None = None
+    data: datasets.Dataset | None = None
+    partition: partitions.Partition | None = None
+
+    def digest(self) -> str:
+        """Digest of what of them determines a release and can be said; empty of nothing."""
+        said: dict[str, object] = {}
+        if self.model is not None:
+            shapes = {name: list(p.shape) for name, p in self.model.named_parameters()}
+            said["model"] = [type(self.model).__qualname__, shapes]
+        if self.data is not None:
+            said["data"] = [self.data.name, self.data.source, len(self.data.train.y)]
+        if self.partition is not None:
+            said["partition"] = self.partition
+        return digest_of(said) if said else ""
 
 
 class Build:
@@ -46,18 +78,29 @@ class Build:
     config : RunConfig
     out : path, optional
         The run's directory: clients' own ledgers go there, unless ``client.state-dir`` is set.
+    given : Given, optional
+        Objects that take the place of what the config names.
     """
 
-    def __init__(self, config: RunConfig, out: Path | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, out: Path | None = None, given: Given | None = None
+    ) -> None:
         self.config = config
         self.out = out
+        self.given = given or Given()
         self.device = _device(config.engine.device)
 
     @cached_property
     def dataset(self) -> datasets.Dataset:
         """The examples, on the run's device."""
+        dataset = self._loaded() if self.given.data is None else self._ranged(self.given.data)
+        if self.config.private or self.config.client.private:
+            refuse_found(dataset)
+        return dataset.to(self.device)
+
+    def _loaded(self) -> datasets.Dataset:
         data = self.config.data
-        dataset = datasets.load(
+        return datasets.load(
             data.name,
             directory=data.dir,
             download=data.download,
@@ -66,14 +109,26 @@ class Build:
             test=data.test,
             **settings_for(data, find(data), ("path", "directory", "download", "normalize")),
         )
-        if self.config.private or self.config.client.private:
-            refuse_found(dataset)
-        return dataset.to(self.device)
+
+    def _ranged(self, dataset: datasets.Dataset) -> datasets.Dataset:
+        data = self.config.data
+        return dataset.ranged(data.train, data.test) if data.train or data.test else dataset
 
     @cached_property
     def dealt(self) -> Dealt:
         """Whose examples are whose, and which are nobody's."""
-        return deal(self.config, objects.partition(self.config), self.dataset)
+        return deal(self.config, self.partition, self.dataset)
+
+    @cached_property
+    def partition(self) -> partitions.Partition:
+        """Who deals them."""
+        given, declared = self.given.partition, self.config.partition.clients
+        if given is not None and given.clients != declared:
+            raise FedsimError(
+                f"partition has {given.clients} clients, and partition.clients = {declared}, the "
+                "declared population; they must be the same."
+            )
+        return given or objects.partition(self.config)
 
     @property
     def parts(self) -> list[partitions.Indices]:
@@ -84,7 +139,7 @@ class Build:
     def model(self) -> nn.Module:
         """The initial model, on the CPU."""
         settings = self.config.model
-        model = models.build(
+        model = self._given_model() or models.build(
             settings.name,
             self.dataset.input_shape,
             self.dataset.num_outputs,
@@ -100,6 +155,12 @@ class Build:
         if self.config.private:
             models.refuse_running_statistics(model)
         return model
+
+    def _given_model(self) -> nn.Module | None:
+        given = self.given.model
+        if given is None:
+            return None
+        return copy.deepcopy(given).cpu().to(getattr(torch, self.config.model.dtype))
 
     @cached_property
     def trainer(self) -> Trainer:
@@ -302,7 +363,8 @@ class Build:
     @cached_property
     def release(self) -> str:
         """Digest of all that determines what the run releases."""
-        return release_digest(self.released)
+        digest, given = release_digest(self.released), self.given.digest()
+        return digest_of({"config": digest, "given": given}) if given else digest
 
     @property
     def entropy(self) -> Literal["config", "system"]:

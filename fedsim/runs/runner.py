@@ -13,8 +13,9 @@ from flwr.serverapp import Grid
 from fedsim.config import RunConfig
 from fedsim.engines import LocalGrid
 from fedsim.engines.process import settle
+from fedsim.errors import FedsimError
 from fedsim.runs.artefacts import RunDirectory
-from fedsim.runs.build import Build
+from fedsim.runs.build import Build, Given
 from fedsim.runs.callbacks import Callback, Callbacks
 from fedsim.runs.check import check, check_past
 from fedsim.runs.drive import YOURS, drive
@@ -22,7 +23,11 @@ from fedsim.runs.result import RunResult
 from fedsim.runs.resume import move_client_ledgers, resumed_config
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from fedsim.datasets import Dataset
     from fedsim.engines.ray import RayGrid
+    from fedsim.partitions import Partition
 
 __all__ = ["run"]
 
@@ -35,6 +40,9 @@ def run(
     overwrite: bool = False,
     resume: bool = False,
     callbacks: Iterable[Callback] = (),
+    model: nn.Module | None = None,
+    data: Dataset | None = None,
+    partition: Partition | None = None,
 ) -> RunResult:
     """Run a config from start to end.
 
@@ -52,6 +60,9 @@ def run(
         from that run's.
     callbacks : iterable of Callback
         Called in this process, on every engine.
+    model, data, partition : nn.Module, Dataset, Partition, optional
+        In the place of what the config's tables name, on the engines 'local' and 'ray'. The run's
+        config.toml then needs them to say the same run again.
 
     Raises
     ------
@@ -76,7 +87,13 @@ def run(
         if _needs_state_dir(config):
             config = config.replace(**{"client.state-dir": str(directory.clients.absolute())})
     settle()
-    build = Build(config, None if directory is None else directory.path)
+    given = Given(model, data, partition)
+    if given.digest() and config.engine.name not in ("local", "ray"):
+        raise FedsimError(
+            f"engine.name = '{config.engine.name}'; with model=, data= or partition= it must be "
+            "'local' or 'ray': other processes know a run by its config alone."
+        )
+    build = Build(config, None if directory is None else directory.path, given)
     check(build)
     if directory is not None and not resume:
         check_past(build, directory)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -211,3 +212,9 @@ def test_a_sentence_stays_short_however_long_the_value_is(
     with pytest.raises(FedsimError) as error:
         load(tmp_path, f"{key}={value}")
     assert len(str(error.value)) < 400
+
+
+def test_what_is_generated_from_the_code_is_as_the_code_is() -> None:
+    scope = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    for name, made in scope["FILES"].items():
+        assert (ROOT / name).read_text() == made(), f"{name}: run docs/generate.py"

@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import fedsim
 from fedsim import RunConfig, mechanisms, registry
 from fedsim.clients import SGD, AdadpLR, LocalAlgorithm, Proximal
 from fedsim.config.choices import Choice, own_settings
@@ -17,6 +19,7 @@ from fedsim.config.sections import (
     ServerSection,
 )
 from fedsim.config.things import make
+from fedsim.datasets import load
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import (
     AdaClip,
@@ -26,7 +29,10 @@ from fedsim.mechanisms import (
     PerLayer,
     PrivateScalar,
 )
+from fedsim.models import build
+from fedsim.partitions import Dirichlet
 from fedsim.runs import objects
+from fedsim.runs.build import Build, Given
 from fedsim.settings import REQUIRED
 
 
@@ -153,3 +159,26 @@ def test_a_users_own_algorithm_and_loss_are_found_beside_the_config(
         )
     with pytest.raises(FedsimError, match="no callable 'Missing'"):
         objects.algorithm(config(**{"client.name": "own_algorithm:Missing"}))
+
+
+def test_objects_from_python_take_the_place_of_what_a_config_names() -> None:
+    small = config(**{"rounds": 2, "partition.clients": 4, "client.batch-size": 50})
+    by_name = fedsim.run(small.replace(**{"partition.name": "dirichlet", "partition.alpha": 1.0}))
+    given = fedsim.run(
+        small, partition=Dirichlet(alpha=1.0, clients=4, seed=1), data=load("digits"),
+        model=build("softmax", (64,), 10, seed=1),
+    )  # fmt: skip
+    ours, theirs = (result.arrays.to_torch_state_dict() for result in (by_name, given))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    with pytest.raises(FedsimError, match=r"has 5 clients, and partition\.clients = 4"):
+        fedsim.run(small, partition=Dirichlet(clients=5))
+    with pytest.raises(FedsimError, match="it must be 'local' or 'ray'"):
+        fedsim.run(small, engine="simulation", partition=Dirichlet(clients=4))
+
+
+def test_a_private_run_of_other_objects_draws_other_noise() -> None:
+    private = config(
+        **{"mechanism.name": "clipping", "noise.multiplier": 1.0, "partition.clients": 4}
+    )
+    plain, given = Build(private), Build(private, given=Given(partition=Dirichlet(clients=4)))
+    assert plain.release != given.release
