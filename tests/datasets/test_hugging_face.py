@@ -22,9 +22,10 @@ def test_a_folder_of_datasets_says_what_it_needs_where_that_is_not_installed(
 
 
 def test_columns_of_a_saved_data_set_become_arrays(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("flwr_datasets")
+    import datasets
 
-    def split(n: int) -> object:
+    def split(n: int) -> datasets.Dataset:
         return datasets.Dataset.from_dict(
             {
                 "features": np.arange(4.0 * n).reshape(n, 4).tolist(),
