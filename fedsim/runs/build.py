@@ -172,11 +172,11 @@ class Build:
     @cached_property
     def examiners(self) -> dict[str, Trainer]:
         """The same over the test examples, all of them one client's, and over those held out."""
-        dataset, held_out = self.dataset, self.dealt.held_out
-        everything = np.arange(len(dataset.test), dtype=np.int64)
-        examiners = {"test": self.make_trainer(self.client_data(dataset.test, [everything]))}
-        if len(held_out):
-            examiners["validation"] = self.make_trainer(self.client_data(dataset.train, [held_out]))
+        everything = np.arange(len(self.dataset.test), dtype=np.int64)
+        examiners = {"test": self.make_trainer(self.client_data(self.dataset.test, [everything]))}
+        if self.config.data.validation:
+            held_out = self.client_data(self.dataset.train, [self.dealt.held_out])
+            examiners["validation"] = self.make_trainer(held_out)
         return examiners
 
     def client_data(self, split: datasets.Split, parts: list[partitions.Indices]) -> ClientData:

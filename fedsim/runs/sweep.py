@@ -321,15 +321,11 @@ class _SharedTrainer:
             _Shifted(build.randomness.seed, build.randomness.release, first=int(first))
             for build, first in zip(builds, self._first, strict=True)
         ]
-        first, dataset = builds[0], builds[0].dataset
+        first = builds[0]
         parts = [indices for build in builds for indices in build.parts]
-        tests = [build.dealt.test for build in builds]
-        test = None
-        if all(own is not None for own in tests):
-            owned = [indices for own in tests for indices in own or ()]
-            test = first.client_data(dataset.test, owned)
-        data = first.client_data(dataset.train, parts)
-        self._trainer: Trainer = first.make_trainer(data, test)
+        data = first.client_data(first.dataset.train, parts)
+        self._trainer: Trainer = first.make_trainer(data)
+        self._members = [build.trainer for build in builds]
 
     def replies(self, asked: dict[int, Instructions]) -> dict[int, Replies]:
         """Train or evaluate everybody who was asked."""
@@ -403,11 +399,9 @@ class _SharedTrainer:
             )
 
     def _evaluate(self, index: int, asked: Instructions) -> list[Block]:
-        first = self._first[index]
-        return [
-            Block.sent(block.client_ids - first, None, block.metrics)
-            for block in self._trainer.evaluate(asked.vector, asked.client_ids + first, asked.round)
-        ]
+        # By the member's own trainer: test examples and what a model draws are its own.
+        trainer = self._members[index]
+        return list(trainer.evaluate(asked.vector, asked.client_ids, asked.round))
 
 
 def _replies(blocks: list[Block]) -> Replies:

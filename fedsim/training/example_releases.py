@@ -142,6 +142,7 @@ class ExampleReleases:
         data = self._data
         examples = torch.from_numpy(data.indices[starting.client]).to(data.x.device)
         tensors = {"x": data.x[examples], "y": data.y[examples], "mean": data.mean, "std": data.std}
+        tensors["mask"] = None if data.mask is None else data.mask[examples]
         yield from _tensor_parts(tensors | dict(starting.received))
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from fedsim.apps.node import NodeBuild
 from fedsim.apps.split import split_data
 from fedsim.errors import FedsimError
 from fedsim.reports.sweep import read_line
+from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
-from fedsim.runs.sweep import members, run_sweep
+from fedsim.runs.sweep import members, parse_axes, run_sweep
 
 OWNERS = 6
 LENGTH = 4
@@ -159,6 +161,30 @@ def test_personal_parameters_are_not_in_the_model_that_is_shared(text: str, tmp_
         fedsim.run(config(text, **personal | {"evaluate.every": 1}))
     with pytest.raises(FedsimError, match=r"client\.state"):
         fedsim.run(config(text, **personal | {"client.state": "reset"}))
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["text", "frozen stem, held out"])
+def test_members_of_a_sweep_train_and_evaluate_on_the_same_examples_as_alone(
+    text: str, tmp_path: Path, frozen: bool
+) -> None:
+    base = config(text, **{"rounds": 2})
+    if frozen:  # a stem whose outputs would go through it once more
+        changes = {"data.name": "digits", "partition.name": "iid", "data.validation": 0.3}
+        model = {"model.name": "nets:stem", "model.metrics": "accuracy", "model.trainable": "2.*"}
+        base = config(text, **{"rounds": 2, **changes, **model})
+        (tmp_path / "nets.py").write_text(
+            "from torch import nn\n\n\n"
+            "def stem(num_classes):\n"
+            "    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, num_classes))\n"
+        )
+        sys.modules.pop("nets", None)
+    grid = members(base, parse_axes(["client.lr=0.1,0.5"]))
+    run_sweep(grid, tmp_path / "sweep")
+    for member in grid:
+        alone = fedsim.run(member.config).metrics
+        together = RunDirectory(tmp_path / "sweep" / member.label).rows()
+        for column in alone[-1].keys() - {"seconds", "clients-per-second"}:
+            assert together[-1][column] == alone[-1][column], column
 
 
 def test_a_model_of_numbers_refuses_tokens_and_a_loss_of_classes_refuses_numbers(

@@ -30,6 +30,7 @@ def trainer(
     model: nn.Module | None = None,
     randomness: Randomness = CONFIG,
     mean: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
     seed: int = 0,
     max_epsilon: float | None = None,
     **settings: object,
@@ -41,7 +42,7 @@ def trainer(
     return Trainer(
         model or make_mlp(),
         SGD(lr=0.3),
-        ClientData(data.x, data.y, data.indices, mean, mean),
+        ClientData(data.x, data.y, data.indices, mean, mean, mask),
         batch_size=5,
         steps=4,
         randomness=randomness,
@@ -64,6 +65,10 @@ def scaled(scale: float):
         return scale * cross_entropy(outputs, targets)
 
     return loss
+
+
+def where_counted(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(outputs, targets.clamp_min(0)) * (targets >= 0)
 
 
 def frozen(value: float) -> nn.Module:
@@ -108,6 +113,16 @@ def test_different_releases_are_never_charged_once(tmp_path, other):
 def test_frozen_parameters_of_another_value_are_another_release(tmp_path):
     for value in (0.1, 0.7, 0.1):
         train(trainer(tmp_path, model=frozen(value)))
+    assert charged(tmp_path) == 2
+
+
+def test_which_targets_count_is_part_of_a_release(tmp_path):
+    counted = torch.ones(27, dtype=torch.bool)
+    thetas = []
+    for first in (True, False, True):
+        counted[:10] = first
+        thetas.append(train(trainer(tmp_path, mask=counted.clone(), loss=where_counted)))
+    assert not torch.equal(thetas[0], thetas[1])
     assert charged(tmp_path) == 2
 
 
