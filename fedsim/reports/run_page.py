@@ -181,10 +181,19 @@ def _tradeoff(statement: Statement) -> Lines:
 def _mistakes(record: RunRecord) -> list[Markup | Chart | str]:
     test = record.summary.get("test") or {}
     if test.get("kind") == "classes":
-        return _confusion(np.asarray(test["counts"], dtype=np.int64), test.get("labels"))
+        counts = np.asarray(test["counts"], dtype=np.int64)
+        return [*_whose(record), *_confusion(counts, test.get("labels"))]
     if test.get("kind") == "numbers":
-        return [_scatter(test)]
+        return [*_whose(record), _scatter(test)]
     return []
+
+
+def _whose(record: RunRecord) -> list[Markup | Chart | str]:
+    """That test examples are clients', where a guarantee covers these."""
+    if not (record.private and record.summary.get("test-of-clients")):
+        return []
+    said = "Test examples are clients' own, and measured without noise (evaluate.unprotected)"
+    return [tag("p", f"{said}: not covered.", class_="operator")]
 
 
 def _confusion(counts: Any, labels: list[str] | None) -> list[Markup | Chart | str]:
@@ -192,8 +201,8 @@ def _confusion(counts: Any, labels: list[str] | None) -> list[Markup | Chart | s
     truths = counts.sum(1)
     recall = np.divide(np.diag(counts), truths, out=np.zeros(len(counts)), where=truths > 0)
     parts: list[Markup | Chart | str] = [
-        f"{counts.sum():,} test examples, which belong to no client: a row for each true class, "
-        "a column for what the model said."
+        f"{counts.sum():,} test examples: a row for each true class, a column for what the model "
+        "said."
     ]
     if len(counts) <= _SHOWN_CLASSES:
         parts.append(_matrix(counts, names, recall))

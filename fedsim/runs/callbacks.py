@@ -38,6 +38,8 @@ class RunStatus:
         The parameters.
     protects : bool
         Whether the run claims privacy, at whichever level.
+    of_clients : tuple of str
+        Which of ``test`` and ``validation`` are examples of a private run's clients.
     directory : RunDirectory or None
         Where the artefacts are.
     ended : "finished", "budget", "stopped", "interrupted" or None
@@ -51,6 +53,7 @@ class RunStatus:
     row: Row
     arrays: ArrayRecord
     protects: bool
+    of_clients: tuple[str, ...] = ()
     directory: RunDirectory | None = None
     ended: Ended | None = None
     why: str = ""
@@ -60,10 +63,11 @@ class RunStatus:
         """Those of the row that may decide something: in a private run, what is covered."""
         if not self.protects:
             return dict(self.row)
+        uncovered = tuple(f"{split}-" for split in ("train", "clients", *self.of_clients))
         return {
             name: value
             for name, value in self.row.items()
-            if name not in _OPERATORS and not name.startswith(("train-", "clients-"))
+            if name not in _OPERATORS and not name.startswith(uncovered)
         }
 
 

@@ -131,7 +131,7 @@ class _Sent:
 
     @classmethod
     def of(cls, status: RunStatus) -> _Sent:
-        names = ("round", "row", "protects", "ended", "why")
+        names = ("round", "row", "protects", "of_clients", "ended", "why")
         return cls(
             config=status.config.to_run_config(),
             arrays={name: value.cpu().numpy() for name, value in tensors(status.arrays).items()},

@@ -27,11 +27,15 @@ class Dealt:
         Training examples that nobody trains on; empty where none are held out.
     test : list of int64 arrays, or None
         Each client's test examples, where the data say whose they are.
+    of_clients : tuple of str
+        Which of ``test`` and ``validation`` are clients' own examples, in a private run: metrics of
+        them are not covered by its guarantee.
     """
 
     train: list[Indices]
     held_out: Indices
     test: list[Indices] | None = None
+    of_clients: tuple[str, ...] = ()
 
 
 def deal(config: RunConfig, partition: partitions.Partition, dataset: Dataset) -> Dealt:
@@ -44,15 +48,10 @@ def deal(config: RunConfig, partition: partitions.Partition, dataset: Dataset) -
     """
     train, test = dataset.train, dataset.test
     private = config.private or config.client.private
+    owners = train.columns.get(getattr(partition, "column", "owner"))
+    of_clients = _of_clients(config, partition, dataset) if private else ()
     rest, held_out = np.arange(len(train)), np.zeros(0, dtype=np.int64)
     if config.data.validation:
-        owners = train.columns.get(getattr(partition, "column", "owner"))
-        if private and owners is not None and not config.evaluate.unprotected:
-            raise FedsimError(
-                f"data.validation = {config.data.validation:g} holds out examples that have owners,"
-                " and metrics of clients' data have no noise: in a private run it must be 0, or "
-                "evaluate.unprotected = true."
-            )
         rest, held_out = partitions.hold_out(
             config.data.validation, len(train), owners, seed=config.seed
         )
@@ -63,7 +62,42 @@ def deal(config: RunConfig, partition: partitions.Partition, dataset: Dataset) -
         partition.require_every_client_an_owner(columns)
     if config.partition.max_examples:
         parts = partitions.subsample(parts, config.partition.max_examples, seed=config.seed)
-    return Dealt(parts, held_out, partition.test_indices(columns, test.columns))
+    return Dealt(parts, held_out, partition.test_indices(columns, test.columns), of_clients)
+
+
+def _of_clients(
+    config: RunConfig, partition: partitions.Partition, dataset: Dataset
+) -> tuple[str, ...]:
+    """Splits for evaluation whose examples belong to a private run's clients.
+
+    Raises
+    ------
+    FedsimError
+        If their metrics, which have no noise, would be shown and may not.
+    """
+    column = getattr(partition, "column", "owner")
+    owners = dataset.train.columns.get(column)
+    if owners is None:
+        return ()
+    splits: list[str] = []
+    theirs = dataset.test.columns.get(column)
+    if theirs is not None and np.isin(theirs, owners).any():
+        splits.append("test")
+        if config.evaluate.every and not config.evaluate.unprotected:
+            raise FedsimError(
+                f"evaluate.every = {config.evaluate.every} measures test examples of clients "
+                f"(column {column}), and metrics of clients' data have no noise: in a private run "
+                "it must be 0, or evaluate.unprotected = true."
+            )
+    if config.data.validation:
+        splits.append("validation")
+        if not config.evaluate.unprotected:
+            raise FedsimError(
+                f"data.validation = {config.data.validation:g} holds out examples that have owners,"
+                " and metrics of clients' data have no noise: in a private run it must be 0, or "
+                "evaluate.unprotected = true."
+            )
+    return tuple(splits)
 
 
 def refuse_found(dataset: Dataset) -> None:

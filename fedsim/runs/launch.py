@@ -206,6 +206,7 @@ class _Rows:
                     row=row,
                     arrays=ArrayRecord(),
                     protects=self._build.config.private or self._build.config.client.private,
+                    of_clients=self._build.dealt.of_clients,
                     directory=self._directory,
                 )
             )

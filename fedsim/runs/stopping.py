@@ -43,17 +43,18 @@ class Judge:
         evaluated = {"loss": False}
         evaluated |= {k: m.higher_is_better for k, m in build.trainer.metrics.items()}
         central = build.config.evaluate.every and build.config.data.validation
-        prefixes = [_CENTRAL] if central else []
-        if not (build.config.private or build.config.client.private):
+        private = build.config.private or build.config.client.private
+        # What may be shown all the same (evaluate.unprotected) may still decide nothing.
+        prefixes = [_CENTRAL] if central and "validation" not in build.dealt.of_clients else []
+        if not private:
             prefixes += ["clients-"] if build.config.evaluate.clients_every else []
         known = {f"{prefix}{name}": high for prefix in prefixes for name, high in evaluated.items()}
         if metric not in known:
             allowed = ", ".join(known) or "unset without data.validation and evaluate.every"
-            private = " (of clients' data it may be none in a private run)"
-            private *= build.config.private or build.config.client.private
+            of_clients = private * " (of clients' data it may be none in a private run)"
             test = "; nothing is chosen by test examples, data.validation holds out others"
             test *= metric.startswith("test-")
-            raise FedsimError(f"{key} = '{metric}'; it must be {allowed}{private}{test}.")
+            raise FedsimError(f"{key} = '{metric}'; it must be {allowed}{of_clients}{test}.")
         return cls(metric, known[metric])
 
     def improves(self, row: Mapping[str, float | int], best: float | None) -> bool:

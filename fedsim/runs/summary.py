@@ -74,6 +74,9 @@ def summarise(
         summary["peak-gpu-memory"] = torch.cuda.max_memory_allocated(build.device)
     if config.evaluate.every:
         summary["test"] = _test(build, arrays)
+        summary["test-of-clients"] = "test" in build.dealt.of_clients or any(
+            len(indices) for indices in build.dealt.test or ()
+        )
     if config.evaluate.unprotected or not (config.private or config.client.private):
         summary["partition"] = _partition(build)
     return summary

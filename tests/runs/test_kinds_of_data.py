@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from fedsim.errors import FedsimError
 from fedsim.reports.sweep import read_line
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
+from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.sweep import members, parse_axes, run_sweep
 
 OWNERS = 6
@@ -42,7 +42,9 @@ def write(folder: Path, **changes: Any) -> str:
     (folder / "nets.py").write_text(
         "from torch import nn\n\n\n"
         "def model(vocabulary, num_classes):\n"
-        "    return nn.Sequential(nn.Embedding(vocabulary, 5), nn.Linear(5, num_classes))\n"
+        "    return nn.Sequential(nn.Embedding(vocabulary, 5), nn.Linear(5, num_classes))\n\n\n"
+        "def stem(num_classes):\n"
+        "    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, num_classes))\n"
     )
     return str(folder / "text.npz")
 
@@ -105,6 +107,7 @@ def test_examples_that_are_held_out_are_in_nobodys_hands(text: str) -> None:
             Build(config(text, **{"data.validation": amount})).parts  # noqa: B018
 
 
+OTHERS = {"owner_test": np.array(["somebody else"] * 9)}
 PRIVATE = {"mechanism.name": "clipping", "noise.multiplier": 1.0, "evaluate.clients-every": 0}
 
 
@@ -113,10 +116,24 @@ PRIVATE = {"mechanism.name": "clipping", "noise.multiplier": 1.0, "evaluate.clie
     [
         ({"classes": None}, {}, r"data\.classes is not set, and the training examples"),
         ({"vocabulary": None}, {}, r"data\.vocabulary is not set, and the training examples"),
-        ({}, {"partition.clients": 7}, r"partition\.clients is 7, but .* fewer owners .* private"),
-        ({}, {"partition.clients": 5}, r"partition\.clients is 5, but .* 6 owners"),
-        ({}, {"data.validation": 0.2}, r"data\.validation = 0\.2 .*evaluate\.unprotected"),
+        (
+            OTHERS,
+            {"partition.clients": 7},
+            r"partition\.clients is 7, but .* fewer owners .* private",
+        ),
+        (OTHERS, {"partition.clients": 5}, r"partition\.clients is 5, but .* 6 owners"),
+        (OTHERS, {"data.validation": 0.2}, r"data\.validation = 0\.2 .*evaluate\.unprotected"),
         ({}, {"partition.column": "site"}, r"partition\.column is 'site'"),
+        ({}, {}, r"evaluate\.every = 1 measures test examples of clients .*unprotected"),
+        ({}, {"partition.name": "iid"}, r"evaluate\.every = 1 measures test examples of clients"),
+        *(
+            ({}, {"evaluate.unprotected": True, "data.validation": 0.3, key: metric}, sentence)
+            for key, sentence in (
+                ("stop.metric", r"stop\.metric = .*\(of clients' data it may be none"),
+                ("checkpoint.best", r"checkpoint\.best = .*\(of clients' data it may be none"),
+            )
+            for metric in ("validation-loss", "clients-loss")
+        ),
     ],
 )
 def test_a_private_run_finds_nothing_in_its_clients_data(
@@ -129,19 +146,39 @@ def test_a_private_run_finds_nothing_in_its_clients_data(
         fedsim.run(config(path, **PRIVATE, **settings))
 
 
-def test_what_is_declared_may_be_private(text: str) -> None:
-    result = fedsim.run(config(text, **PRIVATE))
-    assert result.privacy.epsilon > 0
+def test_what_is_declared_may_be_private(text: str, tmp_path: Path) -> None:
+    unseen = config(text, **PRIVATE, **{"evaluate.every": 0})
+    assert fedsim.run(unseen).privacy.epsilon > 0
+    others = config(write(tmp_path, **OTHERS), **PRIVATE)
     declared = {"data.classes": 8, "data.vocabulary": 8}
-    assert fedsim.run(config(text, **PRIVATE, **declared)).metrics[-1]["test-loss"] > 0
+    for settings in ({}, declared):
+        assert fedsim.run(others.replace(**settings)).metrics[-1]["test-loss"] > 0
+
+
+def test_what_clients_own_may_be_shown_if_asked_for_and_decides_nothing(
+    text: str, tmp_path: Path
+) -> None:
+    seen: list[set[str]] = []
+
+    class Watch(Callback):
+        def on_round(self, status: RunStatus) -> None:
+            assert {"test-loss", "validation-loss"} <= status.row.keys()
+            seen.append(set(status.metrics))
+
     shown = PRIVATE | {"evaluate.unprotected": True, "data.validation": 0.2}
-    assert "validation-loss" in fedsim.run(config(text, **shown)).metrics[-1]
+    fedsim.run(config(text, **shown), out=tmp_path / "run", callbacks=[Watch()])
+    assert seen
+    assert not any(name.startswith(("test-", "validation-")) for names in seen for name in names)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Test examples are clients" in page
+    assert "belong to no client" not in page
 
 
 def test_examples_of_owners_can_be_protected_by_themselves(text: str) -> None:
     example_level = {
         "client.mechanism.name": "clipping", "client.noise.multiplier": 1.0,
         "client.batch-size": 1, "client.steps": 2, "evaluate.clients-every": 0,
+        "evaluate.every": 0,
     }  # fmt: skip
     result = fedsim.run(config(text, **example_level))
     assert result.example_privacy.epsilon > 0
@@ -167,17 +204,11 @@ def test_personal_parameters_are_not_in_the_model_that_is_shared(text: str, tmp_
 def test_members_of_a_sweep_train_and_evaluate_on_the_same_examples_as_alone(
     text: str, tmp_path: Path, frozen: bool
 ) -> None:
-    base = config(text, **{"rounds": 2})
+    base = config(text, rounds=2)
     if frozen:  # a stem whose outputs would go through it once more
         changes = {"data.name": "digits", "partition.name": "iid", "data.validation": 0.3}
         model = {"model.name": "nets:stem", "model.metrics": "accuracy", "model.trainable": "2.*"}
         base = config(text, **{"rounds": 2, **changes, **model})
-        (tmp_path / "nets.py").write_text(
-            "from torch import nn\n\n\n"
-            "def stem(num_classes):\n"
-            "    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, num_classes))\n"
-        )
-        sys.modules.pop("nets", None)
     grid = members(base, parse_axes(["client.lr=0.1,0.5"]))
     run_sweep(grid, tmp_path / "sweep")
     for member in grid:
