@@ -42,12 +42,18 @@ def partition(
     path = out or Path("runs") / f"{settings.name}-partition.png"
     check_picture(path)
     # Only now: a mistake in the config should not wait for torch and matplotlib.
+    import numpy as np
+
     from fedsim.reports.partition import class_counts, draw, save, tabulate
     from fedsim.runs.build import Build
     from fedsim.runs.objects import partition as partitioner
 
     build = Build(settings.replace(**{"engine.device": "cpu"}))
-    counts = class_counts(build.dataset.train.y.numpy(), build.parts, build.dataset.num_classes)
+    labels, num_classes = build.dataset.train.y.numpy(), build.dataset.num_classes
+    if labels.ndim > 1 or not num_classes:
+        # Of other targets than a class for each example there is their number only.
+        labels, num_classes = np.zeros(len(labels), dtype=np.int64), 1
+    counts = class_counts(labels, build.parts, num_classes)
     title = f"{settings.data.name}: {partitioner(settings).title}, seed {settings.seed}"
     if settings.partition.max_examples:
         title += f", at most {settings.partition.max_examples:,} examples a client"

@@ -12,6 +12,7 @@ import pytest
 import fedsim
 from fedsim.apps.node import NodeBuild
 from fedsim.apps.split import split_data
+from fedsim.cli import main
 from fedsim.errors import FedsimError
 from fedsim.reports.sweep import read_line
 from fedsim.runs.artefacts import RunDirectory
@@ -267,3 +268,13 @@ def test_members_of_a_sweep_on_masked_data_end_as_they_do_alone(text: str, tmp_p
         ours, theirs = (read_line(member.point, place) for place in (together, alone))
         assert ours == theirs
         assert ours.validation is not None
+
+
+def test_a_partition_of_sequences_shows_how_many_each_client_has(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text(config(text).to_toml())
+    with pytest.raises(SystemExit) as ended:
+        main(["partition", "run.toml", "--out", "clients.png"])
+    assert not ended.value.code
+    assert "owner, 6 clients, seed 1" in capsys.readouterr().out
