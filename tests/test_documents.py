@@ -146,3 +146,17 @@ def test_what_a_page_shows_runs(
         for name in set(sys.modules) - before:
             if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
                 del sys.modules[name]
+
+
+def made_by_the_site() -> set[str]:
+    """Pages that docs/hooks.py and docs/generate.py make of what lies elsewhere."""
+    makers = "".join((ROOT / f"docs/{name}.py").read_text() for name in ("hooks", "generate"))
+    return set(re.findall(r'"([\w/]+\.md)"', makers))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_links_to_what_is_there(page: str) -> None:
+    folder = (ROOT / page).parent
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / page).read_text())
+    local = {target for target in targets if "://" not in target} - made_by_the_site()
+    assert [target for target in sorted(local) if not (folder / target).exists()] == []

@@ -74,11 +74,7 @@ class Stripes(Partition):
     clients: int = 100
     seed: int = 0
 
-    @property
-    def _kind(self):
-        return "stripes"
-
-    def _deal(self, examples, generator):
+    def deal(self, examples, generator):
         owner = np.arange(len(examples)) // self.width % self.clients
         return [np.flatnonzero(owner == client) for client in range(self.clients)]
 """,

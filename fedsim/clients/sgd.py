@@ -34,7 +34,10 @@ class SGD(LocalAlgorithm):
     schedule: Annotated[
         Schedule,
         Text(Schedule.parse, str),
-        Doc("What lr is multiplied by, round by round or step by step."),
+        Doc(
+            "What lr is multiplied by, such as 'cosine(length=100)' over rounds, or "
+            "'inverse(decay=0.1, over=step)'; also exponential, staircase."
+        ),
     ] = CONSTANT
 
     carried: ClassVar[tuple[str, ...]] = ("velocity",)

@@ -135,9 +135,15 @@ class ModelSection(Choice):
             "such as 'head.*'; empty for none."
         ),
     ] = ""
-    loss: Annotated[str, Doc("The loss of an example.")] = "cross-entropy"
+    loss: Annotated[
+        str, Doc("The loss of an example: of `fedsim config list loss`, or module:name.")
+    ] = "cross-entropy"
     metrics: Annotated[
-        str, Doc("What is measured besides the loss: names with commas between them.")
+        str,
+        Doc(
+            "What is measured besides the loss, with commas between: of `fedsim config list "
+            "metric`, or module:name."
+        ),
     ] = "accuracy"
 
     @model_validator(mode="after")

@@ -100,7 +100,7 @@ class Partition(ABC):
     """Deals training examples to clients.
 
     Subclasses are frozen dataclasses with the fields ``clients`` (how many there are) and
-    ``seed`` (of every draw).
+    ``seed`` (of every draw), and say in `deal` whose each example is.
     """
 
     clients: int
@@ -132,7 +132,7 @@ class Partition(ABC):
         """
         generator = Randomness(self.seed).generator(Purpose.PARTITION, level="run")
         examples = Examples(np.asarray(targets), columns or {})
-        return [np.sort(indices) for indices in self._deal(examples, generator)]
+        return [np.sort(indices) for indices in self.deal(examples, generator)]
 
     def test_indices(self, columns: Columns, test_columns: Columns) -> list[Indices] | None:
         """Each client's test examples, where columns tell whose they are; None where not.
@@ -150,13 +150,21 @@ class Partition(ABC):
         return f"{self._kind}, {self.clients:,} client{'s' * (self.clients != 1)}"
 
     @property
-    @abstractmethod
     def _kind(self) -> str:
-        """Name and parameters."""
+        """Name and parameters: the class's name, where a partitioner says no more."""
+        return type(self).__name__
 
     @abstractmethod
-    def _deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
-        """Positions of each client, in any order."""
+    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+        """Positions of each client's examples, in any order: disjoint, ``clients`` of them.
+
+        Parameters
+        ----------
+        examples : Examples
+            Their targets, classes as ``examples.labels``, and columns.
+        generator : numpy Generator
+            Follows from ``seed``; every draw comes from it.
+        """
 
 
 def subsample(parts: Sequence[Indices], at_most: int, *, seed: int) -> list[Indices]:

@@ -84,7 +84,8 @@ class ByOwner(Partition):
     def _kind(self) -> str:
         return f"by {self.column}"
 
-    def _deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+        """Each owner's examples."""
         column = examples.column(self.column)
         return self._of(self.owners({self.column: column}), column)
 

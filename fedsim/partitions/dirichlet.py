@@ -45,7 +45,8 @@ class Dirichlet(Partition):
     def _kind(self) -> str:
         return f"Dirichlet (alpha = {self.alpha:g})"
 
-    def _deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+        """Each class in proportions of its own."""
         labels = examples.labels
         owner = np.empty(len(labels), dtype=np.int64)
         for positions in by_class(labels):

@@ -81,7 +81,8 @@ class FromFlower(Partition):
     def _kind(self) -> str:
         return f"Flower's {type(self.partitioner).__name__}"
 
-    def _deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+        """As Flower's partitioner deals them."""
         del generator
         labels = examples.labels
         _flower_base()

@@ -32,6 +32,7 @@ class IID(Partition):
     def _kind(self) -> str:
         return "IID"
 
-    def _deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+        """Equal shares of a shuffle."""
         require_enough(self.clients, len(examples))
         return np.array_split(generator.permutation(len(examples)), self.clients)

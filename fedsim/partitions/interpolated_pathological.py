@@ -63,7 +63,8 @@ class InterpolatedPathological(Partition):
     def _kind(self) -> str:
         return f"interpolated pathological (randomness = {self.randomness:g})"
 
-    def _deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+        """Classes by group, of which a fraction is exchanged."""
         labels = examples.labels
         by_class = self._pathological(labels, generator)
         given_up = [

@@ -45,7 +45,8 @@ class Shards(Partition):
     def _kind(self) -> str:
         return f"shards ({self.shards} a client)"
 
-    def _deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+        """Shards of examples sorted by label."""
         labels = examples.labels
         total = self.clients * self.shards
         if total > len(labels):
