@@ -271,8 +271,9 @@ class Trainer:
             self.memory.restore(states)
 
     def on(self, path: PathName, block_size: int = 0) -> Trainer:
-        """The same clients on another path, their state starting anew in every round."""
-        return self._copy(path=path, block_size=block_size)
+        """The same clients on another path, with no state as yet."""
+        keeps = bool(self.personal or self.algorithm.evaluates)
+        return self._copy(path=path, block_size=block_size, state="client" if keeps else "reset")
 
     def copy_for(self, device: str) -> Trainer:
         """See `BlockTrainer`: by the same path, in blocks of the same size."""

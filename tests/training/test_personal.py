@@ -157,3 +157,10 @@ def test_keeping_parameters_needs_clients_that_keep_something() -> None:
     names = [name for name, _ in make_mlp().named_parameters()]
     with pytest.raises(FedsimError, match=r"model\.personal leaves no trained parameter"):
         make_trainer(personal=names)
+
+
+def test_clients_with_parameters_of_their_own_train_alike_on_another_path() -> None:
+    t = make_trainer(personal=HEAD, path="plain")
+    rows = torch.cat([block.rows for block in t.train(t.initial(), IDS, 1)])
+    other = torch.cat([block.rows for block in t.on("stacked").train(t.initial(), IDS, 1)])
+    torch.testing.assert_close(other, rows, rtol=1e-9, atol=1e-11)
