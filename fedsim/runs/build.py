@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -61,10 +63,22 @@ class Given:
         """Digest of what of them determines a release and can be said; empty of nothing."""
         said: dict[str, object] = {}
         if self.model is not None:
-            shapes = {name: list(p.shape) for name, p in self.model.named_parameters()}
-            said["model"] = [type(self.model).__qualname__, shapes]
+            # Where a run starts is no secret: its values may be digested, as data may not.
+            values = models.values_of(self.model).items()
+            said["model"] = [
+                re.sub(r" at 0x[0-9a-f]+", "", repr(self.model)),
+                [
+                    name
+                    for name, parameter in self.model.named_parameters()
+                    if parameter.requires_grad
+                ],
+                {name: hashlib.sha256(_bytes_of(value)).hexdigest() for name, value in values},
+            ]
         if self.data is not None:
-            said["data"] = [self.data.name, self.data.source, len(self.data.train.y)]
+            data, x, y = self.data, self.data.train.x, self.data.train.y
+            sizes = [list(x.shape), str(x.dtype), list(y.shape), str(y.dtype)]
+            found = [data.num_classes, data.vocabulary, data.mean, data.std]
+            said["data"] = [data.name, data.source, sizes, found]
         if self.partition is not None:
             said["partition"] = self.partition
         return digest_of(said) if said else ""
@@ -455,6 +469,11 @@ class Build:
             measured = {k: v for k, v in block.metrics.items() if k != "num-examples"}
             metrics |= {f"{split}-{name}": float(values[0]) for name, values in measured.items()}
         return MetricRecord(metrics)
+
+
+def _bytes_of(value: Tensor) -> bytes:
+    flat = value.detach().cpu().contiguous().view(-1)
+    return f"{value.dtype} {list(value.shape)} ".encode() + flat.view(torch.uint8).numpy().tobytes()
 
 
 def _device(name: str) -> torch.device:

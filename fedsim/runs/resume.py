@@ -9,10 +9,11 @@ from fedsim.config import RunConfig, Scalar
 from fedsim.config.digest import affects_release
 from fedsim.config.keys import shown
 from fedsim.errors import FedsimError
+from fedsim.privacy import Ledger
 from fedsim.runs.artefacts import RunDirectory
-from fedsim.runs.build import Build
+from fedsim.runs.build import Build, Given
 
-__all__ = ["move_client_ledgers", "resumed_config"]
+__all__ = ["move_client_ledgers", "refuse_other_objects", "resumed_config"]
 
 Flat = dict[str, Scalar]
 
@@ -26,7 +27,9 @@ _LEFT_TO_A_RULE: dict[str, Scalar] = {
 """Keys whose value says that there is none yet: a resumed run has those that it began with."""
 
 
-def resumed_config(config: RunConfig, directory: RunDirectory) -> RunConfig:
+def resumed_config(
+    config: RunConfig, directory: RunDirectory, given: Given | None = None
+) -> RunConfig:
     """The resolved config with which the run in ``directory`` goes on as ``config`` wants.
 
     Raises
@@ -35,7 +38,7 @@ def resumed_config(config: RunConfig, directory: RunDirectory) -> RunConfig:
         Naming the key, if the run has released, or would release, something else with it.
     """
     began = _began_with(directory)
-    wanted = _resolved(config, began)
+    wanted = _resolved(config, began, given)
     keys = dict.fromkeys([*wanted, *began])
     changed = {key: wanted.get(key) for key in keys if wanted.get(key) != began.get(key)}
     for key, value in changed.items():
@@ -71,7 +74,7 @@ def _began_with(directory: RunDirectory) -> Flat:
     return RunConfig.load(directory.config).to_run_config()
 
 
-def _resolved(config: RunConfig, began: Flat) -> Flat:
+def _resolved(config: RunConfig, began: Flat, given: Given | None) -> Flat:
     """``config`` with what it leaves to rules and calibrations as the run has it, flat."""
     wanted = config.to_run_config()
     for key, unset in _LEFT_TO_A_RULE.items():
@@ -81,12 +84,29 @@ def _resolved(config: RunConfig, began: Flat) -> Flat:
         return wanted
     # Calibrated as it was, to the rounds that there were then.
     calibrated = RunConfig.from_run_config({**wanted, "rounds": began["rounds"]})
-    released = Build(calibrated).released.to_run_config()
+    released = Build(calibrated, given=given).released.to_run_config()
     return {**released, "rounds": wanted["rounds"]}
 
 
 def _told(value: Scalar | None) -> str:
     return "unset" if value is None else shown(value)
+
+
+def refuse_other_objects(directory: RunDirectory, build: Build) -> None:
+    """Refuse to go on with other objects from Python than the run in ``directory`` began with.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if not directory.ledger.exists():
+        return
+    made = {entry.release for entry in Ledger.read(directory.ledger).entries if entry.release}
+    if made and build.release not in made:
+        raise FedsimError(
+            f"the run in {directory.path} has released something else than this one would; it must "
+            "go on with the model=, data= and partition= that it began with."
+        )
 
 
 def move_client_ledgers(directory: RunDirectory, build: Build) -> None:

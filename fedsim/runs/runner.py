@@ -20,7 +20,7 @@ from fedsim.runs.callbacks import Callback, Callbacks
 from fedsim.runs.check import check, check_past
 from fedsim.runs.drive import YOURS, drive
 from fedsim.runs.result import RunResult
-from fedsim.runs.resume import move_client_ledgers, resumed_config
+from fedsim.runs.resume import move_client_ledgers, refuse_other_objects, resumed_config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,19 +75,19 @@ def run(
         artefacts are there.
     """
     config = config if engine is None else config.replace(**{"engine.name": engine})
+    given = Given(model, data, partition)
     directory = None if out is None else RunDirectory(out)
     if resume and config.engine.federation:
         config = config.replace(**{"checkpoint.resume": True})
     resume = resume and directory is not None and directory.holds_run()
     if directory is not None:
         if resume:
-            config = resumed_config(config, directory)
+            config = resumed_config(config, directory, given)
         else:
             directory.check_free(overwrite)
         if _needs_state_dir(config):
             config = config.replace(**{"client.state-dir": str(directory.clients.absolute())})
     settle()
-    given = Given(model, data, partition)
     if given.digest() and config.engine.name not in ("local", "ray"):
         raise FedsimError(
             f"engine.name = '{config.engine.name}'; with model=, data= or partition= it must be "
@@ -97,6 +97,8 @@ def run(
     check(build)
     if directory is not None and not resume:
         check_past(build, directory)
+    elif directory is not None:
+        refuse_other_objects(directory, build)
     with ExitStack() as stack:
         grid: Grid | None = None
         if config.engine.name == "local":

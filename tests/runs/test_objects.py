@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fedsim
 from fedsim import RunConfig, mechanisms, registry
@@ -182,3 +183,29 @@ def test_a_private_run_of_other_objects_draws_other_noise() -> None:
     )
     plain, given = Build(private), Build(private, given=Given(partition=Dirichlet(clients=4)))
     assert plain.release != given.release
+
+
+def test_objects_that_start_or_compute_otherwise_share_no_noise_and_resume_no_run(
+    tmp_path: Path,
+) -> None:
+    private = config(
+        **{"mechanism.name": "clipping", "noise.multiplier": 1.0, "partition.clients": 4,
+           "rounds": 2, "client.batch-size": 50}
+    )  # fmt: skip
+
+    def made(activation: nn.Module, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(64, 8), activation, nn.Linear(8, 10))
+
+    nets = [made(nn.Tanh(), 1), made(nn.ReLU(), 1), made(nn.Tanh(), 2), made(nn.Tanh(), 1)]
+    releases = [Build(private, given=Given(model=net)).release for net in nets]
+    assert len(set(releases)) == 3
+    assert releases[0] == releases[3]
+    out = tmp_path / "run"
+    fedsim.run(private, out=out, model=nets[0])
+    more = private.replace(rounds=3)
+    for other in (nets[1], nets[2]):
+        with pytest.raises(FedsimError, match="that it began with"):
+            fedsim.run(more, out=out, resume=True, model=other)
+    on = fedsim.run(more, out=out, resume=True, model=nets[3])
+    assert on.privacy.cost.releases == 3
