@@ -109,7 +109,8 @@ class RunDirectory:
             raise self._in_use()
         if taken and not overwrite:
             raise FedsimError(
-                f"{self.path} already holds a run; choose another --out, --resume or --overwrite it."
+                f"{self.path} already holds a run; choose another --out, or --resume or "
+                "--overwrite it."
             )
 
     def holds_run(self) -> bool:
