@@ -446,6 +446,7 @@ class Build:
             average_client_state=config.client.state == "server",
             unprotected_metrics=evaluate.unprotected,
             client_budget=self._client_budget(),
+            budgets_end_run=not config.engine.federation,
             private_examples=config.client.private,
             example_counts=self._example_counts,
         )

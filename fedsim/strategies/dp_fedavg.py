@@ -120,6 +120,10 @@ class DPFedAvg(ResumableStrategy):
         Asked before clients are: a sentence says why their own budgets do not allow the round,
         and stops the run. Not where the run is private at client level: it would show who was
         drawn.
+    budgets_end_run : bool
+        Whether one client that says that its own budget is spent ends a run that is not private at
+        client level, as is right where all clients are of one machine. By default it is left
+        out alone, because a stranger may say so; all of several who were asked end the run.
     weighted_by_key, arrayrecord_key, configrecord_key, train_metrics_aggr_fn, \
 evaluate_metrics_aggr_fn
         As for Flower's `FedAvg`. ``weighted_by_key`` weighs metrics, and updates only under
@@ -158,6 +162,7 @@ evaluate_metrics_aggr_fn
         private_examples: bool = False,
         example_counts: Sequence[int] | None = None,
         client_budget: ClientBudget | None = None,
+        budgets_end_run: bool = False,
         weighted_by_key: str = "num-examples",
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",
@@ -204,6 +209,7 @@ evaluate_metrics_aggr_fn
             self.plan, delta, max_epsilon, ledger, release, placement, self.randomness
         )
         self.client_budget = client_budget
+        self.budgets_end_run = budgets_end_run
         self.shows_clients = shows_clients
         self.weighted_by_key = weighted_by_key
         self.arrayrecord_key = arrayrecord_key
@@ -350,13 +356,11 @@ evaluate_metrics_aggr_fn
             if self.shows_clients:
                 means.add(reply)
         self.report = replace(tally.report(server_round), ignored=self._participants.ignored)
-        refused = self.report.reasons.get("budget", 0)
-        # A client's budget follows from public numbers only where nobody's cohort is secret.
-        if refused and self.protects and not self.private:
+        if self._spent(self.report):
             self.rounds_done = server_round - 1  # this round is not made
             self.stopped = (
-                f"round {server_round} would exceed client.noise.max-epsilon of {refused} of the "
-                "clients asked"
+                f"round {server_round} would exceed client.noise.max-epsilon of "
+                f"{self.report.reasons['budget']} of the clients asked"
             )
             self.log.warning("stopping: %s.", self.stopped)
             return None, None
@@ -378,6 +382,14 @@ evaluate_metrics_aggr_fn
         self.report = replace(self.report, info={**release.shown, "update-norm": norm})
         arrays = array_record(to_arrays(vector, self._layout, asked.server))
         return arrays, means.record()
+
+    def _spent(self, report: RoundReport) -> bool:
+        """Whether clients' own budgets end the run."""
+        # A client's budget follows from public numbers only where nobody's cohort is secret.
+        if self.private or not self.protects:
+            return False
+        spent = report.reasons.get("budget", 0)
+        return spent > 0 if self.budgets_end_run else 1 < spent == report.asked
 
     def check(self, arrays: ArrayRecord) -> None:
         """Refuse now what the first round would refuse.

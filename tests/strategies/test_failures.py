@@ -132,6 +132,48 @@ def test_a_run_whose_clients_protect_their_examples_goes_on_too():
     assert plain.report.round == 10
 
 
+class Spent(Fixed):
+    """Clients of which the first so many say that their own budget is spent."""
+
+    spent = 1
+
+    def train(self, vector, client_ids, round):
+        for client in client_ids.tolist():
+            if client < self.spent:
+                yield Block.failed(np.array([client]), "budget")
+            else:
+                yield from super().train(vector, np.array([client]), round)
+
+
+@pytest.mark.parametrize(
+    ("spent", "population", "trusted", "rounds"),
+    [
+        (1, 4, False, 3),  # a stranger may say so: it is left out alone
+        (3, 4, False, 3),
+        (1, 1, False, 3),
+        (4, 4, False, 0),  # nobody is left who would go on
+        (1, 4, True, 0),
+    ],
+)
+def test_no_single_client_ends_a_federation_by_saying_that_its_budget_is_spent(
+    spent, population, trusted, rounds
+):
+    run = strategy(
+        mechanism=NoPrivacy("uniform"),
+        noise_multiplier=0.0,
+        private_examples=True,
+        cohort=FullCohort(population),
+        budgets_end_run=trusted,
+    )
+    trainer = Spent(torch.ones(population, 2))
+    trainer.spent = spent
+    run.start(LocalGrid(trainer), array_record({"w": torch.zeros(2)}), 3)
+    assert run.rounds_done == rounds
+    assert (run.stopped is None) == (rounds == 3)
+    assert run.report is not None
+    assert run.report.reasons["budget"] == run.report.failed == spent
+
+
 class Watched(LocalGrid):
     """Notes the time that it is given."""
 
