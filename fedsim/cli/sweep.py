@@ -135,8 +135,20 @@ def _say_price(
     console: Console, grid: Sequence[Member], lines: Sequence[Line], where: Path
 ) -> None:
     """What choosing among private members costs."""
-    from fedsim.reports.sweep import price
+    from fedsim.reports.sweep import examples_price, price
 
+    protecting = [member for member in grid if member.config.client.private]
+    if len(protecting) > 1:
+        delta = max(member.config.client.noise.delta for member in protecting)
+        kept = [
+            Path(member.config.client.state_dir or where / member.label / "clients")
+            for member in protecting
+        ]
+        console.print(
+            f"Whoever sees all {len(protecting)} members whose clients protect their examples has "
+            f"seen their composition: epsilon = {examples_price(kept, delta).epsilon:.4g} at delta "
+            f"= {delta} (example level), for the client that pays most."
+        )
     private = [member for member, line in zip(grid, lines, strict=True) if line.epsilon is not None]
     if len(private) < 2:
         return

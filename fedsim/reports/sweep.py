@@ -12,12 +12,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from fedsim.config import Scalar
-from fedsim.privacy import Accountant, Cost, Ledger
+from fedsim.privacy import Accountant, ClientLedgers, Cost, Ledger
 from fedsim.reports.palette import SERIES
 from fedsim.reports.plots import curve_style, grid
 from fedsim.reports.series import lowest_is_best
 
-__all__ = ["Line", "draw", "price", "read_line", "to_csv"]
+__all__ = ["Line", "draw", "examples_price", "price", "read_line", "to_csv"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,17 @@ def price(ledgers: Sequence[Path], delta: float) -> Cost:
         for entry in Ledger.read(path).charged:
             accountant.add(entry.event)
     return accountant.cost(delta)
+
+
+def examples_price(directories: Sequence[Path], delta: float) -> Cost:
+    """The same at example level, of the client that pays most; from clients' ledgers."""
+    clients: dict[int | None, Accountant] = {}
+    for directory in dict.fromkeys(directories):
+        for ledger in ClientLedgers(directory, delta=delta, read_only=True).everyone():
+            for entry in ledger.charged:
+                clients.setdefault(entry.client, Accountant()).add(entry.event)
+    costs = [accountant.cost(delta) for accountant in clients.values()]
+    return max(costs, key=lambda cost: cost.epsilon, default=Accountant().cost(delta))
 
 
 def draw(lines: Sequence[Line], axis: str, title: str) -> Figure:

@@ -10,7 +10,7 @@ from fedsim import RunConfig
 from fedsim.cohorts import PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import epsilon
-from fedsim.reports.sweep import price, read_line
+from fedsim.reports.sweep import examples_price, price, read_line
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.sweep import is_done, members, parse_axes, run_sweep
 from fedsim.training import Trainer
@@ -102,6 +102,21 @@ def test_choosing_among_members_costs_their_composition(tmp_path: Path) -> None:
     alone = epsilon(noise_multiplier=1.0, cohort=PoissonCohort(rate=0.4), rounds=3, delta=1e-5)
     line = read_line(grid[0].point, tmp_path / grid[0].label)
     assert line.epsilon == pytest.approx(alone, rel=1e-6)
+
+
+def test_choosing_among_members_costs_every_clients_examples_their_composition(
+    tmp_path: Path,
+) -> None:
+    protected = {"client.mechanism.name": "clipping", "client.noise.multiplier": 2.0}
+    free = {"mechanism.name": "none", "noise.multiplier": "", "rounds": 2, "cohort.rate": 1.0}
+    grid = members(BASE.replace(**free, **protected), parse_axes(["client.lr=0.1,0.5"]))
+    run_sweep(grid, tmp_path)
+    kept = [tmp_path / member.label / "clients" for member in grid]
+    one = examples_price(kept[:1], 1e-5)
+    both = examples_price(kept, 1e-5)
+    assert both.releases == 2 * one.releases
+    assert both.epsilon > one.epsilon > 0
+    assert examples_price([*kept, *kept], 1e-5) == both
 
 
 def test_axes_take_any_values_and_refuse_nonsense() -> None:
