@@ -144,8 +144,8 @@ def _check_name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", value, re.ASCII) or not value.strip("."):
         raise PydanticCustomError(
             "name",
-            "1 to 100 letters, digits, '.', '_' and '-', and not only dots (it names files); any "
-            "other words go into title",
+            "1 to 100 letters a to z, digits, '.', '_' and '-', and not only dots (it names "
+            "files); any other words go into title",
         )
     return value
 

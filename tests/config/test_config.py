@@ -77,7 +77,7 @@ BAD = {
     (*PRIVATE, "client.state=server"): "client.state = 'server'; it must be 'reset' or 'client'",
     (
         "name=../../evil",
-    ): "name = '../../evil'; it must be 1 to 100 letters, digits, '.', '_' and '-'",
+    ): "name = '../../evil'; it must be 1 to 100 letters a to z, digits, '.', '_' and '-'",
     ("name=",): "name = ''; it must be 1 to 100",
     ("name=...",): "and not only dots",
     ("name=a b",): "any other words go into title",
