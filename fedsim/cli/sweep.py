@@ -17,7 +17,7 @@ from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
-    from fedsim.reports.sweep import Line
+    from fedsim.reports.sweep import MemberLine
     from fedsim.runs.sweep import Member
 
 __all__ = ["sweep"]
@@ -105,7 +105,7 @@ def _run(console: Console, grid: Sequence[Member], where: Path) -> dict[str, str
         return run_sweep(grid, where, lambda _, row: bar.advance(task, row["round"] > 0))
 
 
-def _table(lines: Sequence[Line]) -> Table:
+def _table(lines: Sequence[MemberLine]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for key in lines[0].point:
         table.add_column(key, justify="right")
@@ -125,14 +125,14 @@ def _table(lines: Sequence[Line]) -> Table:
     return table
 
 
-def _epsilon(line: Line) -> str:
+def _epsilon(line: MemberLine) -> str:
     if line.epsilon is None:
         return "-"
     return f"{line.epsilon:.3g}{' (simulated)' * line.simulated}"
 
 
 def _say_price(
-    console: Console, grid: Sequence[Member], lines: Sequence[Line], where: Path
+    console: Console, grid: Sequence[Member], lines: Sequence[MemberLine], where: Path
 ) -> None:
     """What choosing among private members costs."""
     from fedsim.reports.sweep import examples_price, price

@@ -27,7 +27,7 @@ _MOST_KEYS = 4  # in a group's label
 
 
 @dataclass(frozen=True)
-class Group:
+class SeedGroup:
     """Runs that differ in their seeds only.
 
     Attributes
@@ -87,7 +87,7 @@ def compare_page(records: Sequence[RunRecord]) -> str:
     return page.html()
 
 
-def grouped(records: Iterable[RunRecord]) -> list[Group]:
+def grouped(records: Iterable[RunRecord]) -> list[SeedGroup]:
     """Runs by what they have in common, in the order in which they came."""
     members: dict[tuple[tuple[str, Scalar], ...], list[RunRecord]] = {}
     for record in records:
@@ -99,7 +99,7 @@ def grouped(records: Iterable[RunRecord]) -> list[Group]:
         key for key in keys if len({repr(settings.get(key)) for settings in settings_of}) > 1
     ]
     groups = [
-        Group("", {key: settings[key] for key in differing if key in settings}, group)
+        SeedGroup("", {key: settings[key] for key in differing if key in settings}, group)
         for settings, group in zip(settings_of, members.values(), strict=True)
     ]
     labels = [_label(group, groups) for group in groups]
@@ -117,7 +117,7 @@ def _counts(key: str) -> bool:
     return key not in _IGNORED + _RESOLVED and not key.startswith(_IGNORED_TABLES)
 
 
-def _label(group: Group, groups: Sequence[Group]) -> str:
+def _label(group: SeedGroup, groups: Sequence[SeedGroup]) -> str:
     """The run's name, and the keys in which it differs from others of this name."""
     name = group.records[0].name
     peers = [other for other in groups if other.records[0].name == name]
@@ -136,14 +136,14 @@ def _value(value: Scalar | None) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _said(records: Sequence[RunRecord], groups: Sequence[Group]) -> str:
+def _said(records: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> str:
     many = len(groups)
     if many == 1:
         return f"{len(records)} runs of one config, which differ in their seeds only."
     return f"{len(records)} runs of {many} configs; those of one config differ in their seeds only."
 
 
-def _metrics(groups: Sequence[Group]) -> dict[str, str]:
+def _metrics(groups: Sequence[SeedGroup]) -> dict[str, str]:
     """Names of metrics that runs end with, and the column of each: on test examples if there."""
     columns: dict[str, str] = {}
     for group in groups:
@@ -156,7 +156,7 @@ def _metrics(groups: Sequence[Group]) -> dict[str, str]:
     return dict(sorted(columns.items(), key=lambda item: lowest_is_best(item[0])))
 
 
-def _table(groups: Sequence[Group]) -> Markup:
+def _table(groups: Sequence[SeedGroup]) -> Markup:
     """A row a group; a click on a heading sorts."""
     metrics = _metrics(groups)
     epsilons = {
@@ -226,7 +226,7 @@ def _price(records: Sequence[RunRecord]) -> Markup | None:
     )
 
 
-def _curves(groups: Sequence[Group]) -> list[Markup | Lines | str]:
+def _curves(groups: Sequence[SeedGroup]) -> list[Markup | Lines | str]:
     """A chart a metric, with as many groups as can be told apart."""
     most = len(SERIES)
     parts: list[Markup | Lines | str] = []
@@ -255,7 +255,7 @@ def _curves(groups: Sequence[Group]) -> list[Markup | Lines | str]:
     return parts
 
 
-def _differences(groups: Sequence[Group]) -> Markup | str:
+def _differences(groups: Sequence[SeedGroup]) -> Markup | str:
     """The keys in which configs differ: a row a config or, where keys are more, a row a key."""
     keys = list(dict.fromkeys(key for group in groups for key in group.point))
     if not keys:
@@ -275,7 +275,7 @@ def _differences(groups: Sequence[Group]) -> Markup | str:
 
 
 def _every_run(records: Sequence[RunRecord]) -> Markup:
-    metrics = _metrics([Group("", {}, records)])
+    metrics = _metrics([SeedGroup("", {}, records)])
     rows = []
     for record in records:
         cells = [_cell(None, str(record.config.get("seed", "–")))]

@@ -17,11 +17,11 @@ from fedsim.reports.palette import SERIES
 from fedsim.reports.plots import curve_style, grid
 from fedsim.reports.series import lowest_is_best
 
-__all__ = ["Line", "draw", "examples_price", "price", "read_line", "to_csv"]
+__all__ = ["MemberLine", "draw", "examples_price", "price", "read_line", "to_csv"]
 
 
 @dataclass(frozen=True)
-class Line:
+class MemberLine:
     """What one member reached.
 
     Attributes
@@ -50,16 +50,16 @@ class Line:
     validation: float | None = None
 
 
-def read_line(point: dict[str, Scalar], directory: Path) -> Line:
+def read_line(point: dict[str, Scalar], directory: Path) -> MemberLine:
     """The line of a member whose artefacts are in ``directory``."""
     with (directory / "metrics.csv").open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row.get("test-loss")]
     if not rows:
-        return Line(point, np.nan, np.nan, np.nan, None)
+        return MemberLine(point, np.nan, np.nan, np.nan, None)
     last = rows[-1]
     tail = [float(row.get("test-accuracy") or "nan") for row in rows[-5:]]
     spent = last.get("epsilon")
-    return Line(
+    return MemberLine(
         point=point,
         accuracy=tail[-1],
         mean_accuracy=float(np.mean(tail)),
@@ -80,7 +80,7 @@ def _validation(rows: Sequence[Mapping[str, str]]) -> float | None:
     return -mean if lowest_is_best(column) else mean
 
 
-def to_csv(lines: Sequence[Line]) -> str:
+def to_csv(lines: Sequence[MemberLine]) -> str:
     """All lines as CSV text."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
@@ -114,7 +114,7 @@ def examples_price(directories: Sequence[Path], delta: float) -> Cost:
     return max(costs, key=lambda cost: cost.epsilon, default=Accountant().cost(delta))
 
 
-def draw(lines: Sequence[Line], axis: str, title: str) -> Figure:
+def draw(lines: Sequence[MemberLine], axis: str, title: str) -> Figure:
     """Accuracy over one axis: a curve for each setting of the others, seeds averaged."""
     figure, (axes,) = grid(1, 1, title=title, width=7.0, height=4.4)
     curves: dict[str, dict[Scalar, list[float]]] = {}

@@ -18,7 +18,16 @@ from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.rows.exchange import CLIENT_IDS, CLIENT_STATE, ClientStates, Ids
 
-__all__ = ["Columns", "Files", "Memory", "Sent", "StateKind", "memory_for", "packed", "unpacked"]
+__all__ = [
+    "FileMemory",
+    "Memory",
+    "ProcessMemory",
+    "Sent",
+    "StateKind",
+    "memory_for",
+    "packed",
+    "unpacked",
+]
 
 Bools = npt.NDArray[np.bool_]
 ABSENT = -1
@@ -43,8 +52,11 @@ class Memory(Protocol):
     def restore(self, states: ClientStates) -> None:
         """Go on from what `state` gave, and nothing else."""
 
+    def keep_since(self, round: object) -> None:
+        """Keep the states that clients had since this round too, where a run may go back to it."""
 
-class Columns:
+
+class ProcessMemory:
     """State in memory: for each entry one tensor, with a row for each client that has state.
 
     Parameters
@@ -114,6 +126,9 @@ class Columns:
         self._row_of[:], self._used, self._columns = ABSENT, 0, {}
         self.store(client_ids, 0, rows)
 
+    def keep_since(self, round: object) -> None:
+        """See `Memory`; a run goes back by `restore` alone."""
+
 
 def packed(client_ids: Ids, present: Bools, rows: Mapping[str, Tensor]) -> ClientStates:
     """What those who are present of these clients keep, as trainers give it."""
@@ -134,7 +149,7 @@ def unpacked(states: ClientStates) -> tuple[Ids, dict[str, Tensor]]:
     return states[CLIENT_IDS].numpy(), rows
 
 
-class Files:
+class FileMemory:
     """State on disk, ``client-ID/round-R.safetensors``, where no process outlives a round.
 
     The last two rounds are kept, so that a round run again starts from where it did; and since
@@ -260,6 +275,9 @@ class Sent:
     def restore(self, states: ClientStates) -> None:
         """See `Memory`: the server sends it every round."""
 
+    def keep_since(self, round: object) -> None:
+        """See `Memory`; the server has them."""
+
 
 def memory_for(
     state: StateKind,
@@ -288,7 +306,7 @@ def memory_for(
     if state == "reset":
         return None
     if state == "client":
-        return Columns(population) if directory is None else Files(directory)
+        return ProcessMemory(population) if directory is None else FileMemory(directory)
     if state != "server":
         raise FedsimError(f"client.state is '{state}'; it must be 'reset', 'client' or 'server'.")
     numbers = {name: torch.tensor([value]) for name, value in algorithm.numbers().items()}

@@ -30,7 +30,7 @@ from fedsim.training.fitting import Fitted, Local, numbers_of
 from fedsim.training.graphs import steps_by
 from fedsim.training.hidden_draws import Seeds, hidden_draws
 from fedsim.training.local_step import LocalStep
-from fedsim.training.memory import Files, Memory, Sent, StateKind, memory_for, packed, unpacked
+from fedsim.training.memory import Memory, Sent, StateKind, memory_for, packed, unpacked
 from fedsim.training.paths.choice import Path, PathName, block_limit, choose, convolutional
 from fedsim.training.paths.examples import Way, ways
 from fedsim.training.paths.stacked import stack
@@ -233,7 +233,7 @@ class Trainer:
         """
         if self.state_kind == "server":
             self.memory = Sent.of(config)
-        elif isinstance(self.memory, Files):
+        elif self.memory is not None:
             self.memory.keep_since(config.get(KEEP_SINCE))
 
     @property

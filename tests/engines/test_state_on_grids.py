@@ -9,7 +9,7 @@ import torch
 from fedsim.config import RunConfig
 from fedsim.engines.blocks import guarded_blocks
 from fedsim.runs.build import Build
-from fedsim.training.memory import Columns
+from fedsim.training.memory import ProcessMemory
 
 IDS = np.arange(6)
 
@@ -80,7 +80,7 @@ def test_a_worker_is_lent_no_more_than_its_clients_state():
 
 
 def test_what_clients_keep_is_all_there_or_not_at_all():
-    columns = Columns(3)
+    columns = ProcessMemory(3)
     ids, state = np.array([1]), {"eta": torch.tensor([0.5])}
     columns.store(ids, 1, state)
     with pytest.raises((RuntimeError, IndexError)):

@@ -15,7 +15,7 @@ from fedsim.mechanisms import AdaClip
 from fedsim.randomness import Randomness
 from fedsim.rows.exchange import CLIENT_STATE
 from fedsim.training import ExamplePrivacy, Trainer
-from fedsim.training.memory import Columns
+from fedsim.training.memory import ProcessMemory
 
 IDS = np.arange(4)
 
@@ -156,10 +156,10 @@ def test_a_checkpoint_of_the_state_goes_on_where_it_was():
 
 
 def test_columns_of_another_population_are_refused():
-    larger = Columns(4)
+    larger = ProcessMemory(4)
     larger.store(np.array([3]), 1, {"eta": torch.ones(1)})
     with pytest.raises(FedsimError, match="client 3; this run has clients 0"):
-        Columns(3).restore(larger.state())
+        ProcessMemory(3).restore(larger.state())
 
 
 def test_a_mechanisms_state_is_kept_with_its_client():

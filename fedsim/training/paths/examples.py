@@ -23,11 +23,11 @@ from fedsim.training.hidden_draws import seeded
 from fedsim.training.paths.factored import Hooked, product_layers
 from fedsim.training.paths.stacked import StackedPath
 
-__all__ = ["ExampleRows", "Examples", "OneByOne", "OneClientsRows", "Way", "ways"]
+__all__ = ["ExampleBlock", "ExampleRows", "OneByOne", "OneClientsRows", "Way", "ways"]
 
 
 @dataclass(frozen=True)
-class Examples:
+class ExampleBlock:
     """Gradients of some clients' examples, each client at its own point.
 
     Attributes
@@ -55,7 +55,7 @@ class OneClientsRows(Protocol):
 
 
 ExampleRows = Callable[
-    [Tensor, Tensor, Tensor, Sequence[int], "Sequence[int] | None"], Iterator[Examples]
+    [Tensor, Tensor, Tensor, Sequence[int], "Sequence[int] | None"], Iterator[ExampleBlock]
 ]
 """``(theta [n, D], x [n, B, ...], y [n, B, ...], counts [n], seeds [n])`` to gradients of examples.
 
@@ -103,7 +103,7 @@ def ways(
 def _client_by_client(name: str, of_client: OneClientsRows) -> Way:
     def rows(
         theta: Tensor, x: Tensor, y: Tensor, counts: Sequence[int], seeds: Sequence[int] | None
-    ) -> Iterator[Examples]:
+    ) -> Iterator[ExampleBlock]:
         for k, count in enumerate(counts):
             if count:
                 # Copies lie where the allocator puts everything: a client's bits are its own.
@@ -111,7 +111,7 @@ def _client_by_client(name: str, of_client: OneClientsRows) -> Way:
                     gradients, losses = of_client(
                         theta[k].clone(), x[k, :count].clone(), y[k, :count]
                     )
-                yield Examples(slice(k, k + 1), [count], gradients, losses[None])
+                yield ExampleBlock(slice(k, k + 1), [count], gradients, losses[None])
 
     return Way(name, of_client, rows)
 
@@ -130,7 +130,7 @@ def _whole_block(path: StackedPath) -> Way:
 
 def _stacked_rows(
     path: StackedPath, theta: Tensor, x: Tensor, y: Tensor, counts: Sequence[int]
-) -> Iterator[Examples]:
+) -> Iterator[ExampleBlock]:
     clients: slice | Tensor = slice(None)
     if not all(counts):
         clients = torch.tensor([k for k, c in enumerate(counts) if c], device=theta.device)
@@ -140,7 +140,7 @@ def _stacked_rows(
     counts = [count for count in counts if count]
     # Products over fewer examples of weight zero have the same bits.
     b = x.shape[1] if x.is_cuda else max(counts)
-    yield Examples(clients, counts, OuterRows(tuple(parts))[:, :b], losses[:, :b])
+    yield ExampleBlock(clients, counts, OuterRows(tuple(parts))[:, :b], losses[:, :b])
 
 
 @dataclass(frozen=True)
