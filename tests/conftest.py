@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+
+# A shell's background job ignores Ctrl-C, and so would every process that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch is imported by anybody.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -240,6 +240,8 @@ class Session:
         if report is not None:
             row |= report.row()
             row |= report.info
+            if report.update_norm is not None:
+                row["update-norm"] = report.update_norm
             row["clients-per-second"] = report.usable / seconds
         row["seconds"] = seconds
         self._take(row)

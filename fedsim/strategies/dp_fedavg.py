@@ -377,9 +377,8 @@ evaluate_metrics_aggr_fn
         release = parts.release(releaser, total, asked)
         self._state = state_on(release.state, asked.vector.device)
         vector = self.server_optimizer.step(asked.vector, release.mean.to(asked.vector.device))
-        # As public as the release that it is the norm of.
         norm = float(release.mean.norm())
-        self.report = replace(self.report, info={**release.shown, "update-norm": norm})
+        self.report = replace(self.report, info=release.shown, update_norm=norm)
         arrays = array_record(to_arrays(vector, self._layout, asked.server))
         return arrays, means.record()
 

@@ -57,6 +57,8 @@ class RoundReport:
         twice, a claim that is not to be believed, or an id beyond the population.
     info : mapping of name to float
         What the release says of itself.
+    update_norm : float, optional
+        L2 norm of the released mean: a function of it, and no release beside it.
     """
 
     round: int
@@ -66,6 +68,7 @@ class RoundReport:
     reasons: Mapping[Reason, int] = field(default_factory=dict)
     ignored: int = 0
     info: Mapping[str, float] = field(default_factory=dict)
+    update_norm: float | None = None
 
     @staticmethod
     def columns() -> tuple[str, ...]:
