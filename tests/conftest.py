@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import signal
 
-# A shell's background job ignores Ctrl-C, and so would every process that a test interrupts.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 # Before torch is imported by anybody.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
@@ -17,6 +14,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+# A shell's background job ignores Ctrl-C, and so would every process that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("fedsim", deadline=None, max_examples=60)
 settings.load_profile("fedsim")
 
