@@ -83,7 +83,7 @@ def copied() -> Iterator[Path]:
 
 
 def passes(tree: Path, test: str) -> bool:
-    """Whether a test passes in this copy; one that hangs does not."""
+    """Whether a test passes in this copy; one that hangs, or is killed for its memory, does not."""
     try:
         ran = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *test.split()],
@@ -94,6 +94,8 @@ def passes(tree: Path, test: str) -> bool:
             check=False,
         )
     except subprocess.TimeoutExpired:
+        return False
+    if ran.returncode < 0:
         return False
     if ran.returncode not in (0, 1):  # 0: all passed, 1: a test failed; anything else is no answer
         raise RuntimeError(f"{test} could not run: {ran.stdout.decode()[-2000:]}")
