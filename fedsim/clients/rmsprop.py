@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from fedsim.clients.base import LocalAlgorithm, State, Step
 from fedsim.clients.gradients import Gradient
-from fedsim.clients.schedules import CONSTANT, Schedule
+from fedsim.clients.schedules import CONSTANT, LocalSchedule
 from fedsim.lazy import torch
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Gt, Lt, Text
+from fedsim.settings import Doc, Ge, Gt, Lt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,14 +30,7 @@ class RMSProp(LocalAlgorithm):
         1e-8
     )
     weight_decay: Annotated[float, Ge(0), Doc("What of theta is added to its gradient.")] = 0.0
-    schedule: Annotated[
-        Schedule,
-        Text(Schedule.parse, str),
-        Doc(
-            "What lr is multiplied by, such as 'cosine(length=100)' over rounds, or "
-            "'inverse(decay=0.1, over=step)'; also exponential, staircase."
-        ),
-    ] = CONSTANT
+    schedule: LocalSchedule = CONSTANT
 
     carried: ClassVar[tuple[str, ...]] = ("second",)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from fedsim.clients.base import Step
 from fedsim.errors import FedsimError
+from fedsim.settings import Doc, Text
 
-__all__ = ["CONSTANT", "Schedule"]
+__all__ = ["CONSTANT", "LocalSchedule", "Schedule"]
 
-Kind = Literal["constant", "inverse", "exponential", "cosine", "staircase", "warm-up"]
+Shape = Literal["constant", "inverse", "exponential", "cosine", "staircase", "warm-up"]
 Over = Literal["round", "step"]
 
 
@@ -30,20 +31,21 @@ class Schedule:
 
     Parameters
     ----------
-    kind : str
+    shape : str
+        One of the above.
     decay : float
     length : int
     over : "round" or "step"
     """
 
-    kind: Kind = "constant"
+    shape: Shape = "constant"
     decay: float = 1.0
     length: int = 1
     over: Over = "round"
 
     def __post_init__(self) -> None:
         for key, value, allowed in (
-            ("kind", self.kind, get_args(Kind)),
+            ("shape", self.shape, get_args(Shape)),
             ("over", self.over, get_args(Over)),
         ):
             if value not in allowed:
@@ -56,15 +58,15 @@ class Schedule:
     def __call__(self, at: Step) -> float:
         """The factor at this step."""
         t = at.index if self.over == "step" else max(at.round - 1, 0)
-        if self.kind == "inverse":
+        if self.shape == "inverse":
             return 1.0 / (1.0 + self.decay * t)
-        if self.kind == "exponential":
+        if self.shape == "exponential":
             return float(self.decay**t)
-        if self.kind == "cosine":
+        if self.shape == "cosine":
             return (1.0 + math.cos(math.pi * min(t, self.length) / self.length)) / 2.0
-        if self.kind == "warm-up":
+        if self.shape == "warm-up":
             return min((t + 1) / self.length, 1.0)
-        if self.kind == "staircase":
+        if self.shape == "staircase":
             return float(self.decay ** (t // self.length))
         return 1.0
 
@@ -75,7 +77,7 @@ class Schedule:
         said = {"decay": self.decay, "length": self.length, "over": self.over}
         defaults = {"decay": 1.0, "length": 1, "over": "round"}
         changed = [f"{key}={value}" for key, value in said.items() if value != defaults[key]]
-        return f"{self.kind}({', '.join(changed)})" if changed else self.kind
+        return f"{self.shape}({', '.join(changed)})" if changed else self.shape
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -86,8 +88,8 @@ class Schedule:
         FedsimError
             If it cannot be read.
         """
-        kind, _, rest = text.strip().partition("(")
-        if not kind:
+        shape, _, rest = text.strip().partition("(")
+        if not shape:
             return cls()
         values: dict[str, float | int | str] = {}
         for part in filter(None, (piece.strip() for piece in rest.rstrip(")").split(","))):
@@ -100,7 +102,7 @@ class Schedule:
                     f"schedule '{text}' has '{part}'; allowed are decay=NUMBER, length=INTEGER and "
                     "over=round or over=step."
                 ) from None
-        return cls(kind.strip(), **values)  # type: ignore[arg-type]
+        return cls(shape.strip(), **values)  # type: ignore[arg-type]
 
 
 CONSTANT = Schedule()
@@ -108,3 +110,14 @@ CONSTANT = Schedule()
 
 def _one_of(names: tuple[str, ...]) -> str:
     return ", ".join(f"'{name}'" for name in names)
+
+
+LocalSchedule = Annotated[
+    Schedule,
+    Text(Schedule.parse, str),
+    Doc(
+        "What lr is multiplied by, such as 'cosine(length=100)' over rounds, or "
+        "'inverse(decay=0.1, over=step)'; also exponential, staircase and warm-up."
+    ),
+]
+"""A client algorithm's field for one."""
