@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim.privacy.plan import LocalWork
-from fedsim.privacy.samplers import Full, ShuffledPasses, draw_poisson
+from fedsim.privacy.samplers import draw_passes, draw_poisson
 from fedsim.randomness import Draws, Randomness, Stream
 
 __all__ = ["Batches", "chunk_width", "plan_batches", "plan_poisson", "width"]
@@ -78,10 +78,15 @@ def plan_batches(
     for B, members, steps in _groups(work, indices, lambda size: width(work.batch_size, size)):
         index = np.zeros((len(members), int(steps[0]), B), dtype=np.int64)
         weight = np.zeros((len(members), int(steps[0]), B), dtype=np.float64)
-        for row, i in enumerate(members):
-            draws = Draws(randomness[i], "example", False, int(client_ids[i]), stream)
-            sampler = work.passes(len(indices[i]))
-            _fill(sampler, indices[i], int(steps[row]), round, draws, index[row], weight[row])
+        sizes = np.array([len(indices[i]) for i in members])
+        for size in np.unique(sizes):
+            rows = np.flatnonzero(sizes == size)
+            examples = np.stack([indices[i] for i in members[rows]])
+            draws = [
+                Draws(randomness[i], "example", False, int(client_ids[i]), stream)
+                for i in members[rows].tolist()
+            ]
+            _fill(work, examples, draws, round, index, weight, rows)
         yield Batches(members, index, weight, steps)
 
 
@@ -153,23 +158,29 @@ def _groups(
 
 
 def _fill(
-    sampler: ShuffledPasses | Full,
+    work: LocalWork,
     examples: Ints,
-    steps: int,
+    draws: Sequence[Draws],
     round: int,
-    draws: Draws,
     index: Ints,
     weight: npt.NDArray[np.float64],
+    rows: Ints,
 ) -> None:
-    """A client's batches into ``index [S, B]`` and ``weight [S, B]``, a pass at a time."""
-    index[:] = examples[0]
-    batch = int(sampler.expected_size)
-    full, short = divmod(len(examples), batch)
-    for first in range(0, steps, sampler.steps):
-        shuffled = examples[sampler.order(round, draws, first // sampler.steps)]
+    """Batches of clients with ``examples [k, N]`` into these rows of ``[n, S, B]``.
+
+    A pass at a time, for all of them at once.
+    """
+    size = examples.shape[1]
+    sampler, batch, steps = work.passes(size), work.batch_of(size), work.steps_of(size)
+    full, short = divmod(size, batch)
+    orders = draw_passes(sampler, draws, round, -(-steps // sampler.steps))
+    index[rows] = examples[:, :1, None]
+    for number, first in enumerate(range(0, steps, sampler.steps)):
+        shuffled = np.take_along_axis(examples, orders[:, number], axis=1)
         taken = min(full, steps - first)
-        index[first : first + taken, :batch] = shuffled[: taken * batch].reshape(taken, batch)
-        weight[first : first + taken, :batch] = 1.0 / batch
+        whole = shuffled[:, : taken * batch].reshape(-1, taken, batch)
+        index[rows, first : first + taken, :batch] = whole
+        weight[rows, first : first + taken, :batch] = 1.0 / batch
         if short and first + full < steps:
-            index[first + full, :short] = shuffled[full * batch :]
-            weight[first + full, :short] = 1.0 / short
+            index[rows, first + full, :short] = shuffled[:, full * batch :]
+            weight[rows, first + full, :short] = 1.0 / short

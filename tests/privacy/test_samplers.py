@@ -22,6 +22,7 @@ from fedsim.privacy.samplers import (
     Full,
     Poisson,
     ShuffledPasses,
+    draw_passes,
     draw_poisson,
 )
 from fedsim.privacy.sampling import Sampler
@@ -366,3 +367,13 @@ def one_gap_after_another(sampler, generator):
         sample.append(last)
         last += generator.geometric(sampler.rate)
     return sample
+
+
+@pytest.mark.parametrize("sampler", [ShuffledPasses(4, 10), Full(10)])
+def test_passes_of_many_owners_are_those_that_each_would_draw(
+    sampler: ShuffledPasses | Full,
+) -> None:
+    owners = [Draws(Randomness(5), "example", False, client) for client in range(3)]
+    orders = draw_passes(sampler, owners, 6, 2)
+    alone = [[sampler.order(6, owner, number) for number in range(2)] for owner in owners]
+    assert orders.tolist() == np.array(alone).tolist()
