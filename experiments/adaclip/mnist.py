@@ -339,9 +339,9 @@ def load_images(
     """
     dataset = datasets.load(name, directory=directory)
     keep = examples or len(dataset.train)
-    x, y = dataset.train.x[:keep].flatten(1).float() / 255, dataset.train.y[:keep]
+    x, y = dataset.train.x[:keep].flatten(1).float() / 255, dataset.train.y[:keep].long()
     test = dataset.test.x[:keep].flatten(1).to(torch.float64) / 255
-    return x, y, (test, dataset.test.y[:keep])
+    return x, y, (test, dataset.test.y[:keep].long())
 
 
 def _name(method: str, epsilon: float, rate: float, seed: int) -> str:

@@ -38,6 +38,9 @@ class AdaClip(ScalingBound):
     estimate per row, and with ``h2 = C^2 gamma / d`` never add more noise than clipping at C.
     ``literal=True`` is the printed form.
 
+    With ``center=False`` rows are taken as they are, ``w = g / b`` and ``b * W / r``. What b must
+    cover is then the rows' second moment about 0 and no longer their variance, so that ``m^2`` is
+    added to the estimate, coordinate by coordinate, and s is its root.
     """
 
     clip_norm: Annotated[
@@ -60,7 +63,9 @@ class AdaClip(ScalingBound):
         Between(1e-6, 1e6),
         Doc("Expected squared norm of a whitened row; 1 in the paper."),
     ] = 1.0
-    center: Annotated[bool, Doc("Whether rows are centred at m; otherwise at 0.")] = True
+    center: Annotated[
+        bool, Doc("Whether rows are centred at m; otherwise at 0, and m^2 counts as variance.")
+    ] = True
     variance: Annotated[
         Literal["per-example", "literal"],
         Doc("Estimate the variance of a row, or (literal) of the rows' mean, smaller by r."),
@@ -137,7 +142,7 @@ class AdaClip(ScalingBound):
         estimate = (released.mean - m).square_().sub_(noise_variance)
         if self.variance == "per-example":
             estimate.mul_(r)
-        if not self.center:
+        if not self.center:  # E g^2 = Var g + m^2
             estimate.add_(m.square())
         h2 = self._h2(s.shape[-1])
         if self.clamp == "pre":

@@ -26,7 +26,9 @@ CIFAR10_PAIRS: Groups = ((1, 9), (0, 8), (3, 5), (2, 6), (4, 7))
 class InterpolatedPathological(Partition):
     """Each group of clients owns some classes; a fraction ``randomness`` is then exchanged.
 
-    First every class goes to the clients of its group, evenly. Then each client gives
+    First the examples of a group's classes are shuffled together and dealt to the group's
+    clients evenly: sizes within a group differ by at most one, while how many of each class a
+    client gets is left to chance. Then each client gives
     ``round(randomness * size)`` of its examples, drawn uniformly without replacement, to a
     common pool, which is shuffled and dealt back: every client keeps its size. With ``g``
     groups of equal size, the expected fraction of a client's own classes is

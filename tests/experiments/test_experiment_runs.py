@@ -57,9 +57,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(
         directory / "mnist.npz",
         x_train=draws.integers(0, 256, (200, 28, 28), dtype=np.uint8),
-        y_train=np.arange(200) % 10,
+        y_train=(np.arange(200) % 10).astype(np.uint8),  # as the files have them
         x_test=draws.integers(0, 256, (40, 28, 28), dtype=np.uint8),
-        y_test=np.arange(40) % 10,
+        y_test=(np.arange(40) % 10).astype(np.uint8),
     )
     return directory
 

@@ -61,6 +61,23 @@ def test_one_step_in_closed_form() -> None:
     torch.testing.assert_close(release.state["m"], tensor(1.04, 0.99), atol=1e-8, rtol=0)
 
 
+@pytest.mark.parametrize("clamp", ["pre", "post"])
+def test_without_centring_the_square_of_the_mean_counts_as_variance(clamp: str) -> None:
+    state = {"m": tensor(0.3, -0.2, 0.0), "s": tensor(1.0, 2.0, 0.5)}
+    row, r, z = tensor(0.5, 0.1, -0.2)[None], 4.0, 0.1
+    estimates = {}
+    for center in (True, False):
+        mechanism = AdaClip(h1=1e-9, h2=10.0, beta2=0.0, center=center, clamp=clamp)  # type: ignore[arg-type]
+        b = mechanism.ready(state)["b"]
+        release = one_round(mechanism, state, row, z=z, denominator=r, generator=Silent())
+        # r ((g~ - m)^2 - noise): a row's variance, by which m^2 falls short of its second moment.
+        variance = r * ((release.mean - state["m"]) ** 2 - (b * z / r) ** 2)
+        second = variance if center else variance + state["m"] ** 2
+        torch.testing.assert_close(release.state["s"] ** 2, second.clamp(1e-9, 10.0))
+        estimates[center] = second
+    assert (estimates[True] != estimates[False]).any()
+
+
 def test_literal_and_per_example_variance_agree_for_one_row_only() -> None:
     state = {"m": tensor(0, 0), "s": tensor(1, 1)}
     rows = tensor(0.6, 0.2)[None]

@@ -103,6 +103,17 @@ def test_pathological_clients_have_exactly_their_own_two_classes() -> None:
         np.testing.assert_array_equal(part, np.flatnonzero(np.isin(CIFAR10_LABELS, own)))
 
 
+def test_a_groups_examples_are_dealt_evenly_and_its_classes_as_chance_has_it() -> None:
+    labels = np.repeat([0, 1, 2], [30, 70, 50])
+    partition = InterpolatedPathological(0.0, ((0, 1), (2,)), clients=5, seed=4)
+    parts = partition.indices(labels)
+    assert sorted(len(part) for part in parts[:3]) == [33, 33, 34]
+    assert [len(part) for part in parts[3:]] == [25, 25]
+    zeros = [int((labels[part] == 0).sum()) for part in parts[:3]]
+    assert sum(zeros) == 30
+    assert max(zeros) - min(zeros) > 1
+
+
 @pytest.mark.parametrize("rho", [0.0, 0.1, 0.33, 0.5, 0.9, 1.0])
 def test_interpolated_sizes_are_exact_and_own_class_fractions_as_expected(rho: float) -> None:
     m = round(rho * 10000)
