@@ -32,8 +32,8 @@ install: $(INSTALLED)  ## make .venv once, with what a user needs
 demo: $(INSTALLED)  ## train the demo: private federated learning on real digits, under a minute
 	$(BIN)/fedsim run experiments/demo.toml --out runs/demo --overwrite
 
-test: $(DEV_INSTALLED)  ## run the tests
-	$(BIN)/python -m pytest
+test: $(DEV_INSTALLED)  ## run the tests, on two cores
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(DEV_INSTALLED)  ## run the tests of whole federations, and audits of planted bugs (many minutes)
 	$(BIN)/python -m pytest -m slow tests/integration tests/audit tests/reports

@@ -50,6 +50,9 @@ class InclusionSampler(SamplerDefaults):
             raise FedsimError(f"the highest probability is {highest}; it must lie in (0, 1].")
         self.population, self.highest = population, highest
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.population}, {self.highest})"
+
     def probabilities(self, round: int) -> npt.NDArray[np.float64]:
         """Probability of each being in this round, public, ``[population]``."""
         raise NotImplementedError

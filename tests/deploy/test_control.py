@@ -18,7 +18,7 @@ def plugin():
     return operator_plugin(token_digest(TOKEN))()
 
 
-@pytest.mark.parametrize("sent", [TOKEN, TOKEN.encode()])
+@pytest.mark.parametrize("sent", [TOKEN, TOKEN.encode()], ids=["text", "bytes"])
 def test_the_operator_is_known_by_the_token(plugin, sent):
     known, account = plugin.validate_tokens_in_metadata([("flwr-oidc-access-token", sent)])
     assert known
@@ -26,7 +26,9 @@ def test_the_operator_is_known_by_the_token(plugin, sent):
 
 
 @pytest.mark.parametrize(
-    "sent", ["", "x", TOKEN[:-1], TOKEN + "x", TOKEN.swapcase(), token_digest(TOKEN), b"\xff\x00"]
+    "sent",
+    ["", "x", TOKEN[:-1], TOKEN + "x", TOKEN.swapcase(), token_digest(TOKEN), b"\xff\x00"],
+    ids=["nothing", "short", "cut", "longer", "other-case", "digest", "no-text"],
 )
 def test_nobody_else_is_not_even_who_has_read_what_the_server_knows(plugin, sent):
     assert plugin.validate_tokens_in_metadata([("token", sent)]) == (False, None)
