@@ -39,6 +39,7 @@ class Purpose(IntEnum):
     DROPOUT = 7
     EVALUATE = 8
     AUDIT = 9
+    SEARCH = 10
 
 
 class Rule(NamedTuple):
@@ -70,6 +71,9 @@ PURPOSES: dict[Purpose, Rule] = {
     Purpose.DROPOUT: Rule("seed", ("example",), "the step; 2^40 an evaluation"),
     Purpose.EVALUATE: Rule("seed", ("client",), "0 who evaluates"),
     Purpose.AUDIT: Rule("seed", ("run",), "an audit numbers its own"),
+    Purpose.SEARCH: Rule(
+        "seed", ("run",), "a digest of an axis of a sweep, whose point is the round"
+    ),
 }
 """Everything that is drawn. A sample is amplified if a private event counts on its secrecy."""
 

@@ -4,6 +4,7 @@
 0      done
 1      it ran and failed, the machine failed it, or a claim was refuted
 2      the user's mistake
+3      a sweep came to its end, but some of its members failed
 130    Ctrl-C
 143    SIGTERM
 =====  =================================================================

@@ -1,8 +1,8 @@
-"""`fedsim sweep`: a grid of runs in one go."""
+"""`fedsim sweep`: a grid of runs, or points drawn at random, in one go."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,21 +17,40 @@ from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
-    from fedsim.reports.sweep import MemberLine
-    from fedsim.runs.sweep import Member
+    from fedsim.reports.sweep import MemberLine, SeedsLine, Spread
+    from fedsim.runs.sweep import Halving, Member, MemberOutcome
 
-__all__ = ["sweep"]
+__all__ = ["SOME_FAILED", "sweep"]
+
+SOME_FAILED = 3
+"""The status of a sweep that came to its end, but not all of whose members did."""
 
 
 def sweep(
     config: Annotated[Path, typer.Argument(help="The TOML file that describes every member.")],
     over: Annotated[
-        list[str], typer.Option("--over", metavar="KEY=V1,V2,..", help="An axis of the grid.")
+        list[str],
+        typer.Option(
+            "--over",
+            metavar="KEY=V1,V2,..",
+            help="An axis: values, or a span to draw from: log(0.01,1), uniform(0,1), whole(1,9).",
+        ),
     ],
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change one key in every member."),
     ] = None,
+    random: Annotated[
+        int | None,
+        typer.Option(min=1, max=100_000, help="Draw so many points instead of the whole grid."),
+    ] = None,
+    halving: Annotated[
+        int | None,
+        typer.Option(min=2, help="Of the settings at a rung, let one in so many go on."),
+    ] = None,
+    first_rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds to the first rung of --halving.")
+    ] = 1,
     out: Annotated[
         Path | None, typer.Option(help="Directory of the sweep; `runs/<name>-sweep` if unset.")
     ] = None,
@@ -39,51 +58,76 @@ def sweep(
         str | None, typer.Option(help="The axis of the picture; the first but `seed` if unset.")
     ] = None,
 ) -> None:
-    """Run a grid of configs in one go, and compare what they reach.
+    """Run many configs in one go, and compare what they reach.
 
     Members that differ only in rates, seeds, partitions or in what the server does train side
     by side, in common blocks, and end with the same bytes as when each is run alone:
 
         fedsim sweep digits.toml --over client.lr=0.1,0.3,1.0 --over seed=1,2,3
 
-    Every member has the artefacts of a run in a directory of its own; sweep.csv and sweep.png
-    compare them. An interrupted sweep goes on where it stopped: finished members are kept.
+    A random search draws points from the seed, and successive halving compares them on
+    `data.validation` after 2, 6, 18.. rounds and lets the best third go on:
+
+        fedsim sweep digits.toml --over "client.lr=log(0.01,1)" --random 27 --halving 3
+        --first-rounds 2 --set data.validation=0.1
+
+    Every member has the artefacts of a run in a directory of its own; sweep.csv, sweep-seeds.csv
+    (mean and standard deviation over seeds) and sweep.png compare them. An interrupted sweep goes
+    on where it stopped. The status is 3 if members failed; the others are not affected.
     """
     base = RunConfig.load(config, set_ or [])
     # Only now: a mistake in the config should not wait for torch.
     from fedsim.reports.plots import save
-    from fedsim.reports.sweep import draw, read_line, to_csv
-    from fedsim.runs.sweep import is_done, members, parse_axes
+    from fedsim.reports.sweep import over_seeds, read_line, seeds_csv, to_csv
+    from fedsim.reports.sweep_picture import draw
+    from fedsim.runs.sweep import Halving, drawn, is_done, measure_of, members, parse_axes
 
     axes = parse_axes(over)
-    grid = members(base, axes)
+    grid = members(base, axes) if random is None else drawn(base, axes, random)
     axis = plot or next((key for key in axes if key != "seed"), next(iter(axes)))
     if axis not in axes:
         raise FedsimError(f"--plot is {axis}; it must be an axis: {', '.join(axes)}.")
+    if halving is None and first_rounds != 1:
+        raise FedsimError(f"--first-rounds = {first_rounds}; it belongs to --halving.")
     where = out or Path("runs") / f"{base.name}-sweep"
     _check_own(where, grid)
     console = Output()
     kept = sum(is_done(member, where) for member in grid)
     if kept:
         console.print(f"{kept} of {len(grid)} members are there already.")
+    halved = None if halving is None else Halving(halving, first_rounds)
     try:
-        failed = _run(console, grid, where)
+        outcomes = _run(console, grid, where, halved)
     except KeyboardInterrupt:
         console.print(f"Interrupted. Finished members are kept in {where}; run it again.")
         raise typer.Exit(130) from None
-    lines = [read_line(member.point, where / member.label) for member in grid]
+    lines = []
+    for member in grid:
+        outcome = outcomes[member.label]
+        measure = measure_of(member.config)
+        directory = where / member.label
+        lines.append(
+            read_line(
+                member.point, directory, measure, outcome=outcome.ended, reason=outcome.reason
+            )
+        )
+    settings = over_seeds(lines)
     (where / "sweep.csv").write_text(to_csv(lines), encoding="utf-8")
-    save(draw(lines, axis, f"{base.name}: test accuracy over {axis}"), where / "sweep.png")
-    console.print(_table(lines))
-    for label, reason in failed.items():
-        console.print(Text(f"{label} failed: {reason}", style="yellow"))
+    (where / "sweep-seeds.csv").write_text(seeds_csv(settings), encoding="utf-8")
+    title = f"{base.name}: test {lines[0].measure.name} over {axis}"
+    save(draw(settings, axis, title, joined=random is None), where / "sweep.png")
+    console.print(_members_table(lines) if len(settings) == len(lines) else _seeds_table(settings))
+    _say_best(console, settings)
     _say_price(console, grid, lines, where)
-    console.print(f"{where / 'sweep.csv'}  {where / 'sweep.png'}")
+    console.print(*(str(where / name) for name in ("sweep.csv", "sweep-seeds.csv", "sweep.png")))
+    _end_by_failures(console, outcomes)
 
 
 def _check_own(where: Path, grid: Sequence[Member]) -> None:
     """Refuse a directory whose tables and pictures no sweep has made."""
-    taken = [name for name in ("sweep.csv", "sweep.png") if (where / name).exists()]
+    taken = [
+        name for name in ("sweep.csv", "sweep-seeds.csv", "sweep.png") if (where / name).exists()
+    ]
     if taken and not any((where / member.label).exists() for member in grid):
         raise FedsimError(
             f"--out {where} holds {' and '.join(taken)} and no member of this sweep, so that they "
@@ -91,7 +135,9 @@ def _check_own(where: Path, grid: Sequence[Member]) -> None:
         )
 
 
-def _run(console: Console, grid: Sequence[Member], where: Path) -> dict[str, str]:
+def _run(
+    console: Console, grid: Sequence[Member], where: Path, halving: Halving | None
+) -> Mapping[str, MemberOutcome]:
     from fedsim.runs.sweep import is_done, run_sweep
 
     total = sum(member.config.rounds for member in grid if not is_done(member, where))
@@ -101,28 +147,87 @@ def _run(console: Console, grid: Sequence[Member], where: Path) -> dict[str, str
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=total)
-        return run_sweep(grid, where, lambda _, row: bar.advance(task, row["round"] > 0))
+        # How many rounds halving leaves out is not known before.
+        task = bar.add_task("", total=total if halving is None else None)
+        return run_sweep(grid, where, lambda _, row: bar.advance(task, row["round"] > 0), halving)
 
 
-def _table(lines: Sequence[MemberLine]) -> Table:
+def _members_table(lines: Sequence[MemberLine]) -> Table:
+    from fedsim.reports.sweep import best_of, over_seeds
+
+    best = best_of(over_seeds(lines))
     table = Table(box=box.SIMPLE_HEAD)
     for key in lines[0].point:
         table.add_column(key, justify="right")
-    for heading in ("accuracy", "last five", "loss", "epsilon"):
+    for heading in (lines[0].measure.name, "last five", "loss", "epsilon", "outcome"):
         table.add_column(heading, justify="right")
-    judged = [line for line in lines if line.validation is not None]
-    best = max(judged, key=lambda line: line.validation or 0.0, default=None)
     for line in lines:
         table.add_row(
             *(str(value) for value in line.point.values()),
-            f"{line.accuracy:.2%}",
-            f"{line.mean_accuracy:.2%}",
+            f"{line.test:.4f}",
+            f"{line.mean_test:.4f}",
             f"{line.loss:.4f}",
             _epsilon(line),
-            style="bold" if line is best else "",
+            line.outcome,
+            style="bold" if best is not None and line in best.lines else "",
         )
     return table
+
+
+def _seeds_table(settings: Sequence[SeedsLine]) -> Table:
+    from fedsim.reports.sweep import best_of
+
+    best = best_of(settings)
+    name = settings[0].lines[0].measure.name
+    table = Table(
+        box=box.SIMPLE_HEAD, caption="mean and standard deviation of the seeds that ended"
+    )
+    for key in settings[0].point:
+        table.add_column(key, justify="right")
+    for heading in (f"{name}, last five", "loss", "epsilon", "seeds ended"):
+        table.add_column(heading, justify="right")
+    for setting in settings:
+        table.add_row(
+            *(str(value) for value in setting.point.values()),
+            _spread(setting.test),
+            _spread(setting.loss),
+            _epsilon(max(setting.lines, key=lambda line: line.epsilon or 0.0)),
+            f"{setting.ended} of {len(setting.lines)}",
+            style="bold" if setting is best else "",
+        )
+    return table
+
+
+def _spread(spread: Spread | None) -> str:
+    if spread is None:
+        return "-"
+    return f"{spread.mean:.4f}" + (f" ± {spread.std:.4f}" if spread.std is not None else "")
+
+
+def _say_best(console: Console, settings: Sequence[SeedsLine]) -> None:
+    from fedsim.reports.sweep import best_of
+
+    best = best_of(settings)
+    name = settings[0].lines[0].measure.name
+    if best is not None and len(settings) > 1:
+        point = ", ".join(f"{key} = {value}" for key, value in best.point.items())
+        console.print(f"Best by validation-{name}, {_spread(best.validation)}: {point}.")
+    elif len(settings) > 1 and all(setting.validation is None for setting in settings):
+        console.print(
+            "No best one is named: nothing is chosen by test examples; data.validation holds "
+            "others out."
+        )
+
+
+def _end_by_failures(console: Console, outcomes: Mapping[str, MemberOutcome]) -> None:
+    failed = {label: o.reason for label, o in outcomes.items() if o.ended == "failed"}
+    for label, reason in failed.items():
+        console.print(Text(f"{label} failed: {reason}", style="yellow"))
+    if failed:
+        console.print(
+            Text(f"{len(failed)} of {len(outcomes)} members failed; the others came to their end.")
+        )
+        raise typer.Exit(SOME_FAILED)
 
 
 def _epsilon(line: MemberLine) -> str:
@@ -153,7 +258,8 @@ def _say_price(
     if len(private) < 2:
         return
     delta = max(member.config.noise.delta for member in private)
-    cost = price([where / member.label / "ledger.jsonl" for member in private], delta)
+    ledgers = [where / member.label / "ledger.jsonl" for member in private]
+    cost = price(ledgers, delta)
     console.print(
         f"Each private member is (epsilon, {delta:g})-differentially private with the epsilon "
         f"of its line. Whoever sees all {len(private)} of them, as choosing the best does, has "

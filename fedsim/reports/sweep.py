@@ -1,23 +1,49 @@
-"""What a sweep found: a table of its members, a picture over one axis, and its price."""
+"""What a sweep found: its members, its settings over their seeds, and its price."""
 
 from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from fedsim.config import Scalar
 from fedsim.privacy import Accountant, ClientLedgers, Cost, Ledger
-from fedsim.reports.palette import SERIES
-from fedsim.reports.plots import curve_style, grid
-from fedsim.reports.series import lowest_is_best
 
-__all__ = ["MemberLine", "draw", "examples_price", "price", "read_line", "to_csv"]
+__all__ = [
+    "Measure",
+    "MemberLine",
+    "SeedsLine",
+    "Spread",
+    "best_of",
+    "examples_price",
+    "over_seeds",
+    "price",
+    "read_line",
+    "seeds_csv",
+    "to_csv",
+]
+
+LAST = 5
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What members are compared by.
+
+    Attributes
+    ----------
+    name : str
+        Of a metric, or "loss"; its columns are ``test-name`` and ``validation-name``.
+    higher_is_better : bool
+    """
+
+    name: str
+    higher_is_better: bool
 
 
 @dataclass(frozen=True)
@@ -27,10 +53,16 @@ class MemberLine:
     Attributes
     ----------
     point : mapping of key to value
-    accuracy : float
-        On the test examples, after the last round.
-    mean_accuracy : float
-        Mean of the last five evaluations.
+    outcome : str
+        How it ended: "finished", "stopped", "budget", "dropped" (by halving), "failed", or
+        "interrupted".
+    reason : str
+        A sentence if it did not finish.
+    rounds : int
+        That it went through.
+    measure : Measure
+    test, mean_test : float
+        On the test examples, after the last round and as the mean of the last five evaluations.
     loss : float
     epsilon : float or None
         None for a member that is not private.
@@ -38,59 +70,191 @@ class MemberLine:
         Whether its noise follows from its seed.
     validation : float or None
         By what members are chosen between: the mean of the last five evaluations on the examples
-        held out, larger where a member is better; None where none are held out.
+        held out; None where none are held out.
     """
 
     point: dict[str, Scalar]
-    accuracy: float
-    mean_accuracy: float
+    outcome: str
+    reason: str
+    rounds: int
+    measure: Measure
+    test: float
+    mean_test: float
     loss: float
-    epsilon: float | None
+    epsilon: float | None = None
     simulated: bool = False
     validation: float | None = None
 
 
-def read_line(point: dict[str, Scalar], directory: Path) -> MemberLine:
-    """The line of a member whose artefacts are in ``directory``."""
-    with (directory / "metrics.csv").open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row.get("test-loss")]
-    if not rows:
-        return MemberLine(point, np.nan, np.nan, np.nan, None)
-    last = rows[-1]
-    tail = [float(row.get("test-accuracy") or "nan") for row in rows[-5:]]
-    spent = last.get("epsilon")
+def read_line(
+    point: dict[str, Scalar],
+    directory: Path,
+    measure: Measure,
+    *,
+    outcome: str = "finished",
+    reason: str = "",
+) -> MemberLine:
+    """The line of a member whose artefacts are in ``directory``; parameters as `MemberLine`'s."""
+    try:
+        with (directory / "metrics.csv").open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except FileNotFoundError:  # it failed before its first row
+        rows = []
+    tests, losses = (_numbers(rows, f"test-{name}") for name in (measure.name, "loss"))
+    spent = rows[-1].get("epsilon") if rows else None
     return MemberLine(
         point=point,
-        accuracy=tail[-1],
-        mean_accuracy=float(np.mean(tail)),
-        loss=float(last["test-loss"]),
+        outcome=outcome,
+        reason=reason,
+        rounds=int(rows[-1]["round"]) if rows else 0,
+        measure=measure,
+        test=tests[-1] if tests else math.nan,
+        mean_test=float(np.mean(tests[-LAST:])) if tests else math.nan,
+        loss=losses[-1] if losses else math.nan,
         epsilon=float(spent) if spent else None,
-        simulated=last.get("simulated") == "1",
-        validation=_validation(rows[-5:]),
+        simulated=bool(rows) and rows[-1].get("simulated") == "1",
+        validation=validated(rows, measure),
     )
 
 
-def _validation(rows: Sequence[Mapping[str, str]]) -> float | None:
-    """The mean of a metric on validation examples, or of the loss where that is all there is."""
-    columns = [name for name in rows[-1] if name.startswith("validation-") and rows[-1][name]]
-    if not columns:
-        return None
-    column = next((name for name in columns if name != "validation-loss"), columns[0])
-    mean = float(np.mean([float(row[column]) for row in rows if row[column]]))
-    return -mean if lowest_is_best(column) else mean
+def validated(rows: Sequence[Mapping[str, object]], measure: Measure) -> float | None:
+    """The mean of the last five evaluations on examples held out, of the trained model if any."""
+    trained = [row for row in rows if int(str(row["round"])) > 0] or rows
+    values = _numbers(trained, f"validation-{measure.name}")
+    return float(np.mean(values[-LAST:])) if values else None
+
+
+def _numbers(rows: Sequence[Mapping[str, object]], column: str) -> list[float]:
+    return [float(str(row[column])) for row in rows if row.get(column) not in (None, "")]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Numbers over seeds.
+
+    Attributes
+    ----------
+    mean : float
+    std : float or None
+        The standard deviation of one seed's number (n - 1); None of a single one.
+    count : int
+    """
+
+    mean: float
+    std: float | None
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        """Of so many; None of none."""
+        if not values:
+            return None
+        std = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        return cls(float(np.mean(values)), std, len(values))
+
+
+@dataclass(frozen=True)
+class SeedsLine:
+    """One setting over its seeds; those that failed or were dropped are in no mean.
+
+    Attributes
+    ----------
+    point : mapping of key to value
+        Without the seed.
+    lines : sequence of MemberLine
+    test, loss, validation : Spread or None
+        None where no seed has such a number.
+    """
+
+    point: dict[str, Scalar]
+    lines: Sequence[MemberLine]
+    test: Spread | None
+    loss: Spread | None
+    validation: Spread | None
+
+    @property
+    def ended(self) -> int:
+        """How many seeds came to their end."""
+        return sum(map(_counts, self.lines))
+
+
+def _counts(line: MemberLine) -> bool:
+    return line.outcome in ("finished", "stopped", "budget")
+
+
+def over_seeds(lines: Sequence[MemberLine]) -> list[SeedsLine]:
+    """Each setting, over its seeds, in the order in which they come."""
+    settings: dict[tuple[tuple[str, Scalar], ...], list[MemberLine]] = {}
+    for line in lines:
+        point = tuple((key, value) for key, value in line.point.items() if key != "seed")
+        settings.setdefault(point, []).append(line)
+    summarised = []
+    for point, of_point in settings.items():
+        ended = [line for line in of_point if _counts(line)]
+        summarised.append(
+            SeedsLine(
+                point=dict(point),
+                lines=of_point,
+                test=Spread.of([line.mean_test for line in ended]),
+                loss=Spread.of([line.loss for line in ended]),
+                validation=Spread.of(
+                    [line.validation for line in ended if line.validation is not None]
+                ),
+            )
+        )
+    return summarised
+
+
+def best_of(settings: Sequence[SeedsLine]) -> SeedsLine | None:
+    """The setting that is best on examples held out, among those all of whose seeds ended.
+
+    None without examples held out: nothing is chosen by test examples.
+    """
+    judged = {
+        index: setting.validation.mean * (1 if setting.lines[0].measure.higher_is_better else -1)
+        for index, setting in enumerate(settings)
+        if setting.validation is not None and setting.ended == len(setting.lines)
+    }
+    finite = {index: score for index, score in judged.items() if math.isfinite(score)}
+    return settings[max(finite, key=lambda index: finite[index])] if finite else None
 
 
 def to_csv(lines: Sequence[MemberLine]) -> str:
-    """All lines as CSV text."""
+    """All members as CSV text; a number that a member lacks is empty."""
+    name = lines[0].measure.name
+    figures = [f"test-{name}", f"test-{name}-last-five", "test-loss"]
+    figures += [f"validation-{name}-last-five", "epsilon", "simulated"]
+    rows = [
+        [
+            *line.point.values(),
+            *(line.outcome, line.reason, line.rounds),
+            *(line.test, line.mean_test, line.loss, line.validation, line.epsilon),
+            None if line.epsilon is None else int(line.simulated),
+        ]
+        for line in lines
+    ]
+    return _csv([*lines[0].point, "outcome", "reason", "rounds", *figures], rows)
+
+
+def seeds_csv(settings: Sequence[SeedsLine]) -> str:
+    """All settings over their seeds as CSV text: means, and standard deviations of one seed."""
+    name = settings[0].lines[0].measure.name
+    columns = [f"test-{name}-last-five", "test-loss", f"validation-{name}-last-five"]
+    rows = []
+    for setting in settings:
+        row: list[object] = [*setting.point.values(), len(setting.lines), setting.ended]
+        for spread in (setting.test, setting.loss, setting.validation):
+            row += [None, None] if spread is None else [spread.mean, spread.std]
+        rows.append(row)
+    ends = [f"{column}-{figure}" for column in columns for figure in ("mean", "std")]
+    return _csv([*settings[0].point, "seeds", "ended", *ends], rows)
+
+
+def _csv(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     text = io.StringIO(newline="")
     writer = csv.writer(text)
-    figures = ["test-accuracy", "test-accuracy-last-five", "test-loss", "epsilon", "simulated"]
-    writer.writerow([*lines[0].point, *figures])
-    for line in lines:
-        epsilon = "" if line.epsilon is None else line.epsilon
-        simulated = "" if line.epsilon is None else int(line.simulated)
-        values = [line.accuracy, line.mean_accuracy, line.loss, epsilon, simulated]
-        writer.writerow([*line.point.values(), *values])
+    writer.writerow(heading)
+    writer.writerows([["" if value is None else value for value in row] for row in rows])
     return text.getvalue()
 
 
@@ -112,33 +276,3 @@ def examples_price(directories: Sequence[Path], delta: float) -> Cost:
                 clients.setdefault(entry.client, Accountant()).add(entry.event)
     costs = [accountant.cost(delta) for accountant in clients.values()]
     return max(costs, key=lambda cost: cost.epsilon, default=Accountant().cost(delta))
-
-
-def draw(lines: Sequence[MemberLine], axis: str, title: str) -> Figure:
-    """Accuracy over one axis: a curve for each setting of the others, seeds averaged."""
-    figure, (axes,) = grid(1, 1, title=title, width=7.0, height=4.4)
-    curves: dict[str, dict[Scalar, list[float]]] = {}
-    for line in lines:
-        others = {k: v for k, v in line.point.items() if k not in (axis, "seed")}
-        name = ", ".join(f"{key} = {value}" for key, value in others.items())
-        curves.setdefault(name, {}).setdefault(line.point[axis], []).append(line.mean_accuracy)
-    values = list(dict.fromkeys(line.point[axis] for line in lines))
-    numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-    x = [float(v) for v in values] if numeric else list(range(len(values)))
-    for index, (name, curve) in enumerate(curves.items()):
-        y = np.array([np.mean(curve.get(value, [np.nan])) for value in values])
-        low = np.array([np.min(curve.get(value, [np.nan])) for value in values])
-        high = np.array([np.max(curve.get(value, [np.nan])) for value in values])
-        style = curve_style(SERIES[index % len(SERIES)])
-        axes.errorbar(x, y, [y - low, high - y], **style, capsize=3, label=name or None)
-    if numeric and min(x) > 0 and max(x) / min(x) >= 20:
-        axes.set_xscale("log")
-    if not numeric:
-        axes.set_xticks(x, [str(value) for value in values])
-    axes.set_xlabel(axis)
-    axes.set_ylabel("test accuracy, mean of the last five evaluations")
-    if any(len(scores) > 1 for curve in curves.values() for scores in curve.values()):
-        axes.set_title("mean over seeds; bars: the lowest and highest seed", fontsize=9, loc="left")
-    if any(curves):
-        axes.legend(fontsize=8, frameon=False)
-    return figure

@@ -49,7 +49,7 @@ OUT = "FEDSIM_OUT"
 """Environment variable: the directory, claimed already, of the one run of a SuperLink."""
 
 Row = Mapping[str, float | int]
-Ended = Literal["finished", "budget", "stopped", "interrupted"]
+Ended = Literal["finished", "budget", "stopped", "interrupted", "dropped", "failed"]
 
 
 class RunDirectory:

@@ -53,6 +53,8 @@ class Session:
         Beside those that the config asks for.
     resume : RunState, optional
         From where to go on: what `state` gave after a round of the same run.
+    until : int, optional
+        The round after which it pauses, to go on another time; its last one if not given.
     """
 
     def __init__(
@@ -62,8 +64,11 @@ class Session:
         callbacks: Mapping[str, Callback] | None = None,
         *,
         resume: RunState | None = None,
+        until: int | None = None,
     ) -> None:
         self.build = build
+        rounds = build.config.rounds
+        self._until = rounds if until is None else min(until, rounds)
         self.strategy = build.strategy(directory.ledger if directory else None)
         self._arrays = build.initial_arrays
         self._rows: list[Row] = []
@@ -130,7 +135,7 @@ class Session:
             self.strategy,
             grid,
             self._arrays,
-            range(self.strategy.rounds_done + 1, self.build.config.rounds + 1),
+            range(self.strategy.rounds_done + 1, self._until + 1),
             train_config=None if self._checkpoints is None else self._checkpoints.train_config,
             evaluate_fn=self._evaluate,
             on_round=self._on_round,
@@ -200,7 +205,8 @@ class Session:
             return "stopped"
         if self.strategy.rounds_done >= self.build.config.rounds:
             return "finished"
-        return "interrupted" if self._asked_to_end else "budget"
+        paused = self.strategy.rounds_done >= self._until
+        return "interrupted" if self._asked_to_end or paused else "budget"
 
     def _why(self, ended: Ended) -> str:
         if ended == "interrupted":

@@ -18,7 +18,7 @@ from fedsim.reports.sweep import read_line
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.runs.sweep import members, parse_axes, run_sweep
+from fedsim.runs.sweep import measure_of, members, parse_axes, run_sweep
 
 OWNERS = 6
 LENGTH = 4
@@ -259,13 +259,16 @@ def test_a_node_has_its_owners_examples_and_evaluates_as_in_a_simulation(
 def test_members_of_a_sweep_on_masked_data_end_as_they_do_alone(text: str, tmp_path: Path) -> None:
     base = config(text, **{"data.validation": 0.2, "rounds": 2})
     grid = members(base, {"client.lr": [0.1, 0.5], "seed": [1, 2]})
-    assert not run_sweep(grid, tmp_path / "sweep")
+    outcomes = run_sweep(grid, tmp_path / "sweep")
+    assert {outcome.ended for outcome in outcomes.values()} == {"finished"}
     for member in grid:
         fedsim.run(member.config, out=tmp_path / "alone" / member.label)
         together, alone = tmp_path / "sweep" / member.label, tmp_path / "alone" / member.label
         name = "model.safetensors"
         assert (together / name).read_bytes() == (alone / name).read_bytes()
-        ours, theirs = (read_line(member.point, place) for place in (together, alone))
+        ours, theirs = (
+            read_line(member.point, place, measure_of(member.config)) for place in (together, alone)
+        )
         assert ours == theirs
         assert ours.validation is not None
 

@@ -1,0 +1,115 @@
+"""Successive halving: everybody goes a few rounds, the better part of them goes on.
+
+Jamieson and Talwalkar 2016, "Non-stochastic best arm identification and hyperparameter
+optimization". Members pause at a rung and go on from their checkpoints: whoever reaches its last
+round has the bytes of a run that was never looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedsim.errors import FedsimError
+from fedsim.reports.sweep import Measure, Spread, validated
+from fedsim.runs.artefacts import Row
+from fedsim.runs.build import Build
+from fedsim.runs.stopping import Judge
+from fedsim.runs.sweep.members import Member, measure_of
+
+__all__ = ["Halving"]
+
+Setting = tuple[tuple[str, object], ...]
+
+
+@dataclass(frozen=True)
+class Halving:
+    """When settings are compared, and how many go on.
+
+    Attributes
+    ----------
+    factor : int
+        Of the settings at a rung, one in so many goes on, to so many times the rounds.
+    first : int
+        Rounds to the first rung.
+    """
+
+    factor: int
+    first: int
+
+    def rungs(self, rounds: int) -> list[int]:
+        """After which rounds members wait for each other; the last is their last."""
+        between = []
+        rung = self.first
+        while rung < rounds:
+            between.append(rung)
+            rung *= self.factor
+        return [*between, rounds]
+
+    def check(self, grid: Sequence[Member]) -> None:
+        """Refuse members that could not be compared, or not go on.
+
+        Raises
+        ------
+        FedsimError
+        """
+        if self.factor < 2:
+            raise FedsimError(f"--halving = {self.factor}; it must be at least 2.")
+        if len({member.config.rounds for member in grid}) > 1:
+            raise FedsimError("--over rounds; with --halving all members have the same rounds.")
+        rounds = grid[0].config.rounds
+        if not 1 <= self.first < rounds:
+            raise FedsimError(
+                f"--first-rounds = {self.first}; it must be from 1 to {rounds - 1}, one below "
+                "rounds."
+            )
+        for member in grid:
+            config = member.config
+            if not config.checkpoint.every:
+                raise FedsimError(
+                    "checkpoint.every = 0; with --halving it must be at least 1, since members go "
+                    "on from their checkpoints."
+                )
+            if not 1 <= config.evaluate.every <= self.first:
+                raise FedsimError(
+                    f"evaluate.every = {config.evaluate.every}; with --halving it must be from 1 "
+                    f"to {self.first}, the rounds to the first rung, where members are compared."
+                )
+            Judge.of(Build(config), "--halving by", f"validation-{measure_of(config).name}")
+
+    def go_on(self, rows: Sequence[tuple[Member, Sequence[Row] | None]]) -> list[Member]:
+        """The members of the settings that go on.
+
+        Parameters
+        ----------
+        rows : sequence of (Member, rows of metrics.csv up to the rung)
+            None of one that failed, behind which all others come.
+        """
+        settings: dict[Setting, list[tuple[Member, Sequence[Row] | None]]] = {}
+        for member, of_member in rows:
+            point = tuple((key, value) for key, value in member.point.items() if key != "seed")
+            settings.setdefault(point, []).append((member, of_member))
+        scores = {point: _score(of_point) for point, of_point in settings.items()}
+        keep = max(len(settings) // self.factor, 1)
+        # Sorting is stable: of equals the first goes on.
+        ahead = sorted(scores, key=lambda point: -scores[point])[:keep]
+        return [
+            member
+            for point in ahead
+            for member, of_member in settings[point]
+            if of_member is not None
+        ]
+
+
+def _score(seeds: Sequence[tuple[Member, Sequence[Row] | None]]) -> float:
+    """The mean over a setting's seeds, larger where it is better; one that fails is last."""
+    scores = []
+    for member, rows in seeds:
+        measure: Measure = measure_of(member.config)
+        value = None if rows is None else validated(rows, measure)
+        if value is None or not math.isfinite(value):
+            return -math.inf
+        scores.append(value if measure.higher_is_better else -value)
+    spread = Spread.of(scores)
+    return -math.inf if spread is None else spread.mean

@@ -1,0 +1,119 @@
+"""The members of a sweep: each point of a grid, or points that are drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fedsim.config import RunConfig, Scalar
+from fedsim.errors import FedsimError
+from fedsim.randomness import Purpose, Randomness
+from fedsim.reports.sweep import Measure
+from fedsim.runs import objects
+from fedsim.runs.sweep.axes import Axes, Span
+
+__all__ = ["Member", "drawn", "measure_of", "members"]
+
+LONGEST_LABEL = 150
+
+
+@dataclass(frozen=True)
+class Member:
+    """One run of a sweep.
+
+    Attributes
+    ----------
+    point : mapping of key to value
+        Its place on each axis.
+    config : RunConfig
+    """
+
+    point: dict[str, Scalar]
+    config: RunConfig
+
+    @property
+    def label(self) -> str:
+        """``key=value`` for each axis; also the name of its directory.
+
+        What cannot stand in a path, or makes it too long, is left out, and a digest of the whole
+        comes in its place.
+        """
+        label = ",".join(f"{key}={value}" for key, value in self.point.items())
+        name = re.sub(r"[^A-Za-z0-9=,.+_-]", "_", label)
+        if name == label and len(name) <= LONGEST_LABEL:
+            return name
+        digest = hashlib.sha256(label.encode()).hexdigest()[:8]
+        return f"{name[: LONGEST_LABEL - 9]}-{digest}"
+
+
+def members(config: RunConfig, axes: Axes) -> list[Member]:
+    """The grid, the last axis fastest, of valid configs; those that are equal are one member.
+
+    Raises
+    ------
+    FedsimError
+        If an axis is a span, or a config is no good.
+    """
+    values = []
+    for key, axis in axes.items():
+        if isinstance(axis, Span):
+            raise FedsimError(
+                f"--over {key} is a span, from which values are drawn; say how many with --random, "
+                "or give values with commas between."
+            )
+        values.append(axis)
+    return _distinct(config, axes, itertools.product(*values))
+
+
+def drawn(config: RunConfig, axes: Axes, number: int) -> list[Member]:
+    """Points drawn at random, each with every seed where ``seed`` is an axis.
+
+    What is drawn follows from the config's seed, the key and how many were drawn before: more of
+    them, or another axis, leave those that were there as they are.
+
+    Raises
+    ------
+    FedsimError
+        If the seed is a span, or a config is no good.
+    """
+    seeds = axes.get("seed", [config.seed])
+    if isinstance(seeds, Span):
+        raise FedsimError("--over seed is a span; it must be values: each point is run with all.")
+    source = Randomness(config.seed)
+    points = [
+        tuple(
+            seed if key == "seed" else _draw(axis, source, key, index) for key, axis in axes.items()
+        )
+        for index in range(number)
+        for seed in seeds
+    ]
+    return _distinct(config, axes, points)
+
+
+def _draw(axis: list[Any] | Span, source: Randomness, key: str, index: int) -> Any:
+    part = int.from_bytes(hashlib.sha256(key.encode()).digest()[:5], "little")
+    # Of each seed again: it is the point's, not the member's.
+    generator = source.repeated().generator(Purpose.SEARCH, level="run", round=index, part=part)
+    return axis.draw(generator) if isinstance(axis, Span) else axis[generator.integers(len(axis))]
+
+
+def _distinct(config: RunConfig, axes: Axes, points: Iterable[tuple[Any, ...]]) -> list[Member]:
+    distinct: dict[tuple[object, ...], Member] = {}
+    for values in points:
+        changed = config.replace(**dict(zip(axes, values, strict=True)))
+        flat = changed.to_run_config()
+        # As a config writes them: 64 and '64' are one value of a list, 1 and 1.0 of a number.
+        point = {key: flat.get(key, "") for key in axes}
+        distinct.setdefault(tuple(flat.items()), Member(point, changed))
+    return list(distinct.values())
+
+
+def measure_of(config: RunConfig) -> Measure:
+    """What a member is judged by: the first of ``model.metrics``, or the loss without any."""
+    for name, metric in objects.metrics(config).items():
+        return Measure(name, metric.higher_is_better)
+    return Measure("loss", higher_is_better=False)

@@ -1,0 +1,169 @@
+"""Members whose clients share blocks: they go through their rounds in step.
+
+All their clients of a round train in common blocks. A client's bits do not depend on who
+stands beside it, so each member ends with the same bytes as when it is run alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Message
+
+from fedsim.randomness import Purpose, Randomness
+from fedsim.rows.exchange import Block, Ids, Instructions, Replies
+from fedsim.runs.build import Build
+from fedsim.runs.objects import algorithm
+from fedsim.strategies import Rounds
+from fedsim.training import Trainer
+
+__all__ = ["in_step"]
+
+_log = logging.getLogger("fedsim")
+
+
+def in_step(runs: Sequence[Rounds], builds: Sequence[Build]) -> dict[int, Exception]:
+    """Advance all runs together: what they ask for at a time is trained at a time.
+
+    Returns
+    -------
+    dict of int to Exception
+        What ended those that failed; the others have gone on without them.
+    """
+    shared = _SharedTrainer(builds)
+    asked: dict[int, Iterable[Message]] = {}
+    failed: dict[int, Exception] = {}
+
+    def advance(index: int, step: Callable[[], Iterable[Message]]) -> None:
+        asked.pop(index, None)
+        try:
+            asked[index] = step()
+        except StopIteration:
+            pass
+        except Exception as error:
+            failed[index] = error
+
+    for index, rounds in enumerate(runs):
+        advance(index, partial(next, rounds))
+    while asked:
+        replies = shared.replies({i: m for i, m in asked.items() if isinstance(m, Instructions)})
+        for index in list(asked):
+            advance(index, partial(runs[index].send, replies.get(index, [])))
+    return failed
+
+
+@dataclass(frozen=True)
+class _Shifted(Randomness):
+    """A member's draws, for clients that are numbered from ``first`` on."""
+
+    first: int = 0
+
+    def generators(
+        self, purpose: Purpose, *, client: int = 0, **address: Any
+    ) -> Iterator[np.random.Generator]:
+        return super().generators(purpose, client=client - self.first, **address)
+
+
+class _SharedTrainer:
+    """One trainer over all members' clients, numbered one member after another."""
+
+    def __init__(self, builds: Sequence[Build]) -> None:
+        sizes = [build.config.partition.clients for build in builds]
+        self._first = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+        self._algorithms = [algorithm(build.config) for build in builds]
+        self._randomness = [
+            _Shifted(build.randomness.seed, build.randomness.release, first=int(first))
+            for build, first in zip(builds, self._first, strict=True)
+        ]
+        first = builds[0]
+        parts = [indices for build in builds for indices in build.parts]
+        data = first.client_data(first.dataset.train, parts)
+        self._trainer: Trainer = first.make_trainer(data)
+        self._members = [build.trainer for build in builds]
+
+    def replies(self, asked: dict[int, Instructions]) -> dict[int, Replies]:
+        """Train or evaluate everybody who was asked."""
+        blocks: dict[int, list[Block]] = {index: [] for index in asked}
+        training = {
+            i: instructions
+            for i, instructions in asked.items()
+            if instructions.message_type == "train"
+        }
+        for index, block in self._train(training):
+            blocks[index].append(block)
+        for index in asked.keys() - training.keys():
+            blocks[index] += self._evaluate(index, asked[index])
+        return {index: _replies(member_blocks) for index, member_blocks in blocks.items()}
+
+    def _train(self, asked: dict[int, Instructions]) -> Iterator[tuple[int, Block]]:
+        if not asked:
+            return
+        member = np.concatenate(
+            [np.full(len(instructions), i) for i, instructions in asked.items()]
+        )
+        ids = np.concatenate(
+            [self._first[i] + instructions.client_ids for i, instructions in asked.items()]
+        )
+        rounds = {instructions.round for instructions in asked.values()}
+        # Members go in step from one round on, and one that has stopped asks for nothing more.
+        (server_round,) = rounds
+        for start in range(0, len(ids), self._trainer.block_size):
+            block = slice(start, start + self._trainer.block_size)
+            yield from self._guarded(asked, member[block], ids[block], server_round)
+
+    def _guarded(
+        self, asked: dict[int, Instructions], member: Ids, ids: Ids, server_round: int
+    ) -> list[tuple[int, Block]]:
+        """A common block; where it raises, its clients one by one, so that only one has failed."""
+        try:
+            return list(self._block(asked, member, ids, server_round))
+        except Exception:
+            if len(ids) > 1:
+                alone = (slice(position, position + 1) for position in range(len(ids)))
+                blocks = (self._guarded(asked, member[k], ids[k], server_round) for k in alone)
+                return list(itertools.chain.from_iterable(blocks))
+            _log.warning("client %d failed in round %d", ids[0], server_round, exc_info=True)
+            index = int(member[0])
+            return [(index, Block.failed(ids - self._first[index], "raised"))]
+
+    def _block(
+        self, asked: dict[int, Instructions], member: Ids, ids: Ids, server_round: int
+    ) -> Iterator[tuple[int, Block]]:
+        owners = member.tolist()
+        vectors = torch.stack([asked[i].vector for i in owners])
+        names = self._algorithms[0].numbers()
+        values = [algorithm.numbers() for algorithm in self._algorithms]
+        local = self._trainer.fit(
+            vectors,
+            ids,
+            server_round,
+            numbers={name: [values[i][name] for i in owners] for name in names},
+            randomness=[self._randomness[i] for i in owners],
+        )
+        rows = local.theta - vectors.to(local.theta)
+        for index in dict.fromkeys(owners):
+            mine = np.flatnonzero(member == index)
+            yield (
+                index,
+                Block.sent(
+                    ids[mine] - self._first[index],
+                    rows[torch.from_numpy(mine)],
+                    {name: column[mine] for name, column in local.metrics.items()},
+                ),
+            )
+
+    def _evaluate(self, index: int, asked: Instructions) -> list[Block]:
+        # By the member's own trainer: test examples and what a model draws are its own.
+        trainer = self._members[index]
+        return list(trainer.evaluate(asked.vector, asked.client_ids, asked.round))
+
+
+def _replies(blocks: list[Block]) -> Replies:
+    return Replies(produce=lambda: iter(blocks), to_messages=lambda _: iter(()))

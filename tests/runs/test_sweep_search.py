@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fedsim
+from fedsim import RunConfig
+from fedsim.cli import main
+from fedsim.errors import FedsimError
+from fedsim.reports.sweep import Measure, MemberLine, best_of, over_seeds, seeds_csv
+from fedsim.reports.sweep_picture import draw
+from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.sweep import Halving, Span, drawn, members, parse_axes, run_sweep
+from fedsim.tasks.metrics.accuracy import Accuracy
+
+BASE = RunConfig().replace(
+    **{"rounds": 6, "partition.clients": 10, "client.batch-size": 20, "data.validation": 0.2}
+)
+TOML = """
+name = "small"
+rounds = 4
+[data]
+validation = 0.2
+[partition]
+clients = 10
+[client]
+batch-size = 20
+"""
+
+
+def test_drawn_points_follow_from_the_seed_and_more_of_them_keep_the_first() -> None:
+    axes = parse_axes(["client.lr=log(0.01,1)", "client.batch-size=5,10,20", "seed=1,2"])
+    points = [member.point for member in drawn(BASE, axes, 6)]
+    assert [member.point for member in drawn(BASE, axes, 9)][:12] == points
+    assert len({point["client.lr"] for point in points}) == 6
+    assert all(0.01 <= float(point["client.lr"]) <= 1 for point in points)
+    # Both seeds run at each point.
+    assert [point["seed"] for point in points] == [1, 2] * 6
+    fewer = drawn(BASE, {"client.lr": axes["client.lr"]}, 6)
+    assert [m.point["client.lr"] for m in fewer] == [p["client.lr"] for p in points[::2]]
+    other = drawn(BASE.replace(seed=2), axes, 6)
+    assert other[0].point["client.lr"] != points[0]["client.lr"]
+
+
+def test_a_log_span_gives_every_order_of_magnitude_as_often() -> None:
+    generator = np.random.default_rng(1)
+    span = Span("log", 1e-4, 1.0)
+    decades = [math.floor(math.log10(span.draw(generator))) for _ in range(400)]
+    # Each decade has 100 of 400 with a standard deviation of 8.7.
+    assert all(60 <= decades.count(decade) <= 140 for decade in (-4, -3, -2, -1))
+
+
+def test_spans_that_make_no_sense_are_refused() -> None:
+    for bad in ("log(0,1)", "uniform(2,1)", "whole(0.5,3)", "log(a,b)", "uniform(1,1)"):
+        with pytest.raises(FedsimError, match=r"--over .* is no span"):
+            parse_axes([f"client.lr={bad}"])
+    with pytest.raises(FedsimError, match="--random"):
+        members(BASE, parse_axes(["client.lr=log(0.1,1)"]))
+    with pytest.raises(FedsimError, match="seed is a span"):
+        drawn(BASE, parse_axes(["seed=whole(1,9)"]), 3)
+
+
+RATES = parse_axes(["client.lr=0.001,0.3,0.01,0.1"])
+
+
+def test_halving_lets_the_best_on_validation_examples_go_on_to_the_bytes_of_a_run_alone(
+    tmp_path: Path,
+) -> None:
+    grid = members(BASE, RATES)
+    outcomes = run_sweep(grid, tmp_path / "halved", halving=Halving(2, 2))
+    run_sweep(grid, tmp_path / "all")
+    rows = [RunDirectory(tmp_path / "all" / member.label).rows() for member in grid]
+    going, expected = list(range(4)), [0] * 4
+    for rung in (2, 4, 6):
+        for index in going:
+            expected[index] = rung
+        scores = {
+            i: sum(row["validation-accuracy"] for row in rows[i][max(1, rung - 4) : rung + 1])
+            / min(rung, 5)
+            for i in going
+        }
+        going = sorted(going, key=lambda i: -scores[i])[: max(len(going) // 2, 1)]
+    went = [RunDirectory(tmp_path / "halved" / m.label).rows()[-1]["round"] for m in grid]
+    assert went == expected
+    ended = [outcomes[member.label].ended for member in grid]
+    assert sorted(ended) == ["dropped", "dropped", "dropped", "finished"]
+    best = grid[ended.index("finished")].label
+    models = [RunDirectory(tmp_path / name / best).model for name in ("halved", "all")]
+    assert models[0].read_bytes() == models[1].read_bytes()
+
+
+def test_a_halving_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    grid = members(BASE, parse_axes(["client.lr=0.001,0.3,1e6,0.1", "seed=1,2"]))
+    whole = run_sweep(grid, tmp_path / "whole", halving=Halving(2, 3))
+
+    def stop(member, row):  # type: ignore[no-untyped-def]
+        if row["round"] == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(grid, tmp_path / "cut", stop, Halving(2, 3))
+    assert run_sweep(grid, tmp_path / "cut", halving=Halving(2, 3)) == whole
+    for member in grid:
+        cut, other = (RunDirectory(tmp_path / name / member.label) for name in ("cut", "whole"))
+        assert cut.model.read_bytes() == other.model.read_bytes()
+        assert len(cut.rows()) == len(other.rows())
+    # The rate at which every client's update overflows has failed, and is behind all others.
+    assert {whole[m.label].ended for m in grid if m.point["client.lr"] == 1e6} == {"failed"}
+    # Two settings of four went on, with both of their seeds.
+    assert sum(outcome.ended == "finished" for outcome in whole.values()) == 4
+
+
+def test_halving_without_what_it_chooses_by_or_goes_on_from_is_refused(tmp_path: Path) -> None:
+    for changes, rung, words in (
+        ({"data.validation": 0.0}, 2, r"nothing is chosen by test|data\.validation"),
+        ({"checkpoint.every": 0}, 2, r"checkpoint\.every = 0"),
+        ({"evaluate.every": 3}, 2, r"evaluate\.every = 3"),
+        ({}, 6, r"--first-rounds = 6"),
+    ):
+        with pytest.raises(FedsimError, match=words):
+            run_sweep(members(BASE.replace(**changes), RATES), tmp_path, halving=Halving(2, rung))
+    with pytest.raises(FedsimError, match="same rounds"):
+        run_sweep(members(BASE, {"rounds": [4, 6]}), tmp_path, halving=Halving(2, 2))
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_member_whose_code_raises_fails_alone_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = members(BASE, parse_axes(["seed=1,2"]))
+    honest, calls = Accuracy.finish, 0
+
+    def finish(self, state):  # type: ignore[no-untyped-def]
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise ArithmeticError("no number")
+        return honest(self, state)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Accuracy, "finish", finish)
+        outcomes = run_sweep(grid, tmp_path)
+    assert sorted(outcome.ended for outcome in outcomes.values()) == ["failed", "finished"]
+    assert "ArithmeticError: no number" in {outcome.reason for outcome in outcomes.values()}
+    again = run_sweep(grid, tmp_path)
+    assert {outcome.ended for outcome in again.values()} == {"finished"}
+    for number, member in enumerate(grid):
+        fedsim.run(member.config, out=tmp_path / f"alone-{number}")
+        models = [
+            tmp_path / name / "model.safetensors" for name in (member.label, f"alone-{number}")
+        ]
+        assert models[0].read_bytes() == models[1].read_bytes()
+
+
+def line(lr: float, seed: int, test: float, validation: float, outcome: str = "finished"):  # type: ignore[no-untyped-def]
+    return MemberLine(
+        point={"client.lr": lr, "seed": seed},
+        outcome=outcome,
+        reason="",
+        rounds=4,
+        measure=Measure("accuracy", higher_is_better=True),
+        test=test,
+        mean_test=test,
+        loss=1 - test,
+        validation=validation,
+    )
+
+
+def test_seeds_are_a_mean_and_the_standard_deviation_of_one_seed() -> None:
+    settings = over_seeds([line(0.1, 1, 0.5, 0.6), line(0.1, 2, 0.7, 0.8), line(0.2, 1, 0.9, 0.1)])
+    assert [setting.point for setting in settings] == [{"client.lr": 0.1}, {"client.lr": 0.2}]
+    spread = settings[0].test
+    assert spread is not None
+    assert (spread.mean, spread.count) == (pytest.approx(0.6), 2)
+    assert spread.std == pytest.approx(math.sqrt(0.02))
+    alone = settings[1].test
+    assert alone is not None
+    assert alone.std is None
+    rows = list(csv.DictReader(seeds_csv(settings).splitlines()))
+    assert float(rows[0]["test-accuracy-last-five-std"]) == pytest.approx(math.sqrt(0.02))
+    assert rows[1]["test-accuracy-last-five-std"] == ""
+    figure = draw(settings, "client.lr", "picture")
+    assert "2 seeds; bars: one standard deviation" in figure.axes[0].get_title("left")
+
+
+def test_the_best_setting_is_chosen_by_validation_and_never_by_the_test_set() -> None:
+    good, lucky = line(0.1, 1, 0.5, 0.9), line(0.2, 1, 0.99, 0.2)
+    best = best_of(over_seeds([lucky, good]))
+    assert best is not None
+    assert best.point == {"client.lr": 0.1}
+    # One of whose seeds some failed, or that has no number, is not chosen.
+    bad = [line(0.3, 1, 0.9, 0.95), line(0.3, 2, 0.9, 0.95, "failed"), line(0.4, 1, 0.9, math.nan)]
+    best = best_of(over_seeds([lucky, good, *bad]))
+    assert best is not None
+    assert best.point == {"client.lr": 0.1}
+    without = MemberLine(**{**vars(good), "validation": None})
+    assert best_of(over_seeds([without])) is None
+
+
+def test_a_sweep_some_of_whose_members_failed_has_a_status_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.toml").write_text(TOML)
+
+    def status(*overs: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            main(["sweep", "c.toml", *overs])
+        return int(str(ended.value.code))
+
+    assert status("--over", "client.lr=0.1,0.3", "--over", "seed=1,2") == 0
+    told = capsys.readouterr().out
+    assert "±" in told
+    assert "Best by validation-accuracy" in told
+    assert status("--over", "client.lr=0.1,1e6", "--out", "some") == 3
+    told = " ".join(capsys.readouterr().out.split())
+    assert "1 of 2 members failed" in told
+    assert "3 rounds in a row" in told
+    rows = list(csv.DictReader(Path("some/sweep.csv").read_text().splitlines()))
+    assert [row["outcome"] for row in rows] == ["finished", "failed"]
+    halving = ("--random", "4", "--halving", "2", "--first-rounds", "1", "--out", "halved")
+    assert status("--over", "client.lr=log(0.01,1)", *halving) == 0
+    rows = list(csv.DictReader(Path("halved/sweep.csv").read_text().splitlines()))
+    assert sorted(int(row["rounds"]) for row in rows) == [1, 1, 2, 4]
+    assert status("--over", "client.lr=log(0.01,1)", "--out", "none") == 2
+    assert status("--over", "client.lr=0.1,0.2", "--first-rounds", "2", "--out", "none") == 2
