@@ -12,7 +12,14 @@ import typer
 
 from fedsim.cli.console import Output
 from fedsim.cli.privacy_source import Source, read_source
-from fedsim.cli.privacy_views import checks_table, history, over_table, report, tradeoff_table
+from fedsim.cli.privacy_views import (
+    checks_table,
+    history,
+    over_table,
+    prv_says,
+    report,
+    tradeoff_table,
+)
 from fedsim.errors import FedsimError
 from fedsim.privacy import Adjacency, Question, Sampling, tradeoff
 from fedsim.privacy.signing import new_key
@@ -95,6 +102,14 @@ def privacy(
             help="Whose data one row of a sum is: client, or example.", rich_help_panel=_SAMPLING
         ),
     ] = "client",
+    prv: Annotated[
+        bool,
+        typer.Option(
+            "--prv",
+            help="Ask Opacus's PRV accountant too; it takes a few seconds to load.",
+            rich_help_panel=_PLAN,
+        ),
+    ] = False,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="What a ledger says, as JSON.", rich_help_panel=_LEDGER),
@@ -181,7 +196,7 @@ def privacy(
         question = replace(question, level=_one_of("--level", level, "client", "example"))
     questions = (rounds, max_epsilon, target_epsilon, over)
     if read.ledger is not None and all(question is None for question in questions):
-        _spent(read, question.delta, as_json)
+        _spent(read, question.delta, as_json, prv)
         return
     if as_json:
         raise FedsimError("--json says what a ledger holds; give it a ledger and no question.")
@@ -189,15 +204,15 @@ def privacy(
     if over is not None:
         key, values = _over(over)
         answers = [_merged(question, {key: value}).answer() for value in values]
-        console.print(over_table(question, key, answers))
+        console.print(over_table(question, key, answers, prv))
         return
     answer = question.answer()
-    console.print(report(answer))
+    console.print(report(answer, prv))
     if math.isfinite(answer.cost.epsilon):
         console.print(tradeoff_table(tradeoff(answer.events)))
 
 
-def _spent(read: Source, delta: float, as_json: bool) -> None:
+def _spent(read: Source, delta: float, as_json: bool, prv: bool) -> None:
     """What ledgers say: the statements, and how epsilon grew."""
     statements = read.statements(delta)
     if as_json:
@@ -210,6 +225,9 @@ def _spent(read: Source, delta: float, as_json: bool) -> None:
             console.print(tradeoff_table(statement.tradeoff))
     if read.ledger is not None:
         console.print(history(read.ledger, delta))
+        if prv:
+            said = prv_says([entry.event for entry in read.ledger.charged], delta)
+            console.print(f"Opacus's PRV accountant says {said}.")
 
 
 def _verify(read: Source, public_key: Path | None) -> None:

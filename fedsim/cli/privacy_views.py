@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
-from fedsim.privacy import Accountant, Answer, Ledger, Question, TradeOff
+from fedsim.privacy import Accountant, Answer, Event, Ledger, Question, TradeOff
 from fedsim.privacy.verification import Verified
 
-__all__ = ["checks_table", "history", "over_table", "report", "tradeoff_table"]
+__all__ = ["checks_table", "history", "over_table", "prv_says", "report", "tradeoff_table"]
 
 _LABELS = {
     "poisson": "Poisson, rate {rate:.6g}",
@@ -21,8 +21,8 @@ _LABELS = {
 }
 
 
-def report(answer: Answer) -> Table:
-    """The answer first, then what it rests on."""
+def report(answer: Answer, prv: bool = False) -> Table:
+    """The answer first, then what it rests on; with ``prv``, what Opacus's accountant says."""
     question, cost = answer.question, answer.cost
     sampling = _LABELS[question.sampler].format(
         rate=question.rate, size=question.size, population=question.population
@@ -45,6 +45,8 @@ def report(answer: Answer) -> Table:
         table.add_row("releases before", f"{Accountant(question.past).releases:,}")
     table.add_row("accounted by", _METHODS[cost.method])
     table.add_row("Rényi accounting says", _number(cost.rdp_epsilon))
+    if prv:
+        table.add_row("Opacus's PRV accountant says", prv_says(answer.events, question.delta))
     if cost.poisson_epsilon is not None:
         table.add_row("Poisson would cost", f"{_number(cost.poisson_epsilon)} (add-remove)")
     if question.simulated:
@@ -52,6 +54,14 @@ def report(answer: Answer) -> Table:
     if question.past and question.asks == "noise multiplier":
         table.add_row("", "chosen after releases were made, hence by Rényi accounting")
     return table
+
+
+def prv_says(events: Iterable[Event], delta: float) -> str:
+    """Opacus's opinion in a word."""
+    epsilon = Accountant(events).prv_epsilon(delta)
+    if epsilon is None:
+        return "nothing: it takes Poisson-sampled Gaussians only"
+    return f"{_number(epsilon)} at most"
 
 
 _METHODS = {
@@ -62,7 +72,7 @@ _METHODS = {
 }
 
 
-def over_table(question: Question, key: str, answers: list[Answer]) -> Table:
+def over_table(question: Question, key: str, answers: list[Answer], prv: bool = False) -> Table:
     """One row an answer; what varies stands first."""
     asked = {"target_epsilon": "target", "max_epsilon": "budget"}
     cells: dict[str, Callable[[Answer], str]] = {
@@ -72,6 +82,8 @@ def over_table(question: Question, key: str, answers: list[Answer]) -> Table:
         "epsilon": lambda answer: _number(answer.cost.epsilon),
         "epsilon by RDP": lambda answer: _number(answer.cost.rdp_epsilon),
     }
+    if prv:
+        cells["epsilon by PRV"] = lambda answer: prv_says(answer.events, question.delta)
     table = Table(title=f"{question.level} level, {answers[0].cost.adjacency}")
     for name in cells:
         table.add_column(name, justify="right")

@@ -147,6 +147,8 @@ def summary(config: RunConfig, result: RunResult) -> RenderableType:
     if result.directory is not None:
         lines.append(Text())
         lines.append(_artefacts(result))
+    if result.notes:
+        lines.append(Text("\n" + "\n".join(result.notes)))
     if failures := failures_in(result.metrics):
         lines.append(Text(f"\n{failures}", style="yellow"))
     if result.why:

@@ -121,6 +121,13 @@ class ModelSection(Choice):
     dtype: Annotated[
         Literal["float32", "float64"], Doc("Of its parameters; float64 is for exact comparisons.")
     ] = "float32"
+    fix: Annotated[
+        bool,
+        Doc(
+            "Whether GroupNorm takes the place of BatchNorm, which mixes examples: Opacus's cure, "
+            "named layer by layer in the summary."
+        ),
+    ] = False
     trainable: Annotated[
         str, Doc("Shell patterns of the parameters that are trained, such as 'fc*'; empty for all.")
     ] = ""

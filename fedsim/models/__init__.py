@@ -8,6 +8,7 @@ from fedsim.lazy import names_of
 
 if TYPE_CHECKING:
     from fedsim.models.checks import refuse_running_statistics, refuse_unusable_parameters
+    from fedsim.models.fixing import fix_normalisation
     from fedsim.models.making import OFFERED, build
     from fedsim.models.patterns import matching
     from fedsim.models.trainable import freeze
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OFFERED",
     "build",
+    "fix_normalisation",
     "freeze",
     "load_weights",
     "matching",

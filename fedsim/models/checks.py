@@ -46,6 +46,6 @@ def refuse_running_statistics(model: nn.Module) -> None:
     if names:
         raise FedsimError(
             f"the model keeps running statistics of the clients' data in {', '.join(names)}, "
-            "which no noise protects, so that a private run cannot have them; use nn.GroupNorm "
-            "instead."
+            "which no noise protects, so that a private run cannot have them; use nn.GroupNorm, "
+            "or let model.fix = true put it in their place."
         )

@@ -13,6 +13,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.analytic import gaussian_delta, gaussian_epsilon
 from fedsim.privacy.events import Adjacency, Event, common_adjacency
 from fedsim.privacy.pld import Component, composed_delta, composed_epsilon, composed_profile
+from fedsim.privacy.prv import prv_epsilon
 from fedsim.privacy.rdp import (
     Array,
     fixed_rdp,
@@ -132,6 +133,19 @@ class Accountant:
         rdp = rdp_epsilon(spent.rdp(), delta) if spent.private else math.inf
         beside = spent.as_poisson().epsilon(delta) if spent.fixed else None
         return Cost(best, delta, adjacency, method, rdp, beside, self.releases)
+
+    def prv_epsilon(self, delta: float) -> float | None:
+        """Opacus's opinion, by its accountant of privacy random variables; loads torch.
+
+        Returns
+        -------
+        float or None
+            An upper bound; None where it does not apply: without a guarantee, and for cohorts of
+            a fixed size.
+        """
+        check_delta(delta)
+        components = self._spent.components() if self._spent.private else None
+        return None if components is None else prv_epsilon(components, delta)
 
     def delta(self, epsilon: float) -> float:
         """Smallest delta known at ``epsilon >= 0``."""

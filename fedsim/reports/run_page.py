@@ -48,6 +48,7 @@ def run_page(record: RunRecord) -> str:
         _subtitle(record),
         tag("p", words.told(record.config), class_="lead"),
         words.ended(record.summary, record.rounds, record.config.get("rounds", "?")),
+        *(tag("p", note, class_="quiet") for note in record.summary.get("notes", ())),
         _tiles(record),
     )
     page.section("What it learnt", *_learning(record))

@@ -109,6 +109,6 @@ class Packing:
         """Named views of packed rows ``[..., D]``: each ``[..., *shape]``."""
         lead = packed.shape[:-1]
         return {
-            entry.name: packed[..., self.slices[entry.name]].view(*lead, *entry.shape)
+            entry.name: packed[..., self.slices[entry.name]].view((*lead, *entry.shape))
             for entry in self.layout.entries
         }

@@ -103,6 +103,7 @@ class Build:
         self.out = out
         self.given = given or Given()
         self.device = _device(config.engine.device)
+        self._notes: list[str] = []
 
     @cached_property
     def dataset(self) -> datasets.Dataset:
@@ -162,6 +163,8 @@ class Build:
             seed=self.config.seed,
             **settings_for(settings, find(settings), models.OFFERED),
         )
+        if settings.fix:
+            model, self._notes = models.fix_normalisation(model)
         if settings.weights:
             models.load_weights(model, settings.weights, settings.weights_for)
         models.refuse_unusable_parameters(model)
@@ -169,6 +172,12 @@ class Build:
         if self.config.private:
             models.refuse_running_statistics(model)
         return model
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about what was done to the model."""
+        _ = self.model  # made by now
+        return tuple(self._notes)
 
     def _given_model(self) -> nn.Module | None:
         given = self.given.model

@@ -196,6 +196,7 @@ class Session:
             ended=ended,
             why=self._why(ended),
             directory=self._directory,
+            notes=self.build.notes,
         )
 
     @property

@@ -230,6 +230,7 @@ def _read(build: Build, directory: RunDirectory) -> RunResult:
         ended=ended,
         why=why,
         directory=directory,
+        notes=build.notes,
     )
 
 

@@ -37,6 +37,8 @@ class RunResult:
         One sentence, where the run ended early.
     directory : RunDirectory or None
         Where the artefacts are.
+    notes : tuple of str
+        Sentences about what was done to the model before it was trained.
     """
 
     metrics: list[Row]
@@ -46,6 +48,7 @@ class RunResult:
     ended: Ended = "finished"
     why: str = ""
     directory: RunDirectory | None = field(default=None, compare=False)
+    notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         facts = self._facts()

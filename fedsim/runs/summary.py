@@ -69,6 +69,7 @@ def summarise(
     }
     if config.engine.name != "deployment":  # there the data are the nodes' own
         summary["data"] = _shape(build.dataset)
+    summary["notes"] = list(build.notes)
     summary["parameters"] = sum(values.numel() for values in arrays.values())
     if build.device.type == "cuda":
         summary["peak-gpu-memory"] = torch.cuda.max_memory_allocated(build.device)

@@ -31,5 +31,6 @@ def check_model(model: nn.Module) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.batchnorm._LazyNormBase):
             raise FedsimError(
                 f"model module '{name}' is a {type(module).__name__}: it mixes examples and keeps "
-                "running statistics that an update does not carry; use GroupNorm instead."
+                "running statistics that an update does not carry; use nn.GroupNorm, or let "
+                "model.fix = true put it in its place."
             )

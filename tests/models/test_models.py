@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fedsim.errors import FedsimError
-from fedsim.models import build, freeze, refuse_running_statistics
+from fedsim.models import build, fix_normalisation, freeze, refuse_running_statistics
 
 
 def count(model: nn.Module, prefix: str = "") -> int:
@@ -222,3 +222,39 @@ def test_running_statistics_are_refused_with_the_cure(nets: str) -> None:
 )
 def test_layers_without_running_statistics_are_accepted(layer: nn.Module) -> None:
     refuse_running_statistics(nn.Sequential(nn.Linear(3, 4), layer))
+
+
+def test_fixing_puts_group_norm_for_batch_norm_and_leaves_the_rest() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 48, 3),
+        nn.BatchNorm2d(48),
+        nn.Sequential(nn.InstanceNorm2d(48, track_running_stats=True), nn.LayerNorm(6)),
+    ).double()
+    convolution = model[0].weight.clone()
+    fixed, said = fix_normalisation(model)
+    assert isinstance(fixed[1], nn.GroupNorm)
+    assert (fixed[1].num_groups, fixed[1].num_channels) == (16, 48)
+    assert fixed[1].weight.dtype == torch.float64
+    assert fixed[2][0].running_mean is None
+    assert torch.equal(fixed[0].weight, convolution)
+    assert [sentence.split(" is ")[0] for sentence in said] == ["model.fix: 1", "model.fix: 2.0"]
+    refuse_running_statistics(fixed)
+    assert fix_normalisation(fixed) == (fixed, [])
+
+
+def test_a_fixed_model_gives_an_example_the_same_whoever_stands_beside_it() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    fixed, _ = fix_normalisation(model)
+    x = torch.randn(5, 6)
+    others = torch.cat([x[:1], 7 * torch.randn(4, 6)])
+    assert torch.equal(fixed(x)[0], fixed(others)[0])
+    assert not torch.equal(fixed(x)[0], fixed(x)[1])  # features in groups of one would be zero
+
+
+def test_a_layer_that_opacus_has_no_cure_for_is_refused_by_name() -> None:
+    class Mine(nn.BatchNorm1d):
+        pass
+
+    with pytest.raises(FedsimError, match=r"model\.fix = true, but .* 0 \(Mine\)"):
+        fix_normalisation(nn.Sequential(Mine(4)))

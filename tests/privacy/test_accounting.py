@@ -82,6 +82,26 @@ def test_opacus_agrees_by_prv_and_by_rdp():
         assert upper - 0.011 <= ours <= upper
 
 
+def test_loss_distributions_lie_within_the_margin_below_opacus_prv_on_mixtures():
+    for events in (
+        [Event(noise_multiplier=2.0, rate=0.1, sampler="poisson").times(50)],
+        [Event(noise_multiplier=4.0).times(3), Event(noise_multiplier=1.5, rate=0.05).times(100)],
+        [Event(noise_multiplier=z, rate=0.2).times(10) for z in (1.5, 2.0, 3.0)],
+        [Event(noise_multiplier=5.0).times(7)],
+    ):
+        accountant = Accountant(events)
+        upper = accountant.prv_epsilon(1e-5)
+        assert upper is not None
+        assert upper - 0.011 <= accountant.epsilon(1e-5) <= upper
+
+
+def test_opacus_prv_has_no_opinion_on_cohorts_of_a_fixed_size_or_without_noise():
+    fixed = FixedCohort(size=3, population=30).event(2.0)
+    assert Accountant([fixed]).prv_epsilon(1e-5) is None
+    assert Accountant([Event(noise_multiplier=0.0)]).prv_epsilon(1e-5) is None
+    assert Accountant().prv_epsilon(1e-5) == 0.0
+
+
 @pytest.mark.parametrize(
     ("rate", "z", "rounds"), [(0.2, 1.5, 40), (0.01, 1.1, 300), (0.9, 20, 500), (0.5, 0.8, 5)]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import numpy as np
 import pytest
@@ -89,6 +90,17 @@ class Twice(nn.Module):
         return self.head(torch.tanh(self.square(torch.tanh(self.square(x)))))
 
 
+class Scaled(nn.Module):
+    """A model with a parameter that is in no layer."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.scale = model, nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return self.scale * self.model(x)
+
+
 def transformer(batch_first):
     return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=batch_first)
 
@@ -155,8 +167,26 @@ WAYS = {
     "folded tokens": (Folded, "vmapped"),
     "group norm": (lambda: nn.Sequential(nn.GroupNorm(2, 12), nn.Linear(12, 3)), "vmapped"),
     "transformer": (lambda: Tokens(transformer(True)), "vmapped"),
-    "rnn": (lambda: Tokens(nn.RNN(4, 4, batch_first=True)), "one by one"),
-    "gru": (lambda: Tokens(nn.GRU(4, 4, batch_first=True)), "one by one"),
+    "rnn": (lambda: Tokens(nn.RNN(4, 4, batch_first=True)), "unrolled"),
+    "gru": (lambda: Tokens(nn.GRU(4, 4, batch_first=True)), "unrolled"),
+    "deep two-way rnn with relu": (
+        lambda: Tokens(
+            nn.RNN(4, 4, 2, nonlinearity="relu", batch_first=True, bidirectional=True), 8
+        ),
+        "unrolled",
+    ),
+    "gru without biases": (
+        lambda: Tokens(nn.GRU(4, 4, batch_first=True, bias=False)),
+        "unrolled",
+    ),
+    "gru between layers": (
+        lambda: nn.Sequential(nn.LayerNorm(12), Tokens(nn.GRU(4, 4, batch_first=True))),
+        "unrolled",
+    ),
+    "gru beside a parameter of its own": (
+        lambda: Scaled(Tokens(nn.GRU(4, 4, batch_first=True))),
+        "one by one",
+    ),
     ".item()": (Itemised, "one by one"),
 }
 
@@ -192,6 +222,27 @@ def test_what_lies_in_dimension_0_of_a_layer_must_be_the_example(tokens):
 def test_an_lstm_is_trained_whichever_way_this_torch_allows():
     trainer = private(Tokens(nn.LSTM(4, 4, batch_first=True)))
     assert trainer.example_way.name in ("vmapped", "one by one")
+
+
+def test_opacus_dropout_within_a_recurrent_layer_is_not_torchs_and_is_not_taken():
+    trainer = private(Tokens(nn.GRU(4, 4, 2, dropout=0.5, batch_first=True)))
+    assert trainer.example_way.name == "one by one"
+
+
+def test_frozen_parts_of_a_recurrent_model_have_no_gradient():
+    model = Tokens(nn.GRU(4, 4, batch_first=True))
+    model.layer.weight_ih_l0.requires_grad_(False)
+    trainer = private(model)
+    assert trainer.example_way.name == "unrolled"
+    assert "layer.weight_ih_l0" not in [entry.name for entry in trainer.layout.entries]
+
+
+def test_only_recurrent_layers_need_opacus(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "opacus"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "opacus", None)  # importing it raises
+    assert private(Tokens(transformer(True))).example_way.name == "vmapped"
+    assert private(Tokens(nn.GRU(4, 4, batch_first=True))).example_way.name == "one by one"
 
 
 def test_no_example_moves_the_sum_by_more_than_c_in_any_model_that_is_taken():

@@ -1,8 +1,9 @@
 """Rows that are examples: each example's gradient, by the fastest way that gives it truly.
 
 From the fastest on: all clients of a block by factors, one client by factors
-(`fedsim.training.paths.factored`), `torch.func.vmap` over a client's examples, and one example
-after another. Which of them a model can have is found out by `fedsim.training.probe`.
+(`fedsim.training.paths.factored`), `torch.func.vmap` over a client's examples, Opacus for
+recurrent layers (`fedsim.training.paths.recurrent`), and one example after another. Which of them
+a model can have is found out by `fedsim.training.probe`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.hidden_draws import seeded
 from fedsim.training.paths.factored import Hooked, product_layers
+from fedsim.training.paths.recurrent import Unrolled, is_recurrent
 from fedsim.training.paths.stacked import StackedPath
 
 __all__ = ["ExampleBlock", "ExampleRows", "OneByOne", "OneClientsRows", "Way", "ways"]
@@ -96,6 +98,8 @@ def ways(
             possible.append(_whole_block(stacked))
         possible.append(_client_by_client("factored", Hooked(model, packing, loss, layers)))
     possible.append(_client_by_client("vmapped", Vmapped(model, packing, loss)))
+    if is_recurrent(model):
+        possible.append(_client_by_client("unrolled", Unrolled(model, packing, loss)))
     possible.append(_client_by_client("one by one", OneByOne(model, packing, loss, draws)))
     return possible
 
