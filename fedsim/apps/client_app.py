@@ -62,6 +62,10 @@ def _admitted(context: Context) -> Policy | None:
 @functools.cache
 def _client() -> ClientApp:
     from fedsim.apps.node import mechanism_for, trainer_for
+    from fedsim.config import RunConfig
     from fedsim.engines.client_app import client_app
 
-    return client_app(trainer_for, mechanism_for)
+    def seconds_for(context: Context) -> float:
+        return RunConfig.from_run_config(context.run_config).engine.timeout
+
+    return client_app(trainer_for, mechanism_for, seconds_for)

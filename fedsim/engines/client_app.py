@@ -8,9 +8,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor
 
-from fedsim.engines.messages import BUDGET_SPENT, error_reply
+from fedsim.engines.deadline import TimeIsUp, time_limit
+from fedsim.engines.messages import BUDGET_SPENT, TIMED_OUT, error_reply
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.randomness import Randomness
@@ -47,6 +49,7 @@ class AppTrainer(BlockTrainer, Protocol):
 def client_app(
     trainer_for: Callable[[Context], AppTrainer],
     mechanism_for: Callable[[Context], Mechanism] | None = None,
+    seconds_for: Callable[[Context], float] | None = None,
 ) -> ClientApp:
     """A ClientApp that trains and evaluates one client with `Trainer`.
 
@@ -58,6 +61,9 @@ def client_app(
     mechanism_for : callable, optional
         Gives the mechanism with which the client bounds and noises its own row, where the
         strategy asks for shares; without it such a request is refused.
+    seconds_for : callable, optional
+        Gives the seconds that a message may take this client, from its own start (`time_limit`).
+        One that takes longer replies an error with the code `TIMED_OUT`.
 
     Returns
     -------
@@ -67,7 +73,7 @@ def client_app(
         and ``accuracy``; ``query`` replies ``client-id``. A client whose own budget does not
         allow a round replies an error with the code `BUDGET_SPENT`.
     """
-    app = ClientApp(mods=[_without_exit])
+    app = ClientApp(mods=[_without_exit, *([_in_time(seconds_for)] if seconds_for else [])])
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -140,6 +146,20 @@ def _without_exit(
         return call_next(message, context)
     except SystemExit as ended:
         raise RuntimeError(f"the client's code exits, with {ended.code!r}.") from ended
+
+
+def _in_time(seconds_for: Callable[[Context], float]) -> Mod:
+    """Let code that hangs fail alone: it would keep the round, or a worker others wait for."""
+
+    def limited(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        seconds = seconds_for(context)
+        try:
+            with time_limit(seconds):
+                return call_next(message, context)
+        except TimeIsUp:
+            return error_reply(message, TIMED_OUT, f"it has not finished in {seconds:g} s.")
+
+    return limited
 
 
 def _client_ids(context: Context) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -18,6 +18,7 @@ __all__ = [
     "NODE_UNAVAILABLE",
     "RAISED",
     "SUPERLINK_NODE_ID",
+    "TIMED_OUT",
     "NodeInfo",
     "Run",
     "deliver",
@@ -34,6 +35,8 @@ __all__ = [
 SUPERLINK_NODE_ID = 1
 BUDGET_SPENT = 4096
 """Error of a fedsim client whose own budget does not allow what it was asked for."""
+TIMED_OUT = 4097
+"""Error of a fedsim client that has taken longer, from its own start, than it may."""
 CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE
 RAISED = frozenset(

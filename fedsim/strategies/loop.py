@@ -233,8 +233,9 @@ def round_timeout(grid: Grid, timeout: float, *, private: bool) -> float | None:
     if not private or getattr(grid, "times_each_client", False):
         return timeout
     _log.info(
-        "timeout = %g s (engine.timeout) is not used: here it would be one deadline for all of a "
-        "round, by which a slow client of a private run would shut others out.",
+        "timeout = %g s (engine.timeout) does not end a round here: one deadline for all of it "
+        "would let a slow client of a private run shut others out. fedsim's own clients count it "
+        "each from its own start.",
         timeout,
     )
     return None

@@ -16,7 +16,7 @@ import torch
 from flwr.app import ArrayRecord, Message, RecordDict
 from torch import Tensor
 
-from fedsim.engines.messages import BUDGET_SPENT, RAISED, SUPERLINK_NODE_ID
+from fedsim.engines.messages import BUDGET_SPENT, RAISED, SUPERLINK_NODE_ID, TIMED_OUT
 from fedsim.errors import printable
 from fedsim.rows.exchange import Block, Reason
 from fedsim.rows.layout import Layout
@@ -34,6 +34,9 @@ MOST_METRICS = 1000
 """Numbers that a client may report."""
 MOST_ENTRIES = 10_000
 """Entries of all the lists of numbers that a client may report."""
+
+
+_SAID: Mapping[int, Reason] = {BUDGET_SPENT: "budget", TIMED_OUT: "timeout"}
 
 
 @dataclass(frozen=True)
@@ -134,9 +137,7 @@ def _note_stranger(reply: Message, tally: Tally) -> None:
 def _usable(reply: Message, client: int, expected: ExpectedReply) -> Reply:
     if reply.has_error():
         code = reply.error.code
-        reason: Reason = "raised" if code in RAISED else "missing"
-        if code == BUDGET_SPENT:
-            reason = "budget"
+        reason: Reason = "raised" if code in RAISED else _SAID.get(code, "missing")
         raise _UnusableError(reason, str(reply.error.reason))
     numbers, lists = _reported(reply.content)
     _require_sound(numbers, expected)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from flwr.app.metadata import Metadata
 
 from fedsim.clients import SGD
 from fedsim.engines.client_app import client_app
+from fedsim.engines.deadline import time_limit
+from fedsim.engines.messages import TIMED_OUT
 from fedsim.randomness import Randomness
 from fedsim.training import Trainer
 
@@ -96,3 +100,59 @@ def test_code_that_exits_is_an_error_like_any_other_and_ends_no_worker(trainer):
 
     with pytest.raises(RuntimeError, match="the client's code exits, with 3"):
         ask(client_app(exits), "train", content_of(trainer, trainer.initial()))
+
+
+def replied(app, trainer):
+    content = content_of(trainer, trainer.initial())
+    metadata = {"src_node_id": 1, "dst_node_id": 5, "message_id": "m", "group_id": "", "run_id": 1}
+    asked = Message(
+        content=content,
+        metadata=Metadata(
+            **metadata,
+            reply_to_message_id="",
+            created_at=time.time(),
+            ttl=60.0,
+            message_type="train",
+        ),
+    )
+    return app(asked, Context(1, 5, {"partition-id": 2}, RecordDict(), {}))
+
+
+def hangs_in_its_own_handler(_):
+    try:
+        time.sleep(3600)
+    except Exception:  # code that goes on after whatever happens
+        time.sleep(3600)
+
+
+def test_a_client_that_hangs_is_ended_at_its_own_time_and_the_next_message_is_not(trainer):
+    before = signal.getsignal(signal.SIGALRM)
+    app = client_app(hangs_in_its_own_handler, seconds_for=lambda _: 0.2)
+    reply = replied(app, trainer)
+    assert reply.error.code == TIMED_OUT
+    assert "0.2 s" in reply.error.reason
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is before
+    in_time = replied(client_app(lambda _: trainer, seconds_for=lambda _: 3600.0), trainer)
+    assert not in_time.has_error()
+
+
+def test_a_limit_leaves_another_timer_alone():
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 1000.0)
+    try:
+        with time_limit(0.01):
+            assert signal.getitimer(signal.ITIMER_REAL)[0] > 900
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def test_outside_the_main_thread_nothing_is_limited():
+    def waits():
+        with time_limit(0.01):
+            time.sleep(0.05)
+        return "whole"
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(waits).result() == "whole"

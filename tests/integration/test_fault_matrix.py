@@ -72,11 +72,12 @@ def test_local_in_blocks_of_any_size(tmp_path, block_size):
     )
 
 
-def test_local_by_messages(tmp_path):
+def test_local_by_messages_and_clients_that_hang(tmp_path):
     app = importlib.import_module("treacherous.client_app").app
-    config = {"schedule": told(SCHEDULE)}
+    schedule = [*SCHEDULE, ("hangs", (4,)), ("raises", ())]
+    config = {"schedule": told(schedule), "seconds": 5.0}
     grid = LocalGrid(app, num_nodes=CLIENTS, run_config=config)
-    assert run(grid, SCHEDULE, tmp_path / "rows") == expected(SCHEDULE, tmp_path)
+    assert run(grid, schedule, tmp_path / "rows") == expected(schedule, tmp_path)
 
 
 @pytest.mark.slow
@@ -93,17 +94,18 @@ def test_ray_and_workers_that_are_killed_or_hang(tmp_path):
 
 
 @pytest.mark.slow
-def test_flowers_simulation(tmp_path):
+def test_flowers_simulation_and_clients_that_hang(tmp_path):
+    schedule = [*SCHEDULE, ("hangs", (4,)), ("hangs", (1, 2)), ("raises", ())]
     out = tmp_path / "rows"
     with Simulation({"PYTHONPATH": os.pathsep.join([str(APP), *python_path()])}) as simulation:
         run_id = simulation.operator.submit(
             APP,
             federation_config=resources(CLIENTS, 1, 0),
-            run_config=f'out="{out}" schedule="{told(SCHEDULE)}"',
+            run_config=f'out="{out}" schedule="{told(schedule)}" seconds={TASK_SECONDS}',
         )
         status = simulation.operator.follow(run_id)
         assert status == "finished:completed", simulation.operator.log(run_id)
-    assert rows_of(out) == expected(SCHEDULE, tmp_path)
+    assert rows_of(out) == expected(schedule, tmp_path)
 
 
 def python_path() -> list[str]:

@@ -12,4 +12,7 @@ def trainer_of(schedule):
     return trainer.trainer_for(schedule)
 
 
-app = client_app(lambda context: trainer_of(str(context.run_config["schedule"])))
+app = client_app(
+    lambda context: trainer_of(str(context.run_config["schedule"])),
+    seconds_for=lambda context: float(context.run_config.get("seconds", 3600.0)),
+)
