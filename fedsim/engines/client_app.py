@@ -19,7 +19,7 @@ from fedsim.randomness import Randomness
 from fedsim.rows.exchange import DECLARED_EXAMPLES, BlockTrainer, Ids
 from fedsim.rows.layout import Layout
 from fedsim.training.fitting import Local
-from fedsim.training.shares import STATE_RECORD, asks_for_share, share_reply
+from fedsim.training.share_replies import STATE_RECORD, asks_for_share, share_reply
 
 __all__ = ["AppTrainer", "client_app"]
 

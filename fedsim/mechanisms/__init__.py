@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from fedsim.mechanisms.none import NoPrivacy
     from fedsim.mechanisms.norm_bound import NormBound
     from fedsim.mechanisms.normalization import Normalization
-    from fedsim.mechanisms.partial import PartialSum, Shares
+    from fedsim.mechanisms.partial import PartialSum
     from fedsim.mechanisms.per_layer import PerLayer
     from fedsim.mechanisms.quantile_clipping import QuantileClipping
-    from fedsim.mechanisms.releaser import Release, Releaser, share
+    from fedsim.mechanisms.releaser import Release, Releaser
     from fedsim.mechanisms.scalar import PrivateScalar
     from fedsim.mechanisms.scaling import ScalingBound
     from fedsim.privacy.noise import Independent
@@ -55,10 +55,8 @@ __all__ = [
     "Releaser",
     "ScalingBound",
     "Segment",
-    "Shares",
     "Side",
     "State",
-    "share",
 ]
 
 __getattr__ = names_of(__name__, __file__)

@@ -1,4 +1,4 @@
-"""Gaussian noise, and how clients and server divide it.
+"""Gaussian draws for sums on a grid.
 
 Guarantee: a sum on a grid plus noise rounded to the same grid is the rounding of (sum +
 Gaussian noise), that is, post-processing of the Gaussian mechanism; and the bits of the
@@ -8,7 +8,6 @@ sum do (Mironov 2012).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,9 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedsim.errors import FedsimError
-
-__all__ = ["NoiseSource", "normals", "share_multiplier", "top_up_multiplier"]
+__all__ = ["NoiseSource", "normals"]
 
 Array = npt.NDArray[np.float64]
 
@@ -67,23 +64,3 @@ def normals(sources: Sequence[NoiseSource], sizes: Sequence[int], device: torch.
             row[start : start + size] = source.normal(size)
             start += size
     return host.to(device, non_blocking=True)
-
-
-def share_multiplier(noise_multiplier: float, asked: int) -> float:
-    """Noise multiplier of one client's share among ``asked`` clients: ``z / sqrt(asked)``."""
-    if asked < 1:
-        raise FedsimError(f"asked is {asked}; a share needs at least one client asked.")
-    return noise_multiplier / math.sqrt(asked)
-
-
-def top_up_multiplier(noise_multiplier: float, asked: int, usable: int) -> float:
-    """Noise multiplier of what the server adds when ``usable`` of ``asked`` shares arrived.
-
-    ``z * sqrt(1 - usable / asked)``, all of z when nobody was asked: the variance of the sum is
-    z^2 C^2 whatever the cohort's size and however many dropped out.
-    """
-    if not 0 <= usable <= asked:
-        raise FedsimError(f"usable is {usable}; it must lie between 0 and asked, {asked}.")
-    if asked == 0:
-        return noise_multiplier
-    return noise_multiplier * math.sqrt(1 - usable / asked)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.mechanisms.base import Segment, Shaped, Side, State, bounded_
-from fedsim.mechanisms.drawing import share_multiplier
-from fedsim.rows.dense import BlockRows, Chunks, DenseRows, Rows, Weights, scatter
+from fedsim.rows.dense import BlockRows, Chunks, Rows, Weights, scatter
 from fedsim.rows.exact import (
     EVERYBODY,
     FREE_ROWS,
@@ -31,13 +30,10 @@ from fedsim.rows.exact import (
     grid_unit,
 )
 
-__all__ = ["PartialSum", "SegmentSum", "Shares", "Terms"]
+__all__ = ["PartialSum", "SegmentSum", "Terms"]
 
 # A looser bound (none, nearly) makes a coarse grid: without noise that would show.
 LOOSE = 64.0
-# No honest share lies so many standard deviations of its noise beyond its bound, in one entry
-# (probability below 1e-300) or in all of them together (e^-FARTHEST, 4e-18).
-FARTHEST = 40.0
 
 
 @dataclass(frozen=True)
@@ -78,26 +74,6 @@ class Terms:
         """A number for each sum, float64."""
         shape = () if self.owners is None else (self.owners,)
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
-
-
-@dataclass(frozen=True)
-class Shares:
-    """What clients send where they bound and noise their own rows.
-
-    Attributes
-    ----------
-    rows : float64 ``[n, d]``
-        Bounded rows in the mechanism's coordinates, with noise, on the sum's grid.
-    sides : mapping of name to float64 ``[n]``
-        Noisy scalars, centred.
-    usable : bool ``[n]``
-        False where the client's row was not finite; its share is noise all the same and the
-        server drops it.
-    """
-
-    rows: Tensor
-    sides: Mapping[str, Tensor]
-    usable: Tensor
 
 
 class PartialSum(GridSums):
@@ -217,49 +193,6 @@ class PartialSum(GridSums):
             summed.add(rows, weight, counts, owners, masks)
             if masks is not None:
                 masks.usable &= (weight > 0) & ~masks.rejected
-
-    def add_shares(self, shares: Shares, *, asked: int = 1) -> Tensor:
-        """Add what clients bounded and noised themselves; which of it is usable, bool ``[n]``.
-
-        A share counts in all its vectors and scalars or in none: only then is one top-up right
-        for all of them. One that its bound and noise cannot have made is dropped like one that
-        is not finite: beyond C by more than `FARTHEST` standard deviations s in one entry, or in
-        norm by more than ``s (sqrt(d) + sqrt(2 FARTHEST))``, which the norm of d normal draws
-        exceeds with probability ``e^-FARTHEST`` at most (Laurent and Massart 2000, lemma 1).
-
-        Parameters
-        ----------
-        shares : Shares
-        asked : int
-            Number of clients asked in this round: each has ``z^2 C^2 / asked`` of the noise.
-        """
-        device, split = self.terms.device, self.terms.split
-        rows = DenseRows(shares.rows.to(device, torch.float64))
-        masks = RowMasks(shares.usable.shape, device)
-        masks.usable &= shares.usable.to(device)
-        missing = torch.full(shares.usable.shape, torch.nan)
-        # What has infinite noise is never sent.
-        grids = {name: grid for name, grid in self.grids.items() if split[name] < math.inf}
-        sent = {
-            summed.segment.prefix + "sum": summed.columns(rows).dense() for summed in self.segments
-        }
-        for name in grids.keys() - sent.keys():
-            sent[name] = shares.sides.get(name, missing).to(device, torch.float64)[:, None]
-        for name, vectors in sent.items():
-            radius, unit = grids[name].radius, grids[name].unit
-            std = radius * share_multiplier(split[name], asked)
-            root = math.sqrt(vectors.shape[1])
-            # Noise is rounded to the grid. NaN is not below anything.
-            entry = radius + std * FARTHEST + unit
-            norm = radius + std * (root + math.sqrt(2 * FARTHEST)) + unit * root
-            masks.usable &= torch.maximum(vectors.amax(1), -vectors.amin(1)) <= entry
-            masks.usable &= torch.linalg.vector_norm(vectors, dim=1) <= norm
-        self.expect(int(masks.usable.sum()))
-        for name, vectors in sent.items():
-            grids[name].add_(vectors[masks.usable] / grids[name].unit)
-        masks.rejected |= ~masks.usable
-        self.note(masks)
-        return masks.usable
 
     def joined(self, vectors: Sequence[Tensor]) -> Tensor:
         """Vectors of the segments ``[..., size]`` as one ``[..., d]``."""

@@ -24,14 +24,12 @@ from fedsim.mechanisms.base import (
     state_of,
     state_on,
 )
-from fedsim.mechanisms.drawing import NoiseSource, normals, share_multiplier, top_up_multiplier
-from fedsim.mechanisms.partial import PartialSum, SegmentSum, Shares, Terms
-from fedsim.privacy.noise import Noise, NoiseState
-from fedsim.rows.dense import DenseRows, Weights
-from fedsim.rows.exact import RowMasks
+from fedsim.mechanisms.drawing import NoiseSource, normals
+from fedsim.mechanisms.partial import PartialSum, SegmentSum, Terms
+from fedsim.privacy.noise import Noise, NoiseState, top_up_multiplier
 from fedsim.rows.layout import Layout
 
-__all__ = ["Release", "Releaser", "share"]
+__all__ = ["Release", "Releaser"]
 
 
 @dataclass(frozen=True)
@@ -276,60 +274,3 @@ class Releaser:
 def _first(numbers: Tensor, total: PartialSum) -> Tensor:
     """Those of the owners that are still there."""
     return numbers if total.terms.owners is None else numbers[: total.terms.owners]
-
-
-def share(
-    mechanism: Mechanism,
-    block: Tensor,
-    bounding: State,
-    layout: Layout,
-    *,
-    noise: Noise,
-    denominator: float,
-    asked: int,
-    sources: Sequence[NoiseSource],
-    sides: Mapping[str, Weights] | None = None,
-) -> Shares:
-    """Bound and noise the rows of n clients, on the clients' side.
-
-    Each share is a sum of one row with noise of variance ``z^2 C^2 / asked``, from that
-    client's own source.
-
-    Parameters
-    ----------
-    block : Tensor ``[n, d]``
-    bounding : State
-        `Mechanism.bounding_state`: all that a client is told of the mechanism's state.
-    asked : int
-        Number of clients asked in this round, n or more.
-    sources : sequence of n NoiseSource
-
-    Raises
-    ------
-    FedsimError
-        If the mechanism or the noise leaves nothing to share.
-    """
-    if mechanism.guarantee == "none":
-        raise FedsimError(
-            f"noise placement is 'client'; {mechanism} has no guarantee that shares could keep."
-        )
-    if noise.correlated:
-        raise FedsimError(
-            "noise placement is 'client'; noise that is correlated over rounds needs 'server'."
-        )
-    n = len(block)
-    releaser = Releaser(
-        mechanism, layout, noise=noise, denominator=[denominator] * n, device=block.device
-    )
-    total = releaser.start_bounding(
-        {name: tensor.expand(n, *tensor.shape) for name, tensor in bounding.items()}
-    )
-    masks = RowMasks((n, 1), block.device)
-    columns = {name: torch.as_tensor(values)[:, None] for name, values in (sides or {}).items()}
-    ones = torch.ones(n, 1, dtype=torch.float64, device=block.device)
-    total.add_owners(DenseRows(block[:, None]), ones, [1] * n, sides=columns, masks=masks)
-    units, _ = releaser.noised(total, sources, lambda z: share_multiplier(z, asked))
-    values = {name: sums.mul_(total.grids[name].unit[:, None]) for name, sums in units.items()}
-    rows = total.joined([values.pop(s.segment.prefix + "sum") for s in total.segments])
-    scalars = {name: column[:, 0] for name, column in values.items()}
-    return Shares(rows, scalars, masks.usable[:, 0])

@@ -1,4 +1,4 @@
-"""Noise as a value: how large, whether it is correlated over rounds, and what a run of it costs.
+"""Noise as a value: how large, who adds it, whether rounds share it, and what a run of it costs.
 
 A noise says nothing of how normal numbers are drawn; it combines fresh draws with what it
 keeps of earlier ones. Both are in units of the standard deviation, coordinate by coordinate,
@@ -7,6 +7,7 @@ in float64, before any rounding to a grid: rounding errors must never enter a re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -14,7 +15,14 @@ from typing import Any, Protocol
 from fedsim.errors import FedsimError
 from fedsim.privacy.events import Event
 
-__all__ = ["Independent", "Noise", "NoiseState", "Sampled"]
+__all__ = [
+    "Independent",
+    "Noise",
+    "NoiseState",
+    "Sampled",
+    "share_multiplier",
+    "top_up_multiplier",
+]
 
 NoiseState = Mapping[str, Any]
 """Named arrays, each shaped like the draws. Secret: who knows it can take noise away again."""
@@ -116,3 +124,23 @@ class Independent:
         """See `Noise`: ``rounds * releases`` Gaussians of this multiplier."""
         # A round's samples are drawn together: shuffled passes begin anew in each.
         return sampler.event(self.multiplier, count=releases, guarantee=guarantee).times(rounds)
+
+
+def share_multiplier(noise_multiplier: float, asked: int) -> float:
+    """Noise multiplier of one client's share among ``asked`` clients: ``z / sqrt(asked)``."""
+    if asked < 1:
+        raise FedsimError(f"asked is {asked}; a share needs at least one client asked.")
+    return noise_multiplier / math.sqrt(asked)
+
+
+def top_up_multiplier(noise_multiplier: float, asked: int, usable: int) -> float:
+    """Noise multiplier of what the server adds when ``usable`` of ``asked`` shares arrived.
+
+    ``z * sqrt(1 - usable / asked)``, all of z when nobody was asked: the variance of the sum is
+    z^2 C^2 whatever the cohort's size and however many dropped out.
+    """
+    if not 0 <= usable <= asked:
+        raise FedsimError(f"usable is {usable}; it must lie between 0 and asked, {asked}.")
+    if asked == 0:
+        return noise_multiplier
+    return noise_multiplier * math.sqrt(1 - usable / asked)

@@ -21,9 +21,7 @@ from fedsim.mechanisms import (
     PartialSum,
     Release,
     Releaser,
-    Shares,
     State,
-    share,
 )
 from fedsim.privacy.noise import Noise
 from fedsim.randomness import Purpose, Randomness
@@ -32,7 +30,8 @@ from fedsim.rows.exact import FREE_TOTAL
 from fedsim.rows.exchange import DECLARED_EXAMPLES, Block, Ids, Reason, Replies
 from fedsim.strategies.outcome import Tally
 from fedsim.strategies.replies import MOST_EXAMPLES, ExpectedReply, Reply, read
-from fedsim.training.shares import SIDE_PREFIX, STATE_RECORD, USABLE
+from fedsim.training.share_replies import SIDE_PREFIX, STATE_RECORD, USABLE
+from fedsim.training.shares import Shares, add_shares, share
 
 __all__ = ["Asked", "Contributions", "Placement"]
 
@@ -153,7 +152,7 @@ class Contributions:
             return usable
         sent = reply.content is not None
         shares = self._sent(block) if sent else self._made(releaser, total, asked, block)
-        usable = total.add_shares(shares, asked=len(asked.client_ids))
+        usable = add_shares(total, shares, asked=len(asked.client_ids))
         # That its row was not finite a client says; anything else its share cannot be.
         tally.doubt(block.client_ids, usable, "malformed")
         tally.doubt(block.client_ids, shares.usable, "non-finite")

@@ -22,7 +22,7 @@ from fedsim.rows.exchange import Block, Reason
 from fedsim.rows.layout import Layout
 from fedsim.strategies.npy import floats
 from fedsim.strategies.outcome import Tally
-from fedsim.training.shares import SHARE
+from fedsim.training.share_replies import SHARE
 
 __all__ = ["MOST_EXAMPLES", "ExpectedReply", "Reply", "read", "to_arrays"]
 

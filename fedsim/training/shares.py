@@ -1,96 +1,149 @@
-"""A client's own share of the noise: what it sends where the server is not to see its update.
+"""Shares: rows that their own clients bound and noise, so that no server need see one bare.
 
-The strategy says with what noise (``share-*`` entries of the message's config), and what of the
-mechanism's state it takes to bound a row (an array record named `STATE_RECORD`); the client
-bounds and noises its row and replies that, an array record with the one entry ``share``, and
-nothing else about its data.
+Together the shares of a round have the noise of its release; what missing clients would have
+added, the server adds.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
-from fedsim.mechanisms import Mechanism, NoiseSource, share
-from fedsim.privacy.noise import Independent
-from fedsim.randomness import Purpose, Randomness
-from fedsim.rows import Layout
+from fedsim.errors import FedsimError
+from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Releaser, State
+from fedsim.privacy.noise import Noise, share_multiplier
+from fedsim.rows import DenseRows, Layout
+from fedsim.rows.dense import Weights
+from fedsim.rows.exact import RowMasks
 
-__all__ = ["SHARE", "SIDE_PREFIX", "STATE_RECORD", "USABLE", "asks_for_share", "share_reply"]
+__all__ = ["Shares", "add_shares", "share"]
 
-STATE_RECORD = "mechanism-state"
-SHARE = "share"
-USABLE = "share-usable"
-SIDE_PREFIX = "share-side."
-
-
-def asks_for_share(message: Message) -> ConfigRecord | None:
-    """The config record that asks for a share, if there is one."""
-    for record in message.content.config_records.values():
-        if "share-asked" in record:
-            return record
-    return None
+# No honest share lies so many standard deviations of its noise beyond its bound, in one entry
+# (probability below 1e-300) or in all of them together (e^-FARTHEST, 4e-18).
+FARTHEST = 40.0
 
 
-def share_reply(
+@dataclass(frozen=True)
+class Shares:
+    """What clients send where they bound and noise their own rows.
+
+    Attributes
+    ----------
+    rows : float64 ``[n, d]``
+        Bounded rows in the mechanism's coordinates, with noise, on the sum's grid.
+    sides : mapping of name to float64 ``[n]``
+        Noisy scalars, centred.
+    usable : bool ``[n]``
+        False where the client's row was not finite; its share is noise all the same and the
+        server drops it.
+    """
+
+    rows: Tensor
+    sides: Mapping[str, Tensor]
+    usable: Tensor
+
+
+def share(
     mechanism: Mechanism,
-    row: Tensor,
+    block: Tensor,
+    bounding: State,
     layout: Layout,
-    reported: dict[str, float],
-    message: Message,
-    request: ConfigRecord,
-    randomness: Randomness,
-    client: int,
-) -> RecordDict:
-    """Content of the reply.
+    *,
+    noise: Noise,
+    denominator: float,
+    asked: int,
+    sources: Sequence[NoiseSource],
+    sides: Mapping[str, Weights] | None = None,
+) -> Shares:
+    """Bound and noise the rows of n clients, on the clients' side.
+
+    Each share is a sum of one row with noise of variance ``z^2 C^2 / asked``, from that
+    client's own source.
 
     Parameters
     ----------
-    row : Tensor ``[d]``
-        The client's update, in this layout.
-    reported : mapping of name to float
-        From which the mechanism's side scalars are taken; the rest stays here.
-    randomness : Randomness
-        Where the client's noise comes from.
+    block : Tensor ``[n, d]``
+    bounding : State
+        `Mechanism.bounding_state`: all that a client is told of the mechanism's state.
+    asked : int
+        Number of clients asked in this round, n or more.
+    sources : sequence of n NoiseSource
+
+    Raises
+    ------
+    FedsimError
+        If the mechanism or the noise leaves nothing to share.
     """
-    bounding = message.content.array_records[STATE_RECORD].to_torch_state_dict()
-    noise = Independent(
-        _number(request, "share-noise-multiplier"), hardened=bool(request["share-hardened"])
+    if mechanism.guarantee == "none":
+        raise FedsimError(
+            f"noise placement is 'client'; {mechanism} has no guarantee that shares could keep."
+        )
+    if noise.correlated:
+        raise FedsimError(
+            "noise placement is 'client'; noise that is correlated over rounds needs 'server'."
+        )
+    n = len(block)
+    releaser = Releaser(
+        mechanism, layout, noise=noise, denominator=[denominator] * n, device=block.device
     )
-    # Of the strategy's release: an engine in its process would have made the same share.
-    generator = Randomness(randomness.seed, str(request["share-release"]) or None).generator(
-        Purpose.SHARE, level="client", round=_whole(request, "server-round"), client=client
+    total = releaser.start_bounding(
+        {name: tensor.expand(n, *tensor.shape) for name, tensor in bounding.items()}
     )
-    shares = share(
-        mechanism,
-        row.unsqueeze(0),
-        bounding,
-        layout,
-        noise=noise,
-        denominator=_number(request, "share-denominator"),
-        asked=_whole(request, "share-asked"),
-        sources=[NoiseSource(generator, hardened=noise.hardened)],
-        sides={name: np.array([reported[name]]) for name in mechanism.side_names},
-    )
-    metrics = {f"{SIDE_PREFIX}{name}": float(value[0]) for name, value in shares.sides.items()}
-    return RecordDict(
-        {
-            "arrays": ArrayRecord({SHARE: Array(shares.rows[0].cpu().numpy())}),
-            "metrics": MetricRecord({USABLE: int(shares.usable[0]), **metrics}),
-        }
-    )
+    masks = RowMasks((n, 1), block.device)
+    columns = {name: torch.as_tensor(values)[:, None] for name, values in (sides or {}).items()}
+    ones = torch.ones(n, 1, dtype=torch.float64, device=block.device)
+    total.add_owners(DenseRows(block[:, None]), ones, [1] * n, sides=columns, masks=masks)
+    units, _ = releaser.noised(total, sources, lambda z: share_multiplier(z, asked))
+    values = {name: sums.mul_(total.grids[name].unit[:, None]) for name, sums in units.items()}
+    rows = total.joined([values.pop(s.segment.prefix + "sum") for s in total.segments])
+    scalars = {name: column[:, 0] for name, column in values.items()}
+    return Shares(rows, scalars, masks.usable[:, 0])
 
 
-def _number(request: ConfigRecord, key: str) -> float:
-    value = request[key]
-    if not isinstance(value, int | float):
-        raise ValueError(f"the message's {key} is {value!r}; it must be a number.")
-    return float(value)
+def add_shares(total: PartialSum, shares: Shares, *, asked: int = 1) -> Tensor:
+    """Add to the one sum what clients bounded and noised; which of it is usable, bool ``[n]``.
 
+    A share counts in all its vectors and scalars or in none: only then is one top-up right
+    for all of them. One that its bound and noise cannot have made is dropped like one that
+    is not finite: beyond C by more than `FARTHEST` standard deviations s in one entry, or in
+    norm by more than ``s (sqrt(d) + sqrt(2 FARTHEST))``, which the norm of d normal draws
+    exceeds with probability ``e^-FARTHEST`` at most (Laurent and Massart 2000, lemma 1).
 
-def _whole(request: ConfigRecord, key: str) -> int:
-    value = request[key]
-    if not isinstance(value, int):
-        raise ValueError(f"the message's {key} is {value!r}; it must be a whole number.")
-    return value
+    Parameters
+    ----------
+    total : PartialSum
+    shares : Shares
+    asked : int
+        Number of clients asked in this round: each has ``z^2 C^2 / asked`` of the noise.
+    """
+    device, split = total.terms.device, total.terms.split
+    rows = DenseRows(shares.rows.to(device, torch.float64))
+    masks = RowMasks(shares.usable.shape, device)
+    masks.usable &= shares.usable.to(device)
+    missing = torch.full(shares.usable.shape, torch.nan)
+    # What has infinite noise is never sent.
+    grids = {name: grid for name, grid in total.grids.items() if split[name] < math.inf}
+    sent = {
+        summed.segment.prefix + "sum": summed.columns(rows).dense() for summed in total.segments
+    }
+    for name in grids.keys() - sent.keys():
+        sent[name] = shares.sides.get(name, missing).to(device, torch.float64)[:, None]
+    for name, vectors in sent.items():
+        radius, unit = grids[name].radius, grids[name].unit
+        std = radius * share_multiplier(split[name], asked)
+        root = math.sqrt(vectors.shape[1])
+        # Noise is rounded to the grid. NaN is not below anything.
+        entry = radius + std * FARTHEST + unit
+        norm = radius + std * (root + math.sqrt(2 * FARTHEST)) + unit * root
+        masks.usable &= torch.maximum(vectors.amax(1), -vectors.amin(1)) <= entry
+        masks.usable &= torch.linalg.vector_norm(vectors, dim=1) <= norm
+    total.expect(int(masks.usable.sum()))
+    for name, vectors in sent.items():
+        grids[name].add_(vectors[masks.usable] / grids[name].unit)
+    masks.rejected |= ~masks.usable
+    total.note(masks)
+    return masks.usable

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fedsim.mechanisms import Independent, Mechanism, NoiseSource, Release, Releaser
-from fedsim.mechanisms import share as made_share
 from fedsim.rows import DenseRows, Layout
+from fedsim.training.shares import share as made_share
 
 
 def layout_of_rows(rows: Tensor) -> Layout:

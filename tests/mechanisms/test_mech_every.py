@@ -31,8 +31,9 @@ from fedsim.mechanisms import (
     State,
 )
 from fedsim.mechanisms.base import state_of
-from fedsim.mechanisms.drawing import share_multiplier, top_up_multiplier
+from fedsim.privacy.noise import share_multiplier, top_up_multiplier
 from fedsim.rows import DenseRows, Layout
+from fedsim.training.shares import add_shares
 
 NAN = float("nan")
 MECHANISMS: list[Mechanism] = [
@@ -280,7 +281,7 @@ def test_noise_has_the_stated_variance_wherever_it_is_drawn(
     if placement == "server":
         total.add(DenseRows(rows), sides=sides_of(mechanism, rows))
     elif arrived:
-        total.add_shares(
+        add_shares(total, 
             shares_of(
                 mechanism, state, rows[:arrived], z, 10.0, sources(3, arrived), layout=layout,
                 asked=asked, sides=sides_of(mechanism, rows[:arrived]),
@@ -313,7 +314,9 @@ def test_a_scalars_noise_has_the_stated_variance_on_both_placements() -> None:
             if placement == "server":
                 total.add(DenseRows(rows), sides=sides)
             else:
-                total.add_shares(shares_of(mechanism, {}, rows, z, 8.0, sources(t, n), sides=sides))
+                add_shares(
+                    total, shares_of(mechanism, {}, rows, z, 8.0, sources(t, n), sides=sides)
+                )
             asked = None if placement == "server" else n
             release = releasing.release(total, source(1, t), asked=asked)
             values.append((release.sides["loss"] - clean) * 8 / (z / 0.3**0.5 * 2))
@@ -339,7 +342,7 @@ def test_a_client_that_sends_a_malformed_share_is_dropped_and_topped_up_for() ->
     shares.rows[1, 17] = NAN
     releasing = releaser(mechanism, layout, 2.0, 4.0)
     total = releasing.start({})
-    total.add_shares(shares)
+    add_shares(total, shares)
     assert (total.count, total.rejected) == (3, 1)
     release = releasing.release(total, source(5), asked=4)
     assert release.mean.std().item() * 4 == pytest.approx(2.0, rel=0.06)

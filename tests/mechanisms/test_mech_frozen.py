@@ -10,7 +10,8 @@ import pytest
 import torch
 from release_cases import cases, digest, released
 
-from fedsim.mechanisms import Independent, Releaser, share
+from fedsim.mechanisms import Independent, Releaser
+from fedsim.training.shares import add_shares, share
 
 FROZEN = json.loads((Path(__file__).parent / "frozen" / "releases.json").read_text())
 
@@ -35,7 +36,7 @@ class OneReleaser:
         )  # fmt: skip
         releaser = Releaser(mechanism, layout, noise=noise, denominator=7.0)
         total = releaser.start(state)
-        total.add_shares(sent)
+        add_shares(total, sent)
         release = releaser.release(total, server, asked=10)
         counts = {"count": total.count}
         scalars = [sent.sides[name][sent.usable] for name in sorted(sent.sides)]

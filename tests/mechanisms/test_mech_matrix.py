@@ -19,10 +19,10 @@ from fedsim.mechanisms import (
     PrivateScalar,
     QuantileClipping,
     Releaser,
-    share,
 )
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout
+from fedsim.training.shares import share
 
 MECHANISMS = [
     Clipping(0.7),

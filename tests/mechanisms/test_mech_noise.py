@@ -10,9 +10,10 @@ from scipy import special, stats
 
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping, Mechanism, NoiseSource, Normalization
-from fedsim.mechanisms.drawing import share_multiplier, top_up_multiplier
+from fedsim.privacy.noise import share_multiplier, top_up_multiplier
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
+from fedsim.training.shares import add_shares
 
 
 @pytest.mark.parametrize("hardened", [False, True])
@@ -64,7 +65,7 @@ def test_the_means_noise_is_alike_on_both_placements() -> None:
     clean = mechanism.bound(rows).double().sum(0)
     client = releaser(mechanism, layout, z)
     total = client.start({})
-    total.add_shares(shares_of(mechanism, {}, rows, z, 8.0, sources(1, n)))
+    add_shares(total, shares_of(mechanism, {}, rows, z, 8.0, sources(1, n)))
     residuals = [
         one_round(mechanism, {}, rows, z, 1.0, source(2)).mean - clean,
         client.release(total, source(2), asked=n).mean - clean,

@@ -25,13 +25,14 @@ from fedsim.mechanisms import (
     PrivateScalar,
     QuantileClipping,
     Releaser,
-    share,
 )
 from fedsim.rows import DenseRows, Layout
+from fedsim.training.shares import add_shares, share
 
 LAYOUT = Layout.of(
     {"0.weight": torch.empty(3, 5), "0.bias": torch.empty(3), "2.weight": torch.empty(2, 3)}
 )
+
 SOME = {name: MECHANISMS[name] for name in (
     "clipping", "loose clipping", "quantile", "adaclip", "mixed layers", "second phase",
     "scalar of layers", "raw statistics", "no privacy", "weighted",
@@ -176,7 +177,7 @@ def test_a_share_that_bound_and_noise_cannot_have_made_is_dropped(place, value):
     state = mechanism.init(layout_of_rows(rows))
     shares = shares_of(mechanism, state, rows, 1.0, 4.0, sources(0, 4))
     good = releaser(mechanism, layout_of_rows(rows), 1.0, 4.0).start(state)
-    assert good.add_shares(shares).all()
+    assert add_shares(good, shares).all()
     total = releaser(mechanism, layout_of_rows(rows), 1.0, 4.0).start(state)
     if value is None:
         shares.sides.clear()
@@ -184,7 +185,7 @@ def test_a_share_that_bound_and_noise_cannot_have_made_is_dropped(place, value):
         shares.rows[2, 3] = value
     else:
         shares.sides[place][2] = value
-    usable = total.add_shares(shares)
+    usable = add_shares(total, shares)
     assert usable.tolist() == [value is not None, value is not None, False, value is not None]
     assert bool(torch.isfinite(total.grids["sum"].coarse).all())
 

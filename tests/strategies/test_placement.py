@@ -24,7 +24,6 @@ from fedsim.mechanisms import (
     PrivateScalar,
     QuantileClipping,
     Releaser,
-    share,
 )
 from fedsim.privacy.noise import Independent
 from fedsim.randomness import Randomness
@@ -32,6 +31,7 @@ from fedsim.rows import Layout
 from fedsim.rows.exchange import Block, TrainerDefaults
 from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData, Trainer
+from fedsim.training.shares import add_shares, share
 
 CLIENTS = 12
 
@@ -244,4 +244,4 @@ def test_no_honest_share_is_ever_refused(asked, z, d):
         ],
     )
     releaser = Releaser(mechanism, layout, noise=noise, denominator=10.0)
-    assert releaser.start(mechanism.init(layout)).add_shares(shares, asked=asked).all()
+    assert add_shares(releaser.start(mechanism.init(layout)), shares, asked=asked).all()
