@@ -5,11 +5,13 @@ from __future__ import annotations
 from fedsim.clients.adadp_lr import AdadpLR
 from fedsim.clients.adadp_noise import AdadpNoise
 from fedsim.clients.adam import Adam
-from fedsim.clients.base import LocalAlgorithm, State, Step
+from fedsim.clients.base import Combined, LocalAlgorithm, State, Step
 from fedsim.clients.ditto import Ditto
+from fedsim.clients.fednova import FedNova
 from fedsim.clients.gradients import Gradient
 from fedsim.clients.proximal import Proximal
 from fedsim.clients.rmsprop import RMSProp
+from fedsim.clients.scaffold import Scaffold
 from fedsim.clients.schedules import Schedule
 from fedsim.clients.sgd import SGD
 
@@ -18,11 +20,14 @@ __all__ = [
     "AdadpLR",
     "AdadpNoise",
     "Adam",
+    "Combined",
     "Ditto",
+    "FedNova",
     "Gradient",
     "LocalAlgorithm",
     "Proximal",
     "RMSProp",
+    "Scaffold",
     "Schedule",
     "State",
     "Step",

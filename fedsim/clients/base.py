@@ -9,6 +9,7 @@ with different ones can share a block. The trainer calls, for a block of clients
         gradient = path(algorithm.point(state), batch)
         algorithm.step(state, gradient, Step(round, index))
     theta = algorithm.finish(state)
+    vectors = algorithm.send(state)                 where it sends any beside the update
 
 and cuts the state along its first axis whenever clients run out of steps, so no algorithm
 sees a client that has finished. Entries may be changed in place or replaced. ``D`` is ``d`` with
@@ -21,20 +22,39 @@ by ``phase`` which of its steps are alike.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedsim.clients.gradients import Gradient
+from fedsim.errors import FedsimError
+from fedsim.lazy import torch
+from fedsim.rows.vectors import Width
 from fedsim.settings import check_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LocalAlgorithm", "State", "Step"]
+__all__ = ["Combined", "LocalAlgorithm", "State", "Step", "refuse_vectors"]
 
 State = dict[str, Any]
 """Name to tensor ``[n, ...]``, or to anything else that a slice of clients cuts: a `Gradient`."""
+
+
+@dataclass(frozen=True)
+class Combined:
+    """What the server makes of a round's mean row.
+
+    Attributes
+    ----------
+    update : Tensor ``[d]``
+        Along which the server's optimiser steps.
+    vectors : mapping of name to Tensor ``[d]`` or ``[1]``
+        What goes with the next round's parameters.
+    """
+
+    update: Tensor
+    vectors: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -71,10 +91,17 @@ class LocalAlgorithm(ABC):
     evaluates : str
         The one of them, ``[n, D]``, that is a model which a client evaluates with in place of the
         global one; empty for none.
+    sends : mapping of str to "model" or "number"
+        Named vectors that go to the server beside the update and come from it beside the
+        parameters: each as wide as the model, or one number.
+    remembers : bool
+        Whether it means nothing unless each client keeps its own state.
     """
 
     carried: ClassVar[tuple[str, ...]] = ()
     evaluates: ClassVar[str] = ""
+    sends: ClassVar[Mapping[str, Width]] = {}
+    remembers: ClassVar[bool] = False
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -102,9 +129,17 @@ class LocalAlgorithm(ABC):
         theta : Tensor ``[n, D]``
             The global parameters, once for each client; the algorithm owns the tensor.
         numbers : dict of str to Tensor ``[n]``
-            The values of `numbers`, client by client.
+            The values of `numbers`, client by client; and what the server sends of `sends`,
+            ``[n, D]`` or ``[n, 1]``, zeros in the first round.
         """
         return {"theta": theta, **numbers}
+
+    def sample(self, width: int) -> State:
+        """The state of one client at zeros: its entries and their shapes."""
+        numbers: State = {name: torch.tensor([value]) for name, value in self.numbers().items()}
+        sizes = {"model": width, "number": 1}
+        vectors = {name: torch.zeros(1, sizes[size]) for name, size in self.sends.items()}
+        return self.init(torch.zeros(1, width), numbers | vectors)
 
     def point(self, state: State) -> Tensor:
         """Where the next gradient is taken, ``[n, D]``."""
@@ -131,3 +166,44 @@ class LocalAlgorithm(ABC):
     def report(self, state: State) -> dict[str, Tensor]:
         """What these clients report besides loss and number of examples, each ``[n]``."""
         return {}
+
+    def send(self, state: State) -> dict[str, Tensor]:
+        """The vectors of `sends`, each ``[n, D]`` or ``[n, 1]``; called once, after `finish`."""
+        return {}
+
+    def combine(
+        self,
+        update: Tensor,
+        mean: Mapping[str, Tensor],
+        received: Mapping[str, Tensor],
+        share: float,
+    ) -> Combined:
+        """Make the next round's vectors, on the server.
+
+        Parameters
+        ----------
+        update : Tensor ``[d]``
+            Mean of the clients' updates.
+        mean, received : mapping of name to Tensor ``[d]`` or ``[1]``
+            Mean of the vectors that they sent, and what they had been sent.
+        share : float
+            Usable clients of this round over all clients of the population.
+        """
+        del received, share
+        return Combined(update, mean)
+
+
+def refuse_vectors(algorithm: LocalAlgorithm) -> None:
+    """Refuse an algorithm that sends vectors beside the update, in a run that claims privacy.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if algorithm.sends:
+        raise FedsimError(
+            f"client.name names {type(algorithm).__name__}, which sends "
+            f"{', '.join(algorithm.sends)} beside the update; in a run that is private at client "
+            "or example level it must be an algorithm that sends its update alone, the one thing "
+            "that a plan bounds and noises."
+        )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from fedsim.clients.base import LocalAlgorithm, State, Step
+from fedsim.clients.base import Combined, LocalAlgorithm, State, Step
 from fedsim.clients.gradients import Dense, Gradient
+from fedsim.rows.vectors import Width
 from fedsim.settings import Ge
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Proximal"]
+__all__ = ["PULL", "Proximal"]
+
+PULL = "proximal-pull"
+"""Entry of the state, ``[n]``: mu, for an algorithm inside that must know of it."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,24 @@ class Proximal(LocalAlgorithm):
         """As the algorithm inside."""
         return self.algorithm.evaluates
 
+    @property
+    def sends(self) -> Mapping[str, Width]:  # type: ignore[override]
+        """As the algorithm inside."""
+        return self.algorithm.sends
+
+    @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        """As the algorithm inside."""
+        return self.algorithm.remembers
+
     def numbers(self) -> dict[str, float]:
         """Those of the algorithm inside."""
         return self.algorithm.numbers()
 
     def init(self, theta: Tensor, numbers: State) -> State:
-        """The state inside, and the global parameters."""
-        return {**self.algorithm.init(theta, numbers), "anchor": theta.clone()}
+        """The state inside, the global parameters, and mu."""
+        inside = self.algorithm.init(theta, numbers)
+        return {**inside, "anchor": theta.clone(), PULL: theta.new_full((len(theta),), self.mu)}
 
     def point(self, state: State) -> Tensor:
         """Where the algorithm inside wants its gradient."""
@@ -70,3 +85,17 @@ class Proximal(LocalAlgorithm):
     def report(self, state: State) -> dict[str, Tensor]:
         """As the algorithm inside."""
         return self.algorithm.report(state)
+
+    def send(self, state: State) -> dict[str, Tensor]:
+        """As the algorithm inside."""
+        return self.algorithm.send(state)
+
+    def combine(
+        self,
+        update: Tensor,
+        mean: Mapping[str, Tensor],
+        received: Mapping[str, Tensor],
+        share: float,
+    ) -> Combined:
+        """As the algorithm inside."""
+        return self.algorithm.combine(update, mean, received, share)

@@ -39,6 +39,10 @@ class AppTrainer(BlockTrainer, Protocol):
     layout: Layout
     randomness: Randomness
 
+    @property
+    def row_layout(self) -> Layout:
+        """Those, and the vectors that go to clients and back beside them."""
+
     def examples(self, client: int) -> int:
         """How many examples a client has."""
 
@@ -79,7 +83,7 @@ def client_app(
     def train(message: Message, context: Context) -> Message:
         trainer, ids = trainer_for(context), _client_ids(context)
         key, arrays = _arrays(message)
-        vector = _vector(trainer, arrays)
+        vector = trainer.row_layout.flatten(arrays.to_torch_state_dict())
         trainer.receive(_config(message))
         _require_declared(trainer.examples(int(ids[0])), _config(message))
         try:
@@ -94,7 +98,7 @@ def client_app(
             content = share_reply(
                 mechanism_for(context),
                 row,
-                trainer.layout,
+                trainer.row_layout,
                 reported,
                 message,
                 request,
@@ -104,10 +108,9 @@ def client_app(
             return Message(content, reply_to=message)
         # Entries that are not trained go back as they came.
         reply = ArrayRecord(dict(arrays))
-        for entry, (name, value) in zip(
-            trainer.layout.entries, trainer.layout.unflatten(local.theta[0]).items(), strict=True
-        ):
-            reply[name] = Array(value.to(entry.dtype).cpu().numpy())
+        named = trainer.row_layout.unflatten(local.theta[0])
+        for entry in trainer.row_layout.entries:
+            reply[entry.name] = Array(named[entry.name].to(entry.dtype).cpu().numpy())
         metrics = _metrics({name: float(column[0]) for name, column in local.metrics.items()})
         return Message(RecordDict({key: reply, "metrics": metrics}), reply_to=message)
 
@@ -115,7 +118,8 @@ def client_app(
     def evaluate(message: Message, context: Context) -> Message:
         trainer, ids = trainer_for(context), _client_ids(context)
         _, arrays = _arrays(message)
-        (block,) = trainer.evaluate(_vector(trainer, arrays), ids, _round(message))
+        vector = trainer.layout.flatten(arrays.to_torch_state_dict())
+        (block,) = trainer.evaluate(vector, ids, _round(message))
         metrics = _metrics({name: float(column[0]) for name, column in block.metrics.items()})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
@@ -176,10 +180,6 @@ def _arrays(message: Message) -> tuple[str, ArrayRecord]:
     if len(records) != 1:
         raise FedsimError(f"a message carries {len(records)} array records; it must carry one.")
     return next(iter(records.items()))
-
-
-def _vector(trainer: AppTrainer, arrays: ArrayRecord) -> Tensor:
-    return trainer.layout.flatten(arrays.to_torch_state_dict())
 
 
 def _config(message: Message) -> dict[str, object]:

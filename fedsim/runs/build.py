@@ -452,6 +452,7 @@ class Build:
             evaluate_quantiles=True,
             node_timeout=config.engine.node_timeout,
             max_failed_rounds=config.server.max_failed_rounds,
+            algorithm=objects.algorithm(config),
             average_client_state=config.client.state == "server",
             unprotected_metrics=evaluate.unprotected,
             client_budget=self._client_budget(),

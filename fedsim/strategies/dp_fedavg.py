@@ -13,6 +13,7 @@ from flwr.serverapp import Grid, PrivacySpent
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor
 
+from fedsim.clients import LocalAlgorithm
 from fedsim.cohorts import Cohort
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
@@ -44,6 +45,7 @@ from fedsim.strategies.refusals import (
 from fedsim.strategies.replies import to_arrays
 from fedsim.strategies.state import Tree
 from fedsim.strategies.summaries import MetricMeans, MetricsAggregator
+from fedsim.strategies.vectors import NamedVectors
 
 __all__ = ["DPFedAvg"]
 
@@ -103,6 +105,9 @@ class DPFedAvg(ResumableStrategy):
         run before the first round only.
     max_failed_rounds : int
         So many rounds in a row without a single usable reply fail a run without privacy.
+    algorithm : LocalAlgorithm, optional
+        What clients run, if it sends named vectors beside its updates (SCAFFOLD's control
+        variates): it says what becomes of them here.
     average_client_state : bool
         Whether clients start from the mean of the state (ADADP's rate) that the last round's
         ended with, which they report: their ``client.state = "server"``.
@@ -156,6 +161,7 @@ evaluate_metrics_aggr_fn
         min_available_nodes: int = 1,
         node_timeout: float = 60.0,
         max_failed_rounds: int = 3,
+        algorithm: LocalAlgorithm | None = None,
         average_client_state: bool = False,
         evaluate_quantiles: bool = False,
         unprotected_metrics: bool = False,
@@ -218,6 +224,7 @@ evaluate_metrics_aggr_fn
 
         self.client_state = ClientState(self.private, placement) if average_client_state else None
         """What clients have in common besides the model, if they do."""
+        self._vectors = NamedVectors(algorithm, self.plan.sampler.population or 0, self.protects)
         self.stopped: str | None = None
         """Why no further release will be made, once that is so."""
         self.report: RoundReport | None = None
@@ -284,7 +291,7 @@ evaluate_metrics_aggr_fn
             return []
         server = tensors(arrays)
         layout = self._take_layout(server)
-        vector = layout.flatten(server)
+        vector, arrays = self._vectors.extended(Layout.of(server).flatten(server), arrays, layout)
         nodes = self._participants.nodes(grid)
         cohort = self._participants.cohort(server_round)
         present = cohort[np.isin(cohort, list(nodes))]
@@ -376,10 +383,13 @@ evaluate_metrics_aggr_fn
             self.client_state.average()
         release = parts.release(releaser, total, asked)
         self._state = state_on(release.state, asked.vector.device)
-        vector = self.server_optimizer.step(asked.vector, release.mean.to(asked.vector.device))
-        norm = float(release.mean.norm())
+        update = self._vectors.combine(
+            release.mean.to(asked.vector.device), asked.vector, self._layout, total.count
+        )
+        vector = self.server_optimizer.step(asked.vector[: len(update)], update)
+        norm = float(update.norm())
         self.report = replace(self.report, info=release.shown, update_norm=norm)
-        arrays = array_record(to_arrays(vector, self._layout, asked.server))
+        arrays = array_record(to_arrays(vector, Layout.of(asked.server), asked.server))
         return arrays, means.record()
 
     def _spent(self, report: RoundReport) -> bool:
@@ -413,7 +423,7 @@ evaluate_metrics_aggr_fn
         self._accounting.check()
 
     def _take_layout(self, server: dict[str, Tensor]) -> Layout:
-        layout = Layout.of(server)
+        layout = self._vectors.row_layout(Layout.of(server))
         if self._layout is None:
             if self.private:
                 refuse_running_statistics(server)
@@ -455,8 +465,8 @@ evaluate_metrics_aggr_fn
         mapping of str to tensors, what JSON can say, and such mappings
             ``round``, the last one aggregated; ``cohort`` (what the sampler remembers),
             ``mechanism``, ``optimizer``, ``clients`` (the means of what they ended with),
-            ``failures``, ``stopped``, and ``ledger``: where it stands, and its lines if it is in
-            memory only.
+            ``vectors`` (what they are sent beside the parameters), ``failures``, ``stopped``, and
+            ``ledger``: where it stands, and its lines if it is in memory only.
         """
         layout, restored = self._layout, self._restored
         if layout is None and restored is not None:
@@ -468,6 +478,7 @@ evaluate_metrics_aggr_fn
             "mechanism": {name: value.clone() for name, value in self._state.items()},
             "optimizer": self.server_optimizer.state(),
             "clients": {} if self.client_state is None else dict(self.client_state.values),
+            "vectors": None if self._vectors.values is None else self._vectors.values.clone(),
             "failures": self._failures.state(),
             "stopped": self.stopped,
             "ledger": self._accounting.state(),
@@ -495,6 +506,7 @@ evaluate_metrics_aggr_fn
         self.server_optimizer.restore(state["optimizer"])
         if self.client_state is not None:
             self.client_state.values = dict(state["clients"])
+        self._vectors.values = state["vectors"]
         self._failures.restore(state["failures"])
         self.stopped = state["stopped"]
 

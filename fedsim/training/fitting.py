@@ -45,12 +45,15 @@ class Fitted:
     theta : Tensor ``[n, D]``
         Packed parameters: at first where clients start, who stay there without data.
     metrics : dict of str to float64 ``[n]``
+    vectors : mapping of name to Tensor ``[n, D]`` or ``[n, 1]``
+        What clients send beside: zeros of those without data.
     carried : list of (positions, state)
         What which of the clients are to keep.
     """
 
     theta: Tensor
     metrics: dict[str, Floats]
+    vectors: dict[str, Tensor]
     carried: list[tuple[Ints, dict[str, Tensor]]] = field(default_factory=list)
 
     def take(self, members: Ints, ended: Ended, losses: Floats | None, *, send: bool) -> None:
@@ -65,7 +68,9 @@ class Fitted:
             if not self.carried:
                 self.theta = self.theta.clone()  # it may be one start for all
             self.theta[torch.from_numpy(members).to(self.theta.device)] = ended.theta
-        self.carried.append((members, ended.carried))
+        self.carried.append(_sound(members, ended))
+        for name, rows in ended.sent.items():
+            self.vectors[name][torch.from_numpy(members).to(rows.device)] = rows
         if losses is not None:
             self.metrics["loss"][members] = losses
         for name, report in ended.reports.items():
@@ -78,6 +83,19 @@ class Fitted:
 
     def _column(self, name: str, default: float) -> Floats:
         return self.metrics.setdefault(name, np.full(len(self.theta), default))
+
+
+def _sound(members: Ints, ended: Ended) -> tuple[Ints, dict[str, Tensor]]:
+    """What those of the clients are to keep that ended with numbers: others keep what they had."""
+    if not ended.carried:
+        return members, {}
+    sound = torch.ones(len(members), dtype=torch.bool, device=ended.theta.device)
+    for rows in (ended.theta, *ended.carried.values()):
+        sound &= torch.isfinite(rows.reshape(len(rows), -1)).all(1).to(sound.device)
+    if bool(sound.all()):
+        return members, ended.carried
+    carried = {name: rows[sound.to(rows.device)] for name, rows in ended.carried.items()}
+    return members[sound.cpu().numpy()], carried
 
 
 def numbers_of(

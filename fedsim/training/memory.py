@@ -309,8 +309,7 @@ def memory_for(
         return ProcessMemory(population) if directory is None else FileMemory(directory)
     if state != "server":
         raise FedsimError(f"client.state is '{state}'; it must be 'reset', 'client' or 'server'.")
-    numbers = {name: torch.tensor([value]) for name, value in algorithm.numbers().items()}
-    sample = algorithm.init(torch.zeros(1, width), numbers)
+    sample = algorithm.sample(width)
     large = [name for name in algorithm.carried if name in sample and sample[name].dim() > 1]
     if large:
         raise FedsimError(

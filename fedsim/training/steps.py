@@ -70,16 +70,22 @@ class Ended:
     reports : dict of str to Tensor ``[n]``
     carried : dict of str to Tensor ``[n, ...]``
         What they keep for the next round.
+    sent : dict of str to Tensor ``[n, D]`` or ``[n, 1]``
+        Vectors beside their updates.
     """
 
     theta: Tensor
     reports: dict[str, Tensor]
     carried: dict[str, Tensor]
+    sent: dict[str, Tensor]
 
     def clone(self) -> Ended:
         """A copy."""
-        reports = {k: v.clone() for k, v in self.reports.items()}
-        return Ended(self.theta.clone(), reports, {k: v.clone() for k, v in self.carried.items()})
+        copied = [
+            {name: rows.clone() for name, rows in named.items()}
+            for named in (self.reports, self.carried, self.sent)
+        ]
+        return Ended(self.theta.clone(), *copied)
 
     @classmethod
     def joined(cls, groups: list[Ended]) -> Ended:
@@ -91,6 +97,7 @@ class Ended:
             torch.cat([ended.theta for ended in groups]),
             {k: torch.cat([ended.reports[k] for ended in groups]) for k in first.reports},
             {k: torch.cat([ended.carried[k] for ended in groups]) for k in first.carried},
+            {k: torch.cat([ended.sent[k] for ended in groups]) for k in first.sent},
         )
 
 
@@ -152,7 +159,8 @@ class Steps:
         algorithm = self.bench.algorithm
         theta = algorithm.finish(state)
         carried = {name: state[name] for name in self.bench.carried if name in state}
-        ended = Ended(theta, algorithm.report(state), carried | self.mechanism_state(first, theta))
+        carried |= self.mechanism_state(first, theta)
+        ended = Ended(theta, algorithm.report(state), carried, algorithm.send(state))
         # Captured steps go on writing where this lies.
         return ended.clone() if isinstance(self.bench.step, StepGraphs) else ended
 

@@ -12,12 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients.base import LocalAlgorithm
+from fedsim.clients.base import LocalAlgorithm, refuse_vectors
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers
 from fedsim.privacy.plan import LocalWork, ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.rows.exchange import KEEP_SINCE, Block, ClientStates
+from fedsim.rows.layout import Layout
 from fedsim.tasks import Accuracy, MeanOf, Metric
 from fedsim.tasks.losses import Loss, cross_entropy
 from fedsim.training.batches import Batches, Ints, plan_batches
@@ -36,6 +37,7 @@ from fedsim.training.paths.examples import Way, ways
 from fedsim.training.paths.stacked import stack
 from fedsim.training.personal import Personal
 from fedsim.training.probe import Probe
+from fedsim.training.sending import Sending
 from fedsim.training.steps import Bench, PrivateSteps, Steps
 
 __all__ = ["Trainer"]
@@ -143,12 +145,23 @@ class Trainer:
         self.randomness = randomness
         self.personal = Personal.of(self.model, personal)
         self.layout = self.personal.shared.layout
+        self.sending = Sending.of(self.personal.shared, algorithm)
         self.packing = self.personal.packing
-        if (self.personal or algorithm.evaluates) and state != "client":
+        keeps = self.personal or algorithm.evaluates or algorithm.remembers
+        if keeps and state != "client":
             raise FedsimError(
                 f"client.state is '{state}'; it must be 'client' where clients keep parameters to "
-                "themselves (model.personal, or an algorithm with a model of its own)."
+                "themselves (model.personal, or an algorithm with a model or a control variate of "
+                "its own)."
             )
+        if algorithm.sends and self.personal:
+            raise FedsimError(
+                f"model.personal is set, but {type(algorithm).__name__} (client.name) sends "
+                f"{', '.join(algorithm.sends)} beside the update, made of all that is trained; it "
+                "must be unset, or client.name another algorithm."
+            )
+        if privacy is not None:
+            refuse_vectors(algorithm)
         sample = self.data.zeros((2,), self.layout.dtype)[0] if len(self.data.x) else None
         self.draws = hidden_draws(self.model, sample)
         drawing = self.draws.training or self.draws.evaluation
@@ -219,9 +232,7 @@ class Trainer:
             names.append("loss")
         if self.memory is not None:
             names.append("fresh-state")
-        numbers = {name: torch.tensor([value]) for name, value in self.algorithm.numbers().items()}
-        sample = self.algorithm.init(torch.zeros(1, 1), numbers)
-        return (*names, *self.algorithm.report(sample))
+        return (*names, *self.algorithm.report(self.algorithm.sample(1)))
 
     def receive(self, config: Mapping[str, object]) -> None:
         """Take from the config entries of a round's instructions what is about clients' state.
@@ -272,7 +283,7 @@ class Trainer:
 
     def on(self, path: PathName, block_size: int = 0) -> Trainer:
         """The same clients on another path, with no state as yet."""
-        keeps = bool(self.personal or self.algorithm.evaluates)
+        keeps = self.personal or self.algorithm.evaluates or self.algorithm.remembers
         return self._copy(path=path, block_size=block_size, state="client" if keeps else "reset")
 
     def copy_for(self, device: str) -> Trainer:
@@ -307,8 +318,14 @@ class Trainer:
         return Trainer(algorithm=self.algorithm, data=self.data, **(settings | changes))
 
     def initial(self) -> Tensor:
-        """The model's own parameters as a row, ``[d]``."""
-        return self.layout.flatten(dict(self.model.named_parameters())).clone()
+        """The model's own parameters as a row, ``[d]``; vectors at its end are zero."""
+        parameters = self.layout.flatten(dict(self.model.named_parameters()))
+        return torch.cat([parameters, parameters.new_zeros(self.row_layout.d - self.layout.d)])
+
+    @property
+    def row_layout(self) -> Layout:
+        """Of a row: the parameters that are sent, and the algorithm's vectors after them."""
+        return self.sending.layout
 
     def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Local work of these clients from ``vector [d]``, block by block."""
@@ -316,7 +333,7 @@ class Trainer:
         for first in range(0, len(client_ids), self.block_size):
             ids = client_ids[first : first + self.block_size]
             fitted = self._fit(vector[None], ids, round, {}, [self.randomness] * len(ids))
-            rows = self.personal.shared.difference(fitted.theta, vector)
+            rows = self.sending.rows(fitted.theta, fitted.vectors, vector)
             block = Block.sent(ids, rows, fitted.metrics)
             self._finish(fitted, ids, round)
             del fitted
@@ -326,7 +343,7 @@ class Trainer:
         """Loss and metrics of ``vector [d]`` on these clients' test examples, or on all theirs."""
         # An evaluation done twice is the same.
         source = self.randomness.repeated()
-        vector = self._on_device(vector)
+        vector = self._on_device(vector)[: self.layout.d]
         for first in range(0, len(client_ids), EVALUATE_CLIENTS):
             ids = client_ids[first : first + EVALUATE_CLIENTS]
             self.model.eval()
@@ -363,7 +380,8 @@ class Trainer:
         Parameters
         ----------
         vector : Tensor ``[d]`` or ``[n, d]``
-            Where they start: the global parameters, or each client's own.
+            Where they start: the global parameters, or each client's own; and what the server
+            sends beside.
         client_ids : int64 ``[n]``
         round : int
         numbers : mapping of str to n floats, optional
@@ -374,9 +392,9 @@ class Trainer:
         if numbers and self.memory is not None:
             raise FedsimError("clients with numbers of their own must have client.state = 'reset'.")
         sources = [self.randomness] * len(client_ids) if randomness is None else randomness
-        vectors = self._on_device(vector).view(-1, self.layout.d)
+        vectors = self._on_device(vector).view(-1, self.row_layout.d)
         fitted = self._fit(vectors, client_ids, round, numbers or {}, sources)
-        local = Local(self.personal.shared.unpack(fitted.theta), fitted.metrics)
+        local = Local(self.sending.ended(fitted.theta, fitted.vectors, vectors), fitted.metrics)
         self._finish(fitted, client_ids, round)
         return local
 
@@ -401,23 +419,26 @@ class Trainer:
         if self.memory is not None:
             present, kept = self.memory.load(client_ids, round)
             metrics["fresh-state"] = (~present).astype(np.float64)
-        start = self.personal.start(vectors, present, kept).expand(n, -1)
+        start = self.personal.start(vectors[:, : self.layout.d], present, kept).expand(n, -1)
         self._write_down(client_ids, round, start, kept, values, randomness)
         self._begun.update(dict.fromkeys(client_ids.tolist(), round))
-        fitted = Fitted(start, metrics)
+        received = {k: v.expand(n, -1) for k, v in self.sending.received(vectors).items()}
+        fitted = Fitted(start, metrics, {k: torch.zeros_like(v) for k, v in received.items()})
         plan = plan_batches if self.privacy is None else self.privacy.batches
         self.model.train()
         for batches in plan(self.work, indices, client_ids, randomness, round):
             members = batches.members
             everybody = np.array_equal(members, np.arange(n))
+            positions = torch.from_numpy(members).to(self.device)
             theirs = {k: v[torch.from_numpy(members).to(v.device)] for k, v in kept.items()}
             sources = [randomness[i] for i in members]
             steps = self._steps(
                 batches, round, client_ids[members], sources, theirs, present[members]
             )
             ended = steps.run(
-                start.clone() if everybody else start[torch.from_numpy(members).to(self.device)],
-                {k: torch.from_numpy(v[members]).to(start) for k, v in values.items()},
+                start.clone() if everybody else start[positions],
+                {k: torch.from_numpy(v[members]).to(start) for k, v in values.items()}
+                | {k: v[positions] for k, v in received.items()},
                 theirs,
                 torch.from_numpy(present[members]).to(self.device),
             )

@@ -1,0 +1,75 @@
+"""FedNova: updates that count by their direction, however many steps clients have taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from fedsim.clients.base import Combined, State, Step
+from fedsim.clients.gradients import Gradient
+from fedsim.clients.proximal import PULL
+from fedsim.clients.sgd import SGD
+from fedsim.lazy import torch
+from fedsim.registry import register
+from fedsim.rows.vectors import Width
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["FedNova"]
+
+
+@register("client", "fednova")
+@dataclass(frozen=True)
+class FedNova(SGD):
+    """`SGD` whose update is divided by how far such steps go along a constant gradient of 1.
+
+    That is ``a = E`` for E plain steps of one rate, ``(E - rho (1 - rho^E) / (1 - rho)) / (1 -
+    rho)`` with momentum rho, ``(1 - (1 - lr mu)^E) / (lr mu)`` with ``client.proximal`` mu, and
+    whatever it is with both or a schedule. The server steps along ``(sum p_i a_i) (sum p_i Dy_i /
+    a_i)``, weighed as the mechanism weighs: clients with more steps pull the model no further than
+    their weights say. Where all have taken as many it is FedAvg. Source: Wang et al. 2020,
+    equations 9 to 11; weight decay counts as gradient.
+    """
+
+    # A momentum starts anew in every round, as the formula for a supposes.
+    carried: ClassVar[tuple[str, ...]] = ()
+    sends: ClassVar[Mapping[str, Width]] = {"reach": "number"}
+
+    def init(self, theta: Tensor, numbers: State) -> State:
+        """As `SGD`, at rest."""
+        state = super().init(theta, numbers)
+        zeros = torch.zeros_like(state["lr"])
+        return state | {"start": theta.clone(), "moved": zeros, "speed": zeros.clone()}
+
+    def step(self, state: State, gradient: Gradient, at: Step) -> None:
+        """A step; and one of a number along a gradient of 1, in units of lr."""
+        super().step(state, gradient, at)
+        slope: Tensor = torch.ones_like(state["moved"])
+        if PULL in state:
+            slope = slope - state["lr"] * state[PULL] * state["moved"]
+        state["speed"] = self.momentum * state["speed"] + slope
+        state["moved"] = state["moved"] + state["speed"] * at.number(self.schedule)
+
+    def finish(self, state: State) -> Tensor:
+        """Where the client is after the normalised update."""
+        start: Tensor = state["start"]
+        moved = state["moved"].unsqueeze(1)
+        normalised: Tensor = start + (super().finish(state) - start) / moved
+        return normalised
+
+    def send(self, state: State) -> dict[str, Tensor]:
+        """How far it has moved along a gradient of 1."""
+        return {"reach": state["moved"].unsqueeze(1).to(state["theta"])}
+
+    def combine(
+        self,
+        update: Tensor,
+        mean: Mapping[str, Tensor],
+        received: Mapping[str, Tensor],
+        share: float,
+    ) -> Combined:
+        """The mean direction, as far as clients have moved in the mean."""
+        del share
+        return Combined(update * mean["reach"], received)

@@ -1,0 +1,299 @@
+"""Algorithms that send vectors beside their updates, against plain loops of the papers' own."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from clients_helpers import make_data, make_mlp
+from torch import Tensor, nn
+
+from fedsim.clients import SGD, FedNova, Proximal, Scaffold, Schedule
+from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
+from fedsim.engines import LocalGrid, array_record, tensors
+from fedsim.errors import FedsimError
+from fedsim.mechanisms import Clipping, NoPrivacy
+from fedsim.randomness import Randomness
+from fedsim.strategies import DPFedAvg, sgd
+from fedsim.training import ClientData, ExamplePrivacy, Trainer
+
+SIZES = [4, 7, 0, 9, 5]
+POPULATION = len(SIZES)
+
+
+def make_trainer(algorithm, sizes=SIZES, **settings) -> Trainer:
+    model = make_mlp(dtype=torch.float64)
+    settings = {"batch_size": 0, "steps": 3, "state": "client", "path": "plain"} | settings
+    data = make_data(sizes, dtype=torch.float64)
+    return Trainer(model, algorithm, data, randomness=Randomness(1), **settings)
+
+
+def initial(trainer: Trainer):
+    vector = trainer.initial()[: trainer.layout.d]
+    return array_record({k: v.clone() for k, v in trainer.layout.unflatten(vector).items()})
+
+
+def run(trainer: Trainer, cohort=None, rounds=4, weighting="uniform", state=None, **settings):
+    strategy = DPFedAvg(
+        mechanism=NoPrivacy(weighting),
+        cohort=cohort or FullCohort(trainer.population),
+        seed=3,
+        algorithm=trainer.algorithm,
+        fraction_evaluate=0.0,
+        **settings,
+    )
+    result = strategy.start(LocalGrid(trainer), initial(trainer), num_rounds=rounds, state=state)
+    return trainer.layout.flatten(tensors(result.arrays)), strategy
+
+
+def cohorts(cohort, rounds: int) -> list[list[int]]:
+    """Who takes part, from a strategy of its own."""
+    asked: list[list[int]] = []
+    trainer = make_trainer(SGD(lr=0.1), state="reset")
+    original = trainer.train
+
+    def noted(vector, client_ids, round):
+        asked.append(client_ids.tolist())
+        return original(vector, client_ids, round)
+
+    trainer.train = noted  # type: ignore[method-assign]
+    run(trainer, cohort, rounds)
+    return asked
+
+
+def gradient(model: nn.Module, vector: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    model = copy.deepcopy(model)
+    torch.nn.utils.vector_to_parameters(vector, model.parameters())
+    loss = F.cross_entropy(model(x), y)
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+def scaffold(trainer: Trainer, chosen, rounds, option, lr, steps, server_lr):
+    """Algorithm 1 of Karimireddy et al. 2020, letter by letter, with full local batches."""
+    x = trainer.initial()[: trainer.layout.d].clone()
+    c = torch.zeros_like(x)
+    c_i = [torch.zeros_like(x) for _ in range(POPULATION)]
+    for t in range(rounds):
+        updates, changes = [], []
+        for i in chosen[t]:
+            own = trainer.data.indices[i]
+            y, new = x.clone(), c_i[i]
+            if len(own):
+                examples = trainer.data.x[own], trainer.data.y[own]
+                for _ in range(steps):
+                    y = y - lr * (gradient(trainer.model, y, *examples) - c_i[i] + c)
+                if option == "I":
+                    new = gradient(trainer.model, x, *examples)
+                else:
+                    new = c_i[i] - c + (x - y) / (steps * lr)
+            updates.append(y - x)
+            changes.append(new - c_i[i])
+            c_i[i] = new
+        if not updates:
+            continue
+        x = x + server_lr * torch.stack(updates).mean(0)
+        c = c + len(updates) / POPULATION * torch.stack(changes).mean(0)
+    return x, c, c_i
+
+
+@pytest.mark.parametrize("option", ["I", "II"])
+@pytest.mark.parametrize("partial", [False, True])
+def test_scaffold_is_algorithm_1(option: str, partial: bool) -> None:
+    cohort = FixedCohort(3, POPULATION) if partial else FullCohort(POPULATION)
+    # Under option I every other evaluation goes to the variate.
+    control, evaluations = ("gradient", 6) if option == "I" else ("steps", 3)
+    trainer = make_trainer(Scaffold(lr=0.2, control=control), steps=evaluations)
+    x, strategy = run(trainer, cohort, 6, server_optimizer=sgd(lr=0.7))
+    expected = scaffold(trainer, cohorts(cohort, 6), 6, option, 0.2, 3, 0.7)
+    torch.testing.assert_close(x, expected[0], rtol=0, atol=1e-10)
+    torch.testing.assert_close(strategy.state()["vectors"], expected[1], rtol=0, atol=1e-10)
+    kept = trainer.state()
+    for row, client in enumerate(kept["client_ids"].tolist()):
+        variate = trainer.packing.unpack(kept["variate"])[row]
+        torch.testing.assert_close(variate, expected[2][client], rtol=0, atol=1e-10)
+
+
+def test_the_servers_variate_is_the_mean_of_the_clients() -> None:
+    trainer = make_trainer(Scaffold(lr=0.2), batch_size=3, steps=None, epochs=2)
+    _, strategy = run(trainer, PoissonCohort(0.5, POPULATION), 8)
+    mean = trainer.packing.unpack(trainer.state()["variate"]).sum(0) / POPULATION
+    torch.testing.assert_close(strategy.state()["vectors"], mean, rtol=0, atol=1e-12)
+
+
+def test_under_a_schedule_a_variate_is_the_mean_gradient_too() -> None:
+    """With c = c_i = 0 option II is sum(rate_k g_k) / sum(rate_k): what the rates weigh."""
+    algorithm = Scaffold(lr=0.2, schedule=Schedule("inverse", decay=1.0, over="step"))
+    trainer = make_trainer(algorithm)
+    run(trainer, rounds=1)
+    y = x = trainer.initial()[: trainer.layout.d]
+    examples = trainer.data.x[trainer.data.indices[0]], trainer.data.y[trainer.data.indices[0]]
+    rates = [0.2, 0.1, 0.2 / 3]
+    for rate in rates:
+        y = y - rate * gradient(trainer.model, y, *examples)
+    variate = trainer.packing.unpack(trainer.state()["variate"])[0]
+    torch.testing.assert_close(variate, (x - y) / sum(rates), rtol=0, atol=1e-12)
+
+
+def quadratic_trainer(algorithm, **settings) -> Trainer:
+    """Two clients with ``f_i = a_i / 2 (w - m_i)^2``, a = (1, 2), m = (0, 3): FRONTIER's oracle."""
+    model = nn.Linear(1, 1, bias=False).double()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    x = torch.tensor([[1.0], [2.0**0.5]], dtype=torch.float64)
+    data = ClientData(x, torch.tensor([[0.0], [3.0 * 2**0.5]], dtype=torch.float64),
+                      [np.array([0]), np.array([1])])  # fmt: skip
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().sum(1) / 2
+
+    settings = {"batch_size": 0, "path": "plain"} | settings
+    return Trainer(
+        model, algorithm, data, loss=loss, metrics={}, randomness=Randomness(1), **settings
+    )
+
+
+def test_scaffold_goes_as_worked_out_by_hand() -> None:
+    trainer = quadratic_trainer(Scaffold(lr=0.1), steps=2, state="client")
+    wanted = [(1.265, -1.325, 0.95, -3.6), (1.4685, -1.0175, 1.3155, -3.3505)]
+    for rounds, (x, c, first, second) in enumerate(wanted, 1):
+        fresh = quadratic_trainer(Scaffold(lr=0.1), steps=2, state="client")
+        reached, strategy = run(fresh, rounds=rounds)
+        variates = fresh.packing.unpack(fresh.state()["variate"]).flatten().tolist()
+        assert [reached.item(), strategy.state()["vectors"].item()] == pytest.approx([x, c])
+        assert variates == pytest.approx([first, second])
+    assert trainer.population == 2
+
+
+def test_scaffold_reaches_the_optimum_that_federated_averaging_misses() -> None:
+    """f_1 + f_2 is least at 2; FedAvg's fixed point follows from 1 - (1 - lr a_i)^K instead."""
+    averaged, _ = run(quadratic_trainer(SGD(lr=0.1), steps=20), rounds=200)
+    pulls = [1 - 0.9**20, 1 - 0.8**20]
+    wrong = (pulls[0] * 0 + pulls[1] * 3) / sum(pulls)
+    assert averaged.item() == pytest.approx(wrong, abs=1e-9)
+    corrected, _ = run(quadratic_trainer(Scaffold(lr=0.1), steps=20, state="client"), rounds=200)
+    assert corrected.item() == pytest.approx(2.0, abs=1e-9)
+    assert abs(wrong - 2.0) > 0.25
+
+
+def fednova(trainer, rounds, lr, momentum, mu, taus, weights):
+    """Wang et al. 2020: each client's steps, its normaliser by the closed form, the server's."""
+    x = trainer.initial()[: trainer.layout.d].clone()
+    p = np.array(weights) / np.sum(weights)
+    for _ in range(rounds):
+        direction, reach = torch.zeros_like(x), 0.0
+        for i, tau in enumerate(taus):
+            own, y, v = trainer.data.indices[i], x.clone(), torch.zeros_like(x)
+            if not len(own):
+                continue
+            for _ in range(tau):
+                g = gradient(trainer.model, y, trainer.data.x[own], trainer.data.y[own])
+                v = momentum * v + g + mu * (y - x)
+                y = y - lr * v
+            if mu:
+                a = (1 - (1 - lr * mu) ** tau) / (lr * mu)
+            else:
+                a = (tau - momentum * (1 - momentum**tau) / (1 - momentum)) / (1 - momentum)
+            direction += p[i] * (y - x) / a
+            reach += p[i] * a
+        x = x + reach * direction
+    return x
+
+
+@pytest.mark.parametrize(("momentum", "mu"), [(0.0, 0.0), (0.8, 0.0), (0.0, 0.7)])
+def test_fednova_normalises_as_its_paper_does(momentum: float, mu: float) -> None:
+    algorithm = FedNova(lr=0.1, momentum=momentum)
+    wrapped = Proximal(algorithm, mu) if mu else algorithm
+    # One example a batch, all of them the same: so many steps as a client has examples.
+    trainer = make_trainer(wrapped, batch_size=1, steps=None, epochs=1, state="reset")
+    for own in trainer.data.indices:
+        if len(own):
+            trainer.data.x[own] = trainer.data.x[own[0]].clone()
+            trainer.data.y[own] = trainer.data.y[own[0]].clone()
+    reached, _ = run(trainer, rounds=4, weighting="num-examples")
+    expected = fednova(trainer, 4, 0.1, momentum, mu, SIZES, SIZES)
+    torch.testing.assert_close(reached, expected, rtol=0, atol=1e-10)
+
+
+def test_fednova_is_fedavg_where_all_take_as_many_steps() -> None:
+    schedule = Schedule("inverse", decay=0.5, over="step")
+    settings = {"lr": 0.1, "momentum": 0.5, "schedule": schedule}
+    sizes = [4, 7, 9]
+    nova, _ = run(make_trainer(Proximal(FedNova(**settings), 0.3), sizes, state="reset"))
+    plain, _ = run(make_trainer(Proximal(SGD(**settings), 0.3), sizes, state="reset"))
+    torch.testing.assert_close(nova, plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", [Scaffold(lr=0.2), Scaffold(0.2, "gradient"), FedNova(0.1)])
+@pytest.mark.parametrize("path", ["plain", "func", "stacked"])
+def test_vectors_do_not_depend_on_path_or_blocks(algorithm, path: str) -> None:
+    settings = {"batch_size": 3, "steps": None, "epochs": 2}
+    one, first = run(make_trainer(algorithm, **settings))
+    for block_size in (1, 2):
+        trainer = make_trainer(algorithm, path=path, block_size=block_size, **settings)
+        other, second = run(trainer)
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-10)
+        torch.testing.assert_close(
+            second.state()["vectors"], first.state()["vectors"], rtol=0, atol=1e-10
+        )
+
+
+def test_a_run_goes_on_with_the_servers_variate() -> None:
+    whole, _ = run(make_trainer(Scaffold(lr=0.2)), PoissonCohort(0.6, POPULATION), 6)
+    trainer = make_trainer(Scaffold(lr=0.2))
+    _, before = run(trainer, PoissonCohort(0.6, POPULATION), 3)
+    resumed = DPFedAvg(
+        mechanism=NoPrivacy("uniform"),
+        cohort=PoissonCohort(0.6, POPULATION),
+        seed=3,
+        algorithm=trainer.algorithm,
+        fraction_evaluate=0.0,
+    )
+    result = resumed.start(LocalGrid(trainer), before.result.arrays, 6, state=before.state())
+    assert torch.equal(trainer.layout.flatten(tensors(result.arrays)), whole)
+
+
+def test_what_a_private_run_cannot_protect_is_refused() -> None:
+    sentence = r"client\.name names Scaffold, which sends control beside the update"
+    with pytest.raises(FedsimError, match=sentence):
+        DPFedAvg(
+            mechanism=Clipping(1.0),
+            noise_multiplier=1.0,
+            cohort=FullCohort(5),
+            algorithm=Scaffold(),
+        )
+    with pytest.raises(FedsimError, match=sentence):
+        make_trainer(Scaffold(), batch_size=2, privacy=ExamplePrivacy(Clipping(1.0), 1.0))
+
+
+def test_scaffold_needs_clients_that_keep_their_variates_and_share_the_whole_model() -> None:
+    with pytest.raises(FedsimError, match=r"client\.state is 'reset'; it must be 'client'"):
+        make_trainer(Scaffold(), state="reset")
+    with pytest.raises(FedsimError, match=r"model\.personal is set, but Scaffold"):
+        make_trainer(Scaffold(), personal=("3.weight",))
+
+
+def test_a_client_that_diverges_keeps_the_variate_that_it_had() -> None:
+    """Its reply does not count either, so that the server's stays the mean of the clients'."""
+    trainer = make_trainer(Scaffold(lr=0.2))
+    _, strategy = run(trainer, rounds=2)
+    before = trainer.state()
+    own = trainer.data.indices[1]
+    trainer.data.x[own] = torch.nan
+    resumed = DPFedAvg(
+        mechanism=NoPrivacy("uniform"),
+        cohort=FullCohort(POPULATION),
+        seed=3,
+        algorithm=trainer.algorithm,
+        fraction_evaluate=0.0,
+    )
+    resumed.start(LocalGrid(trainer), strategy.result.arrays, 3, state=strategy.state())
+    assert resumed.report is not None
+    assert resumed.report.reasons["non-finite"] == 1
+    after, column = trainer.state(), before["client_ids"].tolist().index(1)
+    assert torch.equal(after["variate"][column], before["variate"][column])
+    assert not torch.equal(after["variate"][0], before["variate"][0])
+    mean = trainer.packing.unpack(after["variate"]).sum(0) / POPULATION
+    torch.testing.assert_close(resumed.state()["vectors"], mean, rtol=0, atol=1e-12)
