@@ -18,7 +18,7 @@ from fedsim.audit.verdict import Verdict, audit, quiet
 from fedsim.audit.worlds import WORLDS, Canaries, still
 from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig
-from fedsim.config.plan import cohort, local_work
+from fedsim.config.plan import cohort, local_work, realised
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event, calibrate, epsilon
 from fedsim.runs.build import Build
@@ -151,7 +151,7 @@ class ConfigAudit:
         seed: int,
         tick: Callable[[int], None],
     ) -> tuple[Verdict, dict[str, str]]:
-        noise, config = Build(self.config).noise_multiplier, self.config
+        noise, config = Build(self.config).noise_multiplier, realised(self.config)
         declared = cohort(config)
         smaller = _smaller(config)
         delta = config.noise.delta

@@ -208,6 +208,8 @@ def privacy(
         return
     answer = question.answer()
     console.print(report(answer, prv))
+    if read.extrapolated is not None and rounds is None:
+        console.print(read.extrapolated.sentence())
     if math.isfinite(answer.cost.epsilon):
         console.print(tradeoff_table(tradeoff(answer.events)))
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedsim.config import RunConfig
-from fedsim.config.plan import cohort
+from fedsim.config.plan import cohort, extrapolation, realised
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Question, Statement
 from fedsim.privacy.archive import archived
+from fedsim.privacy.extrapolation import Extrapolation
 from fedsim.privacy.parallel import dearest
 from fedsim.reports.record import clients_ledgers, read_config
 
@@ -32,6 +33,8 @@ class Source:
         Where clients' ledgers are.
     directory : path or None
         Of the run.
+    extrapolated : Extrapolation or None
+        Of a config whose noise is a larger cohort's.
     """
 
     question: Question = field(default_factory=Question)
@@ -39,15 +42,23 @@ class Source:
     server: Ledger | None = None
     clients: Path | None = None
     directory: Path | None = None
+    extrapolated: Extrapolation | None = None
 
     def statements(self, delta: float) -> list[Statement]:
         """What its ledgers say: of the server's releases where it made private ones, and of the
         clients' own where they have any."""
         clients = None if self.clients is None else _clients(self.clients, delta).statement()
-        statements = [] if self.server is None else [self.server.statement(delta)]
+        statements = [] if self.server is None else [self._of_server(self.server, delta)]
         if clients is None:
             return statements
         return [*(statement for statement in statements if statement.private), clients]
+
+    def _of_server(self, server: Ledger, delta: float) -> Statement:
+        statement = server.statement(delta)
+        if self.directory is None or not (self.directory / "config.toml").is_file():
+            return statement
+        config = RunConfig.load(self.directory / "config.toml")
+        return replace(statement, extrapolated=extrapolation(config, statement.of_run))
 
 
 def read_source(source: Path | None, overrides: list[str], delta: float | None) -> Source:
@@ -63,7 +74,8 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
             raise FedsimError(f"--set {overrides[0]} changes a config; name the config first.")
         return Source()
     if source.suffix == ".toml":
-        return Source(_configured(RunConfig.load(source, overrides)))
+        config = RunConfig.load(source, overrides)
+        return Source(_configured(config), extrapolated=extrapolation(config, config.rounds))
     if not source.is_dir():
         ledger = Ledger.read(source)
         return Source(_continued(ledger, _delta(source.parent, delta)), ledger, ledger)
@@ -120,7 +132,7 @@ def _continued(ledger: Ledger, delta: float) -> Question:
 
 
 def _configured(config: RunConfig) -> Question:
-    noise = config.noise
+    noise = realised(config).noise
     if not config.private and config.client.private:
         return _examples(config)
     if not config.private:

@@ -9,7 +9,7 @@ and output gradients of each layer) and folds them into whatever they are subtra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from fedsim.lazy import torch
@@ -45,6 +45,12 @@ class Gradient(Protocol):
     def peak(self) -> Tensor:
         """No coordinate is larger than this in absolute value, ``[n]``."""
 
+    def norms(self) -> Tensor:
+        """L2 norms, ``[n]``."""
+
+    def scaled(self, factors: Tensor) -> Gradient:
+        """The gradients times ``factors [n]``."""
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -68,6 +74,15 @@ class Dense:
     def peak(self) -> Tensor:
         """The largest coordinate."""
         return torch.maximum(self.values.amax(1), -self.values.amin(1))
+
+    def norms(self) -> Tensor:
+        """Row by row."""
+        norms: Tensor = torch.linalg.vector_norm(self.values, dim=1)
+        return norms
+
+    def scaled(self, factors: Tensor) -> Dense:
+        """A new tensor."""
+        return Dense(self.values * factors.unsqueeze(1))
 
     def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
         """One multiply-add over the block."""
@@ -124,6 +139,20 @@ class Parts:
         ]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
         return norm
+
+    def norms(self) -> Tensor:
+        """Of the parameters' norms."""
+        norms = [torch.linalg.vector_norm(part.flatten(1), dim=1) for part in self.parts.values()]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        return norm
+
+    def scaled(self, factors: Tensor) -> Parts:
+        """Each part times the factors."""
+        parts = {
+            name: part * factors.view(-1, *[1] * (part.dim() - 1))
+            for name, part in self.parts.items()
+        }
+        return Parts(parts, self.packing)
 
     def peak(self) -> Tensor:
         """The largest coordinate."""
@@ -226,6 +255,27 @@ class Factored:
                 square += delta.sum(1).square().sum(1)
         return square.clamp_(min=0).sqrt_()
 
+    def norms(self) -> Tensor:
+        """From the factors, as `distance`: ``sum_ij (x_i . x_j) (delta_i . delta_j)``."""
+        first = self.factors[0].delta
+        square = first.new_zeros(len(first))
+        for factor in self.factors:
+            if factor.weight is not None:
+                products = _gram(_aligned(factor.delta)).mul_(_gram(_aligned(factor.x)))
+                square += products.flatten(1).sum(1)
+            if factor.bias is not None:
+                square += factor.delta.sum(1).square().sum(1)
+        return square.clamp_(min=0).sqrt_()
+
+    def scaled(self, factors: Tensor) -> Factored:
+        """The output gradients times the factors."""
+        scaled = []
+        for factor in self.factors:
+            delta = aligned_empty(factor.delta, *factor.delta.shape)
+            torch.mul(factor.delta, factors.view(-1, 1, 1), out=delta)
+            scaled.append(replace(factor, delta=delta))
+        return Factored(scaled, self.packing)
+
     def peak(self) -> Tensor:
         """A bound from the factors: ``max_o sum_b |delta_bo| max |x|``."""
         bounds = []
@@ -240,6 +290,11 @@ def _pieces(block: Tensor) -> list[slice]:
     if block.is_cuda or block[0].numel() * block.element_size() < LARGE:
         return [slice(None)]
     return [slice(k, k + 1) for k in range(len(block))]
+
+
+def _aligned(a: Tensor) -> Tensor:
+    """A copy of ``a [n, B, w]``, each client on its line."""
+    return aligned_empty(a, *a.shape).copy_(a)
 
 
 def _stacked(a: Tensor, b: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""From a config to what its privacy follows from: samplers and local work, without torch."""
+"""From a config to what its privacy follows from: samplers, noise, local work; without torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from fedsim.cohorts import Cohort
 from fedsim.config.run_config import RunConfig
 from fedsim.config.things import make
 from fedsim.errors import FedsimError
+from fedsim.privacy.extrapolation import Extrapolation
 from fedsim.privacy.plan import LocalWork
 
-__all__ = ["cohort", "local_work"]
+__all__ = ["cohort", "extrapolation", "local_work", "realised"]
 
 
 def cohort(config: RunConfig) -> Cohort:
@@ -20,6 +21,52 @@ def cohort(config: RunConfig) -> Cohort:
         )
     chosen: Cohort = sampler
     return chosen
+
+
+def realised(config: RunConfig) -> RunConfig:
+    """The same run said by the noise that is really added.
+
+    The noise of a larger cohort on the mean (``noise.cohort-size``) is less noise on the sum over
+    the cohort that is drawn: by the one's expected size over the other's size.
+    """
+    noise = config.noise
+    if not noise.cohort_size:
+        return config
+    assert noise.multiplier is not None
+    drawn = cohort(config).expected_size
+    return config.replace(
+        **{
+            "noise.multiplier": noise.multiplier * drawn / noise.cohort_size,
+            "noise.cohort-size": 0,
+            "noise.cohort-population": 0,
+        }
+    )
+
+
+def extrapolation(config: RunConfig, releases: int) -> Extrapolation | None:
+    """What so many releases would cost with the cohort whose noise is simulated, if one is."""
+    noise = config.noise
+    if not noise.cohort_size:
+        return None
+    assert noise.multiplier is not None
+    return Extrapolation.of(_larger_cohort(config), noise.multiplier, releases, noise.delta)
+
+
+def _larger_cohort(config: RunConfig) -> Cohort:
+    noise = config.noise
+    population = noise.cohort_population or config.partition.clients
+    share = {"rate": noise.cohort_size / population, "size": noise.cohort_size}
+    key = "rate" if config.cohort.name == "poisson" else "size"
+    return cohort(
+        config.replace(
+            **{
+                "partition.clients": population,
+                f"cohort.{key}": share[key],
+                "noise.cohort-size": 0,
+                "noise.cohort-population": 0,
+            }
+        )
+    )
 
 
 def local_work(config: RunConfig) -> LocalWork:

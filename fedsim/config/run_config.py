@@ -155,6 +155,7 @@ class RunConfig(Section):
         self.require(0 <= self.seed < 2**63, "seed", self.seed, "an integer from 0 to 2^63 - 1")
         _check_cohort(self)
         _check_noise(self)
+        _check_larger_cohort(self)
         _check_evaluation(self)
         _check_state(self)
         return self
@@ -218,6 +219,41 @@ def _check_noise(config: RunConfig) -> None:
         "noise.max-epsilon",
         noise.max_epsilon,
         "unset in a run without a mechanism and noise: it has no budget to keep",
+    )
+
+
+def _check_larger_cohort(config: RunConfig) -> None:
+    noise, clients = config.noise, config.partition.clients
+    if not noise.cohort_size:
+        return
+    config.require(
+        config.engine.name != "deployment",
+        "noise.cohort-size",
+        noise.cohort_size,
+        "0 with engine.name = 'deployment': real clients have the noise of the cohort that they "
+        "are in",
+    )
+    config.require(
+        config.cohort.name in ("poisson", "fixed"),
+        "noise.cohort-size",
+        noise.cohort_size,
+        f"0 with cohort.name = '{config.cohort.name}': what a larger cohort would cost is known "
+        "for 'poisson' and 'fixed'",
+    )
+    least = config.cohort.rate * clients if config.cohort.name == "poisson" else config.cohort.size
+    population = noise.cohort_population or clients
+    config.require(
+        population >= clients,
+        "noise.cohort-population",
+        noise.cohort_population,
+        f"0, or at least partition.clients = {clients}",
+    )
+    config.require(
+        least <= noise.cohort_size <= population,
+        "noise.cohort-size",
+        noise.cohort_size,
+        f"from {least:g}, what is drawn here, to {population}, the clients that it would be drawn "
+        "from",
     )
 
 

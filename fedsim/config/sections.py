@@ -249,6 +249,13 @@ class ClientSection(Choice):
     proximal: Annotated[
         float, Doc("FedProx's mu: how strongly a client is pulled towards the global model.")
     ] = Field(0.0, ge=0)
+    max_grad_norm: Annotated[
+        float,
+        Doc(
+            "The largest L2 norm of a batch's gradient, longer ones are shortened to it; 0 for "
+            "any. It protects nobody: mechanism and client.mechanism do."
+        ),
+    ] = Field(0.0, ge=0)
     state: Annotated[
         Literal["reset", "client", "server"],
         Doc(
@@ -299,6 +306,13 @@ class ClientSection(Choice):
             noise.max_epsilon,
             "greater than 0, and unset where clients do not protect their examples",
         )
+        self.require(
+            not (bounded and self.max_grad_norm),
+            "client.max-grad-norm",
+            self.max_grad_norm,
+            f"0 while client.mechanism.name = '{self.mechanism.name}', which bounds the "
+            "gradient of each example",
+        )
         amounts = (noise.multiplier, noise.target_epsilon)
         self.require(
             bounded or amounts == (None, None),
@@ -338,6 +352,17 @@ class NoiseSection(Section):
     max_epsilon: Annotated[
         Maybe, Doc("A budget: the run ends before its epsilon exceeds it, and keeps the model.")
     ] = setting(None, affects_release=False)
+    cohort_size: Annotated[
+        int,
+        Doc(
+            "A larger cohort, whose noise on the mean a simulation adds in place of its own "
+            "cohort's: the multiplier is of that; less noise is added here, and charged. 0 for no."
+        ),
+    ] = Field(0, ge=0)
+    cohort_population: Annotated[
+        int,
+        Doc("The clients that such a cohort would be drawn from; 0 for partition.clients."),
+    ] = Field(0, ge=0)
     delta: Annotated[float, Doc("Of every epsilon; below one over the population.")] = Field(
         1e-5, ge=1e-100, lt=1
     )
@@ -372,6 +397,23 @@ class NoiseSection(Section):
             "noise.max-epsilon",
             self.max_epsilon,
             "greater than 0",
+        )
+        return self
+
+    @model_validator(mode="after")
+    def _larger_cohort(self) -> NoiseSection:
+        self.require(
+            not self.cohort_size or bool(self.multiplier),
+            "noise.cohort-size",
+            self.cohort_size,
+            "0 unless noise.multiplier is above 0: a larger cohort's noise is that multiplier's, "
+            "and a target epsilon is of the noise really added",
+        )
+        self.require(
+            bool(self.cohort_size) or not self.cohort_population,
+            "noise.cohort-population",
+            self.cohort_population,
+            "0 unless noise.cohort-size is set",
         )
         return self
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fedsim.config import RunConfig
+from fedsim.config.plan import realised
 from fedsim.config.things import modules_named
 from fedsim.errors import FedsimError
 
@@ -128,7 +129,7 @@ class Policy:
         """
         self._check_code_and_files(config)
         bounded = config.mechanism.name
-        multiplier = (config.noise.multiplier or 0.0) if bounded != "none" else 0.0
+        multiplier = (realised(config).noise.multiplier or 0.0) if bounded != "none" else 0.0
         clip_norm = config.mechanism.clip_norm if bounded in _WITH_CLIP_NORM else math.inf
         bounded_examples = config.client.mechanism.name != "none"
         example_multiplier = (config.client.noise.multiplier or 0.0) if bounded_examples else 0.0

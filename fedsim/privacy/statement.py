@@ -12,6 +12,7 @@ from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.adversary import NOT_COVERED, adversary, public_facts
 from fedsim.privacy.entry import Entry
 from fedsim.privacy.events import Adjacency, Level, Sampling
+from fedsim.privacy.extrapolation import Extrapolation
 from fedsim.privacy.parallel import Spending, dearest
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
 
@@ -98,6 +99,8 @@ class Statement:
         How many there are.
     note : str
         A sentence on what is accounted for elsewhere.
+    extrapolated : Extrapolation or None
+        What a larger cohort would have cost, whose noise the run has simulated.
     """
 
     cost: Cost
@@ -111,6 +114,7 @@ class Statement:
     head: str = ""
     lines: int = 0
     note: str = ""
+    extrapolated: Extrapolation | None = None
 
     @classmethod
     def of(cls, ledgers: Sequence[Recorded], delta: float, place: str | None = None) -> Self:
@@ -159,6 +163,11 @@ class Statement:
     def private(self) -> bool:
         """Whether epsilon is finite."""
         return math.isfinite(self.cost.epsilon)
+
+    @property
+    def of_run(self) -> int:
+        """How many releases were this run's own."""
+        return self.cost.releases - self.before
 
     @property
     def simulated(self) -> bool:
@@ -222,6 +231,8 @@ class Statement:
                 f"Poisson cohorts of the same expected size would have cost epsilon "
                 f"{cost.poisson_epsilon:.4g} (add-remove)."
             )
+        if self.extrapolated is not None:
+            sentences.append(self.extrapolated.sentence())
         if self.simulated:
             sentences.append(
                 "Simulated: noise and samples follow from the config's seed, so the guarantee "
@@ -284,6 +295,9 @@ class Statement:
         return {
             "epsilon": safe(cost.epsilon),
             "delta": cost.delta,
+            "extrapolated-epsilon": safe(
+                None if self.extrapolated is None else self.extrapolated.epsilon
+            ),
             "simulated": self.simulated,
             "adjacency": cost.adjacency,
             "level": self.level,

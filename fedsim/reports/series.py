@@ -145,7 +145,8 @@ def _noise_share(record: RunRecord) -> float | None:
     keys = ("noise.multiplier", "partition.clients", "cohort.rate", "cohort.size")
     multiplier, clients, rate, size = (_positive(config.get(key)) for key in keys)
     expected = {"full": clients, "fixed": size, "poisson": clients * rate}
-    denominator = expected.get(str(config.get("cohort.name")), 0.0)
+    larger = _positive(config.get("noise.cohort-size"))
+    denominator = larger or expected.get(str(config.get("cohort.name")), 0.0)
     d = _positive(record.summary.get("parameters"))
     return multiplier * math.sqrt(d) / denominator if denominator else None
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedsim import datasets, models, partitions
 from fedsim.config import RunConfig
 from fedsim.config.digest import release_digest
-from fedsim.config.plan import cohort, local_work
+from fedsim.config.plan import cohort, extrapolation, local_work, realised
 from fedsim.config.things import find, settings_for
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
@@ -239,6 +239,7 @@ class Build:
             randomness=self.randomness,
             device=self.device,
             privacy=self.example_privacy,
+            max_grad_norm=client.max_grad_norm,
             state=client.state,
             state_dir=self._state_dir,
             test=test,
@@ -346,6 +347,7 @@ class Build:
     def statements(self, server: Statement) -> tuple[Statement, Statement | None]:
         """What is claimed of the run, and at example level, from what the server's ledger says."""
         examples = None if self.client_ledgers is None else self.client_ledgers.statement()
+        server = replace(server, extrapolated=extrapolation(self.config, server.of_run))
         if examples is not None:
             return (server if self.config.private else examples), examples
         if self.config.client.private:
@@ -403,7 +405,7 @@ class Build:
     @cached_property
     def plan(self) -> ReleasePlan:
         """What the server releases: its noise as given, or calibrated to the target."""
-        noise = self.config.noise
+        noise = realised(self.config).noise
         plan = ReleasePlan(
             level="client",
             sampler=cohort(self.config),

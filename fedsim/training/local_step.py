@@ -29,12 +29,15 @@ class LocalStep:
     algorithm : LocalAlgorithm
     dtype : torch.dtype
         The model's.
+    max_norm : float
+        A batch's gradient that is longer is shortened to it; 0 for any length.
     """
 
     path: Path
     data: ClientData
     algorithm: LocalAlgorithm
     dtype: torch.dtype
+    max_norm: float = 0.0
 
     def __call__(
         self,
@@ -63,6 +66,9 @@ class LocalStep:
             Loss of each example, unweighted.
         """
         gradient, losses = self.gradient(self.algorithm.point(state), index, weight, seeds)
+        if self.max_norm:
+            # As torch.nn.utils.clip_grad_norm_ does it.
+            gradient = gradient.scaled((self.max_norm / (gradient.norms() + 1e-6)).clamp_(max=1.0))
         self.algorithm.step(state, gradient, step)
         return losses
 

@@ -78,6 +78,9 @@ class Trainer:
     device : torch.device or str
     privacy : ExamplePrivacy, optional
         Example-level privacy.
+    max_grad_norm : float
+        A batch's gradient that is longer is shortened to this L2 norm; 0 for any length. It
+        protects nobody, and is refused beside example-level privacy.
     state : "reset", "client" or "server"
         What becomes of the algorithm's state (ADADP's rate, a momentum) between rounds: it
         starts anew, each client keeps its own, or all start from the mean of what the last
@@ -118,6 +121,7 @@ class Trainer:
         randomness: Randomness,
         device: torch.device | str = "cpu",
         privacy: ExamplePrivacy | None = None,
+        max_grad_norm: float = 0.0,
         state: StateKind = "reset",
         state_dir: FilePath | None = None,
         personal: Collection[str] = (),
@@ -174,7 +178,13 @@ class Trainer:
             data=self.data,
             draws=drawing,
         )
-        launched = LocalStep(self.path, self.data, algorithm, self.layout.dtype)
+        if max_grad_norm < 0 or (max_grad_norm and privacy is not None):
+            raise FedsimError(
+                f"client.max-grad-norm is {max_grad_norm}; it must be 0 or more, and 0 where "
+                "clients protect their examples: client.mechanism bounds their gradients."
+            )
+        self.max_grad_norm = max_grad_norm
+        launched = LocalStep(self.path, self.data, algorithm, self.layout.dtype, max_grad_norm)
         self.step = steps_by(launched, self.device)
         limit = block_limit(self.model, self.packing, self.device)
         if block_size < 0:
@@ -313,6 +323,7 @@ class Trainer:
             "randomness": self.randomness,
             "device": self.device,
             "privacy": self.privacy,
+            "max_grad_norm": self.max_grad_norm,
             "personal": self.personal.names,
         }
         return Trainer(algorithm=self.algorithm, data=self.data, **(settings | changes))
