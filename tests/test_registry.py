@@ -36,7 +36,7 @@ class Smooth(ScalingBound):
     def radius(self, ready, d):
         return self.clip_norm
 
-    def scales(self, norms, state=None, *, unit=1.0):
+    def scales(self, norms, ready, unit):
         ratio = norms * unit / self.clip_norm
         return unit / (1 + ratio**self.power) ** (1 / self.power)
 """,

@@ -14,7 +14,7 @@ from fedsim.mechanisms import Clipping, Independent, NoiseSource, Releaser
 from fedsim.privacy import Ledger
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout, Rows
-from fedsim.rows.dense import Norms
+from fedsim.rows.dense import MeasuredRows
 
 __all__ = ["SquareRows", "principal_directions"]
 
@@ -49,14 +49,11 @@ class SquareRows:
         squares = self.x.double().square().sum(1)
         return torch.where(torch.isfinite(squares), squares, torch.nan)
 
-    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> Norms | None:
+    def measure(
+        self, scale: Tensor | None = None, center: Tensor | None = None
+    ) -> MeasuredRows | None:
         """See `Rows`; rows that are shifted might lie close to their centre."""
-        return Norms(self.norms()) if scale is None and center is None else None
-
-    def row(self, index: tuple[int, ...]) -> Tensor:
-        """See `Rows`."""
-        x = self.x[index].double()
-        return _to_vector(torch.outer(x, x))
+        return MeasuredRows(self, self.norms()) if scale is None and center is None else None
 
     def sum(self, weights: Tensor) -> Tensor:
         """See `Rows`."""

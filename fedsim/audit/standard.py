@@ -15,7 +15,6 @@ import torch
 
 from fedsim.audit.observe import Observation
 from fedsim.mechanisms import Mechanism, State
-from fedsim.mechanisms.base import state_of
 from fedsim.rows import Layout
 from fedsim.rows.dense import scatter
 
@@ -46,7 +45,7 @@ class Scale:
         """From the bounds' radii, and where they put a row of zeros and a row of ones."""
         center, half = np.empty(layout.d), np.empty(layout.d)
         for segment in mechanism.cover(layout):
-            ready = segment.bound.ready(state_of(state, segment.prefix))
+            ready = segment.ready(state)
             zeros = torch.zeros(segment.layout.d, dtype=torch.float64)
             at_zero = segment.bound.restore(zeros, ready)
             at_one = segment.bound.restore(zeros + 1, ready)

@@ -20,7 +20,7 @@ from fedsim.lazy import names_of
 if TYPE_CHECKING:
     from fedsim.mechanisms.adaclip import AdaClip
     from fedsim.mechanisms.adaptive_noise import AdaptiveNoise
-    from fedsim.mechanisms.base import Bound, Mechanism, Segment, Side, State
+    from fedsim.mechanisms.base import Bound, Mechanism, State
     from fedsim.mechanisms.clipping import Clipping
     from fedsim.mechanisms.coordinate_clipping import CoordinateClipping
     from fedsim.mechanisms.drawing import NoiseSource
@@ -54,8 +54,6 @@ __all__ = [
     "Release",
     "Releaser",
     "ScalingBound",
-    "Segment",
-    "Side",
     "State",
 ]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import torch
-from fedsim.mechanisms.base import NORM, Released, State, check_number
+from fedsim.mechanisms.base import NORM, Released, State
 from fedsim.mechanisms.scaling import ScalingBound, clip_factor
 from fedsim.registry import register
 from fedsim.rows.layout import Layout
@@ -51,6 +51,7 @@ class AdaClip(ScalingBound):
     ] = 1e-12
     h2: Annotated[
         float | None,
+        Between(1e-60, 1e60),
         Doc("The most; unset for C^2 gamma / d. Ten times that suits concentrated gradients."),
     ] = None
     beta1: Annotated[float, Ge(0), Le(1), Doc("Decay of m, the estimate of the rows' mean.")] = 0.99
@@ -82,8 +83,8 @@ class AdaClip(ScalingBound):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.h2 is not None:
-            check_number("h2", self.h2, self.h1, 1e60)
+        if self.h2 is not None and self.h2 < self.h1:
+            raise FedsimError(f"h2 is {self.h2}; it must be at least h1, {self.h1}.")
         if self.literal:
             self._make_literal()
 
@@ -104,9 +105,7 @@ class AdaClip(ScalingBound):
             start = self.clip_norm * (self.gamma / layout.d) ** 0.5
         return {"m": m, "s": torch.full_like(m, start)}
 
-    def scales(
-        self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0
-    ) -> Tensor:
+    def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
         """``min(1, 1 / norm)`` of whitened norms (see `whitening`)."""
         return clip_factor(norms, 1.0, unit)
 
@@ -137,7 +136,7 @@ class AdaClip(ScalingBound):
     def next(self, state: State, ready: State, released: Released) -> State:
         """Moving averages of the released mean, and of its square less its noise's variance."""
         m, s, b, r = state["m"], state["s"], ready["b"], released.denominator
-        noise_variance = (b * released.noise_multipliers["sum"]).div_(r).square_()
+        noise_variance = (b * released.noise_multiplier).div_(r).square_()
         # m before its update: the noise of this release must be independent of it.
         estimate = (released.mean - m).square_().sub_(noise_variance)
         if self.variance == "per-example":

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from fedsim.lazy import torch
-from fedsim.mechanisms.base import (
-    NORM,
-    Bound,
-    Guarantee,
-    Released,
-    Shaped,
-    State,
-)
+from fedsim.mechanisms.base import NORM, BareSum, Bound, Guarantee, Released, Shaped, State
 from fedsim.mechanisms.coordinate_clipping import clamp_
 from fedsim.mechanisms.scaling import clip_factor
 from fedsim.registry import register
 from fedsim.rows.dense import norms_, round_up
+from fedsim.rows.exact import FREE_UNIT
 from fedsim.rows.layout import Layout
 from fedsim.settings import Between, Doc, Ge, Gt, Le
 
@@ -45,7 +40,6 @@ class AdaptiveNoise(Bound):
     has no guarantee, whatever its noise, and stands behind a flag.
 
     RMSProp, the other half of the paper's method, belongs to whoever steps the parameters.
-
     """
 
     clip_norm: Annotated[float, *NORM, Doc("C, at which rows are clipped in the first phase.")] = (
@@ -83,7 +77,6 @@ class AdaptiveNoise(Bound):
 
     # The noise's shape is the server's business.
     needs: ClassVar[tuple[str, ...]] = ("adaptive", "shrink", "stretch")
-    shows: ClassVar[tuple[str, ...]] = ("adaptive",)
 
     @property
     def guarantee(self) -> Guarantee:
@@ -95,9 +88,11 @@ class AdaptiveNoise(Bound):
         return {"mean_square": torch.zeros(layout.d, dtype=torch.float64)}
 
     @property
-    def keeps_raw(self) -> bool:
-        """In the printed form."""
-        return self.unsafe_non_private_raw_statistics
+    def bare_sums(self) -> Mapping[str, BareSum]:
+        """In the printed form the raw rows."""
+        return (
+            {"raw": BareSum(FREE_UNIT, wide=True)} if self.unsafe_non_private_raw_statistics else {}
+        )
 
     def ready(self, state: State) -> State:
         """Whose phase is the second, and there the bounds and the noise's shape."""
@@ -126,6 +121,7 @@ class AdaptiveNoise(Bound):
     def shape_(self, y: Tensor, ready: State) -> Shaped:
         """Clip, or clamp and divide, as the phase is."""
         adaptive = ready["adaptive"]
+        bare_sums = {"raw": y.clone()} if self.bare_sums else {}
         # Where that can be read for nothing, a phase that is nobody's is left out.
         first, second = y.is_cuda or not bool(adaptive.all()), "shrink" in ready
         factor = torch.ones(y.shape[:-1], dtype=torch.float64, device=y.device)
@@ -140,7 +136,7 @@ class AdaptiveNoise(Bound):
             clip = clip_factor(round_up(norms, y.shape[-1]), limit, 1.0 if unit is None else unit)
             factor = factor * clip
             clipped = clipped | ((norms if unit is None else norms * unit) > limit)
-        return Shaped(factor, clipped, {})
+        return Shaped(factor, clipped, bare_sums)
 
     def restore(self, w: Tensor, ready: State) -> Tensor:
         """Times the noise's shape."""
@@ -148,10 +144,10 @@ class AdaptiveNoise(Bound):
 
     def next(self, state: State, ready: State, released: Released) -> State:
         """Moving average of squares of the released mean, less its noise's variance."""
-        if released.raw_mean is not None:
-            square = released.raw_mean.square()
+        if self.bare_sums:
+            square = (released.bare_sums["raw"] / released.denominator).square_()
         else:
-            std = released.noise_multipliers["sum"] / released.denominator
+            std = released.noise_multiplier / released.denominator
             spread = self.radius(ready, 0).unsqueeze(-1)
             if "shape" in ready:
                 spread = torch.where(ready["adaptive"], ready["shape"], spread)

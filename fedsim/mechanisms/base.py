@@ -14,9 +14,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
 
-from fedsim.errors import FedsimError
 from fedsim.lazy import torch
 from fedsim.rows.dense import Chunks, DenseRows, Rows, Weights, row_weights, scatter
 from fedsim.rows.layout import Layout
@@ -29,6 +28,7 @@ __all__ = [
     "BOUND_RANGE",
     "NOISE_PREFIX",
     "NORM",
+    "BareSum",
     "Bound",
     "Guarantee",
     "Mechanism",
@@ -41,13 +41,12 @@ __all__ = [
     "State",
     "Weighting",
     "bounded_",
-    "check_number",
     "per_row",
     "shared",
-    "state_of",
     "state_on",
 ]
 
+Entry = TypeVar("Entry")
 State = Mapping[str, "Tensor"]
 Guarantee = Literal["gaussian", "none"]
 Weighting = Literal["uniform", "num-examples"]
@@ -86,13 +85,46 @@ class Segment:
     columns: tuple[slice, ...] | None = None
     shares: tuple[float, ...] = ()
 
+    def named(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+        """Entries by their names in the mechanism."""
+        return {self.prefix + name: entry for name, entry in entries.items()}
+
+    def select(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+        """Its own of a mechanism's entries, by their names in it; the noise's are nobody's."""
+        return {
+            name.removeprefix(self.prefix): entry
+            for name, entry in entries.items()
+            if name.startswith(self.prefix) and not name.startswith(NOISE_PREFIX)
+        }
+
+    def ready(self, state: State) -> State:
+        """`Bound.ready`, of a mechanism's state."""
+        return self.bound.ready(self.select(state))
+
+
+class Scalar(NamedTuple):
+    """A number for each row, within ``center +- half``, of which a release has the noisy mean."""
+
+    center: float
+    half: float
+
+
+class BareSum(NamedTuple):
+    """What is summed in a unit of its own and without noise, for bounds without a guarantee.
+
+    It is weighted like its row; ``wide``: a vector like the row, instead of a number.
+    """
+
+    unit: float
+    wide: bool = False
+
 
 @dataclass(frozen=True)
 class Side:
-    """A scalar that comes with each row, clamped to ``[0, high]``; ``shares`` as of a `Segment`."""
+    """A scalar that comes with each row, clamped to its range; ``shares`` as of a `Segment`."""
 
     name: str
-    high: float
+    scalar: Scalar
     shares: tuple[float, ...]
 
 
@@ -134,28 +166,27 @@ class Mechanism(ABC):
         """Names of what a release shows beside the mean: `Release.sides` and `Release.info`."""
         names: list[str] = []
         for segment in self.cover(layout):
-            scalars = [k for k, scalar in segment.bound.scalars.items() if scalar.unit is None]
-            names += [segment.prefix + name for name in (*scalars, *segment.bound.shows)]
+            bound, state = segment.bound, segment.bound.init(segment.layout)
+            info = bound.info(bound.ready(state), state, segment.layout.d)
+            names += [*segment.named(bound.scalars), *segment.named(info)]
         return (*names, *(side.name for side in self.sides if all(side.shares)))
 
     def init(self, layout: Layout) -> State:
         """State before the first round."""
-        return {
-            segment.prefix + name: tensor
-            for segment in self.cover(layout)
-            for name, tensor in segment.bound.init(segment.layout).items()
-        }
+        state: dict[str, Tensor] = {}
+        for segment in self.cover(layout):
+            state |= segment.named(segment.bound.init(segment.layout))
+        return state
 
     def bounding_state(self, state: State, layout: Layout) -> State:
         """What of a state somebody needs who bounds rows, and nothing that only `Bound.next` does.
 
         Clients that make shares are sent this.
         """
-        needed = {}
+        needed: dict[str, Tensor] = {}
         for segment in self.cover(layout):
-            ready = segment.bound.ready(state_of(state, segment.prefix))
-            names = ready if segment.bound.needs is None else segment.bound.needs
-            needed.update({segment.prefix + name: ready[name] for name in names if name in ready})
+            ready, needs = segment.ready(state), segment.bound.needs
+            needed |= segment.named({k: v for k, v in ready.items() if needs is None or k in needs})
         return needed
 
     def noise_multipliers(
@@ -171,22 +202,16 @@ class Mechanism(ABC):
         FedsimError
             If no such split exists.
         """
-        split = {
-            segment.prefix + name: z
-            for segment in self.cover(layout)
-            for name, z in segment.bound.split(
-                shared(noise_multiplier, segment.shares), denominator
-            ).items()
-        }
+        split: dict[str, float] = {}
+        for segment in self.cover(layout):
+            z = shared(noise_multiplier, segment.shares)
+            split |= segment.named(segment.bound.split(z, denominator))
         return split | {side.name: shared(noise_multiplier, side.shares) for side in self.sides}
 
     def sensitivity(self, state: State, layout: Layout) -> float:
         """C: the L2 norm that one row can add to the sum, in the bounds' coordinates."""
-        radii = []
-        for segment in self.cover(layout):
-            ready = segment.bound.ready(state_of(state, segment.prefix))
-            radii.append(float(segment.bound.radius(ready, segment.layout.d)))
-        return math.hypot(*radii)
+        radii = (s.bound.radius(s.ready(state), s.layout.d) for s in self.cover(layout))
+        return math.hypot(*map(float, radii))
 
     def bound(
         self, block: Tensor, state: State | None = None, layout: Layout | None = None
@@ -206,30 +231,19 @@ class Mechanism(ABC):
         rows, out = DenseRows(block), torch.empty_like(block)
         bad = torch.zeros(len(block), dtype=torch.bool, device=block.device)
         for segment in self.cover(layout):
-            ready = segment.bound.ready(state_of(state, segment.prefix))
+            ready = segment.ready(state)
             columns = rows if segment.columns is None else rows.columns(segment.columns)
             for chunk, y in Chunks().of(columns.dense()):
-                bad[chunk] |= bounded_(segment.bound, y, ready, 1.0, None)[1]
+                bad[chunk] |= bounded_(segment.bound, y, ready, 1.0, 1.0)[1]
                 scatter(out[chunk], segment.bound.restore(y, ready), segment.columns)
         return out.masked_fill_(bad[:, None], 0.0)
-
-
-class Scalar(NamedTuple):
-    """A scalar that a bound makes of each row: it lies within ``center +- half``.
-
-    With a ``unit`` of its own it is no part of the release: weighted like its row, it is summed
-    in that unit, without noise, for `Bound.divisor` alone. That is for bounds without a guarantee.
-    """
-
-    center: float = 0.0
-    half: float = math.inf
-    unit: float | None = None
 
 
 class Shaped(NamedTuple):
     """Rows that ``factor [..., c]`` brings into the ball; NaN marks a non-finite row.
 
-    ``clipped`` says which of them were longer than their bound; ``sides`` are scalars, centred.
+    ``clipped`` says which of them were longer than their bound; ``sides`` are the bound's
+    scalars, centred, and what goes into its bare sums, ``[..., c]``, or wide, ``[..., c, d]``.
     """
 
     factor: Tensor
@@ -239,35 +253,39 @@ class Shaped(NamedTuple):
 
 @dataclass(frozen=True)
 class Released:
-    """What a state is updated from: the noisy mean and scalars, and how noisy they are.
+    """What a state is updated from: the noisy mean and scalars, and how noisy the mean is.
 
     Of n sums: ``mean [n, d]``, sides ``[n]``, and ``[n, 1]`` for what goes with the mean.
-    ``raw_mean`` is not private, and None except for the bound that asks for it by name.
+    ``bare_sums`` are sums without noise, ``[..., 1]`` or ``[..., d]``, of the bound that asks
+    for them by name.
     """
 
     mean: Tensor
     sides: Mapping[str, Number]
-    noise_multipliers: Mapping[str, Number]
-    denominator: Number
-    raw_mean: Tensor | None
+    noise_multiplier: Tensor
+    denominator: Tensor
+    bare_sums: Mapping[str, Tensor]
 
 
 class Bound(Mechanism):
     """A bound in coordinates where one isotropic Gaussian does; a mechanism of one segment.
 
     A subclass gives `radius` and `shape_`, and where it has them `init`, `ready`, `restore`,
-    `next`, `scalars`, `split` and `info`. They see one sum, or those of n owners with a leading
-    ``n`` on every tensor (``...`` below), and but for `info` never read a value.
+    `next`, `scalars`, `bare_sums`, `split` and `info`. They see one sum, or those of n owners with
+    a leading ``n`` on every tensor (``...`` below), and but for `info` never read a value.
     """
 
     needs: ClassVar[tuple[str, ...] | None] = None
     """Entries of `ready` without which no row can be bounded; None for all of them."""
     scalars: ClassVar[Mapping[str, Scalar]] = {}
-    """Scalars that `shape_` returns."""
-    shows: ClassVar[tuple[str, ...]] = ()
-    """Names of `info`."""
+    """Scalars that `shape_` makes of rows, and that a release has the noisy means of."""
     free: ClassVar[bool] = False
     """Whether the radius is infinite: rows are then summed in a unit of no bound's."""
+
+    @property
+    def bare_sums(self) -> Mapping[str, BareSum]:
+        """What `shape_` makes of rows beside, summed for `divisor` and `next` alone."""
+        return {}
 
     @property
     def guarantee(self) -> Guarantee:
@@ -307,11 +325,6 @@ class Bound(Mechanism):
         """Rows or a mean ``w [..., d]`` in the parameters' coordinates."""
         return w
 
-    @property
-    def keeps_raw(self) -> bool:
-        """Whether the un-noised sum of raw rows is kept beside; that voids the guarantee."""
-        return False
-
     def split(self, noise_multiplier: float, denominator: float) -> Mapping[str, float]:
         """Noise multipliers of the vector, ``sum``, and of the released scalars."""
         return {"sum": noise_multiplier}
@@ -320,8 +333,8 @@ class Bound(Mechanism):
         """Weights of rows as given, float64 ``[count]``; see `row_weights`."""
         return row_weights(weights, count, device)
 
-    def divisor(self, sums: Mapping[str, Tensor], denominator: Number) -> Number:
-        """What a sum is divided by; ``sums`` are those of scalars with a unit of their own."""
+    def divisor(self, bare_sums: Mapping[str, Tensor], denominator: Tensor) -> Tensor:
+        """What a sum is divided by, ``[..., 1]``, from the denominator or the bare sums."""
         return denominator
 
     def next(self, state: State, ready: State, released: Released) -> State:
@@ -334,16 +347,14 @@ class Bound(Mechanism):
 
 
 def bounded_(
-    bound: Bound, y: Tensor, ready: State, unit: Number, weights: Tensor | None
+    bound: Bound, y: Tensor, ready: State, unit: Number, weights: Number
 ) -> tuple[Shaped, Tensor]:
     """Overwrite float64 rows ``y [..., c, d]`` by bounded, weighted rows in units of a grid.
 
     Returns their shape and which rows, bool ``[..., c]``, were not finite.
     """
     shaped = bound.shape_(y, ready)
-    factor = shaped.factor / per_row(unit)
-    if weights is not None:
-        factor = factor * weights
+    factor = shaped.factor / per_row(unit) * weights
     bad = factor.isnan()
     # A row of NaN times zero is NaN: non-finite rows are wiped, not multiplied by zero.
     if y.is_cuda or bool(bad.any()):
@@ -365,22 +376,6 @@ def shared(noise_multiplier: float, shares: tuple[float, ...]) -> float:
     return noise_multiplier
 
 
-def state_of(state: State, prefix: str) -> State:
-    """A segment's entries, by their names in it; the noise's are nobody's."""
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in state.items()
-        if name.startswith(prefix) and not name.startswith(NOISE_PREFIX)
-    }
-
-
 def state_on(state: State, device: torch.device) -> State:
     """State with its vectors on ``device``; scalars stay on the CPU, where they are read."""
     return {name: tensor.to(device) if tensor.ndim else tensor for name, tensor in state.items()}
-
-
-def check_number(name: str, value: float, low: float, high: float) -> None:
-    """Raise `FedsimError` unless ``value`` lies in ``[low, high]``."""
-    if not low <= value <= high:
-        allowed = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
-        raise FedsimError(f"{name} is {value}; it must be {allowed}.")

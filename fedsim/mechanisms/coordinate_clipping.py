@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from fedsim.lazy import torch
 from fedsim.mechanisms.base import NORM, Bound, Shaped, State
@@ -44,14 +44,11 @@ class CoordinateClipping(Bound):
 
     Guarantee: the sum changes by at most ``C = clip_value * sqrt(d)`` in L2 norm when a row is
     added or removed; every coordinate's noise has standard deviation ``z * C``.
-
     """
 
     clip_value: Annotated[
         float, *NORM, Doc("The largest absolute value of a coordinate; C is it times sqrt(d).")
     ] = 0.01
-
-    shows: ClassVar[tuple[str, ...]] = ("clip-norm",)
 
     def radius(self, ready: State, d: int) -> float:
         """``clip_value * sqrt(d)``."""

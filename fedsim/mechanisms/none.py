@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import torch
-from fedsim.mechanisms.base import (
-    Bound,
-    Guarantee,
-    Number,
-    Scalar,
-    Shaped,
-    State,
-    Weighting,
-)
+from fedsim.mechanisms.base import BareSum, Bound, Guarantee, Shaped, State, Weighting
 from fedsim.registry import register
 from fedsim.rows.dense import Weights, row_weights
 from fedsim.rows.exact import FREE_TOTAL
@@ -42,7 +34,6 @@ class NoPrivacy(Bound):
     the same bytes for any order and any block size. A row longer than 2^20 has diverged: it
     is rejected and counted, like one that is not finite. The sum is divided by the realised
     weights, and the mean over no rows is zero.
-
     """
 
     weighting: Annotated[
@@ -50,9 +41,9 @@ class NoPrivacy(Bound):
     ] = "num-examples"
 
     free: ClassVar[bool] = True
-    scalars: ClassVar[Mapping[str, Scalar]] = {
-        "weight": Scalar(unit=WEIGHT_UNIT),
-        "reach": Scalar(unit=REACH_UNIT),  # weight times norm
+    bare_sums: ClassVar[Mapping[str, BareSum]] = {
+        "weight": BareSum(WEIGHT_UNIT),
+        "reach": BareSum(REACH_UNIT),  # weight times norm
     }
 
     @property
@@ -88,7 +79,7 @@ class NoPrivacy(Bound):
         sides = {"weight": torch.ones_like(factor), "reach": norms}
         return Shaped(factor, torch.zeros_like(factor, dtype=torch.bool), sides)
 
-    def divisor(self, sums: Mapping[str, Tensor], denominator: Number) -> Tensor:
+    def divisor(self, bare_sums: Mapping[str, Tensor], denominator: Tensor) -> Tensor:
         """The realised weights.
 
         Raises
@@ -96,10 +87,10 @@ class NoPrivacy(Bound):
         FedsimError
             If weights times norms are too large for an exact sum.
         """
-        reach = float(sums["reach"].max())
+        reach = float(bare_sums["reach"].max())
         if reach > FREE_TOTAL:
             raise FedsimError(
                 f"weights times norms of the updates add up to {reach:g}; an exact mean allows "
                 f"{FREE_TOTAL:g}."
             )
-        return torch.where(sums["weight"] > 0, sums["weight"], 1.0)
+        return torch.where(bare_sums["weight"] > 0, bare_sums["weight"], 1.0)

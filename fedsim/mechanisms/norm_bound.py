@@ -20,7 +20,6 @@ class NormBound(Clipping):
 
     A row that does exceed it is clipped all the same, so that the guarantee does not rest on
     the claim; the sum's ``clipped`` says how many did.
-
     """
 
     clip_norm: Annotated[

@@ -27,7 +27,6 @@ class Normalization(ScalingBound):
 
     Guarantee: the sum changes by at most C in L2 norm when a row is added or removed. How far
     it really moves does not depend on the row's length.
-
     """
 
     clip_norm: Annotated[float, *NORM, Doc("C: the L2 norm that every row gets.")] = 1.0
@@ -37,9 +36,7 @@ class Normalization(ScalingBound):
         Doc("kappa, added to a norm before it divides: rows much shorter than this stay short."),
     ] = 0.0
 
-    def scales(
-        self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0
-    ) -> Tensor:
+    def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
         """``C / (norm + smoothing)``, and 0 for a norm of 0; see `ScalingBound`."""
         smooth = norms if self.smoothing == 0 else norms + self.smoothing / unit
         return torch.where(norms == 0, 0.0, self.clip_norm / smooth)

@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.base import Segment, Shaped, Side, State, bounded_
+from fedsim.mechanisms.base import Scalar, Segment, Shaped, Side, State, bounded_
 from fedsim.rows.dense import BlockRows, Chunks, Rows, Weights, scatter
 from fedsim.rows.exact import (
     EVERYBODY,
     FREE_ROWS,
-    FREE_UNIT,
     GRID_BITS,
     MAX_ROWS,
     GridSum,
@@ -70,8 +70,13 @@ class Terms:
         return any(0 < z < math.inf for z in self.split.values())
 
     @property
+    def there(self) -> slice | EllipsisType:
+        """Which of the numbers that a releaser has for its owners are of these."""
+        return ... if self.owners is None else slice(self.owners)
+
+    @property
     def zeros(self) -> Tensor:
-        """A number for each sum, float64."""
+        """A number for each sum, float64 ``[...]``."""
         shape = () if self.owners is None else (self.owners,)
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
 
@@ -81,7 +86,7 @@ class PartialSum(GridSums):
 
     Dense rows are rounded one by one, so that sums have the same bytes however they are blocked
     and merged; rows that are not materialised are rounded as one sum a call. Its ``grids`` are
-    the ``sum`` and the scalars of each segment, after its prefix, and the side scalars.
+    those of each segment, after its prefix, and the side scalars.
 
     Parameters
     ----------
@@ -96,17 +101,13 @@ class PartialSum(GridSums):
         self.terms, self.before = terms, before
         chunks, zeros = Chunks(), terms.zeros
         self.segments = [
-            SegmentSum(segment, segment_ready, terms, chunks)
+            SegmentSum(segment, segment_ready, terms, zeros, chunks)
             for segment, segment_ready in zip(terms.segments, ready, strict=True)
         ]
-        grids = {
-            summed.segment.prefix + name: grid
-            for summed in self.segments
-            for name, grid in summed.grids.items()
-        }
-        for side in terms.sides:
-            half = side.high / 2
-            grids[side.name] = GridSum(zeros + half, 1, unit=grid_unit(half))
+        grids: dict[str, GridSum] = {}
+        for summed in self.segments:
+            grids |= summed.segment.named(summed.grids)
+        grids |= {side.name: _scalar_grid(side.scalar, zeros) for side in terms.sides}
         free = any(segment.bound.free for segment in terms.segments)
         super().__init__(grids, FREE_ROWS if free else MAX_ROWS, terms.device)
 
@@ -205,7 +206,7 @@ class PartialSum(GridSums):
         return row
 
     def _add_sides(self, sides: Mapping[str, Weights] | None, usable: Tensor) -> None:
-        """Clamped to [0, high] and centred; what is NaN or unusable adds nothing."""
+        """Clamped to their range and centred; what is NaN or unusable adds nothing."""
         for side in self.terms.sides:
             if sides is None or side.name not in sides:
                 raise FedsimError(
@@ -217,23 +218,30 @@ class PartialSum(GridSums):
                     f"side scalar '{side.name}' has shape {tuple(values.shape)}, "
                     f"not {tuple(usable.shape)}."
                 )
-            centred = values.clamp(0.0, side.high) - side.high / 2
+            center, half = side.scalar
+            centred = values.clamp(center - half, center + half) - center
             centred = torch.where(usable & ~values.isnan(), centred, 0.0)
-            self.grids[side.name].add_((centred / grid_unit(side.high / 2))[..., None])
+            self.grids[side.name].add_((centred / grid_unit(half))[..., None])
+
+
+def _scalar_grid(scalar: Scalar, zeros: Tensor) -> GridSum:
+    return GridSum(zeros + scalar.half, 1, unit=grid_unit(scalar.half))
 
 
 class SegmentSum:
-    """The sums of a segment: its vector, scalars that its bound makes, raw rows if it asks."""
+    """The sums of a segment: its vector, ``sum``, and its bound's scalars and bare sums."""
 
-    def __init__(self, segment: Segment, ready: State, terms: Terms, chunks: Chunks) -> None:
+    def __init__(
+        self, segment: Segment, ready: State, terms: Terms, zeros: Tensor, chunks: Chunks
+    ) -> None:
         self.segment, self.ready, self._chunks = segment, ready, chunks
-        bound, d, zeros = segment.bound, segment.layout.d, terms.zeros
+        bound, d = segment.bound, segment.layout.d
         self.grids = {"sum": self._vector(terms, zeros + bound.radius(ready, d), d)}
-        self._units = {k: v.unit or grid_unit(v.half) for k, v in bound.scalars.items()}
         for name, scalar in bound.scalars.items():
-            self.grids[name] = GridSum(zeros + scalar.half, 1, unit=self._units[name])
-        if bound.keeps_raw:
-            self.grids["raw"] = GridSum.free(zeros, d)
+            self.grids[name] = _scalar_grid(scalar, zeros)
+        for name, bare_sum in bound.bare_sums.items():
+            alone = GridSum(zeros, 1, unit=bare_sum.unit)
+            self.grids[name] = GridSum.free(zeros, d) if bare_sum.wide else alone
 
     def _vector(self, terms: Terms, radius: Tensor, d: int) -> GridSum:
         if self.segment.bound.free:
@@ -268,11 +276,8 @@ class SegmentSum:
         for chunk_owners, index, y in self._chunks_of(rows, counts, owners):
             ready, unit = self._ready_of(chunk_owners)
             weight = weights[index]
-            raw = y * (weight / FREE_UNIT)[..., None] if bound.keeps_raw else None
             shaped, bad = bounded_(bound, y, ready, unit, weight)
             vector.add_(y, chunk_owners)
-            if raw is not None:
-                self.grids["raw"].add_(raw.masked_fill_(bad[..., None], 0.0), chunk_owners)
             self._note(shaped, bad, weight, chunk_owners, index, masks)
 
     def _ready_of(self, owners: Owners) -> tuple[State, Tensor]:
@@ -307,12 +312,15 @@ class SegmentSum:
         index: slice | tuple[slice, slice],
         masks: RowMasks | None,
     ) -> None:
-        """Add the scalars of rows, and say what became of them."""
+        """Add what else is summed of rows, and say what became of them."""
         if masks is not None:
             masks.rejected[index].logical_or_(bad)
             masks.clipped[index].logical_or_(shaped.clipped)
-        for name, scalar in self.segment.bound.scalars.items():
-            values = torch.where(~bad & (weights > 0), shaped.sides[name], 0.0)
-            if scalar.unit is not None:
-                values = values * weights
-            self.grids[name].add_((values / self._units[name])[..., None], owners)
+        bound, there = self.segment.bound, ~bad & (weights > 0)
+        for name, scalar in bound.scalars.items():
+            values = torch.where(there, shaped.sides[name], 0.0) / grid_unit(scalar.half)
+            self.grids[name].add_(values[..., None], owners)
+        for name, bare_sum in bound.bare_sums.items():
+            values = shaped.sides[name] if bare_sum.wide else shaped.sides[name][..., None]
+            values = torch.where(there[..., None], values, 0.0) * weights[..., None]
+            self.grids[name].add_(values / bare_sum.unit, owners)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
-import torch
 
 from fedsim.errors import FedsimError
 from fedsim.mechanisms.base import Guarantee, Mechanism, Segment
@@ -76,10 +74,7 @@ class PerLayer(Mechanism):
             raise FedsimError(f"shares are {len(shares)}; the model has {len(layers)} layers.")
         segments = []
         for k, ((bound, entries), share) in enumerate(zip(layers, shares, strict=True)):
-            columns = tuple(slice(start, stop) for start, stop in _spans(entries))
-            layer = Layout.of(
-                {e.name: torch.empty(e.shape, dtype=e.dtype, device="meta") for e in entries}
-            )
+            layer, columns = layout.take(entries)
             (inner,) = bound.cover(layer)
             shares_in = (share, *inner.shares)
             segments.append(replace(inner, prefix=f"{k}.", columns=columns, shares=shares_in))
@@ -104,14 +99,3 @@ class PerLayer(Mechanism):
             if not layer:
                 raise FedsimError(f"pattern '{pattern}' of the parts is left with no parameter.")
         return list(zip(self._bounds, matched, strict=True))
-
-
-def _spans(entries: Sequence[Parameter]) -> list[tuple[int, int]]:
-    """Columns of these entries, neighbours joined."""
-    spans: list[tuple[int, int]] = []
-    for entry in entries:
-        if spans and spans[-1][1] == entry.start:
-            spans[-1] = (spans[-1][0], entry.stop)
-        else:
-            spans.append((entry.start, entry.stop))
-    return spans

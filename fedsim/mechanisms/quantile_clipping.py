@@ -39,7 +39,6 @@ class QuantileClipping(ScalingBound):
 
     Guarantee: vector and bit together are one Gaussian of multiplier z on a sum of sensitivity
     C; the vector's own multiplier is ``(z^-2 - (2 * bit_noise * r)^-2)^(-1/2)``.
-
     """
 
     target_quantile: Annotated[
@@ -65,7 +64,6 @@ class QuantileClipping(ScalingBound):
     ] = 0.05
 
     scalars: ClassVar[Mapping[str, Scalar]] = {BIT: Scalar(center=0.5, half=0.5)}
-    shows: ClassVar[tuple[str, ...]] = ("clip-norm", "next-clip-norm")
 
     def init(self, layout: Layout) -> State:
         """``clip_norm``: C, float64 scalar."""
@@ -84,12 +82,9 @@ class QuantileClipping(ScalingBound):
             )
         return {"sum": (noise_multiplier**-2 - bit**-2) ** -0.5, BIT: bit}
 
-    def scales(
-        self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0
-    ) -> Tensor:
-        """``min(1, C / norm)`` at the state's C; see `ScalingBound`."""
-        clip_norm = self.initial_clip_norm if state is None else state["clip_norm"]
-        return clip_factor(norms, per_row(clip_norm), unit)
+    def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
+        """``min(1, C / norm)`` at this round's C; see `ScalingBound`."""
+        return clip_factor(norms, per_row(ready["clip_norm"]), unit)
 
     def radius(self, ready: State, d: int) -> Tensor:
         """This round's C."""

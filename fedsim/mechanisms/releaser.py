@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import EllipsisType
 
 import numpy as np
 import torch
@@ -20,8 +22,8 @@ from fedsim.mechanisms.base import (
     Mechanism,
     Number,
     Released,
+    Scalar,
     State,
-    state_of,
     state_on,
 )
 from fedsim.mechanisms.drawing import NoiseSource, normals
@@ -122,16 +124,16 @@ class Releaser:
             exact=exact or mechanism.guarantee == "none",
             double=layout.dtype == torch.float64,
         )
-        self._denominators = self._per_owner([{"r": float(r)} for r in numbers])["r"]
-        self._multipliers = self._per_owner(self._splits)
+        self._denominators = self._per_sum(numbers)
+        self._multipliers = self._by_name(self._splits)
 
-    def _per_owner(self, splits: Sequence[Mapping[str, float]]) -> dict[str, Tensor]:
-        """Noise multipliers by name, ``[...]``."""
+    def _per_sum(self, numbers: Sequence[float]) -> Tensor:
         zeros = self._terms.zeros
-        return {
-            name: zeros.new_tensor([split[name] for split in splits]).view(zeros.shape)
-            for name in splits[0]
-        }
+        return zeros.new_tensor(numbers).view(zeros.shape)
+
+    def _by_name(self, splits: Sequence[Mapping[str, float]]) -> dict[str, Tensor]:
+        """Noise multipliers ``[...]`` of each name."""
+        return {name: self._per_sum([split[name] for split in splits]) for name in splits[0]}
 
     def start(self, state: State, active: int | None = None) -> PartialSum:
         """Empty sums for one round.
@@ -145,16 +147,12 @@ class Releaser:
         """
         terms = self._terms if active is None else replace(self._terms, owners=active)
         before = state_on(state, terms.device)
-        ready = [
-            segment.bound.ready(state_of(before, segment.prefix)) for segment in terms.segments
-        ]
-        return PartialSum(terms, before, ready)
+        return PartialSum(terms, before, [segment.ready(before) for segment in terms.segments])
 
     def start_bounding(self, bounding: State) -> PartialSum:
         """Empty sums from `Mechanism.bounding_state`: they are added to, not released."""
         ready = state_on(bounding, self._terms.device)
-        prefixes = [segment.prefix for segment in self._terms.segments]
-        return PartialSum(self._terms, {}, [state_of(ready, prefix) for prefix in prefixes])
+        return PartialSum(self._terms, {}, [s.select(ready) for s in self._terms.segments])
 
     def release(
         self, total: PartialSum, *sources: NoiseSource, asked: int | None = None
@@ -170,61 +168,53 @@ class Releaser:
             For a sum of shares: how many clients were asked. The server then adds only what
             the missing ones would have.
         """
-        count = 0 if asked is None else total.count
-        units, kept = self.noised(
-            total,
-            sources,
-            None if asked is None else lambda z: top_up_multiplier(z, asked, count),
-        )
-        r = _first(self._denominators, total)
+        change = None
+        if asked is not None:
+            change = partial(top_up_multiplier, asked=asked, usable=total.count)
+        units, kept = self.noised(total, sources, change)
         state: dict[str, Tensor] = {NOISE_PREFIX + name: tensor for name, tensor in kept.items()}
-        sides: dict[str, Number] = {}
         info: dict[str, float] = {}
-        means = []
+        means, sides = [], self._sides(total, units)
         for summed in total.segments:
-            prefix, bound = summed.segment.prefix, summed.segment.bound
-            released = self._released(total, summed, units, r)
-            new = bound.next(state_of(total.before, prefix), summed.ready, released)
+            segment, bound = summed.segment, summed.segment.bound
+            released = self._released(summed, units, sides, total.terms.there)
+            new = bound.next(segment.select(total.before), summed.ready, released)
             means.append(released.mean)
-            state |= {prefix + name: tensor for name, tensor in new.items()}
-            sides |= {prefix + name: mean for name, mean in released.sides.items()}
+            state |= segment.named(new)
             if self._one:
-                shown = bound.info(summed.ready, new, summed.segment.layout.d)
-                info |= {prefix + name: number for name, number in shown.items()}
-        for side in self._terms.sides:
-            if side.name in units:
-                unit = total.grids[side.name].unit
-                sides[side.name] = self._mean(units[side.name], unit, side.high / 2, r)
+                info |= segment.named(bound.info(summed.ready, new, segment.layout.d))
         return Release(total.joined(means), state, sides, info)
 
-    def _released(
-        self, total: PartialSum, summed: SegmentSum, units: Mapping[str, Tensor], r: Tensor
-    ) -> Released:
-        """A segment's mean in the parameters' coordinates, and its scalars."""
-        prefix, bound, grids = summed.segment.prefix, summed.segment.bound, summed.grids
-        tallies, sides = {}, {}
-        for name, scalar in bound.scalars.items():
-            sums, unit = units[prefix + name], grids[name].unit
-            if scalar.unit is None:
-                sides[name] = self._mean(sums, unit, scalar.center, r)
-            else:
-                tallies[name] = sums[..., 0] * unit
-        # A unit is a power of two: one division rounds as a product and a division would.
-        divisor = bound.divisor(tallies, r) / grids["sum"].unit
-        mean = bound.restore(units[prefix + "sum"].div_(divisor[..., None]), summed.ready)
-        raw = None
-        if bound.keeps_raw:
-            raw = units[prefix + "raw"].div_((r / grids["raw"].unit)[..., None])
-        multipliers = {
-            name: _first(self._multipliers[prefix + name], total)[..., None]
-            for name in ("sum", *sides)
+    def _sides(self, total: PartialSum, units: Mapping[str, Tensor]) -> dict[str, Number]:
+        """Means of all scalars that are released, by their names in the mechanism."""
+        r = self._denominators[total.terms.there]
+        scalars: dict[str, Scalar] = {}
+        for segment in self._terms.segments:
+            scalars |= segment.named(segment.bound.scalars)
+        scalars |= {side.name: side.scalar for side in self._terms.sides}
+        means = {
+            name: scalar.center + units[name][..., 0] * total.grids[name].unit / r
+            for name, scalar in scalars.items()
+            if name in units
         }
-        return Released(mean, sides, multipliers, r[..., None], raw)
+        return {name: float(mean) if self._one else mean for name, mean in means.items()}
 
-    def _mean(self, sums: Tensor, unit: Tensor, center: float, r: Tensor) -> Number:
-        """Mean of a scalar from its sum ``[..., 1]``."""
-        mean = center + sums[..., 0] * unit / r
-        return float(mean) if self._one else mean
+    def _released(
+        self,
+        summed: SegmentSum,
+        units: Mapping[str, Tensor],
+        sides: Mapping[str, Number],
+        there: slice | EllipsisType,
+    ) -> Released:
+        """A segment's mean in the parameters' coordinates, and what goes with it."""
+        segment, bound, grids = summed.segment, summed.segment.bound, summed.grids
+        units, r = segment.select(units), self._denominators[there][..., None]
+        bare_sums = {name: units[name] * grids[name].unit[..., None] for name in bound.bare_sums}
+        # A unit is a power of two: one division rounds as a product and a division would.
+        divisor = bound.divisor(bare_sums, r) / grids["sum"].unit[..., None]
+        mean = bound.restore(units["sum"].div_(divisor), summed.ready)
+        z = self._multipliers[segment.prefix + "sum"][there][..., None]
+        return Released(mean, segment.select(sides), z, r, bare_sums)
 
     def noised(
         self,
@@ -251,7 +241,7 @@ class Releaser:
         }
         if change is not None:
             splits = [{name: change(z) for name, z in split.items()} for split in self._splits]
-            split, multipliers = splits[0], self._per_owner(splits)
+            split, multipliers = splits[0], self._by_name(splits)
         units = {name: grid.units() for name, grid in grids.items() if split.get(name, 0.0) == 0}
         names = [name for name, z in split.items() if 0 < z < math.inf]
         if not names:
@@ -263,14 +253,9 @@ class Releaser:
         if self.noise.correlated:  # what is kept must not be rounded with what is released
             noise = noise.clone()
         for name, draws in zip(names, noise.split(sizes, dim=-1), strict=True):
-            std = _first(multipliers[name], total) * grids[name].radius / grids[name].unit
+            std = multipliers[name][total.terms.there] * grids[name].radius / grids[name].unit
             draws.mul_(std[..., None]).round_()
             # One vector becomes the release; of several owners' the sums do, which are used up.
             sums = grids[name].on_grid()
             units[name] = draws.add_(sums) if self._one else sums.add_(draws)
         return units, kept
-
-
-def _first(numbers: Tensor, total: PartialSum) -> Tensor:
-    """Those of the owners that are still there."""
-    return numbers if total.terms.owners is None else numbers[: total.terms.owners]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.base import BOUND_RANGE, Guarantee, Mechanism, Segment, Side, check_number
+from fedsim.mechanisms.base import NORM, Guarantee, Mechanism, Scalar, Segment, Side
 from fedsim.rows.layout import Layout
+from fedsim.settings import Doc, Ge, Lt
 
 __all__ = ["PrivateScalar"]
 
@@ -20,27 +22,17 @@ class PrivateScalar(Mechanism):
 
     Guarantee: that of the mechanism inside, at the whole multiplier z: of ``1 / z^2`` the
     scalar takes ``fraction`` and leaves the rest; its noise multiplier is ``z / sqrt(fraction)``.
-
-    Parameters
-    ----------
-    mechanism : Mechanism
-    name : str
-        Of the scalar, in `PartialSum.add` and `Release.sides`.
-    high : float
-        The largest value.
-    fraction : float
-        In [0, 1). 0 is infinite noise: the scalar is not released.
     """
 
-    mechanism: Mechanism
-    name: str = "loss"
-    high: float = 1.0
-    fraction: float = 0.1
+    mechanism: Annotated[Mechanism, Doc("The one inside.")]
+    name: Annotated[str, Doc("Of the scalar, in `PartialSum.add` and `Release.sides`.")] = "loss"
+    high: Annotated[float, *NORM, Doc("The largest value.")] = 1.0
+    fraction: Annotated[
+        float, Ge(0), Lt(1), Doc("0 is infinite noise: the scalar is not released.")
+    ] = 0.1
 
     def __post_init__(self) -> None:
-        check_number("high", self.high, *BOUND_RANGE)
-        if not 0 <= self.fraction < 1:
-            raise FedsimError(f"fraction is {self.fraction}; it must be at least 0 and below 1.")
+        super().__post_init__()
         if self.name in self.mechanism.side_names:
             raise FedsimError(f"name is '{self.name}'; the mechanism inside has such a scalar.")
         if self.mechanism.weighting != "uniform":
@@ -60,6 +52,7 @@ class PrivateScalar(Mechanism):
     @property
     def sides(self) -> tuple[Side, ...]:
         """The inner mechanism's, with what is left of the budget, and this one."""
-        left = 1 - self.fraction
+        left, half = 1 - self.fraction, self.high / 2
+        scalar = Scalar(center=half, half=half)
         inner = (replace(side, shares=(left, *side.shares)) for side in self.mechanism.sides)
-        return (*inner, Side(self.name, self.high, (self.fraction,)))
+        return (*inner, Side(self.name, scalar, (self.fraction,)))

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from fedsim.lazy import torch
-from fedsim.mechanisms.base import (
-    Bound,
-    Number,
-    Shaped,
-    State,
-    per_row,
-)
+from fedsim.mechanisms.base import Bound, Number, Shaped, State, per_row
 from fedsim.rows.dense import Rows, norms_, round_up
 
 if TYPE_CHECKING:
@@ -27,20 +21,16 @@ IMPLICIT_MARGIN = 2.0**-19
 class ScalingBound(Bound):
     """A bound whose bounded row is the row times what `scales` gives."""
 
-    shows: ClassVar[tuple[str, ...]] = ("clip-norm",)
-
     @abstractmethod
-    def scales(
-        self, norms: Tensor, state: State | None = None, *, unit: Tensor | float = 1.0
-    ) -> Tensor:
+    def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
         """Factor of each row, from the norms alone.
 
         Parameters
         ----------
         norms : Tensor ``[..., rows]``
             NaN (a non-finite row) gives NaN; whoever multiplies puts zero there.
-        state : State, optional
-            Where the bound adapts.
+        ready : State
+            `Bound.ready`, where the bound adapts.
         unit : Tensor or float
             The norms are in these units and the factor is for rows in these units, as
             extreme rows are rescaled.
@@ -62,7 +52,7 @@ class ScalingBound(Bound):
             y.mul_(scale.unsqueeze(-2))
         d = y.shape[-1]
         norms, unit = norms_(y)
-        factor = self.scales(round_up(norms, d), ready, unit=1.0 if unit is None else unit)
+        factor = self.scales(round_up(norms, d), ready, 1.0 if unit is None else unit)
         clipped = (norms if unit is None else norms * unit) > per_row(self.radius(ready, d))
         return Shaped(factor, clipped, self.sides_of(clipped))
 
@@ -70,34 +60,14 @@ class ScalingBound(Bound):
         self, rows: Rows, ready: State, unit: Number, weights: Tensor
     ) -> tuple[Shaped, Tensor] | None:
         """From norms and one weighted sum, without a row but those that are in doubt."""
-        scale, center = self.whitening(ready)
-        measured = rows.measure(scale, center)
+        measured = rows.measure(*self.whitening(ready))
         if measured is None:
             return None
-        norms, doubtful = measured.norms, measured.doubtful
-        written = {}
-        if doubtful is not None:
-            for index in map(tuple, doubtful.nonzero().tolist()):
-                row = rows.row(index).double()
-                row = row if center is None else row - center[index[:-1]]
-                row = row if scale is None else row * scale[index[:-1]]
-                length, power = norms_(row)
-                norms[index] = length if power is None else length * power
-                written[index] = row if power is None else row * power
-        clipped = norms > per_row(self.radius(ready, 1))
+        clipped = measured.norms > per_row(self.radius(ready, 1))
         # The margin covers the rounding of the formula for norms, and of the sum to the grid.
-        factor = self.scales(norms * (1 + IMPLICIT_MARGIN), ready)
+        factor = self.scales(measured.norms * (1 + IMPLICIT_MARGIN), ready, 1.0)
         weight = factor.nan_to_num(nan=0.0) / per_row(unit) * weights
-        certain = weight if doubtful is None else weight.masked_fill(doubtful, 0.0)
-        total = rows.sum(certain)
-        if center is not None:
-            total = total - certain.sum(-1, keepdim=True) * center
-        if scale is not None:
-            total = total * scale
-        for index, row in written.items():
-            if weight[index] > 0:
-                total[index[:-1]] += row * weight[index]
-        return Shaped(factor, clipped, self.sides_of(clipped)), total
+        return Shaped(factor, clipped, self.sides_of(clipped)), measured.sum(weight)
 
     def sides_of(self, clipped: Tensor) -> Mapping[str, Tensor]:
         """Scalars of rows, of which bool ``clipped [..., rows]`` are longer than the bound."""

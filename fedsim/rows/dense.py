@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -20,7 +20,7 @@ __all__ = [
     "Chunks",
     "DenseRows",
     "Index",
-    "Norms",
+    "MeasuredRows",
     "Rows",
     "Weights",
     "norms_",
@@ -62,14 +62,13 @@ class Rows(Protocol):
         ``scale`` and ``center`` are float64 ``[..., d]``.
         """
 
-    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> Norms | None:
-        """`norms` without the rows, and where they are not to be relied on.
+    def measure(
+        self, scale: Tensor | None = None, center: Tensor | None = None
+    ) -> MeasuredRows | None:
+        """The rows in these coordinates, without being written out but for a few.
 
         None if that could be any of them: the rows themselves must be looked at.
         """
-
-    def row(self, index: tuple[int, ...]) -> Tensor:
-        """One row, written out, ``[d]``."""
 
     def sum(self, weights: Tensor) -> Tensor:
         """``sum_k weights_k row_k``, float64 ``[..., d]``; a row of weight zero adds nothing."""
@@ -82,19 +81,39 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Norms:
-    """Norms from a formula.
+class MeasuredRows:
+    """Rows in coordinates ``(row - center) * scale``, and how long they are there.
 
     Attributes
     ----------
+    rows : Rows
     norms : float64 Tensor ``[..., rows]``
-        With a relative error below 2^-20, and so has the row in a weighted sum of rows.
-    doubtful : bool Tensor ``[..., rows]`` or None
-        Rows of which that is not certain; None if there can be none.
+        With a relative error below 2^-20, and so has a row in `sum`; NaN for a non-finite row.
+    scale, center : float64 Tensor ``[..., d]``, optional
+    written : mapping of indices to float64 Tensor ``[d]``
+        Rows of which a formula would not be certain, in these coordinates.
     """
 
+    rows: Rows
     norms: Tensor
-    doubtful: Tensor | None = None
+    scale: Tensor | None = None
+    center: Tensor | None = None
+    written: Mapping[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    def sum(self, weights: Tensor) -> Tensor:
+        """Their weighted sum, float64 ``[..., d]``; a row of weight zero adds nothing."""
+        certain = weights.clone() if self.written else weights
+        for index in self.written:
+            certain[index] = 0.0
+        total = self.rows.sum(certain)
+        if self.center is not None:
+            total = total - certain.sum(-1, keepdim=True) * self.center
+        if self.scale is not None:
+            total = total * self.scale
+        for index, row in self.written.items():
+            if weights[index] > 0:
+                total[index[:-1]] += row * weights[index]
+        return total
 
 
 class BlockRows(Rows, Protocol):
@@ -136,13 +155,9 @@ class DenseRows:
             out[clients, chunk] = norms if unit is None else norms * unit
         return lengths
 
-    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> Norms:
+    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> MeasuredRows:
         """See `Rows`."""
-        return Norms(self.norms(scale, center))
-
-    def row(self, index: tuple[int, ...]) -> Tensor:
-        """See `Rows`."""
-        return self.tensor[index]
+        return MeasuredRows(self, self.norms(scale, center), scale, center)
 
     def sum(self, weights: Tensor) -> Tensor:
         """See `Rows`; a plain float64 sum, in the order of the rows."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedsim.rows.alignment import aligned_double, product
-from fedsim.rows.dense import BlockRows, DenseRows, Index, Norms
+from fedsim.rows.dense import BlockRows, DenseRows, Index, MeasuredRows, norms_
 
 __all__ = ["LinearPart", "OuterRows", "Squares"]
 
@@ -175,17 +175,11 @@ class OuterRows:
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
         """See `Rows`. A norm whose square leaves float64's range counts as non-finite."""
         measured = self.measure(scale, center)
-        if measured is None:
-            return DenseRows(self.dense()).norms(scale, center)
-        if measured.doubtful is not None:
-            for index in measured.doubtful.nonzero().tolist():
-                whitening = [None if v is None else v[tuple(index[:-1])] for v in (scale, center)]
-                measured.norms[tuple(index)] = DenseRows(self.row(tuple(index))[None]).norms(
-                    *whitening
-                )[0]
-        return measured.norms
+        return DenseRows(self.dense()).norms(scale, center) if measured is None else measured.norms
 
-    def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> Norms | None:
+    def measure(
+        self, scale: Tensor | None = None, center: Tensor | None = None
+    ) -> MeasuredRows | None:
         """See `Rows`."""
         cancels = center is not None or any(layer.cancels for layer in self.parts)
         if cancels and self.parts[0].x.is_cuda:
@@ -203,22 +197,29 @@ class OuterRows:
             start += layer.size
         values = torch.stack([squares.values for squares in every]).sum(0)
         norms = torch.where(torch.isfinite(values), values.sqrt(), torch.nan)
-        doubtful = None
+        doubtful: list[list[int]] = []
         if cancels:
             sizes = torch.stack([squares.sizes_ for squares in every]).sum(0)
             depth = max(squares.depth for squares in every) + DEPTH
             least = max(LEAST, 2.0**22 * depth * 2.0**-52)
             # NaN is not finite, and no doubt: such a row contributes nothing.
-            doubtful = torch.isfinite(sizes) & (sizes > 0) & ~(values >= least * sizes)
+            doubted = torch.isfinite(sizes) & (sizes > 0) & ~(values >= least * sizes)
+            doubtful = doubted.nonzero().tolist()
         if scale is not None or self.parts[0].x.dtype == torch.float64:
             # Squares that have lost digits. No product of float32 numbers comes as far.
             norms = norms.masked_fill((values > 0) & (values < TINY), torch.nan)
-        if doubtful is not None and not doubtful.any():
-            doubtful = None
-        return Norms(norms, doubtful)
+        written = {}
+        for index in map(tuple, doubtful):
+            row = self._row(index).double()
+            row = row if center is None else row - center[index[:-1]]
+            row = row if scale is None else row * scale[index[:-1]]
+            length, power = norms_(row)
+            norms[index] = length if power is None else length * power
+            written[index] = row if power is None else row * power
+        return MeasuredRows(self, norms, scale, center, written)
 
-    def row(self, index: tuple[int, ...]) -> Tensor:
-        """See `Rows`; from copies, which lie where the allocator puts everything."""
+    def _row(self, index: tuple[int, ...]) -> Tensor:
+        """One row ``[d]``, from copies, which lie where the allocator puts everything."""
         parts = [replace(p, x=p.x[index].clone(), delta=p.delta[index].clone()) for p in self.parts]
         return torch.cat([layer.dense() for layer in parts], dim=-1)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -98,6 +98,24 @@ class Layout:
             entry.name: vector[..., entry.start : entry.stop].reshape((*lead, *entry.shape))
             for entry in self.entries
         }
+
+    def take(self, entries: Sequence[Parameter]) -> tuple[Layout, tuple[slice, ...]]:
+        """These entries as a layout of their own, and the columns that they are here.
+
+        Columns of neighbours are joined.
+        """
+        alone: list[Parameter] = []
+        columns: list[slice] = []
+        start = 0
+        for entry in entries:
+            stop = start + entry.stop - entry.start
+            alone.append(replace(entry, start=start, stop=stop))
+            if columns and columns[-1].stop == entry.start:
+                columns[-1] = slice(columns[-1].start, entry.stop)
+            else:
+                columns.append(slice(entry.start, entry.stop))
+            start = stop
+        return Layout(tuple(alone)), tuple(columns)
 
     def slices(self) -> dict[str, slice]:
         """Slice of a row for each name."""

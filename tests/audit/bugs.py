@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fedsim.mechanisms import NoiseSource, Normalization
-from fedsim.mechanisms.base import Scalar
+from fedsim.mechanisms.base import BareSum
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.mechanisms.releaser import Releaser
 from fedsim.privacy import Accountant, Event, Ledger
@@ -166,7 +166,7 @@ def _layer() -> Iterator[None]:
 @contextmanager
 def _realised() -> Iterator[None]:
     with (
-        patch.object(Normalization, "scalars", {"count": Scalar(unit=1.0)}),
+        patch.object(Normalization, "bare_sums", {"count": BareSum(unit=1.0)}),
         patch.object(
             Normalization,
             "sides_of",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedsim.cohorts import Cohort, FullCohort
 from fedsim.mechanisms import AdaptiveNoise, Clipping, Mechanism
-from fedsim.mechanisms.base import Scalar
+from fedsim.mechanisms.base import BareSum
 from fedsim.strategies import DPFedAvg
 
 
@@ -58,7 +58,7 @@ class CountedTwice(Clipping):
 class RealisedCount(Clipping):
     """The mean is over those who replied, not over those expected."""
 
-    scalars = {"count": Scalar(unit=1.0)}  # noqa: RUF012
+    bare_sums = {"count": BareSum(unit=1.0)}  # noqa: RUF012
 
     def sides_of(self, clipped):
         return {"count": torch.ones_like(clipped, dtype=torch.float64)}
@@ -74,7 +74,7 @@ class WeightedByExamples(RealisedCount):
     def weighting(self):
         return "num-examples"
 
-    scalars = {"count": Scalar(unit=2.0**-20)}  # noqa: RUF012
+    bare_sums = {"count": BareSum(unit=2.0**-20)}  # noqa: RUF012
 
     def weights(self, weights, count, device):
         return super().weights(torch.as_tensor(weights) / 1000, count, device)

@@ -30,7 +30,6 @@ from fedsim.mechanisms import (
     Release,
     State,
 )
-from fedsim.mechanisms.base import state_of
 from fedsim.privacy.noise import share_multiplier, top_up_multiplier
 from fedsim.rows import DenseRows, Layout
 from fedsim.training.shares import add_shares
@@ -109,7 +108,7 @@ def ball_bounds(mechanism: Mechanism, state: State, layout: Layout) -> list[tupl
     return [
         (
             part.columns[0] if part.columns else slice(0, layout.d),
-            part.bound.sensitivity(state_of(state, part.prefix), part.layout),
+            part.bound.sensitivity(part.select(state), part.layout),
         )
         for part in mechanism.cover(layout)
     ]
@@ -249,7 +248,7 @@ def expected_std(mechanism: Mechanism, state: State, layout: Layout, z: float) -
     out = torch.empty(layout.d, dtype=torch.float64)
     for part in mechanism.cover(layout):
         columns = part.columns[0] if part.columns else slice(0, layout.d)
-        shape = shape_of(part.bound, state_of(state, part.prefix), part.layout.d)
+        shape = shape_of(part.bound, part.select(state), part.layout.d)
         out[columns] = shape * split[part.prefix + "sum"]
     return out
 

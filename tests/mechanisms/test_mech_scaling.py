@@ -105,7 +105,8 @@ def test_rows_within_c_pass_clipping_unchanged() -> None:
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_scales_of_norms_of_any_shape_give_the_bounded_rows(mechanism: ScalingBound) -> None:
     block = torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    factors = mechanism.scales(torch.linalg.vector_norm(block, dim=2))
+    norms = torch.linalg.vector_norm(block, dim=2)
+    factors = mechanism.scales(norms, mechanism.ready(mechanism.init(layout_of_rows(block))), 1.0)
     assert factors.shape == (6, 4)
     by_scale = (block * factors[..., None]).reshape(24, 5)
     torch.testing.assert_close(by_scale, mechanism.bound(block.reshape(24, 5)), atol=4e-9, rtol=0)
@@ -143,5 +144,5 @@ def test_impossible_bounds_are_refused(value: float) -> None:
 def test_the_scale_of_a_non_finite_row_is_nan_and_of_a_zero_row_finite(
     mechanism: ScalingBound,
 ) -> None:
-    scales = mechanism.scales(torch.tensor([NAN, 0.0]))
+    scales = mechanism.scales(torch.tensor([NAN, 0.0]), {}, 1.0)
     assert scales.isnan().tolist() == [True, False]
