@@ -36,7 +36,7 @@ test: $(DEV_INSTALLED)  ## run the tests, on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(DEV_INSTALLED)  ## run the tests of whole federations, and audits of planted bugs (many minutes)
-	$(BIN)/python -m pytest -m slow tests/integration tests/audit tests/reports
+	$(BIN)/python -m pytest -m slow
 
 test-gpu: $(DEV_INSTALLED)  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/training tests/integration
