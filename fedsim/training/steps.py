@@ -88,13 +88,13 @@ class Ended:
         return Ended(self.theta.clone(), *copied)
 
     @classmethod
-    def joined(cls, groups: list[Ended]) -> Ended:
-        """Of all clients, in the order of the parts."""
+    def joined(cls, groups: list[Ended], theta: Tensor | None = None) -> Ended:
+        """Of all clients, in the order of the parts; ``theta`` where it is joined already."""
         if len(groups) == 1:
             return groups[0]
         first = groups[0]
         return cls(
-            torch.cat([ended.theta for ended in groups]),
+            torch.cat([ended.theta for ended in groups]) if theta is None else theta,
             {k: torch.cat([ended.reports[k] for ended in groups]) for k in first.reports},
             {k: torch.cat([ended.carried[k] for ended in groups]) for k in first.carried},
             {k: torch.cat([ended.sent[k] for ended in groups]) for k in first.sent},
@@ -129,12 +129,7 @@ class Steps:
         ``kept`` replaces the entries of the initial state of those clients that are ``present
         [n]``.
         """
-        algorithm, steps = self.bench.algorithm, self.batches.steps
-        state = algorithm.init(theta, numbers)
-        for name in self.bench.carried:
-            if name in kept and name in state:
-                mask = present.view(-1, *[1] * (state[name].dim() - 1))
-                state[name] = torch.where(mask, kept[name].to(state[name]), state[name])
+        steps, state = self.batches.steps, self.start(theta, numbers, kept, present)
         active = len(steps)
         ended: list[Ended] = []
         with exact(self.bench.device):
@@ -148,6 +143,17 @@ class Steps:
         ended.append(self._end(state, 0))
         ended.reverse()  # those with most steps come first, and end last
         return Ended.joined(ended)
+
+    def start(
+        self, theta: Tensor, numbers: State, kept: Mapping[str, Tensor], present: Tensor
+    ) -> State:
+        """Where steps start; parameters as of `run`."""
+        state = self.bench.algorithm.init(theta, numbers)
+        for name in self.bench.carried:
+            if name in kept and name in state:
+                mask = present.view(-1, *[1] * (state[name].dim() - 1))
+                state[name] = torch.where(mask, kept[name].to(state[name]), state[name])
+        return state
 
     def step(self, state: State, index: int, active: int) -> None:
         """One step of the first ``active`` clients."""

@@ -21,6 +21,7 @@ from fedsim.rows.exchange import KEEP_SINCE, Block, ClientStates
 from fedsim.rows.layout import Layout
 from fedsim.tasks import Accuracy, MeanOf, Metric
 from fedsim.tasks.losses import Loss, cross_entropy
+from fedsim.training.alone_steps import AloneSteps
 from fedsim.training.batches import Batches, Ints, plan_batches
 from fedsim.training.checks import check_model
 from fedsim.training.data import ClientData
@@ -34,7 +35,7 @@ from fedsim.training.local_step import LocalStep
 from fedsim.training.memory import Memory, Sent, StateKind, memory_for, packed, unpacked
 from fedsim.training.paths.choice import Path, PathName, block_limit, choose, convolutional
 from fedsim.training.paths.examples import Way, ways
-from fedsim.training.paths.stacked import stack
+from fedsim.training.paths.stacked import StackedPath, stack
 from fedsim.training.personal import Personal
 from fedsim.training.probe import Probe
 from fedsim.training.sending import Sending
@@ -485,6 +486,8 @@ class Trainer:
         present: npt.NDArray[np.bool_],
     ) -> Steps:
         seeds = Seeds(randomness, ids, round) if self.draws.training else None
+        if self.privacy is None and isinstance(self.path, StackedPath) and self.path.alone:
+            return AloneSteps(self.bench, self.path, batches, round)
         if self.privacy is None:
             return Steps(self.bench, batches, round, seeds)
         plans = [self.plan_of(client) for client in ids.tolist()]

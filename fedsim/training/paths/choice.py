@@ -12,6 +12,9 @@ launches, and on a CPU for small models whose parameters are all in linear layer
 take them; else plain, as whatever needs convolutions or attention is bound by arithmetic there.
 `fedsim tune` measures all of them.
 
+On a CPU clients with large rows (`stacked.ALONE_BYTES`) take their steps one after another,
+each all of its own while its row is in the cache (`fedsim.training.paths.alone`).
+
 A model that draws random numbers itself (dropout) has the plain path, where torch's generator is
 lent to one client at a time (`fedsim.training.hidden_draws`). Clients that protect their examples
 have theirs gone through as `fedsim.training.probe` finds to be true, whatever the path.

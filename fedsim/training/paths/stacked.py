@@ -16,15 +16,18 @@ from torch import Tensor, nn
 from fedsim.clients.gradients import Factor, Factored
 from fedsim.rows.alignment import LINE, aligned_empty
 from fedsim.rows.packing import Packing
-from fedsim.tasks.losses import Loss, cross_entropy
+from fedsim.tasks.losses import IGNORED, Loss, cross_entropy
 
 __all__ = ["StackedPath", "stack"]
+
+# Of a client's parameters, from which on they are worth keeping in the cache; see `alone`.
+ALONE_BYTES = 2**19
 
 Backward = Callable[[Tensor, Tensor], Tensor]
 
 # In-place forward, and backward from (gradient of the output, output).
 ACTIVATIONS: dict[type[nn.Module], tuple[Callable[[Tensor], Tensor], Backward]] = {
-    nn.ReLU: (torch.relu_, lambda delta, h: torch.ops.aten.threshold_backward(delta, h, 0)),
+    nn.ReLU: (torch.relu_, lambda delta, h: torch.ops.aten.threshold_backward.default(delta, h, 0)),
     nn.Tanh: (torch.tanh_, lambda delta, h: torch.ops.aten.tanh_backward(delta, h)),
     nn.Sigmoid: (torch.sigmoid_, lambda delta, h: torch.ops.aten.sigmoid_backward(delta, h)),
 }
@@ -121,6 +124,12 @@ class StackedPath:
 
     name = "stacked"
 
+    @property
+    def alone(self) -> bool:
+        """Whether clients take their steps one after another: `fedsim.training.paths.alone`."""
+        size = self.packing.width * self.packing.layout.dtype.itemsize
+        return size >= ALONE_BYTES and not self.layers[0].module.weight.is_cuda
+
     def _features(self, x: Tensor) -> Tensor:
         """Inputs of the first stacked layer, ``[n, B, in]``."""
         if self.stem:
@@ -197,8 +206,10 @@ class StackedPath:
             # softmax - onehot, from the numbers that the loss needs anyway: autograd would keep
             # the outputs, run twice as many kernels and allocate in between.
             log_p = F.log_softmax(outputs, dim=-1)
-            classes = y.unsqueeze(-1)
-            losses = log_p.gather(-1, classes).squeeze(-1).neg_()
+            counts = y != IGNORED
+            classes = torch.where(counts, y, 0).unsqueeze(-1)
+            losses = log_p.gather(-1, classes).squeeze(-1).neg_().mul_(counts)
+            weight = weight * counts
             delta = torch.exp(log_p, out=aligned_empty(outputs, *outputs.shape))
             # Not `delta[..., y] -= 1`: that takes two kernels, and would wait for a GPU.
             delta.scatter_add_(-1, classes, delta.new_full((), -1.0).expand(classes.shape))

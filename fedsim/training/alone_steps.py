@@ -1,0 +1,80 @@
+"""Local steps of clients whose rows are large: one client after another, each all of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.clients.base import State, Step
+from fedsim.training.batches import Batches
+from fedsim.training.paths.alone import AlonePath
+from fedsim.training.paths.stacked import StackedPath
+from fedsim.training.steps import Bench, Ended, Floats, Steps
+
+__all__ = ["AloneSteps"]
+
+# Inputs of so many bytes are gathered at once: those of some batches.
+GATHERED = 2**19
+
+
+class AloneSteps(Steps):
+    """As `Steps`, of a path that is stacked; a client's row stays in the cache meanwhile."""
+
+    def __init__(self, bench: Bench, path: StackedPath, batches: Batches, round: int) -> None:
+        super().__init__(bench, batches, round)
+        self.path = AlonePath(path)
+        self._losses: list[Tensor] = []
+
+    def run(
+        self, theta: Tensor, numbers: State, kept: Mapping[str, Tensor], present: Tensor
+    ) -> Ended:
+        """See `Steps`; ``theta`` is written to."""
+        ended = []
+        for k, steps in enumerate(self.batches.steps.tolist()):
+            client = slice(k, k + 1)
+            state = self.start(
+                theta[client],
+                {name: values[client] for name, values in numbers.items()},
+                {name: values[client] for name, values in kept.items()},
+                present[client],
+            )
+            self._walk(state, k, steps)
+            end = self._end(state, 0)
+            if end.theta.data_ptr() != theta[client].data_ptr():
+                theta[client] = end.theta
+            ended.append(end)
+        return Ended.joined(ended, theta)
+
+    def _walk(self, state: State, k: int, steps: int) -> None:
+        """All steps of client ``k``."""
+        bench, algorithm, path = self.bench, self.bench.algorithm, self.path
+        index, weight = self.index[k, :steps], self.weight[k, :steps]
+        batch = index.shape[1]
+        at_once = max(1, GATHERED // max(bench.data.x[:1].nbytes * batch, 1))
+        for first in range(0, steps, at_once):
+            batches = slice(first, min(first + at_once, steps))
+            count = batches.stop - first
+            path.take(
+                bench.data.inputs(index[batches], bench.dtype),
+                bench.data.targets(index[batches], bench.dtype),
+                weight[batches],
+            )
+            for number in range(count):
+                gradient = path.gradient(algorithm.point(state), number)
+                algorithm.step(state, gradient, Step(self.round, first + number))
+            self._losses.append(path.losses())
+
+    def mean_losses(self) -> Floats:
+        """See `Steps`."""
+        losses = torch.cat(self._losses).double().numpy()
+        total = np.zeros(len(self.batches.steps))
+        first = 0
+        for k, steps in enumerate(self.batches.steps.tolist()):
+            weight = self.batches.weight[k, :steps]
+            sums = (losses[first : first + steps] * weight).sum(axis=1)
+            total[k] = (sums / np.maximum(weight.sum(axis=1), 1)).sum() / max(steps, 1)
+            first += steps
+        return total

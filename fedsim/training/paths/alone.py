@@ -1,0 +1,187 @@
+"""The stacked path for one client at a time: all of its steps while its row is in the cache.
+
+Batched products over clients go through every client's parameters in each step; where one
+client's nearly fill the cache, it takes its steps alone, by plain products of matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsim.clients.gradients import Factor, Factored, Gradient
+from fedsim.tasks.losses import IGNORED, cross_entropy
+from fedsim.training.paths.stacked import ACTIVATIONS, DenseLayer, StackedPath
+
+__all__ = ["AlonePath", "OneFactored"]
+
+
+class Viewed(NamedTuple):
+    """A layer's parameters: weight ``[out, in]``, its transpose, and bias ``[out]`` or None."""
+
+    weight: Tensor
+    by_input: Tensor
+    bias: Tensor | None
+
+
+class LayerFactors(NamedTuple):
+    """A layer's share of a gradient: ``delta^T x``, of ``delta [B, out]`` and ``x [B, in]``."""
+
+    layer: int
+    x: Tensor
+    delta: Tensor
+
+
+@dataclass(frozen=True)
+class OneFactored:
+    """Gradient of one client's dense layers, as factors; see `Factored`.
+
+    Attributes
+    ----------
+    factors : sequence of LayerFactors
+        The last layer's first.
+    path : AlonePath
+        Where it is from.
+    point : Tensor ``[1, D]``
+        Where it was taken.
+    """
+
+    factors: Sequence[LayerFactors]
+    path: AlonePath
+    point: Tensor
+
+    def __getitem__(self, clients: slice) -> Gradient:
+        """Of this client, or of none."""
+        return self.stacked()[clients]
+
+    def stacked(self) -> Factored:
+        """As the gradient of a block of one."""
+        layers = self.path.layers
+        factors = [
+            Factor(x[None], delta[None], layers[i].weight, layers[i].bias)
+            for i, x, delta in self.factors
+        ]
+        return Factored(factors, self.path.packing)
+
+    def dense(self) -> Tensor:
+        """Write it out, ``[1, D]``."""
+        return self.stacked().dense()
+
+    def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
+        """Fold the factors into ``theta`` without a gradient in between."""
+        alpha = -float(rate)
+        old = self.path.viewed(theta)
+        new = old if out is None else self.path.viewed(out)
+        for i, x, delta in self.factors:
+            layer, by_output = self.path.layers[i], delta.t()
+            if layer.weight is not None:
+                torch.addmm(old[i].weight, by_output, x, alpha=alpha, out=new[i].weight)
+            if layer.bias is not None:
+                torch.add(old[i].bias, delta.sum(0), alpha=alpha, out=new[i].bias)
+
+    def distance(self, other: Gradient) -> Tensor:
+        """See `Factored`."""
+        theirs = other.stacked() if isinstance(other, OneFactored) else other
+        return self.stacked().distance(theirs)
+
+    def peak(self) -> Tensor:
+        """See `Factored`."""
+        return self.stacked().peak()
+
+
+class AlonePath:
+    """Gradients of one client, batch after batch, at the batches that it was given last.
+
+    Parameters
+    ----------
+    path : StackedPath
+    """
+
+    def __init__(self, path: StackedPath) -> None:
+        self.layers: Sequence[DenseLayer] = path.layers
+        self.packing = path.packing
+        self._stem, self._loss = path.stem, path.loss
+        self._first = next(i for i, layer in enumerate(path.layers) if layer.weight or layer.bias)
+        self._views: tuple[Tensor, list[Viewed]] | None = None
+
+    def take(self, x: Tensor, y: Tensor, weight: Tensor) -> None:
+        """Batches ``x [S, B, ...]``, ``y [S, B, ...]`` of weights ``[S, B]``, for `gradient`."""
+        self._x, self._y, self._weight = self._features(x), y, weight
+        self._seen: list[Tensor] = []
+        self._minus_weights: Tensor | None = None
+        if self._loss is cross_entropy and y.dim() == 2:
+            counts = y != IGNORED
+            self._classes = torch.where(counts, y, 0).unsqueeze(-1)
+            minus = torch.where(counts, weight, 0.0).neg_().unsqueeze(-1)
+            zeros = weight.new_zeros(*y.shape, self.layers[-1].module.out_features)
+            self._minus_weights = zeros.scatter_(-1, self._classes, minus)
+
+    def gradient(self, theta: Tensor, index: int) -> OneFactored:
+        """Gradient at ``theta [1, D]`` of the weighted loss of batch ``index``."""
+        parameters = self.viewed(theta)
+        values = [self._x[index]]
+        for layer, (_, by_input, bias) in zip(self.layers, parameters, strict=True):
+            if bias is None:
+                h = torch.mm(values[-1], by_input)
+            else:
+                h = torch.addmm(bias, values[-1], by_input)
+            if layer.activation is not None:
+                h = ACTIVATIONS[layer.activation][0](h)
+            values.append(h)
+        delta, factors = self._from_loss(values[-1], index), []
+        for i in range(len(self.layers) - 1, self._first - 1, -1):
+            activation = self.layers[i].activation
+            if activation is not None:
+                delta = ACTIVATIONS[activation][1](delta, values[i + 1])
+            factors.append(LayerFactors(i, values[i], delta))
+            if i > self._first:
+                delta = torch.mm(delta, parameters[i].weight)
+        return OneFactored(factors, self, theta)
+
+    def losses(self) -> Tensor:
+        """Loss of each example of the batches gone through, ``[s, B]``, unweighted."""
+        seen = torch.stack(self._seen)
+        if self._minus_weights is None:
+            return seen
+        losses = seen.gather(-1, self._classes[: len(seen)]).squeeze(-1).neg_()
+        return torch.where(self._y[: len(seen)] != IGNORED, losses, 0.0)
+
+    def viewed(self, theta: Tensor) -> list[Viewed]:
+        """Parameters of each layer at ``theta [1, D]``."""
+        # Most algorithms take one step after another in the same tensor.
+        if self._views is None or self._views[0] is not theta:
+            views = []
+            for layer in self.layers:
+                weight, bias = layer.parameters(theta)
+                views.append(Viewed(weight[0], weight[0].t(), None if bias is None else bias[0, 0]))
+            self._views = theta, views
+        return self._views[1]
+
+    def _features(self, x: Tensor) -> Sequence[Tensor]:
+        """Inputs of the first layer, ``[B, in]`` for each batch."""
+        batches = []
+        for features in x.unbind(0):
+            for module in self._stem:
+                features = module(features)
+            batches.append(features.flatten(1))
+        return batches
+
+    def _from_loss(self, outputs: Tensor, index: int) -> Tensor:
+        """Weighted gradient of the loss with respect to the outputs."""
+        if self._minus_weights is not None:
+            log_p = F.log_softmax(outputs, dim=-1)
+            self._seen.append(log_p)
+            # What autograd would call, from the gradient of ``sum_j weight_j loss_j``.
+            minus = self._minus_weights[index]
+            return torch._log_softmax_backward_data(minus, log_p, -1, outputs.dtype)
+        leaf = outputs.requires_grad_()
+        with torch.enable_grad():
+            losses = self._loss(leaf, self._y[index])
+            (delta,) = torch.autograd.grad((losses * self._weight[index]).sum(), leaf)
+        self._seen.append(losses.detach())
+        return delta

@@ -1,0 +1,105 @@
+"""Clients with large rows take their steps one after another: to the plain path's numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from clients_helpers import make_data, make_mlp
+from torch import nn
+
+from fedsim.clients import SGD, AdadpLR, Adam, LocalAlgorithm
+from fedsim.randomness import Randomness
+from fedsim.training import ClientData, Trainer
+from fedsim.training.paths import stacked
+
+SIZES = [9, 0, 4, 1, 12, 7, 4]
+IDS = np.arange(len(SIZES))
+ALGORITHMS = [
+    SGD(lr=0.3),
+    SGD(lr=0.3, momentum=0.9, weight_decay=0.01),
+    Adam(lr=0.01),
+    AdadpLR(lr=0.2, tol=0.5),
+]
+
+
+@pytest.fixture(autouse=True)
+def every_row_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacked, "ALONE_BYTES", 0)
+
+
+def trained(path: str, algorithm: LocalAlgorithm, rounds: int = 1, **changes: object) -> tuple:
+    dtype = changes.pop("dtype", torch.float64)
+    settings = {
+        "model": make_mlp(dtype=dtype),
+        "data": make_data(SIZES, dtype=dtype),
+        "batch_size": 4,
+        "epochs": 2,
+        "randomness": Randomness(3),
+    } | changes
+    trainer = Trainer(algorithm=algorithm, path=path, **settings)
+    vector = trainer.initial()
+    for t in range(1, rounds + 1):
+        blocks = list(trainer.train(vector, IDS, t))
+        rows = torch.cat([block.rows for block in blocks])
+        vector = vector + rows.mean(0)
+    losses = np.concatenate([block.metrics["loss"] for block in blocks])
+    return rows, losses, vector
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_clients_that_train_alone_agree_with_the_plain_path(algorithm: LocalAlgorithm) -> None:
+    rows, losses, vector = trained("stacked", algorithm, rounds=10)
+    plain_rows, plain_losses, plain_vector = trained("plain", algorithm, rounds=10)
+    torch.testing.assert_close(vector, plain_vector, rtol=0, atol=1e-10)
+    torch.testing.assert_close(rows, plain_rows, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(losses, plain_losses, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_clients_that_train_alone_have_the_same_bytes_in_any_block(
+    algorithm: LocalAlgorithm,
+) -> None:
+    first, *others = (
+        trained("stacked", algorithm, dtype=torch.float32, block_size=size) for size in (1, 3, 7)
+    )
+    for other in others:
+        assert torch.equal(first[0], other[0])
+        assert first[1].tobytes() == other[1].tobytes()
+
+
+def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs - nn.functional.one_hot(targets, outputs.shape[1])).square().sum(1)
+
+
+@pytest.mark.parametrize("alone", [0, 2**40])
+@pytest.mark.parametrize("loss", ["cross-entropy", "own"])
+def test_any_loss_and_targets_that_do_not_count_train_as_on_the_plain_path(
+    loss: str, alone: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacked, "ALONE_BYTES", alone)
+    data, changes = make_data(SIZES, dtype=torch.float64), {}
+    if loss == "own":
+        changes["loss"] = squares
+    else:
+        mask = torch.arange(len(data.x)) % 3 > 0
+        changes["data"] = ClientData(data.x, data.y, data.indices, mask=mask)
+    for mine, plain in zip(
+        trained("stacked", SGD(lr=0.3), **changes),
+        trained("plain", SGD(lr=0.3), **changes),
+        strict=True,
+    ):
+        torch.testing.assert_close(
+            torch.as_tensor(mine), torch.as_tensor(plain), atol=1e-12, rtol=0
+        )
+
+
+def test_frozen_parameters_stay_put_where_clients_train_alone() -> None:
+    changed = []
+    for path in ("stacked", "plain"):
+        model = make_mlp(dtype=torch.float64)
+        linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        linear[0].weight.requires_grad_(False)
+        linear[-1].bias.requires_grad_(False)
+        changed.append(trained(path, SGD(lr=0.3), model=model)[0])
+    torch.testing.assert_close(*changed, rtol=0, atol=1e-12)
