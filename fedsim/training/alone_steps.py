@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedsim.clients.base import State, Step
 from fedsim.training.batches import Batches
+from fedsim.training.local_step import LocalStep
 from fedsim.training.paths.alone import AlonePath
 from fedsim.training.paths.stacked import StackedPath
 from fedsim.training.steps import Bench, Ended, Floats, Steps
@@ -50,7 +51,8 @@ class AloneSteps(Steps):
 
     def _walk(self, state: State, k: int, steps: int) -> None:
         """All steps of client ``k``."""
-        bench, algorithm, path = self.bench, self.bench.algorithm, self.path
+        bench, algorithm, path, step = self.bench, self.bench.algorithm, self.path, self.bench.step
+        assert isinstance(step, LocalStep)  # it is captured on a GPU only
         index, weight = self.index[k, :steps], self.weight[k, :steps]
         batch = index.shape[1]
         at_once = max(1, GATHERED // max(bench.data.x[:1].nbytes * batch, 1))
@@ -64,7 +66,7 @@ class AloneSteps(Steps):
             )
             for number in range(count):
                 gradient = path.gradient(algorithm.point(state), number)
-                algorithm.step(state, gradient, Step(self.round, first + number))
+                step.take(state, gradient, Step(self.round, first + number))
             self._losses.append(path.losses())
 
     def mean_losses(self) -> Floats:

@@ -66,11 +66,15 @@ class LocalStep:
             Loss of each example, unweighted.
         """
         gradient, losses = self.gradient(self.algorithm.point(state), index, weight, seeds)
+        self.take(state, gradient, step)
+        return losses
+
+    def take(self, state: State, gradient: Gradient, step: Step) -> None:
+        """Update the state by gradients that are there, shortened where that is asked for."""
         if self.max_norm:
             # As torch.nn.utils.clip_grad_norm_ does it.
             gradient = gradient.scaled((self.max_norm / (gradient.norms() + 1e-6)).clamp_(max=1.0))
         self.algorithm.step(state, gradient, step)
-        return losses
 
     def gradient(
         self, point: Tensor, index: Tensor, weight: Tensor, seeds: Sequence[int] | None = None

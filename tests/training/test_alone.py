@@ -68,6 +68,11 @@ def test_clients_that_train_alone_have_the_same_bytes_in_any_block(
         assert first[1].tobytes() == other[1].tobytes()
 
 
+def test_gradients_that_are_shortened_agree_with_the_plain_path() -> None:
+    rows = [trained(path, SGD(lr=0.3), max_grad_norm=0.1)[0] for path in ("stacked", "plain")]
+    torch.testing.assert_close(*rows, rtol=0, atol=1e-10)
+
+
 def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs - nn.functional.one_hot(targets, outputs.shape[1])).square().sum(1)
 

@@ -7,7 +7,7 @@ client's nearly fill the cache, it takes its steps alone, by plain products of m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -82,12 +82,23 @@ class OneFactored:
             if layer.weight is not None:
                 torch.addmm(old[i].weight, by_output, x, alpha=alpha, out=new[i].weight)
             if layer.bias is not None:
-                torch.add(old[i].bias, delta.sum(0), alpha=alpha, out=new[i].bias)
+                bias, new_bias = old[i].bias, new[i].bias
+                assert bias is not None
+                torch.add(bias, delta.sum(0), alpha=alpha, out=new_bias)
 
     def distance(self, other: Gradient) -> Tensor:
         """See `Factored`."""
         theirs = other.stacked() if isinstance(other, OneFactored) else other
         return self.stacked().distance(theirs)
+
+    def norms(self) -> Tensor:
+        """See `Factored`."""
+        return self.stacked().norms()
+
+    def scaled(self, factors: Tensor) -> OneFactored:
+        """The output gradients times the one factor."""
+        scaled = [share._replace(delta=share.delta * factors) for share in self.factors]
+        return replace(self, factors=scaled)
 
     def peak(self) -> Tensor:
         """See `Factored`."""
