@@ -509,16 +509,20 @@ class EngineSection(Section):
     name: Annotated[
         Literal["local", "ray", "simulation", "deployment"],
         Doc(
-            "This process, Ray workers, Flower's virtual clients, or real SuperNodes; the numbers "
-            "are the same."
+            "This machine's processes, Ray workers, Flower's virtual clients, or real SuperNodes; "
+            "the numbers are the same."
         ),
     ] = "local"
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Doc("Where tensors are; auto takes a GPU if there is one.")
     ] = "auto"
-    workers: Annotated[int, Doc("Processes; 0 for as many as there are cores or GPUs.")] = only(
-        "ray", default=0, ge=0, le=10_000
-    )
+    workers: Annotated[
+        int,
+        Doc(
+            "Processes that train; 0 for as many as help: on 'ray' one a core or GPU, on 'local' "
+            "what a fixed rule of model, cohort and cores says."
+        ),
+    ] = only("local", "ray", default=0, ge=0, le=10_000)
     address: Annotated[str, Doc("Of a Ray cluster; empty starts one here.")] = only(
         "ray", default=""
     )

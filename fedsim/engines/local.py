@@ -1,11 +1,12 @@
-"""A Flower Grid in one process: no server, no Ray, no serialisation."""
+"""A Flower Grid on this machine, in one process or a few: no server, no Ray."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 from flwr.app import Context, Message, RecordDict
@@ -15,6 +16,8 @@ from flwr.serverapp import Grid
 from fedsim.engines.arrays import own_content
 from fedsim.engines.blocks import guarded_blocks, messages_of
 from fedsim.engines.client_app import AppTrainer, client_app
+from fedsim.engines.dispatch import RETRIES, Dispatch
+from fedsim.engines.forked import ForkedCrew
 from fedsim.engines.messages import (
     CLIENT_RAISED,
     NODE_UNAVAILABLE,
@@ -29,7 +32,7 @@ from fedsim.engines.messages import (
     unavailable,
 )
 from fedsim.errors import FedsimError
-from fedsim.rows.exchange import Block, BlockTrainer, Instructions, Replies
+from fedsim.rows.exchange import Block, BlockTrainer, Collection, Instructions, Replies
 
 __all__ = ["LocalGrid"]
 
@@ -59,6 +62,12 @@ class LocalGrid(Grid):
         Further entries of every ``context.node_config``, beside "partition-id" and
         "num-partitions".
     run_id : int
+    workers : int
+        With more than one, blocks are trained by so many processes that are forked from this one
+        when training first begins, and share its memory; `close` ends them. Each bounds and sums
+        what it trains, and its sum merges exactly: bytes do not depend on their number. A worker
+        that dies is replaced and its clients are trained again; clients that keep killing their
+        worker have failed, and so has one that alone takes longer than the round's timeout.
 
     Attributes
     ----------
@@ -84,6 +93,7 @@ class LocalGrid(Grid):
         run_config: Mapping[str, Any] | None = None,
         node_config: Mapping[str, Any] | None = None,
         run_id: int = 1,
+        workers: int = 1,
     ) -> None:
         self._app: Handler | None = client if isinstance(client, ClientApp) else None
         self._trainer = None if isinstance(client, ClientApp) else require_trainer(client)
@@ -98,7 +108,26 @@ class LocalGrid(Grid):
         self._worked = 0.0
         self._serial = itertools.count(1)
         self._open: Replies | None = None
+        self._workers = workers
+        self._crew: ForkedCrew | None = None
         ensure_identity(run_id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers, if there are any."""
+        if self._crew is not None:
+            self._crew.close()
+            self._crew = None
 
     def set_run(self, run: Run) -> None:
         """Set the run that this grid belongs to; in another run nodes begin anew."""
@@ -180,8 +209,9 @@ class LocalGrid(Grid):
             if instructions.message_type == "train":
                 trainer.receive(instructions.config)
             self._open = Replies(
-                lambda: self._blocks(trainer, instructions, timeout),
+                lambda collection: self._blocks(trainer, instructions, timeout, collection),
                 lambda block: messages_of(instructions, block),
+                sums=self._sums,
             )
             return self._open
         replies = []
@@ -194,10 +224,24 @@ class LocalGrid(Grid):
                 replies.append(reply)
         return replies
 
+    @property
+    def _sums(self) -> bool:
+        """Whether rows are summed where they are trained."""
+        return self._workers > 1
+
     def _blocks(
-        self, trainer: BlockTrainer, instructions: Instructions, timeout: float | None
+        self,
+        trainer: BlockTrainer,
+        instructions: Instructions,
+        timeout: float | None,
+        collection: Collection | None,
     ) -> Iterator[Block]:
-        del timeout
+        if self._workers > 1:
+            if self._crew is None:
+                self._crew = ForkedCrew(trainer, self._workers)
+            return Dispatch(
+                self._crew, trainer, instructions, timeout, retries=RETRIES, collection=collection
+            ).blocks()
         return guarded_blocks(
             trainer,
             instructions.message_type,

@@ -4,35 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-import numpy as np
-from torch import Tensor
-
+from fedsim.engines.dispatch import RETRIES, Dispatch, Worker, WorkerLostError
 from fedsim.engines.local import LocalGrid, require_trainer
 from fedsim.engines.parcel import Parcel
-from fedsim.engines.ray_worker import Arrays, WorkerTraining, from_wire, to_arrays, to_tensors
-from fedsim.engines.schedule import chunks
-from fedsim.errors import BudgetSpentError, FedsimError
-from fedsim.rows.exchange import (
-    Block,
-    BlockTrainer,
-    Ids,
-    Instructions,
-    MessageType,
-)
+from fedsim.engines.process import settle
+from fedsim.engines.training_worker import Answer, Call, TrainingWorker, Work
+from fedsim.errors import FedsimError
+from fedsim.rows.exchange import Block, BlockTrainer, Collection, Instructions
 
 __all__ = ["RayGrid"]
-
-_log = logging.getLogger(__name__)
-
-# No reply of a worker is larger than this, if a single client's is not.
-_CHUNK_BYTES = 64 << 20
 
 
 class RayGrid(LocalGrid):
@@ -70,12 +54,14 @@ class RayGrid(LocalGrid):
         address: str | None = None,
         cpus_per_worker: float = 1.0,
         gpus_per_worker: float = 0.0,
-        retries: int = 2,
+        retries: int = RETRIES,
         num_nodes: int | None = None,
         run_config: Mapping[str, Any] | None = None,
         node_config: Mapping[str, Any] | None = None,
         run_id: int = 1,
     ) -> None:
+        import ray
+
         require_trainer(trainer)
         if trainer.device.type == "cuda" and not gpus_per_worker:
             raise FedsimError(
@@ -91,259 +77,144 @@ class RayGrid(LocalGrid):
         )
         self._retries = retries
         self._started_ray = _start_ray(address, workers)
-        self._options = {"num_cpus": cpus_per_worker, "num_gpus": gpus_per_worker}
-        self._workers: list[_Worker] = []
+        options = {"num_cpus": cpus_per_worker, "num_gpus": gpus_per_worker}
         try:
-            self._parcel = _put_parcel(trainer)
-            for _ in range(workers or _default_workers(cpus_per_worker, gpus_per_worker)):
-                self._workers.append(self._new_worker())
+            count = workers or _default_workers(cpus_per_worker, gpus_per_worker)
+            self._actors = RayCrew(trainer, count, options)
         except BaseException:
-            self.close()
+            if self._started_ray:
+                ray.shutdown()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the workers, and Ray if this grid started it."""
         import ray
 
-        for worker in self._workers:
-            ray.kill(worker.actor)
-        self._workers = []
+        super().close()
+        self._actors.close()
         if self._started_ray:
             ray.shutdown()
             self._started_ray = False
 
+    @property
+    def _sums(self) -> bool:
+        return True
+
     def _blocks(
-        self, trainer: BlockTrainer, instructions: Instructions, timeout: float | None
+        self,
+        trainer: BlockTrainer,
+        instructions: Instructions,
+        timeout: float | None,
+        collection: Collection | None,
     ) -> Iterator[Block]:
+        return Dispatch(
+            self._actors,
+            trainer,
+            instructions,
+            timeout,
+            retries=self._retries,
+            collection=collection,
+        ).blocks()
+
+
+class TrainingActor(TrainingWorker):
+    """What runs in Ray's process."""
+
+    def __init__(self, parcel: Parcel, device: str) -> None:
+        settle()
+        super().__init__(parcel.unpack(), device)
+
+    def ready(self) -> None:
+        """Reply, once the process has started."""
+
+
+class RayWorker:
+    """See `Worker`: a Ray actor."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.answers: deque[Any] = deque()
+        self._started = False
+
+    def begin(self, call: Any) -> None:
+        """See `Worker`."""
         import ray
 
-        ids = np.asarray(instructions.client_ids, dtype=np.int64)
-        vector = instructions.vector.detach().cpu()
-        row_bytes = vector.numel() * vector.element_size()
-        todo = deque(
-            _Chunk(client_ids)
-            for client_ids in chunks(
-                ids,
-                trainer.costs(ids),
-                workers=len(self._workers),
-                largest=max(1, _CHUNK_BYTES // max(row_bytes, 1)),
-            )
-        )
-        call = _Call(
-            instructions.message_type,
-            ray.put(vector.numpy()),
-            instructions.round,
-            dict(instructions.config),
-        )
-        for idle in self._workers:
-            idle.queue.clear()
-        while todo or any(busy.queue for busy in self._workers):
-            for refused in self._hand_out(trainer, todo, call, vector):
-                yield Block.failed(refused, "budget")
-            if not any(worker.queue for worker in self._workers):
-                continue
-            worker = self._first_done(timeout)
-            if worker is None:
-                yield from self._after_timeout(todo, timeout)
-                continue
-            chunk, reply = worker.take()
-            try:
-                blocks, states = ray.get(reply)
-            except ray.exceptions.RayError as error:
-                yield from self._after_loss(worker, chunk, error, todo)
-                continue
-            if states:
-                trainer.keep(to_tensors(states), call.round)
-            yield from (from_wire(block) for block in blocks)
+        if not self._started:
+            # That takes seconds, which are not its clients'.
+            ray.wait([self.actor.ready.remote()])
+            self._started = True
+        self.actor.begin.remote(call)
 
-    def _hand_out(
-        self, trainer: BlockTrainer, todo: deque[_Chunk], call: _Call, start: Tensor
-    ) -> list[Ids]:
-        """Give idle workers chunks; the clients whose own budgets refuse."""
-        refused: list[Ids] = []
-        # Two at a time: the next one waits at the worker while the reply travels.
-        for depth in (1, 2):
-            for worker in self._workers:
-                if not todo or len(worker.queue) >= depth or not worker.takes(todo[0]):
-                    continue
-                chunk = todo.popleft()
-                if call.message_type == "evaluate":
-                    worker.ask(call, chunk, to_arrays(trainer.state(chunk.client_ids)))
-                elif _charged(trainer, chunk, start, call.round):
-                    states = trainer.state(chunk.client_ids, call.round)
-                    worker.ask(call, chunk, to_arrays(states))
-                elif len(chunk.client_ids) > 1:
-                    todo.extendleft(chunk.singles())
-                else:
-                    refused.append(chunk.client_ids)
-        return refused
+    def ask(self, work: Work) -> None:
+        """See `Worker`."""
+        self.answers.append(self.actor.work.remote(work))
 
-    def _first_done(self, timeout: float | None) -> _Worker | None:
-        """A worker whose reply is there; None once one has worked for ``timeout`` on a chunk."""
+    def answer(self) -> Answer:
+        """See `Worker`."""
         import ray
 
-        busy = {worker.queue[0][1]: worker for worker in self._workers if worker.queue}
-        patience = None
-        if timeout is not None:
-            first = min(worker.since for worker in busy.values())
-            patience = max(0.0, first + timeout - time.monotonic())
-        done, _ = ray.wait(list(busy), num_returns=1, timeout=patience, fetch_local=False)
-        return busy[done[0]] if done else None
+        try:
+            answer: Answer = ray.get(self.answers.popleft())
+        except ray.exceptions.RayError as error:
+            raise WorkerLostError(str(error)) from error
+        return answer
 
-    def _after_loss(
-        self, worker: _Worker, chunk: _Chunk, error: Exception, todo: deque[_Chunk]
-    ) -> Iterator[Block]:
-        """Replace a worker that was lost.
 
-        A reply that was on its way is lost with it, so that whoever was asked of this worker may
-        be to blame or not. Only a client that had it for itself is.
-        """
-        _log.warning("a worker was lost with clients %s: %s", chunk.client_ids, error)
-        self._replace(worker)
-        if chunk.alone:
-            yield Block.failed(chunk.client_ids, "missing")
-            return
-        for suspect in (chunk, *(waiting for waiting, _ in worker.queue)):
-            lost = replace(suspect, losses=suspect.losses + 1)
-            if lost.losses < self._retries:
-                todo.appendleft(lost)
-            else:
-                todo.extend(lost.singles(alone=True))
+class RayCrew:
+    """See `Crew`."""
 
-    def _after_timeout(self, todo: deque[_Chunk], timeout: float | None) -> Iterator[Block]:
-        """Replace the workers that have worked too long on a chunk.
+    depth = 2
 
-        Which of the chunk's clients is slow nobody knows: each of them is tried alone, with as
-        much time of its own. So one that hangs takes time from no other.
-        """
-        late = time.monotonic() - (timeout or 0.0)
-        for worker in list(self._workers):
-            if not worker.queue or worker.since > late:
-                continue
-            chunk, _ = worker.take()
-            _log.warning("clients %s have not finished in %s s", chunk.client_ids, timeout)
-            self._replace(worker)
-            todo.extendleft(reversed([waiting for waiting, _ in worker.queue]))
-            if len(chunk.client_ids) > 1:
-                todo.extend(chunk.singles())
-            else:
-                yield Block.failed(chunk.client_ids, "timeout")
+    def __init__(self, trainer: BlockTrainer, count: int, options: Mapping[str, float]) -> None:
+        self._options = options
+        self._parcel = _put_parcel(trainer)
+        self.workers: list[RayWorker] = []
+        for _ in range(count):
+            self.workers.append(self._new())
 
-    def _replace(self, worker: _Worker) -> None:
-        import ray
-
-        ray.kill(worker.actor)
-        self._workers[self._workers.index(worker)] = self._new_worker()
-
-    def _new_worker(self) -> _Worker:
+    def _new(self) -> RayWorker:
         import ray
 
         device = "cuda" if self._options["num_gpus"] > 0 else "cpu"
-        actor = ray.remote(WorkerTraining).options(**self._options).remote(self._parcel, device)
-        return _Worker(actor)
+        actor = ray.remote(TrainingActor).options(**self._options).remote(self._parcel, device)
+        return RayWorker(actor)
 
-
-@dataclass(frozen=True)
-class _Call:
-    """What all of a round's chunks have in common."""
-
-    message_type: MessageType
-    vector: Any
-    round: int
-    config: Mapping[str, object]
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Clients that a worker is asked for at once.
-
-    Attributes
-    ----------
-    client_ids
-    losses : int
-        How often they lost theirs.
-    alone : bool
-        Whether a worker is asked for nothing else meanwhile.
-    """
-
-    client_ids: Ids
-    losses: int = 0
-    alone: bool = False
-
-    def singles(self, *, alone: bool = False) -> list[_Chunk]:
-        """Each of these clients by itself."""
-        ids = self.client_ids
-        return [_Chunk(ids[k : k + 1], self.losses, alone) for k in range(len(ids))]
-
-
-@dataclass(eq=False)
-class _Worker:
-    """A Ray actor, and the chunks that it was asked for with the replies to come.
-
-    Attributes
-    ----------
-    actor, queue
-    since : float
-        When it began with the first of them, by `time.monotonic`.
-    started : bool
-        Whether its process is known to have started.
-    """
-
-    actor: Any
-    queue: deque[tuple[_Chunk, Any]] = field(default_factory=deque)
-    since: float = 0.0
-    started: bool = False
-
-    def ask(self, call: _Call, chunk: _Chunk, states: Arrays) -> None:
-        """Ask for a chunk, whose clients keep these states."""
+    def replaced(self, worker: Worker) -> RayWorker:
+        """See `Crew`."""
         import ray
 
-        if not self.started:
-            # That takes seconds, which are not its clients'.
-            ray.wait([self.actor.ready.remote()])
-            self.started = True
-        if not self.queue:
-            self.since = time.monotonic()
-        arguments = (
-            call.message_type,
-            call.vector,
-            chunk.client_ids,
-            call.round,
-            call.config,
-            states,
-        )
-        self.queue.append((chunk, self.actor.work.remote(*arguments)))
+        index = next(i for i, present in enumerate(self.workers) if present is worker)
+        ray.kill(self.workers[index].actor)
+        self.workers[index] = self._new()
+        return self.workers[index]
 
-    def takes(self, chunk: _Chunk) -> bool:
-        """Whether it may be asked for a chunk beside what it was asked for."""
-        return not self.queue or not (chunk.alone or self.queue[0][0].alone)
+    def begin(self) -> None:
+        """See `Crew`."""
+        for worker in self.workers:
+            worker.answers.clear()
 
-    def take(self) -> tuple[_Chunk, Any]:
-        """The first chunk and its reply; the next one has begun."""
-        self.since = time.monotonic()
-        return self.queue.popleft()
+    def first_done(self, busy: Sequence[Worker], seconds: float | None) -> Worker | None:
+        """See `Crew`."""
+        import ray
 
+        by_answer = {w.answers[0]: w for w in self.workers if any(w is b for b in busy)}
+        done, _ = ray.wait(list(by_answer), num_returns=1, timeout=seconds, fetch_local=False)
+        return by_answer[done[0]] if done else None
 
-def _charged(trainer: BlockTrainer, chunk: _Chunk, start: Tensor, round: int) -> bool:
-    """Whether these clients' lines are in their ledgers, which are here, before they begin."""
-    try:
-        trainer.charge(start, chunk.client_ids, round)
-    except BudgetSpentError as error:
-        if len(chunk.client_ids) == 1:
-            _log.warning("client %s refuses: %s", chunk.client_ids[0], error)
-        return False
-    return True
+    def call(self, call: Call) -> Any:
+        """See `Crew`: in Ray's store, from which each machine takes it once."""
+        import ray
+
+        return ray.put(call)
+
+    def close(self) -> None:
+        """End the workers."""
+        import ray
+
+        for worker in self.workers:
+            ray.kill(worker.actor)
+        self.workers = []
 
 
 def _put_parcel(trainer: BlockTrainer) -> Any:

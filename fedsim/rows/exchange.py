@@ -33,13 +33,17 @@ __all__ = [
     "KEEP_SINCE",
     "REASONS",
     "Block",
+    "BlockSum",
     "BlockTrainer",
     "ClientStates",
+    "Collection",
     "Instructions",
     "MalformedBlockError",
     "MessageType",
     "Reason",
     "Replies",
+    "Summing",
+    "Sums",
     "TrainerDefaults",
 ]
 
@@ -93,6 +97,9 @@ class Block:
         False for a client that failed.
     reasons : mapping of client id to Reason
         Why each of those failed; nobody else is in it.
+    usable : bool Tensor ``[n]`` or None
+        Where rows were bounded and summed by whoever trained the clients: which of them that sum
+        now contains. There are no rows then.
 
     Raises
     ------
@@ -105,6 +112,7 @@ class Block:
     metrics: Mapping[str, npt.NDArray[np.float64]]
     ok: npt.NDArray[np.bool_]
     reasons: Mapping[int, Reason] = field(default_factory=dict)
+    usable: Tensor | None = None
 
     def __post_init__(self) -> None:
         ids = self.client_ids
@@ -121,6 +129,8 @@ class Block:
                 f"reasons are {dict(self.reasons)} and clients {failed} failed; each of them, and "
                 f"nobody else, must have one of {', '.join(REASONS)}."
             )
+        if self.usable is not None and (self.rows is not None or self.usable.shape != (n,)):
+            raise MalformedBlockError(f"usable is {list(self.usable.shape)}; it must be [{n}].")
         if self.rows is None:
             return
         if self.rows.shape[:-1] != (n,) or not self.rows.is_floating_point():
@@ -153,6 +163,7 @@ class Block:
             metrics={name: values[keep] for name, values in self.metrics.items()},
             ok=self.ok[keep],
             reasons={k: self.reasons[k] for k in ids.tolist() if k in self.reasons},
+            usable=None if self.usable is None else self.usable[torch.from_numpy(keep)],
         )
 
 
@@ -320,6 +331,46 @@ def _same_arrays(record: ArrayRecord) -> ArrayRecord:
     return shells
 
 
+Sums = Mapping[str, Tensor]
+"""What `GridSums.state` gives, and `GridSums.merge` takes."""
+
+
+class BlockSum(Protocol):
+    """Where the rows of blocks are bounded and summed."""
+
+    def add(self, block: Block) -> Block:
+        """Add a block's rows; the block with ``usable`` in their place."""
+
+    def merge(self, sums: Sums) -> None:
+        """Add what another sum of the same round holds; exact in any order and tree."""
+
+    def state(self) -> Sums:
+        """All that was added."""
+
+
+class Summing(Protocol):
+    """How a round's rows are bounded and summed; a value that travels to whoever trains."""
+
+    def start(self, device: torch.device) -> BlockSum:
+        """An empty sum, for rows that come on ``device``."""
+
+
+@dataclass(frozen=True)
+class Collection:
+    """What a strategy asks of an engine whose workers bound and sum what they train.
+
+    Attributes
+    ----------
+    summing : Summing
+        Goes to the workers.
+    merge : callable
+        Takes each worker's sum. A block is given only once the sum that has its rows was taken.
+    """
+
+    summing: Summing
+    merge: Callable[[Sums], None]
+
+
 @dataclass
 class Replies(Iterable[Message]):
     """Replies to `Instructions`, as blocks or as Flower messages; consumed once.
@@ -327,17 +378,21 @@ class Replies(Iterable[Message]):
     Attributes
     ----------
     produce : callable returning an iterator of blocks
+        Without a `Collection` they have rows.
     to_messages : callable turning one block into Flower messages
+    sums : bool
+        Whether ``produce`` takes a `Collection`.
     """
 
-    produce: Callable[[], Iterator[Block]]
+    produce: Callable[[Collection | None], Iterator[Block]]
     to_messages: Callable[[Block], Iterator[Message]]
+    sums: bool = False
     _blocks: Iterator[Block] | None = field(default=None, init=False, repr=False)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self, collection: Collection | None = None) -> Iterator[Block]:
         """Blocks as they come; clients are trained as the iterator advances."""
         if self._blocks is None:
-            self._blocks = self.produce()
+            self._blocks = self.produce(collection)
         return self._blocks
 
     def __iter__(self) -> Iterator[Message]:

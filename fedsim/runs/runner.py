@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 from fedsim.config import RunConfig
 from fedsim.engines import LocalGrid
 from fedsim.engines.process import settle
+from fedsim.engines.workers import helpful_workers
 from fedsim.errors import FedsimError
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build, Given
@@ -21,6 +22,7 @@ from fedsim.runs.check import check, check_past
 from fedsim.runs.drive import YOURS, drive
 from fedsim.runs.result import RunResult
 from fedsim.runs.resume import move_client_ledgers, refuse_other_objects, resumed_config
+from fedsim.training.operations import operations_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -102,7 +104,7 @@ def run(
     with ExitStack() as stack:
         grid: Grid | None = None
         if config.engine.name == "local":
-            grid = LocalGrid(build.trainer)
+            grid = stack.enter_context(_local(build))
         elif config.engine.name == "ray":
             grid = stack.enter_context(_ray(build))
         if directory is not None:
@@ -124,6 +126,14 @@ def _needs_state_dir(config: RunConfig) -> bool:
         engine.name == "deployment" and not engine.federation
     )
     return on_this_machine and not client.state_dir and (client.private or client.state == "client")
+
+
+def _local(build: Build) -> LocalGrid:
+    trainer = build.trainer
+    workers = build.config.engine.workers or helpful_workers(
+        operations_of(trainer), build.plan.sampler.expected_size, trainer.device
+    )
+    return LocalGrid(trainer, workers=workers)
 
 
 def _ray(build: Build) -> RayGrid:

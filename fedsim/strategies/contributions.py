@@ -14,7 +14,6 @@ from flwr.app import ArrayRecord, Message
 from torch import Tensor
 
 from fedsim.engines.arrays import array_record
-from fedsim.errors import FedsimError
 from fedsim.mechanisms import (
     Mechanism,
     NoiseSource,
@@ -25,18 +24,17 @@ from fedsim.mechanisms import (
 )
 from fedsim.privacy.noise import Noise
 from fedsim.randomness import Purpose, Randomness
-from fedsim.rows import DenseRows, Layout
-from fedsim.rows.exact import FREE_TOTAL
-from fedsim.rows.exchange import DECLARED_EXAMPLES, Block, Ids, Reason, Replies
+from fedsim.rows import Layout
+from fedsim.rows.exchange import DECLARED_EXAMPLES, Block, Collection, Ids, Replies
 from fedsim.strategies.outcome import Tally
-from fedsim.strategies.replies import MOST_EXAMPLES, ExpectedReply, Reply, read
+from fedsim.strategies.replies import ExpectedReply, Reply, read
+from fedsim.strategies.summing import ClientSumming, DeclaredExamples, Weighing
 from fedsim.training.share_replies import SIDE_PREFIX, STATE_RECORD, USABLE
 from fedsim.training.shares import Shares, add_shares, share
 
 __all__ = ["Asked", "Contributions", "Placement"]
 
 Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 Placement = Literal["server", "client"]
 
 
@@ -84,11 +82,16 @@ class Contributions:
     """Declared by client id; they weigh in place of what clients report."""
 
     def replies(
-        self, asked: Asked, replies: Iterable[Message], layout: Layout, tally: Tally
+        self,
+        asked: Asked,
+        replies: Iterable[Message],
+        layout: Layout,
+        tally: Tally,
+        collection: Collection | None = None,
     ) -> Iterator[Reply]:
         """Each client of the cohort at most once, and nobody who failed."""
         if isinstance(replies, Replies):
-            sent: Iterator[Reply] = map(Reply, replies.blocks())
+            sent: Iterator[Reply] = map(Reply, replies.blocks(collection))
         else:
             expected = ExpectedReply(
                 layout,
@@ -101,7 +104,7 @@ class Contributions:
             sent = read(replies, asked.client_of, expected, tally)
         for reply in sent:
             block = tally.take(reply.block)
-            if self.placement == "server" or reply.content is None:
+            if block.usable is None and (self.placement == "server" or reply.content is None):
                 block = self._trusted(block, asked, tally)
             if len(block.client_ids):
                 yield replace(reply, block=block)
@@ -110,6 +113,11 @@ class Contributions:
         self, asked: Asked, replies: Iterable[Message], layout: Layout, state: State, tally: Tally
     ) -> tuple[Releaser, PartialSum, Iterator[Reply]]:
         """A releaser and its empty sum, on the device that rows come on; and the replies."""
+        if isinstance(replies, Replies) and replies.sums and self.placement == "server":
+            releaser = self.releaser(layout, asked.vector.device)
+            total = releaser.start(state)
+            collection = Collection(self._summing(asked, layout, state), total.merge)
+            return releaser, total, self.replies(asked, replies, layout, tally, collection)
         sent = self.replies(asked, replies, layout, tally)
         first = next(sent, None)
         rows = asked.vector if first is None or first.block.rows is None else first.block.rows
@@ -142,10 +150,10 @@ class Contributions:
     ) -> Tensor:
         """Add a block's rows, or its clients' shares; which of them are usable, bool ``[n]``."""
         block = reply.block
-        assert block.rows is not None
         if self.placement == "server":
-            rows, weights = DenseRows(block.rows), self._weights(block)
-            usable = total.add(rows, weights=weights, sides=self._sides(block))
+            weighing = self._weighing(asked)
+            usable = weighing.add(total, block) if block.usable is None else block.usable
+            weights = weighing.weights(block)
             # Without examples a client weighs nothing, which is no failure.
             counted = slice(None) if weights is None else weights > 0
             tally.doubt(block.client_ids[counted], usable[counted], "non-finite")
@@ -168,26 +176,32 @@ class Contributions:
 
     def _trusted(self, block: Block, asked: Asked, tally: Tally) -> Block:
         """The clients of a block whose weights and scalars may enter the sum."""
-        if not len(block.client_ids):
-            return block
-        keep = np.ones(len(block.client_ids), dtype=np.bool_)
-
-        def require(sound: Bools, reason: Reason) -> None:
-            tally.reject(block.client_ids[keep & ~sound], reason)
-            np.logical_and(keep, sound, out=keep)
-
-        for values in self._sides(block).values():
-            require(np.isfinite(values), "non-finite")
-        weights = self._weights(block)
-        if weights is not None:
-            require((weights >= 0) & (weights <= MOST_EXAMPLES), "malformed")
-            assert block.rows is not None
-            norms = torch.linalg.vector_norm(block.rows, dim=1, dtype=torch.float64).cpu().numpy()
-            with np.errstate(all="ignore"):
-                reach = np.where(np.isfinite(norms), weights * norms, 0.0)
-            # However many do so, the weighted sum stays one that is exact.
-            require(reach <= FREE_TOTAL / len(asked.client_ids), "malformed")
+        unsound = self._weighing(asked).unsound(block)
+        for client, reason in unsound.items():
+            tally.reject(np.array([client]), reason)
+        keep = ~np.isin(block.client_ids, list(unsound))
         return block if keep.all() else block.select(keep)
+
+    def _weighing(self, asked: Asked) -> Weighing:
+        counts = self.example_counts
+        return Weighing(
+            side_names=tuple(self.mechanism.side_names),
+            key=self.weighted_by_key if self._weighs else None,
+            declared=None
+            if counts is None
+            else DeclaredExamples(asked.client_ids, counts[asked.client_ids]),
+            asked=len(asked.client_ids),
+        )
+
+    def _summing(self, asked: Asked, layout: Layout, state: State) -> ClientSumming:
+        return ClientSumming(
+            self.mechanism,
+            self.noise,
+            self.denominator,
+            layout,
+            {name: tensor.cpu().numpy() for name, tensor in state.items()},
+            self._weighing(asked),
+        )
 
     def source(self, purpose: Purpose, server_round: int, client: int = 0) -> NoiseSource:
         """The noise of a round: the server's, or one client's."""
@@ -226,7 +240,7 @@ class Contributions:
                 self.source(Purpose.SHARE, asked.round, client)
                 for client in block.client_ids.tolist()
             ],
-            sides=self._sides(block),
+            sides=self._weighing(asked).sides(block),
         )
 
     def _sent(self, block: Block) -> Shares:
@@ -238,9 +252,6 @@ class Contributions:
         }
         return Shares(block.rows, sides, torch.from_numpy(block.metrics[USABLE] > 0))
 
-    def _sides(self, block: Block) -> dict[str, Floats]:
-        return {name: _reported(block, name) for name in self.mechanism.side_names}
-
     @property
     def _weighs(self) -> bool:
         return self.mechanism.weighting == "num-examples"
@@ -250,16 +261,3 @@ class Contributions:
         if self.example_counts is None:
             return {}
         return {DECLARED_EXAMPLES: self.example_counts[client_ids].astype(int).tolist()}
-
-    def _weights(self, block: Block) -> Floats | None:
-        if not self._weighs:
-            return None
-        if self.example_counts is not None:
-            return self.example_counts[block.client_ids]
-        return _reported(block, self.weighted_by_key)
-
-
-def _reported(block: Block, name: str) -> Floats:
-    if name not in block.metrics:
-        raise FedsimError(f"clients report no '{name}', which the mechanism or its weights need.")
-    return block.metrics[name]

@@ -80,6 +80,13 @@ def test_local_by_messages_and_clients_that_hang(tmp_path):
     assert run(grid, schedule, tmp_path / "rows") == expected(schedule, tmp_path)
 
 
+def test_processes_of_this_machine_and_those_that_are_killed(tmp_path):
+    trainer_for = importlib.import_module("treacherous.trainer").trainer_for
+    schedule = [*SCHEDULE, ("dies", (2,)), ("dies", (1, 4)), ("raises", ())]
+    with LocalGrid(trainer_for(told(schedule)), workers=2) as grid:
+        assert run(grid, schedule, tmp_path / "rows") == expected(schedule, tmp_path)
+
+
 @pytest.mark.slow
 def test_ray_and_workers_that_are_killed_or_hang(tmp_path):
     import ray.cloudpickle as cloudpickle

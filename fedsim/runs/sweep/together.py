@@ -166,4 +166,4 @@ class _SharedTrainer:
 
 
 def _replies(blocks: list[Block]) -> Replies:
-    return Replies(produce=lambda: iter(blocks), to_messages=lambda _: iter(()))
+    return Replies(produce=lambda _: iter(blocks), to_messages=lambda _: iter(()))
