@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from fedsim.engines.schedule import chunks
-from fedsim.engines.training_worker import Answer, Call, Work, from_wire, to_arrays, to_tensors
+from fedsim.engines.training_worker import Call, Work, WorkerReply, from_wire, to_arrays, to_tensors
 from fedsim.errors import BudgetSpentError
 from fedsim.rows.exchange import Block, BlockTrainer, Collection, Ids, Instructions
 
@@ -45,7 +45,7 @@ class Worker(Protocol):
     def ask(self, work: Work) -> None:
         """Ask for something; `answer` gives what it says, in the order asked."""
 
-    def answer(self) -> Answer:
+    def answer(self) -> WorkerReply:
         """The next answer, which is there.
 
         Raises
@@ -116,7 +116,7 @@ class _Post:
     worker
     queue : deque of _Chunk
         What it was asked for and has not answered.
-    done : list of (_Chunk, Answer)
+    done : list of (_Chunk, WorkerReply)
         What it has answered, and keeps in its sum.
     summing : bool
         Whether it was asked for that sum.
@@ -128,7 +128,7 @@ class _Post:
 
     worker: Worker
     queue: deque[_Chunk] = field(default_factory=deque)
-    done: list[tuple[_Chunk, Answer]] = field(default_factory=list)
+    done: list[tuple[_Chunk, WorkerReply]] = field(default_factory=list)
     summing: bool = False
     since: float = 0.0
     begun: bool = False
@@ -266,7 +266,7 @@ class Dispatch:
         worker = self._crew.first_done([post.worker for post in busy], patience)
         return next((post for post in busy if post.worker is worker), None)
 
-    def _taken(self, post: _Post, answer: Answer) -> Iterator[Block]:
+    def _taken(self, post: _Post, answer: WorkerReply) -> Iterator[Block]:
         if answer.error is not None:
             raise answer.error
         if post.queue:
@@ -283,7 +283,7 @@ class Dispatch:
         for _, settled in done:
             yield from self._settled(settled)
 
-    def _settled(self, answer: Answer) -> Iterator[Block]:
+    def _settled(self, answer: WorkerReply) -> Iterator[Block]:
         """The blocks of clients that nothing can undo any more."""
         if answer.arrays:
             self._trainer.keep(to_tensors(answer.arrays), self._call.round)

@@ -31,7 +31,7 @@ from typing import Any
 
 from fedsim.engines.dispatch import Worker, WorkerLostError
 from fedsim.engines.process import settle
-from fedsim.engines.training_worker import Answer, Call, TrainingWorker, Work
+from fedsim.engines.training_worker import Call, TrainingWorker, Work, WorkerReply
 from fedsim.errors import FedsimError
 from fedsim.rows.exchange import BlockTrainer
 
@@ -153,7 +153,7 @@ class ForkedWorker:
         with contextlib.suppress(OSError):
             self.connection.send_bytes(pickle.dumps(value, protocol=5))
 
-    def answer(self) -> Answer:
+    def answer(self) -> WorkerReply:
         """See `Worker`."""
         try:
             told: _Told = pickle.loads(self.connection.recv_bytes())
@@ -162,7 +162,7 @@ class ForkedWorker:
         self.asked -= 1
         for name, level, text in told.records:
             logging.getLogger(name).log(level, "%s", text)
-        answer: Answer = self._answers.get(told.spans)
+        answer: WorkerReply = self._answers.get(told.spans)
         return answer
 
     def end(self, patience: float = 0.0) -> None:
@@ -283,7 +283,7 @@ def _become_worker(parent: int) -> None:
 def _serve(
     trainer: BlockTrainer, connection: Connection, calls: SharedValue, answers: SharedValue
 ) -> None:
-    """Answer until the driver lets go of the connection."""
+    """WorkerReply until the driver lets go of the connection."""
     log = _Records()
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger):

@@ -12,7 +12,7 @@ from fedsim.engines.dispatch import RETRIES, Dispatch, Worker, WorkerLostError
 from fedsim.engines.local import LocalGrid, require_trainer
 from fedsim.engines.parcel import Parcel
 from fedsim.engines.process import settle
-from fedsim.engines.training_worker import Answer, Call, TrainingWorker, Work
+from fedsim.engines.training_worker import Call, TrainingWorker, Work, WorkerReply
 from fedsim.errors import FedsimError
 from fedsim.rows.exchange import Block, BlockTrainer, Collection, Instructions
 
@@ -150,12 +150,12 @@ class RayWorker:
         """See `Worker`."""
         self.answers.append(self.actor.work.remote(work))
 
-    def answer(self) -> Answer:
+    def answer(self) -> WorkerReply:
         """See `Worker`."""
         import ray
 
         try:
-            answer: Answer = ray.get(self.answers.popleft())
+            answer: WorkerReply = ray.get(self.answers.popleft())
         except ray.exceptions.RayError as error:
             raise WorkerLostError(str(error)) from error
         return answer

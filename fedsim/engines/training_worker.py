@@ -29,11 +29,11 @@ from fedsim.rows.exchange import (
 )
 
 __all__ = [
-    "Answer",
     "Arrays",
     "Call",
     "TrainingWorker",
     "Work",
+    "WorkerReply",
     "from_wire",
     "to_arrays",
     "to_tensors",
@@ -83,7 +83,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkerReply:
     """What a worker says.
 
     Attributes
@@ -115,16 +115,16 @@ class TrainingWorker:
         if call.message_type == "train":
             self._trainer.receive(call.config)
 
-    def work(self, work: Work) -> Answer:
+    def work(self, work: Work) -> WorkerReply:
         """Blocks of clients, or their sum."""
         try:
             return self._clients(work) if work.wanted == "clients" else self._collected()
         except Exception as error:
             # Some errors cannot be sent as they are.
             told = error if isinstance(error, FedsimError) else FedsimError(repr(error))
-            return Answer(error=told)
+            return WorkerReply(error=told)
 
-    def _clients(self, work: Work) -> Answer:
+    def _clients(self, work: Work) -> WorkerReply:
         call, ids = self._call, np.array(work.client_ids)
         # The driver keeps what clients keep: whichever worker has them next is lent it.
         self._trainer.restore(to_tensors(work.states))
@@ -136,11 +136,11 @@ class TrainingWorker:
         ):
             wires.append(to_wire(block if self._sum is None else self._sum.add(block)))
         keeps = self._trainer.state(ids) if call.message_type == "train" else {}
-        return Answer(wires, to_arrays(keeps))
+        return WorkerReply(wires, to_arrays(keeps))
 
-    def _collected(self) -> Answer:
+    def _collected(self) -> WorkerReply:
         summed, self._sum = self._sum, None
-        return Answer(arrays={} if summed is None else to_arrays(summed.state()))
+        return WorkerReply(arrays={} if summed is None else to_arrays(summed.state()))
 
 
 def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:
