@@ -8,6 +8,7 @@ from fedsim.clients.adam import Adam
 from fedsim.clients.base import Combined, LocalAlgorithm, State, Step
 from fedsim.clients.ditto import Ditto
 from fedsim.clients.fednova import FedNova
+from fedsim.clients.fedrep import FedRep
 from fedsim.clients.gradients import Gradient
 from fedsim.clients.proximal import Proximal
 from fedsim.clients.rmsprop import RMSProp
@@ -23,6 +24,7 @@ __all__ = [
     "Combined",
     "Ditto",
     "FedNova",
+    "FedRep",
     "Gradient",
     "LocalAlgorithm",
     "Proximal",

@@ -35,7 +35,10 @@ from fedsim.settings import check_settings
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Combined", "LocalAlgorithm", "State", "Step", "refuse_vectors"]
+__all__ = ["PERSONAL_MASK", "Combined", "LocalAlgorithm", "State", "Step", "refuse_vectors"]
+
+PERSONAL_MASK = "personal"
+"""Entry of the state of an algorithm that `parts`, ``[n, D]``: 1 where a parameter is personal."""
 
 State = dict[str, Any]
 """Name to tensor ``[n, ...]``, or to anything else that a slice of clients cuts: a `Gradient`."""
@@ -96,12 +99,15 @@ class LocalAlgorithm(ABC):
         parameters: each as wide as the model, or one number.
     remembers : bool
         Whether it means nothing unless each client keeps its own state.
+    parts : bool
+        Whether it treats personal parameters (``model.personal``) apart from the others.
     """
 
     carried: ClassVar[tuple[str, ...]] = ()
     evaluates: ClassVar[str] = ""
     sends: ClassVar[Mapping[str, Width]] = {}
     remembers: ClassVar[bool] = False
+    parts: ClassVar[bool] = False
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -129,8 +135,8 @@ class LocalAlgorithm(ABC):
         theta : Tensor ``[n, D]``
             The global parameters, once for each client; the algorithm owns the tensor.
         numbers : dict of str to Tensor ``[n]``
-            The values of `numbers`, client by client; and what the server sends of `sends`,
-            ``[n, D]`` or ``[n, 1]``, zeros in the first round.
+            The values of `numbers`, client by client; what the server sends of `sends`,
+            ``[n, D]`` or ``[n, 1]``, zeros in the first round; and `PERSONAL_MASK`, if it `parts`.
         """
         return {"theta": theta, **numbers}
 
@@ -139,7 +145,8 @@ class LocalAlgorithm(ABC):
         numbers: State = {name: torch.tensor([value]) for name, value in self.numbers().items()}
         sizes = {"model": width, "number": 1}
         vectors = {name: torch.zeros(1, sizes[size]) for name, size in self.sends.items()}
-        return self.init(torch.zeros(1, width), numbers | vectors)
+        mask = {PERSONAL_MASK: torch.zeros(1, width)} if self.parts else {}
+        return self.init(torch.zeros(1, width), numbers | vectors | mask)
 
     def point(self, state: State) -> Tensor:
         """Where the next gradient is taken, ``[n, D]``."""

@@ -56,6 +56,11 @@ class Proximal(LocalAlgorithm):
         """As the algorithm inside."""
         return self.algorithm.remembers
 
+    @property
+    def parts(self) -> bool:  # type: ignore[override]
+        """As the algorithm inside."""
+        return self.algorithm.parts
+
     def numbers(self) -> dict[str, float]:
         """Those of the algorithm inside."""
         return self.algorithm.numbers()

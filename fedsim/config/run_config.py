@@ -191,7 +191,15 @@ def _check_cohort(config: RunConfig) -> None:
 
 def _check_noise(config: RunConfig) -> None:
     noise, mechanism = config.noise, config.mechanism.name
-    if mechanism == "none":
+    if config.mechanism.is_robust:
+        config.require(
+            not noise.adds_noise,
+            "noise.target-epsilon" if noise.multiplier is None else "noise.multiplier",
+            noise.target_epsilon if noise.multiplier is None else noise.multiplier,
+            f"unset while mechanism.name = '{mechanism}': what one client moves a robust mean by "
+            "depends on all others' updates, and is bounded by no sensitivity of the plan's",
+        )
+    elif mechanism == "none":
         config.require(
             not noise.adds_noise,
             "noise.target-epsilon" if noise.multiplier is None else "noise.multiplier",

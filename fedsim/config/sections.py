@@ -176,7 +176,15 @@ class _Bounding(Choice):
     @property
     def gives_none(self) -> bool:
         """Whether it is a bound that protects nobody, whatever the noise."""
-        return bool(getattr(self, "unsafe_non_private_raw_statistics", False))
+        return self.is_robust or bool(getattr(self, "unsafe_non_private_raw_statistics", False))
+
+    @property
+    def is_robust(self) -> bool:
+        """Whether it is no bound of rows in a sum, but a mean that needs them all."""
+        if self.name not in registry.names(self.kind):
+            return False
+        thing = registry.find(self.kind, self.name, f"{self.table}.name")
+        return bool(getattr(thing, "protects_nobody", False))
 
 
 class MechanismSection(_Bounding):
@@ -312,6 +320,13 @@ class ClientSection(Choice):
             self.max_grad_norm,
             f"0 while client.mechanism.name = '{self.mechanism.name}', which bounds the "
             "gradient of each example",
+        )
+        self.require(
+            not self.mechanism.is_robust,
+            "client.mechanism.name",
+            self.mechanism.name,
+            "a bound of an example's gradient, such as 'clipping': a robust mean of gradients "
+            "protects nobody",
         )
         amounts = (noise.multiplier, noise.target_epsilon)
         self.require(

@@ -17,7 +17,7 @@ from fedsim.clients import LocalAlgorithm
 from fedsim.cohorts import Cohort
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Mechanism, State
+from fedsim.mechanisms import Mechanism, NoPrivacy, RobustMean, State
 from fedsim.mechanisms.base import state_on
 from fedsim.privacy import Ledger, Statement
 from fedsim.privacy.digest import digest_of
@@ -32,6 +32,7 @@ from fedsim.strategies.client_evaluation import ClientEvaluation
 from fedsim.strategies.client_state import ClientState
 from fedsim.strategies.contributions import Asked, Contributions, Placement
 from fedsim.strategies.flower_optimizer import FlowerOptimizer
+from fedsim.strategies.kept_rows import KeptRows
 from fedsim.strategies.loop import ResumableStrategy
 from fedsim.strategies.outcome import Failures, RoundReport, Tally, told
 from fedsim.strategies.participants import Participants, node_ids
@@ -39,6 +40,7 @@ from fedsim.strategies.refusals import (
     allowed_fraction,
     declared_counts,
     refuse_flowers_keywords,
+    refuse_noise,
     refuse_running_statistics,
     refuse_void_settings,
 )
@@ -177,6 +179,10 @@ evaluate_metrics_aggr_fn
         **flowers: object,
     ) -> None:
         refuse_flowers_keywords(flowers)
+        robust = mechanism if isinstance(mechanism, RobustMean) else None
+        if robust is not None:
+            refuse_noise(robust, noise_multiplier)
+            robust.check(cohort.expected_size)
         noise = Independent(noise_multiplier, hardened_noise)
         self.plan = ReleasePlan(level="client", sampler=cohort, bound=mechanism, noise=noise)
         """What every round releases, and what that costs."""
@@ -186,7 +192,9 @@ evaluate_metrics_aggr_fn
         refuse_void_settings(mechanism, max_epsilon, private_examples, example_counts)
         shows_clients = not self.protects or unprotected_metrics
         fraction_evaluate = allowed_fraction(fraction_evaluate, shows_clients)
-        self.mechanism = mechanism
+        self._robust = robust
+        # What may enter a robust mean is what may enter a mean.
+        self.mechanism = NoPrivacy("uniform") if robust is not None else mechanism
         self.cohort = cohort
         self.noise_multiplier = noise_multiplier
         self.delta = delta
@@ -232,7 +240,7 @@ evaluate_metrics_aggr_fn
         self.result: Result | None = None
         """What `start` has reached, also after an exception."""
         self._contributions = Contributions(
-            mechanism,
+            self.mechanism,
             noise,
             self.plan.denominator,
             placement,
@@ -356,8 +364,11 @@ evaluate_metrics_aggr_fn
         parts = self._contributions
         releaser, total, sent = parts.start(asked, replies, self._layout, self._state, tally)
         means = MetricMeans(self.weighted_by_key, self.train_metrics_aggr_fn)
+        rows = None if self._robust is None else KeptRows(self._robust)
         for reply in sent:
             usable = parts.add(releaser, total, asked, reply, tally)
+            if rows is not None:
+                rows.take(reply.block, usable)
             if self.client_state is not None:
                 self.client_state.take(reply.block, usable)
             if self.shows_clients:
@@ -382,6 +393,8 @@ evaluate_metrics_aggr_fn
         if self.client_state is not None:
             self.client_state.average()
         release = parts.release(releaser, total, asked)
+        if rows is not None:
+            release = replace(release, mean=rows.center())
         self._state = state_on(release.state, asked.vector.device)
         update = self._vectors.combine(
             release.mean.to(asked.vector.device), asked.vector, self._layout, total.count

@@ -9,12 +9,13 @@ import numpy.typing as npt
 
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Mechanism
+from fedsim.mechanisms import Mechanism, RobustMean
 
 __all__ = [
     "allowed_fraction",
     "declared_counts",
     "refuse_flowers_keywords",
+    "refuse_noise",
     "refuse_running_statistics",
     "refuse_void_settings",
 ]
@@ -55,6 +56,21 @@ def refuse_flowers_keywords(keywords: Mapping[str, object]) -> None:
         if name in _INSTEAD:
             raise FedsimError(f"{name} = {value!r} is not DPFedAvg's; use {_INSTEAD[name]}.")
         raise TypeError(f"DPFedAvg.__init__() got an unexpected keyword argument '{name}'")
+
+
+def refuse_noise(mechanism: RobustMean, noise_multiplier: float) -> None:
+    """Refuse noise on a mean of which nobody knows what one client moves it by.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if noise_multiplier:
+        raise FedsimError(
+            f"noise.multiplier is {noise_multiplier}; it must be unset with {mechanism} "
+            "(mechanism.name): what one client moves a robust mean by depends on all others' "
+            "updates, and is bounded by no sensitivity of the plan's."
+        )
 
 
 def refuse_void_settings(

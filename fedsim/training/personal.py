@@ -110,6 +110,13 @@ class Personal:
             packed[there[:, None], self.inside] = kept[PERSONAL].to(packed)[there]
         return packed
 
+    @property
+    def mask(self) -> Tensor:
+        """1 at the places of the personal parameters, ``[D]``."""
+        mask = torch.zeros_like(self.initial)
+        mask[self.inside] = 1
+        return mask
+
     def kept(self, theta: Tensor) -> dict[str, Tensor]:
         """What clients that end at ``theta [n, D]`` keep."""
         return {PERSONAL: theta[:, self.inside]} if self else {}

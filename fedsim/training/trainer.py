@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients.base import LocalAlgorithm, refuse_vectors
+from fedsim.clients.base import PERSONAL_MASK, LocalAlgorithm, refuse_vectors
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers
 from fedsim.privacy.plan import LocalWork, ReleasePlan
@@ -164,6 +164,11 @@ class Trainer:
                 f"model.personal is set, but {type(algorithm).__name__} (client.name) sends "
                 f"{', '.join(algorithm.sends)} beside the update, made of all that is trained; it "
                 "must be unset, or client.name another algorithm."
+            )
+        if algorithm.parts and not self.personal:
+            raise FedsimError(
+                f"model.personal is empty; {type(algorithm).__name__} (client.name) needs the "
+                "patterns of the parameters that each client keeps to itself, such as 'head.*'."
             )
         if privacy is not None:
             refuse_vectors(algorithm)
@@ -450,7 +455,8 @@ class Trainer:
             ended = steps.run(
                 start.clone() if everybody else start[positions],
                 {k: torch.from_numpy(v[members]).to(start) for k, v in values.items()}
-                | {k: v[positions] for k, v in received.items()},
+                | {k: v[positions] for k, v in received.items()}
+                | self._mask(len(members)),
                 theirs,
                 torch.from_numpy(present[members]).to(self.device),
             )
@@ -458,6 +464,12 @@ class Trainer:
             losses = steps.mean_losses() if "loss" in metrics else None
             fitted.take(members, ended, losses, send=self.state_kind == "server")
         return fitted
+
+    def _mask(self, n: int) -> dict[str, Tensor]:
+        """Which parameters are personal, for an algorithm that asks."""
+        if not self.algorithm.parts:
+            return {}
+        return {PERSONAL_MASK: self.personal.mask.expand(n, -1)}
 
     def _sources(
         self, client_ids: Ints, round: int, randomness: Sequence[Randomness]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from clients_helpers import make_data, make_mlp
 from torch import Tensor, nn
 
-from fedsim.clients import SGD, Ditto
+from fedsim.clients import SGD, Ditto, FedRep
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
@@ -164,3 +164,82 @@ def test_clients_with_parameters_of_their_own_train_alike_on_another_path() -> N
     rows = torch.cat([block.rows for block in t.train(t.initial(), IDS, 1)])
     other = torch.cat([block.rows for block in t.on("stacked").train(t.initial(), IDS, 1)])
     torch.testing.assert_close(other, rows, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("path", ["plain", "func", "stacked"])
+def test_fedrep_trains_the_head_first_and_then_the_body(path: str) -> None:
+    """FedRep by hand: two steps of the head, one of the body, of which the body's is sent."""
+    t = make_trainer(FedRep(lr=0.3, head_lr=0.2, head_steps=2), HEAD, steps=3, path=path)
+    model, shared = make_mlp(dtype=torch.float64), {"1.weight", "1.bias"}
+    heads = {k: copy.deepcopy(model[3]) for k in IDS}
+    vector = t.initial()
+    for server_round in (1, 2):
+        rows = torch.cat([block.rows for block in t.train(vector, IDS, server_round)])
+        expected = []
+        for k, own in enumerate(t.data.indices):
+            local = copy.deepcopy(model)
+            local[3] = copy.deepcopy(heads[k])
+            for step in range(3 if len(own) else 0):
+                loss = F.cross_entropy(local(t.data.x[own]), t.data.y[own])
+                turn, rate = (local[3], 0.2) if step < 2 else (local[1], 0.3)
+                gradients = torch.autograd.grad(loss, list(turn.parameters()))
+                with torch.no_grad():
+                    for parameter, gradient in zip(turn.parameters(), gradients, strict=True):
+                        parameter -= rate * gradient
+            heads[k] = local[3]
+            expected.append(flat(local, shared) - flat(model, shared))
+        torch.testing.assert_close(rows, torch.stack(expected), rtol=1e-9, atol=1e-11)
+        vector = vector + rows.mean(0)
+        with torch.no_grad():
+            moved = flat(model, shared) + torch.stack(expected).mean(0)
+            model[1].weight.copy_(moved[:30].view(5, 6))
+            model[1].bias.copy_(moved[30:])
+    (block,) = t.evaluate(vector, IDS, 2)
+    for k, own in enumerate(t.data.indices):
+        if len(own):
+            local = copy.deepcopy(model)
+            local[3] = heads[k]
+            loss = F.cross_entropy(local(t.data.x[own]), t.data.y[own]).item()
+            assert block.metrics["loss"][k] == pytest.approx(loss, rel=1e-9)
+
+
+def test_fedrep_needs_to_know_what_is_the_head() -> None:
+    with pytest.raises(FedsimError, match=r"model\.personal is empty; FedRep \(client\.name\)"):
+        make_trainer(FedRep())
+
+
+def normalised() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(6, 5), nn.LayerNorm(5), nn.ReLU(), nn.Linear(5, 3)
+    ).double()
+
+
+@pytest.mark.parametrize("path", ["plain", "func"])
+def test_fedbn_keeps_what_normalisation_layers_have_learnt(path: str) -> None:
+    """FedBN: each client has scales and shifts of its own, and evaluates with them."""
+    names = [f"2.{name}" for name, _ in nn.LayerNorm(5).named_parameters()]
+    data = make_data(SIZES, dtype=torch.float64)
+    settings = {"batch_size": 0, "steps": 2, "state": "client", "path": path}
+    t = Trainer(
+        normalised(), SGD(lr=0.3), data, randomness=Randomness(1), personal=names, **settings
+    )
+    model, shared = normalised(), {"1.weight", "1.bias", "4.weight", "4.bias"}
+    norms = {k: copy.deepcopy(model[2]) for k in IDS}
+    for server_round in (1, 2):  # the shared part stays: what differs is what clients keep
+        rows = torch.cat([block.rows for block in t.train(t.initial(), IDS, server_round)])
+        for k, own in enumerate(data.indices):
+            local = copy.deepcopy(model)
+            local[2] = copy.deepcopy(norms[k])
+            for _ in range(2 if len(own) else 0):
+                descend(local, data.x[own], data.y[own], 0.3)
+            norms[k] = local[2]
+            expected = flat(local, shared) - flat(model, shared)
+            torch.testing.assert_close(rows[k], expected, rtol=1e-9, atol=1e-11)
+    (block,) = t.evaluate(t.initial(), IDS, 2)
+    for k, own in enumerate(data.indices):
+        if len(own):
+            local = copy.deepcopy(model)
+            local[2] = norms[k]
+            loss = F.cross_entropy(local(data.x[own]), data.y[own]).item()
+            assert block.metrics["loss"][k] == pytest.approx(loss, rel=1e-9)

@@ -1,0 +1,60 @@
+"""Krum: the update, or the mean of the few, that lie closest to most others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from fedsim.errors import FedsimError
+from fedsim.lazy import torch
+from fedsim.mechanisms.robust import RobustMean
+from fedsim.registry import register
+from fedsim.settings import Doc, Ge
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Krum"]
+
+
+@register("mechanism", "krum")
+@dataclass(frozen=True)
+class Krum(RobustMean):
+    """The row with the least sum of squared distances to its n - f - 2 nearest, f the byzantine.
+
+    With ``keep`` above 1 the mean of that many (multi-Krum). Where clients fail and n - f - 2 is
+    below 1, the nearest one counts, and nothing is promised. No privacy. Memory besides the rows
+    is n^2 numbers. Source: Blanchard et al. 2017.
+    """
+
+    byzantine: Annotated[
+        int, Ge(0), Doc("How many of the cohort may send anything at all; below (n - 2) / 2.")
+    ] = 1
+    keep: Annotated[int, Ge(1), Doc("How many rows the mean is of; 1 for Krum itself.")] = 1
+
+    def check(self, expected: float) -> None:
+        """See `RobustMean`."""
+        if expected < max(2 * self.byzantine + 3, self.keep):
+            raise FedsimError(
+                f"mechanism.byzantine is {self.byzantine} and mechanism.keep {self.keep}; of a "
+                f"cohort of {expected:g} clients, twice the one and 3, and the other, must be at "
+                "most as many."
+            )
+
+    def center(self, rows: Tensor) -> Tensor:
+        """See `RobustMean`."""
+        n = len(rows)
+        squares = torch.stack([self._squares(rows, row) for row in rows])
+        squares.fill_diagonal_(torch.inf)
+        neighbours = min(max(1, n - self.byzantine - 2), max(1, n - 1))
+        scores = squares.sort(1).values[:, :neighbours].sum(1)
+        # Of equal scores the lower client id goes first.
+        best = scores.sort(stable=True).indices[: self.keep]
+        return rows[best].to(torch.float64).mean(0)
+
+    @staticmethod
+    def _squares(rows: Tensor, row: Tensor) -> Tensor:
+        """Squared distances of all rows from one, ``[n]``."""
+        return torch.stack(
+            [(other.to(torch.float64) - row.to(torch.float64)).square().sum() for other in rows]
+        )

@@ -1,0 +1,36 @@
+"""The mean of each coordinate without its extremes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from fedsim.lazy import torch
+from fedsim.mechanisms.robust import RobustMean, column_chunks
+from fedsim.registry import register
+from fedsim.settings import Doc, Ge, Lt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["TrimmedMean"]
+
+
+@register("mechanism", "trimmed-mean")
+@dataclass(frozen=True)
+class TrimmedMean(RobustMean):
+    """The mean of each coordinate over clients, without the largest and the smallest of them.
+
+    Of n rows, trim times n, rounded down, may be anything at all. No privacy. Source: Yin et al.
+    2018.
+    """
+
+    trim: Annotated[
+        float, Ge(0), Lt(0.5), Doc("The share of clients that is left out at either end.")
+    ] = 0.1
+
+    def center(self, rows: Tensor) -> Tensor:
+        """See `RobustMean`."""
+        left_out = int(self.trim * len(rows))
+        kept = slice(left_out, len(rows) - left_out)
+        return torch.cat([columns.sort(0).values[kept].mean(0) for columns in column_chunks(rows)])
