@@ -80,6 +80,8 @@ class Contributions:
     arrayrecord_key: str
     example_counts: Floats | None = None
     """Declared by client id; they weigh in place of what clients report."""
+    needs_rows: bool = False
+    """Whether the strategy wants each client's row, so that no worker may sum them."""
 
     def replies(
         self,
@@ -113,7 +115,8 @@ class Contributions:
         self, asked: Asked, replies: Iterable[Message], layout: Layout, state: State, tally: Tally
     ) -> tuple[Releaser, PartialSum, Iterator[Reply]]:
         """A releaser and its empty sum, on the device that rows come on; and the replies."""
-        if isinstance(replies, Replies) and replies.sums and self.placement == "server":
+        summable = self.placement == "server" and not self.needs_rows
+        if isinstance(replies, Replies) and replies.sums and summable:
             releaser = self.releaser(layout, asked.vector.device)
             total = releaser.start(state)
             collection = Collection(self._summing(asked, layout, state), total.merge)

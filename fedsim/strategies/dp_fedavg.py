@@ -248,6 +248,7 @@ evaluate_metrics_aggr_fn
             weighted_by_key,
             arrayrecord_key,
             declared_counts(example_counts, cohort),
+            needs_rows=robust is not None,
         )
         self._participants = Participants(
             cohort,

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from test_parity import facts, run
 
+import fedsim
+from fedsim.config import RunConfig
+
 BASE = {
     "name": "methods",
     "seed": 11,
@@ -26,15 +29,34 @@ FEDNOVA = {
 }
 
 
-def test_scaffolds_variates_are_the_same_on_ray(tmp_path):
-    local = facts(run("local", tmp_path / "local", SCAFFOLD))
+KRUM = {
+    **BASE,
+    "mechanism": {"name": "krum", "byzantine": 0, "keep": 2},
+    "cohort": {"name": "full"},
+}
+
+
+@pytest.mark.parametrize("tree", [SCAFFOLD, KRUM], ids=["scaffold", "krum"])
+def test_vectors_and_robust_means_are_the_same_on_several_workers(tree, tmp_path):
+    alone = facts(run("local", tmp_path / "one", tree, workers=1))
+    assert facts(run("local", tmp_path / "two", tree, workers=2)) == alone
+
+
+@pytest.mark.slow
+def test_a_run_resumed_on_ray_ends_with_the_bytes_of_a_whole_one(tmp_path):
     settings = {"workers": 2, "cpus-per-worker": 0.1}
-    assert facts(run("ray", tmp_path / "ray", SCAFFOLD, **settings)) == local
+    whole = facts(run("local", tmp_path / "whole", SCAFFOLD))
+    out = tmp_path / "ray"
+    run("ray", out, {**SCAFFOLD, "rounds": 2}, **settings)
+    section = {"name": "ray", "device": "cpu", **settings}
+    config = RunConfig.parse({**SCAFFOLD, "engine": section})
+    resumed = fedsim.run(config, out=out / "out", resume=True)
+    assert facts(resumed) == whole
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ray", "simulation", "deployment"])
-@pytest.mark.parametrize("tree", [SCAFFOLD, FEDNOVA], ids=["scaffold", "fednova"])
+@pytest.mark.parametrize("tree", [SCAFFOLD, FEDNOVA, KRUM], ids=["scaffold", "fednova", "krum"])
 def test_vectors_beside_the_update_are_the_same_on_every_engine(engine, tree, tmp_path):
     local = facts(run("local", tmp_path / "local", tree))
     assert facts(run(engine, tmp_path / engine, tree)) == local
