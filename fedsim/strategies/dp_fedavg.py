@@ -321,6 +321,8 @@ evaluate_metrics_aggr_fn
         entries, records = self._contributions.request(len(present), self._state, layout)
         if self.client_state is not None:
             entries |= self.client_state.entries()
+        if isinstance(self.server_optimizer, FlowerOptimizer):
+            entries |= self.server_optimizer.told(vector[: layout.d], config)
         return Instructions(
             message_type="train",
             round=server_round,

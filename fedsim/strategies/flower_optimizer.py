@@ -44,8 +44,9 @@ _NAME = "parameters"
 class FlowerOptimizer(ServerOptimizer):
     """A Flower strategy that is given one synthetic reply a round: the noisy mean.
 
-    What it does with that reply (`FedAdam`, `FedYogi`, `FedAvgM`, ...) is post-processing. Its
-    sampling and its evaluation play no part.
+    What it does with that reply (`FedAdam`, `FedYogi`, `FedAvgM`, ...) is post-processing, and
+    what it tells its clients (`FedProx`'s mu) goes along to ours. Its sampling and its evaluation
+    play no part.
 
     Parameters
     ----------
@@ -76,13 +77,26 @@ class FlowerOptimizer(ServerOptimizer):
         # Nothing is sent over it: strategies learn the parameters where they choose nodes.
         self._grid = LocalGrid(ClientApp(), num_nodes=nodes)
         self._round = 0
+        self._asked: Message | None = None
+
+    def told(self, vector: Tensor, config: ConfigRecord) -> ConfigRecord:
+        """What the strategy tells clients beside ``vector [d]``, if the caller says ``config``."""
+        self._asked = self._ask(vector, config)
+        told = self._asked.content.config_records
+        return told.get(self._strategy.configrecord_key, ConfigRecord())
+
+    def _ask(self, vector: Tensor, config: ConfigRecord) -> Message:
+        """A message to one of its clients in the next round."""
+        asked = self._strategy.configure_train(
+            self._round + 1, array_record({_NAME: vector}), ConfigRecord(dict(config)), self._grid
+        )
+        return next(iter(asked))
 
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
         """New parameters ``[d]`` from the strategy, as if one client had sent the mean."""
+        # A strategy may count how often it is asked: once a round.
+        asked, self._asked = self._asked or self._ask(vector, ConfigRecord()), None
         self._round += 1
-        asked = self._strategy.configure_train(
-            self._round, array_record({_NAME: vector}), ConfigRecord(), self._grid
-        )
         moved = (vector + update.to(vector.dtype)).cpu()
         content = RecordDict(
             {
@@ -90,7 +104,7 @@ class FlowerOptimizer(ServerOptimizer):
                 "metrics": MetricRecord({self._strategy.weighted_by_key: 1.0}),
             }
         )
-        reply = Message(content, reply_to=next(iter(asked)))
+        reply = Message(content, reply_to=asked)
         arrays, _ = self._strategy.aggregate_train(self._round, [reply])
         if arrays is None:
             raise FedsimError(

@@ -256,8 +256,15 @@ class Trainer:
         Raises
         ------
         FedsimError
-            If clients count on the server, and it keeps none.
+            If clients count on the server, and it keeps none; or if it tells them to be pulled to
+            its model, as Flower's FedProx does, and they are not.
         """
+        mu = getattr(self.algorithm, "mu", 0.0)
+        if config.get("proximal-mu", mu) != mu:
+            raise FedsimError(
+                f"the server sends proximal-mu = {config['proximal-mu']}, and client.proximal is "
+                f"{mu}; they must be the same."
+            )
         if self.state_kind == "server":
             self.memory = Sent.of(config)
         elif self.memory is not None:

@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from clients_helpers import make_data, make_mlp
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import (
     Bulyan,
@@ -12,6 +13,7 @@ from flwr.serverapp.strategy import (
     FedAvg,
     FedAvgM,
     FedMedian,
+    FedProx,
     FedTrimmedAvg,
     FedYogi,
     Krum,
@@ -20,12 +22,15 @@ from flwr.serverapp.strategy import (
 )
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping as FlowersOwn
 
+from fedsim.clients import SGD, Proximal
 from fedsim.cohorts import FullCohort
 from fedsim.engines import LocalGrid
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping, NoPrivacy
+from fedsim.randomness import Randomness
 from fedsim.strategies import DPFedAvg
+from fedsim.training import Trainer
 
 
 def app() -> ClientApp:
@@ -63,6 +68,62 @@ def test_a_flower_optimizer_on_our_mean_is_flowers_own_strategy(kind: type[FedAv
     ]
     np.testing.assert_allclose(results[0], results[1], rtol=1e-10)
     assert not torch.equal(results[1], INITIAL)
+
+
+class Counting(FedProx):
+    """One whose word to clients changes from round to round."""
+
+    asked = 0
+
+    def configure_train(self, server_round, arrays, config, grid):  # type: ignore[no-untyped-def]
+        self.asked += 1
+        config["lr"] = 0.1 / self.asked
+        return super().configure_train(server_round, arrays, config, grid)
+
+
+def test_what_a_wrapped_strategy_tells_its_clients_reaches_ours() -> None:
+    heard: list[dict[str, object]] = []
+    honest = app()
+
+    def train(message: Message, context: Context) -> Message:
+        heard.append(dict(message.content.config_records["config"]))
+        return honest(message, context)
+
+    made = ClientApp()
+    made.train()(train)
+    wrapped = Counting(proximal_mu=0.25)
+    strategy = DPFedAvg(
+        mechanism=NoPrivacy("uniform"), cohort=FullCohort(2), seed=1, server_optimizer=wrapped
+    )
+    config = ConfigRecord({"mine": 7})
+    strategy.start(
+        LocalGrid(made, num_nodes=2), array_record({"w": INITIAL}), 3, train_config=config
+    )
+    assert len(heard) == 6
+    assert {entry["proximal-mu"] for entry in heard} == {0.25}
+    assert {entry["mine"] for entry in heard} == {7}
+    assert [entry["server-round"] for entry in heard] == [1, 1, 2, 2, 3, 3]
+    assert [entry["lr"] for entry in heard[::2]] == [0.1, 0.05, 0.1 / 3]
+    assert "proximal-mu" not in config
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.25])
+def test_a_pull_that_our_clients_do_not_have_is_refused(mu: float) -> None:
+    algorithm = Proximal(SGD(lr=0.1), 0.5)
+    trainer = Trainer(make_mlp(), algorithm, make_data([4, 4]), randomness=Randomness(1))
+    for sent, refused in ((0.5, False), (mu, True)):
+        strategy = DPFedAvg(
+            mechanism=NoPrivacy("uniform"),
+            cohort=FullCohort(2),
+            seed=1,
+            server_optimizer=FedProx(proximal_mu=sent),
+        )
+        initial = array_record(trainer.layout.unflatten(trainer.initial()))
+        if refused:
+            with pytest.raises(FedsimError, match=r"client\.proximal is 0\.5; they must be"):
+                strategy.start(LocalGrid(trainer), initial, 1)
+        else:
+            strategy.start(LocalGrid(trainer), initial, 1)
 
 
 def test_sampling_noise_and_accounting_stay_ours() -> None:
