@@ -40,6 +40,7 @@ class Purpose(IntEnum):
     EVALUATE = 8
     AUDIT = 9
     SEARCH = 10
+    DEVICE = 11
 
 
 class Rule(NamedTuple):
@@ -71,6 +72,7 @@ PURPOSES: dict[Purpose, Rule] = {
     Purpose.DROPOUT: Rule("seed", ("example",), "the step; 2^40 an evaluation"),
     Purpose.EVALUATE: Rule("seed", ("client",), "0 who evaluates"),
     Purpose.AUDIT: Rule("seed", ("run",), "an audit numbers its own"),
+    Purpose.DEVICE: Rule("seed", ("client",), "0 there, 1 drops out, 2 speed, 3 bandwidth, 4 work"),
     Purpose.SEARCH: Rule(
         "seed", ("run",), "a digest of an axis of a sweep, whose point is the round"
     ),

@@ -28,6 +28,7 @@ __all__ = [
     "Range",
     "Section",
     "TargetEpsilon",
+    "Work",
     "belongs_to",
     "from_empty",
     "only",
@@ -178,6 +179,19 @@ def _check_range(value: str) -> str:
     if not re.fullmatch(r"([0-9]{0,18}:[0-9]{0,18})?", value, re.ASCII):
         raise PydanticCustomError("range", "a range such as '10000:' or ':10000', or ''")
     return value
+
+
+def _check_work(value: str) -> str:
+    drawn = re.fullmatch(r"whole\((\d{1,7}), *(\d{1,7})\)", value)
+    if "(" in value and (not drawn or not 1 <= int(drawn[1]) <= int(drawn[2])):
+        raise PydanticCustomError(
+            "work", "whole(low,high) with whole numbers from 1 on, the path of a file, or ''"
+        )
+    return value
+
+
+Work = Annotated[str, AfterValidator(_check_work)]
+"""How much each client does: ``whole(1,5)``, a file, or empty for the same for all."""
 
 
 Range = Annotated[str, AfterValidator(_check_range)]

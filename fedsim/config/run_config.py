@@ -23,6 +23,7 @@ from fedsim.config.sections import (
     ClientSection,
     CohortSection,
     DataSection,
+    DevicesSection,
     EngineSection,
     EvaluateSection,
     LogSection,
@@ -67,6 +68,7 @@ class RunConfig(Section):
     mechanism: MechanismSection = MechanismSection()
     noise: NoiseSection = NoiseSection()
     server: ServerSection = ServerSection()
+    devices: DevicesSection = DevicesSection()
     evaluate: EvaluateSection = setting(EvaluateSection(), affects_release=False)
     checkpoint: CheckpointSection = setting(CheckpointSection(), affects_release=False)
     stop: StopSection = setting(StopSection(), affects_release=False)
@@ -158,6 +160,7 @@ class RunConfig(Section):
         _check_larger_cohort(self)
         _check_evaluation(self)
         _check_state(self)
+        _check_devices(self)
         return self
 
 
@@ -304,6 +307,23 @@ def _check_state(config: RunConfig) -> None:
         adapts,
         "0 while client.state = 'reset', since the plain steps after so many rounds take the rate "
         "that was reached; with client.state = 'client' they can",
+    )
+
+
+def _check_devices(config: RunConfig) -> None:
+    devices, private = config.devices, config.private or config.client.private
+    config.require(
+        not (private and devices.deadline),
+        "devices.deadline",
+        devices.deadline,
+        "0 in a run that is private at client or example level: how long a device takes depends on "
+        "how many examples it has, which would decide whose update is in the sum",
+    )
+    config.require(
+        config.engine.name != "deployment" or devices == type(devices)(),
+        "devices",
+        "a model of devices",
+        "unset with engine.name = 'deployment', whose devices are real",
     )
 
 

@@ -18,6 +18,7 @@ from fedsim.config.keys import (
     Range,
     Section,
     TargetEpsilon,
+    Work,
     only,
     setting,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "ClientSection",
     "CohortSection",
     "DataSection",
+    "DevicesSection",
     "EngineSection",
     "EvaluateSection",
     "LogSection",
@@ -254,6 +256,13 @@ class ClientSection(Choice):
     steps: Annotated[
         int, Doc("In place of epochs: local steps in a round, the same for every client.")
     ] = Field(0, ge=0, le=1_000_000)
+    work: Annotated[
+        Work,
+        Doc(
+            "Each client's own number of epochs, or of steps where those are set, in its place: "
+            "whole(1,5) draws it from the seed, a file has one a line; empty for the same for all."
+        ),
+    ] = ""
     proximal: Annotated[
         float, Doc("FedProx's mu: how strongly a client is pulled towards the global model.")
     ] = Field(0.0, ge=0)
@@ -313,6 +322,13 @@ class ClientSection(Choice):
             "client.noise.max-epsilon",
             noise.max_epsilon,
             "greater than 0, and unset where clients do not protect their examples",
+        )
+        self.require(
+            not (bounded and self.work),
+            "client.work",
+            self.work,
+            f"empty while client.mechanism.name = '{self.mechanism.name}': a client's number of "
+            "noisy steps is a declared constant of the plan, the same for all",
         )
         self.require(
             not (bounded and self.max_grad_norm),
@@ -458,6 +474,56 @@ class ServerSection(Choice):
         int,
         Doc("Rounds in a row without a usable reply after which a run without privacy gives up."),
     ] = setting(3, affects_release=False, ge=1)
+
+
+class DevicesSection(Section):
+    """What devices clients are, in a simulation: drawn from the seed, never from data."""
+
+    table: ClassVar[str] = "devices"
+    availability: Annotated[
+        float, Doc("The probability that a device is there in a round, each round anew.")
+    ] = Field(1.0, gt=0, le=1)
+    trace: Annotated[
+        str,
+        Doc(
+            "In its place an .npy file of truth values, rounds times clients, gone through again "
+            "and again; who is drawn and not there counts as missing."
+        ),
+    ] = ""
+    dropout: Annotated[
+        float, Doc("The probability that a device that is there does not reply, each round anew.")
+    ] = Field(0.0, ge=0, lt=1)
+    seconds_per_example: Annotated[float, Doc("Of the median device's training; 0 for none.")] = (
+        Field(0.0, ge=0)
+    )
+    bandwidth: Annotated[
+        float, Doc("Of the median device, in megabits a second each way; 0 for no limit.")
+    ] = Field(0.0, ge=0)
+    spread: Annotated[
+        float, Doc("Standard deviation, over devices, of the logarithms of these two.")
+    ] = Field(0.0, ge=0, le=10)
+    deadline: Annotated[
+        float, Doc("Seconds of a device's clock after which its reply does not count; 0 for none.")
+    ] = Field(0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _one_word_on_who_is_there(self) -> DevicesSection:
+        self.require(
+            not self.trace or self.availability == 1,
+            "devices.availability",
+            self.availability,
+            f"unset while devices.trace = '{self.trace}' says who is there",
+        )
+        clocked = self.seconds_per_example or self.bandwidth
+        for key, value in (("deadline", self.deadline), ("spread", self.spread)):
+            self.require(
+                bool(clocked) or not value,
+                f"devices.{key}",
+                value,
+                "0 while devices take no time: devices.seconds-per-example and devices.bandwidth "
+                "say how much",
+            )
+        return self
 
 
 class EvaluateSection(Section):

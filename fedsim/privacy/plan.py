@@ -57,6 +57,12 @@ class LocalWork:
             if value is not None and value < 1:
                 raise FedsimError(f"client.{key} is {value}; it must be at least 1.")
 
+    def counted(self, count: int) -> LocalWork:
+        """The same with another number of epochs, or of steps where it has those."""
+        if self.epochs is None:
+            return replace(self, steps=count)
+        return replace(self, epochs=count)
+
     def batch_of(self, size: int) -> int:
         """Examples a step of a client with ``size``: the batch size, or all it has."""
         return min(self.batch_size or size, size)
@@ -69,6 +75,12 @@ class LocalWork:
             assert self.steps is not None
             return self.steps
         return self.epochs * -(-size // self.batch_of(size))
+
+    def examples_of(self, size: int) -> int:
+        """Examples that such a client goes through, on average where batches are drawn."""
+        if self.epochs is None:
+            return self.steps_of(size) * self.batch_of(size) if size else 0
+        return self.epochs * size
 
     def poisson(self, size: int) -> Poisson | Full:
         """Sampler of Poisson batches of a client with ``size`` examples, 1 or more.

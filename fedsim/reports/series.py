@@ -27,7 +27,10 @@ PREFIXES = {
 }
 """Beginnings of a metric's columns, and whose examples it is then about."""
 
-OPERATORS = {"asked", "usable", "failed", "ignored-nodes", "clients-per-second", "seconds"}
+OPERATORS = {
+    *("asked", "usable", "failed", "ignored-nodes", "clients-per-second", "seconds"),
+    *("bytes-down", "bytes-up", "virtual-seconds"),
+}
 """Columns that only the operator knows, and those that begin with ``failed-``."""
 
 QUANTILES = ("min", "p10", "median", "p90", "max")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
@@ -19,7 +20,9 @@ from fedsim import datasets, models, partitions
 from fedsim.config import RunConfig
 from fedsim.config.digest import release_digest
 from fedsim.config.plan import cohort, extrapolation, local_work, realised
+from fedsim.config.sections import DevicesSection
 from fedsim.config.things import find, settings_for
+from fedsim.devices import Devices, draw_work, read_trace, read_work
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.privacy import (
@@ -231,6 +234,7 @@ class Build:
             batch_size=client.batch_size,
             epochs=None if client.steps else client.epochs,
             steps=client.steps or None,
+            counts=self.counts if data.population == self.config.partition.clients else None,
             loss=objects.loss(self.config),
             metrics=objects.metrics(self.config),
             path=client.path,
@@ -348,6 +352,13 @@ class Build:
         """What is claimed of the run, and at example level, from what the server's ledger says."""
         examples = None if self.client_ledgers is None else self.client_ledgers.statement()
         server = replace(server, extrapolated=extrapolation(self.config, server.of_run))
+        config = self.config
+        if config.private and (config.devices != DevicesSection() or config.client.work):
+            note = (
+                "Who is there, drops out or works how much follows from the seed or from files "
+                "that are taken to say nothing of clients' data (devices, client.work)."
+            )
+            server = replace(server, note=note)
         if examples is not None:
             return (server if self.config.private else examples), examples
         if self.config.client.private:
@@ -355,7 +366,7 @@ class Build:
                 "Clients protect their own examples: what that has cost each of them is in a "
                 "ledger where the client keeps it, and not here."
             )
-            server = replace(server, note=note)
+            server = replace(server, note=f"{server.note} {note}".strip())
         return server, None
 
     @cached_property
@@ -453,6 +464,7 @@ class Build:
             evaluate_every=max(evaluate.clients_every, 1),
             evaluate_quantiles=True,
             node_timeout=config.engine.node_timeout,
+            replying=self.replying,
             max_failed_rounds=config.server.max_failed_rounds,
             algorithm=objects.algorithm(config),
             average_client_state=config.client.state == "server",
@@ -461,6 +473,35 @@ class Build:
             budgets_end_run=not config.engine.federation,
             private_examples=config.client.private,
             example_counts=self._example_counts,
+        )
+
+    @cached_property
+    def counts(self) -> npt.NDArray[np.int64] | None:
+        """Each client's own number of epochs or steps; None where all have one."""
+        work, clients = self.config.client.work, self.config.partition.clients
+        if not work:
+            return None
+        drawn = re.fullmatch(r"whole\((\d+), *(\d+)\)", work)
+        if drawn is None:
+            return read_work(Path(work), clients)
+        return draw_work(self.config.seed, clients, int(drawn[1]), int(drawn[2]))
+
+    @cached_property
+    def devices(self) -> Devices:
+        """The devices that clients are."""
+        said = self.config.devices
+        trace = read_trace(Path(said.trace), self.config.partition.clients) if said.trace else None
+        settings = said.model_dump(exclude={"trace"})
+        return Devices(self.config.seed, trace=trace, **settings)
+
+    def replying(self, round: int, client_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of the clients that were drawn take part in a round; see `Devices`."""
+        trainer = self.trainer
+        size = trainer.layout.dtype.itemsize
+        vectors = trainer.algorithm.sends.values()
+        values = trainer.layout.d + sum(trainer.layout.d if v == "model" else 1 for v in vectors)
+        return self.devices.replying(
+            round, client_ids, trainer.passed, values * size, values * size
         )
 
     def _client_budget(self) -> ClientBudget | None:

@@ -18,7 +18,10 @@ __all__ = ["Callback", "Callbacks", "RunStatus"]
 
 _log = logging.getLogger("fedsim")
 
-_OPERATORS = {*RoundReport.columns(), "clients-per-second", "seconds"}
+_OPERATORS = {
+    *RoundReport.columns(),
+    *("bytes-down", "bytes-up", "virtual-seconds", "clients-per-second", "seconds"),
+}
 
 
 @dataclass(frozen=True)

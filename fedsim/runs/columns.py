@@ -42,6 +42,9 @@ def columns_of(build: Build, strategy: DPFedAvg) -> tuple[str, ...]:
         columns.append("simulated")
     columns += RoundReport.columns()
     columns += [*strategy.mechanism.shown(build.trainer.layout), "update-norm"]
+    columns += ["bytes-down", "bytes-up"]
+    if build.devices.clocked:
+        columns.append("virtual-seconds")
     columns += ["clients-per-second", "seconds"]
     twice = [name for name in columns if columns.count(name) > 1]
     if twice:

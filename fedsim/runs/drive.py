@@ -249,6 +249,9 @@ class Session:
             row |= report.info
             if report.update_norm is not None:
                 row["update-norm"] = report.update_norm
+            if (load := self.build.devices.load) is not None:
+                row |= {"bytes-down": load.bytes_down, "bytes-up": load.bytes_up}
+                row["virtual-seconds"] = load.seconds
             row["clients-per-second"] = report.usable / seconds
         row["seconds"] = seconds
         self._take(row)

@@ -102,6 +102,9 @@ class DPFedAvg(ResumableStrategy):
         noise, so a private run needs ``unprotected_metrics=True`` for it, and defaults to 0.
     evaluate_every : int
         Rounds from one evaluation by clients to the next.
+    replying : callable ``(round, client ids [n]) -> bool [n]``, optional
+        Who of those that were drawn takes part, by a trace or a model of devices. It must not
+        depend on data: who does not take part counts as missing.
     min_available_nodes : int
         Clients to wait for before a round, for at most ``node_timeout`` seconds; in a private
         run before the first round only.
@@ -160,6 +163,7 @@ evaluate_metrics_aggr_fn
         hardened_noise: bool = True,
         fraction_evaluate: float | None = None,
         evaluate_every: int = 1,
+        replying: Callable[[int, npt.NDArray[np.int64]], npt.NDArray[np.bool_]] | None = None,
         min_available_nodes: int = 1,
         node_timeout: float = 60.0,
         max_failed_rounds: int = 3,
@@ -223,6 +227,7 @@ evaluate_metrics_aggr_fn
             self.plan, delta, max_epsilon, ledger, release, placement, self.randomness
         )
         self.client_budget = client_budget
+        self.replying = replying
         self.budgets_end_run = budgets_end_run
         self.shows_clients = shows_clients
         self.weighted_by_key = weighted_by_key
@@ -304,6 +309,8 @@ evaluate_metrics_aggr_fn
         nodes = self._participants.nodes(grid)
         cohort = self._participants.cohort(server_round)
         present = cohort[np.isin(cohort, list(nodes))]
+        if self.replying is not None:
+            present = present[self.replying(server_round, present)]
         if self.client_budget is not None and not self.private:
             self.stopped = self.client_budget(vector, present, server_round)
             if self.stopped is not None:
@@ -322,7 +329,7 @@ evaluate_metrics_aggr_fn
         if self.client_state is not None:
             entries |= self.client_state.entries()
         if isinstance(self.server_optimizer, FlowerOptimizer):
-            entries |= self.server_optimizer.told(vector[: layout.d], config)
+            config = self.server_optimizer.told(vector[: layout.d], config)
         return Instructions(
             message_type="train",
             round=server_round,

@@ -83,7 +83,7 @@ class FlowerOptimizer(ServerOptimizer):
         """What the strategy tells clients beside ``vector [d]``, if the caller says ``config``."""
         self._asked = self._ask(vector, config)
         told = self._asked.content.config_records
-        return told.get(self._strategy.configrecord_key, ConfigRecord())
+        return told.get(self._strategy.configrecord_key, config)
 
     def _ask(self, vector: Tensor, config: ConfigRecord) -> Message:
         """A message to one of its clients in the next round."""

@@ -61,6 +61,7 @@ def plan_batches(
     client_ids: Ints,
     randomness: Sequence[Randomness],
     round: int,
+    counts: Ints | None = None,
 ) -> Iterator[Batches]:
     """Draw the batches of some clients in shuffled passes, grouped by physical width.
 
@@ -73,20 +74,23 @@ def plan_batches(
     randomness : sequence of Randomness
         One for each of these clients (a sweep's members differ in theirs).
     round : int
+    counts : int64 ``[n]``, optional
+        Epochs, or steps, of each of these clients in the place of the work's.
     """
     stream = Stream()
-    for B, members, steps in _groups(work, indices, lambda size: width(work.batch_size, size)):
+    works = [work] * len(indices) if counts is None else [work.counted(int(c)) for c in counts]
+    for B, members, steps in _groups(works, indices, lambda size: width(work.batch_size, size)):
         index = np.zeros((len(members), int(steps[0]), B), dtype=np.int64)
         weight = np.zeros((len(members), int(steps[0]), B), dtype=np.float64)
-        sizes = np.array([len(indices[i]) for i in members])
-        for size in np.unique(sizes):
-            rows = np.flatnonzero(sizes == size)
+        alike = np.array([(len(indices[i]), step) for i, step in zip(members, steps, strict=True)])
+        for pair in np.unique(alike, axis=0):
+            rows = np.flatnonzero((alike == pair).all(axis=1))
             examples = np.stack([indices[i] for i in members[rows]])
             draws = [
                 Draws(randomness[i], "example", False, int(client_ids[i]), stream)
                 for i in members[rows].tolist()
             ]
-            _fill(work, examples, draws, round, index, weight, rows)
+            _fill(works[members[rows[0]]], examples, draws, round, index, weight, rows)
         yield Batches(members, index, weight, steps)
 
 
@@ -118,7 +122,7 @@ def plan_poisson(
     """
     stream = Stream()
     for B, members, steps in _groups(
-        work, indices, lambda size: chunk or chunk_width(work.batch_of(size))
+        [work] * len(indices), indices, lambda size: chunk or chunk_width(work.batch_of(size))
     ):
         samplers = [work.poisson(len(indices[i])) for i in members]
         draws = [
@@ -143,7 +147,7 @@ def plan_poisson(
 
 
 def _groups(
-    work: LocalWork, indices: Sequence[Ints], width_of: Callable[[int], int]
+    works: Sequence[LocalWork], indices: Sequence[Ints], width_of: Callable[[int], int]
 ) -> Iterator[tuple[int, Ints, Ints]]:
     """Clients with data by physical width: it, their positions and steps, most steps first."""
     groups: dict[int, list[int]] = {}
@@ -152,7 +156,7 @@ def _groups(
             groups.setdefault(width_of(len(examples)), []).append(position)
     for B in sorted(groups):
         members = np.array(groups[B], dtype=np.int64)
-        steps = np.array([work.steps_of(len(indices[i])) for i in members], dtype=np.int64)
+        steps = np.array([works[i].steps_of(len(indices[i])) for i in members], dtype=np.int64)
         order = np.argsort(-steps, kind="stable")
         yield B, members[order], steps[order]
 

@@ -63,6 +63,9 @@ class Trainer:
         Passes over the client's own data, each freshly shuffled (1 if steps is not given).
     steps : int or None
         Gradient evaluations instead of passes, the same for every client.
+    counts : sequence of int, optional
+        Each client's own number of passes, or of gradient evaluations where ``steps`` is given, in
+        its place; refused beside example-level privacy, where they are one declared number.
     loss : callable ``(outputs [B, ...], targets [B, ...]) -> [B]``
         One loss for each example.
     metrics : mapping of name to Metric, or to a callable ``(outputs, targets) -> [B]``
@@ -114,6 +117,7 @@ class Trainer:
         batch_size: int = 10,
         epochs: int | None = None,
         steps: int | None = None,
+        counts: Sequence[int] | Ints | None = None,
         loss: Loss = cross_entropy,
         metrics: Mapping[str, Metric | Loss] | None = None,
         test: ClientData | None = None,
@@ -139,6 +143,7 @@ class Trainer:
                 f"{data.population}; both must be of the same clients."
             )
         self.work = LocalWork(batch_size, epochs, steps)
+        self.counts = self._checked_counts(counts, privacy)
         self.loss = loss
         self.metrics: dict[str, Metric] = {
             name: metric if isinstance(metric, Metric) else MeanOf(metric)
@@ -218,6 +223,23 @@ class Trainer:
         )
         self._begun: dict[int, int] = {}
 
+    def _checked_counts(
+        self, counts: Sequence[int] | Ints | None, privacy: ExamplePrivacy | None
+    ) -> Ints | None:
+        if counts is None:
+            return None
+        if privacy is not None:
+            raise FedsimError(
+                "client.work is set; it must be empty where clients protect their examples: their "
+                "numbers of steps are a declared constant of the plan, the same for all."
+            )
+        if len(counts) != self.data.population or min(counts) < 1:
+            raise FedsimError(
+                f"client.work has {len(counts)} numbers, the least of them {min(counts)}; it must "
+                f"have one, at least 1, for each of the {self.data.population} clients."
+            )
+        return np.asarray(counts, dtype=np.int64)
+
     def _probed_way(self, drawing: bool) -> Way:
         """How to get the gradients of single examples."""
         made_of = self.model, self.packing, self.loss
@@ -282,8 +304,21 @@ class Trainer:
 
     def costs(self, client_ids: Ints) -> Floats:
         """Local steps of each client, ``[n]``, or 1 without any."""
-        steps = [self.work.steps_of(self.data.size(client)) for client in client_ids]
+        steps = [work.steps_of(size) for work, size in self._work_of(client_ids)]
         return np.maximum(np.array(steps, dtype=np.float64), 1.0)
+
+    def passed(self, client_ids: Ints) -> Floats:
+        """How many examples each client goes through in a round, ``[n]``."""
+        examples = [work.examples_of(size) for work, size in self._work_of(client_ids)]
+        return np.array(examples, dtype=np.float64)
+
+    def _work_of(self, client_ids: Ints) -> Iterator[tuple[LocalWork, int]]:
+        """Each client's work, and how many examples it has."""
+        for client in client_ids.tolist():
+            work = self.work
+            if self.counts is not None:
+                work = work.counted(int(self.counts[client]))
+            yield work, self.data.size(client)
 
     def state(self, client_ids: Ints | None = None, round: int | None = None) -> ClientStates:
         """See `BlockTrainer`."""
@@ -330,6 +365,7 @@ class Trainer:
             "batch_size": self.work.batch_size,
             "epochs": self.work.epochs,
             "steps": self.work.steps,
+            "counts": self.counts,
             "loss": self.loss,
             "metrics": self.metrics,
             "test": self.test,
@@ -450,7 +486,9 @@ class Trainer:
         fitted = Fitted(start, metrics, {k: torch.zeros_like(v) for k, v in received.items()})
         plan = plan_batches if self.privacy is None else self.privacy.batches
         self.model.train()
-        for batches in plan(self.work, indices, client_ids, randomness, round):
+        drawn = (self.work, indices, client_ids, randomness, round)
+        counts = () if self.counts is None else (self.counts[client_ids],)
+        for batches in plan(*drawn, *counts):
             members = batches.members
             everybody = np.array_equal(members, np.arange(n))
             positions = torch.from_numpy(members).to(self.device)

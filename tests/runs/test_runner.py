@@ -218,7 +218,8 @@ def test_the_columns_of_metrics_are_the_plans_whatever_clients_call_theirs(
         *(f"clients-loss{quantile}" for quantile in quantiles),
         *("epsilon", "simulated"),
         *RoundReport.columns(),
-        *("clip-norm", "update-norm", "clients-per-second", "seconds"),
+        *("clip-norm", "update-norm", "bytes-down", "bytes-up"),
+        *("clients-per-second", "seconds"),
     ]
     assert all(set(row) <= set(columns) for row in result.metrics)
     assert set().union(*result.metrics) == set(columns)

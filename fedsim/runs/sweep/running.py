@@ -189,8 +189,8 @@ def _reached(directory: RunDirectory) -> RunState | None:
 def _shared_work(member: Member) -> tuple[object, ...]:
     """What must be equal for clients to share a block: all that is not a number of their own."""
     config = member.config
-    if config.client.private or config.client.state != "reset":
-        # Ledgers and kept state belong to one run's clients.
+    if config.client.private or config.client.state != "reset" or config.client.work:
+        # Ledgers, kept state and work of their own belong to one run's clients.
         return (member.label,)
     free = {f"client.{name.replace('_', '-')}" for name in algorithm(config).numbers()}
     # Frozen parameters are the trainer's, and start from the seed.

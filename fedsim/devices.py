@@ -1,0 +1,213 @@
+"""The devices that clients are: who is there, how much work each does, how long it takes.
+
+A simple model, drawn from a seed and a client's id and never from data: a device is there with
+a fixed probability a round, or when a trace says so; it drops out with another; it takes its own
+seconds an example and has its own bandwidth, log-normal over clients. Who is drawn and does not
+take part counts as missing, so that the event of a private round stays that of its cohort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsim.errors import FedsimError
+from fedsim.randomness import Purpose, Randomness
+
+__all__ = ["Devices", "RoundLoad", "draw_work", "read_trace", "read_work"]
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+THERE, DROPS, SPEED, BANDWIDTH, WORK = range(5)  # parts of Purpose.DEVICE
+MEGABIT = 1e6 / 8  # bytes
+LARGEST_FILE = 2**30
+
+
+@dataclass(frozen=True)
+class RoundLoad:
+    """What a round moved, and how long it took by the devices' clocks.
+
+    Attributes
+    ----------
+    bytes_down, bytes_up : int
+        Sent to the devices that were there, and by those that did not drop out: the values of
+        what is sent, without any protocol's wrapping.
+    seconds : float
+        Of the slowest that replied, or the deadline if one passed it.
+    """
+
+    bytes_down: int
+    bytes_up: int
+    seconds: float
+
+
+@dataclass
+class Devices:
+    """The devices of a population.
+
+    Parameters
+    ----------
+    seed : int
+    availability : float
+        The probability that a device is there in a round, each round anew.
+    trace : bool ``[T, population]``, optional
+        Whether it is there, in its place: round r is row (r - 1) mod T.
+    dropout : float
+        The probability that one that is there does not reply, each round anew.
+    seconds_per_example : float
+        The median device's; 0 for none.
+    bandwidth : float
+        The median device's, megabits a second each way; 0 for no limit.
+    spread : float
+        Standard deviation of both's logarithm over devices.
+    deadline : float
+        Seconds after which a reply does not count; 0 for none.
+    """
+
+    seed: int
+    availability: float = 1.0
+    trace: Bools | None = None
+    dropout: float = 0.0
+    seconds_per_example: float = 0.0
+    bandwidth: float = 0.0
+    spread: float = 0.0
+    deadline: float = 0.0
+    load: RoundLoad | None = field(default=None, init=False)
+    """Of the round that `replying` was asked of last."""
+
+    def replying(
+        self,
+        round: int,
+        client_ids: Ints,
+        examples: Callable[[Ints], Floats],
+        down: int,
+        up: int,
+    ) -> Bools:
+        """Which of these clients ``[n]`` take part in the round, ``[n]``.
+
+        Parameters
+        ----------
+        round : int
+        client_ids : int64 ``[n]``
+        examples : callable
+            How many examples clients ``[m]`` go through in a round, ``[m]``.
+        down, up : int
+            Bytes that a client gets and sends.
+        """
+        there = self._there(round, client_ids)
+        replies = there & ~self._drawn(DROPS, self.dropout, round, client_ids)
+        seconds = np.zeros(len(client_ids))
+        if self.clocked and replies.any():
+            ids = client_ids[replies]
+            seconds[replies] = self.seconds(ids, examples(ids), down + up)
+        sent = int(replies.sum())
+        if self.deadline:
+            late = seconds > self.deadline
+            waited = late.any() or bool((there & ~replies).any())
+            seconds = np.minimum(seconds, self.deadline)
+            longest = self.deadline if waited else float(seconds.max(initial=0.0))
+            replies &= ~late
+        else:
+            longest = float(seconds.max(initial=0.0))
+        self.load = RoundLoad(down * int(there.sum()), up * sent, longest)
+        return replies
+
+    @property
+    def clocked(self) -> bool:
+        """Whether devices take any time."""
+        return bool(self.seconds_per_example or self.bandwidth)
+
+    def seconds(self, client_ids: Ints, examples: Floats, transferred: int) -> Floats:
+        """How long each of these takes for its examples and bytes, ``[n]``."""
+        seconds = self.seconds_per_example * self._scales(SPEED, client_ids) * examples
+        if self.bandwidth:
+            seconds += transferred / (
+                self.bandwidth * MEGABIT * self._scales(BANDWIDTH, client_ids)
+            )
+        return seconds
+
+    def _there(self, round: int, client_ids: Ints) -> Bools:
+        if self.trace is not None:
+            row: Bools = np.asarray(self.trace[(round - 1) % len(self.trace)])
+            return row[client_ids].astype(bool)
+        return self._drawn(THERE, self.availability, round, client_ids)
+
+    def _drawn(self, part: int, probability: float, round: int, client_ids: Ints) -> Bools:
+        if probability in (0.0, 1.0):
+            return np.full(len(client_ids), probability == 1.0)
+        draws = [_generator(self.seed, part, client, round).random() for client in client_ids]
+        return np.array(draws, dtype=np.float64) < probability
+
+    def _scales(self, part: int, client_ids: Ints) -> Floats:
+        if not self.spread:
+            return np.ones(len(client_ids))
+        draws = [_generator(self.seed, part, client).standard_normal() for client in client_ids]
+        scales: Floats = np.exp(self.spread * np.array(draws, dtype=np.float64))
+        return scales
+
+
+def _generator(seed: int, part: int, client: int, round: int = 0) -> np.random.Generator:
+    # A device is asked for again: it is the same one in every round.
+    return (
+        Randomness(seed)
+        .repeated()
+        .generator(Purpose.DEVICE, level="client", round=round, client=int(client), part=part)
+    )
+
+
+def draw_work(seed: int, population: int, low: int, high: int) -> Ints:
+    """A number of epochs or steps for each client ``[population]``, from low to high."""
+    draws = Randomness(seed).repeated().generator(Purpose.DEVICE, level="client", part=WORK)
+    return draws.integers(low, high, population, endpoint=True)
+
+
+def read_work(path: Path, population: int) -> Ints:
+    """The same from a file: a whole number, at least 1, a line for each client.
+
+    Raises
+    ------
+    FedsimError
+    """
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise ValueError("too large")
+        counts = [int(line) for line in path.read_text(encoding="utf-8").split()]
+    except (OSError, ValueError) as error:
+        raise FedsimError(f"client.work = '{path}' cannot be read ({error}).") from None
+    if len(counts) != population or min(counts) < 1 or max(counts) > 1_000_000:
+        raise FedsimError(
+            f"client.work = '{path}' has {len(counts)} numbers; it must have one from 1 to "
+            f"1,000,000 for each of the {population} clients."
+        )
+    return np.array(counts, dtype=np.int64)
+
+
+def read_trace(path: Path, population: int) -> Bools:
+    """Who is there: an .npy file of truth values ``[rounds, population]``, which stays there.
+
+    Raises
+    ------
+    FedsimError
+    """
+    try:
+        trace = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise FedsimError(f"devices.trace = '{path}' cannot be read ({error}).") from None
+    if (
+        not isinstance(trace, np.ndarray)
+        or trace.dtype != np.bool_
+        or trace.ndim != 2
+        or not len(trace)
+        or trace.shape[1] != population
+    ):
+        raise FedsimError(
+            f"devices.trace = '{path}' must be an .npy file of truth values, rounds times the "
+            f"{population} clients."
+        )
+    return trace
