@@ -226,6 +226,13 @@ def _check_noise(config: RunConfig) -> None:
         "gives a finite epsilon",
     )
     config.require(
+        not config.private or config.client.noise.target_epsilon is None,
+        "client.noise.target-epsilon",
+        config.client.noise.target_epsilon,
+        "unset, with client.noise.multiplier in its place, in a run that protects whole clients "
+        "too: the multiplier found for it would tell how many examples clients have",
+    )
+    config.require(
         noise.max_epsilon is None or config.private,
         "noise.max-epsilon",
         noise.max_epsilon,
@@ -360,8 +367,7 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
 def _in_use(section: type[Section], tree: Mapping[str, Any]) -> dict[str, Any]:
     """A table without the keys that belong to another choice than its own."""
     used: dict[str, Any] = {}
-    # What a table names stands first, and the settings of that next.
-    for field in sorted(section.model_fields.values(), key=lambda field: _place(section, field)):
+    for field in _in_order(section):
         key, inner = str(field.alias), field.annotation
         names = belongs_to(field)
         if names and tree["name"] not in names:
@@ -371,7 +377,12 @@ def _in_use(section: type[Section], tree: Mapping[str, Any]) -> dict[str, Any]:
     return used
 
 
-def _place(section: type[Section], field: FieldInfo) -> int:
-    if not issubclass(section, Choice) or field.alias == section.selector:
-        return 0
-    return 1 if field.alias in {s.key for s in own_settings(section, section.named)} else 2
+def _in_order(section: type[Section]) -> list[FieldInfo]:
+    """A table's keys: what it names stands first, and the settings of that next."""
+    fields = list(section.model_fields.values())
+    if not issubclass(section, Choice):
+        return fields
+    settings = {setting.key for setting in own_settings(section, section.named)}
+    fields.sort(key=lambda field: 1 if field.alias in settings else 2)
+    fields.sort(key=lambda field: field.alias != section.selector)
+    return fields

@@ -35,8 +35,11 @@ def archived(path: Path) -> list[Path]:
     return predecessors
 
 
-def archive(path: Path) -> None:
-    """Move a ledger into the archive beside it; what it holds goes on being counted."""
+def archive(path: Path) -> Path:
+    """Move a ledger, or a directory, into the archive beside it, and say where it is.
+
+    What a ledger holds goes on being counted.
+    """
     directory = path.parent / ARCHIVE
     directory.mkdir(exist_ok=True)
     while True:
@@ -49,6 +52,7 @@ def archive(path: Path) -> None:
     os.rename(path, kept / path.name)
     for changed in (kept, directory, path.parent):
         sync_directory(changed)
+    return kept / path.name
 
 
 def _replaced_beside(path: Path) -> list[Path]:

@@ -144,6 +144,26 @@ class ClientLedgers:
             ledger.refresh()
         return [self._open[client] for client in sorted(self._open) if self._open[client].charged]
 
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Where each of them stands, by its client, for a checkpoint."""
+        self.everyone()  # as they are on the disk now
+        return {
+            str(client): self._open[client].state()
+            for client in sorted(self._open)
+            if self._open[client].heads
+        }
+
+    def restore(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Make sure that they go on from a checkpoint; what is beyond stays charged.
+
+        Raises
+        ------
+        FedsimError
+            If lines of one that the checkpoint knew are missing, or are others.
+        """
+        for client, state in states.items():
+            self.of(int(client)).restore(state)
+
     def epsilon(self, round: int | None = None, release: str | None = None) -> float:
         """What the client that has spent most has spent; as of a round, see `Ledger.as_of`."""
         everyone = self.everyone()

@@ -57,12 +57,16 @@ class TradeOff:
             return np.asarray(np.maximum(missed - ROUNDING, 0.0))
         if not len(self.epsilons):
             return np.zeros_like(alarms)
-        grown = np.exp(np.minimum(self.epsilons, LARGEST_EXPONENT))
         lines = np.maximum(
-            1 - self.deltas - grown * alarms[..., None],
-            (1 - self.deltas - alarms[..., None]) / grown,
+            1 - self.deltas - self._grown * alarms[..., None],
+            (1 - self.deltas - alarms[..., None]) / self._grown,
         )
         return np.asarray(np.maximum(lines.max(-1), 0.0))
+
+    @cached_property
+    def _grown(self) -> Array:
+        """``exp(epsilon)``; most of a call at one point is spent on it."""
+        return np.asarray(np.exp(np.minimum(self.epsilons, LARGEST_EXPONENT)))
 
     @property
     def advantage(self) -> float:

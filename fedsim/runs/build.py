@@ -245,7 +245,7 @@ class Build:
             privacy=self.example_privacy,
             max_grad_norm=client.max_grad_norm,
             state=client.state,
-            state_dir=self._state_dir,
+            state_dir=self.state_dir,
             test=test,
             personal=self.personal,
         )
@@ -257,7 +257,7 @@ class Build:
         return models.matching("model.personal", self.config.model.personal, names)
 
     @property
-    def _state_dir(self) -> Path | None:
+    def state_dir(self) -> Path | None:
         """Where clients keep what outlives a process: a directory for each run's name."""
         kept = self.config.client.state_dir
         return Path(kept) / self.config.name if kept else None

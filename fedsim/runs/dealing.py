@@ -58,6 +58,11 @@ def deal(config: RunConfig, partition: partitions.Partition, dataset: Dataset) -
     targets = train.y.cpu().numpy()[rest]
     columns = {name: column[rest] for name, column in train.columns.items()}
     parts = [rest[indices] for indices in partition.indices(targets, columns)]
+    if len(parts) != config.partition.clients:
+        raise FedsimError(
+            f"{partition} deals examples to {len(parts)} clients, and partition.clients = "
+            f"{config.partition.clients}, the declared population; they must be the same."
+        )
     if private and isinstance(partition, partitions.ByOwner):
         partition.require_every_client_an_owner(columns)
     if config.partition.max_examples:

@@ -93,6 +93,8 @@ class Session:
         if self._directory is not None:
             before = {"head": state.ledger_head, "lines": state.ledger_length}
             self.strategy.ledger.restore(before)
+            if self.build.client_ledgers is not None:
+                self.build.client_ledgers.restore(state.client_ledgers)
         # Whether a budget still stops it is asked anew: it may have been raised.
         self.strategy.restore({**state.strategy, "stopped": None})
         self.build.trainer.keep(state.clients, state.round)
@@ -109,7 +111,7 @@ class Session:
 
     def state(self) -> RunState:
         """All that outlives the last round."""
-        ledger = self.strategy.ledger
+        ledger, of_clients = self.strategy.ledger, self.build.client_ledgers
         return RunState(
             round=self.strategy.rounds_done,
             parameters=tensors(self._reached),
@@ -120,6 +122,7 @@ class Session:
             metrics_length=len(self._rows),
             row=self._rows[-1] if self._rows else {},
             config=self._config,
+            client_ledgers={} if of_clients is None else of_clients.state(),
             callbacks=self._callbacks.state(),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
 from os import PathLike
@@ -15,6 +16,7 @@ from fedsim.engines import LocalGrid
 from fedsim.engines.process import settle
 from fedsim.engines.workers import helpful_workers
 from fedsim.errors import FedsimError
+from fedsim.privacy.archive import archive
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build, Given
 from fedsim.runs.callbacks import Callback, Callbacks
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from fedsim.partitions import Partition
 
 __all__ = ["run"]
+
+_log = logging.getLogger("fedsim")
 
 
 def run(
@@ -114,9 +118,23 @@ def run(
                 move_client_ledgers(directory, build)
             else:
                 stack.enter_context(directory.claim(text, overwrite=overwrite))
+        if not resume:
+            _begin_anew(build)
         if grid is None:
             return _launch(build, directory, callbacks)
         return drive(build, grid, directory, {YOURS: Callbacks.numbered(callbacks)})
+
+
+def _begin_anew(build: Build) -> None:
+    """Put away what clients of an earlier run of this name keep: this run is not its sequel.
+
+    Their ledgers stand beside, and count on. On nodes elsewhere only who runs them can do so.
+    """
+    kept = build.state_dir
+    if kept is None or build.config.engine.federation or not kept.is_dir():
+        return
+    put_away = archive(kept)
+    _log.info("what clients of an earlier run '%s' kept is now in %s.", kept.name, put_away)
 
 
 def _needs_state_dir(config: RunConfig) -> bool:

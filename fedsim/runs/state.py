@@ -6,6 +6,7 @@ import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,8 @@ class RunState:
         This round's, which may not have been written yet.
     config : mapping of str to scalar
         The resolved config, flat: what a resumed run is held against.
+    client_ledgers : mapping of client id to mapping
+        `Ledger.state` of those that protect their examples, where their ledgers are at hand.
     callbacks : Tree
         Of those that keep anything, by their places; and why one of them has stopped the run.
     versions : mapping of str to str
@@ -70,6 +73,7 @@ class RunState:
     metrics_length: int
     row: Mapping[str, float | int]
     config: Mapping[str, Scalar]
+    client_ledgers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     callbacks: Tree = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=versions)
 
@@ -90,6 +94,8 @@ class RunState:
         tree = joined(tensors, text)
         if (written := tree.pop("format", None)) != FORMAT:
             raise ValueError(f"the run's state has format {written}; this version reads {FORMAT}.")
+        # Checkpoints of before know nothing of clients' ledgers.
+        tree.setdefault("client_ledgers", {})
         if tree.keys() != {part.name for part in fields(cls)}:
             raise ValueError("the run's state lacks something, or has what this version does not.")
         return cls(**tree)

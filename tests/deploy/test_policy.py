@@ -90,6 +90,15 @@ def test_a_run_within_the_policy_is_let_in(tmp_path):
     )
 
 
+@pytest.mark.parametrize("name", ["mylab.models:Net", "mylab:Net", "theirs.nets:Net"])
+def test_a_run_may_name_any_of_the_listed_modules_and_what_is_in_them(tmp_path, name):
+    policy = Policy.load(node(tmp_path, 'modules = ["mylab", "theirs.nets"]'))
+    policy.check(config(model={"name": name}))
+    for beside in ("theirs:Net", "theirs.other:Net"):
+        with pytest.raises(FedsimError, match=r"here a run may name \['mylab', 'theirs.nets'\]"):
+            policy.check(config(model={"name": beside}))
+
+
 @pytest.mark.parametrize(
     "policy",
     [

@@ -70,6 +70,12 @@ def test_both_levels_have_a_statement_each() -> None:
     assert result.example_privacy.level == "example"
 
 
+def test_noise_that_tells_clients_sizes_is_refused_where_whole_clients_are_protected() -> None:
+    both = {"mechanism.name": "clipping", "noise.multiplier": 1.0, "client.noise.multiplier": ""}
+    with pytest.raises(FedsimError, match=r"client\.noise\.target-epsilon = 2.*how many examples"):
+        BASE.replace(**both, **{"client.noise.target-epsilon": 2.0})
+
+
 def test_a_batch_larger_than_a_clients_data_is_refused() -> None:
     with pytest.raises(FedsimError, match=r"client\.batch-size = 300.* at most 287"):
         fedsim.run(BASE.replace(**{"client.batch-size": 300}))

@@ -209,3 +209,17 @@ def test_objects_that_start_or_compute_otherwise_share_no_noise_and_resume_no_ru
             fedsim.run(more, out=out, resume=True, model=other)
     on = fedsim.run(more, out=out, resume=True, model=nets[3])
     assert on.privacy.cost.releases == 3
+
+
+class OneTooFew(Dirichlet):
+    """Forgets its last client."""
+
+    def indices(self, targets, columns=None):
+        return super().indices(targets, columns)[:-1]
+
+
+def test_a_partition_that_deals_to_fewer_clients_than_declared_is_refused() -> None:
+    with pytest.raises(FedsimError, match=r"to 3 clients, and partition\.clients = 4"):
+        _ = Build(
+            config(**{"partition.clients": 4}), given=Given(partition=OneTooFew(clients=4))
+        ).parts

@@ -142,6 +142,23 @@ def test_a_ledger_that_does_not_go_on_from_the_checkpoint_is_refused(done, harm)
         resume(done, rounds=5)
 
 
+@pytest.mark.parametrize("harm", ["removed", "cut"])
+def test_a_clients_ledger_that_does_not_go_on_from_the_checkpoint_is_refused(tmp_path, harm):
+    examples = {"client.mechanism.name": "clipping", "client.noise.multiplier": 2.0}
+    unset = {"mechanism.name": "none", "noise.multiplier": "", "partition.clients": 3}
+    fedsim.run(CONFIG.replace(**examples, **unset), out=tmp_path / "run")
+    directory = RunDirectory(tmp_path / "run")
+    path = directory.clients / "client-1.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    resume(directory)  # as it is, it goes on
+    if harm == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(FedsimError, match=r"client-1\.jsonl does not continue the checkpoint's"):
+        resume(directory, rounds=6)
+
+
 def test_a_run_that_was_overwritten_has_no_checkpoint_of_the_one_before(done):
     fedsim.run(CONFIG.replace(seed=9, rounds=1), out=done.path, overwrite=True)
     assert done.checkpoints.rounds() == [1]

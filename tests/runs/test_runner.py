@@ -240,3 +240,20 @@ def test_every_column_is_filled_by_some_round(settings: dict[str, Any]) -> None:
     build = Build(config)
     columns = columns_of(build, build.strategy())
     assert set().union(*fedsim.run(config).metrics) == set(columns)
+
+
+def test_a_fresh_run_begins_anew_where_an_earlier_ones_clients_kept_something(tmp_path) -> None:
+    config = BASE.replace(
+        **{
+            "rounds": 2,
+            "client.name": "adam",
+            "client.state": "client",
+            "client.state-dir": str(tmp_path / "kept"),
+        }
+    )
+    first = fedsim.run(config.replace(rounds=3))
+    once = fedsim.run(config)
+    for before, after in zip(first.metrics, once.metrics, strict=False):
+        assert after.get("update-norm") == before.get("update-norm")
+    put_away = tmp_path / "kept" / "archive" / "1" / config.name
+    assert list(put_away.glob("client-*/round-3.safetensors"))
