@@ -1,10 +1,11 @@
-"""Runs that are killed at fifty instants, resumed, and held against one that was not.
+"""Runs that die at fifty instants, are resumed, and held against one that did not.
 
     python -m benchmarks.kills [--out benchmarks/results/kills.txt]
 
 Each run is a fork of this process, so that a kill costs no imports. Killed are: the local engine at
 random instants and before random steps that touch the disk; in the middle of a checkpoint, of a
-ledger's line and of a metrics row; on a full disk; by SIGTERM; a run on Ray and its workers.
+ledger's line and of a metrics row; on a full disk; by SIGTERM; a run on Ray. Two more lose a
+worker of Ray's, which they outlive.
 What a resume leads to must be the reference's parameters, rows and charges, and equal heads of
 ledgers but where a line was torn.
 """
@@ -88,12 +89,31 @@ def kill_in(seconds: float, number: int = signal.SIGKILL) -> None:
         os._exit(0)
 
 
-def at_an_instant(chosen: random.Random, seconds: float) -> None:
-    kill_in(chosen.uniform(0, seconds / 2))
+def at_an_instant(chosen: random.Random, seconds: float, number: int = signal.SIGKILL) -> None:
+    """Some instant of some round but the last two: before the run's end, however fast it goes."""
+    left, delay = chosen.randrange(CONFIG.rounds - 2), chosen.uniform(0, seconds / CONFIG.rounds)
+    start_metrics, add_row = RunDirectory.start_metrics, RunDirectory.add_row
+
+    def started(directory: RunDirectory, *arguments: Any) -> None:
+        start_metrics(directory, *arguments)
+        count()
+
+    def added(directory: RunDirectory, *arguments: Any) -> None:
+        add_row(directory, *arguments)
+        count()
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            kill_in(delay, number)
+
+    RunDirectory.start_metrics = started  # type: ignore[method-assign]
+    RunDirectory.add_row = added  # type: ignore[method-assign]
 
 
 def by_sigterm(chosen: random.Random, seconds: float) -> None:
-    kill_in(chosen.uniform(0, seconds), signal.SIGTERM)
+    at_an_instant(chosen, seconds, signal.SIGTERM)
 
 
 def before_a_step(chosen: random.Random, seconds: float) -> None:
@@ -189,7 +209,7 @@ def of_a_ray_worker(chosen: random.Random, seconds: float) -> None:
 
 
 DEATHS: list[tuple[str, Before, str, int]] = [
-    ("SIGKILL at a random instant", at_an_instant, "local", 14),
+    ("SIGKILL at a random instant", at_an_instant, "local", 16),
     ("SIGKILL before a step to the disk", before_a_step, "local", 10),
     ("in the middle of a checkpoint", in_a_checkpoint, "local", 5),
     ("in the middle of a ledger's line", in_a_ledgers_line, "local", 5),
