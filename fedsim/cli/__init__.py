@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 __all__ = ["main"]
@@ -26,11 +27,24 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     from fedsim.cli.boundary import guarded, open_standard_streams
 
     open_standard_streams()
+    given = sys.argv[1:] if arguments is None else arguments
+    _announce(given)
     try:
-        status = guarded(lambda: _command(sys.argv[1:] if arguments is None else arguments))
+        status = guarded(lambda: _command(given))
     except KeyboardInterrupt:
         status = 130  # a second time, before the first had been answered
     sys.exit(status)
+
+
+def _announce(arguments: Sequence[str]) -> None:
+    """Say on a terminal at once what a run waits for; whatever comes next overwrites it."""
+    silent = {"-q", "--quiet", "--json", "-h", "--help"}
+    if not arguments or arguments[0] != "run" or silent & set(arguments):
+        return
+    with suppress(OSError, ValueError):  # the run says what is lost
+        if sys.stdout.isatty():
+            sys.stdout.write("importing\r")
+            sys.stdout.flush()
 
 
 def _command(arguments: Sequence[str]) -> int:

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Group as Lines
+from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from fedsim import registry
 from fedsim.cli.command import Command, Group
@@ -52,23 +55,70 @@ def list_(
 
 @config.command(cls=Command)
 def explain(
-    key: Annotated[str, typer.Argument(help="A key such as client.lr, or a table such as client.")],
+    key: Annotated[
+        str,
+        typer.Argument(
+            help="A key such as client.lr, a table such as client, or one of its choices such as "
+            "client.adam."
+        ),
+    ],
 ) -> None:
-    """Explain a key, or every key of a table: what it does, what it may be, its default.
+    """Explain a key, a table's keys, or those that a choice of the table's brings along.
 
     fedsim config explain client.tol
-    fedsim config explain noise
+    fedsim config explain mechanism
+    fedsim config explain mechanism.adaclip
     """
     every = keys()
-    chosen = [k for k in every if k.name == key or k.name.rpartition(".")[0] == key]
-    if not chosen:
-        known = sorted({k.name for k in every} | {k.name.rpartition(".")[0] for k in every})
-        close = difflib.get_close_matches(key, known, n=1)
-        hint = f" did you mean '{close[0]}'?" if close else ""
-        raise FedsimError(f"there is no key '{key}';{hint or ' fedsim config list has the kinds.'}")
     output = Output()
+    if exact := [k for k in every if k.name == key]:
+        for entry in exact:
+            output.print(_explained(entry))
+        return
+    if in_table := [k for k in every if k.name.rpartition(".")[0] == key]:
+        output.print(_table(key, in_table, every))
+        return
+    table, _, choice = key.rpartition(".")
+    of_choice = [k for k in every if k.name.rpartition(".")[0] == table and choice in k.belongs_to]
+    if not of_choice:
+        raise _unknown(key, every)
+    output.print(_lines(of_choice))
+
+
+def _unknown(key: str, every: list[Key]) -> FedsimError:
+    known = {k.name for k in every} | {k.name.rpartition(".")[0] for k in every}
+    known |= {f"{k.name.rpartition('.')[0]}.{choice}" for k in every for choice in k.belongs_to}
+    close = difflib.get_close_matches(key, sorted(known), n=1)
+    hint = f" did you mean '{close[0]}'?" if close else ""
+    return FedsimError(f"there is no key '{key}';{hint or ' fedsim config list has the kinds.'}")
+
+
+def _table(table: str, of_table: list[Key], every: list[Key]) -> RenderableType:
+    """A table's own keys, a line each, and the names of those that its choices bring along."""
+    parts: list[RenderableType] = [_lines([k for k in of_table if not k.belongs_to])]
+    choices: dict[str, list[str]] = {}
+    for entry in of_table:
+        for choice in entry.belongs_to:
+            choices.setdefault(choice, []).append(entry.name.rpartition(".")[2])
+    if choices:
+        names = Table(box=None, pad_edge=False, show_header=False)
+        for choice in sorted(choices):
+            names.add_row(choice, ", ".join(choices[choice]))
+        first = min(choices)
+        told = f"Choices bring keys of their own (`fedsim config explain {table}.{first}`):"
+        parts += [Text(f"\n{told}"), names]
+    inner = {k.name.rpartition(".")[0] for k in every if k.name.startswith(f"{table}.")} - {table}
+    if inner:
+        parts.append(Text(f"\nTables of its own: {', '.join(sorted(inner))}."))
+    return Lines(*parts)
+
+
+def _lines(chosen: list[Key]) -> Table:
+    lines = Table(box=None, pad_edge=False, show_header=False)
     for entry in chosen:
-        output.print(_explained(entry))
+        default = "unset" if entry.default == "" else json.dumps(entry.default)
+        lines.add_row(entry.name, default, entry.doc)
+    return lines
 
 
 def _explained(key: Key) -> str:

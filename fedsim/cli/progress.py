@@ -141,12 +141,12 @@ def summary(config: RunConfig, result: RunResult) -> RenderableType:
     if rows:
         lines.append(_accuracy(rows))
     lines.append(Text())
-    lines.append(Text(str(result.privacy)))
+    lines.append(Text(str(result.privacy) if _claims_privacy(config) else _NO_CLAIM))
     if result.example_privacy is not None and result.example_privacy is not result.privacy:
         lines.append(Text(f"\n{result.example_privacy}"))
     if result.directory is not None:
         lines.append(Text())
-        lines.append(_artefacts(result))
+        lines.append(_artefacts(result, claims=_claims_privacy(config)))
     if result.notes:
         lines.append(Text("\n" + "\n".join(result.notes)))
     if failures := failures_in(result.metrics):
@@ -169,7 +169,18 @@ def _accuracy(rows: list[Row]) -> RenderableType:
     return table
 
 
-def _artefacts(result: RunResult) -> RenderableType:
+_NO_CLAIM = (
+    "No privacy is claimed: mechanism.name and client.mechanism.name are 'none', so nothing bounds "
+    "or noises what clients send."
+)
+
+
+def _claims_privacy(config: RunConfig) -> bool:
+    """Whether anything is to be said of privacy: a bound is chosen at one of the levels."""
+    return not config.mechanism.name == config.client.mechanism.name == "none"
+
+
+def _artefacts(result: RunResult, *, claims: bool) -> RenderableType:
     assert result.directory is not None
     directory = result.directory
     table = Table.grid(padding=(0, 2))
@@ -177,7 +188,7 @@ def _artefacts(result: RunResult) -> RenderableType:
         (directory.report, "all of it to look at"),
         (directory.model, "the model"),
         (directory.metrics, "a row for each round"),
-        (directory.ledger, "every private release"),
+        (directory.ledger, "every private release" if claims else "every release"),
         (directory.config, "reproduces this run"),
     ):
         if path.exists():

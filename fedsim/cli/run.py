@@ -11,6 +11,7 @@ import typer
 
 from fedsim.cli.console import Output
 from fedsim.config import RunConfig
+from fedsim.config.past import past_config
 from fedsim.errors import FedsimError
 
 __all__ = ["run"]
@@ -84,6 +85,7 @@ def run(
     if directory is not None:
         _check_directory(directory, out, resume=resume)
         config = directory / "config.toml"
+        past_config(config)  # a mistake in it is no mistake of --set
     if resume and overwrite:
         raise FedsimError("--resume goes on with the run that --overwrite would replace; give one.")
     # Before the overrides are validated: keys may belong to one engine only.

@@ -69,10 +69,35 @@ def _unknown_key(model: type[BaseModel], path: list[str], value: Any) -> str:
         if "options" in section.model_fields:
             return f"unknown key '{table}.{key}'; settings of {chosen} stand in [{table}.options]."
     keys = [field.alias or name for name, field in section.model_fields.items()]
-    close = difflib.get_close_matches(key, keys, n=1)
+    close = [name for name in _ELSEWHERE.get(key, ()) if name in keys]
+    close = close or difflib.get_close_matches(key, keys, n=1)
     hint = f" did you mean '{close[0]}'?" if close else ""
     where = f"[{table}]" if table else "the top level"
     return f"unknown key {shown('.'.join(path))};{hint} {where} takes {', '.join(keys)}."
+
+
+_ELSEWHERE = {
+    "learning-rate": ("lr", "server"),
+    "eta": ("lr",),
+    "batch": ("batch-size",),
+    "local-epochs": ("epochs",),
+    "num-epochs": ("epochs",),
+    "num-rounds": ("rounds",),
+    "num-clients": ("clients",),
+    "population": ("clients",),
+    "optimizer": ("name",),
+    "algorithm": ("name",),
+    "clip": ("clip-norm",),
+    "clipping-norm": ("clip-norm",),
+    "max-grad-norm": ("clip-norm",),
+    "epsilon": ("target-epsilon",),
+    "noise-multiplier": ("multiplier", "noise"),
+    "sigma": ("multiplier", "noise"),
+    "fraction": ("rate", "cohort"),
+    "fraction-fit": ("rate", "cohort"),
+    "fraction-train": ("rate", "cohort"),
+}
+"""What other libraries call a key, and what it, or its table, is called here."""
 
 
 def _section(model: Any, path: list[str]) -> Any:

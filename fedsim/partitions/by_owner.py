@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -15,6 +16,8 @@ from fedsim.registry import register
 from fedsim.settings import Doc
 
 __all__ = ["ByOwner"]
+
+_log = logging.getLogger("fedsim")
 
 
 @register("partition", "by-owner")
@@ -87,7 +90,14 @@ class ByOwner(Partition):
     def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
         """Each owner's examples."""
         column = examples.column(self.column)
-        return self._of(self.owners({self.column: column}), column)
+        owners = self.owners({self.column: column})
+        if len(owners) < self.clients:
+            _log.warning(
+                "partition.clients is %s, but the training examples have %s owners (column %s): "
+                "the last %s clients have no examples.",
+                self.clients, len(owners), self.column, self.clients - len(owners),
+            )  # fmt: skip
+        return self._of(owners, column)
 
     def _of(self, owners: npt.NDArray[Any], column: npt.NDArray[Any]) -> list[Indices]:
         """Positions in ``column`` of each of the owners, and of nobody for clients beyond them."""

@@ -40,8 +40,7 @@ def _trained(config: Flat) -> str:
     model, data = config.get("model.name"), config.get("data.name")
     clients, rounds = config.get("partition.clients"), config.get("rounds")
     partition = config.get("partition.name")
-    by = "at random" if partition == "iid" else f"by {partition}"
-    dealt = f", dealt out {by}" if partition else ""
+    dealt = f", {_DEALT.get(str(partition), f'dealt out by {partition}')}" if partition else ""
     named = _MODELS.get(str(model), f"The model {model}")
     return (
         f"{named} was to be trained on {data}, held by {_count(clients, 'client')}{dealt}, for "
@@ -49,6 +48,7 @@ def _trained(config: Flat) -> str:
     )
 
 
+_DEALT = {"iid": "dealt out at random", "by-owner": "each with the examples that it owns"}
 _MODELS = {"softmax": "Softmax regression", "mlp": "A multilayer perceptron"}
 
 

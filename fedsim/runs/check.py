@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from fedsim.config import RunConfig
+from fedsim.config.past import past_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.privacy.archive import archived
@@ -73,7 +74,7 @@ def check_past(build: Build, directory: RunDirectory) -> None:
     for path in ledgers:
         config = path.with_name(directory.config.name)
         if config.exists():
-            _check_clients_past(build, directory, RunConfig.load(config))
+            _check_clients_past(build, directory, past_config(config))
 
 
 def _check_clients_past(build: Build, directory: RunDirectory, past: RunConfig) -> None:

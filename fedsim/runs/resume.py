@@ -8,6 +8,7 @@ from pathlib import Path
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.digest import affects_release
 from fedsim.config.keys import shown
+from fedsim.config.past import past_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.runs.artefacts import RunDirectory
@@ -69,9 +70,8 @@ def resumed_config(
 def _began_with(directory: RunDirectory) -> Flat:
     """The config of the checkpoint, or without one the directory's."""
     state = directory.checkpoints.newest()
-    if state is not None:
-        return dict(state.config)
-    return RunConfig.load(directory.config).to_run_config()
+    flat = None if state is None else dict(state.config)
+    return past_config(directory.config, flat).to_run_config()
 
 
 def _resolved(config: RunConfig, began: Flat, given: Given | None) -> Flat:

@@ -89,8 +89,6 @@ def run(
     if directory is not None:
         if resume:
             config = resumed_config(config, directory, given)
-        else:
-            directory.check_free(overwrite)
         if _needs_state_dir(config):
             config = config.replace(**{"client.state-dir": str(directory.clients.absolute())})
     settle()
@@ -102,6 +100,8 @@ def run(
     build = Build(config, None if directory is None else directory.path, given)
     check(build)
     if directory is not None and not resume:
+        # After the config: a mistake in it is not hidden by a directory that is taken.
+        directory.check_free(overwrite)
         check_past(build, directory)
     elif directory is not None:
         refuse_other_objects(directory, build)
