@@ -11,7 +11,8 @@ from fedsim.cohorts import PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import epsilon
 from fedsim.reports.sweep import examples_price, price, read_line
-from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.artefacts import Row, RunDirectory
+from fedsim.runs.drive import Session
 from fedsim.runs.sweep import is_done, measure_of, members, parse_axes, run_sweep
 from fedsim.training import Trainer
 
@@ -85,6 +86,43 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
     run_sweep(grid, tmp_path, lambda member, row: seen.append(member.label))
     assert set(seen) == {grid[1].label}
     assert all(is_done(member, tmp_path) for member in grid)
+
+
+class Killed(BaseException):
+    """Ends a sweep without a word, so that nothing is saved on the way out."""
+
+
+def test_members_go_on_from_their_own_checkpoints_to_the_bytes_of_running_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = members(BASE.replace(**{"checkpoint.every": 1}), parse_axes(["client.lr=0.1,0.5"]))
+    add_row, finish, made = RunDirectory.add_row, Session.finish, []
+
+    def killed_in_round_2(directory: RunDirectory, row: Row) -> None:
+        if row["round"] == 2:
+            raise Killed
+        add_row(directory, row)
+
+    def noted(directory: RunDirectory, row: Row) -> None:
+        made.append(row["round"])
+        add_row(directory, row)
+
+    monkeypatch.setattr(RunDirectory, "add_row", killed_in_round_2)
+    monkeypatch.setattr(Session, "finish", lambda session, *, whole: None)
+    with pytest.raises(Killed):
+        run_sweep(grid, tmp_path)
+    monkeypatch.setattr(Session, "finish", finish)
+    monkeypatch.setattr(RunDirectory, "add_row", noted)
+    run_sweep(grid, tmp_path)
+    assert 1 not in made
+    assert all(is_done(member, tmp_path) for member in grid)
+    for number, member in enumerate(grid):
+        fedsim.run(member.config, out=tmp_path / f"alone-{number}")
+        resumed, alone = (
+            RunDirectory(tmp_path / name) for name in (member.label, f"alone-{number}")
+        )
+        assert resumed.model.read_bytes() == alone.model.read_bytes()
+        assert [row["round"] for row in resumed.rows()] == [0, 1, 2, 3]
 
 
 def test_a_directory_of_another_sweep_is_refused(tmp_path: Path) -> None:
