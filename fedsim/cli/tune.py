@@ -74,7 +74,7 @@ def tune(
 def measure(trainer: Trainer, ids: Ids, repeats: int) -> list[Timing]:
     """Every path that takes the model, over block sizes up to the number of clients."""
     ways: dict[tuple[str, int], Trainer] = {}
-    for path in ("stacked", "func", "plain"):
+    for path in ("stacked", "layered", "func", "plain"):
         for size in sorted({min(s, len(ids)) for s in SIZES}):
             try:
                 way = trainer.on(path, size)

@@ -284,7 +284,7 @@ class ClientSection(Choice):
         str, Doc("The folder in which clients keep that, and their ledgers; empty for the run's.")
     ] = setting("", affects_release=False)
     path: Annotated[
-        Literal["auto", "plain", "func", "stacked"],
+        Literal["auto", "plain", "func", "stacked", "layered"],
         Doc("How gradients of a block of clients are computed; all agree to rounding."),
     ] = setting("auto", affects_release=False)
     block_size: Annotated[

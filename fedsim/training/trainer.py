@@ -73,7 +73,7 @@ class Trainer:
         numbers it is the mean.
     test : ClientData, optional
         Examples on which clients evaluate, each its own; those they train on, if it is not given.
-    path : "auto", "stacked", "func" or "plain"
+    path : "auto", "stacked", "layered", "func" or "plain"
     block_size : int
         Most clients at a time; 0 leaves it to the rule. Results do not depend on it.
     randomness : Randomness

@@ -24,7 +24,11 @@ def test_every_path_that_takes_the_model_is_measured_in_every_block_size():
 def test_a_model_with_convolutions_is_not_offered_the_stacked_path():
     data = make_data([4, 5], features=36, shape=(1, 6, 6))
     trainer = Trainer(make_cnn(), SGD(lr=0.1), data, randomness=Randomness(0))
-    assert {one.path for one in measure(trainer, np.arange(2), repeats=1)} == {"func", "plain"}
+    assert {one.path for one in measure(trainer, np.arange(2), repeats=1)} == {
+        "layered",
+        "func",
+        "plain",
+    }
 
 
 def test_the_proposal_is_written_as_set_options():

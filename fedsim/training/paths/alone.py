@@ -1,4 +1,4 @@
-"""The stacked path for one client at a time: all of its steps while its row is in the cache.
+"""Gradients of one client's dense layers by hand, and of trained convolutions before them.
 
 Batched products over clients go through every client's parameters in each step; where one
 client's nearly fill the cache, it takes its steps alone, by plain products of matrices.
@@ -6,7 +6,7 @@ client's nearly fill the cache, it takes its steps alone, by plain products of m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedsim.clients.gradients import Factor, Factored, Gradient
+from fedsim.clients.gradients import Dense, Factor, Factored, Gradient, Parts
 from fedsim.tasks.losses import IGNORED, cross_entropy
+from fedsim.training.paths.front import Front
 from fedsim.training.paths.stacked import ACTIVATIONS, DenseLayer, StackedPath
 
 __all__ = ["AlonePath", "OneFactored"]
@@ -49,18 +50,21 @@ class OneFactored:
         Where it is from.
     point : Tensor ``[1, D]``
         Where it was taken.
+    convolved : mapping of name to Tensor
+        Gradients of the convolutions before them, written out.
     """
 
     factors: Sequence[LayerFactors]
     path: AlonePath
     point: Tensor
+    convolved: Mapping[str, Tensor]
 
     def __getitem__(self, clients: slice) -> Gradient:
         """Of this client, or of none."""
-        return self.stacked()[clients]
+        return Dense(self.dense())[clients]
 
-    def stacked(self) -> Factored:
-        """As the gradient of a block of one."""
+    def _factored(self) -> Factored:
+        """Of the dense layers, as the gradient of a block of one."""
         layers = self.path.layers
         factors = [
             Factor(x[None], delta[None], layers[i].weight, layers[i].bias)
@@ -68,9 +72,16 @@ class OneFactored:
         ]
         return Factored(factors, self.path.packing)
 
+    def _parts(self) -> Parts:
+        """Of the convolutions, as the gradient of a block of one."""
+        return Parts({k: part[None] for k, part in self.convolved.items()}, self.path.packing)
+
     def dense(self) -> Tensor:
         """Write it out, ``[1, D]``."""
-        return self.stacked().dense()
+        out = self._factored().dense()
+        for name, part in self.convolved.items():
+            out[0, self.path.packing.slices[name]].view(part.shape).copy_(part)
+        return out
 
     def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
         """Fold the factors into ``theta`` without a gradient in between."""
@@ -85,24 +96,35 @@ class OneFactored:
                 bias, new_bias = old[i].bias, new[i].bias
                 assert bias is not None
                 torch.add(bias, delta.sum(0), alpha=alpha, out=new_bias)
+        for name, part in self.convolved.items():
+            place, into = self.path.packing.slices[name], theta if out is None else out
+            point, moved = theta[0, place].view(part.shape), into[0, place].view(part.shape)
+            torch.add(point, part, alpha=alpha, out=moved)
 
     def distance(self, other: Gradient) -> Tensor:
         """See `Factored`."""
-        theirs = other.stacked() if isinstance(other, OneFactored) else other
-        return self.stacked().distance(theirs)
+        if not isinstance(other, OneFactored):
+            return Dense(self.dense()).distance(other)
+        distance = self._factored().distance(other._factored())
+        if self.convolved:
+            distance = torch.hypot(distance, self._parts().distance(other._parts()))
+        return distance
 
     def norms(self) -> Tensor:
         """See `Factored`."""
-        return self.stacked().norms()
+        norms = self._factored().norms()
+        return torch.hypot(norms, self._parts().norms()) if self.convolved else norms
 
     def scaled(self, factors: Tensor) -> OneFactored:
         """The output gradients times the one factor."""
         scaled = [share._replace(delta=share.delta * factors) for share in self.factors]
-        return replace(self, factors=scaled)
+        convolved = {name: part * factors for name, part in self.convolved.items()}
+        return replace(self, factors=scaled, convolved=convolved)
 
     def peak(self) -> Tensor:
         """See `Factored`."""
-        return self.stacked().peak()
+        peak = self._factored().peak()
+        return torch.maximum(peak, self._parts().peak()) if self.convolved else peak
 
 
 class AlonePath:
@@ -111,12 +133,14 @@ class AlonePath:
     Parameters
     ----------
     path : StackedPath
+    front : Front, optional
+        Trained convolutions before its layers.
     """
 
-    def __init__(self, path: StackedPath) -> None:
+    def __init__(self, path: StackedPath, front: Front | None = None) -> None:
         self.layers: Sequence[DenseLayer] = path.layers
         self.packing = path.packing
-        self._stem, self._loss = path.stem, path.loss
+        self._stem, self._loss, self._front = path.stem, path.loss, front
         self._first = next(i for i, layer in enumerate(path.layers) if layer.weight or layer.bias)
         self._views: tuple[Tensor, list[Viewed]] | None = None
 
@@ -135,7 +159,10 @@ class AlonePath:
     def gradient(self, theta: Tensor, index: int) -> OneFactored:
         """Gradient at ``theta [1, D]`` of the weighted loss of batch ``index``."""
         parameters = self.viewed(theta)
-        values = [self._x[index]]
+        x, passed = self._x[index], None
+        if self._front is not None:
+            x, passed = self._front.forward(self.packing.named(theta[0]), x)
+        values = [x.flatten(1)]
         for layer, (_, by_input, bias) in zip(self.layers, parameters, strict=True):
             if bias is None:
                 h = torch.mm(values[-1], by_input)
@@ -150,9 +177,12 @@ class AlonePath:
             if activation is not None:
                 delta = ACTIVATIONS[activation][1](delta, values[i + 1])
             factors.append(LayerFactors(i, values[i], delta))
-            if i > self._first:
+            if i > self._first or self._front is not None:
                 delta = torch.mm(delta, parameters[i].weight)
-        return OneFactored(factors, self, theta)
+        convolved = {}
+        if self._front is not None and passed is not None:
+            convolved = self._front.backward(delta.view(x.shape), passed)
+        return OneFactored(factors, self, theta, convolved)
 
     def losses(self) -> Tensor:
         """Loss of each example of the batches gone through, ``[s, B]``, unweighted."""
@@ -174,12 +204,12 @@ class AlonePath:
         return self._views[1]
 
     def _features(self, x: Tensor) -> Sequence[Tensor]:
-        """Inputs of the first layer, ``[B, in]`` for each batch."""
+        """Inputs of what is trained, ``[B, ...]`` for each batch."""
         batches = []
         for features in x.unbind(0):
             for module in self._stem:
                 features = module(features)
-            batches.append(features.flatten(1))
+            batches.append(features)
         return batches
 
     def _from_loss(self, outputs: Tensor, index: int) -> Tensor:

@@ -3,13 +3,14 @@
 | path    | what it takes                                          | gradients as | on a GPU |
 | ------- | ------------------------------------------------------ | ------------ | -------- |
 | stacked | Sequential of (frozen stem,) Linear, ReLU/tanh/sigmoid | factors      | captured |
+| layered | Sequential of Conv2d, ReLU, MaxPool2d; then as above   | mixed        | launched |
 | func    | whatever `torch.func.vmap` takes                       | dense rows   | captured |
 | plain   | everything; one client at a time                       | dense rows   | launched |
 
 Every local algorithm runs on every path: it sees a `Gradient` and not where that came from.
-The rule (`choose`): stacked where the model has it; else func on a GPU, which is bound by
-launches, and on a CPU for small models whose parameters are all in linear layers, if it can
-take them; else plain, as whatever needs convolutions or attention is bound by arithmetic there.
+The rule (`choose`): stacked where the model has it; else layered on a CPU; else func on a GPU,
+which is bound by launches, and on a CPU for small models whose parameters are all in linear
+layers, if it can take them; else plain, as what is left is bound by arithmetic there.
 `fedsim tune` measures all of them.
 
 On a CPU clients with large rows (`stacked.ALONE_BYTES`) take their steps one after another,
@@ -37,6 +38,7 @@ from fedsim.errors import FedsimError
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
+from fedsim.training.paths.layered import layered
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.stacked import stack
 from fedsim.training.paths.vmapped import FuncPath
@@ -45,7 +47,7 @@ __all__ = ["Path", "PathName", "block_limit", "choose"]
 
 _log = logging.getLogger(__name__)
 
-PathName = Literal["auto", "plain", "func", "stacked"]
+PathName = Literal["auto", "plain", "func", "stacked", "layered"]
 
 CAPTURED = ("stacked", "func")
 
@@ -124,7 +126,17 @@ def choose(
             raise FedsimError(
                 f"client.path = 'stacked' does not take a {type(model).__name__} like this one; it "
                 "takes a Sequential of linear layers with ReLU, tanh or sigmoid. Allowed here: "
-                "'auto', 'func', 'plain'."
+                "'auto', 'layered', 'func', 'plain'."
+            )
+    if wanted == "layered" or (wanted == "auto" and device.type == "cpu"):
+        by_hand = layered(model, packing, loss)
+        if by_hand is not None:
+            return by_hand
+        if wanted == "layered":
+            raise FedsimError(
+                f"client.path = 'layered' does not take a {type(model).__name__} like this one; it "
+                "takes a Sequential of convolutions with ReLU and max-pooling, then linear layers. "
+                "Allowed here: 'auto', 'stacked', 'func', 'plain'."
             )
     func = FuncPath(model, packing, loss)
     small = func.aligned and packing.width * packing.layout.dtype.itemsize <= SMALL_BYTES
@@ -134,7 +146,7 @@ def choose(
     if wanted in ("auto", "plain"):
         return PlainPath(model, packing, loss)
     raise FedsimError(
-        f"client.path is '{wanted}'; it must be 'auto', 'stacked', 'func' or 'plain'."
+        f"client.path is '{wanted}'; it must be 'auto', 'stacked', 'layered', 'func' or 'plain'."
     )
 
 

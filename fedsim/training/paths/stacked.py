@@ -6,8 +6,8 @@ two factors (`Factored`), and the step folds them into the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from fedsim.rows.alignment import LINE, aligned_empty
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import IGNORED, Loss, cross_entropy
 
-__all__ = ["StackedPath", "stack"]
+__all__ = ["ACTIVATIONS", "DenseLayer", "StackedPath", "covered", "dense_layers", "leaves", "stack"]
 
 # Of a client's parameters, from which on they are worth keeping in the cache; see `alone`.
 ALONE_BYTES = 2**19
@@ -71,7 +71,7 @@ def stack(model: nn.Module, packing: Packing, loss: Loss, example_dims: int) -> 
     if not isinstance(model, nn.Sequential):
         return None
     slices = packing.slices
-    modules = list(_leaves(model))
+    modules = list(leaves(model))
     owners = [id(m) for _, m in modules if any(True for _ in m.parameters())]
     if len(set(owners)) != len(owners):
         return None  # a module with parameters is used twice
@@ -82,8 +82,21 @@ def stack(model: nn.Module, packing: Packing, loss: Loss, example_dims: int) -> 
     stem = [m for _, m in modules[:first]]
     vectors = example_dims == 1 and all(type(m) in {nn.Linear, *ACTIVATIONS} for m in stem)
     flat = vectors or any(isinstance(m, nn.Flatten) for m in stem)
+    layers = dense_layers(modules[first:], slices, flat)
+    if not layers or covered(layers) != len(slices):
+        return None
+    return StackedPath(tuple(stem), tuple(layers), packing, loss)
+
+
+def dense_layers(
+    modules: Sequence[tuple[str, nn.Module]], slices: Mapping[str, slice], flat: bool
+) -> list[DenseLayer] | None:
+    """Layers of modules by name, if they are linear with at most one activation each.
+
+    ``flat``: what they are given are vectors; otherwise a Flatten comes first.
+    """
     layers: list[DenseLayer] = []
-    for name, module in modules[first:]:
+    for name, module in modules:
         if isinstance(module, nn.Flatten):
             if module.start_dim != 1 or module.end_dim != -1:
                 return None
@@ -92,23 +105,22 @@ def stack(model: nn.Module, packing: Packing, loss: Loss, example_dims: int) -> 
             weight, bias = slices.get(f"{name}.weight"), slices.get(f"{name}.bias")
             layers.append(DenseLayer(module, weight, bias, None))
         elif type(module) in ACTIVATIONS and layers and layers[-1].activation is None:
-            last = layers[-1]
-            layers[-1] = DenseLayer(last.module, last.weight, last.bias, type(module))
+            layers[-1] = replace(layers[-1], activation=type(module))
         else:
             return None
-    if not layers:
-        return None
-    covered = sum((s is not None) for layer in layers for s in (layer.weight, layer.bias))
-    if covered != len(slices):
-        return None
-    return StackedPath(tuple(stem), tuple(layers), packing, loss)
+    return layers
 
 
-def _leaves(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def covered(layers: Sequence[DenseLayer]) -> int:
+    """How many trained parameters they have."""
+    return sum((s is not None) for layer in layers for s in (layer.weight, layer.bias))
+
+
+def leaves(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Names and modules of a Sequential, those of inner Sequentials in their place."""
     for name, child in model.named_children():
         if isinstance(child, nn.Sequential):
-            yield from _leaves(child, f"{prefix}{name}.")
+            yield from leaves(child, f"{prefix}{name}.")
         elif not isinstance(child, nn.Identity):
             yield f"{prefix}{name}", child
 

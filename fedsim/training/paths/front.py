@@ -1,0 +1,141 @@
+"""Convolutions, each with ReLU and max-pooling, forward and backward by hand.
+
+ReLU and max-pooling commute, so ReLU and its mask are taken at the pooled size; the gradient of
+an image is never computed; and nothing is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedsim.rows.packing import channels_last
+
+__all__ = ["ConvLayer", "Front", "front_of"]
+
+
+@dataclass(frozen=True)
+class ConvLayer:
+    """A convolution, ReLU, and what pools them; all parameters are trained."""
+
+    name: str
+    module: nn.Conv2d
+    pool: nn.MaxPool2d | None
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of its parameters: weight, and bias where there is one."""
+        names = [f"{self.name}.weight"]
+        return names if self.module.bias is None else [*names, f"{self.name}.bias"]
+
+    @property
+    def geometry(self) -> tuple[Any, ...]:
+        """Stride, padding and dilation."""
+        return self.module.stride, self.module.padding, self.module.dilation
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a layer's backward needs of its forward."""
+
+    x: Tensor
+    weight: Tensor
+    convolved: Tensor
+    places: Tensor | None
+    outputs: Tensor
+
+
+def front_of(
+    modules: Sequence[tuple[str, nn.Module]],
+) -> tuple[list[ConvLayer], Sequence[tuple[str, nn.Module]]] | None:
+    """The convolutions that a model begins with, and what follows; None where there are none.
+
+    Each must be followed by ReLU and at most one max-pooling, in either order.
+    """
+    layers: list[ConvLayer] = []
+    position = 0
+    while position < len(modules) and type(modules[position][1]) is nn.Conv2d:
+        name, module = modules[position]
+        assert isinstance(module, nn.Conv2d)
+        following = [m for _, m in modules[position + 1 : position + 3]]
+        kinds = [type(m) for m in following]
+        pool = next((m for m in following if isinstance(m, nn.MaxPool2d)), None)
+        if kinds not in ([nn.ReLU, nn.MaxPool2d], [nn.MaxPool2d, nn.ReLU]):
+            pool = None
+        plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+        trained = all(parameter.requires_grad for parameter in module.parameters())
+        if (kinds[:1] != [nn.ReLU] and pool is None) or not (plain and trained):
+            return None
+        if pool is not None and pool.return_indices:
+            return None
+        layers.append(ConvLayer(name, module, pool))
+        position += 2 if pool is None else 3
+    return (layers, modules[position:]) if layers else None
+
+
+@dataclass(frozen=True)
+class Front:
+    """Convolutional layers, one after another."""
+
+    layers: Sequence[ConvLayer]
+
+    def forward(self, named: dict[str, Tensor], x: Tensor) -> tuple[Tensor, list[Passed]]:
+        """Outputs of images ``x [B, C, H, W]``, channels last, and what `backward` needs."""
+        passed = []
+        x = channels_last(x)
+        for layer in self.layers:
+            weight = channels_last(named[layer.parameters[0]])
+            bias = named.get(f"{layer.name}.bias")
+            stride, padding, dilation = layer.geometry
+            convolved = F.conv2d(x, weight, bias, stride, padding, dilation, layer.module.groups)
+            places, outputs = None, convolved
+            if layer.pool is not None:
+                outputs, places = torch.ops.aten.max_pool2d_with_indices.default(
+                    convolved, *_pooling(layer.pool)
+                )
+            outputs = torch.relu_(outputs)
+            passed.append(Passed(x, weight, convolved, places, outputs))
+            x = outputs
+        return x, passed
+
+    def backward(self, delta: Tensor, passed: Sequence[Passed]) -> dict[str, Tensor]:
+        """Gradients by name, from that of the outputs."""
+        gradients: dict[str, Tensor] = {}
+        delta = channels_last(delta)
+        for number in range(len(self.layers) - 1, -1, -1):
+            layer, past = self.layers[number], passed[number]
+            delta = torch.ops.aten.threshold_backward.default(delta, past.outputs, 0)
+            if layer.pool is not None:
+                delta = torch.ops.aten.max_pool2d_with_indices_backward.default(
+                    delta, past.convolved, *_pooling(layer.pool), past.places
+                )
+            module = layer.module
+            biased = module.bias is not None
+            below, *of_parameters = torch.ops.aten.convolution_backward.default(
+                delta,
+                past.x,
+                past.weight,
+                [module.out_channels] if biased else None,
+                *layer.geometry,
+                False,
+                [0, 0],
+                module.groups,
+                [number > 0, True, biased],
+            )
+            gradients.update(zip(layer.parameters, of_parameters, strict=False))
+            delta = below
+        return gradients
+
+
+def _pooling(pool: nn.MaxPool2d) -> tuple[Any, ...]:
+    """Kernel, stride, padding, dilation and rounding, as pairs."""
+    pairs = (
+        [value, value] if isinstance(value, int) else list(value)
+        for value in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
+    )
+    return (*pairs, pool.ceil_mode)

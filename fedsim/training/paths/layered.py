@@ -1,0 +1,92 @@
+"""The layered path: convolutions with ReLU and pooling, then dense layers, backward by hand.
+
+One client at a time, without autograd: see `fedsim.training.paths.front` for what that saves; a
+weight gradient of a dense layer that only feeds a plain step is never written down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.clients.gradients import Dense, Gradient
+from fedsim.rows.packing import Packing
+from fedsim.tasks.losses import Loss
+from fedsim.training.paths.alone import AlonePath
+from fedsim.training.paths.front import Front, front_of
+from fedsim.training.paths.plain import PlainPath
+from fedsim.training.paths.stacked import StackedPath, covered, dense_layers, leaves
+
+__all__ = ["LayeredPath", "layered"]
+
+
+@dataclass(frozen=True)
+class LayeredPath:
+    """Client by client: the plain path's numbers.
+
+    Attributes
+    ----------
+    plain : PlainPath
+        Gives outputs.
+    dense : StackedPath
+        The dense layers.
+    front : Front
+        The convolutions before them.
+    """
+
+    plain: PlainPath
+    dense: StackedPath
+    front: Front
+
+    name = "layered"
+
+    @cached_property
+    def _alone(self) -> AlonePath:
+        return AlonePath(self.dense, self.front)
+
+    def gradient(
+        self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor
+    ) -> tuple[Gradient, Tensor]:
+        """Gradients of the weighted loss, and the loss of each example ``[n, B]``."""
+        gradients: list[Gradient] = []
+        losses = []
+        for k in range(len(theta)):
+            client = slice(k, k + 1)
+            point = theta if len(theta) == 1 else theta[client]
+            self._alone.take(x[client], y[client], weight[client])
+            gradients.append(self._alone.gradient(point, 0))
+            losses.append(self._alone.losses())
+        if len(gradients) == 1:
+            return gradients[0], losses[0]
+        return Dense(torch.cat([gradient.dense() for gradient in gradients])), torch.cat(losses)
+
+    def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Outputs of the model ``[n, B, ...]`` at ``theta [n, D]``."""
+        return self.plain.outputs(theta, x)
+
+
+def layered(model: nn.Module, packing: Packing, loss: Loss) -> LayeredPath | None:
+    """The layered path of a model, or None where there is none.
+
+    There is one for a Sequential of convolutions, each followed by ReLU and perhaps max-pooling,
+    and, after a Flatten, linear layers with at most one activation each; all convolutions trained.
+    """
+    if not isinstance(model, nn.Sequential):
+        return None
+    modules = list(leaves(model))
+    owners = [id(m) for _, m in modules if any(True for _ in m.parameters())]
+    found = front_of(modules)
+    if found is None or len(set(owners)) != len(owners):
+        return None
+    convolutions, rest = found
+    layers = dense_layers(rest, packing.slices, flat=False)
+    if not layers or layers[0].weight is None:
+        return None
+    parameters = sum(len(layer.parameters) for layer in convolutions)
+    if covered(layers) + parameters != len(packing.slices):
+        return None
+    dense = StackedPath((), tuple(layers), packing, loss)
+    return LayeredPath(PlainPath(model, packing, loss), dense, Front(convolutions))

@@ -1,0 +1,109 @@
+"""Convolutions and dense layers by hand: the plain path's numbers, and what is left to it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from clients_helpers import make_data
+from torch import nn
+
+from fedsim.clients import SGD, AdadpLR, LocalAlgorithm
+from fedsim.errors import FedsimError
+from fedsim.randomness import Randomness
+from fedsim.rows import Layout
+from fedsim.rows.packing import Packing
+from fedsim.tasks.losses import cross_entropy
+from fedsim.training import Trainer
+from fedsim.training.paths.layered import layered
+
+SIZES = [9, 0, 4, 1]
+IDS = np.arange(len(SIZES))
+
+
+def network(dtype: torch.dtype, *, pool_first: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    pooled = [nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, stride=2, padding=1),
+        *(pooled[::-1] if pool_first else pooled),
+        nn.Conv2d(4, 6, (2, 1), bias=False, groups=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(36, 7),
+        nn.Tanh(),
+        nn.Linear(7, 3, bias=False),
+    )
+    return model.to(dtype)
+
+
+def trained(path: str, algorithm: LocalAlgorithm, rounds: int = 1, **changes: object) -> tuple:
+    dtype = changes.pop("dtype", torch.float64)
+    settings = {
+        "model": network(dtype),
+        "data": make_data(SIZES, features=2 * 11 * 11, shape=(2, 11, 11), dtype=dtype),
+        "batch_size": 4,
+        "epochs": 2,
+        "randomness": Randomness(3),
+    } | changes
+    trainer = Trainer(algorithm=algorithm, path=path, **settings)
+    vector = trainer.initial()
+    for t in range(1, rounds + 1):
+        blocks = list(trainer.train(vector, IDS, t))
+        rows = torch.cat([block.rows for block in blocks])
+        vector = vector + rows.mean(0)
+    return rows, vector, np.concatenate([block.metrics["loss"] for block in blocks])
+
+
+@pytest.mark.parametrize(
+    "algorithm", [SGD(lr=0.3), SGD(lr=0.3, momentum=0.9), AdadpLR(lr=0.2, tol=0.5)], ids=repr
+)
+@pytest.mark.parametrize("settings", [{}, {"pool": True}, {"max_grad_norm": 0.1}], ids=repr)
+def test_the_layered_path_agrees_with_the_plain_path(
+    algorithm: LocalAlgorithm, settings: dict[str, object]
+) -> None:
+    results = []
+    for path in ("layered", "plain"):
+        changes = dict(settings)
+        if changes.pop("pool", False):
+            changes["model"] = network(torch.float64, pool_first=True)
+        results.append(trained(path, algorithm, rounds=10, **changes))
+    for mine, plain in zip(*results, strict=True):
+        torch.testing.assert_close(
+            torch.as_tensor(mine), torch.as_tensor(plain), rtol=0, atol=1e-10
+        )
+
+
+def test_one_layered_step_in_single_precision_agrees_with_the_plain_path() -> None:
+    changes = {"dtype": torch.float32, "steps": 1, "epochs": None}
+    mine, plain = (trained(path, SGD(lr=0.3), **changes)[0] for path in ("layered", "plain"))
+    torch.testing.assert_close(mine, plain, rtol=0, atol=1e-5)
+
+
+def test_the_rule_takes_the_layered_path_for_convolutions_on_a_cpu() -> None:
+    data = make_data(SIZES, features=2 * 11 * 11, shape=(2, 11, 11))
+    trainer = Trainer(network(torch.float32), SGD(lr=0.1), data, randomness=Randomness(0))
+    assert (trainer.path.name, trainer.block_size) == ("layered", 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.insert(1, nn.BatchNorm2d(4, affine=False, track_running_stats=False)),
+        lambda model: model.pop(1),
+        lambda model: model[0].requires_grad_(False),
+        lambda model: setattr(model[0], "padding_mode", "circular"),
+    ],
+)
+def test_what_the_rule_does_not_cover_is_not_layered(change) -> None:
+    model = network(torch.float32)
+    change(model)
+    trained_ones = {k: p for k, p in model.named_parameters() if p.requires_grad}
+    assert layered(model, Packing(Layout.of(trained_ones)), cross_entropy) is None
+
+
+def test_a_model_without_convolutions_is_not_layered() -> None:
+    with pytest.raises(FedsimError, match="'layered' does not take a Linear"):
+        Trainer(
+            nn.Linear(4, 3), SGD(lr=0.1), make_data([3]), path="layered", randomness=Randomness(0)
+        )
