@@ -241,8 +241,8 @@ def test_uint8_images_are_scaled_and_normalised_when_gathered():
 
 def test_convolutions_on_a_cpu_go_one_client_at_a_time():
     data = make_data([8, 5, 9], features=36, shape=(1, 6, 6))
-    plain = trainer_of("auto", model=make_cnn(), data=data, block_size=3)
-    assert (plain.path.name, plain.block_size) == ("plain", 1)
+    plain = trainer_of("plain", model=make_cnn(), data=data, block_size=3)
+    assert plain.block_size == 1
     func = trainer_of("func", model=make_cnn(), data=data)
     one, _ = rows_of(plain, np.arange(3))
     other, _ = rows_of(func, np.arange(3))
