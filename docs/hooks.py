@@ -110,14 +110,10 @@ def pictures() -> list[Path]:
 
 
 def papers() -> str:
-    """What the papers claim and what holds: the experiments' own pages, one after another."""
-    lines = ["# The four papers\n", "`fedsim experiment` lists these; each README is below, as it stands.\n"]
-    for readme in sorted((ROOT / "experiments").rglob("README.md")):
-        folder = readme.parent.relative_to(ROOT / "experiments").as_posix()
-        text = re.sub(r"^(#+) ", r"#\1 ", readme.read_text(), flags=re.MULTILINE)
-        text = re.sub(r"\]\(([\w.-]+\.png)\)", rf"](pictures/{folder}/\1)", text)
-        lines += [text, ""]
-    return "\n".join(lines)
+    """Every figure and table of the papers, from the experiments' stored results and judgements."""
+    from experiments.framework.overview import overview
+
+    return overview()
 
 
 def gallery() -> str:

@@ -10,9 +10,10 @@ from experiments.framework.base import (
     Settings,
     Table,
 )
-from experiments.framework.run import Outcome, find, names, run_experiment
+from experiments.framework.run import Checked, Outcome, check, find, keep, names, run_experiment
 
 __all__ = [
+    "Checked",
     "Experiment",
     "ExperimentMember",
     "Outcome",
@@ -20,7 +21,9 @@ __all__ = [
     "Report",
     "Settings",
     "Table",
+    "check",
     "find",
+    "keep",
     "names",
     "run_experiment",
 ]

@@ -1,8 +1,8 @@
-"""Pichapati et al.: AdaCliP on MNIST, softmax regression (Table 1, Fig. 3, Fig. 4)."""
+"""Pichapati et al.: AdaCliP on MNIST, softmax regression (Table 1 and Fig. 4)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -11,21 +11,20 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from experiments.adaclip.tuned import TunedRates, TunedSettings
 from experiments.framework.base import (
-    Experiment,
     ExperimentMember,
     PaperClaim,
     Report,
     Result,
     Settings,
     Table,
-    over_seeds,
     seeds_text,
 )
 from experiments.framework.central import DenseNet, train
+from experiments.framework.spread import Difference, all_ahead, over_seeds, paired
 from fedsim import datasets
 from fedsim.cohorts import PoissonCohort
-from fedsim.config.keys import Section
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, NormBound
 from fedsim.privacy import Ledger, calibrate
 from fedsim.reports.palette import COLOURS
@@ -73,72 +72,68 @@ _COMPARED = (
     ),
 )
 """PaperClaim, its words, and which method is ahead of which."""
+CLOSE = 0.5  # points within which momentum ends where plain SGD does
 
 
-class Rates(Section):
-    """Learning rates that each method chooses among."""
+class MnistSettings(TunedSettings):
+    """Keys of ``experiment.toml``.
 
-    norm_bound: list[float]
-    clipping: list[float]
-    adaclip: list[float]
-    literal: list[float]
-
-
-class MnistSettings(Settings):
-    """Keys of ``experiment.toml``."""
+    Attributes
+    ----------
+    epochs : list of int
+        One for each epsilon.
+    momenta : list of float
+        Of the norm bound's steps in Fig. 4, at its best rate times ``1 - momentum``.
+    curves_at : float
+        The epsilon of Fig. 4a.
+    """
 
     dataset: str = "mnist"
     batch: float = 600.0
     delta: float = 1e-5
-    epsilons: list[float]
     epochs: list[int]
     clip_norm: float = 4.0
     norm_bound: float = 28.0
     h2: float = 1e-3
     h2_literal: float = 1e-5
-    rates: Rates
-    momentum_epsilon: float = 0.5
     momenta: list[float]
-    momentum_rate: float = 0.03
+    curves_at: float = 0.5
     examples: int = 0
 
 
-class Mnist(Experiment):
+class Mnist(TunedRates):
     """Central DP-SGD with ghost rows; each member is one training."""
 
     settings: MnistSettings
     settings_type: ClassVar[type[Settings]] = MnistSettings
+    methods = LABELS
 
-    def members(self) -> list[ExperimentMember]:
-        """Table 1 (every epsilon, method and rate), then Fig. 4 (momentum)."""
-        settings, members = self.settings, []
-        methods = settings.rates.model_dump(by_alias=True)
-        for seed in range(1, settings.seeds + 1):
-            for epsilon, epochs in zip(settings.epsilons, settings.epochs, strict=True):
-                for method, rates in methods.items():
-                    for rate in rates:
-                        plan = self._plan(method, epsilon, epochs, rate, seed)
-                        members.append(ExperimentMember(_name(method, epsilon, rate, seed), plan))
-            for momentum in settings.momenta:
-                plan = self._plan("norm-bound", settings.momentum_epsilon, 10, 0.0, seed)
-                # A heavy ball of momentum m moves 1 / (1 - m) times as far a step.
-                plan |= {"momentum": momentum, "rate": settings.momentum_rate * (1 - momentum)}
-                members.append(ExperimentMember(f"momentum={momentum:g} seed={seed}", plan))
-        return members
-
-    def _plan(
-        self, method: str, epsilon: float, epochs: int, rate: float, seed: int
-    ) -> dict[str, Any]:
-        common = self.settings.model_dump(by_alias=True, include=set(_SHARED))
+    def plan(self, method: str, epsilon: float, rate: float, seed: int) -> dict[str, Any]:
+        """Settings of one training, without momentum."""
+        settings = self.settings
         return {
-            **common,
+            **settings.model_dump(by_alias=True, include=set(_SHARED)),
             "method": method,
             "epsilon": epsilon,
-            "epochs": epochs,
+            "epochs": settings.epochs[settings.epsilons.index(epsilon)],
             "rate": rate,
             "momentum": 0.0,
             "seed": seed,
         }
+
+    def followers(self, results: Mapping[str, Result]) -> list[ExperimentMember]:
+        """Fresh seeds at the best rates, and Fig. 4's momenta."""
+        members = super().followers(results)
+        for seed in self.fresh:
+            for epsilon in self.settings.epsilons:
+                rate = self.rate(results, "norm-bound", epsilon)
+                plan = self.plan("norm-bound", epsilon, rate, seed)
+                for momentum in self.settings.momenta:
+                    # A heavy ball of momentum m moves 1 / (1 - m) times as far a step.
+                    changes = {"momentum": momentum, "rate": rate * (1 - momentum)}
+                    name = _momentum_name(momentum, epsilon, seed)
+                    members.append(ExperimentMember(name, plan | changes))
+        return members
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """One training: accuracy by epoch, distortion, and the epsilon of its ledger."""
@@ -172,148 +167,131 @@ class Mnist(Experiment):
         }
 
     def report(self, results: Mapping[str, Result]) -> Report:
-        """Table 1, the noise ratio of Fig. 3 and the momentum curves of Fig. 4."""
+        """Table 1, Fig. 3's ratio for this model, and both panels of Fig. 4."""
         settings = self.settings
-        rates = settings.rates.model_dump(by_alias=True)
-        best: dict[tuple[str, float], tuple[float, float, float]] = {}
-        for method, choices in rates.items():
-            for epsilon in settings.epsilons:
-                best[method, epsilon] = max(
-                    (*over_seeds(self._finals(results, method, epsilon, rate)), rate)
-                    for rate in choices
-                )
-        rows: list[list[str | float | None]] = [
-            [LABELS[method], *(_cell(best[method, epsilon]) for epsilon in settings.epsilons)]
-            for method in rates
-        ]
-        ratios = self._ratios(results, best)
-        rows.append(["Fig. 3: noise, AdaCliP / Abadi", *(f"{r:.2f}" for r in ratios)])
-        figures = {f"{m} eps={e:g}": value[0] for (m, e), value in best.items()}
-        figures |= {
-            f"noise ratio eps={e:g}": r for e, r in zip(settings.epsilons, ratios, strict=True)
+        ratios = self.ratios(results)
+        momenta = {
+            momentum: [self._momentum(results, momentum, e) for e in settings.epsilons]
+            for momentum in (0.0, *settings.momenta)
         }
-        curves = {m: self._curves(results, m) for m in settings.momenta}
-        figures |= {f"momentum={m:g}": 100 * float(c[:, -1].mean()) for m, c in curves.items()}
-        columns = ["", *(f"eps {epsilon:g}" for epsilon in settings.epsilons)]
+        figures = self.figures(results)
+        rows = self.rows(results)
+        ratio_cells = []
+        for epsilon, values in zip(settings.epsilons, ratios, strict=True):
+            figures[f"noise ratio eps={epsilon:g}"] = over_seeds(values)[0]
+            ratio_cells.append("{:.3f} ± {:.3f}".format(*over_seeds(values)))
+        rows.append(["noise, AdaCliP / Abadi", *ratio_cells])
+        momentum_rows: list[list[str | float | None]] = []
+        for momentum, runs in momenta.items():
+            cells = ["{:.2f} ± {:.2f}".format(*over_seeds(_ends(seeds))) for seeds in runs]
+            momentum_rows.append([f"{momentum:g}", *cells])
+        columns = [f"eps {epsilon:g}" for epsilon in settings.epsilons]
         title = (
-            f"Test accuracy (%) at delta = {settings.delta:g}, {seeds_text(settings.seeds)}, with "
-            "the better of the declared rates (chosen on the test set)"
+            f"Test accuracy (%) at delta = {settings.delta:g}, mean ± s.d. of "
+            f"{seeds_text(settings.seeds)} (best rate of the common grid)"
         )
         return Report(
-            tables=[Table("table1", title, columns, rows)],
+            tables=[
+                Table("table1", title, ["", *columns], rows),
+                Table(
+                    "figure4", "Norm bound, accuracy by momentum", ["momentum", *columns],
+                    momentum_rows,
+                ),
+            ],
             figures=figures,
-            claims=self._claims(best, ratios, curves),
-            pictures={"table1": self._picture(best, ratios, curves)},
-        )
+            claims=[*self._claims(results), *self._momentum_claims(momenta)],
+            pictures={
+                "table1": self._picture(results),
+                "figure4": self._momentum_picture(momenta),
+            },
+            choices=self.choices(results),
+        )  # fmt: skip
 
-    def _finals(
-        self, results: Mapping[str, Result], method: str, epsilon: float, rate: float
-    ) -> list[float]:
-        seeds = range(1, self.settings.seeds + 1)
-        return [100 * results[_name(method, epsilon, rate, s)]["accuracy"][-1] for s in seeds]
+    def _momentum(
+        self, results: Mapping[str, Result], momentum: float, epsilon: float
+    ) -> list[Result]:
+        if momentum == 0:
+            return self.judged(results, "norm-bound", epsilon)
+        return [results[_momentum_name(momentum, epsilon, seed)] for seed in self.fresh]
 
-    def _ratios(
-        self, results: Mapping[str, Result], best: Mapping[tuple[str, float], tuple[float, ...]]
-    ) -> list[float]:
-        """Mean ``||g - g~||`` of AdaCliP over that of Abadi's clipping, at their best rates."""
-        seeds = range(1, self.settings.seeds + 1)
-        ratios = []
-        for epsilon in self.settings.epsilons:
-            noise = {}
-            for method in ("adaclip", "clipping"):
-                rate = best[method, epsilon][2]
-                runs = [results[_name(method, epsilon, rate, s)]["distortion"] for s in seeds]
-                noise[method] = float(np.mean(runs))
-            ratios.append(noise["adaclip"] / noise["clipping"])
-        return ratios
-
-    def _curves(self, results: Mapping[str, Result], momentum: float) -> Any:
-        seeds = range(1, self.settings.seeds + 1)
-        return np.array([results[f"momentum={momentum:g} seed={s}"]["accuracy"] for s in seeds])
-
-    def _claims(
-        self,
-        best: Mapping[tuple[str, float], tuple[float, float, float]],
-        ratios: list[float],
-        curves: Mapping[float, Any],
-    ) -> list[PaperClaim]:
-        def gains(method: str, baseline: str) -> list[float]:
-            return [best[method, e][0] - best[baseline, e][0] for e in self.settings.epsilons]
-
-        def spread(values: list[float]) -> str:
-            return ", ".join(f"{value:+.2f}" for value in values)
-
+    def _claims(self, results: Mapping[str, Result]) -> list[PaperClaim]:
         claims = []
         for name, says, method, baseline in _COMPARED:
-            gain = gains(method, baseline)
-            claims.append(PaperClaim(name, says, min(gain) > 0, spread(gain)))
-        claims.append(
-            PaperClaim(
-                "noise-ratio",
-                "Fig. 3: AdaCliP adds about 0.8 of Abadi's noise at every eps",
-                all(0.7 <= ratio <= 0.9 for ratio in ratios),
-                ", ".join(f"{ratio:.2f}" for ratio in ratios),
-            )
-        )
-        finals = [100 * float(curve[:, -1].mean()) for curve in curves.values()]
-        apart = max(finals) - min(finals)
-        claims.append(
-            PaperClaim(
-                "momentum",
-                "Fig. 4: momentum ends where plain SGD does, to half a point",
-                apart <= 0.5,
-                f"{apart:.2f} points apart",
-            )
-        )
+            gains = self.gains(results, method, baseline)
+            seen = "; ".join(gain.text for gain in gains)
+            claims.append(PaperClaim(name, "Table 1", says, all_ahead(gains), seen))
         return claims
 
-    def _picture(
-        self,
-        best: Mapping[tuple[str, float], tuple[float, float, float]],
-        ratios: list[float],
-        curves: Mapping[float, Any],
-    ) -> Figure:
-        epsilons = self.settings.epsilons
-        figure, axes = grid(
-            1, 3, title="AdaCliP on MNIST, softmax regression", width=12, height=3.8
-        )
-        for method in dict.fromkeys(method for method, _ in best):
-            values = np.array([best[method, epsilon][:2] for epsilon in epsilons])
-            axes[0].errorbar(
-                epsilons,
-                values[:, 0],
-                values[:, 1],
-                **curve_style(COLOURS[method]),
-                label=LABELS[method],
+    def _momentum_claims(self, momenta: Mapping[float, list[list[Result]]]) -> list[PaperClaim]:
+        plain = momenta[0.0]
+        apart = [
+            paired(_ends(runs), _ends(without))
+            for momentum, by_epsilon in momenta.items()
+            if momentum
+            for runs, without in zip(by_epsilon, plain, strict=True)
+        ]
+        return [
+            PaperClaim(
+                "momentum",
+                "Fig. 4",
+                "momentum ends where plain SGD does, to half a point, at every eps",
+                _within(apart, CLOSE),
+                "; ".join(difference.text for difference in apart),
             )
-        axes[0].set_ylabel("test accuracy (%); bars: s.d. over seeds")
+        ]
+
+    def _picture(self, results: Mapping[str, Result]) -> Figure:
+        title = "AdaCliP on MNIST, softmax regression"
+        figure, axes = grid(1, 2, title=title, width=10, height=4)
+        self.draw_accuracy(axes[0], results)
         axes[0].set_title("Table 1", fontsize=10)
-        axes[0].legend(frameon=False, fontsize=8)
-        axes[1].plot(epsilons, ratios, **curve_style(COLOURS["adaclip"]))
-        axes[1].axhline(1, color=COLOURS["clipping"], linewidth=1, linestyle="--")
-        axes[1].set_ylim(0, 1.15)
-        axes[1].set_ylabel("$\\|g - \\tilde g\\|$, AdaCliP / Abadi")
-        axes[1].set_title("Fig. 3: noise", fontsize=10)
-        for panel in axes[:2]:
-            panel.set_xscale("log")
-            panel.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
-            panel.minorticks_off()
-            panel.set_xlabel("$\\epsilon$")
-        for (momentum, curve), colour in zip(curves.items(), _CURVES, strict=False):
-            epochs = np.arange(1, curve.shape[1] + 1)
-            axes[2].plot(
-                epochs, 100 * curve.mean(0), **curve_style(colour), label=f"momentum {momentum:g}"
+        self.draw_ratios(axes[1], results)
+        axes[1].set_title("Noise, for this model", fontsize=10)
+        return figure
+
+    def _momentum_picture(self, momenta: Mapping[float, list[list[Result]]]) -> Figure:
+        settings = self.settings
+        title = "AdaCliP, Fig. 4: momentum under the norm bound"
+        figure, axes = grid(1, 2, title=title, width=10, height=4)
+        there = settings.epsilons.index(settings.curves_at)
+        for (momentum, runs), colour in zip(momenta.items(), _CURVES, strict=False):
+            label = f"momentum {momentum:g}" if momentum else "plain SGD"
+            curves = 100 * np.array([run["accuracy"] for run in runs[there]])
+            epochs = np.arange(1, curves.shape[1] + 1)
+            axes[0].errorbar(
+                epochs,
+                curves.mean(0),
+                [over_seeds(column)[1] for column in curves.T],
+                **curve_style(colour),
+                capsize=3,
+                label=label,
             )
-        axes[2].set_xlabel("epoch")
-        axes[2].set_ylabel("test accuracy (%)")
-        axes[2].set_title(
-            f"Fig. 4: norm bound, $\\epsilon$ = {self.settings.momentum_epsilon:g}", fontsize=10
-        )
-        axes[2].legend(frameon=False, fontsize=8)
+            self.draw_line(axes[1], [_ends(seeds) for seeds in runs], colour, label)
+        axes[0].set_xlabel("epoch")
+        axes[0].set_ylabel("test accuracy (%); bars: s.d. over seeds")
+        axes[0].set_title(f"(a) $\\epsilon$ = {settings.curves_at:g}", fontsize=10)
+        axes[0].legend(frameon=False, fontsize=8)
+        axes[1].set_title("(b) against $\\epsilon$", fontsize=10)
         return figure
 
 
 _CURVES = (COLOURS["fedavg"], COLOURS["adaclip"], COLOURS["clipping"], COLOURS["third"])
+
+
+def _ends(runs: Sequence[Result]) -> list[float]:
+    return [100 * run["accuracy"][-1] for run in runs]
+
+
+def _within(differences: Sequence[Difference], margin: float) -> bool | None:
+    """Whether all differences are within the margin, by their intervals."""
+    if any(difference.low > margin or difference.high < -margin for difference in differences):
+        return False
+    inside = all(max(-d.low, d.high) <= margin for d in differences)
+    return True if inside else None
+
+
+def _momentum_name(momentum: float, epsilon: float, seed: int) -> str:
+    return f"momentum={momentum:g} eps={epsilon:g} seed={seed}"
 
 
 def make_mechanism(settings: Mapping[str, Any]) -> Mechanism:
@@ -342,12 +320,3 @@ def load_images(
     x, y = dataset.train.x[:keep].flatten(1).float() / 255, dataset.train.y[:keep].long()
     test = dataset.test.x[:keep].flatten(1).to(torch.float64) / 255
     return x, y, (test, dataset.test.y[:keep].long())
-
-
-def _name(method: str, epsilon: float, rate: float, seed: int) -> str:
-    return f"{method} eps={epsilon:g} rate={rate:g} seed={seed}"
-
-
-def _cell(value: tuple[float, float, float]) -> str:
-    mean, spread, rate = value
-    return f"{mean:.2f}±{spread:.2f} ({rate:g})"

@@ -1,33 +1,22 @@
-"""Pichapati et al., Table 2: DP-PCA, then one hidden layer with a bound of its own per layer."""
+"""Pichapati et al., Table 2 and Fig. 3: DP-PCA, then one hidden layer with a bound a layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.adaclip.dp_pca import principal_directions
 from experiments.adaclip.mnist import load_images
-from experiments.framework.base import (
-    Experiment,
-    ExperimentMember,
-    PaperClaim,
-    Report,
-    Result,
-    Settings,
-    Table,
-    over_seeds,
-    seeds_text,
-)
+from experiments.adaclip.tuned import TunedRates, TunedSettings
+from experiments.framework.base import PaperClaim, Report, Result, Settings, Table, seeds_text
 from experiments.framework.central import DenseNet, train
+from experiments.framework.spread import all_ahead, over_seeds
 from fedsim.cohorts import FullCohort, PoissonCohort
-from fedsim.config.keys import Section
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, PerLayer
 from fedsim.privacy import Ledger, calibrate, calibrate_events
-from fedsim.reports.palette import COLOURS
-from fedsim.reports.plots import curve_style, grid
+from fedsim.reports.plots import grid
 from fedsim.strategies import sgd
 
 __all__ = ["METHODS", "Pca", "PcaSettings"]
@@ -35,14 +24,7 @@ __all__ = ["METHODS", "Pca", "PcaSettings"]
 METHODS = {"clipping": "Abadi, C = 4 a layer", "adaclip": "AdaCliP, corrected"}
 
 
-class PcaRates(Section):
-    """Learning rates that each method chooses among."""
-
-    clipping: list[float]
-    adaclip: list[float]
-
-
-class PcaSettings(Settings):
+class PcaSettings(TunedSettings):
     """Keys of ``experiment.toml``."""
 
     dataset: str = "mnist"
@@ -51,35 +33,23 @@ class PcaSettings(Settings):
     batch: float = 600.0
     epochs: int = 10
     delta: float = 1e-5
-    epsilons: list[float]
     clip_norm: float = 4.0
     pca_share: float = 0.3
-    rates: PcaRates
     examples: int = 0
 
 
-class Pca(Experiment):
+class Pca(TunedRates):
     """Central DP-SGD with ghost rows; one ledger holds the PCA and the training."""
 
     settings: PcaSettings
     settings_type: ClassVar[type[Settings]] = PcaSettings
+    methods = METHODS
 
-    def members(self) -> list[ExperimentMember]:
-        """Every epsilon, method and rate, for every seed."""
-        common = self.settings.model_dump(
-            by_alias=True, exclude={"experiment", "seeds", "epsilons", "rates"}
-        )
-        rates = self.settings.rates.model_dump(by_alias=True)
-        return [
-            ExperimentMember(
-                _name(method, epsilon, rate, seed),
-                {**common, "epsilon": epsilon, "method": method, "rate": rate, "seed": seed},
-            )
-            for seed in range(1, self.settings.seeds + 1)
-            for epsilon in self.settings.epsilons
-            for method in METHODS
-            for rate in rates[method]
-        ]
+    def plan(self, method: str, epsilon: float, rate: float, seed: int) -> dict[str, Any]:
+        """Settings of one PCA and one training."""
+        other = {"experiment", "seeds", "tuning_seeds", "epsilons", "rates"}
+        common = self.settings.model_dump(by_alias=True, exclude=other)
+        return {**common, "epsilon": epsilon, "method": method, "rate": rate, "seed": seed}
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """One PCA and one training: accuracy by epoch, and what the ledger says they cost."""
@@ -118,77 +88,76 @@ class Pca(Experiment):
         }
 
     def report(self, results: Mapping[str, Result]) -> Report:
-        """Table 2."""
+        """Table 2 and Fig. 3."""
         settings = self.settings
-        rates = settings.rates.model_dump(by_alias=True)
-        seeds = range(1, settings.seeds + 1)
-        best: dict[tuple[str, float], tuple[float, float, float]] = {}
-        for method in METHODS:
-            for epsilon in settings.epsilons:
-                finals = {
-                    rate: [
-                        100 * results[_name(method, epsilon, rate, seed)]["accuracy"][-1]
-                        for seed in seeds
-                    ]
-                    for rate in rates[method]
-                }
-                best[method, epsilon] = max(
-                    (*over_seeds(values), rate) for rate, values in finals.items()
-                )
-        rows = [
-            [label, *(_cell(best[method, epsilon]) for epsilon in settings.epsilons)]
-            for method, label in METHODS.items()
-        ]
         spent = max(result["epsilon"] / _epsilon_of(name) for name, result in results.items())
-        gains = [best["adaclip", e][0] - best["clipping", e][0] for e in settings.epsilons]
+        gains = self.gains(results, "adaclip", "clipping")
+        ratios = self.ratios(results)
+        columns = [f"eps {epsilon:g}" for epsilon in settings.epsilons]
+        figures = self.figures(results)
+        for epsilon, values in zip(settings.epsilons, ratios, strict=True):
+            figures[f"noise ratio eps={epsilon:g}"] = over_seeds(values)[0]
+        cells = ["{:.3f} ± {:.3f}".format(*over_seeds(values)) for values in ratios]
+        title = (
+            f"{settings.directions} private directions, {settings.hidden} hidden units, "
+            f"{settings.epochs} epochs: test accuracy (%), mean ± s.d. of "
+            f"{seeds_text(settings.seeds)} (best rate of the common grid)"
+        )
+        middles = [over_seeds(values)[0] for values in ratios]
+        claims = [
+            PaperClaim(
+                "adaclip-ahead",
+                "Table 2",
+                "AdaCliP is ahead of Abadi's clipping at every eps",
+                all_ahead(gains),
+                "; ".join(gain.text for gain in gains),
+            ),
+            PaperClaim(
+                "within-budget",
+                "Table 2",
+                "PCA and training together stay within epsilon, by their one ledger",
+                spent <= 1,
+                f"at most {spent:.4f} of it",
+            ),
+            PaperClaim(
+                "noise-below",
+                "Fig. 3",
+                "AdaCliP adds less noise than Abadi's clipping at every eps",
+                max(middles) < 1,
+                ", ".join(f"{middle:.3f}" for middle in middles),
+            ),
+            PaperClaim(
+                "noise-ratio",
+                "Fig. 3",
+                "it adds about 0.8 of it (.7 to .9) at every eps",
+                all(0.7 <= middle <= 0.9 for middle in middles),
+                ", ".join(f"{middle:.3f}" for middle in middles),
+            ),
+        ]
         return Report(
             tables=[
+                Table("table2", title, ["", *columns], self.rows(results)),
                 Table(
-                    "table2",
-                    f"{settings.directions} private directions, {settings.hidden} hidden units: "
-                    f"test accuracy (%), {seeds_text(settings.seeds)} (rate)",
-                    ["", *(f"eps {epsilon:g}" for epsilon in settings.epsilons)],
-                    rows,
-                )
-            ],
-            figures={f"{m} eps={e:g}": value[0] for (m, e), value in best.items()},
-            claims=[
-                PaperClaim(
-                    "adaclip-ahead",
-                    "AdaCliP is ahead of Abadi's clipping at every eps",
-                    min(gains) > 0,
-                    ", ".join(f"{gain:+.2f}" for gain in gains),
-                ),
-                PaperClaim(
-                    "within-budget",
-                    "PCA and training together stay within epsilon, by their one ledger",
-                    spent <= 1,
-                    f"at most {spent:.4f} of it",
+                    "figure3",
+                    "||g - g~||, AdaCliP over Abadi, mean ± s.d. over seeds",
+                    columns,
+                    [cells],
                 ),
             ],
-            pictures={"table2": self._picture(best)},
+            figures=figures,
+            claims=claims,
+            pictures={
+                "table2": self._picture("Table 2: DP-PCA and one hidden layer", results),
+                "figure3": self._picture("Fig. 3: noise, DP-PCA and one hidden layer", results),
+            },
+            choices=self.choices(results),
         )
 
-    def _picture(self, best: Mapping[tuple[str, float], tuple[float, float, float]]) -> Figure:
-        epsilons = self.settings.epsilons
-        figure, (panel,) = grid(
-            1, 1, title="AdaCliP, Table 2: DP-PCA and one hidden layer", width=6, height=4
-        )
-        for method, label in METHODS.items():
-            values = np.array([best[method, epsilon][:2] for epsilon in epsilons])
-            panel.errorbar(
-                epsilons,
-                values[:, 0],
-                values[:, 1],
-                **curve_style(COLOURS[method]),
-                label=label,
-            )
-        panel.set_xscale("log")
-        panel.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
-        panel.minorticks_off()
+    def _picture(self, title: str, results: Mapping[str, Result]) -> Figure:
+        figure, (panel,) = grid(1, 1, title=f"AdaCliP, {title}", width=6, height=4)
+        draw = self.draw_ratios if title.startswith("Fig") else self.draw_accuracy
+        draw(panel, results)
         panel.set_xlabel("$\\epsilon$, PCA and training together")
-        panel.set_ylabel("test accuracy (%); bars: s.d. over seeds")
-        panel.legend(frameon=False, fontsize=9)
         return figure
 
 
@@ -215,14 +184,5 @@ def _mechanism(settings: Mapping[str, Any]) -> Mechanism:
     return PerLayer(AdaClip(settings["clip-norm"]))
 
 
-def _name(method: str, epsilon: float, rate: float, seed: int) -> str:
-    return f"{method} eps={epsilon:g} rate={rate:g} seed={seed}"
-
-
 def _epsilon_of(name: str) -> float:
     return float(name.split("eps=")[1].split()[0])
-
-
-def _cell(value: tuple[float, float, float]) -> str:
-    mean, spread, rate = value
-    return f"{mean:.2f}±{spread:.2f} ({rate:g})"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from experiments.framework.base import (
     Experiment,
@@ -17,31 +18,34 @@ from experiments.framework.base import (
     Result,
     Settings,
     Table,
-    over_seeds,
     seeds_text,
 )
-from fedsim.mechanisms import AdaClip, Clipping, Independent, Mechanism, NoiseSource, Releaser
+from experiments.framework.spread import all_ahead, over_seeds, paired
+from fedsim.mechanisms import AdaClip, Clipping, State
+from fedsim.mechanisms.base import Released
 from fedsim.randomness import Purpose, Randomness
 from fedsim.reports.palette import COLOURS, INK
 from fedsim.reports.plots import curve_style, grid
-from fedsim.rows import DenseRows, Layout
+from fedsim.rows import Layout
 
-__all__ = ["METHODS", "Regression", "RegressionSettings", "error_of_clipping"]
+__all__ = [
+    "METHODS",
+    "Regression",
+    "RegressionSettings",
+    "descend",
+    "error_of_clipping",
+    "make_mechanism",
+]
+
+Values = Mapping[str, list[list[float]]]
+"""By method: for every dimension, a value a seed."""
+
+FLAT_FACTOR = 5.0
 
 METHODS = {
-    "clipping": ("Abadi, C = 1", COLOURS["clipping"]),
-    "literal": ("AdaCliP as printed, h2 = 1", COLOURS["literal"]),
-    "stabilised": ("AdaCliP, h2 = 4, clamped after averaging", COLOURS["third"]),
-    "early": ("AdaCliP, h2 = C² γ / d, clamped before averaging", COLOURS["norm-bound"]),
-    "safe": ("AdaCliP, h2 = C² γ / d, clamped after averaging", COLOURS["adaclip"]),
-}
-
-COLUMNS = {
-    "clipping": "Abadi",
-    "literal": "as printed",
-    "stabilised": "h2 = 4, after",
-    "early": "safe h2, before",
-    "safe": "safe h2, after",
+    "clipping": ("Abadi", COLOURS["clipping"]),
+    "literal": ("AdaCliP as printed, h2 = C²", COLOURS["literal"]),
+    "stabilised": ("AdaCliP, h2 = 4 C², clamped after averaging", COLOURS["adaclip"]),
 }
 
 
@@ -49,10 +53,10 @@ class RegressionSettings(Settings):
     """Keys of ``experiment.toml``."""
 
     dimensions: list[int]
+    clip_norms: list[float]
     steps: int
     rate: float
     noise_multiplier: float
-    clip_norm: float = 1.0
     law: Literal["two-point", "normal"] = "two-point"
 
 
@@ -63,134 +67,132 @@ class Regression(Experiment):
     settings_type: ClassVar[type[Settings]] = RegressionSettings
 
     def members(self) -> list[ExperimentMember]:
-        """Every dimension and method, all seeds together."""
-        common = self.settings.model_dump(by_alias=True, exclude={"experiment", "dimensions"})
+        """Every C, dimension and method, all seeds together."""
+        other = {"experiment", "dimensions", "clip_norms"}
+        common = self.settings.model_dump(by_alias=True, exclude=other)
         return [
-            ExperimentMember(f"{method} d={d}", {**common, "dimension": d, "method": method})
+            ExperimentMember(
+                _name(method, bound, d),
+                {**common, "clip-norm": bound, "dimension": d, "method": method},
+            )
+            for bound in self.settings.clip_norms
             for d in self.settings.dimensions
             for method in METHODS
         ]
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """Final errors ``||theta_T - theta*||^2``, mean noises and clipped shares, by seed."""
-        runs = [_descend(settings, seed) for seed in range(1, settings["seeds"] + 1)]
+        runs = descend(settings, range(1, settings["seeds"] + 1))
         error, noise, clipped = zip(*runs, strict=True)
-        return {"error": error, "noise": noise, "clipped": clipped}
+        return {"error": list(error), "noise": list(noise), "clipped": list(clipped)}
 
     def report(self, results: Mapping[str, Result]) -> Report:
-        """Errors and noises by dimension, beside the theory for clipping."""
+        """Errors and noises by dimension at every C, beside the theory for clipping."""
         settings = self.settings
+        tables, claims = [], []
         figures: dict[str, float] = {}
-        errors: dict[str, list[float]] = {method: [] for method in METHODS}
-        noises: dict[str, list[float]] = {method: [] for method in METHODS}
-        for d in settings.dimensions:
+        panels = {}
+        for bound in settings.clip_norms:
+            errors, noises = (
+                {
+                    method: [results[_name(method, bound, d)][what] for d in settings.dimensions]
+                    for method in METHODS
+                }
+                for what in ("error", "noise")
+            )
+            panels[bound] = errors
             for method in METHODS:
-                result = results[f"{method} d={d}"]
-                error, _ = over_seeds(result["error"])
-                noise, _ = over_seeds(result["noise"])
-                errors[method].append(error)
-                noises[method].append(noise)
-                figures |= {f"error {method} d={d}": error, f"noise {method} d={d}": noise}
-        theory = [self._theory(d) for d in settings.dimensions]
-        many = seeds_text(settings.seeds)
-        return Report(
-            tables=[
-                self._table("errors", f"||theta_T||^2, mean of {many}", theory, errors),
-                self._table("noises", f"Mean ||g - g~||^2, {many}", None, noises),
-            ],
-            figures=figures,
-            claims=self._claims(errors, noises),
-            pictures={"errors": self._picture(errors, noises)},
-        )
+                for d, seeds in zip(settings.dimensions, errors[method], strict=True):
+                    figures[f"error {method} C={bound:g} d={d}"] = over_seeds(seeds)[0]
+            tables.append(self._table(f"errors-c{bound:g}", "||theta_T||^2", bound, errors))
+            tables.append(self._table(f"noises-c{bound:g}", "||g - g~||^2", bound, noises))
+            claims += self._claims(bound, errors)
+        return Report(tables, figures, claims, {"errors": self._picture(panels)})
 
-    def _table(
-        self,
-        name: str,
-        title: str,
-        theory: list[float] | None,
-        values: Mapping[str, list[float]],
-    ) -> Table:
-        named = {} if theory is None else {"theory, Abadi": theory}
-        columns = {**named, **{COLUMNS[method]: column for method, column in values.items()}}
-        rows = [
-            [d, *(column[k] for column in columns.values())]
+    def _theory(self, d: int, bound: float) -> float:
+        settings = self.settings
+        return error_of_clipping(d, settings.rate, settings.noise_multiplier * bound)
+
+    def _table(self, name: str, what: str, bound: float, values: Values) -> Table:
+        title = f"C = {bound:g}: {what}, mean ± s.d. of {seeds_text(self.settings.seeds)}"
+        rows: list[list[str | float | None]] = [
+            [
+                str(d),
+                *("{:.4g} ± {:.2g}".format(*over_seeds(column[k])) for column in values.values()),
+            ]
             for k, d in enumerate(self.settings.dimensions)
         ]
-        return Table(name, title, ["d", *columns], rows, digits=4)
+        return Table(name, title, ["d", *(METHODS[method][0] for method in values)], rows)
 
-    def _theory(self, d: int) -> float:
-        settings = self.settings
-        return error_of_clipping(d, settings.rate, settings.noise_multiplier * settings.clip_norm)
-
-    def _claims(
-        self, errors: Mapping[str, list[float]], noises: Mapping[str, list[float]]
-    ) -> list[PaperClaim]:
-        dimensions = self.settings.dimensions
-        high = [k for k, d in enumerate(dimensions) if d >= 100]
+    def _claims(self, bound: float, errors: Values) -> list[PaperClaim]:
         claims = []
-        for method in ("literal", "stabilised", "early", "safe"):
-            name = METHODS[method][0]
-            below = [
-                str(d)
-                for k, d in enumerate(dimensions)
-                if errors[method][k] < errors["clipping"][k]
+        for method in ("literal", "stabilised"):
+            label = f"C = {bound:g}, {METHODS[method][0]}"
+            saved = [
+                paired(clipping, adaclip)
+                for clipping, adaclip in zip(errors["clipping"], errors[method], strict=True)
             ]
-            flat = [errors[method][k] for k in high]
+            means = [over_seeds(seeds)[0] for seeds in errors[method]]
             claims += [
                 PaperClaim(
-                    f"{method}-below",
-                    f"{name}: error below Abadi's in every dimension",
-                    len(below) == len(dimensions),
-                    f"d = {', '.join(below) or 'none'}",
+                    f"{method}-below-c{bound:g}",
+                    "Fig. 2",
+                    f"{label}: error below clipping's in every dimension",
+                    all_ahead(saved),
+                    ", ".join(
+                        f"d = {d}: {_word(difference.positive)}"
+                        for d, difference in zip(self.settings.dimensions, saved, strict=True)
+                    ),
                 ),
                 PaperClaim(
-                    f"{method}-flat",
-                    f"{name}: from d = 100 on, error independent of d (to a factor of 5)",
-                    max(flat) <= 5 * min(flat),
-                    f"{min(flat):.4f} to {max(flat):.4f}",
+                    f"{method}-flat-c{bound:g}",
+                    "Fig. 2",
+                    f"{label}: error independent of d, to a factor of {FLAT_FACTOR:g}",
+                    max(means) <= FLAT_FACTOR * min(means),
+                    f"{min(means):.3g} to {max(means):.3g}",
                 ),
             ]
-        quiet = all(a <= 1.02 * b for a, b in zip(noises["safe"], noises["clipping"], strict=True))
-        claims.append(
-            PaperClaim(
-                "safe-quiet",
-                "with h2 = C² γ / d, clamped after, ||g - g~||^2 is nowhere above Abadi's",
-                quiet,
-                ", ".join(
-                    f"{a / b:.2f}" for a, b in zip(noises["safe"], noises["clipping"], strict=True)
-                ),
-            )
-        )
         return claims
 
-    def _picture(
-        self, errors: Mapping[str, list[float]], noises: Mapping[str, list[float]]
-    ) -> Figure:
+    def _picture(self, panels: Mapping[float, Values]) -> Figure:
         dimensions = self.settings.dimensions
-        figure, axes = grid(
-            1, 2, title="AdaCliP, Fig. 2: what the dimension costs", width=10, height=4
-        )
-        for method, (label, colour) in METHODS.items():
-            for panel, values in zip(axes, (errors, noises), strict=True):
-                panel.plot(dimensions, values[method], **curve_style(colour), label=label)
-        axes[0].plot(
-            dimensions,
-            [self._theory(d) for d in dimensions],
-            color=INK,
-            linestyle=":",
-            linewidth=1,
-            label="theory, Abadi",
-        )
-        labels = ("error $\\|\\theta_T\\|^2$", "noise $\\|g - \\tilde g\\|^2$")
-        for panel, label in zip(axes, labels, strict=True):
+        title = "AdaCliP, Fig. 2: what the dimension costs"
+        figure, axes = grid(1, len(panels), title=title, width=4 * len(panels), height=4)
+        for panel, (bound, errors) in zip(axes, panels.items(), strict=True):
+            for method, (label, colour) in METHODS.items():
+                means, spreads = np.transpose([over_seeds(seeds) for seeds in errors[method]])
+                panel.errorbar(
+                    dimensions, means, spreads, **curve_style(colour), capsize=3, label=label
+                )
+            panel.plot(
+                dimensions,
+                [self._theory(d, bound) for d in dimensions],
+                color=INK,
+                linestyle=":",
+                linewidth=1,
+                label="theory, Abadi, nothing clipped",
+            )
             panel.set_xscale("log")
             panel.set_yscale("log")
             panel.set_xticks(dimensions, [str(d) for d in dimensions])
             panel.minorticks_off()
             panel.set_xlabel("dimension")
-            panel.set_ylabel(label)
+            panel.set_title(f"C = {bound:g}", fontsize=10)
+        axes[0].set_ylabel("error $\\|\\theta_T\\|^2$; bars: s.d. over seeds")
         axes[0].legend(frameon=False, fontsize=8)
         return figure
+
+
+def _cell(seeds: Sequence[float]) -> str:
+    return "{:.4g} ± {:.2g}".format(*over_seeds(seeds))
+
+
+def _word(positive: bool | None) -> str:
+    return {True: "below", False: "above", None: "undecided"}[positive]
+
+
+def _name(method: str, bound: float, d: int) -> str:
+    return f"{method} C={bound:g} d={d}"
 
 
 def error_of_clipping(d: int, rate: float, noise: float) -> float:
@@ -203,43 +205,80 @@ def error_of_clipping(d: int, rate: float, noise: float) -> float:
     return rate / (2 - rate) * (noise**2 * d + 1)
 
 
-def _descend(settings: Mapping[str, Any], seed: int) -> tuple[float, float, float]:
-    """SGD on ``1/2 ||theta - x||^2``, one example a step, x of variance 1 in one coordinate."""
-    d, rate = settings["dimension"], settings["rate"]
-    mechanism = _mechanism(settings["method"], settings["clip-norm"])
+def descend(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[tuple[float, float, float]]:
+    """SGD on ``1/2 ||theta - x||^2``, one example a step, x of variance 1 in one coordinate.
+
+    All seeds at once, ``[n, d]``: what is one row through a releaser (a test holds the two equal)
+    is a row of its own here, with a state of its own.
+
+    Returns
+    -------
+    list of (error, noise, clipped)
+        ``||theta_T||^2``, the mean of ``||g - g~||^2``, and the share of clipped gradients.
+    """
+    d, rate, z = settings["dimension"], settings["rate"], settings["noise-multiplier"]
+    steps, count = settings["steps"], len(seeds)
+    mechanism = make_mechanism(settings["method"], settings["clip-norm"])
     layout = Layout.of({"theta": torch.zeros(d, dtype=torch.float64)})
-    state, randomness = mechanism.init(layout), Randomness(seed)
-    releaser = Releaser(
-        mechanism, layout, noise=Independent(settings["noise-multiplier"]), denominator=1.0
+    state: State = {name: value.repeat(count, 1) for name, value in mechanism.init(layout).items()}
+    randomness = [Randomness(seed) for seed in seeds]
+    draws = [r.generator(Purpose.SAMPLE, level="example") for r in randomness]
+    noises = [r.generator(Purpose.NOISE, level="example") for r in randomness]
+    data = torch.from_numpy(np.array([_examples(g, settings["law"], steps) for g in draws]))
+    starts = [r.generator(Purpose.INIT, level="run").standard_normal(d) for r in randomness]
+    theta = torch.from_numpy(np.array(starts) / np.sqrt(d))
+    noise, clipped = (torch.zeros(count, dtype=torch.float64) for _ in range(2))
+    for step in range(steps):
+        rows = -theta
+        rows[:, 0] += data[:, step]
+        drawn = torch.from_numpy(np.array([g.standard_normal(d) for g in noises]))
+        released, long, state = _release(mechanism, state, rows, z, drawn)
+        noise += (released - rows).square().sum(1)
+        clipped += long
+        theta = theta + rate * released
+    errors = theta.square().sum(1)
+    return list(
+        zip(errors.tolist(), (noise / steps).tolist(), (clipped / steps).tolist(), strict=True)
     )
-    draws, steps = randomness.generator(Purpose.SAMPLE, level="example"), settings["steps"]
-    normal = settings["law"] == "normal"
-    data = draws.standard_normal(steps) if normal else draws.choice([-1.0, 1.0], steps)
-    start = randomness.generator(Purpose.INIT, level="run").standard_normal(d) / np.sqrt(d)
-    theta, noise, clipped = torch.from_numpy(start), 0.0, 0
-    for step, x in enumerate(data, 1):
-        row = -theta
-        row[0] += x
-        total = releaser.start(state)
-        total.add(DenseRows(row[None]))
-        source = NoiseSource(randomness.generator(Purpose.NOISE, level="example", round=step))
-        release = releaser.release(total, source)
-        state = release.state
-        noise += float((release.mean - row).square().sum())
-        clipped += total.clipped
-        theta = theta + rate * release.mean
-    return float(theta.square().sum()), noise / len(data), clipped / len(data)
 
 
-def _mechanism(method: str, clip_norm: float) -> Mechanism:
+def _release(
+    mechanism: Clipping | AdaClip, state: State, rows: Tensor, z: float, drawn: Tensor
+) -> tuple[Tensor, Tensor, State]:
+    """Released means of one row each, which rows were clipped, and the next states."""
+    if isinstance(mechanism, Clipping):
+        bounded, radius = mechanism.bound(rows), mechanism.clip_norm
+        return (
+            bounded + z * radius * drawn,
+            torch.linalg.vector_norm(rows, dim=1) > radius,
+            state,
+        )
+    ready = mechanism.ready(state)
+    scale, centre = mechanism.whitening(ready)
+    centred = rows if centre is None else rows - centre
+    whitened = centred if scale is None else centred * scale
+    lengths = torch.linalg.vector_norm(whitened, dim=1)
+    bounded = whitened * mechanism.scales(lengths)[:, None]
+    mean = mechanism.restore(bounded + z * drawn, ready)
+    released = Released(mean, {}, {"sum": z}, 1.0, None)
+    return mean, lengths > 1, mechanism.next(state, ready, released)
+
+
+def _examples(generator: np.random.Generator, law: str, steps: int) -> np.ndarray:
+    if law == "normal":
+        return generator.standard_normal(steps)
+    # Half of the examples are at -1 and half at 1, in an order of chance.
+    return generator.permutation(np.resize([-1.0, 1.0], steps))
+
+
+def make_mechanism(method: str, clip_norm: float) -> Clipping | AdaClip:
+    """A method's, at one C."""
     match method:
         case "clipping":
             return Clipping(clip_norm)
         case "literal":
-            return AdaClip(clip_norm, h2=1.0, literal=True)
-        case "stabilised":
-            return AdaClip(clip_norm, h2=4.0, gamma=0.5, beta2=0.999, center=False, clamp="post")
-        case "early":
-            return AdaClip(clip_norm, gamma=0.25, center=False)
+            return AdaClip(clip_norm, h2=clip_norm**2, literal=True)
         case _:
-            return AdaClip(clip_norm, gamma=0.25, beta2=0.999, center=False, clamp="post")
+            return AdaClip(
+                clip_norm, h2=4.0 * clip_norm**2, gamma=0.5, beta2=0.999, center=False, clamp="post"
+            )

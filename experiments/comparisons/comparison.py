@@ -9,8 +9,9 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from experiments.framework.base import PaperClaim, Report, Result, Settings, Table
-from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Score
+from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Score, best
 from experiments.framework.curves import Curve, curves
+from experiments.framework.spread import paired
 from fedsim.config import Scalar
 from fedsim.config.keys import Section
 
@@ -18,10 +19,9 @@ __all__ = ["Comparison", "ComparisonSettings"]
 
 
 class Method(Section):
-    """One method: the run's keys that it changes, and rates that it chooses among."""
+    """One method: the run's keys that it changes."""
 
     name: str
-    rates: list[float] = Field(min_length=1)
     keys: dict[str, Scalar] = Field(default_factory=dict)
 
 
@@ -29,6 +29,7 @@ class Ahead(Section):
     """A claim of a paper: one method ends above another."""
 
     name: str
+    panel: str
     says: str
     ahead: str
     behind: str
@@ -38,6 +39,7 @@ class ComparisonSettings(ConfigRunsSettings):
     """Keys of ``experiment.toml``."""
 
     title: str
+    rates: list[float] = Field(min_length=1)  # the one grid of all methods
     methods: list[Method] = Field(min_length=1)
     claims: list[Ahead] = Field(default_factory=list)
 
@@ -49,48 +51,48 @@ class Comparison(ConfigRuns):
     settings_type: ClassVar[type[Settings]] = ComparisonSettings
 
     def plans(self) -> dict[str, dict[str, Scalar]]:
-        """Every method with every rate of its own."""
+        """Every method with every rate."""
         return {
             _name(method.name, rate): {**method.keys, "client.lr": rate}
             for method in self.settings.methods
-            for rate in method.rates
+            for rate in self.settings.rates
         }
 
     def report(self, results: Mapping[str, Result]) -> Report:
         """A table of final accuracies, curves over epochs, and the claims."""
         scores = self.scores(results)
-        best = {method.name: self._best(method, scores) for method in self.settings.methods}
+        found = {
+            method.name: best(
+                f"rate of {method.name}",
+                {rate: scores[_name(method.name, rate)] for rate in self.settings.rates},
+            )
+            for method in self.settings.methods
+        }
         rows: list[list[str | float | None]] = []
-        for name, (rate, score) in best.items():
+        for name, (rate, score, _) in found.items():
             epsilon = self.of_plan(results, _name(name, rate))[0]["epsilon"]
             spent = f"{epsilon:.3f}" if epsilon is not None else "none"
             rows.append([name, spent, f"{rate:g}", score.text])
-        claims = [
-            PaperClaim(
-                claim.name,
-                claim.says,
-                best[claim.ahead][1].mean > best[claim.behind][1].mean,
-                f"{best[claim.ahead][1].mean:.2f} against {best[claim.behind][1].mean:.2f}",
-            )
-            for claim in self.settings.claims
-        ]
+        claims = []
+        for claim in self.settings.claims:
+            gain = paired(found[claim.ahead][1].finals, found[claim.behind][1].finals)
+            claims.append(PaperClaim(claim.name, claim.panel, claim.says, gain.positive, gain.text))
         title = f"{self.settings.title}\n{self.where('examples', 'epochs')}"
         return Report(
             tables=[Table("accuracy", title, ["method", "epsilon", "rate", "accuracy (%)"], rows)],
-            figures={name: score.mean for name, (_, score) in best.items()},
+            figures={name: score.mean for name, (_, score, _) in found.items()},
             claims=claims,
-            pictures={"accuracy": self._picture(title, best)},
+            pictures={
+                "accuracy": self._picture(title, {name: row[:2] for name, row in found.items()})
+            },
+            choices=[choice for _, _, choice in found.values()],
         )
 
-    def _best(self, method: Method, scores: Mapping[str, Score]) -> tuple[float, Score]:
-        tried = [(rate, scores[_name(method.name, rate)]) for rate in method.rates]
-        return max(tried, key=lambda pair: pair[1].mean)
-
-    def _picture(self, title: str, best: Mapping[str, tuple[float, Score]]) -> Figure:
+    def _picture(self, title: str, found: Mapping[str, tuple[float, Score]]) -> Figure:
         styles = ("adadp", "sgd", "kept", "fixed", "fifth")
         lines = [
             Curve(name, score, styles[k % len(styles)])
-            for k, (name, (_, score)) in enumerate(best.items())
+            for k, (name, (_, score)) in enumerate(found.items())
         ]
         return curves(title, [("", lines)], xlabel="epoch", first=1)
 

@@ -22,7 +22,7 @@ from fedsim.randomness import Purpose, Randomness
 from fedsim.rows.exchange import Block, Ids, TrainerDefaults
 from fedsim.training import ClientData, Trainer
 
-__all__ = ["LeastSquares", "Watched", "snr_of_normalization"]
+__all__ = ["ClosedForm", "LeastSquares", "Watched", "snr_of_normalization"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -121,6 +121,39 @@ class LeastSquares:
         return Randomness(self.seed).generator(Purpose.INIT, level="run", part=part)
 
 
+class ClosedForm(TrainerDefaults):
+    """A block trainer that knows where the steps of `LeastSquares.trainer` end.
+
+    It sends the rows of `LeastSquares.update`, all clients at once: a thousandth of the time.
+    """
+
+    def __init__(self, problem: LeastSquares, *, lr: float, steps: int) -> None:
+        self._problem = problem
+        self._U, singular, _ = np.linalg.svd(problem.A, full_matrices=False)
+        self._shrunk = (1 - lr * singular**2) ** steps - 1
+
+    @property
+    def population(self) -> int:
+        """Number of clients."""
+        return self._problem.n
+
+    def train(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+        """One block of all that are asked."""
+        w, U = vector.double().numpy(), self._U[client_ids]
+        along = np.einsum("ndm,nd->nm", U, w - self._problem.optima[client_ids])
+        rows = np.einsum("ndm,nm->nd", U, self._shrunk[client_ids] * along)
+        yield Block(
+            client_ids,
+            torch.from_numpy(rows.astype(np.float32)),
+            {"num-examples": np.full(len(client_ids), float(self._problem.m))},
+            np.ones(len(client_ids), dtype=bool),
+        )
+
+    def evaluate(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
+        """Nothing: nobody evaluates."""
+        return iter(())
+
+
 class Watched(TrainerDefaults):
     """A block trainer that keeps what its updates' bounded norms are, round by round.
 
@@ -130,7 +163,7 @@ class Watched(TrainerDefaults):
         Mean over the clients of a round of ``||bound(update)||``.
     """
 
-    def __init__(self, trainer: Trainer, mechanism: Mechanism) -> None:
+    def __init__(self, trainer: Trainer | ClosedForm, mechanism: Mechanism) -> None:
         self._trainer = trainer
         self._mechanism = mechanism
         self.bounded: list[float] = []

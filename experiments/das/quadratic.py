@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Result as Trained
 from pydantic import Field
 
-from experiments.das.least_squares import LeastSquares, Watched, snr_of_normalization
+from experiments.das.least_squares import ClosedForm, LeastSquares, Watched, snr_of_normalization
 from experiments.das.quadratic_pictures import curves, trajectories
 from experiments.framework.base import (
     Experiment,
@@ -21,9 +21,9 @@ from experiments.framework.base import (
     Result,
     Settings,
     Table,
-    over_seeds,
     seeds_text,
 )
+from experiments.framework.spread import all_ahead, over_seeds, paired
 from fedsim.cohorts import FullCohort
 from fedsim.config.keys import Section
 from fedsim.engines import LocalGrid
@@ -37,6 +37,7 @@ __all__ = ["METHODS", "Case", "Quadratic", "QuadraticSettings"]
 METHODS = ("clipping", "normalization")
 COLUMNS = ("||w-w*||", "f-f*", "no noise")
 TAIL = 25  # rounds that a final distance is the mean of
+EVERY = 5  # rounds from one that is kept to the next
 
 
 class Case(Section):
@@ -65,7 +66,7 @@ class QuadraticSettings(Settings):
 
 
 class Quadratic(Experiment):
-    """Runs through `DPFedAvg` and the cohort trainer; only the data are made here."""
+    """Runs through `DPFedAvg`; the clients' steps are taken in closed form."""
 
     settings: QuadraticSettings
     settings_type: ClassVar[type[Settings]] = QuadraticSettings
@@ -101,7 +102,7 @@ class Quadratic(Experiment):
         )
 
     def run(self, settings: Mapping[str, Any]) -> Result:
-        """Distances to w*, gaps of f and SNRs of every round, from round 0 on."""
+        """Distances to w*, gaps of f and SNRs of some rounds, from round 0 on."""
         case = Case.model_validate(settings["case"])
         problem = LeastSquares(
             settings["clients"],
@@ -116,7 +117,8 @@ class Quadratic(Experiment):
         mechanism: Mechanism = (
             Clipping(bound) if settings["method"] == "clipping" else Normalization(bound)
         )
-        watched = Watched(problem.trainer(lr=case.lr, steps=settings["steps"]), mechanism)
+        trainer = ClosedForm(problem, lr=case.lr, steps=settings["steps"])
+        watched = Watched(trainer, mechanism)
         strategy = DPFedAvg(
             mechanism=mechanism,
             cohort=FullCohort(population=problem.n),
@@ -144,10 +146,10 @@ class Quadratic(Experiment):
             row: list[str | float | None] = [case.name]
             for method in METHODS:
                 runs = self._runs(results, case, method)
-                distance, spread = over_seeds([_tail(run["distance"]) for run in runs])
-                gap, _ = over_seeds([_tail(run["gap"]) for run in runs])
+                distance, spread = over_seeds([run["end"] for run in runs])
+                gap, _ = over_seeds([run["end-gap"] for run in runs])
                 free = results[f"{case.name} {method} seed=0"]
-                row += [f"{distance:.3f} ± {spread:.3f}", gap, _tail(free["distance"])]
+                row += [f"{distance:.3f} ± {spread:.3f}", gap, free["end"]]
                 figures[f"{case.name}/{method}"] = distance
             rows.append(row)
         columns = ["case"]
@@ -176,6 +178,9 @@ class Quadratic(Experiment):
         seeds = range(1, self.settings.seeds + 1)
         return [results[f"{case.name} {method} seed={seed}"] for seed in seeds]
 
+    def _ends(self, results: Mapping[str, Result], case: Case, method: str) -> list[float]:
+        return [run["end"] for run in self._runs(results, case, method)]
+
     def _claims(self, results: Mapping[str, Result], ratio: float) -> list[PaperClaim]:
         runs = {
             method: [
@@ -183,36 +188,34 @@ class Quadratic(Experiment):
             ]
             for method in METHODS
         }
-        constant = max(abs(s - ratio) for run in runs["normalization"] for s in run["snr"])
-        highest = max(s for run in runs["clipping"] for s in run["snr"])
-        lowest = min(s for run in runs["clipping"] for s in run["snr"])
+        constant = max(abs(s - ratio) for run in runs["normalization"] for s in run["snr-range"])
+        highest = max(max(run["snr-range"]) for run in runs["clipping"])
+        lowest = min(min(run["snr-range"]) for run in runs["clipping"])
         panels = [case for case in self.settings.cases if case.panel]
-        nearer = {
-            case.name: [
-                over_seeds([_tail(run["distance"]) for run in self._runs(results, case, method)])[0]
-                for method in METHODS
-            ]
-            for case in panels
-        }
-        wins = sum(clip > norm for clip, norm in nearer.values())
+        gains = [
+            paired(*(self._ends(results, case, method) for method in METHODS)) for case in panels
+        ]
         return [
             PaperClaim(
                 "snr-constant",
+                "Signal-to-noise ratio",
                 "the SNR of normalised updates is one constant",
                 constant < 1e-7,
                 f"{ratio:.6f} in every round",
             ),
             PaperClaim(
                 "snr-order",
+                "Signal-to-noise ratio",
                 "the SNR of clipped updates is never above it",
                 highest <= ratio * (1 + 1e-6),
                 f"between {lowest:.4f} and {highest:.4f}",
             ),
             PaperClaim(
                 "normalization-nearer",
+                "Distance by round",
                 "normalisation ends nearer to w* than clipping, in every panel",
-                wins == len(panels),
-                f"in {wins} of {len(panels)}",
+                all_ahead(gains),
+                "; ".join(gain.text for gain in gains),
             ),
         ]
 
@@ -233,20 +236,20 @@ def _measures(
     ahead = away[0] / np.linalg.norm(away[0])
     along = away @ ahead
     off = np.linalg.norm(away - along[:, None] * ahead, axis=1)
+    distance = np.linalg.norm(away, axis=1)
     result: Result = {
-        "distance": np.linalg.norm(away, axis=1).tolist(),
-        "gap": [problem.gap(w) for w in path],
-        "along": along.tolist(),
-        "off": off.tolist(),
+        "end": float(distance[-TAIL:].mean()),
+        "end-gap": float(np.mean([problem.gap(w) for w in path[-TAIL:]])),
+        "rounds": list(range(0, len(path), EVERY)),
+        "distance": distance[::EVERY].tolist(),
+        "along": along[::EVERY].tolist(),
+        "off": off[::EVERY].tolist(),
     }
     if settings["noise-multiplier"]:
         constant = snr_of_normalization(settings["noise-multiplier"], problem.n, problem.d)
-        result["snr"] = [constant * norm / bound for norm in watched.bounded]
+        ratios = [constant * norm / bound for norm in watched.bounded]
+        result |= {"snr": ratios[::EVERY], "snr-range": [min(ratios), max(ratios)]}
     return result
-
-
-def _tail(values: list[float]) -> float:
-    return float(np.mean(values[-TAIL:]))
 
 
 def _label(case: Case) -> str:

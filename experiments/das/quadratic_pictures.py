@@ -33,8 +33,8 @@ def curves(panels: Panels, runs: Runs, ratio: float) -> Figure:
         top, below = axes[column], axes[len(panels) + column]
         top.set_title(label, fontsize=10)
         for method in METHODS:
-            _band(top, [run["distance"] for run in runs[name, method]], method)
-            _band(below, [run["snr"] for run in runs[name, method]], method)
+            _band(top, runs[name, method], "distance", method)
+            _band(below, runs[name, method], "snr", method)
         top.set_ylim(bottom=0)
         below.set_ylim(0, ratio * 1.15)
         below.set_xlabel("round")
@@ -48,7 +48,7 @@ def curves(panels: Panels, runs: Runs, ratio: float) -> Figure:
 
 
 def trajectories(panels: Panels, runs: Runs) -> Figure:
-    """Where the first seed's iterates go: along the line from w_0 to w*, and off it."""
+    """Where the iterates go, a line a seed: along the line from w_0 to w*, and off it."""
     figure, axes = grid(
         1,
         len(panels),
@@ -58,16 +58,15 @@ def trajectories(panels: Panels, runs: Runs) -> Figure:
     )
     for panel, (name, label) in zip(axes, panels, strict=True):
         for method in METHODS:
-            run = runs[name, method][0]
-            panel.plot(
-                run["along"],
-                run["off"],
-                **curve_style(COLOURS[method]),
-                linewidth=0.7 * WIDTHS[method],
-                label=method,
-            )
-            panel.plot(run["along"][-1], run["off"][-1], "o", color=COLOURS[method], markersize=4)
-        start = run["along"][0]
+            for k, run in enumerate(runs[name, method]):
+                panel.plot(
+                    run["along"],
+                    run["off"],
+                    **curve_style(COLOURS[method]),
+                    linewidth=0.7 * WIDTHS[method],
+                    label=None if k else method,
+                )
+        start = runs[name, METHODS[0]][0]["along"][0]
         panel.plot(start, 0, "s", color=INK, markersize=5)
         panel.plot(0, 0, "*", color=INK, markersize=10)
         panel.set_title(label, fontsize=10)
@@ -78,10 +77,10 @@ def trajectories(panels: Panels, runs: Runs) -> Figure:
     return figure
 
 
-def _band(axes: Axes, lines: Sequence[Sequence[float]], method: str) -> None:
+def _band(axes: Axes, runs: Sequence[Result], quantity: str, method: str) -> None:
     """Mean over seeds with the range of all of them."""
-    values = np.array(lines)
-    rounds = np.arange(values.shape[1])
+    values = np.array([run[quantity] for run in runs])
+    rounds = runs[0]["rounds"][: values.shape[1]]
     axes.plot(
         rounds,
         values.mean(0),

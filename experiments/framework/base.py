@@ -3,8 +3,8 @@
 A member is one training run or one computation, a function of its settings alone. Its result
 is a small mapping of JSON values that is kept on disk, so that an experiment that was
 interrupted goes on where it stopped. The report turns the results of all members into the
-paper's table or picture, into figures that `expected.toml` speaks about, and into claims of
-the paper, each of which holds here or does not.
+paper's table or picture, into figures that stand beside those in the paper, and into claims of
+the paper, each of which holds here, does not, or is left undecided by the spread over seeds.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 from matplotlib.figure import Figure
 from pydantic import Field
 
 from fedsim.config.keys import Section
 
 __all__ = [
+    "Choice",
     "Context",
     "Experiment",
     "ExperimentMember",
@@ -30,12 +30,13 @@ __all__ = [
     "Result",
     "Settings",
     "Table",
-    "over_seeds",
     "seeds_text",
 ]
 
 Result = dict[str, Any]
 """What a member leaves: names to numbers or lists of numbers, as JSON has them."""
+
+FLAT = 1.0  # points
 
 S = TypeVar("S", bound="Settings")
 
@@ -102,12 +103,51 @@ class Table:
 
 @dataclass(frozen=True)
 class PaperClaim:
-    """Something that a paper says, put so that a run can decide it."""
+    """Something that a paper says, put so that a run can decide it.
+
+    Attributes
+    ----------
+    panel : str
+        The paper's figure or table that it is about.
+    holds : bool or None
+        None where the spread over seeds leaves it undecided.
+    """
 
     name: str
+    panel: str
     says: str
-    holds: bool
+    holds: bool | None
     measured: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best value of a grid, by what each gave.
+
+    Attributes
+    ----------
+    of : str
+        What was chosen for whom.
+    scores : mapping of float to float
+        Accuracies (%) by the grid's values.
+    """
+
+    of: str
+    scores: Mapping[float, float]
+
+    @property
+    def value(self) -> float:
+        """The best; the smallest of equal ones."""
+        return max(sorted(self.scores), key=self.scores.__getitem__)
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether the grid ends at the best, and what lies beyond might be better.
+
+        Where all of the grid is within `FLAT` the value does not matter, and there is no edge.
+        """
+        flat = max(self.scores.values()) - min(self.scores.values()) <= FLAT
+        return self.value in (min(self.scores), max(self.scores)) and not flat
 
 
 @dataclass(frozen=True)
@@ -117,13 +157,16 @@ class Report:
     Attributes
     ----------
     figures : mapping of name to float
-        Numbers that ``expected.toml`` may speak about.
+        Numbers that a paper's may stand beside.
+    choices : sequence of Choice
+        Every best value that a claim rests on.
     """
 
     tables: Sequence[Table]
     figures: Mapping[str, float]
     claims: Sequence[PaperClaim]
     pictures: Mapping[str, Figure] = field(default_factory=dict)
+    choices: Sequence[Choice] = ()
 
 
 class Experiment(ABC):
@@ -142,19 +185,17 @@ class Experiment(ABC):
     def members(self) -> list[ExperimentMember]:
         """All members; their order is that of the work."""
 
+    def followers(self, results: Mapping[str, Result]) -> list[ExperimentMember]:
+        """Members that the results of `members` ask for, such as fresh seeds at chosen rates."""
+        return []
+
     @abstractmethod
     def run(self, settings: Mapping[str, Any]) -> Result:
         """Result of the member with these settings."""
 
     @abstractmethod
     def report(self, results: Mapping[str, Result]) -> Report:
-        """Report of all members' results, by the members' names."""
-
-
-def over_seeds(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation (with n - 1; 0 for one value) over seeds."""
-    array = np.asarray(values, dtype=np.float64)
-    return float(array.mean()), float(array.std(ddof=1)) if len(array) > 1 else 0.0
+        """Report of the results of all members and followers, by their names."""
 
 
 def seeds_text(count: int) -> str:

@@ -17,13 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from experiments.framework.base import (
+    Choice,
     Context,
     Experiment,
     ExperimentMember,
     Result,
     Settings,
-    over_seeds,
 )
+from experiments.framework.spread import over_seeds
 from fedsim.config import RunConfig, Scalar
 from fedsim.engines import LocalGrid
 from fedsim.runs.artefacts import Row
@@ -32,7 +33,7 @@ from fedsim.runs.check import check
 from fedsim.runs.drive import drive
 from fedsim.runs.runner import run as run_config
 
-__all__ = ["ConfigRuns", "ConfigRunsSettings", "Score"]
+__all__ = ["ConfigRuns", "ConfigRunsSettings", "Score", "best", "chosen"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -60,17 +61,26 @@ class Score:
 
     Attributes
     ----------
-    mean, spread : float
-        Of the final accuracy; the spread is the standard deviation.
+    finals : tuple of float
+        Of the seeds, in their order.
     curve : float64 ``[points]``
         Mean over seeds, by round.
     rounds : int64 ``[points]``
     """
 
-    mean: float
-    spread: float
+    finals: tuple[float, ...]
     curve: Floats
     rounds: npt.NDArray[np.int64]
+
+    @property
+    def mean(self) -> float:
+        """Final accuracy."""
+        return over_seeds(self.finals)[0]
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the final accuracy."""
+        return over_seeds(self.finals)[1]
 
     @property
     def text(self) -> str:
@@ -119,11 +129,11 @@ class ConfigRuns(Experiment):
         ]
 
     def member_settings(self, changes: dict[str, Scalar]) -> dict[str, Any]:
-        """The run's whole config, but for where the data lie: that changes no result."""
-        settings = {"run": _located_nowhere(self.base.replace(**changes))}
+        """What the run's config says, but for where data lie: that changes no result."""
+        settings = {"run": chosen(self.base.replace(**changes))}
         if self.pretraining is not None:
-            del settings["run"]["model.weights"]
-            settings["pretraining"] = _located_nowhere(self.pretraining)
+            settings["run"].pop("model.weights", None)
+            settings["pretraining"] = chosen(self.pretraining)
         return settings
 
     def run(self, settings: Mapping[str, Any]) -> Result:
@@ -165,20 +175,29 @@ class ConfigRuns(Experiment):
 
     def _score(self, results: Sequence[Result]) -> Score:
         curves = 100 * np.array([result["accuracy"] for result in results])
-        mean, spread = over_seeds(curves[:, -self.last :].mean(axis=1))
-        return Score(mean, spread, curves.mean(axis=0), np.array(results[0]["rounds"]))
+        finals = tuple(curves[:, -self.last :].mean(axis=1).tolist())
+        return Score(finals, curves.mean(axis=0), np.array(results[0]["rounds"]))
 
 
-def _located_nowhere(config: RunConfig) -> dict[str, Scalar]:
-    """All keys, but for where the data lie."""
-    flat = config.to_run_config()
-    del flat["data.dir"]
-    return flat
+def best(of: str, by_value: Mapping[float, Score]) -> tuple[float, Score, Choice]:
+    """The value whose score is highest, that score, and the choice for the judge."""
+    choice = Choice(of, {value: score.mean for value, score in by_value.items()})
+    return choice.value, by_value[choice.value], choice
+
+
+def chosen(config: RunConfig) -> dict[str, Scalar]:
+    """The keys that differ from their defaults, but for where the data lie."""
+    defaults = RunConfig().to_run_config()
+    return {
+        key: value
+        for key, value in config.to_run_config().items()
+        if value != defaults.get(key) and key != "data.dir"
+    }
 
 
 def _trained(config: RunConfig, data: Path, out: Path) -> Path:
     """The model that a run leaves in ``out``: its file is there only if the run has finished."""
-    digest = hashlib.sha256(repr(sorted(_located_nowhere(config).items())).encode()).hexdigest()
+    digest = hashlib.sha256(repr(sorted(chosen(config).items())).encode()).hexdigest()
     directory = out.absolute() / f"{config.name}-{digest[:8]}"
     if not directory.is_dir():
         unfinished = directory.with_name(f".{directory.name}")

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from experiments.framework.config_runs import Score
-from fedsim.reports.palette import COLOURS
+from fedsim.reports.palette import COLOURS, SERIES
 from fedsim.reports.plots import curve_style, grid
 
 __all__ = ["Curve", "curves", "sweeps"]
@@ -37,7 +36,7 @@ class Curve:
         Empty to keep it out of the legend.
     score : Score
     style : str or int
-        A style's name, or the place in a scale of colours.
+        A style's name, or the place of a colour in the palette.
     """
 
     label: str
@@ -59,13 +58,12 @@ def curves(
     )
     differ = len({tuple(line.label for line in lines) for _, lines in panels}) > 1
     for panel, (name, lines) in zip(axes, panels, strict=True):
-        count = sum(isinstance(line.style, int) for line in lines)
         for line in lines:
             shown = line.score.rounds >= first
             panel.plot(
                 line.score.rounds[shown],
                 line.score.curve[shown],
-                **_style(line.style, count),
+                **_style(line.style),
                 zorder=3 if line.style == "adadp" else 2,
                 linewidth=1.0 if line.style == "other" else 1.6,
                 label=line.label or None,
@@ -99,7 +97,7 @@ def sweeps(
             list(points),
             [score.mean for score in points.values()],
             [score.spread for score in points.values()],
-            **_style(style, 0),
+            **_style(style),
             capsize=3,
             label=label,
         )
@@ -114,7 +112,7 @@ def sweeps(
     return figure
 
 
-def _style(style: str | int, count: int) -> dict[str, Any]:
+def _style(style: str | int) -> dict[str, Any]:
     if isinstance(style, int):
-        return {"color": colormaps["cividis"](0.9 * style / max(count - 1, 1))}
+        return curve_style(SERIES[style % len(SERIES)])
     return {"color": _STYLES[style]} if style == "other" else curve_style(_STYLES[style])

@@ -1,4 +1,7 @@
-"""Run an experiment: the members that are missing, then the report and its files."""
+"""Run an experiment: the members that are missing, then the report and its files.
+
+`check` judges stored results anew, and `keep` writes the page and pictures of them.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,27 @@ from typing import Any
 
 import experiments
 from experiments.framework.base import Context, Experiment, ExperimentMember, Report, Result, Table
-from experiments.framework.expected import Expected
+from experiments.framework.judgement import Judgement, faults
+from experiments.framework.pages import readme
 from experiments.framework.store import Store
+from experiments.framework.stored import Stored, digest
 from fedsim.config.sentences import sentence
 from fedsim.engines.process import settle
 from fedsim.errors import FedsimError
 from fedsim.reports.plots import save
 
-__all__ = ["KINDS", "Observer", "Outcome", "find", "load", "names", "run_experiment"]
+__all__ = [
+    "KINDS",
+    "Checked",
+    "Observer",
+    "Outcome",
+    "check",
+    "find",
+    "keep",
+    "load",
+    "names",
+    "run_experiment",
+]
 
 KINDS = {
     "quadratic": "experiments.das.quadratic:Quadratic",
@@ -47,12 +63,43 @@ Observer = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A report and where its files are."""
+    """A report, where its files are, and why it cannot stand where it cannot.
+
+    Attributes
+    ----------
+    stored : Stored
+        Results of all members, as `keep` writes them.
+    judgement : Judgement or None
+        What the experiment's directory says of it.
+    faults : list of str
+        See `judgement.faults`.
+    """
 
     report: Report
-    expected: Expected
+    stored: Stored
+    judgement: Judgement | None
+    faults: list[str]
     files: list[Path]
     quick: bool
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What stored results say now.
+
+    Attributes
+    ----------
+    report : Report or None
+        None where nothing is stored.
+    faults : list of str
+        Sentences; none where results, judgement and page agree.
+    page : str
+        README.md as it should be.
+    """
+
+    report: Report | None
+    faults: list[str]
+    page: str
 
 
 def find(name: str) -> Path:
@@ -161,10 +208,68 @@ def run_experiment(
     """
     experiment = load(directory, data=data, seeds=seeds, quick=quick)
     _claim(out)
-    members, store = experiment.members(), Store(out / "members")
+    store, tell = Store(out / "members"), observer or (lambda name, done, total: None)
+    members = experiment.members()
+    results = _complete(experiment, members, store, out, workers, tell)
+    if followers := experiment.followers(results):
+        results |= _complete(experiment, followers, store, out, workers, tell)
+        members = [*members, *followers]
+    report = experiment.report(results)
+    judged = (directory / "judgement.toml").is_file() and not quick and seeds is None
+    judgement = Judgement.load(directory) if judged else None
+    stored = Stored(
+        results,
+        {member.name: digest(member.settings) for member in members},
+        sum(store.seconds(member) for member in members),
+    )
+    return Outcome(
+        report, stored, judgement, faults(experiment, report, judgement), _write(out, report), quick
+    )
+
+
+def check(directory: Path, *, data: Path = Path("data")) -> Checked:
+    """Judge the results that are stored in an experiment's directory; nothing is computed anew.
+
+    Raises
+    ------
+    FedsimError
+        If a file cannot be read.
+    """
+    experiment, judgement = load(directory, data=data), Judgement.load(directory)
+    stored = Stored.load(directory)
+    if stored is None:
+        wrong = [] if judgement.not_run else ["there are no results, and not-run does not say why."]
+        return Checked(None, wrong, readme(directory.name, judgement, None, None))
+    results, missing = stored.of(experiment)
+    if missing:
+        wrong = [f"{len(missing)} results are missing or of other settings, such as {missing[0]}."]
+        return Checked(None, wrong, readme(directory.name, judgement, None, None))
+    report = experiment.report(results)
+    page = readme(directory.name, judgement, stored, report)
+    return Checked(report, faults(experiment, report, judgement), page)
+
+
+def keep(directory: Path) -> None:
+    """Write README.md and the pictures of an experiment from what its directory stores."""
+    checked = check(directory)
+    (directory / "README.md").write_text(checked.page, encoding="utf-8")
+    for old in directory.glob("*.png"):
+        old.unlink()
+    for name, picture in (checked.report.pictures if checked.report else {}).items():
+        save(picture, directory / f"{name}.png")
+
+
+def _complete(
+    experiment: Experiment,
+    members: list[ExperimentMember],
+    store: Store,
+    out: Path,
+    workers: int,
+    tell: Observer,
+) -> dict[str, Result]:
+    """Results of members, in their order: those there are, then those that are missing."""
     results = {m.name: stored for m in members if (stored := store.get(m)) is not None}
     missing = [member for member in members if member.name not in results]
-    tell = observer or (lambda name, done, total: None)
     tell("", len(results), len(members))
     if missing:
         experiment.prepare(out)
@@ -172,9 +277,7 @@ def run_experiment(
         store.put(member, result, seconds)
         results[member.name] = result
         tell(member.name, len(results), len(members))
-    report = experiment.report({member.name: results[member.name] for member in members})
-    expected = Expected.load(directory / "expected.toml")
-    return Outcome(report, expected, _write(out, report, expected), quick)
+    return {member.name: results[member.name] for member in members}
 
 
 def _claim(out: Path) -> None:
@@ -217,9 +320,10 @@ def _timed(experiment: Experiment, member: ExperimentMember) -> tuple[Result, fl
     return experiment.run(member.settings), time.perf_counter() - start
 
 
-def _write(out: Path, report: Report, expected: Expected) -> list[Path]:
+def _write(out: Path, report: Report) -> list[Path]:
     files = []
-    for table in (*report.tables, expected.table(report)):
+    figures = Table("figures", "Figures", ["figure", "here"], list(report.figures.items()))
+    for table in (*report.tables, figures):
         path = out / f"{table.name}.csv"
         _write_csv(path, table)
         files.append(path)

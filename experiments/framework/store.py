@@ -7,6 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from experiments.framework.base import ExperimentMember, Result
 
@@ -31,14 +32,20 @@ class Store:
 
     def get(self, member: ExperimentMember) -> Result | None:
         """The result of a finished member."""
+        result = self._read(member).get("result")
+        return result if isinstance(result, dict) else None
+
+    def seconds(self, member: ExperimentMember) -> float:
+        """How long a finished member took."""
+        return float(self._read(member).get("seconds", 0.0))
+
+    def _read(self, member: ExperimentMember) -> dict[str, Any]:
         try:
             stored = json.loads(self.path(member).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return None
-        if not isinstance(stored, dict) or stored.get("settings") != _plain(member.settings):
-            return None
-        result = stored.get("result")
-        return result if isinstance(result, dict) else None
+            return {}
+        usable = isinstance(stored, dict) and stored.get("settings") == _plain(member.settings)
+        return stored if usable else {}
 
     def put(self, member: ExperimentMember, result: Result, seconds: float) -> None:
         """Keep a result: the file is there whole or not at all."""

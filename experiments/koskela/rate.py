@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -15,7 +15,6 @@ from experiments.koskela.common import Koskela, optimiser
 from fedsim.config import RunConfig, Scalar
 from fedsim.reports.palette import COLOURS, INK
 from fedsim.reports.plots import curve_style, grid
-from fedsim.runs.build import Build
 
 __all__ = ["KoskelaRate", "KoskelaRateSettings", "settled_rate"]
 
@@ -72,12 +71,14 @@ class KoskelaRate(Koskela):
             for start in self.settings.starts
         }
 
+    def run(self, settings: Mapping[str, Any]) -> Result:
+        """As any run, with the number of parameters."""
+        return {**super().run(settings), "parameters": self.build(settings).trainer.layout.d}
+
     def report(self, results: Mapping[str, Result]) -> Report:
         """Rates at the iteration ``settled`` and at the end, against the formula's."""
         s = self.settings
-        parameters = Build(
-            self.base.replace(**{"data.dir": str(self.context.data)})
-        ).trainer.layout.d
+        parameters = next(iter(results.values()))["parameters"]
         predicted = {
             sigma: settled_rate(self.base.replace(**{"client.noise.multiplier": sigma}), parameters)
             for sigma in s.sigmas
@@ -103,6 +104,7 @@ class KoskelaRate(Koskela):
             claims.append(
                 PaperClaim(
                     f"settles-sigma{sigma:g}",
+                    "The settled rate",
                     f"at sigma = {sigma:g}, from every start the rate is within "
                     f"{100 * s.within:g} % of the formula's after {s.settled} iterations",
                     off <= s.within,

@@ -39,6 +39,9 @@ METHODS = {
 _CONSTANTS = (1.5, 2.25, 2.625)
 
 
+EVERY = 5  # steps from a distance that is kept to the next
+
+
 def beale(x: Any, y: Any) -> Any:
     """``sum_k (c_k - x + x y^k)^2``, zero at (3, 1/2)."""
     return sum((c - x + x * y**k) ** 2 for k, c in enumerate(_CONSTANTS, 1))
@@ -76,7 +79,9 @@ def descend(settings: Mapping[str, Any]) -> Result:
         second = (1 - settings["gamma"]) * second + settings["gamma"] * noisy**2
         w = w - settings["rate"] * noisy / np.sqrt(second + 1e-8)
         path.append(w.tolist())
-    return {"path": path, "distance": np.linalg.norm(np.array(path) - MINIMUM, axis=1).tolist()}
+    distance = np.linalg.norm(np.array(path) - MINIMUM, axis=1)
+    result = {"end": float(distance[-1]), "distance": distance[::EVERY].tolist()}
+    return {**result, "path": path} if settings["seed"] == 1 else result
 
 
 def _mechanism(settings: Mapping[str, Any]) -> tuple[Mechanism, float]:
@@ -106,7 +111,7 @@ def draw(space: Axes, curves: Axes, runs: Mapping[str, list[Result]]) -> None:
         space.plot(*path.T, **curve_style(colour), linewidth=1.1, label=label)
         space.plot(*path[-1], "o", color=colour, markersize=4)
         distance = np.array([run["distance"] for run in runs[method]])
-        steps = np.arange(distance.shape[1])
+        steps = EVERY * np.arange(distance.shape[1])
         curves.plot(steps, np.median(distance, 0), **curve_style(colour), label=label)
         low, high = np.quantile(distance, [0.25, 0.75], axis=0)
         curves.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)

@@ -27,12 +27,12 @@ def optimal_noise(s: Floats, noise_multiplier: float = 1.0) -> Floats:
     return np.asarray(noise_multiplier * np.sqrt(s * s.sum()))
 
 
-def cosines(signal: Floats, sigma: Floats, draws: int, seed: int) -> tuple[float, float]:
-    """Mean and median over ``draws`` of ``cos(f + Z, f)``, ``Z_i ~ N(0, sigma_i^2)``."""
+def cosines(signal: Floats, sigma: Floats, draws: int, seed: int) -> tuple[float, float, float]:
+    """Mean, median and s.d. over ``draws`` of ``cos(f + Z, f)``, ``Z_i ~ N(0, sigma_i^2)``."""
     generator = np.random.Generator(np.random.Philox(key=seed))
     noisy = generator.standard_normal((draws, len(signal))) * sigma + signal
     values = noisy @ signal / (np.linalg.norm(noisy, axis=1) * np.linalg.norm(signal))
-    return float(values.mean()), float(np.median(values))
+    return float(values.mean()), float(np.median(values)), float(values.std())
 
 
 def theorem_1(

@@ -35,6 +35,16 @@ def experiment(
         bool, typer.Option("--quick", help="A small version, to see that everything works.")
     ] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes; 0 is one a core.")] = 0,
+    check: Annotated[
+        bool, typer.Option("--check", help="Judge the stored results anew; nothing is computed.")
+    ] = False,
+    store: Annotated[
+        bool,
+        typer.Option(
+            "--store",
+            help="Keep results in its directory; with --check, write its README and pictures anew.",
+        ),
+    ] = False,
 ) -> None:
     """Reproduce a figure or a table of a paper, and say what holds and what does not.
 
@@ -45,11 +55,15 @@ def experiment(
         fedsim experiment quadratic
         fedsim experiment das-fmnist --data ./data --workers 2
 
-    Each leaves tables (.csv), pictures (.png) and `figures.csv`: what the paper says, what the
-    committed settings gave when they were run, and what they gave here. To change a setting,
-    copy the experiment's directory and give the copy's path instead of the name.
+    Each leaves tables (.csv), pictures (.png) and `figures.csv`. To change a setting, copy the
+    experiment's directory and give the copy's path instead of the name.
+
+    A verdict that cannot stand ends the command with status 1 and a sentence: a best value at its
+    grid's edge, too few seeds, or a claim that came out otherwise than its directory's
+    `judgement.toml` says. `--store` keeps the results in the experiment's directory, and writes its
+    README and pictures from them; `--check` judges what is kept there.
     """
-    from experiments import find, names, run_experiment
+    from experiments import find, keep, names, run_experiment
 
     console = Output()
     if name is None:
@@ -57,6 +71,15 @@ def experiment(
             console.print(f"{known:22} {_about(find(known))}", highlight=False)
         return
     directory = find(name)
+    if check:
+        if store:
+            keep(directory)
+        _check(console, directory, data)
+        return
+    if store and (quick or seeds is not None):
+        raise FedsimError(
+            "--store keeps results of the file's own settings: no --quick, no --seeds."
+        )
     where = out or Path("runs") / "experiments" / (directory.name + "-quick" * quick)
     if where.exists() and not where.is_dir():
         raise FedsimError(f"--out {where} is a file; it must be a directory.")
@@ -76,6 +99,33 @@ def experiment(
             console.print(f"Interrupted. Finished members are kept in {where}; run it again.")
             raise typer.Exit(130) from None
     _show(console, outcome)
+    if store:
+        outcome.stored.save(directory)
+        keep(directory)
+    if not outcome.quick:
+        _end(console, outcome.faults)
+
+
+def _check(console: Output, directory: Path, data: Path) -> None:
+    from experiments import check
+
+    checked = check(directory, data=data)
+    wrong = list(checked.faults)
+    page = directory / "README.md"
+    if not page.is_file() or page.read_text(encoding="utf-8") != checked.page:
+        wrong.append(f"{page} is not what results and judgement say; --store writes it.")
+    if checked.report is not None:
+        console.print(_claims(checked.report))
+    elif not wrong:
+        console.print("Not run at this size: there are no results to judge.")
+    _end(console, wrong)
+
+
+def _end(console: Output, faults: list[str]) -> None:
+    for fault in faults:
+        console.print(Text(fault, style="bold red"))
+    if faults:
+        raise typer.Exit(1)
 
 
 def _about(directory: Path) -> str:
@@ -127,15 +177,32 @@ class _Progress:
 
 def _show(console: Console, outcome: Outcome) -> None:
     report = outcome.report
-    for table in (*report.tables, outcome.expected.brief(report)):
+    for table in report.tables:
         if table.shown:
             console.print(_table(table))
+    if outcome.judgement is not None and outcome.judgement.paper:
+        console.print(_printed(outcome.judgement.paper, report))
     if report.claims:
-        console.print(_claims(report, outcome))
+        console.print(_claims(report))
     if outcome.quick:
         console.print("This was the quick version: too small to judge the paper by.", style="bold")
     for path in outcome.files:
         console.print(f"  {path}", highlight=False)
+
+
+def _printed(paper: dict[str, float], report: Report) -> Table:
+    table = Table(
+        title="Figures that the paper prints",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("figure")
+    for column in ("paper", "here"):
+        table.add_column(column, justify="right")
+    for name, value in paper.items():
+        table.add_row(name, _cell(value, 3), _cell(report.figures.get(name), 3))
+    return table
 
 
 def _table(data: Data) -> Table:
@@ -165,17 +232,14 @@ def _cell(value: str | float | None, digits: int) -> str:
     return f"{value:.{max(digits, 2)}g}" if small else f"{value:,.{digits}f}"
 
 
-def _claims(report: Report, outcome: Outcome) -> Table:
+def _claims(report: Report) -> Table:
     table = Table(
         title="What the papers say", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
     )
-    table.add_column("claim")
-    table.add_column("holds here")
-    table.add_column("here")
+    for column in ("panel", "claim", "holds here", "here"):
+        table.add_column(column)
+    verdicts = {True: ("yes", "green"), False: ("no", "yellow"), None: ("undecided", "cyan")}
     for claim in report.claims:
-        expected = outcome.expected.claims.get(claim.name)
-        verdict = Text("yes" if claim.holds else "no", style="green" if claim.holds else "yellow")
-        if expected is not None and expected != claim.holds and not outcome.quick:
-            verdict.append(f" (expected: {'yes' if expected else 'no'})", style="bold red")
-        table.add_row(claim.says, verdict, claim.measured)
+        word, style = verdicts[claim.holds]
+        table.add_row(claim.panel, claim.says, Text(word, style=style), claim.measured)
     return table

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from experiments import Experiment, ExperimentMember, PaperClaim, Report, Settings, find, names
 from experiments.framework import run as running
 from experiments.framework.base import Result
-from experiments.framework.expected import Expected
+from experiments.framework.judgement import Judgement
 from experiments.framework.run import KINDS, load, run_experiment
 from experiments.framework.store import Store
 from fedsim.cli.experiment import experiment
@@ -34,11 +34,12 @@ SMALL: dict[str, dict[str, Any]] = {
         "epsilons": [1.0],
         "epochs": [2],
         "batch": 20.0,
-        "momenta": [0.0],
-        "rates": {"norm-bound": [0.1], "clipping": [0.1], "adaclip": [0.3], "literal": [0.3]},
+        "curves-at": 1.0,
+        "rates": [0.1, 0.3],
     },
     "adaclip-pca": {
         "epsilons": [2.0],
+        "rates": [0.1, 0.3],
         "epochs": 1,
         "batch": 10.0,
         "directions": 5,
@@ -112,7 +113,7 @@ def test_committed_experiment_is_valid_quick_or_not(name: str, data: Path) -> No
         assert members
         assert len(set(members)) == len(members)
     assert (directory / "README.md").is_file()
-    Expected.load(directory / "expected.toml")
+    Judgement.load(directory)
 
 
 def test_quick_is_smaller_than_the_whole(data: Path) -> None:
@@ -139,7 +140,9 @@ class Counting(Experiment):
 
     def report(self, results: Mapping[str, Result]) -> Report:
         total = float(sum(result["value"] for result in results.values()))
-        return Report([], {"total": total}, [PaperClaim("c", "it adds up", total > 0, "")])
+        return Report(
+            [], {"total": total}, [PaperClaim("c", "Fig. 1", "it adds up", total > 0, "")]
+        )
 
 
 @pytest.fixture
@@ -194,21 +197,6 @@ def test_result_of_other_settings_or_a_torn_file_counts_as_none(tmp_path: Path) 
     store.path(member).write_text('{"settings": {"x": [1,')
     assert store.get(member) is None
     assert store.path(member) != store.path(ExperimentMember("a_b/c", {}))
-
-
-def test_expected_figures_are_compared_within_their_tolerance(tmp_path: Path) -> None:
-    path = tmp_path / "expected.toml"
-    path.write_text(
-        '[figures."a b"]\npaper = 1.0\nmeasured = 2.0\nwithin = 0.1\n[claims]\nc = true\n'
-    )
-    expected = Expected.load(path)
-    assert expected.agrees("a b", 2.05) is True
-    assert expected.agrees("a b", 2.2) is False
-    assert expected.agrees("unknown", 2.2) is None
-    assert expected.claims == {"c": True}
-    path.write_text('[figures."a b"]\npapre = 1.0\n')
-    with pytest.raises(FedsimError, match="papre"):
-        Expected.load(path)
 
 
 @pytest.mark.parametrize(

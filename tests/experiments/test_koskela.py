@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from experiments.framework import config_runs
 from experiments.framework.base import Experiment, Report, Result
-from experiments.framework.expected import Expected
 from experiments.framework.run import Outcome, load, run_experiment
 from experiments.koskela.common import optimiser
 from experiments.koskela.rate import settled_rate
@@ -25,7 +24,6 @@ from fedsim.config import RunConfig
 from fedsim.privacy import epsilon
 
 COMMITTED = Path(__file__).parents[2] / "experiments" / "koskela"
-NAMES = sorted(path.parent.name for path in COMMITTED.glob("koskela-*/experiment.toml"))
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +72,11 @@ def test_federated_figures_end_to_end(small: Callable[..., Outcome]) -> None:
     }
     outcome = small("koskela-federated", settings, **{"model.widths": "4"})
     names = {path.name for path in outcome.files}
-    assert {f"figure{n}.png" for n in ("1a", "1b", "2a", "2b", "3")} <= names
+    wanted = ("1a", "1b", "2a", "2b-0", "2b-33", "2b-100", "3")
+    assert {f"figure{n}.png" for n in wanted} <= names
     assert all(path.stat().st_size > 100 for path in outcome.files)
     assert {claim.name.removesuffix("-kept") for claim in outcome.report.claims} == {
-        "1a", "3", "2b", "1b", "2a-tuned", "2a-fixed",
+        "1a", "3", "2b", "2b-learnt", "1b", "2a-tuned", "2a-fixed",
     }  # fmt: skip
     assert all(np.isfinite(value) for value in outcome.report.figures.values())
 
@@ -116,6 +115,9 @@ def test_frozen_convolutions_come_from_the_public_images_and_are_trained_once(
         "max-examples": 20,
         "rounds": 1,
         "starts": [1.0],
+        "sigmas": [2.0],
+        "adam-sigmas": [2.0],
+        "rates": [],
         "adam-rates": [1e-3],
     }
     changes = {"client.batch-size": 10, "data.train": "100:"}
@@ -149,7 +151,7 @@ def test_no_public_image_is_a_private_one() -> None:
 def test_rate_settles_at_the_formulas_within_two_percent_from_three_starts(
     small: Callable[..., Outcome],
 ) -> None:
-    settings = {"starts": [0.01, 0.1, 1.0], "sigmas": [4.0], "settled": 60}
+    settings = {"starts": [0.01, 0.1, 1.0], "sigmas": [4.0], "settled": 60, "seeds": 1}
     changes = {
         "model.name": "mlp",
         "model.widths": "32",
@@ -190,7 +192,7 @@ def made_up(experiment: Experiment, accuracy: Callable[[str], float]) -> Report:
         member.name: {
             "rounds": [0, 1],
             "accuracy": [0.1, accuracy(member.name)],
-            "eta": [0.1] * member.settings["run"]["rounds"],
+            "eta": [0.1] * member.settings["run"].get("rounds", 1),
             "rejected": 0.5,
             "epsilon": 1.0,
         }
@@ -233,11 +235,3 @@ def test_an_interrupted_pretraining_is_not_taken_for_a_finished_one(
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             experiment.prepare(tmp_path)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_expected_names_only_what_is_reported(name: str, data: Path) -> None:
-    report = made_up(load(COMMITTED / name, data=data), lambda member: 0.5)
-    expected = Expected.load(COMMITTED / name / "expected.toml")
-    assert set(expected.figures) <= set(report.figures)
-    assert set(expected.claims) <= {claim.name for claim in report.claims}

@@ -1,0 +1,190 @@
+"""Methods on one grid of rates: each rate once, then fresh seeds at the rate that ended highest."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from matplotlib.axes import Axes
+from pydantic import Field
+
+from experiments.framework.base import Choice, Experiment, ExperimentMember, Result, Settings
+from experiments.framework.spread import Difference, over_seeds, paired
+from fedsim.reports.palette import COLOURS
+from fedsim.reports.plots import curve_style
+
+__all__ = ["TunedRates", "TunedSettings", "member_name"]
+
+
+class TunedSettings(Settings):
+    """Keys of experiments of this kind.
+
+    Attributes
+    ----------
+    epsilons : list of float
+    rates : list of float
+        The one grid of all methods.
+    tuning_seeds : int
+        Seeds 1 to this choose among the rates, by test accuracy; the ``seeds`` after them judge.
+    """
+
+    seeds: int = Field(5, ge=1)
+    epsilons: list[float]
+    rates: list[float] = Field(min_length=1)
+    tuning_seeds: int = Field(1, ge=1)
+
+
+class TunedRates(Experiment):
+    """Subclasses say what the methods are, and what one training is."""
+
+    settings: TunedSettings
+    methods: ClassVar[Mapping[str, str]]
+    """Names to labels."""
+
+    @abstractmethod
+    def plan(self, method: str, epsilon: float, rate: float, seed: int) -> dict[str, Any]:
+        """Settings of one training."""
+
+    def members(self) -> list[ExperimentMember]:
+        """Every rate of every method at every epsilon, with the tuning seeds."""
+        settings = self.settings
+        return [
+            self._member(method, epsilon, rate, seed)
+            for seed in range(1, settings.tuning_seeds + 1)
+            for epsilon in settings.epsilons
+            for method in self.methods
+            for rate in settings.rates
+        ]
+
+    def followers(self, results: Mapping[str, Result]) -> list[ExperimentMember]:
+        """Fresh seeds of every method at its best rate."""
+        return [
+            self._member(method, epsilon, self.rate(results, method, epsilon), seed)
+            for seed in self.fresh
+            for epsilon in self.settings.epsilons
+            for method in self.methods
+        ]
+
+    def _member(self, method: str, epsilon: float, rate: float, seed: int) -> ExperimentMember:
+        name = member_name(method, epsilon, rate, seed)
+        return ExperimentMember(name, self.plan(method, epsilon, rate, seed))
+
+    @property
+    def fresh(self) -> range:
+        """The seeds that judge."""
+        first = self.settings.tuning_seeds + 1
+        return range(first, first + self.settings.seeds)
+
+    def rate(self, results: Mapping[str, Result], method: str, epsilon: float) -> float:
+        """The rate that ended highest with the tuning seeds."""
+        return self._choice(results, method, epsilon).value
+
+    def _choice(self, results: Mapping[str, Result], method: str, epsilon: float) -> Choice:
+        scores = {
+            rate: over_seeds(
+                [
+                    100 * results[member_name(method, epsilon, rate, seed)]["accuracy"][-1]
+                    for seed in range(1, self.settings.tuning_seeds + 1)
+                ]
+            )[0]
+            for rate in self.settings.rates
+        }
+        return Choice(f"rate of {method} at eps = {epsilon:g}", scores)
+
+    def finals(self, results: Mapping[str, Result], method: str, epsilon: float) -> list[float]:
+        """Final accuracies (%) of the fresh seeds."""
+        return [100 * run["accuracy"][-1] for run in self.judged(results, method, epsilon)]
+
+    def judged(self, results: Mapping[str, Result], method: str, epsilon: float) -> list[Result]:
+        """Results of the fresh seeds at the chosen rate."""
+        rate = self.rate(results, method, epsilon)
+        return [results[member_name(method, epsilon, rate, seed)] for seed in self.fresh]
+
+    def choices(self, results: Mapping[str, Result]) -> list[Choice]:
+        """All chosen rates."""
+        return [
+            self._choice(results, method, epsilon)
+            for method in self.methods
+            for epsilon in self.settings.epsilons
+        ]
+
+    def gains(self, results: Mapping[str, Result], method: str, other: str) -> list[Difference]:
+        """How far a method is ahead of another, by epsilon."""
+        return [
+            paired(self.finals(results, method, epsilon), self.finals(results, other, epsilon))
+            for epsilon in self.settings.epsilons
+        ]
+
+    def rows(self, results: Mapping[str, Result]) -> list[list[str | float | None]]:
+        """A row a method: mean, standard deviation and the chosen rate, by epsilon."""
+        rows: list[list[str | float | None]] = []
+        for method, label in self.methods.items():
+            cells = []
+            for epsilon in self.settings.epsilons:
+                mean, spread = over_seeds(self.finals(results, method, epsilon))
+                rate = self.rate(results, method, epsilon)
+                cells.append(f"{mean:.2f} ± {spread:.2f} ({rate:g})")
+            rows.append([label, *cells])
+        return rows
+
+    def figures(self, results: Mapping[str, Result]) -> dict[str, float]:
+        """Mean final accuracies by method and epsilon."""
+        return {
+            f"{method} eps={epsilon:g}": over_seeds(self.finals(results, method, epsilon))[0]
+            for method in self.methods
+            for epsilon in self.settings.epsilons
+        }
+
+    def ratios(self, results: Mapping[str, Result]) -> list[list[float]]:
+        """``||g - g~||`` of AdaCliP over that of clipping: by epsilon, a value a fresh seed."""
+        return [
+            [
+                adaclip["distortion"] / clipping["distortion"]
+                for adaclip, clipping in zip(
+                    self.judged(results, "adaclip", epsilon),
+                    self.judged(results, "clipping", epsilon),
+                    strict=True,
+                )
+            ]
+            for epsilon in self.settings.epsilons
+        ]
+
+    def draw_accuracy(self, panel: Axes, results: Mapping[str, Result]) -> None:
+        """Final accuracy of every method against epsilon."""
+        for method, label in self.methods.items():
+            self.draw_line(
+                panel,
+                [self.finals(results, method, epsilon) for epsilon in self.settings.epsilons],
+                COLOURS[method],
+                label,
+            )
+        panel.set_ylabel("test accuracy (%); bars: s.d. over seeds")
+        panel.legend(frameon=False, fontsize=8)
+
+    def draw_ratios(self, panel: Axes, results: Mapping[str, Result]) -> None:
+        """The ratio of the noises against epsilon, beside the paper's 0.8."""
+        self.draw_line(panel, self.ratios(results), COLOURS["adaclip"], "AdaCliP / Abadi")
+        panel.axhline(1, color=COLOURS["clipping"], linewidth=1, linestyle="--", label="Abadi")
+        panel.axhline(0.8, color=COLOURS["neutral"], linewidth=1, linestyle=":", label="paper")
+        panel.set_ylim(0, 1.15)
+        panel.set_ylabel("$\\|g - \\tilde g\\|$, AdaCliP / Abadi")
+        panel.legend(frameon=False, fontsize=8)
+
+    def draw_line(
+        self, panel: Axes, values: Sequence[Sequence[float]], colour: str, label: str
+    ) -> None:
+        """Means with standard deviations against epsilon."""
+        means, spreads = np.transpose([over_seeds(seeds) for seeds in values])
+        epsilons = self.settings.epsilons
+        panel.errorbar(epsilons, means, spreads, **curve_style(colour), capsize=3, label=label)
+        panel.set_xscale("log")
+        panel.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
+        panel.minorticks_off()
+        panel.set_xlabel("$\\epsilon$")
+
+
+def member_name(method: str, epsilon: float, rate: float, seed: int) -> str:
+    """Name of one training."""
+    return f"{method} eps={epsilon:g} rate={rate:g} seed={seed}"

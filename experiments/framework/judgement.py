@@ -1,0 +1,164 @@
+"""What is said about an experiment beside its numbers, and whether the two agree."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from experiments.framework.base import Experiment, PaperClaim, Report
+from fedsim.config.keys import Section
+from fedsim.config.sentences import sentence
+from fedsim.errors import FedsimError
+
+__all__ = ["FEWEST_SEEDS", "Claimed", "Judgement", "Panel", "faults"]
+
+FEWEST_SEEDS = 3
+
+Whose = Literal["", "ours", "scale", "paper"]
+
+
+class Panel(Section):
+    """One figure or table of a paper.
+
+    Attributes
+    ----------
+    name : str
+        As the paper numbers it.
+    shows : str
+        What the paper shows there and says of it.
+    setting : str
+        Ours, and how it differs from the paper's.
+    pictures, tables : list of str
+        Of the report, that stand beside it.
+    """
+
+    name: str
+    shows: str
+    setting: str
+    pictures: list[str] = Field(default_factory=list)
+    tables: list[str] = Field(default_factory=list)
+
+
+class Claimed(Section):
+    """How a claim was judged.
+
+    Attributes
+    ----------
+    holds : bool or "undecided"
+    whose : str
+        Whose the difference is where it does not hold: "ours" (our setting or our reading),
+        "scale" (ours is smaller), "paper" (its own setting or its own formula).
+    why : str
+    """
+
+    holds: bool | Literal["undecided"]
+    whose: Whose = ""
+    why: str = ""
+
+
+class Judgement(Section):
+    """``judgement.toml``: prose and verdicts, and the numbers that a paper prints.
+
+    Attributes
+    ----------
+    about : str
+        What is run, and how; paragraphs of Markdown.
+    not_run : str
+        Why there are no results, and what they would take; empty where there are some.
+    remarks : list of str
+        With ``{name}`` or ``{name:.2f}`` where a figure of the report stands.
+    paper : mapping of str to float
+        Figures as printed in the paper, by the name of ours.
+    earlier : mapping of str to float
+        Of a run whose results are not kept, where there are none that are: no verdict is of them.
+    """
+
+    title: str
+    paper_of: Literal["koskela", "xu", "das", "pichapati"]
+    about: str
+    not_run: str = ""
+    remarks: list[str] = Field(default_factory=list)
+    panels: list[Panel] = Field(min_length=1)
+    claims: dict[str, Claimed] = Field(default_factory=dict)
+    paper: dict[str, float] = Field(default_factory=dict)
+    earlier: dict[str, float] = Field(default_factory=dict)
+
+    @classmethod
+    def load(cls, directory: Path) -> Judgement:
+        """Read an experiment's.
+
+        Raises
+        ------
+        FedsimError
+            If it is missing, cannot be read, or has other keys.
+        """
+        path = directory / "judgement.toml"
+        try:
+            return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise FedsimError(f"{path} cannot be read: {error}.") from None
+        except ValidationError as error:
+            raise FedsimError(f"{path}: {sentence(cls, error)}") from None
+
+
+def faults(experiment: Experiment, report: Report, judgement: Judgement | None) -> list[str]:
+    """Why a report cannot stand as it is, in sentences; none where it can.
+
+    A best value at its grid's edge, a verdict from too few seeds, and, beside a judgement, claims
+    that came out otherwise, differences that are nobody's, and names that do not exist.
+    """
+    seeds = experiment.settings.seeds
+    wrong = [
+        f"{choice.of}: the best of {', '.join(f'{value:g}' for value in sorted(choice.scores))} is "
+        f"{choice.value:g}, at the grid's edge; the grid must go on beyond it."
+        for choice in report.choices
+        if choice.at_edge
+    ]
+    if seeds < FEWEST_SEEDS:
+        wrong.append(f"seeds = {seeds}; a verdict needs {FEWEST_SEEDS} or more.")
+    return wrong if judgement is None else wrong + _against(report, judgement)
+
+
+def _against(report: Report, judgement: Judgement) -> list[str]:
+    claims = {claim.name: claim for claim in report.claims}
+    wrong = [
+        *_unknown("claims", judgement.claims, list(claims)),
+        *_unknown("paper", judgement.paper, list(report.figures)),
+        *(f"claims.{name} is missing." for name in claims if name not in judgement.claims),
+    ]
+    panels = [panel.name for panel in judgement.panels]
+    for panel in judgement.panels:
+        wrong += _unknown(f"{panel.name}: pictures", panel.pictures, list(report.pictures))
+        wrong += _unknown(f"{panel.name}: tables", panel.tables, [t.name for t in report.tables])
+    for name, claimed in judgement.claims.items():
+        if name in claims:
+            wrong += _judged(claims[name], claimed, panels)
+    return wrong
+
+
+def _judged(claim: PaperClaim, claimed: Claimed, panels: Sequence[str]) -> list[str]:
+    wrong = []
+    holds: bool | str = "undecided" if claim.holds is None else claim.holds
+    if holds != claimed.holds:
+        wrong.append(
+            f"claims.{claim.name} is judged {claimed.holds!r} and came out {holds!r}: "
+            f"{claim.measured}."
+        )
+    if (claimed.holds is True) == bool(claimed.whose):
+        wrong.append(
+            f"claims.{claim.name}.whose is {claimed.whose!r}; it says whose the difference is "
+            "where a claim does not hold, and only there."
+        )
+    if claim.panel not in panels:
+        wrong.append(f"claims.{claim.name} is about {claim.panel!r}, which is no panel.")
+    return wrong
+
+
+def _unknown(
+    what: str, named: Sequence[str] | Mapping[str, object], known: Sequence[str]
+) -> list[str]:
+    return [f"{what}: there is no {name!r} in the report." for name in named if name not in known]

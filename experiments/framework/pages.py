@@ -1,0 +1,162 @@
+"""Markdown of an experiment, and of all panels of the papers: from results and judgement alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from experiments.framework.base import PaperClaim, Report, Table
+from experiments.framework.judgement import Claimed, Judgement, Panel
+from experiments.framework.stored import Stored
+
+__all__ = ["NOT_RUN", "PAPERS", "WHOSE", "markdown_table", "panel_text", "readme"]
+
+PAPERS = {
+    "koskela": (
+        "Koskela and Honkela, Learning Rate Adaptation for Federated and Differentially Private "
+        "Learning, arXiv 1809.03832"
+    ),
+    "das": (
+        "Das, Hashemi, Sanghavi and Dhillon, On the Convergence of Differentially Private "
+        "Federated Learning on Non-Lipschitz Objectives, and with Normalized Client Updates, "
+        "arXiv 2106.07094"
+    ),
+    "pichapati": (
+        "Pichapati, Suresh, Yu, Reddi and Kumar, AdaCliP: Adaptive Clipping for Private SGD, "
+        "arXiv 1908.07643"
+    ),
+    "xu": (
+        "Xu, Shi, Liu, Zhao and Chen, An adaptive and fast convergent approach to differentially "
+        "private deep learning, arXiv 1912.09150"
+    ),
+}
+NOT_RUN = "Not run at this size."
+EARLIER = (
+    "Means over the seeds of a run whose single runs are not kept, partly on other grids. Nothing "
+    "is judged by them."
+)
+WHOSE = {
+    "": "",
+    "ours": "ours: the setting or the reading",
+    "scale": "scale: ours is smaller",
+    "paper": "the paper's",
+}
+
+
+def readme(name: str, judgement: Judgement, stored: Stored | None, report: Report | None) -> str:
+    """README.md of an experiment; without results it says that there are none."""
+    blocks = [
+        f"# {judgement.title}",
+        f"    fedsim experiment {name} --data DIRECTORY\n"
+        f"    fedsim experiment {name} --check             # judges the stored results anew",
+        f"{PAPERS[judgement.paper_of]}.",
+        judgement.about.strip(),
+    ]
+    if report is None or stored is None:
+        blocks.append(f"**{NOT_RUN}** {judgement.not_run.strip()}")
+    else:
+        blocks.append(
+            f"{len(stored.results):,} runs, {_duration(stored.seconds)} on one core of a busy "
+            "machine. Everything below is written from `results.json` and `judgement.toml`."
+        )
+    for panel in judgement.panels:
+        blocks.append(f"## {panel.name}")
+        blocks.append(panel_text(panel, judgement, report, pictures=""))
+    remarks = [f"- {_filled(remark, report)}" for remark in judgement.remarks]
+    if remarks:
+        blocks += ["## Remarks", "\n".join(remarks)]
+    if report is not None and judgement.paper:
+        blocks += ["## Figures that the paper prints", _beside(judgement, report)]
+    if report is None and judgement.earlier:
+        blocks += ["## Figures of an earlier run", EARLIER, _earlier(judgement)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def panel_text(panel: Panel, judgement: Judgement, report: Report | None, *, pictures: str) -> str:
+    """One figure or table: the paper's, our setting, verdicts, tables and pictures.
+
+    Parameters
+    ----------
+    pictures : str
+        What precedes a picture's file name in a link.
+    """
+    blocks = [f"*In the paper:* {panel.shows}", f"*Here:* {panel.setting}"]
+    if report is None:
+        return "\n\n".join([*blocks, f"**{NOT_RUN}**"])
+    claims = [claim for claim in report.claims if claim.panel == panel.name]
+    if claims:
+        blocks.append(_verdicts(claims, judgement.claims))
+    tables = {table.name: table for table in report.tables}
+    blocks += [_table(tables[name]) for name in panel.tables]
+    blocks += [f"![{panel.name}: {name}]({pictures}{name}.png)" for name in panel.pictures]
+    return "\n\n".join(blocks)
+
+
+def _verdicts(claims: Sequence[PaperClaim], judged: Mapping[str, Claimed]) -> str:
+    rows: list[list[str | float | None]] = []
+    for claim in claims:
+        verdict = {True: "holds", False: "does not hold", None: "undecided"}[claim.holds]
+        claimed = judged.get(claim.name)
+        whose = WHOSE[claimed.whose] if claimed else ""
+        why = f"{whose}. {claimed.why}".strip(". ") if claimed else ""
+        rows.append([claim.says, f"**{verdict}**", claim.measured, why])
+    return markdown_table(["claim", "verdict", "measured", "whose the difference is"], rows, 4)
+
+
+def _earlier(judgement: Judgement) -> str:
+    rows: list[list[str | float | None]] = [
+        [name, judgement.paper.get(name), value] for name, value in judgement.earlier.items()
+    ]
+    return markdown_table(["figure", "paper", "then"], rows, 4)
+
+
+def _beside(judgement: Judgement, report: Report) -> str:
+    rows: list[list[str | float | None]] = [
+        [name, paper, report.figures[name]] for name, paper in judgement.paper.items()
+    ]
+    return markdown_table(["figure", "paper", "here"], rows, 4)
+
+
+def _table(table: Table) -> str:
+    title = " ".join(table.title.split())
+    return f"{title}\n\n{markdown_table(table.columns, table.rows, table.digits)}"
+
+
+def markdown_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str | float | None]], digits: int
+) -> str:
+    """Rows under columns, with so many digits of a number."""
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[_cell(value, digits) for value in row] for row in rows]
+    return "\n".join("| " + " | ".join(_escaped(cell) for cell in line) + " |" for line in lines)
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|").replace("\n", " ")
+
+
+def _cell(value: str | float | None, digits: int) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str | int):
+        return str(value)
+    small = 0 < abs(value) < 10 ** (1 - digits)
+    return f"{value:.{digits}g}" if small else f"{value:,.{digits}f}"
+
+
+def _filled(remark: str, report: Report | None) -> str:
+    """A remark with the report's figures in the places that name them."""
+    if report is None:
+        return remark
+    return re.sub(
+        r"\{(.+?)(?::([^:{}]+))?\}",
+        lambda found: format(report.figures[found[1]], found[2] or "g"),
+        remark,
+    )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} seconds"
+    minutes = seconds / 60
+    return f"{minutes:.0f} minutes" if minutes < 90 else f"{minutes / 60:.1f} hours"

@@ -1,0 +1,213 @@
+"""What lets a verdict stand, and that the stored results are what is said of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer
+from matplotlib.colors import to_hex
+from scipy import stats
+from typer.testing import CliRunner
+
+from experiments import Experiment, PaperClaim, Report, check, find, names
+from experiments.adaclip.regression import descend, make_mechanism
+from experiments.framework.base import Choice, ExperimentMember, Result, Table
+from experiments.framework.judgement import Judgement, faults
+from experiments.framework.overview import overview
+from experiments.framework.run import load
+from experiments.framework.spread import all_ahead, paired
+from experiments.framework.stored import Stored, digest, shortened
+from fedsim.cli.experiment import experiment
+from fedsim.errors import FedsimError
+from fedsim.mechanisms import Independent, NoiseSource, Releaser
+from fedsim.randomness import Purpose, Randomness
+from fedsim.reports.palette import COLOURS, DARK, LIGHT, SERIES
+from fedsim.rows import DenseRows, Layout
+
+STORED = [name for name in names() if Stored.load(find(name)) is not None]
+
+
+@pytest.mark.parametrize("name", names())
+def test_stored_results_are_judged_as_they_were_and_the_page_says_so(name: str) -> None:
+    directory = find(name)
+    checked = check(directory)
+    assert checked.faults == []
+    assert (directory / "README.md").read_text(encoding="utf-8") == checked.page
+    pictures = set(checked.report.pictures) if checked.report else set()
+    assert {path.stem for path in directory.glob("*.png")} == pictures
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_lines_of_pictures_have_colours_of_the_palette(name: str) -> None:
+    report = check(find(name)).report
+    assert report is not None
+    known = {*SERIES, *COLOURS.values(), LIGHT.ink, LIGHT.grid, LIGHT.frame}
+    for picture in report.pictures.values():
+        for axes in picture.axes:
+            assert {to_hex(line.get_color()) for line in axes.lines} <= known
+    assert DARK.series != LIGHT.series
+
+
+def test_every_panel_of_the_four_papers_is_on_the_page() -> None:
+    page = overview()
+    for name in names():
+        for panel in Judgement.load(find(name)).panels:
+            assert f"#### {panel.name} ({name})" in page
+    assert "| " in page
+
+
+def test_best_value_at_an_edge_is_told_from_one_inside_and_from_a_flat_grid() -> None:
+    assert Choice("c", {0.1: 80.0, 0.3: 85.0, 1.0: 90.0}).at_edge
+    assert Choice("c", {0.1: 90.0, 0.3: 85.0, 1.0: 80.0}).at_edge
+    inside = Choice("c", {1.0: 80.0, 0.3: 90.0, 0.1: 85.0})
+    assert (inside.value, inside.at_edge) == (0.3, False)
+    assert not Choice("c", {0.1: 69.1, 0.3: 69.2, 1.0: 69.6}).at_edge
+    assert Choice("c", {0.1: 80.0}).at_edge is False
+
+
+def test_paired_interval_is_that_of_the_t_test() -> None:
+    draws = np.random.default_rng(0)
+    first, second = draws.normal(1.0, 1.0, 6), draws.normal(0.0, 1.0, 6)
+    interval = stats.ttest_rel(first, second).confidence_interval(0.95)
+    difference = paired(list(first), list(second))
+    assert (difference.low, difference.high) == pytest.approx((interval.low, interval.high))
+    assert paired([1.0], [0.0]).positive is None
+    ahead, behind, open_ = paired([2, 2.1], [1, 1.1]), paired([1, 1.1], [2, 2.1]), paired([1], [0])
+    assert all_ahead([ahead, ahead]) is True
+    assert all_ahead([ahead, open_]) is None
+    assert all_ahead([ahead, open_, behind]) is False
+
+
+def some(claim: PaperClaim, *, choices: tuple[Choice, ...] = ()) -> Report:
+    return Report([Table("t", "", ["a"], [])], {"f": 1.0}, [claim], choices=choices)
+
+
+@pytest.fixture
+def judged() -> Judgement:
+    return Judgement.model_validate(
+        {
+            "title": "T",
+            "paper-of": "das",
+            "about": "A",
+            "panels": [{"name": "Fig. 1", "shows": "s", "setting": "s", "tables": ["t"]}],
+            "claims": {"c": {"holds": True}},
+            "paper": {"f": 2.0},
+        }
+    )
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Experiment:
+    return load(find("quadratic"), data=tmp_path)
+
+
+CLAIM = PaperClaim("c", "Fig. 1", "it is so", True, "1.0")
+
+
+def test_report_that_agrees_with_its_judgement_has_no_fault(
+    judged: Judgement, made: Experiment
+) -> None:
+    assert faults(made, some(CLAIM), judged) == []
+
+
+@pytest.mark.parametrize(
+    ("claim", "changes", "message"),
+    [
+        (replace(CLAIM, holds=False), {}, "came out False"),
+        (replace(CLAIM, holds=None), {}, "came out 'undecided'"),
+        (replace(CLAIM, panel="Fig. 2"), {}, "no panel"),
+        (replace(CLAIM, name="d"), {}, "claims.d is missing"),
+        (CLAIM, {"claims": {"c": {"holds": True, "whose": "ours"}}}, "whose"),
+        (CLAIM, {"claims": {"c": {"holds": True}, "e": {"holds": True}}}, "no 'e'"),
+        (CLAIM, {"paper": {"g": 1.0}}, "no 'g'"),
+    ],
+)
+def test_disagreement_of_report_and_judgement_is_a_sentence(
+    claim: PaperClaim, changes: dict[str, Any], message: str, judged: Judgement, made: Experiment
+) -> None:
+    changed = Judgement.model_validate({**judged.model_dump(by_alias=True), **changes})
+    assert any(message in fault for fault in faults(made, some(claim), changed))
+
+
+def test_difference_without_an_owner_is_a_fault(judged: Judgement, made: Experiment) -> None:
+    tree = judged.model_dump(by_alias=True) | {"claims": {"c": {"holds": False}}}
+    report = some(replace(CLAIM, holds=False))
+    assert any("whose" in fault for fault in faults(made, report, Judgement.model_validate(tree)))
+
+
+def test_edge_and_few_seeds_fail_an_experiment(made: Experiment) -> None:
+    edge = Choice("rate of x", {0.1: 80.0, 1.0: 90.0})
+    (fault,) = faults(made, some(CLAIM, choices=(edge,)), None)
+    assert "rate of x: the best of 0.1, 1 is 1, at the grid's edge" in fault
+    few = load(find("quadratic"), data=Path(), seeds=1)
+    assert any("seeds = 1" in fault for fault in faults(few, some(CLAIM), None))
+
+
+def test_stored_results_come_back_for_their_settings_only(tmp_path: Path) -> None:
+    members = [ExperimentMember(f"m{k}", {"k": k}) for k in range(3)]
+    results: Mapping[str, Result] = {m.name: {"v": [1 / 3, 2.0], "n": 3} for m in members}
+    Stored(results, {m.name: digest(m.settings) for m in members}, 12.4).save(tmp_path)
+    stored = Stored.load(tmp_path)
+    assert stored is not None
+    assert stored.results["m1"] == {"v": [0.333333, 2.0], "n": 3}
+    assert stored.seconds == 12
+    assert stored.digests["m1"] != digest({"k": 2})
+    assert shortened({"a": (1.23456789, True)}) == {"a": [1.23457, True]}
+    (tmp_path / "results.json").write_text("{")
+    with pytest.raises(FedsimError, match="cannot be read"):
+        Stored.load(tmp_path)
+
+
+def test_check_ends_with_1_where_a_stored_result_says_otherwise(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(experiment)
+    name = "xu"
+    for file in ("experiment.toml", "judgement.toml", "README.md", "results.json"):
+        (tmp_path / file).write_bytes((find(name) / file).read_bytes())
+    tree = json.loads((tmp_path / "results.json").read_text())
+    tree["members"]["lemma 1"]["result"]["paper (17, 8.5)"][0] = 1.5
+    (tmp_path / "results.json").write_text(json.dumps(tree))
+    result = CliRunner().invoke(app, [str(tmp_path), "--check"])
+    assert result.exit_code == 1
+    assert "lemma-1" in result.output
+    assert CliRunner().invoke(app, [name, "--check"]).exit_code == 0
+
+
+@pytest.mark.parametrize("method", ["clipping", "literal", "stabilised"])
+def test_descents_of_all_seeds_are_releases_of_one_row(method: str) -> None:
+    d, steps, rate, bound = 6, 25, 0.1, 0.5
+    settings = {
+        "dimension": d, "steps": steps, "rate": rate, "noise-multiplier": 1e-9, "method": method,
+        "clip-norm": bound, "law": "two-point",
+    }  # fmt: skip
+    ended = descend(settings, [1, 2])
+    mechanism = make_mechanism(method, bound)
+    layout = Layout.of({"theta": torch.zeros(d, dtype=torch.float64)})
+    releaser = Releaser(mechanism, layout, noise=Independent(1e-9), denominator=1.0)
+    for seed, (error, noise, clipped) in zip((1, 2), ended, strict=True):
+        randomness = Randomness(seed)
+        draws = randomness.generator(Purpose.SAMPLE, level="example")
+        data = draws.permutation(np.resize([-1.0, 1.0], steps))
+        start = randomness.generator(Purpose.INIT, level="run").standard_normal(d) / np.sqrt(d)
+        theta, state = torch.from_numpy(start), mechanism.init(layout)
+        noises, long = [], 0
+        for step, x in enumerate(data, 1):
+            row = -theta
+            row[0] += x
+            total = releaser.start(state)
+            total.add(DenseRows(row[None]))
+            source = NoiseSource(randomness.generator(Purpose.NOISE, level="example", round=step))
+            release = releaser.release(total, source)
+            state, theta = release.state, theta + rate * release.mean
+            noises.append(float((release.mean - row).square().sum()))
+            long += total.clipped
+        assert float(theta.square().sum()) == pytest.approx(error, rel=1e-5)
+        assert np.mean(noises) == pytest.approx(noise, rel=1e-5)
+        assert long / steps == pytest.approx(clipped)
