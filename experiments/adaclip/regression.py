@@ -258,9 +258,10 @@ def _release(
     centred = rows if centre is None else rows - centre
     whitened = centred if scale is None else centred * scale
     lengths = torch.linalg.vector_norm(whitened, dim=1)
-    bounded = whitened * mechanism.scales(lengths)[:, None]
+    bounded = whitened * (1 / lengths).clamp(max=1.0)[:, None]
     mean = mechanism.restore(bounded + z * drawn, ready)
-    released = Released(mean, {}, {"sum": z}, 1.0, None)
+    one = torch.ones(1, dtype=torch.float64)
+    released = Released(mean, {}, z * one, one, {})
     return mean, lengths > 1, mechanism.next(state, ready, released)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from pydantic import Field
 
-from experiments.framework.base import Choice, Experiment, ExperimentMember, Result, Settings
+from experiments.framework.base import BestOfGrid, Experiment, ExperimentMember, Result, Settings
 from experiments.framework.spread import Difference, over_seeds, paired
 from fedsim.reports.palette import COLOURS
 from fedsim.reports.plots import curve_style
@@ -81,7 +81,7 @@ class TunedRates(Experiment):
         """The rate that ended highest with the tuning seeds."""
         return self._choice(results, method, epsilon).value
 
-    def _choice(self, results: Mapping[str, Result], method: str, epsilon: float) -> Choice:
+    def _choice(self, results: Mapping[str, Result], method: str, epsilon: float) -> BestOfGrid:
         scores = {
             rate: over_seeds(
                 [
@@ -91,7 +91,7 @@ class TunedRates(Experiment):
             )[0]
             for rate in self.settings.rates
         }
-        return Choice(f"rate of {method} at eps = {epsilon:g}", scores)
+        return BestOfGrid(f"rate of {method} at eps = {epsilon:g}", scores)
 
     def finals(self, results: Mapping[str, Result], method: str, epsilon: float) -> list[float]:
         """Final accuracies (%) of the fresh seeds."""
@@ -102,7 +102,7 @@ class TunedRates(Experiment):
         rate = self.rate(results, method, epsilon)
         return [results[member_name(method, epsilon, rate, seed)] for seed in self.fresh]
 
-    def choices(self, results: Mapping[str, Result]) -> list[Choice]:
+    def choices(self, results: Mapping[str, Result]) -> list[BestOfGrid]:
         """All chosen rates."""
         return [
             self._choice(results, method, epsilon)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from matplotlib.figure import Figure
 
 from experiments.framework.base import (
-    Choice,
+    BestOfGrid,
     PaperClaim,
     Report,
     Result,
@@ -107,7 +107,7 @@ class Das(ConfigRuns):
         )
 
     def _claims(
-        self, scores: Mapping[str, Score], choices: Mapping[tuple[float, str], Choice]
+        self, scores: Mapping[str, Score], choices: Mapping[tuple[float, str], BestOfGrid]
     ) -> list[PaperClaim]:
         def gain(epsilon: float, clipping: float, normalization: float) -> Difference:
             return paired(

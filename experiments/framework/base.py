@@ -21,7 +21,7 @@ from pydantic import Field
 from fedsim.config.keys import Section
 
 __all__ = [
-    "Choice",
+    "BestOfGrid",
     "Context",
     "Experiment",
     "ExperimentMember",
@@ -55,7 +55,7 @@ class Context:
     Attributes
     ----------
     directory : Path
-        The experiment's own: ``experiment.toml``, configs, ``expected.toml``.
+        The experiment's own: ``experiment.toml``, configs, ``judgement.toml``, stored results.
     data : Path
         Where data sets are kept.
     """
@@ -121,7 +121,7 @@ class PaperClaim:
 
 
 @dataclass(frozen=True)
-class Choice:
+class BestOfGrid:
     """The best value of a grid, by what each gave.
 
     Attributes
@@ -158,7 +158,7 @@ class Report:
     ----------
     figures : mapping of name to float
         Numbers that a paper's may stand beside.
-    choices : sequence of Choice
+    choices : sequence of BestOfGrid
         Every best value that a claim rests on.
     """
 
@@ -166,7 +166,7 @@ class Report:
     figures: Mapping[str, float]
     claims: Sequence[PaperClaim]
     pictures: Mapping[str, Figure] = field(default_factory=dict)
-    choices: Sequence[Choice] = ()
+    choices: Sequence[BestOfGrid] = ()
 
 
 class Experiment(ABC):

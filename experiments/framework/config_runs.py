@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from experiments.framework.base import (
-    Choice,
+    BestOfGrid,
     Context,
     Experiment,
     ExperimentMember,
@@ -179,9 +179,9 @@ class ConfigRuns(Experiment):
         return Score(finals, curves.mean(axis=0), np.array(results[0]["rounds"]))
 
 
-def best(of: str, by_value: Mapping[float, Score]) -> tuple[float, Score, Choice]:
+def best(of: str, by_value: Mapping[float, Score]) -> tuple[float, Score, BestOfGrid]:
     """The value whose score is highest, that score, and the choice for the judge."""
-    choice = Choice(of, {value: score.mean for value, score in by_value.items()})
+    choice = BestOfGrid(of, {value: score.mean for value, score in by_value.items()})
     return choice.value, by_value[choice.value], choice
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from experiments.framework.base import Choice, PaperClaim, Report, Result, Settings, Table
+from experiments.framework.base import BestOfGrid, PaperClaim, Report, Result, Settings, Table
 from experiments.framework.config_runs import ConfigRunsSettings, Score, best
 from experiments.framework.curves import Curve, curves, sweeps
 from experiments.framework.spread import Difference, all_ahead, over_seeds, paired
@@ -137,7 +137,7 @@ class KoskelaFederated(Koskela):
     def _best(
         self, scores: Mapping[str, Score], method: str, rates: Sequence[float], rho: float,
         batch: int,
-    ) -> tuple[float, Score, Choice]:  # fmt: skip
+    ) -> tuple[float, Score, BestOfGrid]:  # fmt: skip
         """The rate that ends highest, its score, and the choice for the judge."""
         by_rate = {rate: scores[_name(method, rate, rho, batch)] for rate in rates}
         return best(f"rate of {method} at {100 * rho:g} % random, |B| = {batch}", by_rate)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from experiments.framework.base import Choice, PaperClaim, Report, Result, Settings, Table
+from experiments.framework.base import BestOfGrid, PaperClaim, Report, Result, Settings, Table
 from experiments.framework.config_runs import ConfigRunsSettings, Score, best
 from experiments.framework.curves import Curve, curves
 from experiments.framework.spread import Difference, paired
@@ -238,7 +238,7 @@ def _ranked(
 
 def _best(
     scores: Mapping[str, Score], method: str, rates: Sequence[float], sigma: float
-) -> tuple[float, Score, Choice]:
+) -> tuple[float, Score, BestOfGrid]:
     tried = {rate: scores[_name(method, rate, sigma)] for rate in rates}
     return best(f"rate of {method} at sigma = {sigma:g}", tried)
 

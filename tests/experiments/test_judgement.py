@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from experiments import Experiment, PaperClaim, Report, check, find, names
 from experiments.adaclip.regression import descend, make_mechanism
-from experiments.framework.base import Choice, ExperimentMember, Result, Table
+from experiments.framework.base import BestOfGrid, ExperimentMember, Result, Table
 from experiments.framework.judgement import Judgement, faults
 from experiments.framework.overview import overview
 from experiments.framework.run import load
@@ -64,12 +64,12 @@ def test_every_panel_of_the_four_papers_is_on_the_page() -> None:
 
 
 def test_best_value_at_an_edge_is_told_from_one_inside_and_from_a_flat_grid() -> None:
-    assert Choice("c", {0.1: 80.0, 0.3: 85.0, 1.0: 90.0}).at_edge
-    assert Choice("c", {0.1: 90.0, 0.3: 85.0, 1.0: 80.0}).at_edge
-    inside = Choice("c", {1.0: 80.0, 0.3: 90.0, 0.1: 85.0})
+    assert BestOfGrid("c", {0.1: 80.0, 0.3: 85.0, 1.0: 90.0}).at_edge
+    assert BestOfGrid("c", {0.1: 90.0, 0.3: 85.0, 1.0: 80.0}).at_edge
+    inside = BestOfGrid("c", {1.0: 80.0, 0.3: 90.0, 0.1: 85.0})
     assert (inside.value, inside.at_edge) == (0.3, False)
-    assert not Choice("c", {0.1: 69.1, 0.3: 69.2, 1.0: 69.6}).at_edge
-    assert Choice("c", {0.1: 80.0}).at_edge is False
+    assert not BestOfGrid("c", {0.1: 69.1, 0.3: 69.2, 1.0: 69.6}).at_edge
+    assert BestOfGrid("c", {0.1: 80.0}).at_edge is False
 
 
 def test_paired_interval_is_that_of_the_t_test() -> None:
@@ -85,7 +85,7 @@ def test_paired_interval_is_that_of_the_t_test() -> None:
     assert all_ahead([ahead, open_, behind]) is False
 
 
-def some(claim: PaperClaim, *, choices: tuple[Choice, ...] = ()) -> Report:
+def some(claim: PaperClaim, *, choices: tuple[BestOfGrid, ...] = ()) -> Report:
     return Report([Table("t", "", ["a"], [])], {"f": 1.0}, [claim], choices=choices)
 
 
@@ -143,7 +143,7 @@ def test_difference_without_an_owner_is_a_fault(judged: Judgement, made: Experim
 
 
 def test_edge_and_few_seeds_fail_an_experiment(made: Experiment) -> None:
-    edge = Choice("rate of x", {0.1: 80.0, 1.0: 90.0})
+    edge = BestOfGrid("rate of x", {0.1: 80.0, 1.0: 90.0})
     (fault,) = faults(made, some(CLAIM, choices=(edge,)), None)
     assert "rate of x: the best of 0.1, 1 is 1, at the grid's edge" in fault
     few = load(find("quadratic"), data=Path(), seeds=1)
