@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from fedsim.errors import FedsimError
 from fedsim.lazy import torch
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Layout:
 
         Raises
         ------
-        ValueError
+        FedsimError
             If no entry is floating point, or none of them has a coordinate.
         """
         entries: list[Parameter] = []
@@ -55,7 +56,7 @@ class Layout:
                 entries.append(Parameter(name, tuple(tensor.shape), tensor.dtype, start, stop))
                 start = stop
         if start == 0:
-            raise ValueError("there is no floating-point parameter to train.")
+            raise FedsimError("there is no floating-point parameter to train.")
         names = {entry.name for entry in entries}
         return cls(tuple(entries), tuple(name for name in arrays if name not in names))
 

@@ -41,6 +41,7 @@ from fedsim.strategies import DPFedAvg
 from fedsim.strategies.dp_fedavg import ClientBudget
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
 from fedsim.training.paths.frozen import past_frozen
+from fedsim.training.personal import Personal
 
 __all__ = ["Build", "Given"]
 
@@ -435,13 +436,11 @@ class Build:
 
     @cached_property
     def initial_arrays(self) -> ArrayRecord:
-        """The trained parameters as Flower sends them, and nothing else."""
+        """The trained parameters that are shared, as Flower sends them, and nothing else."""
+        parameters = dict(self.model.named_parameters())
+        shared = Personal.of(self.model, self.personal).shared.layout
         return array_record(
-            {
-                name: parameter.detach().clone()
-                for name, parameter in self.model.named_parameters()
-                if parameter.requires_grad and name not in self.personal
-            }
+            {entry.name: parameters[entry.name].detach().clone() for entry in shared.entries}
         )
 
     def strategy(self, ledger: Path | None = None) -> DPFedAvg:

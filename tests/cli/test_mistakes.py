@@ -159,6 +159,8 @@ def test_a_value_that_a_key_cannot_have(change: str, refused: Callable[..., str]
         ["mechanism.name=quantile-clipping", "noise.multiplier=9.0"],
         ["client.mechanism.name=clipping", "client.noise.multiplier=-1.0"],
         ["client.mechanism.name=clipping", "client.noise.multiplier=1.0", "client.batch-size=999"],
+        ["model.personal=fc1.*", "client.state=client", "evaluate.every=0"],
+        ["model.personal=fc1.*", "client.state=client", "evaluate.every=0", *PRIVATE],
         ["engine.name=cluster"],
         ["engine.name=ray", "engine.workers=1000000"],
         ["engine.name=deployment", "engine.federation=none"],
