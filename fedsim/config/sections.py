@@ -273,6 +273,14 @@ class ClientSection(Choice):
             "any. It protects nobody: mechanism and client.mechanism do."
         ),
     ] = Field(0.0, ge=0)
+    compression: Annotated[
+        str,
+        Doc(
+            "What of an update is sent: 'top-k(0.01)', the largest of its coordinates, or "
+            "'bits(8)' a coordinate; clients keep what is left out for the next round. Empty for "
+            "all."
+        ),
+    ] = ""
     state: Annotated[
         Literal["reset", "client", "server"],
         Doc(

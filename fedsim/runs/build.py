@@ -40,6 +40,7 @@ from fedsim.runs.dealing import Dealt, deal, refuse_found
 from fedsim.strategies import DPFedAvg
 from fedsim.strategies.dp_fedavg import ClientBudget
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
+from fedsim.training.compression import Compression
 from fedsim.training.paths.frozen import past_frozen
 from fedsim.training.personal import Personal
 
@@ -245,6 +246,7 @@ class Build:
             device=self.device,
             privacy=self.example_privacy,
             max_grad_norm=client.max_grad_norm,
+            compression=Compression.parse(client.compression),
             state=client.state,
             state_dir=self.state_dir,
             test=test,
@@ -499,9 +501,10 @@ class Build:
         size = trainer.layout.dtype.itemsize
         vectors = trainer.algorithm.sends.values()
         values = trainer.layout.d + sum(trainer.layout.d if v == "model" else 1 for v in vectors)
-        return self.devices.replying(
-            round, client_ids, trainer.passed, values * size, values * size
-        )
+        up = values * size
+        if trainer.compression is not None:
+            up = trainer.compression.bytes(values, size)
+        return self.devices.replying(round, client_ids, trainer.passed, values * size, up)
 
     def _client_budget(self) -> ClientBudget | None:
         """What stops a run on an engine of ours before a client's budget is exceeded."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from fedsim.tasks.losses import Loss, cross_entropy
 from fedsim.training.alone_steps import AloneSteps
 from fedsim.training.batches import Batches, Ints, plan_batches
 from fedsim.training.checks import check_model
+from fedsim.training.compression import LEFT_OUT, Compression
 from fedsim.training.data import ClientData
 from fedsim.training.evaluation import evaluate_clients
 from fedsim.training.example_privacy import ExamplePrivacy
@@ -39,7 +41,7 @@ from fedsim.training.paths.stacked import StackedPath, stack
 from fedsim.training.personal import Personal
 from fedsim.training.probe import Probe
 from fedsim.training.sending import Sending
-from fedsim.training.steps import Bench, PrivateSteps, Steps
+from fedsim.training.steps import Bench, Ended, PrivateSteps, Steps
 
 __all__ = ["Trainer"]
 
@@ -85,6 +87,9 @@ class Trainer:
     max_grad_norm : float
         A batch's gradient that is longer is shortened to this L2 norm; 0 for any length. It
         protects nobody, and is refused beside example-level privacy.
+    compression : Compression, optional
+        Of the updates; what it leaves out each client keeps for the next round (``state`` must be
+        "client").
     state : "reset", "client" or "server"
         What becomes of the algorithm's state (ADADP's rate, a momentum) between rounds: it
         starts anew, each client keeps its own, or all start from the mean of what the last
@@ -127,6 +132,7 @@ class Trainer:
         device: torch.device | str = "cpu",
         privacy: ExamplePrivacy | None = None,
         max_grad_norm: float = 0.0,
+        compression: Compression | None = None,
         state: StateKind = "reset",
         state_dir: FilePath | None = None,
         personal: Collection[str] = (),
@@ -177,6 +183,13 @@ class Trainer:
             )
         if privacy is not None:
             refuse_vectors(algorithm)
+        self.compression = compression
+        if compression is not None and (state != "client" or self.personal or algorithm.sends):
+            raise FedsimError(
+                f"client.compression is set, and client.state is '{state}'; it must be 'client', "
+                "since clients keep what is left out, with no model.personal and an algorithm that "
+                "sends its update alone."
+            )
         sample = self.data.zeros((2,), self.layout.dtype)[0] if len(self.data.x) else None
         self.draws = hidden_draws(self.model, sample)
         drawing = self.draws.training or self.draws.evaluation
@@ -373,6 +386,7 @@ class Trainer:
             "device": self.device,
             "privacy": self.privacy,
             "max_grad_norm": self.max_grad_norm,
+            "compression": self.compression,
             "personal": self.personal.names,
         }
         return Trainer(algorithm=self.algorithm, data=self.data, **(settings | changes))
@@ -505,10 +519,34 @@ class Trainer:
                 theirs,
                 torch.from_numpy(present[members]).to(self.device),
             )
+            if self.compression is not None:
+                there = present[members]
+                ended = self._compressed(ended, vectors[positions % len(vectors)], theirs, there)
             ended.carried.update(self.personal.kept(ended.theta))
             losses = steps.mean_losses() if "loss" in metrics else None
             fitted.take(members, ended, losses, send=self.state_kind == "server")
         return fitted
+
+    def _compressed(
+        self,
+        ended: Ended,
+        vectors: Tensor,
+        kept: Mapping[str, Tensor],
+        present: npt.NDArray[np.bool_],
+    ) -> Ended:
+        """What clients that started at ``vectors [n, d]`` send, and what they leave out."""
+        assert self.compression is not None
+        shared = self.personal.shared
+        target = shared.unpack(ended.theta) - vectors
+        if LEFT_OUT in kept:
+            there = torch.from_numpy(present).to(target.device)[:, None]
+            target = torch.where(there, target + kept[LEFT_OUT].to(target), target)
+        sent = vectors + self.compression(target)
+        # As it arrives: a sum with the parameters has been rounded.
+        left_out = target - (sent - vectors)
+        return replace(
+            ended, theta=shared.pack(sent), carried={**ended.carried, LEFT_OUT: left_out}
+        )
 
     def _mask(self, n: int) -> dict[str, Tensor]:
         """Which parameters are personal, for an algorithm that asks."""
