@@ -1,96 +1,134 @@
-"""`python -m benchmarks.workers`: what a second Ray worker brings, on jobs that keep a core busy.
+"""`python -m benchmarks.workers`: what a second process brings, in rounds that keep a core busy.
 
-Seconds a round of the local engine and of Ray with one worker and with two, each in a process
-of its own; the median of a run's rounds, the first left out. The server's own work (bounding,
-summing, noise) stays on the cores that the workers share with it.
+One strategy a number of workers, round after round in turns, so that what else the machine does
+falls on all alike; the fastest round of each counts. CPU seconds a round are of all processes
+together: where they are the same the work is shared out for nothing, and a machine with a free core
+a worker is faster by their number. `--ray` adds Ray's workers, `--workers` other numbers.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
-import statistics
-import subprocess
-import sys
-import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.jobs import JOBS, SEED, data_of, trainer_of
+from fedsim.clients import SGD
+from fedsim.cohorts import FixedCohort
+from fedsim.engines import LocalGrid, RayGrid, array_record
+from fedsim.engines.process import settle
+from fedsim.engines.workers import helpful_workers
+from fedsim.mechanisms import Clipping
+from fedsim.models.adadp_cifar import AdadpCIFAR
+from fedsim.randomness import Randomness
+from fedsim.strategies import DPFedAvg
+from fedsim.strategies.loop import rounds_of
+from fedsim.training import ClientData, Trainer
+from fedsim.training.operations import operations_of
+
 __all__ = ["main"]
 
-JOBS = {
-    "MLP 784-256-256-10, 100 clients, 18 steps": (
-        (784,),
-        {
-            "partition": {"clients": 100},
-            "model": {"name": "mlp", "widths": "256,256"},
-            "client": {"lr": 0.05, "batch-size": 10, "epochs": 3},
-        },
-    ),
-    "ADADP's CIFAR-10 net, 40 clients, 6 steps": (
-        (32, 32, 3),
-        {
-            "partition": {"clients": 40},
-            "model": {"name": "adadp-cifar"},
-            "client": {"lr": 0.05, "batch-size": 10},
-        },
-    ),
-}
-WAYS = {"local": 0, "ray, 1 worker": 1, "ray, 2 workers": 2}
-OWN = 60  # examples of a client
+POPULATION = 200
 
 
-def main(rounds: int = 8) -> None:
-    table = Table("job, seconds a round", *WAYS, "1 worker / 2 workers")
-    for job in JOBS:
-        seconds = [measured(job, workers, rounds) for workers in WAYS.values()]
-        table.add_row(job, *(f"{s:.3f}" for s in seconds), f"{seconds[1] / seconds[2]:.2f}")
-    Console().print(table)
+def trainers() -> Iterator[tuple[str, Trainer, int]]:
+    """Job by job: its name, the trainer and the cohort."""
+    for job in JOBS.values():
+        yield f"{job.name}, cohort {job.cohort}", trainer_of(job, data_of(POPULATION)), job.cohort
+    random = np.random.default_rng(SEED)
+    x = torch.from_numpy(random.normal(size=(1200, 3, 32, 32)).astype(np.float32))
+    parts = list(np.arange(1200).reshape(20, 60))
+    data = ClientData(x, torch.arange(1200) % 10, parts)
+    model = AdadpCIFAR()((3, 32, 32), 10)
+    trainer = Trainer(
+        model, SGD(lr=0.01), data, batch_size=10, epochs=1, randomness=Randomness(SEED)
+    )
+    yield "ADADP's CIFAR-10 net, cohort 10", trainer, 10
 
 
-def measured(job: str, workers: int, rounds: int) -> float:
-    """Seconds a round, in a process of its own; no workers: the local engine."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.workers", json.dumps([job, workers, rounds])],
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    if done.returncode:
-        sys.exit(done.stderr)
-    return float(done.stdout.split()[-1])
+@dataclass
+class Side:
+    """A run with some number of workers, a round at a time."""
 
+    trainer: Trainer
+    cohort: int
+    grid: LocalGrid
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
 
-def one(job: str, workers: int, rounds: int) -> float:
-    import fedsim
-
-    shape, settings = JOBS[job]
-    examples = OWN * settings["partition"]["clients"]
-    random = np.random.default_rng(0)
-    with tempfile.TemporaryDirectory() as place:
-        data = Path(place) / "data.npz"
-        x = random.normal(size=(examples, *shape)).astype(np.float32)
-        y = np.arange(examples) % 10
-        np.savez(data, x_train=x, y_train=y, x_test=x[:10], y_test=y[:10])
-        engine = {"name": "ray", "workers": workers} if workers else {"name": "local"}
-        config = fedsim.RunConfig.parse(
-            settings
-            | {
-                "rounds": rounds,
-                "data": {"name": str(data)},
-                "mechanism": {"name": "clipping"},
-                "noise": {"multiplier": 1.0},
-                "evaluate": {"every": 0},
-                "engine": engine,
-            }
+    def __post_init__(self) -> None:
+        strategy = DPFedAvg(
+            mechanism=Clipping(0.5),
+            cohort=FixedCohort(self.cohort, self.trainer.population),
+            noise_multiplier=1.0,
+            seed=SEED,
         )
-        result = fedsim.run(config)
-    return statistics.median(row["seconds"] for row in result.metrics if row["round"] > 1)
+        initial = array_record(self.trainer.layout.unflatten(self.trainer.initial()))
+        self._result = strategy
+        self._rounds = rounds_of(strategy, self.grid, initial, range(1, 1000))
+        self._messages = next(self._rounds)
+
+    def round(self) -> None:
+        cpu, started = self._cpu(), time.perf_counter()
+        self._messages = self._rounds.send(self.grid.send_and_receive(self._messages))
+        self.wall.append(time.perf_counter() - started)
+        self.cpu.append(self._cpu() - cpu)
+
+    def model(self) -> bytes:
+        assert self._result.result is not None
+        arrays = self._result.result.arrays
+        return b"".join(arrays[name].numpy().tobytes() for name in sorted(arrays))
+
+    def _cpu(self) -> float:
+        """CPU seconds of this process and of the workers that it has forked."""
+        crew = self.grid._crew
+        pids = [worker.pid for worker in crew.workers] if crew else []
+        nanoseconds = [int(Path(f"/proc/{p}/schedstat").read_text().split()[0]) for p in pids]
+        return time.process_time() + sum(nanoseconds) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--ray", action="store_true")
+    options = parser.parse_args()
+    settle()
+    names = [f"{count} workers" if count > 1 else "1 process" for count in options.workers]
+    names += [f"ray, {count}" for count in options.workers if options.ray]
+    table = Table("job: ms a round (CPU ms)", *names, "the rule", "time, first / last")
+    for name, trainer, cohort in trainers():
+        with ExitStack() as stack:
+            grids = [LocalGrid(trainer, workers=count) for count in options.workers]
+            if options.ray:
+                grids += [RayGrid(trainer, workers=count) for count in options.workers]
+            sides = [Side(trainer, cohort, stack.enter_context(grid)) for grid in grids]
+            for side in [side for _ in range(options.rounds + 1) for side in sides]:
+                side.round()
+            assert len({side.model() for side in sides}) == 1
+        best = [min(side.wall[1:]) for side in sides]
+        cells = [
+            f"{1e3 * wall:.1f} ({1e3 * min(side.cpu[1:]):.1f})"
+            for wall, side in zip(best, sides, strict=True)
+        ]
+        rule = helpful_workers(operations_of(trainer), cohort, trainer.device)
+        table.add_row(name, *cells, str(rule), f"{best[0] / best[-1]:.2f}")
+    console = Console(width=140)
+    console.print(table)
+    load = " ".join(f"{number:.1f}" for number in os.getloadavg())
+    console.print(
+        f"{os.cpu_count()} cores, load {load}: above one a core, wall time is others' too."
+    )
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        print(one(*json.loads(sys.argv[1])))
-    else:
-        main()
+    main()
