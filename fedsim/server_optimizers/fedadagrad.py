@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from fedsim.registry import register
-from fedsim.server_optimizers.moments import WithMoments
+from fedsim.server_optimizers.moments import WithMoments, adagrad_step
 from fedsim.settings import Doc, Gt
 
 if TYPE_CHECKING:
@@ -25,8 +25,4 @@ class FedAdagrad(WithMoments):
 
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
         """New parameters ``[d]``, in the dtype of ``vector``."""
-        update = update.to(vector.dtype)
-        self.steps += 1
-        second = self.moment("second", vector).addcmul(update, update)
-        self.moments = {"second": second}
-        return vector.addcdiv(update, second.sqrt().add_(self.tau), value=self.lr)
+        return adagrad_step(self, vector, update, self.lr, self.tau)

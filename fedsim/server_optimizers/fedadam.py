@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from fedsim.registry import register
-from fedsim.server_optimizers.moments import WithMoments
-from fedsim.settings import Doc, Ge, Gt, Lt
+from fedsim.server_optimizers.moments import FirstOverRoot
+from fedsim.settings import Doc, Gt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,23 +17,18 @@ __all__ = ["FedAdam"]
 
 @register("server", "fedadam")
 @dataclass
-class FedAdam(WithMoments):
+class FedAdam(FirstOverRoot):
     """FedAdam (Reddi et al. 2021) with Flower's correction of its first rounds."""
 
     lr: Annotated[float, Gt(0), Doc("eta, the rate.")] = 0.1
-    beta1: Annotated[float, Ge(0), Lt(1), Doc("Decay of the mean of updates.")] = 0.9
-    beta2: Annotated[float, Ge(0), Lt(1), Doc("Decay of the mean of their squares.")] = 0.99
-    tau: Annotated[float, Gt(0), Doc("Added to the root: how adaptive steps are.")] = 1e-3
 
-    def step(self, vector: Tensor, update: Tensor) -> Tensor:
-        """New parameters ``[d]``, in the dtype of ``vector``."""
-        update = update.to(vector.dtype)
-        self.steps += 1
-        first = self.moment("first", vector).lerp(update, 1 - self.beta1)
-        second = self.moment("second", vector) * self.beta2
-        second.addcmul_(update, update, value=1 - self.beta2)
-        self.moments = {"first": first, "second": second}
+    def squares(self, second: Tensor, update: Tensor) -> Tensor:
+        """Their moving average."""
+        return (second * self.beta2).addcmul_(update, update, value=1 - self.beta2)
+
+    @property
+    def rate(self) -> float:
+        """lr, corrected for means that began at zero."""
         # Flower counts one round more than there have been.
         told = self.steps + 1
-        rate = self.lr * (1 - self.beta2**told) ** 0.5 / (1 - self.beta1**told)
-        return vector.addcdiv(first, second.sqrt().add_(self.tau), value=rate)
+        return float(self.lr * (1 - self.beta2**told) ** 0.5 / (1 - self.beta1**told))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fedsim.lazy import torch
 from fedsim.server_optimizers.base import ServerOptimizer
-from fedsim.settings import check_settings
+from fedsim.settings import Doc, Ge, Gt, Lt, check_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["WithMoments"]
+__all__ = ["FirstOverRoot", "WithMoments", "adagrad_step"]
 
 
 @dataclass
@@ -41,3 +42,45 @@ class WithMoments(ServerOptimizer):
         """Go on from what `state` gave."""
         self.steps = state["steps"] if state else 0
         self.moments = {k: kept.clone() for k, kept in state.items() if k != "steps"}
+
+
+@dataclass
+class FirstOverRoot(WithMoments):
+    """Steps along a mean of the updates, over the root of one of their squares (Reddi et al. 2021).
+
+    A subclass says what mean of squares that is, and may correct the rate.
+    """
+
+    lr: Annotated[float, Gt(0), Doc("eta, the rate.")] = 0.1
+    beta1: Annotated[float, Ge(0), Lt(1), Doc("Decay of the mean of updates.")] = 0.9
+    beta2: Annotated[float, Ge(0), Lt(1), Doc("Decay of the mean of their squares.")] = 0.99
+    tau: Annotated[float, Gt(0), Doc("Added to the root: how adaptive steps are.")] = 1e-3
+
+    @abstractmethod
+    def squares(self, second: Tensor, update: Tensor) -> Tensor:
+        """The new mean of squares ``[d]``, from that until now and an update."""
+
+    @property
+    def rate(self) -> float:
+        """Of the step that is taken."""
+        return self.lr
+
+    def step(self, vector: Tensor, update: Tensor) -> Tensor:
+        """New parameters ``[d]``, in the dtype of ``vector``."""
+        update = update.to(vector.dtype)
+        self.steps += 1
+        first = self.moment("first", vector).lerp(update, 1 - self.beta1)
+        second = self.squares(self.moment("second", vector), update)
+        self.moments = {"first": first, "second": second}
+        return vector.addcdiv(first, second.sqrt().add_(self.tau), value=self.rate)
+
+
+def adagrad_step(
+    optimizer: WithMoments, vector: Tensor, update: Tensor, lr: float, added: float
+) -> Tensor:
+    """New parameters ``[d]``: along the update, over the root of all squares so far."""
+    update = update.to(vector.dtype)
+    optimizer.steps += 1
+    second = optimizer.moment("second", vector).addcmul(update, update)
+    optimizer.moments = {"second": second}
+    return vector.addcdiv(update, second.sqrt().add_(added), value=lr)
