@@ -17,22 +17,24 @@ from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from fedsim.config.choices import Choice, own_settings, prepared, switched
-from fedsim.config.keys import Name, Section, belongs_to, setting, shown
-from fedsim.config.sections import (
+from fedsim.config.client_sections import ClientSection
+from fedsim.config.conduct import (
     CheckpointSection,
-    ClientSection,
-    CohortSection,
-    DataSection,
-    DevicesSection,
     EngineSection,
     EvaluateSection,
     LogSection,
+    StopSection,
+)
+from fedsim.config.keys import Name, Section, belongs_to, setting, shown
+from fedsim.config.sections import (
+    CohortSection,
+    DataSection,
+    DevicesSection,
     MechanismSection,
     ModelSection,
     NoiseSection,
     PartitionSection,
     ServerSection,
-    StopSection,
 )
 from fedsim.config.sentences import sentence
 from fedsim.config.values import Scalar, read_value, write_options

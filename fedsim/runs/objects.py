@@ -6,7 +6,8 @@ from fedsim import mechanisms, partitions, tasks
 from fedsim.clients import LocalAlgorithm, Proximal
 from fedsim.clients.schedules import CONSTANT, Schedule
 from fedsim.config import RunConfig
-from fedsim.config.sections import ClientMechanismSection, MechanismSection
+from fedsim.config.client_sections import ClientMechanismSection
+from fedsim.config.sections import MechanismSection
 from fedsim.config.things import make
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism

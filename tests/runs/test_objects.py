@@ -11,8 +11,8 @@ import fedsim
 from fedsim import RunConfig, mechanisms, registry
 from fedsim.clients import SGD, AdadpLR, LocalAlgorithm, Proximal
 from fedsim.config.choices import Choice, own_settings
+from fedsim.config.client_sections import ClientSection
 from fedsim.config.sections import (
-    ClientSection,
     CohortSection,
     MechanismSection,
     ModelSection,
