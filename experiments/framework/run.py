@@ -52,6 +52,7 @@ KINDS = {
     "koskela-federated": "experiments.koskela.federated:KoskelaFederated",
     "koskela-private": "experiments.koskela.private:KoskelaPrivate",
     "koskela-rate": "experiments.koskela.rate:KoskelaRate",
+    "koskela-scale": "experiments.koskela.scale:KoskelaScale",
 }
 """Values of the key ``experiment``, and the class behind each."""
 

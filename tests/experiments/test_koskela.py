@@ -223,6 +223,27 @@ def test_eta_0_does_not_matter_where_all_starts_end_close_together(
     assert {claim.name: claim.holds for claim in report.claims}["starts-sigma2"] is holds
 
 
+def test_gap_to_tuned_sgd_is_taken_at_every_scale_and_horizon(data: Path) -> None:
+    experiment = load(COMMITTED / "koskela-scale", data=data)
+    settings = experiment.settings.model_dump()
+    rounds = list(range(1, max(settings["horizons"]) + 1))
+    results: dict[str, Result] = {}
+    for member in experiment.members():
+        # SGD stands at .8 with its best rate; ADADP climbs from .6 to .9 over the longest run.
+        still = 0.8 if "sgd rate=0.1 " in member.name else 0.5
+        climb = [0.6 + 0.3 * r / len(rounds) for r in rounds]
+        accuracy = climb if "adadp" in member.name else [still] * len(rounds)
+        results[member.name] = {"rounds": rounds, "accuracy": accuracy}
+    report = experiment.report(results)
+    assert report.figures["gap 20 rounds"] == pytest.approx(60 + 30 * 18 / 200 - 80)
+    assert report.figures["gap 200 rounds"] == pytest.approx(90 - 30 * 2 / 200 - 80)
+    assert {claim.name: claim.holds for claim in report.claims} == {"ahead": True, "closer": True}
+    assert not any(choice.at_edge for choice in report.choices)
+    assert len(report.tables[0].rows) == sum(
+        len(settings[key]) for key in ("horizons", "images", "widths")
+    )
+
+
 def test_an_interrupted_pretraining_is_not_taken_for_a_finished_one(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,169 @@
+"""How ADADP's gap to rate-tuned SGD moves with rounds, images a client and the network's width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.framework.base import BestOfGrid, PaperClaim, Report, Result, Settings, Table
+from experiments.framework.config_runs import ConfigRunsSettings
+from experiments.framework.spread import Difference, over_seeds, paired
+from experiments.koskela.common import Koskela, optimiser
+from fedsim.config import Scalar
+from fedsim.reports.palette import COLOURS
+from fedsim.reports.plots import curve_style, grid
+
+__all__ = ["KoskelaScale", "KoskelaScaleSettings"]
+
+WINDOW = 5  # rounds that an accuracy is the mean of
+PANEL = "Figs. 1a and 2a by scale"
+
+
+class KoskelaScaleSettings(ConfigRunsSettings):
+    """Keys of ``experiment.toml``.
+
+    Attributes
+    ----------
+    rates : list of float
+        Of SGD.
+    horizons : list of int
+        Rounds at which the two are compared; the longest is run.
+    images, widths : list of int
+        Examples a client, and hidden units, at the first horizon's length.
+    """
+
+    rates: list[float]
+    horizons: list[int]
+    images: list[int]
+    widths: list[int]
+
+
+class KoskelaScale(Koskela):
+    """One axis at a time, from the small experiment's setting."""
+
+    settings: KoskelaScaleSettings
+    settings_type: ClassVar[type[Settings]] = KoskelaScaleSettings
+
+    def plans(self) -> dict[str, dict[str, Scalar]]:
+        """ADADP, its eta kept, and every rate of SGD, at every scale."""
+        return {
+            f"{scale} {method}": {**keys, **changes}
+            for scale, changes in self._scales().items()
+            for method, keys in self._methods().items()
+        }
+
+    def _scales(self) -> dict[str, dict[str, Scalar]]:
+        s = self.settings
+        scales: dict[str, dict[str, Scalar]] = {"rounds": {"rounds": max(s.horizons)}}
+        scales |= {
+            f"images={n}": {"rounds": min(s.horizons), "partition.max-examples": n}
+            for n in s.images
+        }
+        scales |= {
+            f"width={n}": {"rounds": min(s.horizons), "model.widths": str(n)} for n in s.widths
+        }
+        return scales
+
+    def _methods(self) -> dict[str, dict[str, Scalar]]:
+        start = float(self.base.client.lr)
+        methods = {"adadp": {"client.state": "client", **optimiser("adadp-lr", start)}}
+        return methods | {
+            f"sgd rate={rate:g}": optimiser("sgd", rate) for rate in self.settings.rates
+        }
+
+    def report(self, results: Mapping[str, Result]) -> Report:
+        """Gaps by rounds, images and width."""
+        s = self.settings
+        points = {f"{h} rounds": ("rounds", h) for h in s.horizons}
+        points |= {f"{n} images": (f"images={n}", min(s.horizons)) for n in s.images}
+        points |= {f"{n} hidden units": (f"width={n}", min(s.horizons)) for n in s.widths}
+        gaps: dict[str, Difference] = {}
+        choices: list[BestOfGrid] = []
+        rows: list[list[str | float | None]] = []
+        figures: dict[str, float] = {}
+        for name, (scale, horizon) in points.items():
+            adadp = self._finals(results, f"{scale} adadp", horizon)
+            sgd = {
+                rate: self._finals(results, f"{scale} sgd rate={rate:g}", horizon)
+                for rate in s.rates
+            }
+            choice = BestOfGrid(
+                f"rate of sgd at {name}", {rate: over_seeds(of)[0] for rate, of in sgd.items()}
+            )
+            gaps[name] = paired(adadp, sgd[choice.value])
+            choices.append(choice)
+            figures[f"gap {name}"] = gaps[name].mean
+            rows.append([name, over_seeds(adadp)[0], over_seeds(sgd[choice.value])[0],
+                         f"{choice.value:g}", gaps[name].text])  # fmt: skip
+        first, last = (gaps[f"{horizon} rounds"] for horizon in (min(s.horizons), max(s.horizons)))
+        columns = ["scale", "ADADP, eta kept (%)", "SGD, tuned (%)", "its rate", "gap (points)"]
+        return Report(
+            tables=[Table("gaps", f"ADADP against tuned SGD\n{self._where}", columns, rows)],
+            figures=figures,
+            claims=[
+                PaperClaim(
+                    "ahead",
+                    PANEL,
+                    f"after {max(s.horizons)} rounds ADADP is ahead of rate-tuned SGD",
+                    last.positive,
+                    last.text,
+                ),
+                PaperClaim(
+                    "closer",
+                    PANEL,
+                    f"ADADP's gap to SGD is better after {max(s.horizons)} rounds than after "
+                    f"{min(s.horizons)}",
+                    _grown(first, last),
+                    f"{first.text}, then {last.text}",
+                ),
+            ],
+            pictures={"gaps": self._picture(gaps)},
+            choices=choices,
+        )
+
+    @property
+    def _where(self) -> str:
+        return self.where("examples a client", "rounds")
+
+    def _finals(self, results: Mapping[str, Result], plan: str, horizon: int) -> list[float]:
+        """Accuracies (%) of the seeds around a round."""
+        finals = []
+        for result in self.of_plan(results, plan):
+            rounds, accuracy = np.array(result["rounds"]), np.array(result["accuracy"])
+            near = (rounds > horizon - WINDOW) & (rounds <= horizon)
+            finals.append(100 * float(accuracy[near].mean()))
+        return finals
+
+    def _picture(self, gaps: Mapping[str, Difference]) -> Figure:
+        s = self.settings
+        axes_of: list[tuple[str, Sequence[int], str]] = [
+            ("rounds", s.horizons, "rounds"),
+            ("images", s.images, "images a client"),
+            ("hidden units", s.widths, "hidden units"),
+        ]
+        title = f"ADADP's accuracy less that of tuned SGD\n{self._where}"
+        figure, panels = grid(1, 3, title=title, width=11, height=4)
+        for panel, (word, values, label) in zip(panels, axes_of, strict=True):
+            shown = [gaps[f"{value} {word}"] for value in values]
+            panel.errorbar(
+                values,
+                [gap.mean for gap in shown],
+                np.array([[gap.mean - gap.low, gap.high - gap.mean] for gap in shown]).T,
+                **curve_style(COLOURS["normalization"]),
+                capsize=3,
+            )
+            panel.axhline(0, color=COLOURS["clipping"], linewidth=1, linestyle="--")
+            panel.set_xscale("log")
+            panel.set_xticks(values, [f"{value:,}" for value in values])
+            panel.minorticks_off()
+            panel.set_xlabel(label)
+        panels[0].set_ylabel("points; bars: intervals at 95 %")
+        return figure
+
+
+def _grown(before: Difference, after: Difference) -> bool | None:
+    """Whether a difference has grown; None where the intervals overlap."""
+    return True if after.low > before.high else False if after.high < before.low else None
