@@ -9,6 +9,7 @@ what batches need.
 from __future__ import annotations
 
 import math
+import mmap
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -118,12 +119,20 @@ def read_folder(path: Path) -> Arrays:
             file = path / f"{name}.npy"
             # "c": torch wants memory that it may write to; what it wrote would not reach the file.
             arrays[name] = np.load(file, mmap_mode="c", allow_pickle=False)
+            _expect_batches(arrays[name])
             _require_small(name, arrays[name].shape)
         return Arrays.of(arrays)
     except Exception as error:
         raise FedsimError(
             f"{file} could not be read ({_cause(error)}); it must hold one plain array."
         ) from error
+
+
+def _expect_batches(array: Array) -> None:
+    """Tell the system that examples are read here and there: what lies beside them stays out."""
+    if isinstance(array, np.memmap) and hasattr(mmap, "MADV_RANDOM"):
+        memory: mmap.mmap = array._mmap  # type: ignore[attr-defined]
+        memory.madvise(mmap.MADV_RANDOM)
 
 
 def _used(path: Path, names: Iterable[str]) -> list[str]:

@@ -14,7 +14,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -25,18 +25,53 @@ from flwr.serverapp import Grid
 from fedsim.engines.messages import CLIENT_RAISED, NodeInfo
 from fedsim.errors import FedsimError
 
-__all__ = ["CLIENT_ID_KEY", "ClientDirectory", "client_ids", "key_digest"]
+__all__ = ["CLIENT_ID_KEY", "ClientDirectory", "ConsecutiveNodes", "client_ids", "key_digest"]
 
 _log = logging.getLogger("fedsim")
 
 CLIENT_ID_KEY = "client-id"
 
 
+@dataclass(frozen=True, eq=False)
+class ConsecutiveNodes(Mapping[int, int]):
+    """Node ids of clients 0, 1, ..., one after another: a million of them take no memory.
+
+    Attributes
+    ----------
+    first : int
+        Node id of client 0.
+    count : int
+        Number of clients.
+
+    Examples
+    --------
+    >>> dict(ConsecutiveNodes(2, 3))
+    {0: 2, 1: 3, 2: 4}
+    """
+
+    first: int
+    count: int
+
+    def __getitem__(self, client: int) -> int:
+        if client not in range(self.count):
+            raise KeyError(client)
+        return self.first + client
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __contains__(self, client: object) -> bool:
+        return client in range(self.count)
+
+
 @runtime_checkable
 class KnowsClients(Protocol):
     """A grid that can say which node is which client without asking it."""
 
-    def client_ids(self) -> dict[int, int]:
+    def client_ids(self) -> Mapping[int, int]:
         """Node id of each client id."""
 
 
@@ -76,7 +111,7 @@ class ClientDirectory:
     _pending: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _looked: bool = field(default=False, init=False, repr=False)
 
-    def look(self, grid: Grid) -> dict[int, int]:
+    def look(self, grid: Grid) -> Mapping[int, int]:
         """Node id of each client id, of the nodes connected now; sorted by client id.
 
         Of two nodes with one client id neither is believed.
@@ -98,7 +133,7 @@ class ClientDirectory:
         self._looked = True
         return self._look(grid, patience)
 
-    def wait(self, grid: Grid, clients: int, timeout: float | None = None) -> dict[int, int]:
+    def wait(self, grid: Grid, clients: int, timeout: float | None = None) -> Mapping[int, int]:
         """`look`, again and again until there are so many clients or the time is up.
 
         Parameters
@@ -232,6 +267,6 @@ def _by_key(node: NodeInfo, roster: Mapping[str, int]) -> int | str:
     return roster.get(digest, "unlisted key")
 
 
-def client_ids(grid: Grid, *, timeout: float = 60.0) -> dict[int, int]:
+def client_ids(grid: Grid, *, timeout: float = 60.0) -> Mapping[int, int]:
     """Node id of each client id, of the nodes connected now, as fedsim's client app says it."""
     return ClientDirectory(timeout, asks=True).look(grid)

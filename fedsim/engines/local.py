@@ -16,6 +16,7 @@ from flwr.serverapp import Grid
 from fedsim.engines.arrays import own_content
 from fedsim.engines.blocks import guarded_blocks, messages_of
 from fedsim.engines.client_app import AppTrainer, client_app
+from fedsim.engines.directory import ConsecutiveNodes
 from fedsim.engines.dispatch import RETRIES, Dispatch
 from fedsim.engines.forked import ForkedCrew
 from fedsim.engines.messages import (
@@ -79,7 +80,7 @@ class LocalGrid(Grid):
     --------
     >>> from flwr.clientapp import ClientApp
     >>> grid = LocalGrid(ClientApp(), num_nodes=3)
-    >>> grid.client_ids()
+    >>> dict(grid.client_ids())
     {0: 2, 1: 3, 2: 4}
     """
 
@@ -159,9 +160,9 @@ class LocalGrid(Grid):
         """Flower's description of each node, in the order of the ids."""
         return [NodeInfo(node_id=node_id) for node_id in self.get_node_ids()]
 
-    def client_ids(self) -> dict[int, int]:
+    def client_ids(self) -> Mapping[int, int]:
         """Node id of each client id; no message is needed to know."""
-        return dict(enumerate(self.get_node_ids()))
+        return ConsecutiveNodes(_FIRST_NODE_ID, self._num_nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Take messages; their clients run when the replies are pulled.

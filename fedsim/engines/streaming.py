@@ -97,7 +97,7 @@ class StreamingGrid(Grid):
         """Flower's description of each node."""
         return self._grid.get_nodes()
 
-    def client_ids(self) -> dict[int, int]:
+    def client_ids(self) -> Mapping[int, int]:
         """Node id of each client id, of the nodes connected now.
 
         The first call waits for the clients that the run needs, for as long as ``patience``.

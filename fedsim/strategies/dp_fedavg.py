@@ -308,7 +308,7 @@ evaluate_metrics_aggr_fn
         vector, arrays = self._vectors.extended(Layout.of(server).flatten(server), arrays, layout)
         nodes = self._participants.nodes(grid)
         cohort = self._participants.cohort(server_round)
-        present = cohort[np.isin(cohort, list(nodes))]
+        present = cohort[np.array([client in nodes for client in cohort.tolist()], dtype=np.bool_)]
         if self.replying is not None:
             present = present[self.replying(server_round, present)]
         if self.client_budget is not None and not self.private:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 from flwr.serverapp import Grid
 
 from fedsim.cohorts import Cohort
-from fedsim.engines.directory import ClientDirectory
+from fedsim.engines.directory import ClientDirectory, ConsecutiveNodes
 from fedsim.errors import FedsimError
 from fedsim.privacy.sampling import SamplerState
 from fedsim.randomness import Draws, Purpose, Randomness
@@ -74,7 +75,7 @@ class Participants:
         self._directory = ClientDirectory(timeout=timeout)
         self.ignored = 0
 
-    def nodes(self, grid: Grid) -> dict[int, int]:
+    def nodes(self, grid: Grid) -> Mapping[int, int]:
         """Node id of each client that is there.
 
         Raises
@@ -83,13 +84,12 @@ class Participants:
             If the run begins with clients beyond its population, or too few came in time.
         """
         nodes = self._directory.wait(grid, self._min_available)
-        strangers = [client for client in nodes if client >= self.population]
+        there, strangers = _split(nodes, self.population)
         if strangers and not self._begun:
             raise FedsimError(
                 f"a node is client {strangers[0]}, but cohort.population = {self.population}; "
                 f"client ids must lie in 0 .. {self.population - 1}."
             )
-        there = {client: node for client, node in nodes.items() if client < self.population}
         self.ignored = self._directory.ignored.total() + len(strangers)
         self._tell(len(there), len(strangers))
         if self._private:
@@ -125,13 +125,22 @@ class Participants:
         """Draw on from what `state` gave."""
         self._cohort.restore(state)
 
-    def evaluators(self, server_round: int, nodes: dict[int, int], fraction: float) -> Ids:
+    def evaluators(self, server_round: int, nodes: Mapping[int, int], fraction: float) -> Ids:
         """Sorted ids of ``fraction`` of those who are there, at least one."""
         clients = np.array(sorted(nodes), dtype=np.int64)
         generator = self._randomness.generator(Purpose.EVALUATE, level="client", round=server_round)
         return np.sort(generator.permutation(clients)[: max(1, round(fraction * len(clients)))])
 
 
-def node_ids(clients: Ids, nodes: dict[int, int]) -> npt.NDArray[np.uint64]:
+def _split(nodes: Mapping[int, int], population: int) -> tuple[Mapping[int, int], list[int]]:
+    """Nodes of clients below ``population``, and the other clients."""
+    # A round costs nothing a client that it does not ask.
+    if isinstance(nodes, ConsecutiveNodes) and len(nodes) <= population:
+        return nodes, []
+    there = {client: node for client, node in nodes.items() if client < population}
+    return there, [client for client in nodes if client >= population]
+
+
+def node_ids(clients: Ids, nodes: Mapping[int, int]) -> npt.NDArray[np.uint64]:
     """The nodes of ``clients [n]``, ``[n]``."""
     return np.array([nodes[client] for client in clients.tolist()], dtype=np.uint64)
