@@ -99,10 +99,13 @@ class Parts:
     parts : mapping of name to Tensor ``[n, *shape]``
         A parameter that is missing has no gradient.
     packing : Packing
+    held : (Tensor ``[1, D]``, mapping of name to Tensor ``[1, *shape]``), optional
+        One client's packed row, and the parameters as views of it, where they are at hand.
     """
 
     parts: Mapping[str, Tensor]
     packing: Packing
+    held: tuple[Tensor, Mapping[str, Tensor]] | None = None
 
     def __getitem__(self, clients: slice) -> Parts:
         """Of these clients."""
@@ -118,6 +121,10 @@ class Parts:
 
     def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
         """One multiply-add for each parameter."""
+        if out is None and self.held is not None and theta is self.held[0]:
+            views = [self.held[1][name] for name in self.parts]
+            torch._foreach_add_(views, list(self.parts.values()), alpha=-float(rate))
+            return
         into = theta if out is None else out
         for name, packed in self.packing.slices.items():
             gradient = self.parts.get(name)

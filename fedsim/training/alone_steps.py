@@ -1,4 +1,4 @@
-"""Local steps of clients whose rows are large: one client after another, each all of its steps."""
+"""Local steps of one client after another, each all of its own."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from torch import Tensor
 
 from fedsim.clients.base import State, Step
 from fedsim.training.batches import Batches
+from fedsim.training.hidden_draws import Seeds
 from fedsim.training.local_step import LocalStep
 from fedsim.training.paths.alone import AlonePath
 from fedsim.training.paths.stacked import StackedPath
 from fedsim.training.steps import Bench, Ended, Floats, Steps
 
-__all__ = ["AloneSteps"]
+__all__ = ["AloneSteps", "DenseSteps"]
 
 # Inputs of so many bytes are gathered at once: those of some batches.
 GATHERED = 2**19
 
 
 class AloneSteps(Steps):
-    """As `Steps`, of a path that is stacked; a client's row stays in the cache meanwhile."""
+    """As `Steps`, of a path that goes client by client: each is there once, for all its steps."""
 
-    def __init__(self, bench: Bench, path: StackedPath, batches: Batches, round: int) -> None:
-        super().__init__(bench, batches, round)
-        self.path = AlonePath(path)
+    def __init__(
+        self, bench: Bench, batches: Batches, round: int, seeds: Seeds | None = None
+    ) -> None:
+        super().__init__(bench, batches, round, seeds)
         self._losses: list[Tensor] = []
 
     def run(
@@ -51,6 +53,36 @@ class AloneSteps(Steps):
 
     def _walk(self, state: State, k: int, steps: int) -> None:
         """All steps of client ``k``."""
+        client = slice(k, k + 1)
+        client_seeds = None if self.seeds is None else self.seeds.of_client(k)
+        for index in range(steps):
+            seeds = None if client_seeds is None else client_seeds.of_step(index, 1)[:, 0].tolist()
+            examples, weight = self.index[client, index], self.weight[client, index]
+            step = Step(self.round, index)
+            self._losses.append(self.bench.step(state, examples, weight, step, seeds))
+
+    def mean_losses(self) -> Floats:
+        """See `Steps`."""
+        losses = torch.cat(self._losses).double().numpy()
+        total = np.zeros(len(self.batches.steps))
+        first = 0
+        for k, steps in enumerate(self.batches.steps.tolist()):
+            weight = self.batches.weight[k, :steps]
+            sums = (losses[first : first + steps] * weight).sum(axis=1)
+            total[k] = (sums / np.maximum(weight.sum(axis=1), 1)).sum() / max(steps, 1)
+            first += steps
+        return total
+
+
+class DenseSteps(AloneSteps):
+    """Of a stacked path: a client's row stays in the cache meanwhile."""
+
+    def __init__(self, bench: Bench, path: StackedPath, batches: Batches, round: int) -> None:
+        super().__init__(bench, batches, round)
+        self.path = AlonePath(path)
+
+    def _walk(self, state: State, k: int, steps: int) -> None:
+        """All steps of client ``k``."""
         bench, algorithm, path, step = self.bench, self.bench.algorithm, self.path, self.bench.step
         assert isinstance(step, LocalStep)  # it is captured on a GPU only
         index, weight = self.index[k, :steps], self.weight[k, :steps]
@@ -68,15 +100,3 @@ class AloneSteps(Steps):
                 gradient = path.gradient(algorithm.point(state), number)
                 step.take(state, gradient, Step(self.round, first + number))
             self._losses.append(path.losses())
-
-    def mean_losses(self) -> Floats:
-        """See `Steps`."""
-        losses = torch.cat(self._losses).double().numpy()
-        total = np.zeros(len(self.batches.steps))
-        first = 0
-        for k, steps in enumerate(self.batches.steps.tolist()):
-            weight = self.batches.weight[k, :steps]
-            sums = (losses[first : first + steps] * weight).sum(axis=1)
-            total[k] = (sums / np.maximum(weight.sum(axis=1), 1)).sum() / max(steps, 1)
-            first += steps
-        return total

@@ -155,6 +155,11 @@ class Seeds:
     client_ids: Ints
     round: int
 
+    def of_client(self, position: int) -> Seeds:
+        """Those of one of the clients."""
+        client = slice(position, position + 1)
+        return Seeds(self.randomness[client], self.client_ids[client], self.round)
+
     def of_step(self, step: int, active: int, count: int = 1) -> Ints:
         """Seeds for a step of each of the first ``active`` clients, ``[active, count]``."""
         seeds = np.empty((active, count), dtype=np.int64)

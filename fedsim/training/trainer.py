@@ -22,7 +22,7 @@ from fedsim.rows.exchange import KEEP_SINCE, Block, ClientStates
 from fedsim.rows.layout import Layout
 from fedsim.tasks import Accuracy, MeanOf, Metric
 from fedsim.tasks.losses import Loss, cross_entropy
-from fedsim.training.alone_steps import AloneSteps
+from fedsim.training.alone_steps import AloneSteps, DenseSteps
 from fedsim.training.batches import Batches, Ints, plan_batches
 from fedsim.training.checks import check_model
 from fedsim.training.compression import LEFT_OUT, Compression
@@ -35,7 +35,14 @@ from fedsim.training.graphs import steps_by
 from fedsim.training.hidden_draws import Seeds, hidden_draws
 from fedsim.training.local_step import LocalStep
 from fedsim.training.memory import Memory, Sent, StateKind, memory_for, packed, unpacked
-from fedsim.training.paths.choice import Path, PathName, block_limit, choose, convolutional
+from fedsim.training.paths.choice import (
+    ONE_BY_ONE,
+    Path,
+    PathName,
+    block_limit,
+    choose,
+    convolutional,
+)
 from fedsim.training.paths.examples import Way, ways
 from fedsim.training.paths.stacked import StackedPath, stack
 from fedsim.training.personal import Personal
@@ -582,7 +589,9 @@ class Trainer:
     ) -> Steps:
         seeds = Seeds(randomness, ids, round) if self.draws.training else None
         if self.privacy is None and isinstance(self.path, StackedPath) and self.path.alone:
-            return AloneSteps(self.bench, self.path, batches, round)
+            return DenseSteps(self.bench, self.path, batches, round)
+        if self.privacy is None and self.path.name in ONE_BY_ONE and self.device.type == "cpu":
+            return AloneSteps(self.bench, batches, round, seeds)
         if self.privacy is None:
             return Steps(self.bench, batches, round, seeds)
         plans = [self.plan_of(client) for client in ids.tolist()]

@@ -6,6 +6,7 @@ cannot take.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,37 @@ from fedsim.tasks.losses import Loss
 from fedsim.training.hidden_draws import seeded
 
 __all__ = ["PlainPath"]
+
+
+class Held:
+    """A model of its own whose trained parameters are views of one client's packed row.
+
+    What is subtracted from the row is then subtracted from the model, and a client's steps set
+    the parameters once.
+    """
+
+    def __init__(self, model: nn.Module, packing: Packing) -> None:
+        trained = {id(p) for n, p in model.named_parameters() if n in packing.slices}
+        rest = [*model.parameters(), *model.buffers()]
+        # What is not trained stays the model's.
+        shared = {id(tensor): tensor for tensor in rest if id(tensor) not in trained}
+        self.model = copy.deepcopy(model, shared)
+        named = dict(self.model.named_parameters())
+        self.parameters = {name: named[name] for name in packing.slices}
+        self._packing = packing
+        self._theta: Tensor | None = None
+        self.rows: dict[str, Tensor] = {}
+
+    def at(self, theta: Tensor, training: bool) -> None:
+        """Hold ``theta [1, D]``."""
+        if self.model.training is not training:
+            self.model.train(training)
+        if self._theta is theta:
+            return
+        self.rows = self._packing.named(theta)
+        for name, parameter in self.parameters.items():
+            parameter.data = self.rows[name][0]
+        self._theta = theta
 
 
 @dataclass(frozen=True)
@@ -44,6 +76,8 @@ class PlainPath:
 
         ``seeds [n]`` are those of what the model draws for each client.
         """
+        if len(theta) == 1 and not theta.is_cuda and not self._channels_last:
+            return self._held_gradient(theta, x[0], y[0], weight[0], seeds[0] if seeds else None)
         losses = torch.empty_like(weight)
         by_name: dict[str, list[Tensor]] = {name: [] for name in self.packing.slices}
         for k in range(len(theta)):
@@ -65,6 +99,29 @@ class PlainPath:
             if gradients
         }
         return Parts(stacked, self.packing), losses
+
+    @cached_property
+    def _held(self) -> Held:
+        return Held(self.model, self.packing)
+
+    def _held_gradient(
+        self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor, seed: int | None
+    ) -> tuple[Gradient, Tensor]:
+        """`gradient` of one client on a CPU, whose row the model holds."""
+        held = self._held
+        held.at(theta, self.model.training)
+        parameters = held.parameters
+        with torch.enable_grad(), seeded(seed, theta.device):
+            losses = self.loss(held.model(self._placed(x)), y)
+            gradients = torch.autograd.grad(
+                (losses * weight).sum(), list(parameters.values()), allow_unused=True
+            )
+        parts = {
+            name: gradient.unsqueeze(0)
+            for name, gradient in zip(parameters, gradients, strict=True)
+            if gradient is not None
+        }
+        return Parts(parts, self.packing, (theta, held.rows)), losses.detach().unsqueeze(0)
 
     def outputs(
         self, theta: Tensor, x: Tensor, seeds: Sequence[int | None] | None = None

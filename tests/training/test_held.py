@@ -1,0 +1,68 @@
+"""The plain path holds a client's row in a model of its own: nothing of it shows outside."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from clients_helpers import make_data
+from torch import nn
+from torch.func import functional_call
+
+from fedsim.clients import SGD, AdadpLR, Adam, LocalAlgorithm
+from fedsim.clients.gradients import Parts
+from fedsim.randomness import Randomness
+from fedsim.training import Trainer
+from fedsim.training.paths.plain import PlainPath
+
+
+class Tied(nn.Module):
+    """Attention of a kind, with one matrix used twice and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+        self.second.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(torch.tanh(self.second(torch.tanh(self.first(x))))))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [SGD(lr=0.3), SGD(lr=0.3, momentum=0.9), Adam(lr=0.01), AdadpLR(lr=0.2, tol=0.5)],
+    ids=repr,
+)
+def test_holding_a_row_trains_as_a_functional_call_does(
+    algorithm: LocalAlgorithm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_data([9, 0, 4, 7], features=6, dtype=torch.float64)
+    model = Tied().double()
+    before = copy.deepcopy(model.state_dict())
+
+    def called(
+        path: PlainPath, theta: torch.Tensor, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[Parts, torch.Tensor]:
+        named = {k: v.detach().clone() for k, v in path.packing.named(theta[0]).items()}
+        leaves = {name: value.requires_grad_() for name, value in named.items()}
+        with torch.enable_grad():
+            losses = path.loss(functional_call(path.model, leaves, (x[0],)), y[0])
+            gradients = torch.autograd.grad((losses * weight[0]).sum(), list(leaves.values()))
+        parts = {name: g[None] for name, g in zip(leaves, gradients, strict=True)}
+        return Parts(parts, path.packing), losses.detach()[None]
+
+    rows = []
+    for replaced in (False, True):
+        if replaced:
+            monkeypatch.setattr(PlainPath, "gradient", called)
+        trainer = Trainer(
+            model, algorithm, data, batch_size=4, epochs=2, path="plain", randomness=Randomness(3)
+        )
+        rows.append(torch.cat([b.rows for b in trainer.train(trainer.initial(), np.arange(4), 1)]))
+    torch.testing.assert_close(*rows, rtol=0, atol=1e-12)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
