@@ -19,9 +19,9 @@ from fedsim.cli import main
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TASKS = (
     *("labels", "personal", "regression", "tabular"),
-    *(pytest.param(task, marks=pytest.mark.slow) for task in ("resnet", "text")),
+    *(pytest.param(task, marks=pytest.mark.slow) for task in ("pfl", "resnet", "text")),
 )
-SMALL = {"text": {"MOST": 12, "LENGTH": 6}}
+SMALL = {"text": {"MOST": 12, "LENGTH": 6}, "pfl": {"MOST": 4, "IMAGES": 200}}
 """What of a page's data is made smaller."""
 BLOCK = re.compile(r"^(?:<!-- (not run[^>]*) -->\n)?```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -47,7 +47,7 @@ def page(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch) -> Iterato
     shutil.copytree(EXAMPLES / task, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     yield task
-    for name in ("nets", "losses"):
+    for name in ("nets", "losses", "mixes"):
         sys.modules.pop(name, None)  # another page has another module of this name
 
 
