@@ -7,7 +7,14 @@ from pathlib import Path
 
 from experiments.framework.base import PaperClaim, Report
 from experiments.framework.judgement import Judgement, Panel
-from experiments.framework.pages import NOT_RUN, PAPERS, WHOSE, markdown_table, panel_text
+from experiments.framework.pages import (
+    NOT_RUN,
+    PAPERS,
+    WHOSE,
+    earlier,
+    markdown_table,
+    panel_text,
+)
 from experiments.framework.run import check, find, load, names
 
 __all__ = ["overview"]
@@ -41,6 +48,8 @@ def overview() -> str:
             blocks += [f"### {entry.judgement.title}", entry.judgement.about.strip()]
             if entry.report is None:
                 blocks.append(f"**{NOT_RUN}** {entry.judgement.not_run.strip()}")
+                if entry.judgement.earlier:
+                    blocks.append(earlier(entry.judgement))
             for panel in entry.judgement.panels:
                 text = panel_text(
                     panel, entry.judgement, entry.report, pictures=f"pictures/{entry.folder}/"

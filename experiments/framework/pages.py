@@ -9,7 +9,15 @@ from experiments.framework.base import PaperClaim, Report, Table
 from experiments.framework.judgement import Claimed, Judgement, Panel
 from experiments.framework.stored import Stored
 
-__all__ = ["NOT_RUN", "PAPERS", "WHOSE", "markdown_table", "panel_text", "readme"]
+__all__ = [
+    "NOT_RUN",
+    "PAPERS",
+    "WHOSE",
+    "earlier",
+    "markdown_table",
+    "panel_text",
+    "readme",
+]
 
 PAPERS = {
     "koskela": (
@@ -68,7 +76,7 @@ def readme(name: str, judgement: Judgement, stored: Stored | None, report: Repor
     if report is not None and judgement.paper:
         blocks += ["## Figures that the paper prints", _beside(judgement, report)]
     if report is None and judgement.earlier:
-        blocks += ["## Figures of an earlier run", EARLIER, _earlier(judgement)]
+        blocks += ["## Figures of an earlier run", earlier(judgement)]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -103,11 +111,12 @@ def _verdicts(claims: Sequence[PaperClaim], judged: Mapping[str, Claimed]) -> st
     return markdown_table(["claim", "verdict", "measured", "whose the difference is"], rows, 4)
 
 
-def _earlier(judgement: Judgement) -> str:
+def earlier(judgement: Judgement) -> str:
+    """Figures of a run that is not kept, and that they judge nothing."""
     rows: list[list[str | float | None]] = [
         [name, judgement.paper.get(name), value] for name, value in judgement.earlier.items()
     ]
-    return markdown_table(["figure", "paper", "then"], rows, 4)
+    return f"{EARLIER}\n\n{markdown_table(['figure', 'paper', 'then'], rows, 4)}"
 
 
 def _beside(judgement: Judgement, report: Report) -> str:

@@ -180,6 +180,15 @@ def test_check_ends_with_1_where_a_stored_result_says_otherwise(tmp_path: Path) 
     assert CliRunner().invoke(app, [name, "--check"]).exit_code == 0
 
 
+@pytest.mark.parametrize("other", [["--quick"], ["--seeds", "4"]])
+def test_only_results_of_the_files_own_settings_are_stored(other: list[str]) -> None:
+    app = typer.Typer()
+    app.command()(experiment)
+    result = CliRunner().invoke(app, ["xu", "--store", *other])
+    assert isinstance(result.exception, FedsimError)
+    assert "--store" in str(result.exception)
+
+
 @pytest.mark.parametrize("method", ["clipping", "literal", "stabilised"])
 def test_descents_of_all_seeds_are_releases_of_one_row(method: str) -> None:
     d, steps, rate, bound = 6, 25, 0.1, 0.5
