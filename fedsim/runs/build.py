@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -37,6 +36,8 @@ from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.runs import objects
 from fedsim.runs.dealing import Dealt, deal, refuse_found
+from fedsim.runs.example_level import example_privacy
+from fedsim.runs.given import Given
 from fedsim.strategies import DPFedAvg
 from fedsim.strategies.dp_fedavg import ClientBudget
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
@@ -44,49 +45,7 @@ from fedsim.training.compression import Compression
 from fedsim.training.paths.frozen import past_frozen
 from fedsim.training.personal import Personal
 
-__all__ = ["Build", "Given"]
-
-
-@dataclass(frozen=True, eq=False)
-class Given:
-    """Objects in the place of what tables of a config name; None for what the table says.
-
-    Attributes
-    ----------
-    model : nn.Module, optional
-        Initialised; it is copied.
-    data : Dataset, optional
-    partition : Partition, optional
-        Of as many clients as the config declares.
-    """
-
-    model: nn.Module | None = None
-    data: datasets.Dataset | None = None
-    partition: partitions.Partition | None = None
-
-    def digest(self) -> str:
-        """Digest of what of them determines a release and can be said; empty of nothing."""
-        said: dict[str, object] = {}
-        if self.model is not None:
-            # Where a run starts is no secret: its values may be digested, as data may not.
-            values = models.values_of(self.model).items()
-            said["model"] = [
-                re.sub(r" at 0x[0-9a-f]+", "", repr(self.model)),
-                [
-                    name
-                    for name, parameter in self.model.named_parameters()
-                    if parameter.requires_grad
-                ],
-                {name: hashlib.sha256(_bytes_of(value)).hexdigest() for name, value in values},
-            ]
-        if self.data is not None:
-            data, x, y = self.data, self.data.train.x, self.data.train.y
-            sizes = [list(x.shape), str(x.dtype), list(y.shape), str(y.dtype)]
-            found = [data.num_classes, data.vocabulary, data.mean, data.std]
-            said["data"] = [data.name, data.source, sizes, found]
-        if self.partition is not None:
-            said["partition"] = self.partition
-        return digest_of(said) if said else ""
+__all__ = ["Build"]
 
 
 class Build:
@@ -271,36 +230,9 @@ class Build:
         client = self.config.client
         if client.mechanism.name == "none":
             return None
-        smallest = min(self._sizes, default=client.batch_size)
-        if client.batch_size > smallest:
-            raise FedsimError(
-                f"client.batch-size = {client.batch_size}; with example-level privacy, where a "
-                "batch is drawn at a rate of batch size over examples, it must be at most "
-                f"{smallest}, what the smallest client has."
-            )
-        unnoised = ExamplePrivacy(
-            mechanism=objects.mechanism(client.mechanism),
-            noise_multiplier=client.noise.multiplier or 0.0,
-            sampling=client.noise.sampling,
-            chunk=client.noise.chunk,
-            hardened=client.noise.hardened,
-            delta=client.noise.delta,
-            max_epsilon=client.noise.max_epsilon,
-            ledger_dir=self.ledger_dir,
-            unprotected_metrics=self.config.evaluate.unprotected,
-        )
-        target = client.noise.target_epsilon
-        if target is None:
-            return unnoised
-
-        rounds = self.config.rounds
-
-        plans = (
-            unnoised.plan(local_work(self.config), size, rounds) for size in self._calibrated_sizes
-        )
-        needed = (plan.calibrated(target, client.noise.delta) for plan in plans if plan is not None)
-        noise_multiplier = max((plan.noise.multiplier for plan in needed), default=0.0)
-        return replace(unnoised, noise_multiplier=noise_multiplier)
+        # A node with data of its own has none of these, and needs none without a target.
+        calibrated = set() if client.noise.target_epsilon is None else self._calibrated_sizes
+        return example_privacy(self.config, self._sizes, calibrated, self.ledger_dir)
 
     @property
     def _sizes(self) -> set[int]:
@@ -465,7 +397,8 @@ class Build:
             evaluate_every=max(evaluate.clients_every, 1),
             evaluate_quantiles=True,
             node_timeout=config.engine.node_timeout,
-            replying=self.replying,
+            # Where everybody replies nobody need know how long that takes.
+            replying=None if config.devices == DevicesSection() else self.replying,
             max_failed_rounds=config.server.max_failed_rounds,
             algorithm=objects.algorithm(config),
             average_client_state=config.client.state == "server",
@@ -525,11 +458,6 @@ class Build:
             measured = {k: v for k, v in block.metrics.items() if k != "num-examples"}
             metrics |= {f"{split}-{name}": float(values[0]) for name, values in measured.items()}
         return MetricRecord(metrics)
-
-
-def _bytes_of(value: Tensor) -> bytes:
-    flat = value.detach().cpu().contiguous().view(-1)
-    return f"{value.dtype} {list(value.shape)} ".encode() + flat.view(torch.uint8).numpy().tobytes()
 
 
 def _device(name: str) -> torch.device:

@@ -12,7 +12,8 @@ from fedsim.config.past import past_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.runs.artefacts import RunDirectory
-from fedsim.runs.build import Build, Given
+from fedsim.runs.build import Build
+from fedsim.runs.given import Given
 
 __all__ = ["move_client_ledgers", "refuse_other_objects", "resumed_config"]
 

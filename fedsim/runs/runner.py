@@ -18,10 +18,11 @@ from fedsim.engines.workers import helpful_workers
 from fedsim.errors import FedsimError
 from fedsim.privacy.archive import archive
 from fedsim.runs.artefacts import RunDirectory
-from fedsim.runs.build import Build, Given
+from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, Callbacks
 from fedsim.runs.check import check, check_past
 from fedsim.runs.drive import YOURS, drive
+from fedsim.runs.given import Given
 from fedsim.runs.result import RunResult
 from fedsim.runs.resume import move_client_ledgers, refuse_other_objects, resumed_config
 from fedsim.training.operations import operations_of

@@ -33,7 +33,8 @@ from fedsim.mechanisms import (
 from fedsim.models import build
 from fedsim.partitions import Dirichlet
 from fedsim.runs import objects
-from fedsim.runs.build import Build, Given
+from fedsim.runs.build import Build
+from fedsim.runs.given import Given
 from fedsim.settings import REQUIRED
 
 

@@ -1,0 +1,62 @@
+"""Objects from Python in the place of what a config names, and what tells them apart."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedsim import datasets, models, partitions
+from fedsim.privacy.digest import digest_of
+
+__all__ = ["Given"]
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """Objects in the place of what tables of a config name; None for what the table says.
+
+    Attributes
+    ----------
+    model : nn.Module, optional
+        Initialised; it is copied.
+    data : Dataset, optional
+    partition : Partition, optional
+        Of as many clients as the config declares.
+    """
+
+    model: nn.Module | None = None
+    data: datasets.Dataset | None = None
+    partition: partitions.Partition | None = None
+
+    def digest(self) -> str:
+        """Digest of what of them determines a release and can be said; empty of nothing."""
+        said: dict[str, object] = {}
+        if self.model is not None:
+            # Where a run starts is no secret: its values may be digested, as data may not.
+            values = models.values_of(self.model).items()
+            said["model"] = [
+                re.sub(r" at 0x[0-9a-f]+", "", repr(self.model)),
+                [
+                    name
+                    for name, parameter in self.model.named_parameters()
+                    if parameter.requires_grad
+                ],
+                {name: hashlib.sha256(_bytes_of(value)).hexdigest() for name, value in values},
+            ]
+        if self.data is not None:
+            data, x, y = self.data, self.data.train.x, self.data.train.y
+            sizes = [list(x.shape), str(x.dtype), list(y.shape), str(y.dtype)]
+            found = [data.num_classes, data.vocabulary, data.mean, data.std]
+            said["data"] = [data.name, data.source, sizes, found]
+        if self.partition is not None:
+            said["partition"] = self.partition
+        return digest_of(said) if said else ""
+
+
+def _bytes_of(value: Tensor) -> bytes:
+    flat = value.detach().cpu().contiguous().view(-1)
+    return f"{value.dtype} {list(value.shape)} ".encode() + flat.view(torch.uint8).numpy().tobytes()
