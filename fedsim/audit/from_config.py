@@ -261,6 +261,8 @@ class _Factory:
         strategy = Build(config).strategy()
         # What a server's optimiser makes of the mean is post-processing: it is added.
         strategy.server_optimizer = sgd()
+        # Made-up clients have no devices: who is away shows no canary.
+        strategy.replying = None
         return strategy
 
 
