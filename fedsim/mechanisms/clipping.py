@@ -22,6 +22,12 @@ class Clipping(ScalingBound):
     """``u * min(1, C / ||u||)`` (Abadi et al. 2016; McMahan et al. 2018).
 
     Guarantee: the sum changes by at most C in L2 norm when a row is added or removed.
+
+    Examples
+    --------
+    >>> import torch
+    >>> Clipping(clip_norm=1.0).bound(torch.tensor([[3.0, 4.0], [0.0, 0.5]])).norm(dim=1)
+    tensor([1.0000, 0.5000])
     """
 
     clip_norm: Annotated[float, *NORM, Doc("C: longer rows are scaled down to this L2 norm.")] = 1.0

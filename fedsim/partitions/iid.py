@@ -23,6 +23,11 @@ class IID(Partition):
     clients : int
         At most the number of examples.
     seed : int
+
+    Examples
+    --------
+    >>> [len(examples) for examples in IID(clients=3, seed=1).indices([0, 1] * 5)]
+    [4, 3, 3]
     """
 
     clients: int = 100

@@ -60,6 +60,13 @@ class Event:
     ------
     FedsimError
         If a value is outside its range, or the adjacency is not the sampler's.
+
+    Examples
+    --------
+    >>> from fedsim.privacy import Accountant
+    >>> week = Event(noise_multiplier=2.0, sampler="poisson", rate=0.1).times(7)
+    >>> round(Accountant([week]).epsilon(delta=1e-5), 2)
+    0.69
     """
 
     noise_multiplier: float

@@ -80,6 +80,13 @@ def run(
     RanElsewhere
         If the run succeeded on a federation whose SuperLink is on another host: the
         artefacts are there.
+
+    Examples
+    --------
+    >>> config = RunConfig.of(["rounds=1", "partition.clients=20", "client.lr=0.2"])
+    >>> result = run(config, engine="local")
+    >>> result.ended, [row["round"] for row in result.metrics]
+    ('finished', [0, 1])
     """
     config = config if engine is None else config.replace(**{"engine.name": engine})
     given = Given(model, data, partition)

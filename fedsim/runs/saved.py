@@ -46,8 +46,11 @@ def load(path: str | PathLike[str]) -> SavedRun:
 
     Examples
     --------
-    >>> saved = load("runs/digits")                                   # doctest: +SKIP
-    >>> saved.predict(images), saved.privacy.epsilon                  # doctest: +SKIP
+    >>> saved = load("runs/digits")
+    >>> saved.config.rounds, len(saved.metrics)
+    (2, 3)
+    >>> saved.predict(np.zeros((5, 64), dtype=np.float32)).shape
+    (5,)
     """
     directory = RunDirectory(path)
     record = RunRecord.read(directory.path)
