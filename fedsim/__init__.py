@@ -19,11 +19,12 @@ if sys.platform == "win32":
 if TYPE_CHECKING:
     from fedsim.config import RunConfig
     from fedsim.runs.callbacks import Callback, RunStatus
+    from fedsim.runs.live import Live
     from fedsim.runs.runner import run
     from fedsim.runs.saved import load
 
 __version__ = VERSION
-__all__ = ["Callback", "RunConfig", "RunStatus", "__version__", "load", "run"]
+__all__ = ["Callback", "Live", "RunConfig", "RunStatus", "__version__", "load", "run"]
 
 
 def __dir__() -> list[str]:
@@ -40,6 +41,10 @@ def __getattr__(name: str) -> Any:
         from fedsim.runs import callbacks
 
         return getattr(callbacks, name)
+    if name == "Live":
+        from fedsim.runs.live import Live
+
+        return Live
     if name == "run":
         from fedsim.runs.runner import run
 
