@@ -23,13 +23,13 @@ class Dirichlet(Partition):
     Both the mix of classes and the size differ between clients; a client may have nothing
     (often, when ``alpha`` is small or clients are many). Large ``alpha`` comes near to IID.
 
+    Source: Yurochkin et al., Bayesian Nonparametric Federated Learning of Neural Networks,
+    2019.
+
     Parameters
     ----------
     clients : int
     seed : int
-
-    Source: Yurochkin et al., Bayesian Nonparametric Federated Learning of Neural Networks,
-    2019.
     """
 
     alpha: Annotated[

@@ -34,14 +34,14 @@ class InterpolatedPathological(Partition):
     groups of equal size, the expected fraction of a client's own classes is
     ``1 - randomness + randomness / g``. Randomness 0 is pathological, 1 uniform.
 
+    Source: Koskela and Honkela, arXiv 1809.03832 (five clients on CIFAR-10).
+
     Parameters
     ----------
     clients : int
         At least one a group; 0 for exactly one. Consecutive clients share a group; where they
         do not divide evenly, the first groups have one more.
     seed : int
-
-    Source: Koskela and Honkela, arXiv 1809.03832 (five clients on CIFAR-10).
     """
 
     randomness: Annotated[

@@ -24,15 +24,15 @@ class Shards(Partition):
     A client has about ``shards`` classes at most. Where the examples do not divide evenly, the
     first shards have one more.
 
+    Source: McMahan et al., Communication-Efficient Learning of Deep Networks from
+    Decentralized Data, 2017 (the pathological non-IID partition of MNIST).
+
     Parameters
     ----------
     clients : int
         ``clients * shards`` is at most the number of examples.
     seed : int
         Of who has which shards; the shards themselves do not depend on it.
-
-    Source: McMahan et al., Communication-Efficient Learning of Deep Networks from
-    Decentralized Data, 2017 (the pathological non-IID partition of MNIST).
     """
 
     shards: Annotated[
