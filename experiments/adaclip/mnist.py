@@ -54,19 +54,19 @@ _SHARED = (
 _COMPARED = (
     (
         "adaclip-ahead",
-        "AdaCliP is ahead of Abadi's clipping at every eps",
+        "AdaCliP is ahead of Abadi's clipping at every eps run here",
         "adaclip",
         "clipping",
     ),
     (
         "bound-behind",
-        "Abadi's clipping is ahead of the norm bound at every eps",
+        "Abadi's clipping is ahead of the norm bound at every eps run here",
         "clipping",
         "norm-bound",
     ),
     (
         "printed-ahead",
-        "AdaCliP as printed is ahead of Abadi's clipping at every eps",
+        "AdaCliP as printed is ahead of Abadi's clipping at every eps run here",
         "literal",
         "clipping",
     ),
@@ -234,7 +234,7 @@ class Mnist(TunedRates):
             PaperClaim(
                 "momentum",
                 "Fig. 4",
-                "momentum ends where plain SGD does, to half a point, at every eps",
+                "momentum ends where plain SGD does, to half a point, at every eps run here",
                 _within(apart, CLOSE),
                 "; ".join(difference.text for difference in apart),
             )

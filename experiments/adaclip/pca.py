@@ -108,7 +108,7 @@ class Pca(TunedRates):
             PaperClaim(
                 "adaclip-ahead",
                 "Table 2",
-                "AdaCliP is ahead of Abadi's clipping at every eps",
+                "AdaCliP is ahead of Abadi's clipping at every eps run here",
                 all_ahead(gains),
                 "; ".join(gain.text for gain in gains),
             ),
@@ -122,14 +122,14 @@ class Pca(TunedRates):
             PaperClaim(
                 "noise-below",
                 "Fig. 3",
-                "AdaCliP adds less noise than Abadi's clipping at every eps",
+                "AdaCliP adds less noise than Abadi's clipping at every eps run here",
                 max(middles) < 1,
                 ", ".join(f"{middle:.3f}" for middle in middles),
             ),
             PaperClaim(
                 "noise-ratio",
                 "Fig. 3",
-                "it adds about 0.8 of it (.7 to .9) at every eps",
+                "it adds about 0.8 of it (.7 to .9) at every eps run here",
                 all(0.7 <= middle <= 0.9 for middle in middles),
                 ", ".join(f"{middle:.3f}" for middle in middles),
             ),
