@@ -22,6 +22,7 @@ from fedsim.cli.privacy_views import (
 )
 from fedsim.errors import FedsimError
 from fedsim.privacy import Adjacency, Question, Sampling, tradeoff
+from fedsim.privacy.groups import group_cost
 from fedsim.privacy.signing import new_key
 from fedsim.privacy.verification import verify
 
@@ -102,6 +103,13 @@ def privacy(
             help="Whose data one row of a sum is: client, or example.", rich_help_panel=_SAMPLING
         ),
     ] = "client",
+    group: Annotated[
+        int | None,
+        typer.Option(
+            help="Say too what somebody is promised who owns so many clients.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
     prv: Annotated[
         bool,
         typer.Option(
@@ -196,7 +204,7 @@ def privacy(
         question = replace(question, level=_one_of("--level", level, "client", "example"))
     questions = (rounds, max_epsilon, target_epsilon, over)
     if read.ledger is not None and all(question is None for question in questions):
-        _spent(read, question.delta, as_json, prv)
+        _spent(read, question.delta, as_json, prv, group)
         return
     if as_json:
         raise FedsimError("--json says what a ledger holds; give it a ledger and no question.")
@@ -208,15 +216,19 @@ def privacy(
         return
     answer = question.answer()
     console.print(report(answer, prv))
+    if (owned := read.group if group is None else group) != 1:
+        console.print(group_cost(answer.events, owned, question.delta).sentence(question.level))
     if read.extrapolated is not None and rounds is None:
         console.print(read.extrapolated.sentence())
     if math.isfinite(answer.cost.epsilon):
         console.print(tradeoff_table(tradeoff(answer.events)))
 
 
-def _spent(read: Source, delta: float, as_json: bool, prv: bool) -> None:
+def _spent(read: Source, delta: float, as_json: bool, prv: bool, group: int | None) -> None:
     """What ledgers say: the statements, and how epsilon grew."""
     statements = read.statements(delta)
+    if group is not None:
+        statements = [replace(statement, group=None).of_group(group) for statement in statements]
     if as_json:
         typer.echo(json.dumps([statement.to_dict() for statement in statements], indent=2))
         return

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedsim.config import RunConfig
-from fedsim.config.plan import cohort, extrapolation, realised
+from fedsim.config.plan import beside, cohort, extrapolation, realised
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Question, Statement
 from fedsim.privacy.archive import archived
@@ -43,6 +43,7 @@ class Source:
     clients: Path | None = None
     directory: Path | None = None
     extrapolated: Extrapolation | None = None
+    group: int = 1
 
     def statements(self, delta: float) -> list[Statement]:
         """What its ledgers say: of the server's releases where it made private ones, and of the
@@ -58,7 +59,7 @@ class Source:
         if self.directory is None or not (self.directory / "config.toml").is_file():
             return statement
         config = RunConfig.load(self.directory / "config.toml")
-        return replace(statement, extrapolated=extrapolation(config, statement.of_run))
+        return beside(config, statement)
 
 
 def read_source(source: Path | None, overrides: list[str], delta: float | None) -> Source:
@@ -75,7 +76,8 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
         return Source()
     if source.suffix == ".toml":
         config = RunConfig.load(source, overrides)
-        return Source(_configured(config), extrapolated=extrapolation(config, config.rounds))
+        figure = extrapolation(config, config.rounds)
+        return Source(_configured(config), extrapolated=figure, group=config.privacy.group)
     if not source.is_dir():
         ledger = Ledger.read(source)
         return Source(_continued(ledger, _delta(source.parent, delta)), ledger, ledger)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fedsim.cohorts import Cohort
 from fedsim.config.run_config import RunConfig
 from fedsim.config.things import make
 from fedsim.errors import FedsimError
 from fedsim.privacy.extrapolation import Extrapolation
 from fedsim.privacy.plan import LocalWork
+from fedsim.privacy.statement import Statement
 
-__all__ = ["cohort", "extrapolation", "local_work", "realised"]
+__all__ = ["beside", "cohort", "extrapolation", "local_work", "realised"]
 
 
 def cohort(config: RunConfig) -> Cohort:
@@ -50,6 +53,12 @@ def extrapolation(config: RunConfig, releases: int) -> Extrapolation | None:
         return None
     assert noise.multiplier is not None
     return Extrapolation.of(_larger_cohort(config), noise.multiplier, releases, noise.delta)
+
+
+def beside(config: RunConfig, statement: Statement) -> Statement:
+    """A statement of the server's releases, with the figures that a config asks for beside."""
+    figure = extrapolation(config, statement.of_run)
+    return replace(statement, extrapolated=figure).of_group(config.privacy.group)
 
 
 def _larger_cohort(config: RunConfig) -> Cohort:

@@ -34,6 +34,7 @@ from fedsim.config.sections import (
     ModelSection,
     NoiseSection,
     PartitionSection,
+    PrivacySection,
     ServerSection,
 )
 from fedsim.config.sentences import sentence
@@ -69,6 +70,7 @@ class RunConfig(Section):
     cohort: CohortSection = CohortSection()
     mechanism: MechanismSection = MechanismSection()
     noise: NoiseSection = NoiseSection()
+    privacy: PrivacySection = setting(PrivacySection(), affects_release=False)
     server: ServerSection = ServerSection()
     devices: DevicesSection = DevicesSection()
     evaluate: EvaluateSection = setting(EvaluateSection(), affects_release=False)
@@ -226,6 +228,14 @@ def _check_noise(config: RunConfig) -> None:
         noise.target_epsilon,
         "unset while mechanism.unsafe-non-private-raw-statistics = true, for which no noise "
         "gives a finite epsilon",
+    )
+    group, clients = config.privacy.group, config.partition.clients
+    config.require(
+        group == 1 or (config.private and group <= clients),
+        "privacy.group",
+        group,
+        f"at most partition.clients = {clients}, and 1 in a run without client-level privacy, from "
+        "which what an owner of several clients is promised would follow",
     )
     config.require(
         not config.private or config.client.noise.target_epsilon is None,

@@ -266,6 +266,19 @@ class NoiseSection(Section):
         return self.target_epsilon is not None or bool(self.multiplier)
 
 
+class PrivacySection(Section):
+    """What is said of privacy beside what one client is promised."""
+
+    table: ClassVar[str] = "privacy"
+    group: Annotated[
+        int,
+        Doc(
+            "The most clients that one person owns: the statement says what that person is "
+            "promised too. Budgets and targets stay those of one client."
+        ),
+    ] = setting(1, affects_release=False, ge=1, le=1000)
+
+
 class ServerSection(Choice):
     """What the server does with the noisy mean update."""
 

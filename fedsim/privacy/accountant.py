@@ -161,6 +161,16 @@ class Accountant:
         return delta if delta >= SMALLEST_PLD_DELTA else rdp_delta(spent.rdp(), epsilon)
 
     @property
+    def private(self) -> bool:
+        """Whether every release so far has a guarantee."""
+        return self._spent.private
+
+    @property
+    def components(self) -> Mapping[Component, int] | None:
+        """How often which Poisson-sampled Gaussian was composed; None where others were too."""
+        return self._spent.components() if self._spent.private else None
+
+    @property
     def gaussian_mu(self) -> float | None:
         """Sensitivity in standard deviations, where everything so far is one Gaussian."""
         return self._spent.mu if self._spent.private and self._spent.analytic else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -13,6 +13,7 @@ from fedsim.privacy.adversary import NOT_COVERED, adversary, public_facts
 from fedsim.privacy.entry import Entry
 from fedsim.privacy.events import Adjacency, Level, Sampling
 from fedsim.privacy.extrapolation import Extrapolation
+from fedsim.privacy.groups import GroupCost, group_cost
 from fedsim.privacy.parallel import Spending, dearest
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
 
@@ -101,6 +102,8 @@ class Statement:
         A sentence on what is accounted for elsewhere.
     extrapolated : Extrapolation or None
         What a larger cohort would have cost, whose noise the run has simulated.
+    group : GroupCost or None
+        What somebody is promised who owns several rows.
     """
 
     cost: Cost
@@ -115,6 +118,7 @@ class Statement:
     lines: int = 0
     note: str = ""
     extrapolated: Extrapolation | None = None
+    group: GroupCost | None = None
 
     @classmethod
     def of(cls, ledgers: Sequence[Recorded], delta: float, place: str | None = None) -> Self:
@@ -143,6 +147,15 @@ class Statement:
             head=worst.heads[-1] if alone and worst.heads else "",
             lines=len(worst.heads) if alone else 0,
         )
+
+    def of_group(self, size: int) -> Self:
+        """With what the same releases promise an owner of up to ``size`` rows; 1 adds nothing."""
+        if size == 1:
+            return self
+        events = (entry.event for entry in self.charged)
+        # A user's own sampler may draw rows of one owner together.
+        declared = any(entry.declared_by_user for entry in self.charged)
+        return replace(self, group=group_cost(events, size, self.delta, chained=declared))
 
     @property
     def epsilon(self) -> float:
@@ -231,6 +244,8 @@ class Statement:
                 f"Poisson cohorts of the same expected size would have cost epsilon "
                 f"{cost.poisson_epsilon:.4g} (add-remove)."
             )
+        if self.group is not None:
+            sentences.append(self.group.sentence(self.level))
         if self.extrapolated is not None:
             sentences.append(self.extrapolated.sentence())
         if self.simulated:
@@ -295,6 +310,9 @@ class Statement:
         return {
             "epsilon": safe(cost.epsilon),
             "delta": cost.delta,
+            "group": None
+            if self.group is None
+            else {"size": self.group.size, "epsilon": safe(self.group.epsilon)},
             "extrapolated-epsilon": safe(
                 None if self.extrapolated is None else self.extrapolated.epsilon
             ),

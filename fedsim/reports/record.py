@@ -8,12 +8,12 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.plan import extrapolation
+from fedsim.config.plan import beside
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Statement
 from fedsim.privacy.archive import archived
@@ -222,10 +222,8 @@ def _statements(path: Path, config: Mapping[str, Scalar]) -> list[Statement]:
     if (path / "ledger.jsonl").is_file():
         delta = _number(config.get("noise.delta"))
         statement = Ledger.read(path / "ledger.jsonl", delta=delta).statement(delta)
-        if config.get("noise.cohort-size"):
-            whole = RunConfig.from_run_config(config)
-            figure = extrapolation(whole, statement.of_run)
-            statement = replace(statement, extrapolated=figure)
+        if config.get("noise.cohort-size") or config.get("privacy.group", 1) != 1:
+            statement = beside(RunConfig.from_run_config(config), statement)
         statements.append(statement)
     if (kept := clients_ledgers(path, config)) is not None:
         delta = _number(config.get("client.noise.delta"))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedsim import datasets, models, partitions
 from fedsim.config import RunConfig
 from fedsim.config.digest import release_digest
-from fedsim.config.plan import cohort, extrapolation, local_work, realised
+from fedsim.config.plan import beside, cohort, local_work, realised
 from fedsim.config.sections import DevicesSection
 from fedsim.config.things import find, settings_for
 from fedsim.devices import Devices, draw_work, read_trace, read_work
@@ -286,7 +286,7 @@ class Build:
     def statements(self, server: Statement) -> tuple[Statement, Statement | None]:
         """What is claimed of the run, and at example level, from what the server's ledger says."""
         examples = None if self.client_ledgers is None else self.client_ledgers.statement()
-        server = replace(server, extrapolated=extrapolation(self.config, server.of_run))
+        server = beside(self.config, server)
         config = self.config
         if config.private and (config.devices != DevicesSection() or config.client.work):
             note = (

@@ -18,7 +18,7 @@ from fedsim.cli import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TASKS = (
-    *("labels", "personal", "regression", "tabular"),
+    *("drift", "labels", "personal", "regression", "tabular"),
     *(pytest.param(task, marks=pytest.mark.slow) for task in ("pfl", "resnet", "text")),
 )
 SMALL = {"text": {"MOST": 12, "LENGTH": 6}, "pfl": {"MOST": 4, "IMAGES": 200}}
@@ -95,3 +95,13 @@ def test_a_head_of_its_own_suits_a_writer_of_few_classes(page: str) -> None:
         with Path(f"runs/personal-{kind}/metrics.csv").open(newline="") as file:
             reached[kind] = float(list(csv.DictReader(file))[-1]["clients-accuracy"])
     assert min(reached["fedper"], reached["ditto"]) > reached["fedavg"]
+
+
+@pytest.mark.parametrize("page", ["drift"], indirect=True)
+def test_control_variates_serve_clients_of_two_classes(page: str) -> None:
+    reached = {}
+    for kind in ("fedavg", "scaffold"):
+        run(["run", f"{kind}.toml"], rounds=12, epochs=True)
+        with Path(f"runs/drift-{kind}/metrics.csv").open(newline="") as file:
+            reached[kind] = float(list(csv.DictReader(file))[-1]["test-loss"])
+    assert reached["scaffold"] < 0.8 * reached["fedavg"]

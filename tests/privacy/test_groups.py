@@ -1,0 +1,136 @@
+"""What an owner of several rows is promised, against closed forms, quadrature and simulation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.special import logsumexp, ndtr
+from scipy.stats import binom, norm
+
+import fedsim
+import fedsim.cli
+from fedsim.config import RunConfig
+from fedsim.errors import FedsimError
+from fedsim.privacy import Accountant, Event, Ledger
+from fedsim.privacy.groups import group_cost
+
+DELTA = 1e-5
+
+
+def gaussian_delta(mu: float, epsilon: float) -> float:
+    return ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon) * ndtr(-mu / 2 - epsilon / mu)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize(("adjacency", "moved"), [("zero-out", 1), ("replace-one", 2)])
+def test_without_sampling_a_group_is_one_gaussian_of_its_size(size, adjacency, moved) -> None:
+    event = Event(noise_multiplier=20.0, sampler="full", adjacency=adjacency, count=40)
+    cost = group_cost([event], size, DELTA)
+    assert cost.method == "analytic"
+    mu = size * moved * math.sqrt(40) / 20
+    assert gaussian_delta(mu, cost.epsilon) == pytest.approx(DELTA, rel=1e-6)
+
+
+def test_a_group_of_one_is_a_row() -> None:
+    events = [Event(noise_multiplier=1.1, rate=0.05, count=50)]
+    assert group_cost(events, 1, DELTA).epsilon == pytest.approx(
+        Accountant(events).epsilon(DELTA), rel=2e-3
+    )
+
+
+def losses(x: np.ndarray, size: int, q: float, z: float) -> np.ndarray:
+    """log of the mixture over how many of the group take part, over nobody's, at ``x``."""
+    drawn = np.arange(size + 1)
+    weights = binom.logpmf(drawn, size, q)
+    return logsumexp(weights + (2 * drawn * x[:, None] - drawn**2) / (2 * z**2), axis=1)
+
+
+@pytest.mark.parametrize(("size", "q", "z"), [(2, 0.1, 1.0), (4, 0.05, 2.0), (3, 0.5, 2.0)])
+def test_one_poisson_sample_is_the_mixture_over_who_takes_part(size, q, z) -> None:
+    delta = 1e-3
+    epsilon = group_cost([Event(noise_multiplier=z, rate=q)], size, delta).epsilon
+    x = np.linspace(-14 * z, size + 14 * z, 400_001)
+    loss = losses(x, size, q, z)
+    nobody = norm.logpdf(x, scale=z)
+    removed = np.trapezoid(np.exp(nobody) * np.maximum(np.exp(loss) - np.exp(epsilon), 0), x)
+    added = np.trapezoid(np.exp(nobody) * np.maximum(1 - np.exp(epsilon + loss), 0), x)
+    assert max(removed, added) == pytest.approx(delta, rel=5e-3)
+
+
+def test_many_poisson_samples_compose_as_simulated() -> None:
+    """delta at the claimed epsilon, by simulation: 5 standard errors."""
+    size, q, z, rounds, delta = 3, 0.1, 1.5, 30, 0.05
+    event = Event(noise_multiplier=z, rate=q, count=rounds)
+    epsilon = group_cost([event], size, delta).epsilon
+    generator = np.random.default_rng(0)
+    total, trials = np.zeros(40_000), 40_000
+    for _ in range(rounds):
+        x = generator.binomial(size, q, trials) + z * generator.standard_normal(trials)
+        total += losses(x, size, q, z)
+    seen = np.maximum(1 - np.exp(epsilon - total), 0)
+    assert abs(seen.mean() - delta) < 5 * seen.std() / math.sqrt(trials) + 1e-3
+
+
+def test_the_chain_of_neighbours_holds_for_fixed_cohorts_and_is_never_better() -> None:
+    fixed = Event(noise_multiplier=4.0, sampler="fixed", size=10, population=100, count=20)
+    cost = group_cost([fixed], 3, DELTA)
+    assert cost.method == "chain"
+    assert cost.epsilon > 3 * Accountant([fixed]).epsilon(DELTA)
+    # (k e, (e^(k e) - 1) / (e^e - 1) d) follows from (e, d).
+    one = cost.epsilon / 3
+    grown = math.expm1(cost.epsilon) / math.expm1(one)
+    assert Accountant([fixed]).delta(one) * grown <= DELTA * (1 + 1e-9)
+    poisson = [Event(noise_multiplier=2.0, rate=0.1, count=10)]
+    chained = group_cost(poisson, 2, DELTA, chained=True)
+    assert group_cost(poisson, 2, DELTA).epsilon < chained.epsilon < math.inf
+
+
+def test_more_rows_are_promised_less_and_no_noise_nothing() -> None:
+    events = [Event(noise_multiplier=2.0, rate=0.1, count=10)]
+    epsilons = [group_cost(events, size, DELTA).epsilon for size in (1, 2, 4)]
+    assert epsilons == sorted(epsilons)
+    silent = group_cost([Event(noise_multiplier=0.0)], 2, DELTA)
+    assert (silent.epsilon, silent.method) == (math.inf, "none")
+    assert silent.sentence() == "Whoever owns 2 clients: nothing is promised."
+    with pytest.raises(FedsimError, match="a group is of 0 rows; it must be of 1 or more"):
+        group_cost(events, 0, DELTA)
+
+
+PRIVATE = {
+    "rounds": 2,
+    "partition": {"clients": 20},
+    "client": {"batch-size": 0},
+    "mechanism": {"name": "clipping"},
+    "noise": {"multiplier": 8.0},
+    "privacy": {"group": 3},
+}
+
+
+def test_a_statement_says_what_an_owner_of_several_clients_is_promised(tmp_path, capsys) -> None:
+    result = fedsim.run(RunConfig.parse(PRIVATE), out=tmp_path / "run")
+    assert (
+        result.privacy.group.epsilon
+        == group_cost([Event(noise_multiplier=8.0, sampler="full", count=2)], 3, DELTA).epsilon
+    )
+    assert result.privacy.to_dict()["group"]["size"] == 3
+    assert "Whoever owns up to 3 clients: (" in str(result.privacy)
+    assert "for all of them together" in (tmp_path / "run" / "report.html").read_text()
+    read = Ledger.read(tmp_path / "run" / "ledger.jsonl").statement(DELTA).of_group(3)
+    assert read.group == result.privacy.group
+    for arguments in (
+        [str(tmp_path / "run")],
+        ["--sampling", "full", "--rounds", "2", "-z", "8", "--group", "3"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            fedsim.cli.main(["privacy", *arguments])
+        assert not ended.value.code
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"Whoever owns up to 3 clients: ({result.privacy.group.epsilon:.4g}, 1e-05)" in said
+
+
+def test_a_group_is_of_clients_that_are_protected() -> None:
+    sentence = r"privacy\.group = 3; it must be at most partition\.clients = 100, and 1 in a run"
+    with pytest.raises(FedsimError, match=sentence):
+        RunConfig.parse({"privacy": {"group": 3}})
