@@ -56,7 +56,6 @@ def evaluate_clients(
         real[start:].reshape(-1)[: len(examples)] = True
     owner = np.repeat(np.arange(len(sizes)), chunks)
     drawn = None if seeds is None else _by_chunk(seeds, chunks)
-    theta = theta.expand(len(sizes), -1)
     states = [{name: metric.init() for name, metric in metrics.items()} for _ in indices]
     # A GPU is sent all indices at once, not batch by batch.
     all_indices = torch.from_numpy(padded).to(data.x.device)
@@ -65,7 +64,10 @@ def evaluate_clients(
         while start < len(padded):
             call = slice(start, start + count)
             x = data.inputs(all_indices[call], theta.dtype)
-            points = theta[torch.from_numpy(owner[call]).to(theta.device)]
+            if len(theta) == 1:  # everybody's, which need not be copied for each chunk
+                points = theta.expand(len(owner[call]), -1)
+            else:
+                points = theta[torch.from_numpy(owner[call]).to(theta.device)]
             outputs = _outputs(path, points, x, None if drawn is None else drawn[call])
             targets = data.targets(all_indices[call], theta.dtype)
             _take(states, metrics, owner[call], real[call], outputs.cpu(), targets.cpu())
