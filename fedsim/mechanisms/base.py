@@ -90,7 +90,7 @@ class Segment:
         return {self.prefix + name: entry for name, entry in entries.items()}
 
     def select(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        """Its own of a mechanism's entries, by their names in it; the noise's are nobody's."""
+        """What of a mechanism's entries is the segment's, by names in it; never the noise's."""
         return {
             name.removeprefix(self.prefix): entry
             for name, entry in entries.items()

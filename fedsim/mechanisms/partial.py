@@ -71,7 +71,7 @@ class Terms:
 
     @property
     def there(self) -> slice | EllipsisType:
-        """Which of the numbers that a releaser has for its owners are of these."""
+        """Index of the owners that have not left, into what a releaser has for all of them."""
         return ... if self.owners is None else slice(self.owners)
 
     @property

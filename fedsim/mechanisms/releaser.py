@@ -255,7 +255,8 @@ class Releaser:
         for name, draws in zip(names, noise.split(sizes, dim=-1), strict=True):
             std = multipliers[name][total.terms.there] * grids[name].radius / grids[name].unit
             draws.mul_(std[..., None]).round_()
-            # One vector becomes the release; of several owners' the sums do, which are used up.
+            # Added in place, where there is the less to allocate: the one owner's draws are a
+            # tensor of their own, those of n owners are strided pieces of what was drawn.
             sums = grids[name].on_grid()
             units[name] = draws.add_(sums) if self._one else sums.add_(draws)
         return units, kept
