@@ -149,8 +149,11 @@ def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:
 
 
 def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
-    """And back, in memory of this process."""
-    return {name: torch.from_numpy(np.array(values)) for name, values in arrays.items()}
+    """And back, in memory of this process: what is read-only is copied."""
+    return {
+        name: torch.from_numpy(np.require(values, requirements="W"))
+        for name, values in arrays.items()
+    }
 
 
 def to_wire(block: Block) -> Wire:

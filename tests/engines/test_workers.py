@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import fedsim
 from fedsim.cohorts import FixedCohort
 from fedsim.engines import LocalGrid, array_record
 from fedsim.engines.forked import CAN_FORK, SharedValue
@@ -286,3 +287,35 @@ def test_workers_beside_a_gpu_are_refused_in_a_sentence():
     grid = LocalGrid(Deeds(device=torch.device("cuda")), workers=2)
     with pytest.raises(FedsimError, match=r"engine.workers is 2 on a cuda device; it must be 1"):
         run(grid)
+
+
+KEEPS = {
+    "clients keep a momentum": {"client": {"lr": 0.2, "momentum": 0.9, "state": "client"}},
+    "clients protect examples": {
+        "client": {
+            "lr": 0.2,
+            "batch-size": 5,
+            "mechanism": {"name": "clipping"},
+            "noise": {"multiplier": 1.0},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_what_clients_keep_and_spend_does_not_depend_on_workers(name, tmp_path):
+    seen = []
+    for workers in (1, 2):
+        tree = {
+            "rounds": 3,
+            "partition": {"clients": 8},
+            "engine": {"workers": workers, "device": "cpu"},
+            **KEEPS[name],
+        }
+        out = tmp_path / str(workers)
+        fedsim.run(fedsim.RunConfig.parse(tree), out=out)
+        spent = sorted(path.name for path in (out / "clients").glob("*.jsonl"))
+        model = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
+        ledger = (out / "ledger.jsonl").read_text().count("release")
+        seen.append((model, ledger, spent))
+    assert seen[0] == seen[1]
