@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 from fedsim.lazy import names_of
 
 if TYPE_CHECKING:
+    from fedsim.server_optimizers.adadelta import ServerAdadelta
     from fedsim.server_optimizers.adagrad import ServerAdagrad
     from fedsim.server_optimizers.adam import ServerAdam
+    from fedsim.server_optimizers.adamax import ServerAdamax
+    from fedsim.server_optimizers.adamw import ServerAdamW
     from fedsim.server_optimizers.base import ServerOptimizer
     from fedsim.server_optimizers.fedadagrad import FedAdagrad
     from fedsim.server_optimizers.fedadam import FedAdam
     from fedsim.server_optimizers.fedavgm import FedAvgM
     from fedsim.server_optimizers.fedyogi import FedYogi
+    from fedsim.server_optimizers.nadam import ServerNAdam
     from fedsim.server_optimizers.rmsprop import ServerRMSProp
     from fedsim.server_optimizers.sgd import ServerSGD
 
@@ -22,8 +26,12 @@ __all__ = [
     "FedAdam",
     "FedAvgM",
     "FedYogi",
+    "ServerAdadelta",
     "ServerAdagrad",
     "ServerAdam",
+    "ServerAdamW",
+    "ServerAdamax",
+    "ServerNAdam",
     "ServerOptimizer",
     "ServerRMSProp",
     "ServerSGD",

@@ -14,7 +14,11 @@ from fedsim.server_optimizers import (
     FedAdam,
     FedAvgM,
     FedYogi,
+    ServerAdadelta,
     ServerAdagrad,
+    ServerAdamax,
+    ServerAdamW,
+    ServerNAdam,
     ServerRMSProp,
 )
 from fedsim.strategies import ServerOptimizer, adam, sgd
@@ -101,6 +105,13 @@ def test_flowers_server_optimisers_take_the_same_steps(ours, flowers):
     ("ours", "torchs"),
     [
         (ServerAdagrad(lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1)),
+        (ServerAdadelta(lr=0.5), lambda p: torch.optim.Adadelta(p, lr=0.5)),
+        (ServerAdamax(lr=0.1), lambda p: torch.optim.Adamax(p, lr=0.1)),
+        (
+            ServerAdamW(lr=0.1, weight_decay=0.2),
+            lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.2),
+        ),
+        (ServerNAdam(lr=0.1), lambda p: torch.optim.NAdam(p, lr=0.1)),
         (ServerRMSProp(lr=0.1, decay=0.9), lambda p: torch.optim.RMSprop(p, lr=0.1, alpha=0.9)),
     ],
 )

@@ -1,0 +1,27 @@
+"""AdamW on the mean update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from fedsim.registry import register
+from fedsim.server_optimizers.adam import ServerAdam
+from fedsim.settings import Doc, Ge
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["ServerAdamW"]
+
+
+@register("server", "adamw")
+@dataclass
+class ServerAdamW(ServerAdam):
+    """Adam whose parameters decay by themselves (Loshchilov and Hutter 2019); as torch's."""
+
+    weight_decay: Annotated[float, Ge(0), Doc("What of lr times a parameter is taken off.")] = 0.01
+
+    def step(self, vector: Tensor, update: Tensor) -> Tensor:
+        """New parameters ``[d]``, in the dtype of ``vector``."""
+        return super().step(vector * (1 - self.lr * self.weight_decay), update)
