@@ -390,7 +390,7 @@ class Build:
             ledger=ledger,
             seed=self.randomness.seed,
             release=self.release,
-            server_optimizer=objects.server_optimizer(config),
+            server_optimizer=copy.deepcopy(self.given.strategy) or objects.server_optimizer(config),
             placement=config.noise.placement,
             hardened_noise=config.noise.hardened,
             fraction_evaluate=evaluate.fraction if evaluate.clients_every else 0.0,

@@ -7,10 +7,13 @@ import re
 from dataclasses import dataclass
 
 import torch
+from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
 from fedsim import datasets, models, partitions
+from fedsim.errors import FedsimError
 from fedsim.privacy.digest import digest_of
+from fedsim.strategies import DPFedAvg
 
 __all__ = ["Given"]
 
@@ -26,11 +29,22 @@ class Given:
     data : Dataset, optional
     partition : Partition, optional
         Of as many clients as the config declares.
+    strategy : Strategy, optional
+        Of Flower's, one that refines the mean; it is copied, and takes the place of [server].
     """
 
     model: nn.Module | None = None
     data: datasets.Dataset | None = None
     partition: partitions.Partition | None = None
+    strategy: Strategy | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.strategy, DPFedAvg):
+            raise FedsimError(
+                "strategy is a DPFedAvg, which a config's tables say ([cohort], [mechanism], "
+                "[noise], [server]); it must be a strategy of Flower's that refines the mean, such "
+                "as FedAdam, or the object's own start(grid, initial_arrays) makes its rounds."
+            )
 
     def digest(self) -> str:
         """Digest of what of them determines a release and can be said; empty of nothing."""
@@ -54,6 +68,13 @@ class Given:
             said["data"] = [data.name, data.source, sizes, found]
         if self.partition is not None:
             said["partition"] = self.partition
+        if self.strategy is not None:
+            settings = {
+                name: value
+                for name, value in sorted(vars(self.strategy).items())
+                if isinstance(value, bool | int | float | str)
+            }
+            said["strategy"] = [type(self.strategy).__qualname__, settings]
         return digest_of(said) if said else ""
 
 

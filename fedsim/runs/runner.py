@@ -28,6 +28,7 @@ from fedsim.runs.resume import move_client_ledgers, refuse_other_objects, resume
 from fedsim.training.operations import operations_of
 
 if TYPE_CHECKING:
+    from flwr.serverapp.strategy import Strategy
     from torch import nn
 
     from fedsim.datasets import Dataset
@@ -50,6 +51,7 @@ def run(
     model: nn.Module | None = None,
     data: Dataset | None = None,
     partition: Partition | None = None,
+    strategy: Strategy | None = None,
 ) -> RunResult:
     """Run a config from start to end.
 
@@ -70,6 +72,9 @@ def run(
     model, data, partition : nn.Module, Dataset, Partition, optional
         In the place of what the config's tables name, on the engines 'local' and 'ray'. The run's
         config.toml then needs them to say the same run again.
+    strategy : Strategy, optional
+        A strategy of Flower's that refines the mean (`FedAdam`, `FedAvgM`, ...), in the place of
+        what [server] says; on the same engines. Who takes part, bounds and noise stay the config's.
 
     Raises
     ------
@@ -89,7 +94,7 @@ def run(
     ('finished', [0, 1])
     """
     config = config if engine is None else config.replace(**{"engine.name": engine})
-    given = Given(model, data, partition)
+    given = Given(model, data, partition, strategy)
     directory = None if out is None else RunDirectory(out)
     if resume and config.engine.federation:
         config = config.replace(**{"checkpoint.resume": True})
@@ -102,8 +107,8 @@ def run(
     settle()
     if given.digest() and config.engine.name not in ("local", "ray"):
         raise FedsimError(
-            f"engine.name = '{config.engine.name}'; with model=, data= or partition= it must be "
-            "'local' or 'ray': other processes know a run by its config alone."
+            f"engine.name = '{config.engine.name}'; with model=, data=, partition= or strategy= "
+            "it must be 'local' or 'ray': other processes know a run by its config alone."
         )
     build = Build(config, None if directory is None else directory.path, given)
     check(build)

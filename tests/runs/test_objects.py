@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -224,3 +225,23 @@ def test_a_partition_that_deals_to_fewer_clients_than_declared_is_refused() -> N
         _ = Build(
             config(**{"partition.clients": 4}), given=Given(partition=OneTooFew(clients=4))
         ).parts
+
+
+def test_a_strategy_of_flowers_takes_the_place_of_the_server_table() -> None:
+    from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian
+
+    small = config(**{"rounds": 2, "partition.clients": 4, "evaluate.every": 0})
+    plain, averaged = fedsim.run(small), fedsim.run(small, strategy=FedAvg())
+    adam = fedsim.run(small, strategy=FedAdam(eta=0.01))
+    again = fedsim.run(small, strategy=FedAdam(eta=0.01))
+    for name, array in plain.arrays.items():
+        np.testing.assert_allclose(averaged.arrays[name].numpy(), array.numpy(), atol=1e-6)
+        assert not np.allclose(adam.arrays[name].numpy(), array.numpy(), atol=1e-4)
+        assert again.arrays[name].numpy().tobytes() == adam.arrays[name].numpy().tobytes()
+    with pytest.raises(FedsimError, match="FedMedian, which needs the replies of single clients"):
+        fedsim.run(small, strategy=FedMedian())
+    with pytest.raises(FedsimError, match="strategy is a DPFedAvg, which a config's tables say"):
+        fedsim.run(small, strategy=Build(small).strategy())
+    with pytest.raises(FedsimError, match=r"partition= or strategy= it must be 'local' or 'ray'"):
+        fedsim.run(small, engine="simulation", strategy=FedAvg())
+    assert Given(strategy=FedAdam(eta=0.01)).digest() != Given(strategy=FedAdam(eta=0.1)).digest()
