@@ -22,7 +22,14 @@ from fedsim.engines import LocalGrid, array_record
 from fedsim.engines.forked import CAN_FORK, SharedValue
 from fedsim.engines.workers import helpful_workers
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import AdaClip, Clipping, NoPrivacy, Normalization, QuantileClipping
+from fedsim.mechanisms import (
+    AdaClip,
+    Clipping,
+    Median,
+    NoPrivacy,
+    Normalization,
+    QuantileClipping,
+)
 from fedsim.rows.exchange import Block, TrainerDefaults
 from fedsim.strategies import DPFedAvg
 from fedsim.training.operations import multiplications
@@ -104,6 +111,7 @@ MECHANISMS = {
     "quantile": (QuantileClipping(initial_clip_norm=0.5), 1.0),
     "adaclip": (AdaClip(), 1.0),
     "uniform": (NoPrivacy("uniform"), 0.0),
+    "median, which needs the rows": (Median(), 0.0),
     "by examples": (NoPrivacy("num-examples"), 0.0),
 }
 
