@@ -19,6 +19,7 @@ from fedsim.audit.worlds import WORLDS, Canaries, still
 from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig
 from fedsim.config.plan import cohort, local_work, realised
+from fedsim.config.sections import DevicesSection
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event, calibrate, epsilon
 from fedsim.runs.build import Build
@@ -261,6 +262,8 @@ class _Factory:
         strategy = Build(config).strategy()
         # What a server's optimiser makes of the mean is post-processing: it is added.
         strategy.server_optimizer = sgd()
+        if config.devices == DevicesSection():
+            strategy.replying = None  # everybody replies; what that weighs takes a model to say
         # Made-up clients have no devices: who is away shows no canary.
         strategy.replying = None
         return strategy

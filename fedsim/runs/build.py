@@ -397,8 +397,7 @@ class Build:
             evaluate_every=max(evaluate.clients_every, 1),
             evaluate_quantiles=True,
             node_timeout=config.engine.node_timeout,
-            # Where everybody replies nobody need know how long that takes.
-            replying=None if config.devices == DevicesSection() else self.replying,
+            replying=self.replying,
             max_failed_rounds=config.server.max_failed_rounds,
             algorithm=objects.algorithm(config),
             average_client_state=config.client.state == "server",
