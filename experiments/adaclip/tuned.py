@@ -178,7 +178,8 @@ class TunedRates(Experiment):
         """Means with standard deviations against epsilon."""
         means, spreads = np.transpose([over_seeds(seeds) for seeds in values])
         epsilons = self.settings.epsilons
-        panel.errorbar(epsilons, means, spreads, **curve_style(colour), capsize=3, label=label)
+        style = {**curve_style(colour), "markevery": 1}
+        panel.errorbar(epsilons, means, spreads, **style, capsize=3, label=label)
         panel.set_xscale("log")
         panel.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
         panel.minorticks_off()
