@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-from scipy.stats import binom
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, check_delta
@@ -110,6 +109,7 @@ def group_cost(
 @lru_cache(maxsize=64)
 def _mixtures(items: frozenset[tuple[Component, int]], size: int, delta: float) -> float:
     from dp_accounting.pld import privacy_loss_distribution as pld
+    from scipy.stats import binom  # half a second that no other accounting waits for
 
     ratio = max(min(1.0, size * c.rate) / c.noise_multiplier for c, _ in items)
     step = float(np.clip(ratio / 40, FINEST, COARSEST))
