@@ -10,6 +10,7 @@ from fedsim.clients.base import LocalAlgorithm, State, Step
 from fedsim.clients.gradients import Gradient
 from fedsim.lazy import torch
 from fedsim.registry import register
+from fedsim.rows.elementwise import power
 from fedsim.settings import Doc, Ge, Gt, Le
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ class AdadpLR(LocalAlgorithm):
         state["accepted"] = state["accepted"] + accept
         state["rejected"] = state["rejected"] + ~accept
         # tol / 0 is infinity, clamped; NaN means a step that was not finite.
-        ratio = torch.where(finite, (state["tol"] / err).pow(self.exponent), 0.0)
+        ratio = torch.where(finite, power(state["tol"] / err, self.exponent), 0.0)
         eta = eta * ratio.clamp(self.alpha_min, self.alpha_max)
         state["eta"] = torch.minimum(eta.clamp(min=self.eta_min), state["eta_max"])
 

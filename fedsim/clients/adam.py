@@ -11,6 +11,7 @@ from fedsim.clients.gradients import Gradient
 from fedsim.clients.schedules import CONSTANT, LocalSchedule
 from fedsim.lazy import torch
 from fedsim.registry import register
+from fedsim.rows.elementwise import powers_of
 from fedsim.settings import Doc, Ge, Gt, Lt
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Adam(LocalAlgorithm):
         count = state["count"].add_(1)
         first = state["first"].mul_(self.beta1).add_(g, alpha=1 - self.beta1)
         second = state["second"].mul_(self.beta2).add_(g.square_(), alpha=1 - self.beta2)
-        rate = state["lr"] * at.number(self.schedule) / (1 - self.beta1**count)
-        root = second.sqrt().div_((1 - self.beta2**count).sqrt().unsqueeze(1)).add_(self.eps)
+        rate = state["lr"] * at.number(self.schedule) / (1 - powers_of(self.beta1, count))
+        correction = (1 - powers_of(self.beta2, count)).sqrt().unsqueeze(1)
+        root = second.sqrt().div_(correction).add_(self.eps)
         theta.sub_(root.reciprocal_().mul_(first).mul_(rate.unsqueeze(1)))

@@ -46,7 +46,10 @@ class ClientNoiseSection(Section):
         bool, Doc("Draw noise so that its last bits tell nothing; slower, and right for real data.")
     ] = True
     chunk: Annotated[
-        int, Doc("Rows of a batch that are bounded at a time; 0 to choose. It changes no result.")
+        int,
+        Doc(
+            "Rows of a batch that are bounded at a time; 0 to choose. It changes last digits only."
+        ),
     ] = setting(0, affects_release=False, ge=0)
 
 

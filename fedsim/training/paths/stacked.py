@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedsim.clients.gradients import Factor, Factored
 from fedsim.rows.alignment import LINE, aligned_empty
+from fedsim.rows.elementwise import sigmoid_
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import IGNORED, Loss, cross_entropy
 
@@ -29,7 +30,7 @@ Backward = Callable[[Tensor, Tensor], Tensor]
 ACTIVATIONS: dict[type[nn.Module], tuple[Callable[[Tensor], Tensor], Backward]] = {
     nn.ReLU: (torch.relu_, lambda delta, h: torch.ops.aten.threshold_backward.default(delta, h, 0)),
     nn.Tanh: (torch.tanh_, lambda delta, h: torch.ops.aten.tanh_backward(delta, h)),
-    nn.Sigmoid: (torch.sigmoid_, lambda delta, h: torch.ops.aten.sigmoid_backward(delta, h)),
+    nn.Sigmoid: (sigmoid_, lambda delta, h: torch.ops.aten.sigmoid_backward(delta, h)),
 }
 
 

@@ -17,6 +17,9 @@ from fedsim.tasks.losses import Loss
 __all__ = ["FuncPath"]
 
 
+_LONG_REGISTERS = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
 @dataclass(frozen=True)
 class FuncPath:
     """`torch.func`: one call for the whole block, on a GPU and for dense models on a CPU."""
@@ -79,15 +82,21 @@ class FuncPath:
         """
         for module in self.model.modules():
             parameters = list(module.parameters(recurse=False))
+            # A layer of one input or output is a vector: alone it takes another kernel.
             if parameters and not (
-                type(module) is nn.Linear and module.weight.numel() % self.packing.per_line == 0
+                type(module) is nn.Linear
+                and module.weight.numel() % self.packing.per_line == 0
+                and min(module.weight.shape) > 1
             ):
                 return False
         return True
 
     def _padded(self, batch: Tensor) -> Tensor:
-        """``[n, B, ...]`` with zeros up to a whole number of cache lines of coordinates."""
-        missing = -batch.shape[1] % self.packing.per_line
+        """``[n, B, ...]`` with zeros up to whole cache lines, or pairs of them, of coordinates."""
+        # What vector instructions take at a time in a kernel's loop is two registers. With no less
+        # of each client, no client's numbers are what is left at the end; see `elementwise`.
+        whole = self.packing.per_line * (2 if _LONG_REGISTERS else 1)
+        missing = -batch.shape[1] % whole
         if not missing or batch.is_cuda or not self.aligned:
             return batch
         return torch.cat([batch, batch.new_zeros(len(batch), missing, *batch.shape[2:])], dim=1)
