@@ -1,0 +1,81 @@
+"""A client's bits do not depend on its place in a block, whatever function its model is made of."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from clients_helpers import make_data
+from torch import nn
+
+from fedsim.clients import SGD, AdadpLR, Adam
+from fedsim.randomness import Randomness
+from fedsim.rows.elementwise import power, powers_of, sigmoid_
+from fedsim.training import Trainer
+
+SIZES = [5, 9, 4, 12, 7]
+DTYPES = [torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda v: power(v, 0.3), lambda v: v**0.3),
+        (lambda v: power(v, 0.5), lambda v: v**0.5),
+        (lambda v: power(v, 1.0), lambda v: v),
+        (lambda v: powers_of(0.999, v), lambda v: 0.999**v),
+        (lambda v: powers_of(0.0, v), lambda v: 0 * v),
+        (lambda v: sigmoid_((v - 2).clone()), lambda v: 1 / (1 + np.exp(2 - v))),
+    ],
+    ids=["power", "root", "copy", "powers", "powers-of-zero", "sigmoid"],
+)
+def test_a_part_has_the_bits_that_it_has_in_the_whole(dtype, function, expected) -> None:
+    values = 4 * torch.rand(4099, generator=torch.Generator().manual_seed(1), dtype=dtype) + 1e-3
+    whole = function(values)
+    wanted = torch.from_numpy(expected(values.double().numpy())).to(dtype)
+    torch.testing.assert_close(whole, wanted, rtol=4 * torch.finfo(dtype).eps, atol=0)
+    for size in (1, 7, 37):
+        for start in range(0, 4099 - size, 5 * size):
+            part = slice(start, start + size)
+            assert torch.equal(function(values[part].clone()), whole[part])
+
+
+def rows(model, algorithm, path, dtype, block_size, classes):
+    data = make_data(SIZES, features=16, classes=classes, dtype=dtype)
+    trainer = Trainer(
+        model.to(dtype), algorithm, data, batch_size=4, steps=40, path=path,
+        block_size=block_size, randomness=Randomness(3),
+    )  # fmt: skip
+    blocks = list(trainer.train(trainer.initial(), np.arange(len(SIZES)), 1))
+    return torch.cat([block.rows for block in blocks])
+
+
+def model_of(activation, hidden, classes):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, hidden), activation(), nn.Linear(hidden, classes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("activation", "hidden", "classes", "algorithm", "path"),
+    [
+        (nn.Sigmoid, 4, 3, SGD(lr=0.5), "stacked"),
+        (nn.Sigmoid, 2, 3, SGD(lr=0.5), "stacked"),
+        (nn.ReLU, 5, 3, Adam(lr=0.1), "stacked"),
+        (nn.Tanh, 5, 3, AdadpLR(tol=0.3, exponent=0.3), "stacked"),
+        *[
+            (activation, hidden, 16, SGD(lr=0.5), "func")
+            for hidden in (1, 3)
+            for activation in (nn.Sigmoid, nn.GELU, nn.SiLU, nn.Softplus, nn.ELU, nn.Mish)
+        ],
+    ],
+)  # fmt: skip
+def test_in_blocks_of_any_size(activation, hidden, classes, algorithm, path, dtype) -> None:
+    def trained(block_size):
+        model = model_of(activation, hidden, classes)
+        return rows(model, algorithm, path, dtype, block_size, classes)
+
+    alone = trained(1)
+    for block_size in (2, 3, 5):
+        assert torch.equal(trained(block_size), alone)
