@@ -85,8 +85,9 @@ def group_cost(
 
     Examples
     --------
-    >>> group_cost([Event(noise_multiplier=30.0, sampler="full", count=100)], 3, 1e-5).epsilon
-    4.377178...
+    >>> event = Event(noise_multiplier=30.0, sampler="full", count=100)
+    >>> round(group_cost([event], 3, 1e-5).epsilon, 4)
+    4.3772
     """
     check_delta(delta)
     if size < 1:

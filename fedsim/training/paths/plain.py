@@ -6,8 +6,8 @@ cannot take.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,34 +24,33 @@ __all__ = ["PlainPath"]
 
 
 class Held:
-    """A model of its own whose trained parameters are views of one client's packed row.
+    """Lends a model's trained parameters to one client's packed row.
 
-    What is subtracted from the row is then subtracted from the model, and a client's steps set
-    the parameters once.
+    They are views of the row meanwhile: what is subtracted from it is subtracted from the model,
+    and none of it is gathered or copied for a step.
     """
 
     def __init__(self, model: nn.Module, packing: Packing) -> None:
-        trained = {id(p) for n, p in model.named_parameters() if n in packing.slices}
-        rest = [*model.parameters(), *model.buffers()]
-        # What is not trained stays the model's.
-        shared = {id(tensor): tensor for tensor in rest if id(tensor) not in trained}
-        self.model = copy.deepcopy(model, shared)
-        named = dict(self.model.named_parameters())
+        named = dict(model.named_parameters())
         self.parameters = {name: named[name] for name in packing.slices}
         self._packing = packing
         self._theta: Tensor | None = None
         self.rows: dict[str, Tensor] = {}
 
-    def at(self, theta: Tensor, training: bool) -> None:
-        """Hold ``theta [1, D]``."""
-        if self.model.training is not training:
-            self.model.train(training)
-        if self._theta is theta:
-            return
-        self.rows = self._packing.named(theta)
+    @contextmanager
+    def at(self, theta: Tensor) -> Iterator[None]:
+        """With the parameters in ``theta [1, D]``; they have their own numbers again after it."""
+        if self._theta is not theta:
+            self.rows = self._packing.named(theta)
+            self._theta = theta
+        own = [parameter.data for parameter in self.parameters.values()]
         for name, parameter in self.parameters.items():
             parameter.data = self.rows[name][0]
-        self._theta = theta
+        try:
+            yield
+        finally:
+            for parameter, values in zip(self.parameters.values(), own, strict=True):
+                parameter.data = values
 
 
 @dataclass(frozen=True)
@@ -109,10 +108,9 @@ class PlainPath:
     ) -> tuple[Gradient, Tensor]:
         """`gradient` of one client on a CPU, whose row the model holds."""
         held = self._held
-        held.at(theta, self.model.training)
         parameters = held.parameters
-        with torch.enable_grad(), seeded(seed, theta.device):
-            losses = self.loss(held.model(self._placed(x)), y)
+        with held.at(theta), torch.enable_grad(), seeded(seed, theta.device):
+            losses = self.loss(self.model(self._placed(x)), y)
             gradients = torch.autograd.grad(
                 (losses * weight).sum(), list(parameters.values()), allow_unused=True
             )
