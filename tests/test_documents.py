@@ -22,6 +22,8 @@ import pytest
 
 from fedsim import RunConfig
 from fedsim.cli import main
+from fedsim.deploy.parties import Node
+from fedsim.deploy.policy import Policy
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
@@ -49,7 +51,8 @@ def blocks(page: str) -> Iterator[Block]:
     text = (ROOT / page).read_text()
     for match in BLOCK.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
-        named = re.match(r"# (\S+\.py)\n", match["text"])  # a first line may say the file too
+        # A first line may say the file too.
+        named = re.match(r"# (\S+(?:\.py|/node\.toml))\n", match["text"])
         file = match["file"] or (named[1] if named else None)
         yield Block(match["language"], file, match["note"], match["text"], line)
 
@@ -73,6 +76,10 @@ def run_block(block: Block, namespace: dict[str, Any]) -> None:
     if block.file:
         Path(block.file).parent.mkdir(parents=True, exist_ok=True)
         Path(block.file).write_text(block.text)
+    if block.file and block.file.endswith("node.toml"):
+        directory = Path(block.file).parent
+        assert Node.load(directory).client == 0
+        assert Policy.load(Path(block.file)).least_population == 50
     if block.language == "toml" and not block.file:
         RunConfig.parse(tomllib.loads(block.text))
     elif block.language == "python" and not block.file:
