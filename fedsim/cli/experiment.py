@@ -187,7 +187,7 @@ def _show(console: Console, outcome: Outcome) -> None:
     if outcome.quick:
         console.print("This was the quick version: too small to judge the paper by.", style="bold")
     for path in outcome.files:
-        console.print(f"  {path}", highlight=False)
+        console.print(f"  {path}", highlight=False, soft_wrap=True)
 
 
 def _printed(paper: dict[str, float], report: Report) -> Table:
