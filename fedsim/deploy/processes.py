@@ -12,9 +12,9 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Self
+from typing import IO
 
+from fedsim.closing import Closed
 from fedsim.errors import FedsimError
 
 __all__ = ["Processes", "Running", "environment", "free_ports", "program", "wait_for_port"]
@@ -50,7 +50,7 @@ class Running:
         return "\n".join(text.splitlines()[-lines:])
 
 
-class Processes:
+class Processes(Closed):
     """A set of processes that ends with this one: by `close`, by Ctrl-C, or by its death.
 
     A janitor process holds the other end of a pipe and cleans up when it closes.
@@ -82,17 +82,6 @@ class Processes:
         )
         if self._temporary:
             self.remove_at_end(self.directory)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def start(
         self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None

@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from fedsim.closing import Closed
 from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.flwr_cli import Operator
@@ -21,7 +21,7 @@ from fedsim.errors import FedsimError
 __all__ = ["Rehearsal"]
 
 
-class Rehearsal:
+class Rehearsal(Closed):
     """Processes of a federation, on loopback, that end with this one.
 
     Parameters
@@ -99,17 +99,6 @@ class Rehearsal:
         rehearsal = cls(federation, variables=variables, logs=logs)
         rehearsal._processes.remove_at_end(directory)
         return rehearsal
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def superlink(self) -> Running:

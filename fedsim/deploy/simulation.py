@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Self
 
 import tomli_w
 
+from fedsim.closing import Closed
 from fedsim.deploy.federation import CONNECTION
 from fedsim.deploy.flwr_cli import Operator
 from fedsim.deploy.processes import Processes, free_ports, program, wait_for_port
@@ -16,7 +15,7 @@ from fedsim.errors import FedsimError
 __all__ = ["Simulation", "resources"]
 
 
-class Simulation:
+class Simulation(Closed):
     """A SuperLink on loopback that runs apps with virtual clients, and ends with this process.
 
     The one that Flower starts by itself outlives the run and keeps the environment of its
@@ -56,17 +55,6 @@ class Simulation:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def check(self) -> None:
         """See that the SuperLink is alive.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from fedsim.closing import Closed
 from fedsim.engines.arrays import own_content
 from fedsim.engines.blocks import guarded_blocks, messages_of
 from fedsim.engines.client_app import AppTrainer, client_app
@@ -43,7 +43,7 @@ _FIRST_NODE_ID = 2
 Handler = Callable[[Message, Context], Message]
 
 
-class LocalGrid(Grid):
+class LocalGrid(Closed, Grid):
     """Nodes that live in this process and are run by whoever asks for their replies.
 
     Node ids are those of the clients in order, and each node keeps one `Context` for its
@@ -112,17 +112,6 @@ class LocalGrid(Grid):
         self._workers = workers
         self._crew: ForkedCrew | None = None
         ensure_identity(run_id)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the workers, if there are any."""
