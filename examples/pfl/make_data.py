@@ -51,9 +51,9 @@ def sentences(module: str) -> list[list[int]]:
 def write_words() -> None:
     splits: dict[str, list[np.ndarray]] = {}
     for module in MODULES:
-        found = sentences(module)
+        lines = sentences(module)
         for user in range(USERS):
-            tokens = np.array([token for line in found[user::USERS] for token in line])
+            tokens = np.array([token for line in lines[user::USERS] for token in line])
             tokens = tokens[: MOST * LENGTH + 1]
             starts = np.arange(0, len(tokens) - LENGTH, LENGTH)
             rows = tokens[starts[:, None] + np.arange(LENGTH + 1)]

@@ -61,7 +61,7 @@ class Comparison(ConfigRuns):
     def report(self, results: Mapping[str, Result]) -> Report:
         """A table of final accuracies, curves over epochs, and the claims."""
         scores = self.scores(results)
-        found = {
+        best_of = {
             method.name: best(
                 f"rate of {method.name}",
                 {rate: scores[_name(method.name, rate)] for rate in self.settings.rates},
@@ -69,30 +69,30 @@ class Comparison(ConfigRuns):
             for method in self.settings.methods
         }
         rows: list[list[str | float | None]] = []
-        for name, (rate, score, _) in found.items():
+        for name, (rate, score, _) in best_of.items():
             epsilon = self.of_plan(results, _name(name, rate))[0]["epsilon"]
             spent = f"{epsilon:.3f}" if epsilon is not None else "none"
             rows.append([name, spent, f"{rate:g}", score.text])
         claims = []
         for claim in self.settings.claims:
-            gain = paired(found[claim.ahead][1].finals, found[claim.behind][1].finals)
+            gain = paired(best_of[claim.ahead][1].finals, best_of[claim.behind][1].finals)
             claims.append(PaperClaim(claim.name, claim.panel, claim.says, gain.positive, gain.text))
         title = f"{self.settings.title}\n{self.where('examples', 'epochs')}"
         return Report(
             tables=[Table("accuracy", title, ["method", "epsilon", "rate", "accuracy (%)"], rows)],
-            figures={name: score.mean for name, (_, score, _) in found.items()},
+            figures={name: score.mean for name, (_, score, _) in best_of.items()},
             claims=claims,
             pictures={
-                "accuracy": self._picture(title, {name: row[:2] for name, row in found.items()})
+                "accuracy": self._picture(title, {name: row[:2] for name, row in best_of.items()})
             },
-            choices=[choice for _, _, choice in found.values()],
+            choices=[choice for _, _, choice in best_of.values()],
         )
 
-    def _picture(self, title: str, found: Mapping[str, tuple[float, Score]]) -> Figure:
+    def _picture(self, title: str, best_of: Mapping[str, tuple[float, Score]]) -> Figure:
         styles = ("adadp", "sgd", "kept", "fixed", "fifth")
         lines = [
             Curve(name, score, styles[k % len(styles)])
-            for k, (name, (_, score)) in enumerate(found.items())
+            for k, (name, (_, score)) in enumerate(best_of.items())
         ]
         return curves(title, [("", lines)], xlabel="epoch", first=1)
 

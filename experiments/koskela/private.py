@@ -116,9 +116,9 @@ class KoskelaPrivate(Koskela):
         for sigma in s.adam_sigmas:
             ranked = _ranked(scores, ADAM, s.adam_rates, sigma)
             choices.append(_best(scores, ADAM, s.adam_rates, sigma)[2])
-            own = adadp[sigma]
-            lines = [Curve("ADADP", own, "adadp")]
-            rows.append([f"{sigma:g}", "ADADP", None, own.text])
+            adaptive = adadp[sigma]
+            lines = [Curve("ADADP", adaptive, "adadp")]
+            rows.append([f"{sigma:g}", "ADADP", None, adaptive.text])
             for start, style in zip(s.starts, _START_STYLES, strict=False):
                 score = scores[_name(ADADP, start, sigma)]
                 lines.append(Curve(f"ADADP from {start:g}", score, style))
@@ -129,7 +129,7 @@ class KoskelaPrivate(Koskela):
                 figures[f"4 adam {place} sigma={sigma:g}"] = score.mean
                 lines.append(Curve(f"Adam, {place}: {rate:.2g}", score, style))
             panels.append((_panel(sigma, epsilons[sigma]), lines))
-            ahead = paired(own.finals, ranked[0][1].finals)
+            ahead = paired(adaptive.finals, ranked[0][1].finals)
             claims.append(
                 PaperClaim(
                     f"4-best-sigma{sigma:g}",
@@ -140,7 +140,7 @@ class KoskelaPrivate(Koskela):
                 )
             )
             if len(ranked) > 1:
-                ahead = paired(own.finals, ranked[1][1].finals)
+                ahead = paired(adaptive.finals, ranked[1][1].finals)
                 claims.append(
                     PaperClaim(
                         f"4-second-sigma{sigma:g}",
@@ -194,22 +194,22 @@ class KoskelaPrivate(Koskela):
         for sigma in s.sigmas:
             reused = scores[_name(SGD, once, sigma)]
             again, tuned, _ = _best(scores, SGD, s.rates, sigma)
-            own = adadp[sigma]
+            adaptive = adadp[sigma]
             rows.append(
                 [
-                    f"{sigma:g}", f"{epsilons[sigma]:.3f}", own.text, reused.text, tuned.text,
+                    f"{sigma:g}", f"{epsilons[sigma]:.3f}", adaptive.text, reused.text, tuned.text,
                     f"{again:g}",
                 ]
             )  # fmt: skip
             figures[f"5 sgd reused sigma={sigma:g}"] = reused.mean
             figures[f"5 sgd tuned sigma={sigma:g}"] = tuned.mean
             lines = [
-                Curve("ADADP", own, "adadp"),
+                Curve("ADADP", adaptive, "adadp"),
                 Curve("SGD" if sigma == first else "SGD, reused", reused, "sgd"),
             ]
             panels.append((_panel(sigma, epsilons[sigma]), lines))
             if sigma != first:
-                ahead = paired(own.finals, reused.finals)
+                ahead = paired(adaptive.finals, reused.finals)
                 claims.append(
                     PaperClaim(
                         f"5-sigma{sigma:g}",

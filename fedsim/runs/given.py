@@ -64,8 +64,8 @@ class Given:
         if self.data is not None:
             data, x, y = self.data, self.data.train.x, self.data.train.y
             sizes = [list(x.shape), str(x.dtype), list(y.shape), str(y.dtype)]
-            found = [data.num_classes, data.vocabulary, data.mean, data.std]
-            said["data"] = [data.name, data.source, sizes, found]
+            constants = [data.num_classes, data.vocabulary, data.mean, data.std]
+            said["data"] = [data.name, data.source, sizes, constants]
         if self.partition is not None:
             said["partition"] = self.partition
         if self.strategy is not None:

@@ -78,10 +78,10 @@ def layered(model: nn.Module, packing: Packing, loss: Loss) -> LayeredPath | Non
         return None
     modules = list(leaves(model))
     owners = [id(m) for _, m in modules if any(True for _ in m.parameters())]
-    found = front_of(modules)
-    if found is None or len(set(owners)) != len(owners):
+    front = front_of(modules)
+    if front is None or len(set(owners)) != len(owners):
         return None
-    convolutions, rest = found
+    convolutions, rest = front
     layers = dense_layers(rest, packing.slices, flat=False)
     if not layers or layers[0].weight is None:
         return None

@@ -43,13 +43,13 @@ class Held:
         if self._theta is not theta:
             self.rows = self._packing.named(theta)
             self._theta = theta
-        own = [parameter.data for parameter in self.parameters.values()]
+        values_before = [parameter.data for parameter in self.parameters.values()]
         for name, parameter in self.parameters.items():
             parameter.data = self.rows[name][0]
         try:
             yield
         finally:
-            for parameter, values in zip(self.parameters.values(), own, strict=True):
+            for parameter, values in zip(self.parameters.values(), values_before, strict=True):
                 parameter.data = values
 
 
