@@ -16,6 +16,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -68,7 +69,7 @@ def plain_sgd(model: nn.Module, data: ClientData, t: int) -> None:
         optimizer = torch.optim.SGD(local.parameters(), lr=LR)
         for x, y in batches(data, client, t):
             optimizer.zero_grad()
-            F.cross_entropy(local(x), y).backward()
+            F.cross_entropy(local(x), y).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
 
@@ -126,8 +127,8 @@ def ways(device: str) -> list[Way]:
         )  # fmt: skip
         name = type(algorithm).__name__
         all_ways += [
-            Way(f"{name}, plain loop", lambda t, work=plain: work(model, data, t)),
-            Way(f"{name}, fedsim", lambda t, work=trainer: round_of(work, t), trainer),
+            Way(f"{name}, plain loop", partial(plain, model, data)),
+            Way(f"{name}, fedsim", partial(round_of, trainer), trainer),
         ]
     return all_ways
 

@@ -21,8 +21,12 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from flwr.app import ArrayRecord
 
 RESULTS = Path(__file__).with_name("results") / "engines.md"
 MODELS = {"8k": {"name": "softmax"}, "1M": {"name": "mlp", "widths": "1258"}}
@@ -56,7 +60,7 @@ def main() -> None:
     write(options.out, rows)
 
 
-def run_one(engine: str, model: str, clients: int, rounds: int) -> dict:
+def run_one(engine: str, model: str, clients: int, rounds: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.engines", "--rounds", str(rounds)]
     done = subprocess.run(
         [*command, "--one", engine, model, str(clients)],
@@ -66,10 +70,11 @@ def run_one(engine: str, model: str, clients: int, rounds: int) -> dict:
     )
     if done.returncode:
         sys.exit(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return measured
 
 
-def measure(engine: str, model: str, clients: int, rounds: int) -> dict:
+def measure(engine: str, model: str, clients: int, rounds: int) -> dict[str, Any]:
     import fedsim
 
     with tempfile.TemporaryDirectory() as place:
@@ -111,7 +116,7 @@ def measure(engine: str, model: str, clients: int, rounds: int) -> dict:
     }
 
 
-def wire_bytes(arrays) -> int:
+def wire_bytes(arrays: ArrayRecord) -> int:
     """What Flower sends for one client: the model there and the client's parameters back."""
     from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
@@ -169,7 +174,7 @@ def processes() -> dict[int, tuple[int, int]]:
     return table
 
 
-def line(row: dict) -> str:
+def line(row: dict[str, Any]) -> str:
     shown = [_digits(row[key]) if isinstance(row[key], float) else f"{row[key]:,}"
              if isinstance(row[key], int) else row[key] for key in HEAD]  # fmt: skip
     return f"| {' | '.join(shown)} |"
@@ -180,7 +185,7 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def write(out: Path, rows: list[dict]) -> None:
+def write(out: Path, rows: list[dict[str, Any]]) -> None:
     import flwr  # noqa: F401 - its version is what the numbers belong to
     import torch
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -88,13 +89,13 @@ def theirs(name: str) -> float:
         for _ in range(STEPS):
             batch = torch.from_numpy(np.flatnonzero(draws.random(EXAMPLES) < BATCH / EXAMPLES))
             optimizer.zero_grad()
-            F.cross_entropy(wrapped(x[batch]), y[batch]).backward()
+            F.cross_entropy(wrapped(x[batch]), y[batch]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
     return timed(work)
 
 
-def timed(work: object, repeats: int = 5) -> float:
+def timed(work: Callable[[int], object], repeats: int = 5) -> float:
     best = float("inf")
     for t in range(repeats):
         began = time.process_time()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ JOBS = {job.name: job for job in (Job("softmax", (), 100), Job("mlp", (256, 256)
 def data_of(
     clients: int, dtype: torch.dtype = torch.float32, distinct: int | None = None
 ) -> ClientData:
-    """``clients`` with 60 examples each; beyond ``own`` clients the examples are shared."""
+    """``clients`` with 60 examples each; beyond ``distinct`` clients the examples are shared."""
     generator = torch.Generator().manual_seed(SEED)
     count = (distinct or clients) * EXAMPLES
     x = torch.rand(count, FEATURES, generator=generator).to(dtype)
@@ -62,7 +63,7 @@ def trainer_of(
     *,
     dtype: torch.dtype = torch.float32,
     algorithm: LocalAlgorithm | None = None,
-    **settings: object,
+    **settings: Any,
 ) -> Trainer:
     """The job's trainer: batch 10, one epoch."""
     return Trainer(

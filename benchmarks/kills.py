@@ -108,8 +108,8 @@ def at_an_instant(chosen: random.Random, seconds: float, number: int = signal.SI
         if left == -1:
             kill_in(delay, number)
 
-    RunDirectory.start_metrics = started  # type: ignore[method-assign]
-    RunDirectory.add_row = added  # type: ignore[method-assign]
+    RunDirectory.start_metrics = started  # type: ignore[method-assign, assignment]
+    RunDirectory.add_row = added  # type: ignore[method-assign, assignment]
 
 
 def by_sigterm(chosen: random.Random, seconds: float) -> None:
@@ -205,7 +205,7 @@ def of_a_ray_worker(chosen: random.Random, seconds: float) -> None:
             ray.kill(self._workers[0].actor)
         return blocks(self, *arguments)
 
-    RayGrid._blocks = losing  # type: ignore[method-assign]
+    RayGrid._blocks = losing  # type: ignore[method-assign, assignment]
 
 
 DEATHS: list[tuple[str, Before, str, int]] = [

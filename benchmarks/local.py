@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
@@ -72,7 +73,7 @@ def speed(job: Job, rounds: int) -> dict[str, float]:
     """Round by round in turn, so that both meet the same neighbours on the machine."""
     data = data_of(1000)
     cohort = FixedCohort(job.cohort, 1000)
-    settings = {"clip_norm": CLIP_NORM, "noise_multiplier": NOISE}
+    settings: dict[str, Any] = {"clip_norm": CLIP_NORM, "noise_multiplier": NOISE}
     plain = plain_rounds(job, data, cohort, rounds, **settings)
     ours, theirs, walls = [], [], []
     clock = [time.process_time(), time.perf_counter()]
@@ -99,7 +100,11 @@ def agreement(job: Job, rounds: int = 3) -> float:
     """Largest difference of the final weights, noise off, float64."""
     data = data_of(100, torch.float64)
     cohort = FixedCohort(20, 100)
-    settings = {"clip_norm": CLIP_NORM, "noise_multiplier": 0.0, "dtype": torch.float64}
+    settings: dict[str, Any] = {
+        "clip_norm": CLIP_NORM,
+        "noise_multiplier": 0.0,
+        "dtype": torch.float64,
+    }
     ours: list[Tensor] = []
     fedsim_rounds(job, data, cohort, rounds, ours.append, **settings)
     *_, theirs = plain_rounds(job, data, cohort, rounds, **settings)

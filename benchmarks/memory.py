@@ -35,7 +35,7 @@ def peak(name: str, cohort: int) -> float:
     from fedsim.rows import DenseRows
 
     settle()
-    trainer = trainer_of(JOBS[name], data_of(10_000, own=1000))
+    trainer = trainer_of(JOBS[name], data_of(10_000, distinct=1000))
     vector, randomness = trainer.initial(), Randomness(2)
     draws = Draws(randomness, level="client", amplified=True)
 

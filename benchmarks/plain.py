@@ -69,7 +69,7 @@ def _update(
     for start in range(0, len(examples), BATCH):
         batch = torch.from_numpy(order[start : start + BATCH])
         optimizer.zero_grad()
-        F.cross_entropy(model(data.x[batch]), data.y[batch]).backward()
+        F.cross_entropy(model(data.x[batch]), data.y[batch]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     with torch.no_grad():
         return torch.cat(
