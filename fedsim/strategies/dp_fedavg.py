@@ -403,7 +403,7 @@ evaluate_metrics_aggr_fn
         if self.client_state is not None:
             self.client_state.average()
         release = parts.release(releaser, total, asked)
-        if rows is not None:
+        if rows is not None and total.count:
             release = replace(release, mean=rows.center())
         self._state = state_on(release.state, asked.vector.device)
         update = self._vectors.combine(

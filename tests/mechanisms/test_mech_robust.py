@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import trim_mean
 
+import fedsim
 from fedsim.clients import SGD
 from fedsim.cohorts import FullCohort
 from fedsim.config import RunConfig
@@ -131,3 +132,23 @@ def test_a_robust_mean_is_part_of_nothing_else(wrap) -> None:
 def test_krum_wants_a_cohort_that_it_can_protect() -> None:
     with pytest.raises(FedsimError, match=r"mechanism\.byzantine is 2 and mechanism\.keep 1"):
         DPFedAvg(mechanism=Krum(2), cohort=FullCohort(6))
+
+
+@pytest.mark.parametrize("name", ["median", "trimmed-mean", "none"])
+def test_a_round_that_draws_nobody_changes_nothing_but_goes_by(name: str, tmp_path) -> None:
+    config = RunConfig.parse(
+        {
+            "seed": 3,
+            "rounds": 6,
+            "data": {"name": "digits"},
+            "partition": {"clients": 7},
+            "model": {"name": "softmax"},
+            "cohort": {"name": "poisson", "rate": 0.1},
+            "mechanism": {"name": name},
+        }
+    )
+    rows = fedsim.run(config, out=tmp_path / "run").metrics
+    empty = [row for row in rows if row.get("asked") == 0]
+    assert len(rows) == 7
+    assert empty
+    assert all(row["update-norm"] == 0 for row in empty)
