@@ -18,9 +18,24 @@ from typing import Protocol
 import numpy as np
 
 from fedsim.engines.schedule import chunks
-from fedsim.engines.training_worker import Call, Work, WorkerReply, from_wire, to_arrays, to_tensors
+from fedsim.engines.training_worker import (
+    Call,
+    Work,
+    WorkerReply,
+    from_wire,
+    to_arrays,
+    to_tensors,
+    to_views,
+)
 from fedsim.errors import BudgetSpentError
-from fedsim.rows.exchange import Block, BlockTrainer, Collection, Ids, Instructions
+from fedsim.rows.exchange import (
+    Block,
+    BlockTrainer,
+    ClientStates,
+    Collection,
+    Ids,
+    Instructions,
+)
 
 __all__ = ["RETRIES", "Crew", "Dispatch", "Worker", "WorkerLostError"]
 
@@ -46,7 +61,7 @@ class Worker(Protocol):
         """Ask for something; `answer` gives what it says, in the order asked."""
 
     def answer(self) -> WorkerReply:
-        """The next answer, which is there.
+        """The next answer, which is there; its arrays are good until the worker is asked again.
 
         Raises
         ------
@@ -107,6 +122,28 @@ class _Chunk:
         return [_Chunk(ids[k : k + 1], self.losses, alone) for k in range(len(ids))]
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """What a worker said of a chunk, in memory of this process.
+
+    Attributes
+    ----------
+    chunk
+    blocks : list of Block
+    states : mapping of name to Tensor
+        What its clients keep afterwards.
+    """
+
+    chunk: _Chunk
+    blocks: list[Block]
+    states: ClientStates
+
+    @classmethod
+    def of(cls, chunk: _Chunk, answer: WorkerReply) -> _Trained:
+        """Copied out of what is the worker's again when it is asked next."""
+        return cls(chunk, [from_wire(wire) for wire in answer.blocks], to_tensors(answer.arrays))
+
+
 @dataclass(eq=False)
 class _Post:
     """A worker in this round.
@@ -116,7 +153,7 @@ class _Post:
     worker
     queue : deque of _Chunk
         What it was asked for and has not answered.
-    done : list of (_Chunk, WorkerReply)
+    done : list of _Trained
         What it has answered, and keeps in its sum.
     summing : bool
         Whether it was asked for that sum.
@@ -128,7 +165,7 @@ class _Post:
 
     worker: Worker
     queue: deque[_Chunk] = field(default_factory=deque)
-    done: list[tuple[_Chunk, WorkerReply]] = field(default_factory=list)
+    done: list[_Trained] = field(default_factory=list)
     summing: bool = False
     since: float = 0.0
     begun: bool = False
@@ -270,24 +307,24 @@ class Dispatch:
         if answer.error is not None:
             raise answer.error
         if post.queue:
-            chunk = post.queue.popleft()
+            trained = _Trained.of(post.queue.popleft(), answer)
             post.since = time.monotonic()
             if self._collection is not None:
-                post.done.append((chunk, answer))
+                post.done.append(trained)
             else:
-                yield from self._settled(answer)
+                yield from self._settled(trained)
             return
         assert self._collection is not None
-        self._collection.merge(to_tensors(answer.arrays))
+        self._collection.merge(to_views(answer.arrays))
         done, post.done, post.summing = post.done, [], False
-        for _, settled in done:
-            yield from self._settled(settled)
+        for trained in done:
+            yield from self._settled(trained)
 
-    def _settled(self, answer: WorkerReply) -> Iterator[Block]:
+    def _settled(self, trained: _Trained) -> Iterator[Block]:
         """The blocks of clients that nothing can undo any more."""
-        if answer.arrays:
-            self._trainer.keep(to_tensors(answer.arrays), self._call.round)
-        yield from map(from_wire, answer.blocks)
+        if trained.states:
+            self._trainer.keep(trained.states, self._call.round)
+        yield from trained.blocks
 
     def _after_loss(self, post: _Post, error: Exception) -> Iterator[Block]:
         """Replace a worker that was lost.
@@ -295,10 +332,10 @@ class Dispatch:
         An answer that was on its way is lost with it, so that whoever was asked of this worker
         may be to blame or not. Only a client that had it for itself is.
         """
-        blamed = list(post.queue) or [chunk for chunk, _ in post.done]
+        blamed = list(post.queue) or [trained.chunk for trained in post.done]
         lost_ids = np.concatenate([chunk.client_ids for chunk in blamed])
         _log.warning("a worker was lost with clients %s: %s", lost_ids, error)
-        innocent = [chunk for chunk, _ in post.done] if post.queue else []
+        innocent = [trained.chunk for trained in post.done] if post.queue else []
         self._replace(post)
         self._todo.extendleft(innocent)
         for suspect in blamed:
@@ -322,7 +359,7 @@ class Dispatch:
                 continue
             chunk = post.queue.popleft()
             _log.warning("clients %s have not finished in %s s", chunk.client_ids, self._timeout)
-            self._todo.extendleft([waiting for waiting, _ in post.done])
+            self._todo.extendleft([trained.chunk for trained in post.done])
             self._todo.extendleft(reversed(post.queue))
             self._replace(post)
             if len(chunk.client_ids) > 1:

@@ -72,9 +72,9 @@ class SharedValue:
         return spans
 
     def get(self, spans: Spans) -> Any:
-        """A copy of the value."""
+        """The value; its arrays lie here, and are others once another value is put."""
         memory = self._mapped(sum(spans[-1]))
-        body, *arrays = (bytearray(memory[start : start + size]) for start, size in spans)
+        body, *arrays = (memory[start : start + size] for start, size in spans)
         return pickle.loads(body, buffers=arrays)
 
     def _mapped(self, size: int) -> memoryview:

@@ -7,7 +7,10 @@ import numpy.typing as npt
 
 from fedsim.rows.exchange import Ids
 
-__all__ = ["chunks"]
+__all__ = ["LEAST_SHARE", "chunks"]
+
+LEAST_SHARE = 16
+"""No chunk is planned smaller than this part of what a worker has to do."""
 
 
 def chunks(
@@ -15,24 +18,26 @@ def chunks(
 ) -> list[Ids]:
     """Chunks of clients in decreasing order of cost, at most ``largest`` clients each.
 
-    Handed out one after another to whichever worker is free, they keep workers about
-    equally busy (longest processing time first), and clients with as many steps stand
+    Handed out one after another to whichever worker is free, they keep workers busy to the end:
+    each is half of what would be a worker's share of the clients that are left, so that the first
+    are few and large and the last ones small enough to even out. Clients with as many steps stand
     together, as a block wants them. Which worker trains a client changes no byte of it.
 
     Parameters
     ----------
     client_ids, costs : ``[n]``
     workers : int
-        Each gets about four chunks: enough to even out, few enough to cost nothing.
     """
     order = np.argsort(-costs, kind="stable")
-    target = costs.sum() / (4 * workers)
+    done = np.concatenate([[0.0], np.cumsum(costs[order])])
+    least = done[-1] / (LEAST_SHARE * workers)
     cut: list[Ids] = []
     start = 0
     while start < len(order):
-        running = np.cumsum(costs[order[start : start + largest]])
+        target = max((done[-1] - done[start]) / (2 * workers), least)
         # The client that reaches the target still belongs to the chunk.
-        stop = start + min(int(np.searchsorted(running, target)) + 1, len(running))
+        stop = int(np.searchsorted(done, done[start] + target))
+        stop = min(max(stop, start + 1), start + largest, len(order))
         cut.append(client_ids[order[start:stop]])
         start = stop
     return cut

@@ -1,12 +1,13 @@
 """What a worker process runs, and how blocks, states and sums travel to it and back.
 
 Everything that travels is numpy arrays and plain values: Ray and shared memory take arrays out of
-band, tensors they would pickle. What comes out of shared memory is copied: it may be read-only,
-and is somebody else's after the next answer.
+band, tensors they would pickle. What comes out of shared memory may be read-only, and is somebody
+else's after the next answer: it is copied, but for sums, which are added up there and then.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -37,6 +38,7 @@ __all__ = [
     "from_wire",
     "to_arrays",
     "to_tensors",
+    "to_views",
 ]
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -149,11 +151,16 @@ def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:
 
 
 def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
-    """And back, in memory of this process: what is read-only is copied."""
-    return {
-        name: torch.from_numpy(np.require(values, requirements="W"))
-        for name, values in arrays.items()
-    }
+    """And back, in memory of this process."""
+    return {name: torch.from_numpy(np.array(values)) for name, values in arrays.items()}
+
+
+def to_views(arrays: Arrays) -> dict[str, Tensor]:
+    """The same where they are: not to be written to, and not to be kept."""
+    with warnings.catch_warnings():
+        # "not writable": just so.
+        warnings.simplefilter("ignore", UserWarning)
+        return {name: torch.from_numpy(np.asarray(values)) for name, values in arrays.items()}
 
 
 def to_wire(block: Block) -> Wire:

@@ -29,6 +29,7 @@ from fedsim.mechanisms.base import (
 from fedsim.mechanisms.drawing import NoiseSource, normals
 from fedsim.mechanisms.partial import PartialSum, SegmentSum, Terms
 from fedsim.privacy.noise import Noise, NoiseState, top_up_multiplier
+from fedsim.rows.exact import GridSum
 from fedsim.rows.layout import Layout
 
 __all__ = ["Release", "Releaser"]
@@ -216,6 +217,10 @@ class Releaser:
         z = self._multipliers[segment.prefix + "sum"][there][..., None]
         return Released(mean, segment.select(sides), z, r, bare_sums)
 
+    def draw_sizes(self, total: PartialSum) -> list[int]:
+        """How many numbers a release of ``total`` asks of each source at a time."""
+        return _drawn(self._splits[0], total.grids)[1]
+
     def noised(
         self,
         total: PartialSum,
@@ -243,10 +248,9 @@ class Releaser:
             splits = [{name: change(z) for name, z in split.items()} for split in self._splits]
             split, multipliers = splits[0], self._by_name(splits)
         units = {name: grid.units() for name, grid in grids.items() if split.get(name, 0.0) == 0}
-        names = [name for name, z in split.items() if 0 < z < math.inf]
+        names, sizes = _drawn(split, grids)
         if not names:
             return units, kept
-        sizes = [grids[name].coarse.shape[-1] for name in names]
         fresh = normals(sources, sizes, self._terms.device)
         fresh = fresh[0] if self._one else fresh
         noise, kept = self.noise.combine(fresh, kept or self.noise.start())
@@ -260,3 +264,9 @@ class Releaser:
             sums = grids[name].on_grid()
             units[name] = draws.add_(sums) if self._one else sums.add_(draws)
         return units, kept
+
+
+def _drawn(split: Mapping[str, float], grids: Mapping[str, GridSum]) -> tuple[list[str], list[int]]:
+    """The sums that noise is drawn for, in that order, and their sizes."""
+    names = [name for name, z in split.items() if 0 < z < math.inf]
+    return names, [grids[name].coarse.shape[-1] for name in names]

@@ -32,7 +32,7 @@ from fedsim.strategies.summing import ClientSumming, DeclaredExamples, Weighing
 from fedsim.training.share_replies import SIDE_PREFIX, STATE_RECORD, USABLE
 from fedsim.training.shares import Shares, add_shares, share
 
-__all__ = ["Asked", "Contributions", "Placement"]
+__all__ = ["Asked", "Contributions", "Placement", "Started"]
 
 Floats = npt.NDArray[np.float64]
 Placement = Literal["server", "client"]
@@ -61,6 +61,25 @@ class Asked:
     client_of: dict[int, int]
     server: dict[str, Tensor]
     vector: Tensor
+
+
+@dataclass(frozen=True)
+class Started:
+    """A round whose replies are still to be read.
+
+    Attributes
+    ----------
+    releaser : Releaser
+    total : PartialSum
+    replies : iterator of Reply
+    source : NoiseSource
+        Of the release's noise, which is nobody's before the ledger has its line.
+    """
+
+    releaser: Releaser
+    total: PartialSum
+    replies: Iterator[Reply]
+    source: NoiseSource
 
 
 @dataclass(frozen=True)
@@ -113,20 +132,23 @@ class Contributions:
 
     def start(
         self, asked: Asked, replies: Iterable[Message], layout: Layout, state: State, tally: Tally
-    ) -> tuple[Releaser, PartialSum, Iterator[Reply]]:
-        """A releaser and its empty sum, on the device that rows come on; and the replies."""
+    ) -> Started:
+        """The round's empty sum, on the device that rows come on, and the replies."""
+        source = self.source(Purpose.NOISE, asked.round)
         summable = self.placement == "server" and not self.needs_rows
         if isinstance(replies, Replies) and replies.sums and summable:
             releaser = self.releaser(layout, asked.vector.device)
             total = releaser.start(state)
             collection = Collection(self._summing(asked, layout, state), total.merge)
-            return releaser, total, self.replies(asked, replies, layout, tally, collection)
+            sent = self.replies(asked, replies, layout, tally, collection)
+            # Workers train: this process has nothing else to do.
+            return Started(releaser, total, sent, source.ahead(releaser.draw_sizes(total)))
         sent = self.replies(asked, replies, layout, tally)
         first = next(sent, None)
         rows = asked.vector if first is None or first.block.rows is None else first.block.rows
         releaser = self.releaser(layout, rows.device)
         sent = chain([] if first is None else [first], sent)
-        return releaser, releaser.start(state), sent
+        return Started(releaser, releaser.start(state), sent, source)
 
     def releaser(self, layout: Layout, device: torch.device | str = "cpu") -> Releaser:
         """Of the round's sum.
@@ -140,19 +162,17 @@ class Contributions:
             self.mechanism, layout, noise=self.noise, denominator=self.denominator, device=device
         )
 
-    def release(self, releaser: Releaser, total: PartialSum, asked: Asked) -> Release:
+    def release(self, started: Started, asked: Asked) -> Release:
         """The round's release; of shares, the server adds what missing clients would have."""
-        return releaser.release(
-            total,
-            self.source(Purpose.NOISE, asked.round),
+        return started.releaser.release(
+            started.total,
+            started.source,
             asked=len(asked.client_of) if self.placement == "client" else None,
         )
 
-    def add(
-        self, releaser: Releaser, total: PartialSum, asked: Asked, reply: Reply, tally: Tally
-    ) -> Tensor:
+    def add(self, started: Started, asked: Asked, reply: Reply, tally: Tally) -> Tensor:
         """Add a block's rows, or its clients' shares; which of them are usable, bool ``[n]``."""
-        block = reply.block
+        block, releaser, total = reply.block, started.releaser, started.total
         if self.placement == "server":
             weighing = self._weighing(asked)
             usable = weighing.add(total, block) if block.usable is None else block.usable

@@ -372,11 +372,11 @@ evaluate_metrics_aggr_fn
         self.rounds_done = server_round
         tally = Tally(asked.client_ids, absent=len(asked.cohort) - len(asked.client_ids))
         parts = self._contributions
-        releaser, total, sent = parts.start(asked, replies, self._layout, self._state, tally)
+        started = parts.start(asked, replies, self._layout, self._state, tally)
         means = MetricMeans(self.weighted_by_key, self.train_metrics_aggr_fn)
         rows = None if self._robust is None else KeptRows(self._robust)
-        for reply in sent:
-            usable = parts.add(releaser, total, asked, reply, tally)
+        for reply in started.replies:
+            usable = parts.add(started, asked, reply, tally)
             if rows is not None:
                 rows.take(reply.block, usable)
             if self.client_state is not None:
@@ -395,19 +395,19 @@ evaluate_metrics_aggr_fn
         # On disk before the release exists: a crash from here on counts one too many.
         clip_norm = self.mechanism.sensitivity(self._state, self._layout)
         self._accounting.record(server_round, clip_norm)
-        lost = len(asked.client_of) > 0 and total.count == 0
+        lost = len(asked.client_of) > 0 and started.total.count == 0
         self._failures.note(self.report, lost)
         # Whether noise is released must not depend on whether anybody failed.
         if lost and not self.private:
             return None, None
         if self.client_state is not None:
             self.client_state.average()
-        release = parts.release(releaser, total, asked)
-        if rows is not None and total.count:
+        release = parts.release(started, asked)
+        if rows is not None and started.total.count:
             release = replace(release, mean=rows.center())
         self._state = state_on(release.state, asked.vector.device)
         update = self._vectors.combine(
-            release.mean.to(asked.vector.device), asked.vector, self._layout, total.count
+            release.mean.to(asked.vector.device), asked.vector, self._layout, started.total.count
         )
         vector = self.server_optimizer.step(asked.vector[: len(update)], update)
         norm = float(update.norm())

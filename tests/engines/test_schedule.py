@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_clients import ToyTrainer
 
-from fedsim.engines.schedule import chunks
+from fedsim.engines.schedule import LEAST_SHARE, chunks
 
 costs_of = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
@@ -22,14 +22,19 @@ def test_chunks_hold_every_client_once_longest_first(costs, workers, largest):
 
 
 @given(costs=costs_of, workers=st.integers(1, 8))
-def test_free_workers_finish_within_one_chunk_of_each_other(costs, workers):
+def test_free_workers_finish_within_two_clients_or_a_small_share_of_each_other(costs, workers):
     ids = np.arange(len(costs))
     busy = [0.0] * workers
-    sizes = []
     for chunk in chunks(ids, np.array(costs, dtype=float), workers=workers, largest=1000):
-        sizes.append(sum(costs[client] for client in chunk.tolist()))
-        busy[int(np.argmin(busy))] += sizes[-1]
-    assert max(busy) - min(busy) <= max(sizes)
+        busy[int(np.argmin(busy))] += sum(costs[client] for client in chunk.tolist())
+    share = sum(costs) / (LEAST_SHARE * workers)
+    assert max(busy) - min(busy) <= max(costs) + max(max(costs), share)
+
+
+@given(clients=st.integers(1, 5000), workers=st.integers(1, 64))
+def test_the_number_of_chunks_follows_from_the_workers(clients, workers):
+    cut = chunks(np.arange(clients), np.ones(clients), workers=workers, largest=clients)
+    assert len(cut) <= 14 * workers
 
 
 def test_a_trainer_that_does_not_know_its_steps_has_equal_clients():
