@@ -20,6 +20,7 @@ from fedsim.runs.objects import algorithm
 from fedsim.runs.report import leave_report
 from fedsim.runs.signals import asked_to_end
 from fedsim.runs.state import RunState
+from fedsim.runs.sweep.building import Builder
 from fedsim.runs.sweep.halving import Halving
 from fedsim.runs.sweep.members import Member
 from fedsim.runs.sweep.together import in_step
@@ -86,24 +87,25 @@ def run_sweep(
             raise FedsimError(f"engine.name = '{engine}'; a sweep's members run on 'local'.")
     if halving is not None:
         halving.check(grid)
+    builder = Builder(out)
     for member in grid:
         if not is_done(member, out):
             RunDirectory(out / member.label).check_free(overwrite=True)
-            check(Build(member.config))
+            check(builder.build(member))
     if halving is None:
-        return _run_members(grid, out, observer)
-    return _halved(grid, out, observer, halving)
+        return _run_members(grid, builder, observer)
+    return _halved(grid, builder, observer, halving)
 
 
 def _halved(
-    grid: Sequence[Member], out: Path, observer: Observer | None, halving: Halving
+    grid: Sequence[Member], builder: Builder, observer: Observer | None, halving: Halving
 ) -> dict[str, MemberOutcome]:
     """Run them from rung to rung; what is there already is looked at, not run again."""
     outcomes: dict[str, MemberOutcome] = {}
     going = list(grid)
     rungs = halving.rungs(grid[0].config.rounds)
     for rung in rungs:
-        reached = _run_members(going, out, observer, until=rung)
+        reached = _run_members(going, builder, observer, until=rung)
         outcomes |= reached
         if rung == rungs[-1]:
             break
@@ -113,7 +115,9 @@ def _halved(
                 None
                 if reached[member.label].ended == "failed"
                 else [
-                    row for row in RunDirectory(out / member.label).rows() if row["round"] <= rung
+                    row
+                    for row in RunDirectory(builder.out / member.label).rows()
+                    if row["round"] <= rung
                 ],
             )
             for member in going
@@ -127,13 +131,14 @@ def _halved(
 
 
 def _run_members(
-    grid: Sequence[Member], out: Path, observer: Observer | None, until: int | None = None
+    grid: Sequence[Member], builder: Builder, observer: Observer | None, until: int | None = None
 ) -> dict[str, MemberOutcome]:
     """Run them to their ends, or through the round ``until``."""
+    out = builder.out
     waiting = [member for member in grid if not _has_reached(member, out, until)]
     outcomes: dict[str, MemberOutcome] = {}
     for group in _groups(waiting, out):
-        outcomes |= _run_group(group, out, observer, until)
+        outcomes |= _run_group(group, builder, observer, until)
     for member in grid:
         ended, why = RunDirectory(out / member.label).ending()
         outcomes.setdefault(member.label, MemberOutcome(ended, why))
@@ -206,16 +211,13 @@ def _shared_work(member: Member) -> tuple[object, ...]:
 
 
 def _run_group(
-    group: Sequence[Member], out: Path, observer: Observer | None, until: int | None
+    group: Sequence[Member], builder: Builder, observer: Observer | None, until: int | None
 ) -> dict[str, MemberOutcome]:
-    directories = [RunDirectory(out / member.label) for member in group]
-    builds = [
-        Build(member.config, directory.path)
-        for member, directory in zip(group, directories, strict=True)
-    ]
+    directories = [RunDirectory(builder.out / member.label) for member in group]
     with ExitStack() as claims:
         sessions = []
-        for member, directory, build in zip(group, directories, builds, strict=True):
+        for member, directory in zip(group, directories, strict=True):
+            build = builder.build(member)
             text = build.resolved.to_toml()
             state = _reached(directory)
             claims.enter_context(

@@ -1,0 +1,192 @@
+"""`python -m benchmarks.federation`: a round of ten real SuperNodes on this machine.
+
+A whole federation (SuperLink, ten SuperNodes, TLS, keys) is brought up on loopback, with a relay
+before the SuperLink's port for nodes that counts what goes through it. Printed are seconds a round,
+CPU seconds of all processes, and bytes a client and round each way beside what one copy of the
+parameters takes in float32. The first round, in which nodes are waited for, is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+
+from fedsim.config import RunConfig
+from fedsim.deploy.bundle import write_app
+from fedsim.deploy.parties import Node
+from fedsim.deploy.processes import free_ports
+from fedsim.deploy.rehearsal import Rehearsal
+from fedsim.runs.artefacts import OUT
+from fedsim.runs.build import Build
+from fedsim.runs.callbacks import Callback, RunStatus
+from fedsim.runs.channel import CallbackServer
+from fedsim.runs.check import check
+
+__all__ = ["MOST_SECONDS", "Federated", "main", "measured"]
+
+NODES = 10
+MOST_SECONDS = 4.0
+"""A round's, where nothing else runs."""
+
+MODELS = {"softmax": {"name": "softmax"}, "mlp": {"name": "mlp", "widths": "1344"}}
+
+
+@dataclass(frozen=True)
+class Federated:
+    """A round's cost: medians, but for the bytes, which are means.
+
+    Attributes
+    ----------
+    parameters : int
+    seconds, cpu_seconds : float
+    down, up : float
+        Bytes from the SuperLink to a node, and back.
+    """
+
+    parameters: int
+    seconds: float
+    cpu_seconds: float
+    down: float
+    up: float
+
+    def line(self) -> str:
+        """In words."""
+        copy = 4 * self.parameters
+        return (
+            f"{NODES} nodes, {self.parameters:,} parameters: {self.seconds:.2f} s a round (at most "
+            f"{MOST_SECONDS:g}), {self.cpu_seconds:.2f} CPU s; bytes a client {self.down:,.0f} "
+            f"down, {self.up:,.0f} up, {copy:,} in one copy of float32"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    options = parser.parse_args()
+    for model in options.models:
+        print(measured(model, options.rounds).line(), flush=True)
+
+
+def measured(model: str, rounds: int) -> Federated:
+    """A run of so many rounds, on a federation of its own."""
+    config = RunConfig.parse(
+        {
+            "rounds": rounds,
+            "partition": {"clients": NODES},
+            "model": MODELS[model],
+            "client": {"batch-size": 10},
+            "mechanism": {"name": "clipping"},
+            "noise": {"multiplier": 1.0},
+            "evaluate": {"every": 1},
+            "engine": {"name": "deployment", "device": "cpu"},
+        }
+    )
+    build = Build(config)
+    check(build)
+    with tempfile.TemporaryDirectory() as place:
+        out = Path(place) / "out"
+        out.mkdir()
+        relay = Relay()
+        watch = Watch(relay)
+        with (
+            CallbackServer([watch]) as server,
+            Rehearsal.temporary(NODES, variables={OUT: str(out), **server.variables}) as rehearsal,
+        ):
+            relay.start(rehearsal.federation.fleet_port)
+            for number in range(NODES):
+                node = Node.load(rehearsal.federation.node(number))
+                replace(node, superlink=f"127.0.0.1:{relay.port}").save({"files": ["/"]})
+            rehearsal.start_all()
+            app = write_app(Path(place) / "app", build.resolved.to_tree())
+            status = rehearsal.operator.follow(rehearsal.operator.submit(app), alive=rehearsal.tend)
+        if status != "finished:completed":
+            raise SystemExit(f"the run ended with {status}")
+    count = sum(int(np.prod(array.shape)) for array in build.initial_arrays.values())
+    return watch.summed(count)
+
+
+class Relay:
+    """Passes what comes on a port of its own to another, and counts the bytes each way."""
+
+    def __init__(self) -> None:
+        (self.port,) = free_ports(1)
+        self.up = self.down = 0
+        self._lock = threading.Lock()
+
+    def start(self, port: int) -> None:
+        """Listen."""
+        listener = socket.create_server(("127.0.0.1", self.port))
+        threading.Thread(target=self._accept, args=(listener, port), daemon=True).start()
+
+    def _accept(self, listener: socket.socket, port: int) -> None:
+        while True:
+            node, _ = listener.accept()
+            server = socket.create_connection(("127.0.0.1", port))
+            for source, sink, way in ((node, server, "up"), (server, node, "down")):
+                threading.Thread(target=self._pass, args=(source, sink, way), daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket, way: str) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+                with self._lock:
+                    setattr(self, way, getattr(self, way) + len(data))
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # one of them is gone
+
+
+@dataclass
+class Watch(Callback):
+    """Notes at the end of each round how far clocks and counters have come."""
+
+    relay: Relay
+    noted: list[tuple[float, float, int, int]] = field(default_factory=list)
+    usable: list[float] = field(default_factory=list)
+
+    def on_round(self, status: RunStatus) -> None:
+        if status.round:
+            counters = cpu_of_family(), self.relay.down, self.relay.up
+            self.noted.append((time.perf_counter(), *counters))
+            self.usable.append(status.row["usable"])
+
+    def summed(self, parameters: int) -> Federated:
+        """What the rounds after the first one cost."""
+        assert set(self.usable) == {NODES}, self.usable
+        steps = np.diff(np.array(self.noted), axis=0)
+        seconds, cpu = (statistics.median(steps[:, column].tolist()) for column in (0, 1))
+        down, up = (float(steps[:, column].mean()) / NODES for column in (2, 3))
+        return Federated(parameters, seconds, cpu, down, up)
+
+
+def cpu_of_family() -> float:
+    """CPU seconds of this process and all its descendants, those included that have ended."""
+    ticks, parents = {}, {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents[int(name)] = int(fields[1])
+        ticks[int(name)] = sum(map(int, fields[11:15]))
+    family, new = set(), {os.getpid()}
+    while new:
+        family |= new
+        new = {pid for pid, parent in parents.items() if parent in family} - family
+    return sum(ticks[pid] for pid in family) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    main()
