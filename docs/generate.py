@@ -25,11 +25,12 @@ def pyproject() -> str:
 def reference() -> str:
     """docs/reference/config.md: every key, and everything that can be named."""
     lines = ["# Every key of a config", "", "As `fedsim config explain` says it, table by table."]
-    table = None
+    table, names = None, {key.name for key in keys()}
     for key in keys():
         here = key.name.rpartition(".")[0]
         if here != table:
-            lines += ["", f"## {f'[{here}]' if here else 'The top'}", ""]
+            title = f"Options in `{here}`" if here in names else f"[{here}]" if here else "The top"
+            lines += ["", f"## {title}", ""]
             lines += ["| key | default | what it is |", "| --- | --- | --- |"]
             table = here
         default = "" if key.default == "" else f"`{tomli_w.dumps({'k': key.default})[4:].strip()}`"

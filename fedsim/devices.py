@@ -118,6 +118,11 @@ class Devices:
         self.load = RoundLoad(down * int(there.sum()), up * sent, longest)
         return replies
 
+    def reachable(self, round: int, client_ids: Ints) -> Bools:
+        """Which of these clients ``[n]`` are there in the round and do not drop out, ``[n]``."""
+        there = self._there(round, client_ids)
+        return there & ~self._drawn(DROPS, self.dropout, round, client_ids)
+
     @property
     def clocked(self) -> bool:
         """Whether devices take any time."""

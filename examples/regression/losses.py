@@ -1,9 +1,13 @@
 """A loss of one's own: one number for each example."""
 
+import math
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def huber(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Outputs ``[B, 1]``, targets ``[B]``: ``[B]``."""
-    return F.huber_loss(outputs[:, 0], targets, reduction="none")
+def log_cosh(outputs: Tensor, targets: Tensor, width: float = 1.0) -> Tensor:
+    """``width^2 log cosh(error / width)``: outputs ``[B, 1]``, targets ``[B]``: ``[B]``."""
+    error = torch.abs(outputs[:, 0] - targets) / width
+    return width**2 * (error + F.softplus(-2 * error) - math.log(2))

@@ -99,6 +99,8 @@ class LocalAlgorithm(ABC):
         parameters: each as wide as the model, or one number.
     remembers : bool
         Whether it means nothing unless each client keeps its own state.
+    plain_means : bool
+        Whether what it makes of vectors' means holds for plain means over clients alone.
     parts : bool
         Whether it treats personal parameters (``model.personal``) apart from the others.
     """
@@ -107,6 +109,7 @@ class LocalAlgorithm(ABC):
     evaluates: ClassVar[str] = ""
     sends: ClassVar[Mapping[str, Width]] = {}
     remembers: ClassVar[bool] = False
+    plain_means: ClassVar[bool] = False
     parts: ClassVar[bool] = False
 
     def __init_subclass__(cls, **settings: Any) -> None:

@@ -30,7 +30,9 @@ class Scaffold(LocalAlgorithm):
     gradients at x: gradient evaluations then take turns, the first is a step's. It keeps that
     (``client.state = "client"``), and sends the difference beside its update; the server adds
     their mean times the share of the population that took part. Under a schedule K lr is the sum
-    of the rates. Source: Karimireddy et al. 2020, Algorithm 1.
+    of the rates. For c to stay the mean of all c_i updates must be neither weighed nor bounded:
+    ``mechanism.name = "none"`` with ``weighting = "uniform"``. Source: Karimireddy et al. 2020,
+    Algorithm 1.
     """
 
     lr: Annotated[float, Gt(0), Doc("The rate of a local step.")] = 0.1
@@ -46,6 +48,7 @@ class Scaffold(LocalAlgorithm):
     carried: ClassVar[tuple[str, ...]] = ("variate",)
     sends: ClassVar[Mapping[str, Width]] = {"control": "model"}
     remembers: ClassVar[bool] = True
+    plain_means: ClassVar[bool] = True
 
     def numbers(self) -> dict[str, float]:
         """The rate."""

@@ -21,7 +21,16 @@ from fedsim.config.values import Scalar, read_options
 from fedsim.errors import FedsimError
 from fedsim.settings import REQUIRED, Between, Doc, Setting, Text, settings_of
 
-__all__ = ["Choice", "model_field", "model_of", "own_settings", "prepared", "switched", "takers"]
+__all__ = [
+    "Choice",
+    "model_field",
+    "model_of",
+    "own_settings",
+    "prepared",
+    "switched",
+    "takers",
+    "unknown",
+]
 
 Options = Annotated[
     dict[str, Scalar], Doc("Settings of a class or function of your own, by their names.")
@@ -164,14 +173,19 @@ def _chosen(section: type[Choice], tree: Mapping[str, Any]) -> str:
     if not isinstance(name, str):
         return str(default)  # and the model will say what is wrong
     if not section.knows(name):
-        known = registry.names(section.kind)
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f" did you mean '{close[0]}'? It" if close else " it"
-        raise FedsimError(
-            f"{section.table}.{section.selector} = {shown(name)};{hint} must be "
-            f"{', '.join(repr(word) for word in known)} or 'module:name'."
-        )
+        raise unknown(section.kind, name, f"{section.table}.{section.selector}")
     return name
+
+
+def unknown(kind: str, name: str, key: str) -> FedsimError:
+    """That a key names nothing of a kind, and what there is of it."""
+    known = registry.names(kind)
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" did you mean '{close[0]}'? It" if close else " it"
+    return FedsimError(
+        f"{key} = {shown(name)};{hint} must be {', '.join(repr(word) for word in known)} or "
+        "'module:name'."
+    )
 
 
 def _merge_options(section: type[Choice], name: str, tree: dict[str, Any], table: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
@@ -11,9 +11,9 @@ from pydantic.fields import FieldInfo
 
 from fedsim import registry
 from fedsim.config.choices import Choice, own_settings, written
-from fedsim.config.keys import Section, belongs_to, to_empty
+from fedsim.config.keys import NamesOf, Section, belongs_to, to_empty
 from fedsim.config.run_config import RunConfig
-from fedsim.settings import Doc, Setting, allowed
+from fedsim.settings import Doc, Setting, allowed, settings_of
 
 __all__ = ["Key", "choices_of", "keys", "summary_of"]
 
@@ -66,8 +66,12 @@ def _keys(section: type[Section], table: str) -> Iterator[Key]:
             inner.append((model, f"{name}."))
             continue
         yield _common(section, field, name)
+        for names_of in (m for m in field.metadata if isinstance(m, NamesOf)):
+            by_name = {n: _settings(names_of, n) for n in registry.names(names_of.kind)}
+            yield from _shared(by_name, f"{name}.")
     if issubclass(section, Choice):
-        yield from _own(section, table)
+        names = registry.names(section.kind)
+        yield from _shared({name: own_settings(section, name) for name in names}, table)
         chooses = f"{table}{section.selector} = 'module:name'"
         yield Key(
             f"{table}options", ("module:name",), "a table", "", "",
@@ -96,14 +100,18 @@ def _limits(field: FieldInfo) -> Iterator[Any]:
     yield from (entry for entry in field.metadata if isinstance(entry, Gt | Ge | Lt | Le))
 
 
-def _own(section: type[Choice], table: str) -> Iterator[Key]:
-    """Keys of the things that a table may name: those of one description and default together."""
+def _settings(names_of: NamesOf, name: str) -> tuple[Setting, ...]:
+    return settings_of(registry.find(names_of.kind, name, names_of.kind))
+
+
+def _shared(by_name: Mapping[str, Sequence[Setting]], table: str) -> Iterator[Key]:
+    """Keys of the things that may be named: those of one description and default together."""
     shared: dict[tuple[Any, ...], list[str]] = {}
-    for name in registry.names(section.kind):
-        for setting in own_settings(section, name):
+    for name, settings in by_name.items():
+        for setting in settings:
             shared.setdefault((setting.key, setting.doc, str(written(setting))), []).append(name)
     for (key, doc, _), names in sorted(shared.items(), key=lambda item: item[0][0]):
-        setting = next(s for s in own_settings(section, names[0]) if s.key == key)
+        setting = next(s for s in by_name[names[0]] if s.key == key)
         yield Key(
             f"{table}{key}", tuple(names), _type(setting.type), allowed(setting),
             written(setting), doc,

@@ -7,6 +7,7 @@ refused beside another name: a setting that would silently do nothing is a mista
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -25,6 +26,7 @@ __all__ = [
     "Maybe",
     "Multiplier",
     "Name",
+    "NamesOf",
     "Range",
     "Section",
     "TargetEpsilon",
@@ -63,6 +65,13 @@ def to_empty(value: Any) -> Any:
 
 Maybe = Annotated[float | None, BeforeValidator(from_empty), PlainSerializer(to_empty)]
 """A number, or unset (written as the empty string)."""
+
+
+@dataclass(frozen=True)
+class NamesOf:
+    """Marks a key whose value is names of things of a kind, each with its options."""
+
+    kind: str
 
 
 def only(*names: str, default: Any, **bounds: Any) -> Any:

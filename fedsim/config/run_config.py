@@ -36,6 +36,7 @@ from fedsim.config.sections import (
     PartitionSection,
     PrivacySection,
     ServerSection,
+    TaskSection,
 )
 from fedsim.config.sentences import sentence
 from fedsim.config.values import Scalar, read_value, write_options
@@ -66,6 +67,7 @@ class RunConfig(Section):
     data: DataSection = DataSection()
     partition: PartitionSection = PartitionSection()
     model: ModelSection = ModelSection()
+    task: TaskSection = TaskSection()
     client: ClientSection = ClientSection()
     cohort: CohortSection = CohortSection()
     mechanism: MechanismSection = MechanismSection()

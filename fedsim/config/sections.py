@@ -6,21 +6,24 @@ thing's file.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from fedsim import registry
 from fedsim.config.bounding import BoundingSection
-from fedsim.config.choices import Choice
+from fedsim.config.choices import Choice, unknown
 from fedsim.config.keys import (
     Maybe,
     Multiplier,
+    NamesOf,
     Range,
     Section,
     TargetEpsilon,
     setting,
 )
+from fedsim.config.options import checked
+from fedsim.config.values import read_named
 from fedsim.settings import Doc
 
 __all__ = [
@@ -32,7 +35,14 @@ __all__ = [
     "NoiseSection",
     "PartitionSection",
     "ServerSection",
+    "TaskSection",
 ]
+
+
+def _joined(value: Any) -> Any:
+    """A list of words as a config writes it: with commas between."""
+    is_words = isinstance(value, list) and all(isinstance(word, str) for word in value)
+    return ", ".join(value) if is_words else value
 
 
 class DataSection(Choice):
@@ -135,16 +145,6 @@ class ModelSection(Choice):
             "such as 'head.*'; empty for none."
         ),
     ] = ""
-    loss: Annotated[
-        str, Doc("The loss of an example: of `fedsim config list loss`, or module:name.")
-    ] = "cross-entropy"
-    metrics: Annotated[
-        str,
-        Doc(
-            "What is measured besides the loss, with commas between: of `fedsim config list "
-            "metric`, or module:name."
-        ),
-    ] = "accuracy"
 
     @model_validator(mode="after")
     def _weights_come_from_a_file(self) -> ModelSection:
@@ -154,6 +154,40 @@ class ModelSection(Choice):
             self.weights_for,
             "unset without model.weights, the file that these parameters would come from",
         )
+        return self
+
+
+class TaskSection(Choice):
+    """What is learnt: the loss, and what is measured."""
+
+    table: ClassVar[str] = "task"
+    kind: ClassVar[str] = "loss"
+    selector: ClassVar[str] = "loss"
+    loss: Annotated[str, Doc("The loss of an example.")] = "cross-entropy"
+    metrics: Annotated[
+        str,
+        BeforeValidator(_joined),
+        NamesOf("metric"),
+        Doc(
+            "What is measured besides the loss, with commas between and options in brackets, such "
+            "as 'accuracy, top-k(k=3)'."
+        ),
+    ] = "accuracy"
+
+    def named_metrics(self) -> list[tuple[str, dict[str, Any]]]:
+        """Names of the metrics, each with the options that it is given."""
+        return read_named(self.metrics, "task.metrics")
+
+    @model_validator(mode="after")
+    def _metrics_are_known(self) -> TaskSection:
+        for name, options in self.named_metrics():
+            if ":" in name:
+                continue  # the user's own is looked at where it is made
+            if name not in registry.names("metric"):
+                raise unknown("metric", name, "task.metrics")
+            thing = registry.find("metric", name, "task.metrics")
+            if isinstance(thing, type):
+                checked(name, thing, options, f"task.metrics.{name}")
         return self
 
 

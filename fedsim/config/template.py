@@ -27,13 +27,13 @@ def template(config: RunConfig) -> str:
 def _table(
     tree: Mapping[str, Any], table: str, described: Mapping[str, list[Key]]
 ) -> Iterator[str]:
-    chosen = str(tree.get("name", tree.get("optimizer", "")))
+    chosen = {value for value in tree.values() if isinstance(value, str)}
     inner = {key: value for key, value in tree.items() if isinstance(value, Mapping)}
     for key, value in tree.items():
         if key in inner:
             continue
         entries = described[f"{table}{key}"]
-        entry = next((e for e in entries if chosen in e.belongs_to), entries[0])
+        entry = next((e for e in entries if chosen & {*e.belongs_to}), entries[0])
         words = f"{entry.doc} {entry.allowed[:1].upper()}{entry.allowed[1:]}".strip()
         words += "." if entry.allowed else ""
         yield from textwrap.wrap(words, 92, initial_indent="# ", subsequent_indent="# ")

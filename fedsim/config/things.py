@@ -7,18 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-from pydantic import ConfigDict, ValidationError, create_model
-
 from fedsim import registry
-from fedsim.config.choices import Choice, model_field
+from fedsim.config.choices import Choice
 from fedsim.config.keys import Section
+from fedsim.config.options import checked, parameters_of
 from fedsim.config.run_config import RunConfig
-from fedsim.config.sentences import sentence
-from fedsim.config.values import apart
+from fedsim.config.sections import TaskSection
 from fedsim.errors import FedsimError
-from fedsim.settings import settings_of
 
-__all__ = ["find", "make", "modules_named", "settings_for"]
+__all__ = ["find", "loss", "make", "metrics", "modules_named", "settings_for"]
 
 
 def make(section: Choice, **filled: Any) -> Any:
@@ -40,7 +37,7 @@ def make(section: Choice, **filled: Any) -> Any:
     place = registry.current_directory_importable() if ":" in section.chosen else nullcontext()
     with place:
         thing = find(section)
-        names = _parameters(thing)
+        names = parameters_of(thing)
         given = {k: v for k, v in filled.items() if names is None or k in names}
         return thing(**settings_for(section, thing, tuple(filled)), **given)
 
@@ -57,39 +54,60 @@ def settings_for(
     """The settings that a table gives to a thing, by Python's names; options are checked here."""
     if ":" not in section.chosen:
         return section.values()
-    options, table = section.values(), f"{section.table}.options"
-    given = {key.replace("-", "_"): value for key, value in options.items()}
-    for name in filled:
-        if name in given:
-            raise FedsimError(f"{table}.{name} is set; what it is follows from other keys.")
-    settings = {s.name: s for s in settings_of(thing) if s.name not in filled}
-    names = set(settings) if settings else _parameters(thing)
-    for name in given:
-        if names is not None and name not in names:
-            takes = ", ".join(sorted(n.replace("_", "-") for n in names)) or "no options"
+    return checked(section.chosen, thing, section.values(), f"{section.table}.options", filled)
+
+
+def loss(section: TaskSection) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """What a table names as loss, and the settings that it gives.
+
+    Raises
+    ------
+    FedsimError
+        If there is none, or its options are not what it takes.
+    """
+    thing = find(section)
+    return thing, settings_for(section, thing, _compared(thing))
+
+
+def metrics(section: TaskSection) -> dict[str, tuple[Callable[..., Any], Mapping[str, Any]]]:
+    """The same of each metric, by what it is called in reports.
+
+    That is the last part of its name, and the values of its options: ``top-k(k=3)`` is called
+    ``top-k-3``.
+
+    Raises
+    ------
+    FedsimError
+        If two would be called the same.
+    """
+    chosen: dict[str, tuple[Callable[..., Any], Mapping[str, Any]]] = {}
+    for name, options in section.named_metrics():
+        thing = registry.find("metric", name, "task.metrics")
+        label = "-".join([name.rpartition(":")[2], *map(str, options.values())])
+        if label in chosen:
             raise FedsimError(
-                f"{table}.{name.replace('_', '-')} is no setting of '{section.chosen}'; it takes "
-                f"{takes}."
+                f"task.metrics = '{section.metrics}' has two that would be called '{label}'; once "
+                "is enough, and others must have other names or options."
             )
-    if not settings:
-        for name in _required(thing) - {*given, *filled}:
-            raise FedsimError(f"{table}.{name.replace('_', '-')} is not set; it must be given.")
-        return given
-    fields: dict[str, Any] = {name: model_field(setting) for name, setting in settings.items()}
-    base = type("Options", (Section,), {"model_config": ConfigDict(arbitrary_types_allowed=True)})
-    model: type[Section] = create_model("Options", __base__=base, **fields)
+        table = f"task.metrics.{name}"
+        chosen[label] = thing, checked(name, thing, options, table, _compared(thing))
+    return chosen
+
+
+def _compared(thing: Callable[..., Any]) -> tuple[str, ...]:
+    """What a function calls outputs and targets, its first two parameters; none of a class."""
+    if isinstance(thing, type):
+        return ()
     try:
-        checked = model.model_validate(given)
-    except ValidationError as error:
-        raise FedsimError(f"{table}.{sentence(model, error)}") from None
-    return {name: getattr(checked, name) for name in settings}
+        return tuple(inspect.signature(thing).parameters)[:2]
+    except ValueError:
+        return ()
 
 
 def modules_named(config: RunConfig) -> list[tuple[str, str, str]]:
     """Where a config brings code that is not fedsim's: each key, what it names, and the module."""
     named = [
-        ("model.loss", "loss", config.model.loss),
-        *(("model.metrics", "metric", name) for name in apart(config.model.metrics)),
+        *(("task.metrics", "metric", name) for name, _ in config.task.named_metrics()),
         *(
             (f"{table.table}.{table.selector}", table.kind, table.chosen)
             for table in _choices(config)
@@ -111,23 +129,3 @@ def _choices(section: Section) -> Iterator[Choice]:
             yield from _choices(inner)
     if isinstance(section, Choice):
         yield section
-
-
-def _parameters(thing: Callable[..., Any]) -> set[str] | None:
-    """Names of the keywords that a callable takes; None if any."""
-    try:
-        parameters = inspect.signature(thing).parameters.values()
-    except ValueError as error:
-        raise FedsimError(
-            f"{thing!r} is no Python function or class with known parameters."
-        ) from error
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-
-
-def _required(thing: Callable[..., Any]) -> set[str]:
-    """Those of them without a default."""
-    parameters = inspect.signature(thing).parameters.values()
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {p.name for p in parameters if p.kind in named and p.default is p.empty}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fedsim.errors import FedsimError
 
-__all__ = ["Scalar", "apart", "read_options", "read_value", "write_options"]
+__all__ = ["Scalar", "apart", "read_named", "read_options", "read_value", "write_options"]
 
 Scalar = bool | int | float | str
 
@@ -57,6 +58,26 @@ def read_options(text: str, key: str) -> dict[str, Any]:
             raise FedsimError(f"{key} has '{name.strip()}' twice; once is enough.")
         options[name.strip()] = read_value(value)
     return options
+
+
+def read_named(text: str, key: str) -> list[tuple[str, dict[str, Any]]]:
+    """Names and the options of each, from ``"accuracy, top-k(k=3)"``.
+
+    Raises
+    ------
+    FedsimError
+        If brackets or options cannot be read.
+    """
+    named = []
+    for part in filter(None, apart(text)):
+        written = re.fullmatch(r"([^()]+?) *(?:\((.*)\))?", part)
+        if written is None:
+            raise FedsimError(
+                f"{key} has '{part}'; it must be of the form name, or name(option=value)."
+            )
+        name, options = written.groups()
+        named.append((name, read_options(options or "", f"{key}.{name}")))
+    return named
 
 
 def write_options(options: Mapping[str, Scalar]) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import torch
-from fedsim.mechanisms.robust import RobustMean
+from fedsim.mechanisms.robust import RobustMean, column_chunks
 from fedsim.registry import register
 from fedsim.settings import Doc, Ge
 
@@ -44,17 +44,20 @@ class Krum(RobustMean):
     def center(self, rows: Tensor) -> Tensor:
         """See `RobustMean`."""
         n = len(rows)
-        squares = torch.stack([self._squares(rows, row) for row in rows])
-        squares.fill_diagonal_(torch.inf)
+        squares = _squared_distances(rows).fill_diagonal_(torch.inf)
         neighbours = min(max(1, n - self.byzantine - 2), max(1, n - 1))
         scores = squares.sort(1).values[:, :neighbours].sum(1)
         # Of equal scores the lower client id goes first.
         best = scores.sort(stable=True).indices[: self.keep]
         return rows[best].to(torch.float64).mean(0)
 
-    @staticmethod
-    def _squares(rows: Tensor, row: Tensor) -> Tensor:
-        """Squared distances of all rows from one, ``[n]``."""
-        return torch.stack(
-            [(other.to(torch.float64) - row.to(torch.float64)).square().sum() for other in rows]
-        )
+
+def _squared_distances(rows: Tensor) -> Tensor:
+    """Of each row from each, float64 ``[n, n]``: symmetric, and 0 between equal rows."""
+    n = len(rows)
+    squares = torch.zeros(n, n, dtype=torch.float64, device=rows.device)
+    first, second = torch.triu_indices(n, n, offset=1, device=rows.device)
+    for columns in column_chunks(rows):
+        # From differences: of a product of matrices the small distances would be rounding errors.
+        squares[first, second] += torch.nn.functional.pdist(columns).square()
+    return squares + squares.T

@@ -398,6 +398,7 @@ class Build:
             evaluate_quantiles=True,
             node_timeout=config.engine.node_timeout,
             replying=self.replying,
+            reachable=self.devices.reachable,
             max_failed_rounds=config.server.max_failed_rounds,
             algorithm=objects.algorithm(config),
             average_client_state=config.client.state == "server",

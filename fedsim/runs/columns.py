@@ -50,6 +50,6 @@ def columns_of(build: Build, strategy: DPFedAvg) -> tuple[str, ...]:
     if twice:
         raise FedsimError(
             f"'{twice[0]}' would be the name of two columns of metrics.csv; a metric of your own "
-            "(model.metrics, mechanism.private-scalar) must have another name."
+            "(task.metrics, mechanism.private-scalar) must have another name."
         )
     return tuple(columns)

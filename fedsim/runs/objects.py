@@ -5,10 +5,9 @@ from __future__ import annotations
 from fedsim import mechanisms, partitions, tasks
 from fedsim.clients import LocalAlgorithm, Proximal
 from fedsim.clients.schedules import CONSTANT, Schedule
-from fedsim.config import RunConfig
+from fedsim.config import RunConfig, things
 from fedsim.config.client_sections import ClientMechanismSection
 from fedsim.config.sections import MechanismSection
-from fedsim.config.things import make
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.strategies import ServerOptimizer
@@ -20,7 +19,7 @@ __all__ = ["algorithm", "loss", "mechanism", "metrics", "partition", "server_opt
 
 def partition(config: RunConfig) -> partitions.Partition:
     """The partitioner, seeded."""
-    made = make(config.partition, clients=config.partition.clients, seed=config.seed)
+    made = things.make(config.partition, clients=config.partition.clients, seed=config.seed)
     if not isinstance(made, partitions.Partition):
         raise FedsimError(
             f"partition.name is '{config.partition.name}'; it must name a "
@@ -31,7 +30,7 @@ def partition(config: RunConfig) -> partitions.Partition:
 
 def mechanism(settings: MechanismSection | ClientMechanismSection) -> Mechanism:
     """The mechanism that bounds updates, or a client's per-example gradients."""
-    bound: Mechanism = make(settings)
+    bound: Mechanism = things.make(settings)
     if not isinstance(bound, Mechanism):
         raise FedsimError(
             f"{settings.table}.name is '{settings.name}'; it must name a "
@@ -58,7 +57,7 @@ def algorithm(config: RunConfig) -> LocalAlgorithm:
         If one of the user's own cannot be found or made.
     """
     client = config.client
-    made = make(client)
+    made = things.make(client)
     if not isinstance(made, LocalAlgorithm):
         raise FedsimError(f"client.name is '{client.name}'; it must name a LocalAlgorithm.")
     made = made.where_noised(client.private)
@@ -67,20 +66,20 @@ def algorithm(config: RunConfig) -> LocalAlgorithm:
 
 def loss(config: RunConfig) -> Loss:
     """The loss of an example."""
-    return tasks.loss_named(config.model.loss)
+    return tasks.loss_of(config.task.loss, *things.loss(config.task))
 
 
 def metrics(config: RunConfig) -> dict[str, Metric]:
-    """What an evaluation reports besides the loss: one metric for each name, by its last part."""
-    chosen: dict[str, Metric] = {}
-    for name in filter(None, (part.strip() for part in config.model.metrics.split(","))):
-        chosen[name.rpartition(":")[2]] = tasks.metric_named(name)
-    return chosen
+    """What an evaluation reports besides the loss, by what it is called there."""
+    return {
+        label: tasks.metric_of(*described)
+        for label, described in things.metrics(config.task).items()
+    }
 
 
 def server_optimizer(config: RunConfig) -> ServerOptimizer:
     """What the server does with the noisy mean."""
-    made = make(config.server)
+    made = things.make(config.server)
     if not all(callable(getattr(made, name, None)) for name in ("step", "state", "restore")):
         raise FedsimError(
             f"server.optimizer is '{config.server.optimizer}'; it must name a "

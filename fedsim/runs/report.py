@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from fedsim.engines.arrays import tensors
-from fedsim.reports.record import RunRecord
+from fedsim.errors import FedsimError
+from fedsim.reports.record import SUMMARY_FORMAT, RunRecord
 from fedsim.reports.run_page import run_page
+from fedsim.runs.artefacts import Ended, RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.result import RunResult
 from fedsim.runs.summary import summarise
 
-__all__ = ["leave_report"]
+__all__ = ["leave_report", "tell_ending"]
 
 _log = logging.getLogger("fedsim")
 
@@ -52,3 +55,22 @@ def leave_report(build: Build, result: RunResult, failure: str = "") -> None:
         directory.save_report(run_page(record))
     except Exception:
         _log.exception("the run is whole, but its report could not be made")
+
+
+def tell_ending(directory: RunDirectory, ended: Ended, why: str) -> None:
+    """Say in what a run has left how it ended, where that was decided after it had paused.
+
+    Parameters
+    ----------
+    directory : RunDirectory
+    ended, why : str
+        As in `RunResult`.
+    """
+    try:
+        record = RunRecord.read(directory.path)
+        told = {"format": SUMMARY_FORMAT, **record.summary, "ended": ended, "why": why}
+        if told != record.summary:
+            directory.save_summary(told)
+            directory.save_report(run_page(replace(record, summary=told)))
+    except (OSError, FedsimError):
+        _log.exception("%s is whole, but its report could not be made", directory.path)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from fedsim.engines.arrays import tensors
 from fedsim.rows import Layout
-from fedsim.rows.exchange import Instructions, Replies
+from fedsim.rows.exchange import Ids, Instructions, Replies
 from fedsim.strategies.outcome import Tally
 from fedsim.strategies.participants import Participants, node_ids
 from fedsim.strategies.replies import ExpectedReply, Reply, read
@@ -33,6 +34,8 @@ class ClientEvaluation:
         Rounds from one evaluation to the next.
     quantiles : bool
         Whether quantiles over clients stand beside the means.
+    reachable : callable ``(round, client ids [n]) -> bool [n]``, optional
+        Who of those that were chosen is there to be asked.
     """
 
     participants: Participants
@@ -43,6 +46,7 @@ class ClientEvaluation:
     configrecord_key: str
     aggregate_fn: MetricsAggregator | None
     quantiles: bool = False
+    reachable: Callable[[int, Ids], npt.NDArray[np.bool_]] | None = None
     _asked: dict[int, int] = field(default_factory=dict, init=False)
 
     def configure(
@@ -54,6 +58,10 @@ class ClientEvaluation:
             return []
         nodes = self.participants.nodes(grid)
         chosen = self.participants.evaluators(server_round, nodes, self.fraction)
+        if self.reachable is not None:
+            chosen = chosen[self.reachable(server_round, chosen)]
+            if not len(chosen):
+                return []
         asked = node_ids(chosen, nodes)
         self._asked = dict(zip(asked.tolist(), chosen.tolist(), strict=True))
         server = tensors(arrays)

@@ -42,6 +42,7 @@ from fedsim.strategies.refusals import (
     refuse_flowers_keywords,
     refuse_noise,
     refuse_running_statistics,
+    refuse_unplain_means,
     refuse_void_settings,
 )
 from fedsim.strategies.replies import to_arrays
@@ -105,6 +106,8 @@ class DPFedAvg(ResumableStrategy):
     replying : callable ``(round, client ids [n]) -> bool [n]``, optional
         Who of those that were drawn takes part, by a trace or a model of devices. It must not
         depend on data: who does not take part counts as missing.
+    reachable : callable ``(round, client ids [n]) -> bool [n]``, optional
+        Who of those that are to evaluate is there for it, in the same way.
     min_available_nodes : int
         Clients to wait for before a round, for at most ``node_timeout`` seconds; in a private
         run before the first round only.
@@ -164,6 +167,7 @@ evaluate_metrics_aggr_fn
         fraction_evaluate: float | None = None,
         evaluate_every: int = 1,
         replying: Callable[[int, npt.NDArray[np.int64]], npt.NDArray[np.bool_]] | None = None,
+        reachable: Callable[[int, npt.NDArray[np.int64]], npt.NDArray[np.bool_]] | None = None,
         min_available_nodes: int = 1,
         node_timeout: float = 60.0,
         max_failed_rounds: int = 3,
@@ -238,6 +242,7 @@ evaluate_metrics_aggr_fn
         self.client_state = ClientState(self.private, placement) if average_client_state else None
         """What clients have in common besides the model, if they do."""
         self._vectors = NamedVectors(algorithm, self.plan.sampler.population or 0, self.protects)
+        refuse_unplain_means(algorithm, mechanism)
         self.stopped: str | None = None
         """Why no further release will be made, once that is so."""
         self.report: RoundReport | None = None
@@ -272,6 +277,7 @@ evaluate_metrics_aggr_fn
             configrecord_key,
             evaluate_metrics_aggr_fn,
             evaluate_quantiles,
+            reachable,
         )
         self.rounds_done = 0
         self._layout: Layout | None = None

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.clients import LocalAlgorithm
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Mechanism, RobustMean
+from fedsim.mechanisms import Mechanism, NoPrivacy, RobustMean
 
 __all__ = [
     "allowed_fraction",
@@ -17,6 +18,7 @@ __all__ = [
     "refuse_flowers_keywords",
     "refuse_noise",
     "refuse_running_statistics",
+    "refuse_unplain_means",
     "refuse_void_settings",
 ]
 
@@ -71,6 +73,22 @@ def refuse_noise(mechanism: RobustMean, noise_multiplier: float) -> None:
             "(mechanism.name): what one client moves a robust mean by depends on all others' "
             "updates, and is bounded by no sensitivity of the plan's."
         )
+
+
+def refuse_unplain_means(algorithm: LocalAlgorithm | None, mechanism: Mechanism) -> None:
+    """Refuse weights and bounds where the server's vectors are plain means of the clients'.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if algorithm is None or not algorithm.plain_means or mechanism == NoPrivacy("uniform"):
+        return
+    raise FedsimError(
+        f"{mechanism} (mechanism.name) weighs or bounds what clients send, of which "
+        f"{type(algorithm).__name__} (client.name) needs the plain mean; it must be 'none' with "
+        "mechanism.weighting = 'uniform'."
+    )
 
 
 def refuse_void_settings(

@@ -1,43 +1,55 @@
-"""Losses and metrics by their names in a config, and what of a user's own is a metric."""
+"""What a config's name of a loss or a metric stands for, with its settings."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from fedsim import registry
+from fedsim.errors import FedsimError
 from fedsim.tasks.losses.base import Loss
 from fedsim.tasks.metrics.base import MeanOf, Metric
-from fedsim.tasks.metrics.top_k import TopK
 
-__all__ = ["loss_named", "metric_named"]
-
-
-def loss_named(name: str) -> Loss:
-    """A loss by its name, or as ``module:name``.
-
-    Raises
-    ------
-    FedsimError
-        If there is none of this name.
-    """
-    return registry.find("loss", name, "model.loss")
+__all__ = ["loss_of", "metric_of"]
 
 
-def metric_named(name: str) -> Metric:
-    """A metric by its name (``top-3`` is `TopK` of 3), or as ``module:name``.
+def loss_of(name: str, thing: Callable[..., Any], settings: Mapping[str, Any]) -> Loss:
+    """A loss: an object of a class, or a function of outputs and targets.
 
-    What is a user's own is a `Metric`, a class of them, or a function of outputs and targets that
-    gives one number for each example, ``[B]``: the metric is their mean.
+    Parameters
+    ----------
+    name : str
+        For sentences.
+    thing : callable
+        What the name stands for.
+    settings : mapping of str to value
+        A class is made with them; a function takes them beside outputs and targets.
 
     Raises
     ------
     FedsimError
-        If there is none of this name.
+        If objects of the class are no functions.
     """
-    if match := re.fullmatch(r"top-([0-9]{1,6})", name, re.ASCII):
-        return TopK(int(match[1]))
-    thing: Any = registry.find("metric", name, "model.metrics")
-    if isinstance(thing, type) and issubclass(thing, Metric):
-        return thing()
-    return thing if isinstance(thing, Metric) else MeanOf(thing)
+    made: Any = thing(**settings) if isinstance(thing, type) else _with(thing, settings)
+    if not callable(made):
+        raise FedsimError(
+            f"task.loss is '{name}', of which there are objects that cannot be called; it must be "
+            "a function of outputs and targets, or a class of them."
+        )
+    return made  # type: ignore[no-any-return]
+
+
+def metric_of(thing: Callable[..., Any], settings: Mapping[str, Any]) -> Metric:
+    """A metric: an object of a `Metric`'s class, or the mean of what a function gives.
+
+    The function takes outputs and targets, and settings beside them, to one number for each
+    example, ``[B]``. An object of any other class is such a function.
+    """
+    if not isinstance(thing, type):
+        return MeanOf(_with(thing, settings))
+    made = thing(**settings)
+    return made if isinstance(made, Metric) else MeanOf(made)
+
+
+def _with(function: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
+    return partial(function, **settings) if settings else function

@@ -21,7 +21,7 @@ from fedsim.randomness import Randomness
 from fedsim.rows.exchange import KEEP_SINCE, Block, ClientStates
 from fedsim.rows.layout import Layout
 from fedsim.tasks import Accuracy, MeanOf, Metric
-from fedsim.tasks.losses import Loss, cross_entropy
+from fedsim.tasks.losses import CrossEntropy, Loss
 from fedsim.training.alone_steps import AloneSteps, DenseSteps
 from fedsim.training.batches import Batches, Ints, plan_batches
 from fedsim.training.checks import check_model
@@ -75,8 +75,8 @@ class Trainer:
     counts : sequence of int, optional
         Each client's own number of passes, or of gradient evaluations where ``steps`` is given, in
         its place; refused beside example-level privacy, where they are one declared number.
-    loss : callable ``(outputs [B, ...], targets [B, ...]) -> [B]``
-        One loss for each example.
+    loss : callable ``(outputs [B, ...], targets [B, ...]) -> [B]``, optional
+        One loss for each example; cross-entropy, if it is not given.
     metrics : mapping of name to Metric, or to a callable ``(outputs, targets) -> [B]``
         What an evaluation reports besides the loss; accuracy, if it is not given. Of a callable's
         numbers it is the mean.
@@ -130,7 +130,7 @@ class Trainer:
         epochs: int | None = None,
         steps: int | None = None,
         counts: Sequence[int] | Ints | None = None,
-        loss: Loss = cross_entropy,
+        loss: Loss | None = None,
         metrics: Mapping[str, Metric | Loss] | None = None,
         test: ClientData | None = None,
         path: PathName = "auto",
@@ -157,7 +157,8 @@ class Trainer:
             )
         self.work = LocalWork(batch_size, epochs, steps)
         self.counts = self._checked_counts(counts, privacy)
-        self.loss = loss
+        loss = CrossEntropy() if loss is None else loss
+        self.loss: Loss = loss
         self.metrics: dict[str, Metric] = {
             name: metric if isinstance(metric, Metric) else MeanOf(metric)
             for name, metric in ({"accuracy": Accuracy()} if metrics is None else metrics).items()

@@ -15,7 +15,7 @@ from fedsim.clients import SGD, FedNova, Proximal, Scaffold, Schedule
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.engines import LocalGrid, array_record, tensors
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Clipping, NoPrivacy
+from fedsim.mechanisms import Clipping, NoPrivacy, TrimmedMean
 from fedsim.randomness import Randomness
 from fedsim.strategies import DPFedAvg, sgd
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
@@ -266,6 +266,15 @@ def test_what_a_private_run_cannot_protect_is_refused() -> None:
         )
     with pytest.raises(FedsimError, match=sentence):
         make_trainer(Scaffold(), batch_size=2, privacy=ExamplePrivacy(Clipping(1.0), 1.0))
+
+
+@pytest.mark.parametrize(
+    "mechanism", [NoPrivacy("num-examples"), Clipping(1.0), TrimmedMean(0.1)], ids=str
+)
+def test_scaffold_refuses_what_weighs_or_bounds_its_control_variates(mechanism) -> None:
+    """Algorithm 1 adds their plain sum over N: else c is not the mean of all c_i."""
+    with pytest.raises(FedsimError, match=r"Scaffold \(client\.name\) needs the plain mean"):
+        DPFedAvg(mechanism=mechanism, cohort=FullCohort(5), algorithm=Scaffold())
 
 
 def test_scaffold_needs_clients_that_keep_their_variates_and_share_the_whole_model() -> None:

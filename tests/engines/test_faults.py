@@ -22,7 +22,7 @@ from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.rows.exchange import Block, MalformedBlockError
 from fedsim.strategies import DPFedAvg
-from fedsim.tasks.losses import cross_entropy
+from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
 
 SIZES = [5, 9, 4, 12, 7, 6]
@@ -195,7 +195,7 @@ def test_a_block_trained_at_once_loses_only_those_at_fault(fault, block_size):
             if fault == "shape":
                 return outputs.sum(1)[:-1]
             raise ValueError("a class that is not there")
-        each = cross_entropy(outputs, y.clamp(max=2))
+        each = CrossEntropy()(outputs, y.clamp(max=2))
         return each * torch.where(y == guilty, torch.nan, 1.0)
 
     data = make_data(SIZES)
@@ -209,7 +209,7 @@ def test_a_block_trained_at_once_loses_only_those_at_fault(fault, block_size):
     counts, _ = run(LocalGrid(trainer), initial_of(trainer))
     assert counts == [(6, 4, 2)] * 2
     alone = Trainer(
-        make_mlp(), SGD(lr=0.1), data, loss=lambda o, t: cross_entropy(o, t.clamp(max=2)),
+        make_mlp(), SGD(lr=0.1), data, loss=lambda o, t: CrossEntropy()(o, t.clamp(max=2)),
         path="stacked", block_size=1, randomness=Randomness(3),
     )  # fmt: skip
     for block in guarded_blocks(trainer, "train", trainer.initial(), np.arange(6), 1):

@@ -1,6 +1,9 @@
-"""Algorithms with vectors beside the update, on every engine: the same bytes."""
+"""Methods with vectors, personal parameters or rows that are kept, on every engine: same bytes."""
 
 from __future__ import annotations
+
+import os
+import sys
 
 import pytest
 from test_parity import facts, run
@@ -28,18 +31,69 @@ FEDNOVA = {
     "client": {"name": "fednova", "momentum": 0.5, "proximal": 0.1, "batch-size": 16},
 }
 
-
-KRUM = {
+PERSONAL = {
     **BASE,
-    "mechanism": {"name": "krum", "byzantine": 0, "keep": 2},
-    "cohort": {"name": "full"},
+    "client": {"name": "sgd", "state": "client", "batch-size": 16, "epochs": 2},
+    "model": {"name": "mlp", "widths": "16", "personal": "fc2.*"},
+    "evaluate": {"every": 0, "clients-every": 2},
 }
+FEDREP = {
+    **PERSONAL,
+    "client": {**PERSONAL["client"], "name": "fedrep", "head-steps": 2, "head-lr": 0.2},
+}
+FEDBN = {**PERSONAL, "model": {"name": "method_nets:normalised", "personal": "2.*"}}
+DITTO = {
+    **PERSONAL,
+    "model": {"name": "mlp", "widths": "16"},
+    "client": {**PERSONAL["client"], "name": "ditto", "pull": 0.5},
+    "evaluate": {"every": 1, "clients-every": 2},
+}
+ROBUST = {**BASE, "cohort": {"name": "full"}}
+KRUM = {**ROBUST, "mechanism": {"name": "krum", "byzantine": 0, "keep": 2}}
+MEDIAN = {**ROBUST, "mechanism": {"name": "median"}}
+TRIMMED = {**ROBUST, "mechanism": {"name": "trimmed-mean", "trim": 0.3}}
+METHODS = {
+    "scaffold": SCAFFOLD,
+    "fednova": FEDNOVA,
+    "fedper": PERSONAL,
+    "fedrep": FEDREP,
+    "fedbn": FEDBN,
+    "ditto": DITTO,
+    "krum": KRUM,
+    "median": MEDIAN,
+    "trimmed-mean": TRIMMED,
+}
+NETS = """
+from torch import nn
+
+def normalised(input_shape, num_classes):
+    features = input_shape[0] * input_shape[1] * input_shape[2]
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(features, 16),
+        nn.LayerNorm(16),
+        nn.ReLU(),
+        nn.Linear(16, num_classes),
+    )
+"""
 
 
-@pytest.mark.parametrize("tree", [SCAFFOLD, KRUM], ids=["scaffold", "krum"])
-def test_vectors_and_robust_means_are_the_same_on_several_workers(tree, tmp_path):
-    alone = facts(run("local", tmp_path / "one", tree, workers=1))
-    assert facts(run("local", tmp_path / "two", tree, workers=2)) == alone
+@pytest.fixture(autouse=True)
+def nets(tmp_path, monkeypatch):
+    (tmp_path / "method_nets.py").write_text(NETS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    yield
+    sys.modules.pop("method_nets", None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_has_the_same_bytes_on_several_workers(method, tmp_path):
+    tree = METHODS[method]
+    alone = run("local", tmp_path / "one", tree, workers=1)
+    assert facts(run("local", tmp_path / "two", tree, workers=2)) == facts(alone)
+    if "evaluate" in tree:
+        assert alone.metrics[-1]["clients-accuracy"] > 0.3  # what clients keep was evaluated
 
 
 @pytest.mark.slow
@@ -56,7 +110,7 @@ def test_a_run_resumed_on_ray_ends_with_the_bytes_of_a_whole_one(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ray", "simulation", "deployment"])
-@pytest.mark.parametrize("tree", [SCAFFOLD, FEDNOVA, KRUM], ids=["scaffold", "fednova", "krum"])
-def test_vectors_beside_the_update_are_the_same_on_every_engine(engine, tree, tmp_path):
-    local = facts(run("local", tmp_path / "local", tree))
-    assert facts(run(engine, tmp_path / engine, tree)) == local
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_has_the_same_bytes_on_every_engine(engine, method, tmp_path):
+    local = facts(run("local", tmp_path / "local", METHODS[method]))
+    assert facts(run(engine, tmp_path / engine, METHODS[method])) == local

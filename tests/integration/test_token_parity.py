@@ -15,7 +15,7 @@ def config(path: Path, engine: str) -> fedsim.RunConfig:
         {
             "name": "tokens", "rounds": 2, "engine.name": engine,
             "data.name": str(path), "partition.name": "by-owner", "partition.clients": 5,
-            "model.name": "nets:model", "model.metrics": "accuracy,perplexity",
+            "model.name": "nets:model", "task.metrics": "accuracy,perplexity",
             "model.personal": "1.bias", "client.state": "client",
             "client.batch-size": 2, "evaluate.every": 0, "evaluate.clients-every": 1,
         }

@@ -59,6 +59,25 @@ def test_krum_is_the_loop_of_its_paper(n: int, f: int, keep: int) -> None:
         )
 
 
+@pytest.mark.parametrize("chunk", [1, 40, 2**22])
+def test_krum_of_rows_far_from_zero_loses_no_small_distance(chunk: int, monkeypatch) -> None:
+    """Distances of 1e-3 at 1e4: norms and products in float64 would leave four digits of them."""
+    monkeypatch.setattr(robust_module, "CHUNK", chunk)
+    base = torch.full((8, 50), 1e4, dtype=torch.float64) + 1e-5 * rows_of(
+        8, 50, dtype=torch.float64
+    )
+    np.testing.assert_array_equal(Krum(2, keep=3).center(base), krum(base.numpy(), 2, 3))
+    equal = base.clone()
+    equal[[1, 4, 6]] = equal[4].clone()
+    # Three at distance 0 from each other; of equals the first counts.
+    assert torch.equal(Krum(3).center(equal), equal[1])
+
+
+def test_krum_of_one_row_is_that_row() -> None:
+    rows = rows_of(1)
+    assert torch.equal(Krum(1).center(rows), rows[0].double())
+
+
 def test_columns_are_sorted_a_few_at_a_time(monkeypatch) -> None:
     rows = rows_of(5, d=11)
     expected = Median().center(rows), TrimmedMean(0.2).center(rows)

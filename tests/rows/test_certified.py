@@ -13,7 +13,7 @@ from torch import nn
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, Normalization, QuantileClipping
 from fedsim.rows import Layout, LinearPart, OuterRows
 from fedsim.rows.packing import Packing
-from fedsim.tasks.losses import cross_entropy
+from fedsim.tasks.losses import CrossEntropy
 from fedsim.training.paths.examples import ways
 from fedsim.training.paths.factored import PositionsPart
 
@@ -95,7 +95,7 @@ def test_a_convolution_before_a_group_norm_is_bounded():
     layout = Layout.of({n: p for n, p in model.named_parameters() if p.requires_grad})
     packing = Packing(layout)
     theta = packing.pack(layout.flatten(dict(model.named_parameters()))[None])
-    (examples,) = ways(model, packing, cross_entropy, None)[0].rows(theta, x, y, [5], None)
+    (examples,) = ways(model, packing, CrossEntropy(), None)[0].rows(theta, x, y, [5], None)
     rows = examples.rows[0, slice(None)]
     for k in range(5):
         assert squared(added(Normalization(1.0), rows, {}, k)) <= 1

@@ -83,7 +83,7 @@ def test_a_refused_run_leaves_the_one_that_it_would_have_overwritten(tmp_path: P
     assert content() == before
 
 
-@pytest.mark.parametrize("key", ["model.loss", "model.metrics"])
+@pytest.mark.parametrize("key", ["task.loss", "task.metrics"])
 def test_a_users_function_that_fails_keeps_its_traceback_and_leaves_nothing(
     key: str, tmp_path: Path
 ) -> None:

@@ -123,6 +123,42 @@ def test_who_is_not_there_counts_as_missing_and_the_event_stays_the_cohorts(tmp_
     )
 
 
+def test_who_is_not_there_does_not_evaluate_either(tmp_path: Path) -> None:
+    trace = np.zeros((3, 12), dtype=bool)
+    trace[0, :6], trace[2, 3:] = True, True
+    np.save(tmp_path / "trace.npy", trace)
+    config = BASE.replace(
+        **{"evaluate.clients-every": 1, "devices.trace": str(tmp_path / "trace.npy"), "rounds": 3}
+    )
+    build = Build(config)
+    sizes = [len(part) for part in (build.trainer.test or build.trainer.data).indices]
+    counted = [row.get("clients-num-examples", 0) for row in fedsim.run(config).metrics[1:]]
+    assert counted == [sum(sizes[:6]), 0, sum(sizes[3:])]
+    devices = Devices(7, availability=0.7, dropout=0.2)
+    ids = np.arange(40)
+    for number in range(1, 5):  # it is the same device in one round
+        replying = devices.replying(number, ids, len, 8, 4)  # type: ignore[arg-type]
+        assert (devices.reachable(number, ids) == replying).all()
+
+
+@pytest.mark.parametrize("mechanism", ["none", "median"])
+def test_rounds_in_which_nobody_is_there_are_no_failed_ones(mechanism: str, tmp_path: Path) -> None:
+    trace = np.zeros((4, 12), dtype=bool)
+    trace[0] = trace[3] = True
+    np.save(tmp_path / "trace.npy", trace)
+    config = BASE.replace(
+        **{
+            "mechanism.name": mechanism,
+            "devices.trace": str(tmp_path / "trace.npy"),
+            "server.max-failed-rounds": 1,
+        }
+    )
+    rows = fedsim.run(config).metrics[1:]
+    assert [row["usable"] for row in rows] == [12, 0, 0, 12]
+    assert [row["failed-missing"] for row in rows] == [0, 12, 12, 0]
+    assert [row["update-norm"] > 0 for row in rows] == [True, False, False, True]
+
+
 def test_only_those_that_took_part_move_the_model_and_keep_state(tmp_path: Path) -> None:
     trace = np.zeros((1, 12), dtype=bool)
     trace[0, [2, 5, 7]] = True

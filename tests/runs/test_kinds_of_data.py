@@ -54,7 +54,7 @@ def config(path: str, **changes: Any) -> fedsim.RunConfig:
     tree = {
         "rounds": 3,
         "data.name": path, "partition.name": "by-owner", "partition.clients": OWNERS,
-        "model.name": "nets:model", "model.metrics": "accuracy,perplexity",
+        "model.name": "nets:model", "task.metrics": "accuracy,perplexity",
         "client.lr": 0.5, "client.batch-size": 2, "evaluate.clients-every": 1,
     }  # fmt: skip
     return fedsim.RunConfig.from_run_config({**tree, **changes})
@@ -208,7 +208,7 @@ def test_members_of_a_sweep_train_and_evaluate_on_the_same_examples_as_alone(
     base = config(text, rounds=2)
     if frozen:  # a stem whose outputs would go through it once more
         changes = {"data.name": "digits", "partition.name": "iid", "data.validation": 0.3}
-        model = {"model.name": "nets:stem", "model.metrics": "accuracy", "model.trainable": "2.*"}
+        model = {"model.name": "nets:stem", "task.metrics": "accuracy", "model.trainable": "2.*"}
         base = config(text, **{"rounds": 2, **changes, **model})
     grid = members(base, parse_axes(["client.lr=0.1,0.5"]))
     run_sweep(grid, tmp_path / "sweep")
@@ -231,9 +231,9 @@ def test_a_model_of_numbers_refuses_tokens_and_a_loss_of_classes_refuses_numbers
     }  # fmt: skip
     path = write(tmp_path, **numbers)
     linear = {"model.name": "softmax", "client.lr": 0.001}
-    with pytest.raises(FedsimError, match=r"model\.loss, model\.metrics\) takes logits"):
+    with pytest.raises(FedsimError, match=r"task\.loss, task\.metrics\) takes logits"):
         fedsim.run(config(path, **linear))
-    task = {"model.loss": "squared-error", "model.metrics": "r2,rmse"}
+    task = {"task.loss": "squared-error", "task.metrics": "r2,rmse"}
     result = fedsim.run(config(path, **linear, **task))
     assert result.metrics[-1]["test-rmse"] < result.metrics[0]["test-rmse"]
 

@@ -140,8 +140,8 @@ def test_a_users_own_algorithm_and_loss_are_found_beside_the_config(
     built: Any = objects.algorithm(config(**own))
     assert isinstance(built, LocalAlgorithm)
     assert (built.lr, built.scale) == (0.1, 0.5)
-    assert objects.loss(config(**{"model.loss": "own_algorithm:squared"})).__name__ == "squared"
-    assert set(objects.metrics(config(**{"model.metrics": "accuracy,own_algorithm:squared"}))) == {
+    assert objects.loss(config(**{"task.loss": "own_algorithm:squared"})).__name__ == "squared"
+    assert set(objects.metrics(config(**{"task.metrics": "accuracy,own_algorithm:squared"}))) == {
         "accuracy",
         "squared",
     }

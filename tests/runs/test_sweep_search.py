@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 from pathlib import Path
 
@@ -91,6 +92,38 @@ def test_halving_lets_the_best_on_validation_examples_go_on_to_the_bytes_of_a_ru
     best = grid[ended.index("finished")].label
     models = [RunDirectory(tmp_path / name / best).model for name in ("halved", "all")]
     assert models[0].read_bytes() == models[1].read_bytes()
+
+
+def test_the_page_of_a_dropped_member_says_that_it_was_and_why(tmp_path: Path) -> None:
+    grid = members(BASE, RATES)
+    outcomes = run_sweep(grid, tmp_path, halving=Halving(2, 2))
+    scores = {}
+    for member in grid:
+        directory = RunDirectory(tmp_path / member.label)
+        outcome = outcomes[member.label]
+        if outcome.ended != "dropped":
+            continue
+        last = int(directory.rows()[-1]["round"])
+        scores[last] = np.mean(
+            [row["validation-accuracy"] for row in directory.rows()[-min(last, 5) :]]
+        )
+        told = json.loads(directory.summary.read_text())
+        assert (told["ended"], told["why"]) == ("dropped", outcome.reason)
+        assert f"Dropped after round {last}: its setting had validation-accuracy" in outcome.reason
+        assert f"{scores[last]:.4g}; " in outcome.reason or last == 2
+        page = directory.report.read_text()
+        assert outcome.reason in page
+        assert "Interrupted" not in page
+    assert set(scores) == {2, 4}
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("report.html")}
+    assert run_sweep(grid, tmp_path, halving=Halving(2, 2)) == outcomes
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("report.html")} == before
+
+
+def test_a_halving_all_of_whose_members_fail_ends_with_their_outcomes(tmp_path: Path) -> None:
+    grid = members(BASE.replace(rounds=12), {"client.lr": [1e6, 2e6]})
+    outcomes = run_sweep(grid, tmp_path, halving=Halving(2, 4))
+    assert {outcome.ended for outcome in outcomes.values()} == {"failed"}
 
 
 def test_a_halving_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path) -> None:

@@ -8,23 +8,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedsim import registry
+from fedsim import RunConfig, registry
 from fedsim.errors import FedsimError
+from fedsim.runs import objects
 from fedsim.tasks import (
     IGNORED,
-    absolute_error,
-    binary_cross_entropy,
-    cross_entropy,
-    loss_named,
-    squared_error,
+    AbsoluteError,
+    BinaryCrossEntropy,
+    CrossEntropy,
+    Huber,
+    QuantileError,
+    SquaredError,
 )
+
+
+def loss_of(**task):
+    return objects.loss(RunConfig.parse({"task": task}))
 
 
 def test_the_loss_of_a_sequence_is_the_mean_over_the_positions_that_count() -> None:
     z = torch.randn(3, 6, 5, requires_grad=True)
     y = torch.randint(5, (3, 6))
     y[0, 2:], y[2] = IGNORED, IGNORED
-    losses = cross_entropy(z, y)
+    losses = CrossEntropy()(z, y)
     assert losses[0].item() == pytest.approx(F.cross_entropy(z[0, :2], y[0, :2]).item())
     assert losses[1].item() == pytest.approx(F.cross_entropy(z[1], y[1]).item())
     assert losses[2].item() == 0
@@ -34,7 +40,13 @@ def test_the_loss_of_a_sequence_is_the_mean_over_the_positions_that_count() -> N
     assert bool(gradient.isfinite().all())
 
 
-@pytest.mark.parametrize("loss", [squared_error, absolute_error, binary_cross_entropy])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(SquaredError(), AbsoluteError(), BinaryCrossEntropy(), BinaryCrossEntropy(3.0)),
+        *(Huber(0.5), QuantileError(0.9)),
+    ],
+)
 def test_numbers_that_do_not_count_have_no_part_in_a_loss_or_its_gradient(loss) -> None:
     z, y = torch.randn(3, 4), (torch.rand(3, 4) < 0.5).float()
     masked = y.clone()
@@ -51,24 +63,24 @@ def test_numbers_that_do_not_count_have_no_part_in_a_loss_or_its_gradient(loss) 
 
 def test_losses_of_numbers_are_pytorchs() -> None:
     z, y = torch.randn(7, 1), torch.randn(7)
-    torch.testing.assert_close(squared_error(z, y), (z[:, 0] - y) ** 2)
-    torch.testing.assert_close(absolute_error(z[:, 0], y), (z[:, 0] - y).abs())
+    torch.testing.assert_close(SquaredError()(z, y), (z[:, 0] - y) ** 2)
+    torch.testing.assert_close(AbsoluteError()(z[:, 0], y), (z[:, 0] - y).abs())
     labels = torch.tensor([0, 1, 1, 0, 1, 0, 0])
     expected = F.binary_cross_entropy_with_logits(z[:, 0], labels.float(), reduction="none")
-    torch.testing.assert_close(binary_cross_entropy(z, labels), expected)
+    torch.testing.assert_close(BinaryCrossEntropy()(z, labels), expected)
 
 
 @pytest.mark.parametrize(
     ("loss", "outputs", "targets"),
     [
-        (cross_entropy, torch.zeros(2, 3), torch.zeros(2)),
-        (cross_entropy, torch.zeros(2, 3), torch.zeros(2, 1, dtype=torch.int64)),
-        (squared_error, torch.zeros(2, 3), torch.zeros(2)),
-        (binary_cross_entropy, torch.zeros(2, 3), torch.zeros(2, 4)),
+        (CrossEntropy(), torch.zeros(2, 3), torch.zeros(2)),
+        (CrossEntropy(), torch.zeros(2, 3), torch.zeros(2, 1, dtype=torch.int64)),
+        (SquaredError(), torch.zeros(2, 3), torch.zeros(2)),
+        (BinaryCrossEntropy(), torch.zeros(2, 3), torch.zeros(2, 4)),
     ],
 )
 def test_outputs_that_do_not_fit_end_with_a_sentence(loss, outputs, targets) -> None:
-    with pytest.raises(FedsimError, match=r"the model gives outputs .*model\.loss"):
+    with pytest.raises(FedsimError, match=r"the model gives outputs .*task\.loss"):
         loss(outputs, targets)
 
 
@@ -77,6 +89,82 @@ def test_every_loss_gives_one_number_for_each_example_under_vmap(name: str) -> N
     outputs = torch.randn(4, 3, 5)
     classes = name == "cross-entropy"
     targets = torch.randint(5, (4, 3)) if classes else (torch.rand(4, 3, 5) < 0.5).float()
-    loss = loss_named(name)
+    loss = loss_of(loss=name)
     apart = torch.stack([loss(z, y) for z, y in zip(outputs, targets, strict=True)])
     torch.testing.assert_close(torch.func.vmap(loss)(outputs, targets), apart)
+
+
+def test_smoothed_labels_are_of_all_classes_alike() -> None:
+    z, y = torch.randn(4, 5, dtype=torch.float64), torch.tensor([0, 4, 2, IGNORED])
+    hard = z.new_zeros(4, 5).scatter_(1, y.clamp_min(0)[:, None], 1.0)
+    expected = -((0.8 * hard + 0.2 / 5) * z.log_softmax(-1)).sum(-1)
+    losses = CrossEntropy(0.2)(z, y)
+    torch.testing.assert_close(losses[:3], expected[:3])
+    assert losses[3].item() == 0
+    words = CrossEntropy(0.2)(z[None], y[None])
+    torch.testing.assert_close(words, expected[:3].mean()[None])
+
+
+def test_errors_far_off_and_on_one_side_count_as_they_are_told() -> None:
+    gaps, zeros = torch.tensor([-3.0, -0.5, 0.25, 2.0]), torch.zeros(4)
+    expected = torch.tensor([2 * (3 - 1.0), 0.125, 0.03125, 2.0])
+    torch.testing.assert_close(Huber(2.0)(gaps, zeros), expected)
+    torch.testing.assert_close(
+        QuantileError(0.9)(gaps, zeros), torch.tensor([2.7, 0.45, 0.025, 0.2])
+    )
+    torch.testing.assert_close(QuantileError()(gaps, zeros), AbsoluteError()(gaps, zeros) / 2)
+
+
+def test_a_label_that_is_there_counts_as_often_as_told() -> None:
+    z, y = torch.randn(6, 3), (torch.rand(6, 3) < 0.5).float()
+    plain = F.binary_cross_entropy_with_logits(z, y, reduction="none")
+    expected = (plain * (1 + 2 * y)).mean(1)
+    torch.testing.assert_close(BinaryCrossEntropy(3.0)(z, y), expected)
+
+
+def scaled(outputs, targets, scale=1.0, *, shift=0.0):
+    return scale * (outputs[:, 0] - targets).abs() + shift
+
+
+def test_settings_of_a_loss_are_keys_or_options_of_ones_own() -> None:
+    assert loss_of(**{"label-smoothing": 0.1}) == CrossEntropy(0.1)
+    assert loss_of(loss="huber", delta=0.5) == Huber(0.5)
+    own = loss_of(loss="test_losses:scaled", options={"scale": 2.0, "shift": 1.0})
+    assert own(torch.ones(2, 1), torch.zeros(2)).tolist() == [3, 3]
+    torchs = loss_of(loss="torch.nn:HuberLoss", options={"reduction": "none", "delta": 0.5})
+    z, y = torch.randn(5), torch.randn(5)
+    torch.testing.assert_close(torchs(z, y), Huber(0.5)(z, y))
+    flat = RunConfig.parse({"task": {"loss": "test_losses:scaled", "options": {"scale": 2.0}}})
+    assert RunConfig.from_run_config(flat.to_run_config()) == flat
+
+
+@pytest.mark.parametrize(
+    ("task", "sentence"),
+    [
+        ({"delta": 1.0}, r"task.delta = 1.0 has no effect with task.loss = 'cross-entropy'; it be"),
+        ({"loss": "huber", "delta": 0.0}, r"task.delta = 0.0; it must be greater than 0"),
+        ({"label-smoothing": 1}, r"task.label-smoothing = 1; it must be less than 1"),
+        ({"loss": "crossentropy"}, r"task.loss = 'crossentropy'; did you mean 'cross-entropy'"),
+        (
+            {"loss": "test_losses:scaled", "options": {"scala": 1}},
+            r"task.options.scala is no setting of 'test_losses:scaled'; it takes scale, shift",
+        ),
+        (
+            {"loss": "test_losses:scaled", "options": {"outputs": 1}},
+            r"task.options.outputs is set; what it is follows from other keys",
+        ),
+        ({"loss": "collections:Counter"}, r"task.loss is 'collections:Counter', of which there"),
+    ],
+)
+def test_settings_that_a_loss_does_not_have_are_refused_by_name(task, sentence) -> None:
+    with pytest.raises(FedsimError, match=sentence):
+        loss_of(**task)
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings"),
+    [(CrossEntropy, [1.0]), (Huber, [0.0]), (QuantileError, [0.0]), (BinaryCrossEntropy, [-1.0])],
+)
+def test_a_loss_refuses_settings_out_of_range_in_python_too(cls, settings) -> None:
+    with pytest.raises(FedsimError, match=r"task\.[a-z-]+ is"):
+        cls(*settings)

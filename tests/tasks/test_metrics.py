@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedsim import registry
+from fedsim import RunConfig, registry
 from fedsim.errors import FedsimError
+from fedsim.runs import objects
 from fedsim.tasks import (
     AUC,
     F1,
@@ -26,14 +27,18 @@ from fedsim.tasks import (
     Accuracy,
     AveragePrecision,
     CalibrationError,
+    CrossEntropy,
     ExactSum,
     MeanOf,
     Metric,
     Perplexity,
     TopK,
-    cross_entropy,
-    metric_named,
 )
+
+
+def metrics_of(metrics: object) -> dict[str, Metric]:
+    return objects.metrics(RunConfig.parse({"task": {"metrics": metrics}}))
+
 
 Case = tuple[Metric, Callable[[Tensor, Tensor], float], str]
 
@@ -95,7 +100,7 @@ CASES: list[Case] = [
     (R2(), lambda z, y: sk.r2_score(y, z.numpy()), "vectors"),
     (RMSE(), lambda z, y: sk.root_mean_squared_error(y, z[:, 0].numpy()), "numbers"),
     (
-        MeanOf(cross_entropy),
+        MeanOf(CrossEntropy()),
         lambda z, y: sk.log_loss(y, softmax(z), labels=range(4)),
         "classes",
     ),
@@ -193,7 +198,7 @@ def test_positions_that_do_not_count_are_in_no_metric() -> None:
 def test_what_is_not_defined_is_nan_and_not_an_error() -> None:
     nothing = torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64)
     for name in registry.names("metric"):
-        metric = metric_named(name)
+        (metric,) = metrics_of(name).values()
         assert math.isnan(metric.finish(metric.init())), name
     for metric in (Accuracy(), AUC(), F1(), Perplexity(), CalibrationError(), AveragePrecision()):
         assert math.isnan(metric.finish(metric.update(metric.init(), *nothing)))
@@ -228,20 +233,47 @@ def test_one_output_is_a_logit() -> None:
 def test_outputs_that_do_not_fit_their_targets_end_with_a_sentence(
     metric: Metric, outputs: tuple[int, ...], targets: Tensor
 ) -> None:
-    with pytest.raises(FedsimError, match=r"the model gives outputs .* model\.metrics"):
+    with pytest.raises(FedsimError, match=r"the model gives outputs .* task\.metrics"):
         metric.update(metric.init(), torch.zeros(outputs), targets)
 
 
-def test_metrics_have_names() -> None:
-    assert metric_named("top-3") == TopK(3)
-    assert metric_named("auc") == AUC()
-    for name in ("top-", "acuracy", "top-0"):
-        with pytest.raises(FedsimError, match="top-"):
-            metric_named(name)
+def test_metrics_are_called_by_their_names_and_options() -> None:
+    chosen = metrics_of("top-k(k=3), top-k,auc ,f1(average=micro), calibration-error( bins = 10 )")
+    assert chosen == {
+        "top-k-3": TopK(3),
+        "top-k": TopK(5),
+        "auc": AUC(),
+        "f1-micro": F1("micro"),
+        "calibration-error-10": CalibrationError(10),
+    }
+    assert metrics_of(["accuracy", "top-k(k=2)"]) == metrics_of("accuracy,top-k(k=2)")
+    assert metrics_of("") == {}
 
 
-def first(outputs: Tensor, targets: Tensor) -> Tensor:
-    return outputs[:, 0]
+@pytest.mark.parametrize(
+    ("metrics", "sentence"),
+    [
+        ("acuracy", r"task\.metrics = 'acuracy'; did you mean 'accuracy'\? It must be"),
+        ("top-3", r"task\.metrics = 'top-3'; did you mean 'top-k'"),
+        ("top-k(k=0)", r"task\.metrics\.top-k\.k = 0; it must be at least 1"),
+        ("top-k(k=1.5)", r"task\.metrics\.top-k\.k = 1\.5; it must be a whole number"),
+        ("top-k(n=3)", r"task\.metrics\.top-k\.n is no setting of 'top-k'; it takes k\."),
+        ("accuracy(k=3)", r"is no setting of 'accuracy'; it takes no options"),
+        ("f1(average=weighted)", r"task\.metrics\.f1\.average = 'weighted'; it must be 'macro' or"),
+        ("top-k(3)", r"task\.metrics\.top-k has '3'; it must be of the form key=value"),
+        ("top-k(k=3", r"task\.metrics has 'top-k\(k=3'; it must be of the form name, or name\("),
+        ("auc,accuracy,auc", r"has two that would be called 'auc'"),
+        ("test_metrics:first,builtins:first", r"builtins.* has no callable 'first'"),
+        ([1], r"task\.metrics = \[1\]; it must be a string"),
+    ],
+)
+def test_metrics_that_there_are_not_are_refused_by_name(metrics: object, sentence: str) -> None:
+    with pytest.raises(FedsimError, match=sentence):
+        metrics_of(metrics)
+
+
+def first(outputs: Tensor, targets: Tensor, column: int = 0) -> Tensor:
+    return outputs[:, column]
 
 
 def mean(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -249,9 +281,12 @@ def mean(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def test_a_function_is_a_metric_that_is_averaged() -> None:
-    metric = metric_named("test_metrics:first")
+    metric = metrics_of("test_metrics:first")["first"]
     z, y = torch.tensor([[1.0, 5.0], [2.0, 5.0]]), torch.zeros(2)
     assert metric.finish(metric.update(metric.init(), z, y)) == 1.5
-    assert metric_named("fedsim.tasks:Accuracy") == Accuracy()
+    other = metrics_of("test_metrics:first(column=1)")["first-1"]
+    assert other.finish(other.update(other.init(), z, y)) == 5
+    assert metrics_of("fedsim.tasks:Accuracy") == {"Accuracy": Accuracy()}
+    assert metrics_of("fedsim.tasks:TopK(k=2)") == {"TopK-2": TopK(2)}
     with pytest.raises(FedsimError, match=r"'mean' gives \[\] for 2 examples"):
-        metric_named("test_metrics:mean").update(ExactSum(), z, y)
+        metrics_of("test_metrics:mean")["mean"].update(ExactSum(), z, y)

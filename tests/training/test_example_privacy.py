@@ -19,7 +19,7 @@ from fedsim.privacy.plan import LocalWork
 from fedsim.randomness import Randomness
 from fedsim.rows import DenseRows, Layout
 from fedsim.rows.packing import Packing
-from fedsim.tasks import cross_entropy
+from fedsim.tasks import CrossEntropy
 from fedsim.training import ExamplePrivacy, Trainer, example_epsilon, example_events
 from fedsim.training.batches import chunk_width, plan_poisson
 from fedsim.training.paths.examples import ways
@@ -103,8 +103,8 @@ def test_rows_of_examples_are_their_gradients(model, shape, shaped, way):
     x = torch.randn(2, 7, *shape, generator=generator, **Z64)
     y = torch.randint(3, (2, 7), generator=generator)
     packing = Packing(Layout.of(dict(model.named_parameters())))
-    stacked = stack(model, packing, cross_entropy, len(shape))
-    rows = ways(model, packing, cross_entropy, stacked)[way].rows
+    stacked = stack(model, packing, CrossEntropy(), len(shape))
+    rows = ways(model, packing, CrossEntropy(), stacked)[way].rows
     theta = packing.layout.flatten(dict(model.named_parameters())).expand(2, -1)
     found = list(rows(packing.pack(theta), x, y, [7, 4], None))
     for k, count in enumerate((7, 4)):
@@ -357,7 +357,7 @@ def test_the_line_is_on_disk_before_anything_is_computed(tmp_path):
     def broken(outputs, targets):
         if built:
             raise RuntimeError("on purpose")
-        return cross_entropy(outputs, targets)
+        return CrossEntropy()(outputs, targets)
 
     trainer = private_trainer(SGD(lr=0.3), Clipping(0.5), ledger_dir=tmp_path, loss=broken)
     built = True

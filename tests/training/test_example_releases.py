@@ -17,7 +17,7 @@ from fedsim.mechanisms import Clipping
 from fedsim.privacy import ClientLedgers, Ledger, epsilon
 from fedsim.privacy.samplers import Poisson
 from fedsim.randomness import Randomness
-from fedsim.tasks import cross_entropy
+from fedsim.tasks import CrossEntropy
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
 
 CONFIG = Randomness(1, "d" * 64)
@@ -62,13 +62,13 @@ def charged(directory: Path) -> int:
 
 def scaled(scale: float):
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return scale * cross_entropy(outputs, targets)
+        return scale * CrossEntropy()(outputs, targets)
 
     return loss
 
 
 def where_counted(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return cross_entropy(outputs, targets.clamp_min(0)) * (targets >= 0)
+    return CrossEntropy()(outputs, targets.clamp_min(0)) * (targets >= 0)
 
 
 def frozen(value: float) -> nn.Module:

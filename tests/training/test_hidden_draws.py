@@ -14,7 +14,7 @@ from fedsim.engines.blocks import guarded_blocks
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Purpose, Randomness
-from fedsim.tasks.losses import cross_entropy
+from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import ExamplePrivacy, Trainer
 from fedsim.training.hidden_draws import hidden_draws
 
@@ -123,7 +123,7 @@ def test_a_step_is_a_plain_step_with_the_clients_own_dropout():
     draws = Randomness(1).generator(Purpose.DROPOUT, level="example", round=3, client=2, part=0)
     with torch.random.fork_rng():
         torch.manual_seed(int(draws.integers(2**63, size=1, dtype=np.uint64)[0]))
-        loss = cross_entropy(model(x), y).mean()
+        loss = CrossEntropy()(model(x), y).mean()
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     step = -0.1 * torch.cat([gradient.flatten() for gradient in gradients])
     torch.testing.assert_close(rows[2], step, rtol=1e-4, atol=1e-6)

@@ -13,7 +13,7 @@ from fedsim.errors import FedsimError
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.packing import Packing
-from fedsim.tasks.losses import cross_entropy
+from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import Trainer
 from fedsim.training.paths.layered import layered
 
@@ -99,7 +99,7 @@ def test_what_the_rule_does_not_cover_is_not_layered(change) -> None:
     model = network(torch.float32)
     change(model)
     trained_ones = {k: p for k, p in model.named_parameters() if p.requires_grad}
-    assert layered(model, Packing(Layout.of(trained_ones)), cross_entropy) is None
+    assert layered(model, Packing(Layout.of(trained_ones)), CrossEntropy()) is None
 
 
 def test_a_model_without_convolutions_is_not_layered() -> None:

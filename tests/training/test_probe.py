@@ -16,7 +16,7 @@ from fedsim.clients import SGD
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
-from fedsim.tasks.losses import cross_entropy
+from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import ExamplePrivacy, Trainer
 
 SIZES = [9, 12]
@@ -105,7 +105,10 @@ def transformer(batch_first):
     return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=batch_first)
 
 
-def private(model, *, loss=cross_entropy, features=12, seed=0, **settings):
+CROSS_ENTROPY = CrossEntropy()
+
+
+def private(model, *, loss=CROSS_ENTROPY, features=12, seed=0, **settings):
     torch.manual_seed(seed)
     data = settings.pop("data", None) or make_data(SIZES, features=features)
     return Trainer(
@@ -136,9 +139,9 @@ def test_a_model_that_mixes_examples_is_refused_in_a_sentence(name):
 
 
 MIXING_LOSSES = {
-    "batch mean": lambda outputs, y: cross_entropy(outputs, y) - cross_entropy(outputs, y).mean(),
-    "standardised": lambda outputs, y: cross_entropy(outputs - outputs.mean(0), y),
-    "mean": lambda outputs, y: cross_entropy(outputs, y) / len(y),
+    "batch mean": lambda outputs, y: CrossEntropy()(outputs, y) - CrossEntropy()(outputs, y).mean(),
+    "standardised": lambda outputs, y: CrossEntropy()(outputs - outputs.mean(0), y),
+    "mean": lambda outputs, y: CrossEntropy()(outputs, y) / len(y),
     "contrastive": lambda outputs, y: (outputs @ outputs.T).logsumexp(1),
 }
 
@@ -204,7 +207,7 @@ def test_the_fastest_way_that_is_true_is_taken_and_all_give_the_clients_own_grad
     (examples,) = trainer.example_way.rows(theta, x, y, [6], None)
     model = trainer.model
     for j in range(6):
-        loss = cross_entropy(model(x[0, j : j + 1]), y[0, j : j + 1]).sum()
+        loss = CrossEntropy()(model(x[0, j : j + 1]), y[0, j : j + 1]).sum()
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         row = torch.cat([gradient.flatten() for gradient in gradients])
         torch.testing.assert_close(examples.rows.dense()[0, j], row, rtol=1e-4, atol=1e-6)

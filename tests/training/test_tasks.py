@@ -20,10 +20,10 @@ from fedsim.tasks import (
     F1,
     R2,
     Accuracy,
+    BinaryCrossEntropy,
+    CrossEntropy,
     Perplexity,
-    binary_cross_entropy,
-    cross_entropy,
-    squared_error,
+    SquaredError,
 )
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
 
@@ -91,11 +91,11 @@ def mlp(outputs: int) -> nn.Module:
 
 
 TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], ClientData], object, object]] = {
-    "tokens": (Bigrams, tokens, cross_entropy, Perplexity()),
-    "recurrent": (Recurrent, tokens, cross_entropy, Accuracy()),
-    "number": (lambda: mlp(1), lambda: numbers(0), squared_error, R2()),
-    "vector": (lambda: mlp(2), lambda: numbers(2), squared_error, R2()),
-    "labels": (lambda: mlp(3), labels, binary_cross_entropy, F1()),
+    "tokens": (Bigrams, tokens, CrossEntropy(), Perplexity()),
+    "recurrent": (Recurrent, tokens, CrossEntropy(), Accuracy()),
+    "number": (lambda: mlp(1), lambda: numbers(0), SquaredError(), R2()),
+    "vector": (lambda: mlp(2), lambda: numbers(2), SquaredError(), R2()),
+    "labels": (lambda: mlp(3), labels, BinaryCrossEntropy(), F1()),
 }
 
 
@@ -211,7 +211,7 @@ def test_tokens_of_fewer_bits_train_to_the_same_bytes(dtype: torch.dtype) -> Non
         epochs=2,
         randomness=Randomness(1),
         path="plain",
-        loss=cross_entropy,
+        loss=CrossEntropy(),
         metrics={},
     )
     assert narrow.data.x.dtype == dtype
@@ -223,7 +223,7 @@ def test_clients_evaluate_on_test_examples_of_their_own() -> None:
     whole = numbers(0)
     test = ClientData(whole.x, whole.y, [whole.indices[3], *whole.indices[1:]])
     own = Trainer(
-        t.model, SGD(lr=0.1), whole, loss=squared_error, metrics={"r2": R2()}, test=test,
+        t.model, SGD(lr=0.1), whole, loss=SquaredError(), metrics={"r2": R2()}, test=test,
         randomness=Randomness(1),
     )  # fmt: skip
     ids = np.arange(len(SIZES))
@@ -234,7 +234,7 @@ def test_clients_evaluate_on_test_examples_of_their_own() -> None:
     assert math.isnan(ours.metrics["r2"][1])  # of one example there is no variance to explain
     with pytest.raises(FedsimError, match="test examples of 4 clients and training examples of 5"):
         Trainer(
-            t.model, SGD(lr=0.1), whole, loss=squared_error, metrics={},
+            t.model, SGD(lr=0.1), whole, loss=SquaredError(), metrics={},
             test=ClientData(whole.x, whole.y, whole.indices[:4]), randomness=Randomness(1),
         )  # fmt: skip
 

@@ -78,13 +78,17 @@ class Halving:
                 )
             Judge.of(Build(config), "--halving by", f"validation-{measure_of(config).name}")
 
-    def go_on(self, rows: Sequence[tuple[Member, Sequence[Row] | None]]) -> list[Member]:
-        """The members of the settings that go on.
+    def dropped(
+        self, rows: Sequence[tuple[Member, Sequence[Row] | None]], rung: int
+    ) -> dict[str, str]:
+        """The members that do not go on, by their labels, each with a sentence that says why.
 
         Parameters
         ----------
         rows : sequence of (Member, rows of metrics.csv up to the rung)
             None of one that failed, behind which all others come.
+        rung : int
+            After which round they are compared.
         """
         settings: dict[Setting, list[tuple[Member, Sequence[Row] | None]]] = {}
         for member, of_member in rows:
@@ -93,13 +97,24 @@ class Halving:
         scores = {point: _score(of_point) for point, of_point in settings.items()}
         keep = max(len(settings) // self.factor, 1)
         # Sorting is stable: of equals the first goes on.
-        ahead = sorted(scores, key=lambda point: -scores[point])[:keep]
-        return [
-            member
-            for point in ahead
+        ranking = sorted(scores, key=lambda point: -scores[point])
+        measure = measure_of(rows[0][0].config)
+        least = _told(scores[ranking[keep - 1]], measure)
+        went_on = f"{keep} of {len(settings)} settings went on, the last of them with {least}"
+        return {
+            member.label: f"Dropped after round {rung}: its setting had "
+            f"{_told(scores[point], measure)}; {went_on}."
+            for place, point in enumerate(ranking)
             for member, of_member in settings[point]
-            if of_member is not None
-        ]
+            if place >= keep or of_member is None
+        }
+
+
+def _told(score: float, measure: Measure) -> str:
+    if not math.isfinite(score):
+        return f"no validation-{measure.name} of all its seeds"
+    value = score if measure.higher_is_better else -score
+    return f"validation-{measure.name} {value:.4g}"
 
 
 def _score(seeds: Sequence[tuple[Member, Sequence[Row] | None]]) -> float:

@@ -113,7 +113,7 @@ def _distinct(config: RunConfig, axes: Axes, points: Iterable[tuple[Any, ...]]) 
 
 
 def measure_of(config: RunConfig) -> Measure:
-    """What a member is judged by: the first of ``model.metrics``, or the loss without any."""
+    """What a member is judged by: the first of ``task.metrics``, or the loss without any."""
     for name, metric in objects.metrics(config).items():
         return Measure(name, metric.higher_is_better)
     return Measure("loss", higher_is_better=False)

@@ -17,7 +17,7 @@ from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.check import check
 from fedsim.runs.drive import YOURS, Session
 from fedsim.runs.objects import algorithm
-from fedsim.runs.report import leave_report
+from fedsim.runs.report import leave_report, tell_ending
 from fedsim.runs.signals import asked_to_end
 from fedsim.runs.state import RunState
 from fedsim.runs.sweep.building import Builder
@@ -107,7 +107,7 @@ def _halved(
     for rung in rungs:
         reached = _run_members(going, builder, observer, until=rung)
         outcomes |= reached
-        if rung == rungs[-1]:
+        if rung == rungs[-1] or not going:
             break
         rows = [
             (
@@ -122,11 +122,12 @@ def _halved(
             )
             for member in going
         ]
-        ahead = halving.go_on(rows)
-        for member in going:
-            if member not in ahead and reached[member.label].ended == "interrupted":
-                outcomes[member.label] = MemberOutcome("dropped", f"Dropped after round {rung}.")
-        going = ahead
+        dropped = halving.dropped(rows, rung)
+        for label, why in dropped.items():
+            if reached[label].ended == "interrupted":
+                outcomes[label] = MemberOutcome("dropped", why)
+                tell_ending(RunDirectory(out / label), "dropped", why)
+        going = [member for member in going if member.label not in dropped]
     return outcomes
 
 
@@ -205,7 +206,8 @@ def _shared_work(member: Member) -> tuple[object, ...]:
         *(
             (key, value)
             for key, value in config.to_run_config().items()
-            if key.split(".")[0] in ("data", "model", "client", "engine") and key not in free
+            if key.split(".")[0] in ("data", "model", "task", "client", "engine")
+            and key not in free
         ),
     )
 

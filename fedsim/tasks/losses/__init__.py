@@ -9,17 +9,22 @@ has the loss 0.
 
 from __future__ import annotations
 
-from fedsim.tasks.losses.absolute_error import absolute_error
-from fedsim.tasks.losses.base import IGNORED, Loss
-from fedsim.tasks.losses.binary_cross_entropy import binary_cross_entropy
-from fedsim.tasks.losses.cross_entropy import cross_entropy
-from fedsim.tasks.losses.squared_error import squared_error
+from fedsim.tasks.losses.absolute_error import AbsoluteError
+from fedsim.tasks.losses.base import IGNORED, ExampleLoss, Loss
+from fedsim.tasks.losses.binary_cross_entropy import BinaryCrossEntropy
+from fedsim.tasks.losses.cross_entropy import CrossEntropy
+from fedsim.tasks.losses.huber import Huber
+from fedsim.tasks.losses.quantile_error import QuantileError
+from fedsim.tasks.losses.squared_error import SquaredError
 
 __all__ = [
     "IGNORED",
+    "AbsoluteError",
+    "BinaryCrossEntropy",
+    "CrossEntropy",
+    "ExampleLoss",
+    "Huber",
     "Loss",
-    "absolute_error",
-    "binary_cross_entropy",
-    "cross_entropy",
-    "squared_error",
+    "QuantileError",
+    "SquaredError",
 ]

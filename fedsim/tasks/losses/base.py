@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from fedsim.errors import FedsimError
+from fedsim.lazy import torch
+from fedsim.settings import check_settings
 
-__all__ = ["IGNORED", "Loss", "class_logits", "difference", "like_targets", "mean_over"]
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+__all__ = [
+    "IGNORED",
+    "ExampleLoss",
+    "Loss",
+    "class_logits",
+    "difference",
+    "like_targets",
+    "mean_over",
+]
+
+Loss: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 """``loss(outputs [B, ...], targets [B, ...]) -> [B]``: one loss for each example."""
+
+
+class ExampleLoss(ABC):
+    """A loss with settings. Subclasses are frozen dataclasses of them."""
+
+    def __post_init__(self) -> None:
+        check_settings(self, "task.")
+
+    @abstractmethod
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each example, ``[B]``."""
+
 
 IGNORED = -100
 """Stands in the place of a class that does not count, as in PyTorch."""
@@ -28,7 +52,7 @@ def class_logits(outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
         raise FedsimError(
             f"the model gives outputs {list(outputs.shape)} for targets {list(targets.shape)} of "
-            f"dtype {targets.dtype}; what compares them (model.loss, model.metrics) takes logits "
+            f"dtype {targets.dtype}; what compares them (task.loss, task.metrics) takes logits "
             "[B, K] for classes [B], or [B, L, K] for classes [B, L] of positions."
         )
     return outputs
@@ -48,7 +72,7 @@ def like_targets(outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.squeeze(-1)
     raise FedsimError(
         f"the model gives outputs {list(outputs.shape)} for targets {list(targets.shape)}; what "
-        "compares them (model.loss, model.metrics) takes one number for each target."
+        "compares them (task.loss, task.metrics) takes one number for each target."
     )
 
 

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
+from fedsim.lazy import torch
 from fedsim.registry import register
-from fedsim.tasks.losses.base import like_targets, mean_over
+from fedsim.settings import Doc, Gt
+from fedsim.tasks.losses.base import ExampleLoss, like_targets, mean_over
 
-__all__ = ["binary_cross_entropy"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BinaryCrossEntropy"]
 
 
 @register("loss", "binary-cross-entropy")
-def binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of a logit and 0 or 1 for each label ``[B, K]``, or ``[B]``: ``[B]``."""
-    logits = like_targets(outputs, targets)
-    targets = targets.to(logits)
-    counts = ~targets.isnan()
-    losses = F.binary_cross_entropy_with_logits(
-        logits, torch.where(counts, targets, 0.0), reduction="none"
-    )
-    return mean_over(losses, counts)
+@dataclass(frozen=True)
+class BinaryCrossEntropy(ExampleLoss):
+    """Cross-entropy of a logit and 0 or 1 for each label ``[B, K]``, or ``[B]``."""
+
+    positive_weight: Annotated[
+        float, Gt(0), Doc("How often a label counts that is there, where they are rare.")
+    ] = 1.0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `ExampleLoss`; the mean over labels."""
+        logits = like_targets(outputs, targets)
+        targets = targets.to(logits)
+        counts = ~targets.isnan()
+        losses = torch.nn.functional.binary_cross_entropy_with_logits(
+            logits,
+            torch.where(counts, targets, 0.0),
+            reduction="none",
+            pos_weight=None
+            if self.positive_weight == 1
+            else logits.new_tensor(self.positive_weight),
+        )
+        return mean_over(losses, counts)

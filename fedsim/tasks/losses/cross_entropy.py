@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
+from fedsim.lazy import torch
 from fedsim.registry import register
-from fedsim.tasks.losses.base import IGNORED, class_logits, mean_over
+from fedsim.settings import Doc, Ge, Lt
+from fedsim.tasks.losses.base import IGNORED, ExampleLoss, class_logits, mean_over
 
-__all__ = ["cross_entropy"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CrossEntropy"]
 
 
 @register("loss", "cross-entropy")
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class CrossEntropy(ExampleLoss):
     """Cross-entropy of logits ``[B, K]`` and classes ``[B]``, or ``[B, L, K]`` and ``[B, L]``.
 
-    Returns
-    -------
-    Tensor ``[B]``
-        Over positions: the mean over those that count.
-
-    Raises
-    ------
-    FedsimError
-        If outputs and targets are not of these shapes.
+    With ``label_smoothing`` s an example is of its class to 1 - s, and of all K alike to s
+    (Szegedy et al. 2016). Over positions it is the mean of those that count.
     """
-    logits = class_logits(outputs, targets)
-    if targets.dim() == 1:
-        return F.cross_entropy(logits, targets, reduction="none")
-    flat = F.cross_entropy(
-        logits.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=IGNORED
-    )
-    return mean_over(flat.view(targets.shape), targets != IGNORED)
+
+    label_smoothing: Annotated[
+        float, Ge(0), Lt(1), Doc("The share of an example that is of all classes alike.")
+    ] = 0.0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `ExampleLoss`.
+
+        Raises
+        ------
+        FedsimError
+            If outputs and targets are not of these shapes.
+        """
+        logits = class_logits(outputs, targets)
+        flat = torch.nn.functional.cross_entropy(
+            logits.flatten(0, -2),
+            targets.flatten(),
+            reduction="none",
+            ignore_index=IGNORED,
+            label_smoothing=self.label_smoothing,
+        )
+        return (
+            flat if targets.dim() == 1 else mean_over(flat.view(targets.shape), targets != IGNORED)
+        )

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fedsim.registry import register
-from fedsim.tasks.losses.base import difference, mean_over
+from fedsim.tasks.losses.base import ExampleLoss, difference, mean_over
 
-__all__ = ["squared_error"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["SquaredError"]
 
 
 @register("loss", "squared-error")
-def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean of ``(output - target)^2`` over the targets of an example: ``[B]``."""
-    counts, gap = difference(outputs, targets)
-    return mean_over(gap.square(), counts)
+@dataclass(frozen=True)
+class SquaredError(ExampleLoss):
+    """Mean of ``(output - target)^2`` over the targets of an example."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `ExampleLoss`."""
+        counts, gap = difference(outputs, targets)
+        return mean_over(gap.square(), counts)

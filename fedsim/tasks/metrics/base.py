@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedsim.errors import FedsimError
+from fedsim.lazy import torch
+from fedsim.settings import check_settings
 from fedsim.tasks.losses.base import IGNORED, Loss, class_logits
 from fedsim.tasks.metrics.sums import ExactSum
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["MeanOf", "Metric", "counted"]
 
@@ -26,6 +28,9 @@ class Metric(ABC):
     """
 
     higher_is_better: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_settings(self, f"{type(self).__name__}.")
 
     @abstractmethod
     def init(self) -> Any:
@@ -69,7 +74,6 @@ class MeanOf(Metric):
         """Nothing seen."""
         return ExactSum()
 
-    @torch.no_grad()
     def update(self, state: ExactSum, outputs: Tensor, targets: Tensor) -> ExactSum:
         """More examples.
 
@@ -78,9 +82,12 @@ class MeanOf(Metric):
         FedsimError
             If the function does not give one number for each.
         """
-        values = self.function(outputs, targets)
-        if not isinstance(values, Tensor) or values.shape != targets.shape[:1]:
-            shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        with torch.no_grad():
+            values = self.function(outputs, targets)
+        if not isinstance(values, torch.Tensor) or values.shape != targets.shape[:1]:
+            shape = (
+                list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+            )
             name = getattr(self.function, "__name__", str(self.function))
             raise FedsimError(
                 f"'{name}' gives {shape} for {len(targets)} examples; a loss or a metric of your "

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from fedsim.registry import register
-from fedsim.settings import Doc
+from fedsim.settings import Doc, Ge
 from fedsim.tasks.metrics.base import Metric, counted
 from fedsim.tasks.metrics.sums import ExactSum
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["CalibrationError"]
 
@@ -24,13 +25,9 @@ class CalibrationError(Metric):
 
     Targets are put by it into ``bins`` of equal width, and the distance between mean probability
     and accuracy is averaged over them (Naeini et al. 2015; Guo et al. 2017).
-
-    Parameters
-    ----------
-    bins : int
     """
 
-    bins: Annotated[int, Doc("Into how many equal parts confidences are sorted.")] = 15
+    bins: Annotated[int, Ge(1), Doc("Into how many equal parts confidences are sorted.")] = 15
     higher_is_better: ClassVar[bool] = False
 
     def init(self) -> Sequence[Any]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
+from fedsim.lazy import torch
 from fedsim.registry import register
+from fedsim.settings import Doc
 from fedsim.tasks.losses.base import like_targets
 from fedsim.tasks.metrics.base import Metric, counted
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["F1"]
 
@@ -27,15 +29,13 @@ class F1(Metric):
     """``2 tp / (2 tp + fp + fn)``, of each class or label and then averaged.
 
     Classes ``[B]`` (or ``[B, L]``) are predicted by the largest logit, labels ``[B, K]`` of 0 and 1
-    where theirs is above 0.
-
-    Parameters
-    ----------
-    average : "macro" or "micro"
-        Mean over the classes or labels that occur in targets or predictions, or one F1 of all.
+    where theirs is above 0. ``"micro"`` of classes is the accuracy.
     """
 
-    average: Literal["macro", "micro"] = "macro"
+    average: Annotated[
+        Literal["macro", "micro"],
+        Doc("The mean over classes or labels that occur, or one F1 of all of them together."),
+    ] = "macro"
 
     def init(self) -> Ints:
         """Predicted and there, predicted, and there: ``[3, K]``."""
@@ -52,7 +52,8 @@ class F1(Metric):
             logits, classes = counted(outputs, targets)
             width = max(2, logits.shape[1])
             best = (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(-1)
-            there, predicted = F.one_hot(classes, width) > 0, F.one_hot(best, width) > 0
+            one_hot = torch.nn.functional.one_hot
+            there, predicted = one_hot(classes, width) > 0, one_hot(best, width) > 0
         counts = [(there & predicted).sum(0), predicted.sum(0), there.sum(0)]
         return self.merge(state, torch.stack(counts).numpy())
 

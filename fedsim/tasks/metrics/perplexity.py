@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch.nn.functional as F
-from torch import Tensor
-
+from fedsim.lazy import torch
 from fedsim.registry import register
 from fedsim.tasks.metrics.base import Metric, counted
 from fedsim.tasks.metrics.sums import ExactSum
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Perplexity"]
 
@@ -30,7 +31,8 @@ class Perplexity(Metric):
     def update(self, state: ExactSum, outputs: Tensor, targets: Tensor) -> ExactSum:
         """More sequences."""
         logits, classes = counted(outputs, targets)
-        return state + ExactSum.of(F.cross_entropy(logits, classes, reduction="none"))
+        losses = torch.nn.functional.cross_entropy(logits, classes, reduction="none")
+        return state + ExactSum.of(losses)
 
     def merge(self, first: ExactSum, second: ExactSum) -> ExactSum:
         """Both."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch.nn.functional as F
-from torch import Tensor
 
+from fedsim.lazy import torch
 from fedsim.tasks.losses.base import like_targets
 from fedsim.tasks.metrics.base import Metric, counted
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Ints", "Ranking"]
 
@@ -46,7 +49,7 @@ class Ranking(Metric):
             else:
                 # Against the rest a class is ranked by its probability, not by its logit alone.
                 scores = logits.double().softmax(-1)
-                labels = F.one_hot(classes, logits.shape[1])
+                labels = torch.nn.functional.one_hot(classes, logits.shape[1])
         columns = (-1, labels.shape[-1] if labels.dim() > 1 else 1)
         return (
             *state,

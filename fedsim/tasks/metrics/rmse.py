@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from fedsim.registry import register
 from fedsim.tasks.losses.base import like_targets
 from fedsim.tasks.metrics.base import Metric
 from fedsim.tasks.metrics.sums import ExactSum
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["RMSE"]
 

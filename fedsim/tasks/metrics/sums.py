@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+
+from fedsim.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["LEAST_BIT", "ExactSum"]
 
@@ -39,7 +43,7 @@ class ExactSum:
     @classmethod
     def of(cls, values: Tensor | Floats) -> Self:
         """Sum of all numbers of an array."""
-        if isinstance(values, Tensor):
+        if isinstance(values, torch.Tensor):
             values = values.detach().double().numpy()
         flat = np.asarray(values, dtype=np.float64).ravel()
         finite = flat[np.isfinite(flat)]

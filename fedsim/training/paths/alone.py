@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim.clients.gradients import Dense, Factor, Factored, Gradient, Parts
-from fedsim.tasks.losses import IGNORED, cross_entropy
+from fedsim.tasks.losses import IGNORED, CrossEntropy
 from fedsim.training.paths.front import ConvFront
 from fedsim.training.paths.stacked import ACTIVATIONS, DenseLayer, StackedPath
 
@@ -149,7 +149,7 @@ class AlonePath:
         self._x, self._y, self._weight = self._features(x), y, weight
         self._seen: list[Tensor] = []
         self._minus_weights: Tensor | None = None
-        if self._loss is cross_entropy and y.dim() == 2:
+        if self._loss == CrossEntropy() and y.dim() == 2:
             counts = y != IGNORED
             self._classes = torch.where(counts, y, 0).unsqueeze(-1)
             minus = torch.where(counts, weight, 0.0).neg_().unsqueeze(-1)

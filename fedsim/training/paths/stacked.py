@@ -17,7 +17,7 @@ from fedsim.clients.gradients import Factor, Factored
 from fedsim.rows.alignment import LINE, aligned_empty
 from fedsim.rows.elementwise import sigmoid_
 from fedsim.rows.packing import Packing
-from fedsim.tasks.losses import IGNORED, Loss, cross_entropy
+from fedsim.tasks.losses import IGNORED, CrossEntropy, Loss
 
 __all__ = ["ACTIVATIONS", "DenseLayer", "StackedPath", "covered", "dense_layers", "leaves", "stack"]
 
@@ -215,7 +215,7 @@ class StackedPath:
 
     def _from_loss(self, outputs: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Weighted gradient of the loss with respect to the outputs, and each loss."""
-        if self.loss is cross_entropy:
+        if self.loss == CrossEntropy():
             # softmax - onehot, from the numbers that the loss needs anyway: autograd would keep
             # the outputs, run twice as many kernels and allocate in between.
             log_p = F.log_softmax(outputs, dim=-1)
