@@ -126,7 +126,7 @@ def _halved(
         for label, why in dropped.items():
             if reached[label].ended == "interrupted":
                 outcomes[label] = MemberOutcome("dropped", why)
-                tell_ending(RunDirectory(out / label), "dropped", why)
+                tell_ending(RunDirectory(builder.out / label), "dropped", why)
         going = [member for member in going if member.label not in dropped]
     return outcomes
 
