@@ -153,7 +153,7 @@ def measure(device: str, repeats: int) -> dict[str, float]:
                 if t > 1:
                     best[way.name] = min(best[way.name], clock() - began)
     for way in chosen:
-        step = None if way.trainer is None else way.trainer.step
+        step = None if way.trainer is None else way.trainer.bench.step
         if isinstance(step, StepGraphs) and not (step.works and step.graphs):
             raise SystemExit(f"{way.name}: its steps were not captured; see the log.")
     return best

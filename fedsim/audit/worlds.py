@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fedsim.mechanisms import Mechanism
 from fedsim.rows import Layout
-from fedsim.rows.exchange import Block, Ids, Reason, TrainerDefaults
+from fedsim.rows.block import Block, Ids, Reason
+from fedsim.rows.trainers import TrainerDefaults
 
 __all__ = [
     "ALONE",

@@ -16,7 +16,7 @@ from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
-    from fedsim.rows.exchange import Ids
+    from fedsim.rows.block import Ids
     from fedsim.training import Trainer
 
 __all__ = ["tune"]

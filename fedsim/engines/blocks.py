@@ -12,15 +12,9 @@ from torch import Tensor
 from fedsim.engines.arrays import LazyArray, tensors
 from fedsim.engines.messages import BUDGET_SPENT, CLIENT_RAISED, error_reply
 from fedsim.errors import BudgetSpentError
-from fedsim.rows.exchange import (
-    Block,
-    BlockTrainer,
-    Ids,
-    Instructions,
-    MalformedBlockError,
-    MessageType,
-    Reason,
-)
+from fedsim.rows.block import Block, Ids, MalformedBlockError, Reason
+from fedsim.rows.exchange import Instructions, MessageType
+from fedsim.rows.trainers import BlockTrainer
 
 __all__ = ["guarded_blocks", "messages_of"]
 

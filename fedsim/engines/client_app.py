@@ -16,8 +16,10 @@ from fedsim.engines.messages import BUDGET_SPENT, TIMED_OUT, error_reply
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.randomness import Randomness
-from fedsim.rows.exchange import DECLARED_EXAMPLES, BlockTrainer, Ids
+from fedsim.rows.block import Ids
+from fedsim.rows.exchange import DECLARED_EXAMPLES
 from fedsim.rows.layout import Layout
+from fedsim.rows.trainers import BlockTrainer
 from fedsim.training.fitting import Local
 from fedsim.training.share_replies import STATE_RECORD, asks_for_share, share_reply
 

@@ -28,14 +28,9 @@ from fedsim.engines.training_worker import (
     to_views,
 )
 from fedsim.errors import BudgetSpentError
-from fedsim.rows.exchange import (
-    Block,
-    BlockTrainer,
-    ClientStates,
-    Collection,
-    Ids,
-    Instructions,
-)
+from fedsim.rows.block import Block, Ids
+from fedsim.rows.exchange import Collection, Instructions
+from fedsim.rows.trainers import BlockTrainer, ClientStates
 
 __all__ = ["RETRIES", "Crew", "Dispatch", "Worker", "WorkerLostError"]
 

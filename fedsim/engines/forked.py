@@ -33,7 +33,7 @@ from fedsim.engines.dispatch import Worker, WorkerLostError
 from fedsim.engines.process import settle
 from fedsim.engines.training_worker import Call, TrainingWorker, Work, WorkerReply
 from fedsim.errors import FedsimError
-from fedsim.rows.exchange import BlockTrainer
+from fedsim.rows.trainers import BlockTrainer
 
 __all__ = ["CAN_FORK", "ForkedCrew", "SharedValue"]
 

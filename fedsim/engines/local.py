@@ -33,7 +33,9 @@ from fedsim.engines.messages import (
     unavailable,
 )
 from fedsim.errors import FedsimError
-from fedsim.rows.exchange import Block, BlockTrainer, Collection, Instructions, Replies
+from fedsim.rows.block import Block
+from fedsim.rows.exchange import Collection, Instructions, Replies
+from fedsim.rows.trainers import BlockTrainer
 
 __all__ = ["LocalGrid"]
 

@@ -14,7 +14,9 @@ from fedsim.engines.parcel import Parcel
 from fedsim.engines.process import settle
 from fedsim.engines.training_worker import Call, TrainingWorker, Work, WorkerReply
 from fedsim.errors import FedsimError
-from fedsim.rows.exchange import Block, BlockTrainer, Collection, Instructions
+from fedsim.rows.block import Block
+from fedsim.rows.exchange import Collection, Instructions
+from fedsim.rows.trainers import BlockTrainer
 
 __all__ = ["RayGrid"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fedsim.rows.exchange import Ids
+from fedsim.rows.block import Ids
 
 __all__ = ["LEAST_SHARE", "chunks"]
 

@@ -19,15 +19,9 @@ from torch import Tensor
 
 from fedsim.engines.blocks import guarded_blocks
 from fedsim.errors import FedsimError
-from fedsim.rows.exchange import (
-    Block,
-    BlockSum,
-    BlockTrainer,
-    Ids,
-    MessageType,
-    Reason,
-    Summing,
-)
+from fedsim.rows.block import Block, Ids, Reason
+from fedsim.rows.exchange import BlockSum, MessageType, Summing
+from fedsim.rows.trainers import BlockTrainer
 
 __all__ = [
     "Arrays",

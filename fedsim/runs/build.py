@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -18,28 +16,22 @@ from torch import Tensor, nn
 from fedsim import datasets, models, partitions
 from fedsim.config import RunConfig
 from fedsim.config.digest import release_digest
-from fedsim.config.plan import beside, cohort, local_work, realised
-from fedsim.config.sections import DevicesSection
-from fedsim.config.things import find, settings_for
-from fedsim.devices import Devices, draw_work, read_trace, read_work
+from fedsim.config.plan import cohort, local_work, realised
+from fedsim.devices import Devices
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
-from fedsim.privacy import (
-    ClientLedgers,
-    Statement,
-    WorstClient,
-    worst_client,
-)
+from fedsim.privacy import ClientLedgers, WorstClient, worst_client
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.runs import objects
-from fedsim.runs.dealing import Dealt, deal, refuse_found
+from fedsim.runs.dealing import Dealt, deal, load_dataset, refuse_found
 from fedsim.runs.example_level import example_privacy
 from fedsim.runs.given import Given
+from fedsim.runs.initial_model import named_model, prepared_model
 from fedsim.strategies import DPFedAvg
-from fedsim.strategies.dp_fedavg import ClientBudget
+from fedsim.strategies.client_budgets import ClientBudget
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
 from fedsim.training.compression import Compression
 from fedsim.training.paths.frozen import past_frozen
@@ -72,26 +64,16 @@ class Build:
     @cached_property
     def dataset(self) -> datasets.Dataset:
         """The examples, on the run's device."""
-        dataset = self._loaded() if self.given.data is None else self._ranged(self.given.data)
+        data, given = self.config.data, self.given.data
+        dataset = self._loaded() if given is None else given
+        if given is not None and (data.train or data.test):
+            dataset = given.ranged(data.train, data.test)
         if self.config.private or self.config.client.private:
             refuse_found(dataset)
         return dataset.to(self.device)
 
     def _loaded(self) -> datasets.Dataset:
-        data = self.config.data
-        return datasets.load(
-            data.name,
-            directory=data.dir,
-            download=data.download,
-            normalize=data.normalize,
-            train=data.train,
-            test=data.test,
-            **settings_for(data, find(data), ("path", "directory", "download", "normalize")),
-        )
-
-    def _ranged(self, dataset: datasets.Dataset) -> datasets.Dataset:
-        data = self.config.data
-        return dataset.ranged(data.train, data.test) if data.train or data.test else dataset
+        return load_dataset(self.config)
 
     @cached_property
     def dealt(self) -> Dealt:
@@ -117,24 +99,9 @@ class Build:
     @cached_property
     def model(self) -> nn.Module:
         """The initial model, on the CPU."""
-        settings = self.config.model
-        model = self._given_model() or models.build(
-            settings.name,
-            self.dataset.input_shape,
-            self.dataset.num_outputs,
-            vocabulary=self.dataset.vocabulary,
-            dtype=getattr(torch, settings.dtype),
-            seed=self.config.seed,
-            **settings_for(settings, find(settings), models.OFFERED),
-        )
-        if settings.fix:
-            model, self._notes = models.fix_normalisation(model)
-        if settings.weights:
-            models.load_weights(model, settings.weights, settings.weights_for)
-        models.refuse_unusable_parameters(model)
-        models.freeze(model, settings.trainable)
-        if self.config.private:
-            models.refuse_running_statistics(model)
+        given = self.given.model
+        model = named_model(self.config, self.dataset) if given is None else copy.deepcopy(given)
+        model, self._notes = prepared_model(self.config, model)
         return model
 
     @property
@@ -142,12 +109,6 @@ class Build:
         """Sentences about what was done to the model."""
         _ = self.model  # made by now
         return tuple(self._notes)
-
-    def _given_model(self) -> nn.Module | None:
-        given = self.given.model
-        if given is None:
-            return None
-        return copy.deepcopy(given).cpu().to(getattr(torch, self.config.model.dtype))
 
     @cached_property
     def trainer(self) -> Trainer:
@@ -180,6 +141,7 @@ class Build:
     def make_trainer(self, data: ClientData, test: ClientData | None = None) -> Trainer:
         """A trainer of this run's model and algorithm over any clients' data."""
         client = self.config.client
+        all_clients = data.population == self.config.partition.clients
         # What the frozen layers make of an example never changes: it is computed once.
         model, seen = past_frozen(self.model, data)
         if test is not None:
@@ -195,7 +157,7 @@ class Build:
             batch_size=client.batch_size,
             epochs=None if client.steps else client.epochs,
             steps=client.steps or None,
-            counts=self.counts if data.population == self.config.partition.clients else None,
+            counts=objects.counts(self.config) if all_clients else None,
             loss=objects.loss(self.config),
             metrics=objects.metrics(self.config),
             path=client.path,
@@ -282,27 +244,6 @@ class Build:
         if kept:
             return Path(kept)
         return self.out / "clients" if self.out else None
-
-    def statements(self, server: Statement) -> tuple[Statement, Statement | None]:
-        """What is claimed of the run, and at example level, from what the server's ledger says."""
-        examples = None if self.client_ledgers is None else self.client_ledgers.statement()
-        server = beside(self.config, server)
-        config = self.config
-        if config.private and (config.devices != DevicesSection() or config.client.work):
-            note = (
-                "Who is there, drops out or works how much follows from the seed or from files "
-                "that are taken to say nothing of clients' data (devices, client.work)."
-            )
-            server = replace(server, note=note)
-        if examples is not None:
-            return (server if self.config.private else examples), examples
-        if self.config.client.private:
-            note = (
-                "Clients protect their own examples: what that has cost each of them is in a "
-                "ledger where the client keeps it, and not here."
-            )
-            server = replace(server, note=f"{server.note} {note}".strip())
-        return server, None
 
     @cached_property
     def resolved(self) -> RunConfig:
@@ -410,34 +351,18 @@ class Build:
         )
 
     @cached_property
-    def counts(self) -> npt.NDArray[np.int64] | None:
-        """Each client's own number of epochs or steps; None where all have one."""
-        work, clients = self.config.client.work, self.config.partition.clients
-        if not work:
-            return None
-        drawn = re.fullmatch(r"whole\((\d+), *(\d+)\)", work)
-        if drawn is None:
-            return read_work(Path(work), clients)
-        return draw_work(self.config.seed, clients, int(drawn[1]), int(drawn[2]))
-
-    @cached_property
     def devices(self) -> Devices:
         """The devices that clients are."""
-        said = self.config.devices
-        trace = read_trace(Path(said.trace), self.config.partition.clients) if said.trace else None
-        settings = said.model_dump(exclude={"trace"})
-        return Devices(self.config.seed, trace=trace, **settings)
+        return objects.devices(self.config)
 
     def replying(self, round: int, client_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which of the clients that were drawn take part in a round; see `Devices`."""
         trainer = self.trainer
-        size = trainer.layout.dtype.itemsize
-        vectors = trainer.algorithm.sends.values()
-        values = trainer.layout.d + sum(trainer.layout.d if v == "model" else 1 for v in vectors)
-        up = values * size
+        values, size = trainer.row_layout.d, trainer.layout.dtype.itemsize
+        down = up = values * size
         if trainer.compression is not None:
             up = trainer.compression.bytes(values, size)
-        return self.devices.replying(round, client_ids, trainer.passed, values * size, up)
+        return self.devices.replying(round, client_ids, trainer.workload.examples, down, up)
 
     def _client_budget(self) -> ClientBudget | None:
         """What stops a run on an engine of ours before a client's budget is exceeded."""

@@ -1,4 +1,4 @@
-"""Whose examples are whose: held out, dealt to clients, and nothing found that must be declared."""
+"""A run's examples, and whose they are: loaded, held out, dealt to clients."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedsim import partitions
+from fedsim import datasets, partitions
 from fedsim.config import RunConfig
+from fedsim.config.things import find, settings_for
 from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError
 from fedsim.partitions import Indices
 
-__all__ = ["Dealt", "deal", "refuse_found"]
+__all__ = ["Dealt", "deal", "load_dataset", "refuse_found"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,20 @@ class Dealt:
     held_out: Indices
     test: list[Indices] | None = None
     of_clients: tuple[str, ...] = ()
+
+
+def load_dataset(config: RunConfig) -> Dataset:
+    """The examples that a config names."""
+    data = config.data
+    return datasets.load(
+        data.name,
+        directory=data.dir,
+        download=data.download,
+        normalize=data.normalize,
+        train=data.train,
+        test=data.test,
+        **settings_for(data, find(data), ("path", "directory", "download", "normalize")),
+    )
 
 
 def deal(config: RunConfig, partition: partitions.Partition, dataset: Dataset) -> Dealt:

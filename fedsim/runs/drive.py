@@ -27,6 +27,7 @@ from fedsim.runs.report import leave_report
 from fedsim.runs.result import RunResult
 from fedsim.runs.signals import asked_to_end
 from fedsim.runs.state import RunState
+from fedsim.runs.statements import statements
 from fedsim.runs.stopping import EarlyStopping, Judge
 from fedsim.strategies import Rounds, RunFailedError, round_timeout, rounds_of, run_to_end
 
@@ -190,7 +191,9 @@ class Session:
     def result(self, *, interrupted: bool = False) -> RunResult:
         """What the run has reached, and why it ended."""
         ended: Ended = "interrupted" if interrupted else self.ended
-        privacy, examples = self.build.statements(self.strategy.privacy_statement())
+        privacy, examples = statements(
+            self.build.config, self.strategy.privacy_statement(), self.build.client_ledgers
+        )
         return RunResult(
             metrics=self._rows,
             arrays=self._reached,

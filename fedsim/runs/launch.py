@@ -26,6 +26,7 @@ from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
 from fedsim.runs.result import RunResult
+from fedsim.runs.statements import statements
 from fedsim.strategies import RunFailedError
 
 __all__ = ["RanElsewhere", "run_deployment", "run_simulation"]
@@ -220,7 +221,7 @@ def _read(build: Build, directory: RunDirectory) -> RunResult:
     saved = load_file(directory.model)
     rows = directory.rows()
     ended, why = directory.ending()
-    privacy, examples = build.statements(ledger.statement(delta))
+    privacy, examples = statements(build.config, ledger.statement(delta), build.client_ledgers)
     return RunResult(
         metrics=[*rows],
         # In the model's order, which the file does not keep.

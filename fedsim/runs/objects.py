@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
 from fedsim import mechanisms, partitions, tasks
 from fedsim.clients import LocalAlgorithm, Proximal
 from fedsim.clients.schedules import CONSTANT, Schedule
 from fedsim.config import RunConfig, things
 from fedsim.config.client_sections import ClientMechanismSection
 from fedsim.config.sections import MechanismSection
+from fedsim.devices import Devices, draw_work, read_trace, read_work
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.strategies import ServerOptimizer
 from fedsim.strategies.scheduled import Scheduled
 from fedsim.tasks import Loss, Metric
 
-__all__ = ["algorithm", "loss", "mechanism", "metrics", "partition", "server_optimizer"]
+__all__ = [
+    "algorithm",
+    "counts",
+    "devices",
+    "loss",
+    "mechanism",
+    "metrics",
+    "partition",
+    "server_optimizer",
+]
 
 
 def partition(config: RunConfig) -> partitions.Partition:
@@ -62,6 +78,24 @@ def algorithm(config: RunConfig) -> LocalAlgorithm:
         raise FedsimError(f"client.name is '{client.name}'; it must name a LocalAlgorithm.")
     made = made.where_noised(client.private)
     return Proximal(made, client.proximal) if client.proximal else made
+
+
+def counts(config: RunConfig) -> npt.NDArray[np.int64] | None:
+    """Each client's own number of epochs or steps; None where all have one."""
+    work, clients = config.client.work, config.partition.clients
+    if not work:
+        return None
+    drawn = re.fullmatch(r"whole\((\d+), *(\d+)\)", work)
+    if drawn is None:
+        return read_work(Path(work), clients)
+    return draw_work(config.seed, clients, int(drawn[1]), int(drawn[2]))
+
+
+def devices(config: RunConfig) -> Devices:
+    """The devices that clients are."""
+    section = config.devices
+    trace = read_trace(Path(section.trace), config.partition.clients) if section.trace else None
+    return Devices(config.seed, trace=trace, **section.model_dump(exclude={"trace"}))
 
 
 def loss(config: RunConfig) -> Loss:

@@ -9,11 +9,32 @@ from typing import Any
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Ledger
 from fedsim.privacy.chain import GENESIS
+from fedsim.privacy.digest import digest_of
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.strategies.contributions import Placement
 
-__all__ = ["Accounting"]
+__all__ = ["Accounting", "keyed"]
+
+
+def keyed(
+    seed: int | None,
+    release: str | None,
+    plan: ReleasePlan,
+    placement: Placement,
+    server_optimizer: object,
+) -> Randomness:
+    """Where a strategy's draws come from: keyed by its release digest, or by its own settings."""
+    settings = {
+        "seed": seed,
+        "mechanism": plan.bound,
+        "cohort": plan.sampler,
+        "noise-multiplier": plan.noise.multiplier,
+        "placement": placement,
+        "hardened": plan.noise.hardened,
+        "server-optimizer": server_optimizer,
+    }
+    return Randomness(seed, release or digest_of(settings))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from flwr.serverapp import Grid
 
 from fedsim.engines.arrays import tensors
 from fedsim.rows import Layout
-from fedsim.rows.exchange import Ids, Instructions, Replies
+from fedsim.rows.block import Ids
+from fedsim.rows.exchange import Instructions, Replies
 from fedsim.strategies.outcome import Tally
 from fedsim.strategies.participants import Participants, node_ids
 from fedsim.strategies.replies import ExpectedReply, Reply, read

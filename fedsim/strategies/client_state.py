@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.rows.exchange import CLIENT_STATE, Block
+from fedsim.rows.block import Block
+from fedsim.rows.exchange import CLIENT_STATE
 from fedsim.strategies.contributions import Placement
 from fedsim.strategies.summaries import LARGEST
 

@@ -25,14 +25,15 @@ from fedsim.mechanisms import (
 from fedsim.privacy.noise import Noise
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
-from fedsim.rows.exchange import DECLARED_EXAMPLES, Block, Collection, Ids, Replies
+from fedsim.rows.block import Block, Ids
+from fedsim.rows.exchange import DECLARED_EXAMPLES, Collection, Replies
 from fedsim.strategies.outcome import Tally
 from fedsim.strategies.replies import ExpectedReply, Reply, read
 from fedsim.strategies.summing import ClientSumming, DeclaredExamples, Weighing
 from fedsim.training.share_replies import SIDE_PREFIX, STATE_RECORD, USABLE
 from fedsim.training.shares import Shares, add_shares, share
 
-__all__ = ["Asked", "Contributions", "Placement", "Started"]
+__all__ = ["Asked", "Contributions", "Placement", "RoundSum"]
 
 Floats = npt.NDArray[np.float64]
 Placement = Literal["server", "client"]
@@ -44,10 +45,10 @@ class Asked:
 
     Attributes
     ----------
-    cohort : int64 ``[m]``
-        Everybody drawn, whether or not they were there to be asked.
     client_ids : int64 ``[a]``
-        Those who were there to be asked, sorted.
+        Those of the cohort who were there to be asked, sorted.
+    absent : int
+        How many others were drawn.
     client_of : mapping of node id to client id
         The same.
     server : mapping of name to Tensor
@@ -56,30 +57,39 @@ class Asked:
     """
 
     round: int
-    cohort: Ids
     client_ids: Ids
+    absent: int
     client_of: dict[int, int]
     server: dict[str, Tensor]
     vector: Tensor
 
 
 @dataclass(frozen=True)
-class Started:
-    """A round whose replies are still to be read.
+class RoundSum(Iterable[tuple[Reply, Tensor]]):
+    """A round's replies, each added to the sum as it is iterated over.
+
+    Iterating gives each reply, and which of its clients the sum now contains, bool ``[n]``.
 
     Attributes
     ----------
+    asked : Asked
     releaser : Releaser
     total : PartialSum
-    replies : iterator of Reply
     source : NoiseSource
         Of the release's noise, which is nobody's before the ledger has its line.
+    tally : Tally
+    added : iterator
     """
 
+    asked: Asked
     releaser: Releaser
     total: PartialSum
-    replies: Iterator[Reply]
     source: NoiseSource
+    tally: Tally
+    added: Iterator[tuple[Reply, Tensor]]
+
+    def __iter__(self) -> Iterator[tuple[Reply, Tensor]]:
+        return self.added
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,40 @@ class Contributions:
     needs_rows: bool = False
     """Whether the strategy wants each client's row, so that no worker may sum them."""
 
-    def replies(
+    def summed(
+        self, asked: Asked, replies: Iterable[Message], layout: Layout, state: State
+    ) -> RoundSum:
+        """A round's sum, to which nothing is added as yet; it lies where rows come."""
+        tally = Tally(asked.client_ids, absent=asked.absent)
+        source = self._source(Purpose.NOISE, asked.round)
+        summable = self.placement == "server" and not self.needs_rows
+        if isinstance(replies, Replies) and replies.sums and summable:
+            releaser = self.releaser(layout, asked.vector.device)
+            total = releaser.start(state)
+            collection = Collection(self._summing(asked, layout, state), total.merge)
+            sent = self._replies(asked, replies, layout, tally, collection)
+            # Workers train: this process has nothing else to do.
+            source = source.ahead(releaser.draw_sizes(total))
+        else:
+            sent = self._replies(asked, replies, layout, tally)
+            first = next(sent, None)
+            rows = asked.vector if first is None or first.block.rows is None else first.block.rows
+            releaser = self.releaser(layout, rows.device)
+            total = releaser.start(state)
+            sent = chain([] if first is None else [first], sent)
+        added = ((reply, self._add(releaser, total, asked, reply, tally)) for reply in sent)
+        return RoundSum(asked, releaser, total, source, tally, added)
+
+    def release(self, gathered: RoundSum) -> Release:
+        """The round's release; of shares, the server adds what missing clients would have."""
+        asked = gathered.asked
+        return gathered.releaser.release(
+            gathered.total,
+            gathered.source,
+            asked=len(asked.client_of) if self.placement == "client" else None,
+        )
+
+    def _replies(
         self,
         asked: Asked,
         replies: Iterable[Message],
@@ -130,26 +173,6 @@ class Contributions:
             if len(block.client_ids):
                 yield replace(reply, block=block)
 
-    def start(
-        self, asked: Asked, replies: Iterable[Message], layout: Layout, state: State, tally: Tally
-    ) -> Started:
-        """The round's empty sum, on the device that rows come on, and the replies."""
-        source = self.source(Purpose.NOISE, asked.round)
-        summable = self.placement == "server" and not self.needs_rows
-        if isinstance(replies, Replies) and replies.sums and summable:
-            releaser = self.releaser(layout, asked.vector.device)
-            total = releaser.start(state)
-            collection = Collection(self._summing(asked, layout, state), total.merge)
-            sent = self.replies(asked, replies, layout, tally, collection)
-            # Workers train: this process has nothing else to do.
-            return Started(releaser, total, sent, source.ahead(releaser.draw_sizes(total)))
-        sent = self.replies(asked, replies, layout, tally)
-        first = next(sent, None)
-        rows = asked.vector if first is None or first.block.rows is None else first.block.rows
-        releaser = self.releaser(layout, rows.device)
-        sent = chain([] if first is None else [first], sent)
-        return Started(releaser, releaser.start(state), sent, source)
-
     def releaser(self, layout: Layout, device: torch.device | str = "cpu") -> Releaser:
         """Of the round's sum.
 
@@ -162,17 +185,11 @@ class Contributions:
             self.mechanism, layout, noise=self.noise, denominator=self.denominator, device=device
         )
 
-    def release(self, started: Started, asked: Asked) -> Release:
-        """The round's release; of shares, the server adds what missing clients would have."""
-        return started.releaser.release(
-            started.total,
-            started.source,
-            asked=len(asked.client_of) if self.placement == "client" else None,
-        )
-
-    def add(self, started: Started, asked: Asked, reply: Reply, tally: Tally) -> Tensor:
+    def _add(
+        self, releaser: Releaser, total: PartialSum, asked: Asked, reply: Reply, tally: Tally
+    ) -> Tensor:
         """Add a block's rows, or its clients' shares; which of them are usable, bool ``[n]``."""
-        block, releaser, total = reply.block, started.releaser, started.total
+        block = reply.block
         if self.placement == "server":
             weighing = self._weighing(asked)
             usable = weighing.add(total, block) if block.usable is None else block.usable
@@ -226,7 +243,7 @@ class Contributions:
             self._weighing(asked),
         )
 
-    def source(self, purpose: Purpose, server_round: int, client: int = 0) -> NoiseSource:
+    def _source(self, purpose: Purpose, server_round: int, client: int = 0) -> NoiseSource:
         """The noise of a round: the server's, or one client's."""
         generator = self.randomness.generator(
             purpose, level="client", round=server_round, client=client
@@ -260,7 +277,7 @@ class Contributions:
             denominator=self.denominator,
             asked=len(asked.client_of),
             sources=[
-                self.source(Purpose.SHARE, asked.round, client)
+                self._source(Purpose.SHARE, asked.round, client)
                 for client in block.client_ids.tolist()
             ],
             sides=self._weighing(asked).sides(block),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from os import PathLike
 
-import numpy as np
-import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid, PrivacySpent
 from flwr.serverapp.strategy import Result, Strategy
@@ -20,22 +18,22 @@ from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism, NoPrivacy, RobustMean, State
 from fedsim.mechanisms.base import state_on
 from fedsim.privacy import Ledger, Statement
-from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan
-from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.exchange import Instructions
 from fedsim.server_optimizers import ServerOptimizer, ServerSGD
-from fedsim.strategies.accounting import Accounting
+from fedsim.strategies.accounting import Accounting, keyed
+from fedsim.strategies.bound_state import BoundState
+from fedsim.strategies.client_budgets import ClientBudget, ClientBudgets
 from fedsim.strategies.client_evaluation import ClientEvaluation
 from fedsim.strategies.client_state import ClientState
 from fedsim.strategies.contributions import Asked, Contributions, Placement
 from fedsim.strategies.flower_optimizer import FlowerOptimizer
 from fedsim.strategies.kept_rows import KeptRows
 from fedsim.strategies.loop import ResumableStrategy
-from fedsim.strategies.outcome import Failures, RoundReport, Tally, told
-from fedsim.strategies.participants import Participants, node_ids
+from fedsim.strategies.outcome import Failures, RoundReport
+from fedsim.strategies.participants import Participants, Replying
 from fedsim.strategies.refusals import (
     allowed_fraction,
     declared_counts,
@@ -51,8 +49,6 @@ from fedsim.strategies.summaries import MetricMeans, MetricsAggregator
 from fedsim.strategies.vectors import NamedVectors
 
 __all__ = ["DPFedAvg"]
-
-ClientBudget = Callable[[Tensor, npt.NDArray[np.int64], int], str | None]
 
 
 class DPFedAvg(ResumableStrategy):
@@ -166,8 +162,8 @@ evaluate_metrics_aggr_fn
         hardened_noise: bool = True,
         fraction_evaluate: float | None = None,
         evaluate_every: int = 1,
-        replying: Callable[[int, npt.NDArray[np.int64]], npt.NDArray[np.bool_]] | None = None,
-        reachable: Callable[[int, npt.NDArray[np.int64]], npt.NDArray[np.bool_]] | None = None,
+        replying: Replying | None = None,
+        reachable: Replying | None = None,
         min_available_nodes: int = 1,
         node_timeout: float = 60.0,
         max_failed_rounds: int = 3,
@@ -213,16 +209,7 @@ evaluate_metrics_aggr_fn
             )
         self.ledger = ledger
         server_optimizer = server_optimizer or ServerSGD()
-        settings = {
-            "seed": seed,
-            "mechanism": mechanism,
-            "cohort": cohort,
-            "noise-multiplier": noise_multiplier,
-            "placement": placement,
-            "hardened": hardened_noise,
-            "server-optimizer": server_optimizer,
-        }
-        self.randomness = Randomness(seed, release or digest_of(settings))
+        self.randomness = keyed(seed, release, self.plan, placement, server_optimizer)
         if isinstance(server_optimizer, Strategy):
             server_optimizer = FlowerOptimizer(server_optimizer)
         self.server_optimizer = server_optimizer
@@ -230,9 +217,13 @@ evaluate_metrics_aggr_fn
         self._accounting = Accounting(
             self.plan, delta, max_epsilon, ledger, release, placement, self.randomness
         )
-        self.client_budget = client_budget
         self.replying = replying
-        self.budgets_end_run = budgets_end_run
+        # A client's budget follows from public numbers only where nobody's cohort is secret.
+        self._budgets = ClientBudgets(
+            ask=None if self.private else client_budget,
+            one_ends_run=budgets_end_run,
+            heard=self.protects and not self.private,
+        )
         self.shows_clients = shows_clients
         self.weighted_by_key = weighted_by_key
         self.arrayrecord_key = arrayrecord_key
@@ -280,9 +271,7 @@ evaluate_metrics_aggr_fn
             reachable,
         )
         self.rounds_done = 0
-        self._layout: Layout | None = None
-        self._state: State = {}
-        self._restored: Tree | None = None
+        self._bound = BoundState(self.mechanism)
         self._asked: Asked | None = None
         self._failures = Failures(None if self.protects else max_failed_rounds)
 
@@ -304,34 +293,24 @@ evaluate_metrics_aggr_fn
                 "cohort would be drawn twice; a run of its own needs a strategy of its own."
             )
         self._asked = None
-        if self.stopped is None and (why := self._accounting.stops(server_round)) is not None:
-            self.stopped = why
-            self.log.warning("stopping: %s.", why)
-        if self.stopped is not None:
+        if self.stopped is not None or self._stops(self._accounting.stops(server_round)):
             return []
         server = tensors(arrays)
         layout = self._take_layout(server)
         vector, arrays = self._vectors.extended(Layout.of(server).flatten(server), arrays, layout)
-        nodes = self._participants.nodes(grid)
-        cohort = self._participants.cohort(server_round)
-        present = cohort[np.array([client in nodes for client in cohort.tolist()], dtype=np.bool_)]
-        if self.replying is not None:
-            present = present[self.replying(server_round, present)]
-        if self.client_budget is not None and not self.private:
-            self.stopped = self.client_budget(vector, present, server_round)
-            if self.stopped is not None:
-                self.log.warning("stopping: %s.", self.stopped)
-                return []
-        asked = node_ids(present, nodes)
+        drawn = self._participants.drawn(server_round, grid, self.replying)
+        present = drawn.client_ids
+        if self._stops(self._budgets.exceeded(vector, present, server_round)):
+            return []
         self._asked = Asked(
             round=server_round,
-            cohort=cohort,
+            absent=drawn.absent,
             client_ids=present,
-            client_of=dict(zip(asked.tolist(), present.tolist(), strict=True)),
+            client_of=dict(zip(drawn.node_ids.tolist(), present.tolist(), strict=True)),
             server=server,
             vector=vector,
         )
-        entries, records = self._contributions.request(len(present), self._state, layout)
+        entries, records = self._contributions.request(len(present), self._bound.values, layout)
         if self.client_state is not None:
             entries |= self.client_state.entries()
         if isinstance(self.server_optimizer, FlowerOptimizer):
@@ -342,7 +321,7 @@ evaluate_metrics_aggr_fn
             arrays=arrays,
             vector=vector,
             client_ids=present,
-            node_ids=asked,
+            node_ids=drawn.node_ids,
             config=ConfigRecord({**config, **entries, "server-round": server_round}),
             arrayrecord_key=self.arrayrecord_key,
             configrecord_key=self.configrecord_key,
@@ -373,47 +352,42 @@ evaluate_metrics_aggr_fn
         if self.stopped is not None:
             return None, None
         asked, self._asked = self._asked, None
-        if asked is None or asked.round != server_round or self._layout is None:
+        layout = self._bound.layout
+        if asked is None or asked.round != server_round or layout is None:
             raise ValueError(f"round {server_round} was not configured, or is aggregated already.")
         self.rounds_done = server_round
-        tally = Tally(asked.client_ids, absent=len(asked.cohort) - len(asked.client_ids))
-        parts = self._contributions
-        started = parts.start(asked, replies, self._layout, self._state, tally)
         means = MetricMeans(self.weighted_by_key, self.train_metrics_aggr_fn)
         rows = None if self._robust is None else KeptRows(self._robust)
-        for reply in started.replies:
-            usable = parts.add(started, asked, reply, tally)
+        gathered = self._contributions.summed(asked, replies, layout, self._bound.values)
+        for reply, usable in gathered:
             if rows is not None:
                 rows.take(reply.block, usable)
             if self.client_state is not None:
                 self.client_state.take(reply.block, usable)
             if self.shows_clients:
                 means.add(reply)
-        self.report = replace(tally.report(server_round), ignored=self._participants.ignored)
-        if self._spent(self.report):
+        self.report = replace(
+            gathered.tally.report(server_round), ignored=self._participants.ignored
+        )
+        if self._stops(self._budgets.spent(self.report)):
             self.rounds_done = server_round - 1  # this round is not made
-            self.stopped = (
-                f"round {server_round} would exceed client.noise.max-epsilon of "
-                f"{self.report.reasons['budget']} of the clients asked"
-            )
-            self.log.warning("stopping: %s.", self.stopped)
             return None, None
         # On disk before the release exists: a crash from here on counts one too many.
-        clip_norm = self.mechanism.sensitivity(self._state, self._layout)
+        clip_norm = self.mechanism.sensitivity(self._bound.values, layout)
         self._accounting.record(server_round, clip_norm)
-        lost = len(asked.client_of) > 0 and started.total.count == 0
+        lost = len(asked.client_of) > 0 and gathered.total.count == 0
         self._failures.note(self.report, lost)
         # Whether noise is released must not depend on whether anybody failed.
         if lost and not self.private:
             return None, None
         if self.client_state is not None:
             self.client_state.average()
-        release = parts.release(started, asked)
-        if rows is not None and started.total.count:
+        release = self._contributions.release(gathered)
+        if rows is not None and gathered.total.count:
             release = replace(release, mean=rows.center())
-        self._state = state_on(release.state, asked.vector.device)
+        self._bound.values = state_on(release.state, asked.vector.device)
         update = self._vectors.combine(
-            release.mean.to(asked.vector.device), asked.vector, self._layout, started.total.count
+            release.mean.to(asked.vector.device), asked.vector, layout, gathered.total.count
         )
         vector = self.server_optimizer.step(asked.vector[: len(update)], update)
         norm = float(update.norm())
@@ -421,13 +395,12 @@ evaluate_metrics_aggr_fn
         arrays = array_record(to_arrays(vector, Layout.of(asked.server), asked.server))
         return arrays, means.record()
 
-    def _spent(self, report: RoundReport) -> bool:
-        """Whether clients' own budgets end the run."""
-        # A client's budget follows from public numbers only where nobody's cohort is secret.
-        if self.private or not self.protects:
-            return False
-        spent = report.reasons.get("budget", 0)
-        return spent > 0 if self.budgets_end_run else 1 < spent == report.asked
+    def _stops(self, why: str | None) -> bool:
+        """Make no further release, if there is a reason."""
+        if why is not None:
+            self.stopped = why
+            self.log.warning("stopping: %s.", why)
+        return why is not None
 
     def check(self, arrays: ArrayRecord) -> None:
         """Refuse now what the first round would refuse.
@@ -443,7 +416,7 @@ evaluate_metrics_aggr_fn
             If the mechanism, the placement of its noise or the budget does not fit the model.
         """
         layout = self._take_layout(tensors(arrays))
-        self.mechanism.sensitivity(self._state, layout)
+        self.mechanism.sensitivity(self._bound.values, layout)
         if self.placement == "client" and self.mechanism.guarantee == "none":
             raise FedsimError(
                 f"placement = 'client' (noise.placement); it must be 'server' with "
@@ -453,19 +426,13 @@ evaluate_metrics_aggr_fn
 
     def _take_layout(self, server: dict[str, Tensor]) -> Layout:
         layout = self._vectors.row_layout(Layout.of(server))
-        if self._layout is None:
+        if self._bound.layout is None:
             if self.private:
                 refuse_running_statistics(server)
-            state = self.mechanism.init(layout)
-            if self._restored is not None:
-                if self._restored["parameters"] != _described(layout):
-                    raise FedsimError("state= is of a model with other parameters than these.")
-                state = self._restored["mechanism"]
-            self._layout = layout
-            self._state = state_on(state, next(iter(server.values())).device)
+            self._bound.begin(layout, next(iter(server.values())).device)
             # Refuses a split of the noise that does not exist before anybody is asked.
             self._contributions.releaser(layout)
-        elif layout != self._layout:
+        elif layout != self._bound.layout:
             raise FedsimError("the model's parameters changed their names or shapes in the run.")
         return layout
 
@@ -484,7 +451,7 @@ evaluate_metrics_aggr_fn
     @property
     def mechanism_state(self) -> State:
         """The mechanism's state after the round aggregated last, as public as the releases."""
-        return dict(self._state)
+        return dict(self._bound.values)
 
     def state(self) -> Tree:
         """Everything but the parameters that outlives a round; see `restore`.
@@ -497,14 +464,10 @@ evaluate_metrics_aggr_fn
             ``vectors`` (what they are sent beside the parameters), ``failures``, ``stopped``, and
             ``ledger``: where it stands, and its lines if it is in memory only.
         """
-        layout, restored = self._layout, self._restored
-        if layout is None and restored is not None:
-            return restored
         return {
             "round": self.rounds_done,
-            "parameters": None if layout is None else _described(layout),
+            **self._bound.state(),
             "cohort": self._participants.state(),
-            "mechanism": {name: value.clone() for name, value in self._state.items()},
             "optimizer": self.server_optimizer.state(),
             "clients": {} if self.client_state is None else dict(self.client_state.values),
             "vectors": None if self._vectors.values is None else self._vectors.values.clone(),
@@ -528,10 +491,8 @@ evaluate_metrics_aggr_fn
             )
         self._accounting.restore(state["ledger"])
         self._participants.restore(state["cohort"])
-        self._layout = None
+        self._bound.restore(state)
         self.rounds_done = state["round"]
-        # Which model it is about is seen in the next round.
-        self._restored = None if state["parameters"] is None else state
         self.server_optimizer.restore(state["optimizer"])
         if self.client_state is not None:
             self.client_state.values = dict(state["clients"])
@@ -560,9 +521,7 @@ evaluate_metrics_aggr_fn
         report = self.report
         if report is None:
             return []
-        failed = f" ({told(report.reasons)})" if report.failed else ""
-        received = f"aggregate_train: {report.usable} of {report.asked} clients drawn are usable"
-        lines = [f"{received}{failed}"]
+        lines = [f"aggregate_train: {report}"]
         if self.private:
             lines.append(f"\t└──> {self._accounting.spent()}")
         return lines
@@ -577,8 +536,3 @@ evaluate_metrics_aggr_fn
             f"Ledger: {where}",
         ):
             self.log.info("\t├──> %s", line)
-
-
-def _described(layout: Layout) -> list[list[object]]:
-    """What a row is made of, as JSON says it."""
-    return [[entry.name, list(entry.shape), str(entry.dtype)] for entry in layout.entries]

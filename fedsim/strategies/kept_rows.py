@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fedsim.mechanisms.robust import RobustMean
-from fedsim.rows.exchange import Block
+from fedsim.rows.block import Block
 
 __all__ = ["KeptRows"]
 

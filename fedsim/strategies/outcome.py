@@ -13,7 +13,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from fedsim.errors import RunFailedError
-from fedsim.rows.exchange import REASONS, Block, Ids, Reason
+from fedsim.rows.block import REASONS, Block, Ids, Reason
 
 __all__ = [
     "Failures",
@@ -69,6 +69,10 @@ class RoundReport:
     ignored: int = 0
     info: Mapping[str, float] = field(default_factory=dict)
     update_norm: float | None = None
+
+    def __str__(self) -> str:
+        failed = f" ({told(self.reasons)})" if self.failed else ""
+        return f"{self.usable} of {self.asked} clients drawn are usable{failed}"
 
     @staticmethod
     def columns() -> tuple[str, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +16,31 @@ from fedsim.engines.directory import ClientDirectory, ConsecutiveNodes
 from fedsim.errors import FedsimError
 from fedsim.privacy.sampling import SamplerState
 from fedsim.randomness import Draws, Purpose, Randomness
-from fedsim.rows.exchange import Ids
+from fedsim.rows.block import Ids
 
-__all__ = ["Participants", "node_ids"]
+__all__ = ["Drawn", "Participants", "Replying", "node_ids"]
 
 _log = logging.getLogger("fedsim")
+
+Replying = Callable[[int, Ids], npt.NDArray[np.bool_]]
+"""``(round, client ids [n])`` to who of them takes part, bool ``[n]``."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A round's cohort.
+
+    Attributes
+    ----------
+    client_ids, node_ids : int64 and uint64 ``[a]``
+        Those who are there and take part, sorted, and the Flower node each of them is.
+    absent : int
+        How many others were drawn.
+    """
+
+    client_ids: Ids
+    node_ids: npt.NDArray[np.uint64]
+    absent: int
 
 
 class Participants:
@@ -112,6 +133,21 @@ class Participants:
             )
         if strangers:
             _log.warning("%d nodes beyond the population have no part in the run.", strangers)
+
+    def drawn(self, server_round: int, grid: Grid, replying: Replying | None = None) -> Drawn:
+        """Draw this round's cohort, of which those take part that are there and ``replying``.
+
+        Raises
+        ------
+        FedsimError
+            See `nodes`.
+        """
+        nodes, cohort = self.nodes(grid), self.cohort(server_round)
+        there = np.array([client in nodes for client in cohort.tolist()], dtype=np.bool_)
+        present = cohort[there]
+        if replying is not None:
+            present = present[replying(server_round, present)]
+        return Drawn(present, node_ids(present, nodes), absent=len(cohort) - len(present))
 
     def cohort(self, server_round: int) -> Ids:
         """Sorted ids of this round's cohort, whether or not they are there."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedsim.engines.messages import BUDGET_SPENT, RAISED, SUPERLINK_NODE_ID, TIMED_OUT
 from fedsim.errors import printable
-from fedsim.rows.exchange import Block, Reason
+from fedsim.rows.block import Block, Reason
 from fedsim.rows.layout import Layout
 from fedsim.strategies.npy import floats
 from fedsim.strategies.outcome import Tally

@@ -18,8 +18,9 @@ from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism, PartialSum, Releaser
 from fedsim.privacy.noise import Noise
 from fedsim.rows import DenseRows, Layout
+from fedsim.rows.block import Block, Ids, Reason
 from fedsim.rows.exact import FREE_TOTAL
-from fedsim.rows.exchange import Block, Ids, Reason, Sums
+from fedsim.rows.exchange import Sums
 from fedsim.strategies.replies import MOST_EXAMPLES
 
 __all__ = ["BlockSummer", "ClientSumming", "DeclaredExamples", "Weighing"]

@@ -1,13 +1,14 @@
-"""What a model must be and not contain if clients are to train it in blocks."""
+"""What a trainer refuses: models that no block can train, and settings that do not go together."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from fedsim.clients.base import LocalAlgorithm, refuse_vectors
 from fedsim.errors import FedsimError
 
-__all__ = ["check_model"]
+__all__ = ["check_algorithm", "check_compression", "check_example_privacy", "check_model"]
 
 CARRIED = (torch.float16, torch.float32, torch.float64)
 
@@ -34,3 +35,58 @@ def check_model(model: nn.Module) -> None:
                 "running statistics that an update does not carry; use nn.GroupNorm, or let "
                 "model.fix = true put it in its place."
             )
+
+
+def check_algorithm(algorithm: LocalAlgorithm, *, personal: bool) -> None:
+    """Refuse an algorithm that does not go with what clients keep to themselves.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if algorithm.sends and personal:
+        raise FedsimError(
+            f"model.personal is set, but {type(algorithm).__name__} (client.name) sends "
+            f"{', '.join(algorithm.sends)} beside the update, made of all that is trained; it "
+            "must be unset, or client.name another algorithm."
+        )
+    if algorithm.parts and not personal:
+        raise FedsimError(
+            f"model.personal is empty; {type(algorithm).__name__} (client.name) needs the "
+            "patterns of the parameters that each client keeps to itself, such as 'head.*'."
+        )
+
+
+def check_compression(algorithm: LocalAlgorithm, state: str, *, personal: bool) -> None:
+    """Refuse what does not go with compressed updates.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if state != "client" or personal or algorithm.sends:
+        raise FedsimError(
+            f"client.compression is set, and client.state is '{state}'; it must be 'client', "
+            "since clients keep what is left out, with no model.personal and an algorithm that "
+            "sends its update alone."
+        )
+
+
+def check_example_privacy(algorithm: LocalAlgorithm, counts: object, max_grad_norm: float) -> None:
+    """Refuse what clients that protect their examples cannot have.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if counts is not None:
+        raise FedsimError(
+            "client.work is set; it must be empty where clients protect their examples: their "
+            "numbers of steps are a declared constant of the plan, the same for all."
+        )
+    refuse_vectors(algorithm)
+    if max_grad_norm:
+        raise FedsimError(
+            f"client.max-grad-norm is {max_grad_norm}; it must be 0 where clients protect their "
+            "examples: client.mechanism bounds their gradients."
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,9 +18,13 @@ from fedsim.privacy import ClientRelease
 from fedsim.privacy.plan import LocalWork
 from fedsim.randomness import Randomness
 from fedsim.training.data import ClientData
+from fedsim.training.entering import Entering
 from fedsim.training.example_privacy import ExamplePrivacy
 
 __all__ = ["ExampleReleases", "Starting", "starting"]
+
+PROBED = "probed"
+"""How a trainer knows that a row is one example's; see `fedsim.training.probe`."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +48,14 @@ class Starting:
 
 
 def starting(
-    client_ids: npt.NDArray[np.int64],
-    start: Tensor,
-    kept: Mapping[str, Tensor],
-    numbers: Mapping[str, npt.NDArray[np.float64]],
-    randomness: Sequence[Randomness],
+    entering: Entering, start: Tensor, numbers: Mapping[str, npt.NDArray[np.float64]]
 ) -> Iterator[Starting]:
     """What each of these clients goes into a round with, from ``start [n, D]``."""
-    for position, client in enumerate(client_ids.tolist()):
+    for position, client in enumerate(entering.client_ids.tolist()):
         received = {"start": start[position]}
-        received |= {f"kept.{name}": rows[position] for name, rows in kept.items()}
+        received |= {f"kept.{name}": rows[position] for name, rows in entering.kept.rows.items()}
         values = {name: float(column[position]) for name, column in numbers.items()}
-        yield Starting(client, randomness[position], received, values)
+        yield Starting(client, entering.randomness[position], received, values)
 
 
 class ExampleReleases:
@@ -74,8 +74,6 @@ class ExampleReleases:
     work : LocalWork
     path : str
         Which path computes the gradients: another gives other bits.
-    rows : str
-        How it is known that a row is one example's: "probed".
     named : bool
         Whether the clients' randomness has the release digest of a config.
     """
@@ -89,14 +87,12 @@ class ExampleReleases:
         work: LocalWork,
         *,
         path: str,
-        rows: str,
         named: bool,
     ) -> None:
         self.ledgers = privacy.ledgers()
         self._privacy, self._model, self._data, self._work = privacy, model, data, work
         bounded = (privacy.mechanism, privacy.noise_multiplier, privacy.sampling, privacy.hardened)
         self._settings = (algorithm, work, *bounded, path, data.x.device.type)
-        self._rows = rows
         self._once = None if named else f"once:{secrets.token_hex(16)}"
 
     def record(self, round: int, clients: Iterable[Starting]) -> None:
@@ -132,7 +128,7 @@ class ExampleReleases:
                         "examples": size,
                         "steps": plan.releases,
                         "denominator": float(plan.denominator),
-                        "rows": self._rows,
+                        "rows": PROBED,
                     },
                 )
 

@@ -16,11 +16,14 @@ from torch import Tensor
 
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
-from fedsim.rows.exchange import CLIENT_IDS, CLIENT_STATE, ClientStates, Ids
+from fedsim.rows.block import Ids
+from fedsim.rows.exchange import CLIENT_STATE
+from fedsim.rows.trainers import CLIENT_IDS, ClientStates
 
 __all__ = [
     "FileMemory",
     "Memory",
+    "NoMemory",
     "ProcessMemory",
     "Sent",
     "StateKind",
@@ -54,6 +57,27 @@ class Memory(Protocol):
 
     def keep_since(self, round: object) -> None:
         """Keep the states that clients had since this round too, where a run may go back to it."""
+
+
+class NoMemory:
+    """Of clients whose state starts anew in every round."""
+
+    def load(self, client_ids: Ids, round: int | None) -> tuple[Bools, dict[str, Tensor]]:
+        """See `Memory`: nobody has any."""
+        return np.zeros(len(client_ids), dtype=np.bool_), {}
+
+    def store(self, client_ids: Ids, round: int, state: Mapping[str, Tensor]) -> None:
+        """See `Memory`; it is forgotten."""
+
+    def state(self) -> ClientStates:
+        """See `Memory`."""
+        return {}
+
+    def restore(self, states: ClientStates) -> None:
+        """See `Memory`."""
+
+    def keep_since(self, round: object) -> None:
+        """See `Memory`."""
 
 
 class ProcessMemory:
@@ -285,8 +309,8 @@ def memory_for(
     population: int,
     width: int,
     directory: Path | None = None,
-) -> Memory | None:
-    """Where clients have their state from; None if it starts anew in every round.
+) -> Memory:
+    """Where clients have their state from.
 
     Parameters
     ----------
@@ -304,7 +328,7 @@ def memory_for(
         If the server is to send a state that is as large as the model.
     """
     if state == "reset":
-        return None
+        return NoMemory()
     if state == "client":
         return ProcessMemory(population) if directory is None else FileMemory(directory)
     if state != "server":

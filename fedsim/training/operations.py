@@ -61,7 +61,7 @@ def _places(module: nn.Module, outputs: Tensor) -> float:
 
 def operations_of(trainer: Trainer) -> float:
     """Multiplications of a client's local work, on average over the first clients."""
-    data, work = trainer.data, trainer.work
+    data, work = trainer.data, trainer.workload.work
     sizes = [data.size(client) for client in range(min(trainer.population, CLIENTS))]
     if not len(data.x) or not any(sizes):
         return 0.0

@@ -22,9 +22,10 @@ from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
 from fedsim.training.hidden_draws import HiddenDraws, seeded
 from fedsim.training.local_step import exact
-from fedsim.training.paths.examples import Way
+from fedsim.training.paths.examples import Way, ways
+from fedsim.training.paths.stacked import stack
 
-__all__ = ["Probe"]
+__all__ = ["Probe", "probed_way"]
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +35,16 @@ TOLERANCE = 1e-5
 """Of what rounding may do to an example in a batch of another size, or by another way."""
 
 SEED = 1
+
+
+def probed_way(
+    model: nn.Module, packing: Packing, loss: Loss, draws: HiddenDraws, data: ClientData
+) -> Way:
+    """The fastest way to the gradients of single examples that gives them truly; see `Probe`."""
+    drawing = draws.training or draws.evaluation
+    stacked = None if drawing else stack(model, packing, loss, data.x.dim() - 1)
+    possible = ways(model, packing, loss, stacked, drawing)
+    return Probe(model, packing, loss, draws, data).fastest(possible)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from fedsim.clients.base import LocalAlgorithm, State, Step
 from fedsim.clients.gradients import Dense, Gradient
 from fedsim.mechanisms import NoiseSource, Releaser
 from fedsim.privacy.noise import Independent
-from fedsim.randomness import Purpose, Randomness
+from fedsim.randomness import Purpose
 from fedsim.rows.packing import Packing
 from fedsim.training.batches import Batches
 from fedsim.training.data import ClientData
+from fedsim.training.entering import Entering
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.graphs import StepGraphs
 from fedsim.training.hidden_draws import Seeds
@@ -30,14 +31,14 @@ Floats = npt.NDArray[np.float64]
 MECHANISM = "mechanism."
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bench:
     """What local steps are made with, the same for all of a trainer's clients.
 
     Attributes
     ----------
     step : LocalStep or StepGraphs
-        Makes a step without privacy.
+        Makes a step without privacy; another may take its place between rounds.
     algorithm, data, packing
     carried : tuple of str
         Entries of the algorithm's state that outlive a round.
@@ -204,13 +205,10 @@ class PrivateSteps(Steps):
         Gives the gradients of single examples.
     denominators : sequence of n floats
         What each client's sums are divided by.
-    client_ids : int64 ``[n]``
-        Whose noise is drawn.
-    randomness : sequence of n Randomness
-    kept : mapping of str to Tensor ``[n, ...]``, and present bool ``[n]``
-        The mechanism's state from an earlier round.
+    entering : Entering
+        Whose noise is drawn, and what they have from earlier rounds.
     keeps_state : bool
-        Whether it goes on to the next.
+        Whether the mechanism's state is among that, and goes on to the next round.
     """
 
     def __init__(
@@ -223,10 +221,7 @@ class PrivateSteps(Steps):
         privacy: ExamplePrivacy,
         rows: ExampleRows,
         denominators: Sequence[float],
-        client_ids: npt.NDArray[np.int64],
-        randomness: list[Randomness],
-        kept: Mapping[str, Tensor],
-        present: npt.NDArray[np.bool_],
+        entering: Entering,
         keeps_state: bool,
     ) -> None:
         super().__init__(bench, batches, round, seeds)
@@ -238,13 +233,16 @@ class PrivateSteps(Steps):
                 source.generator(Purpose.NOISE, level="example", round=round, client=client),
                 privacy.hardened,
             )
-            for client, source in zip(client_ids.tolist(), randomness, strict=True)
+            for client, source in zip(
+                entering.client_ids.tolist(), entering.randomness, strict=True
+            )
         ]
-        there = torch.from_numpy(present).to(bench.device)
+        kept = entering.kept.rows
+        there = torch.from_numpy(entering.kept.present & keeps_state).to(bench.device)
         self.state: dict[str, Tensor] = {}
         """The mechanism's, of the clients that were active last."""
         for name, first in privacy.mechanism.init(layout).items():
-            start = first.to(bench.device).expand(len(client_ids), *first.shape)
+            start = first.to(bench.device).expand(len(entering), *first.shape)
             if MECHANISM + name in kept:
                 kept_state = kept[MECHANISM + name].to(start)
                 start = torch.where(there.view(-1, *[1] * first.dim()), kept_state, start)

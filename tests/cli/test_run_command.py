@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fedsim.cli import main
 from fedsim.cli.app import app
-from fedsim.rows.exchange import Block
+from fedsim.rows.block import Block
 from fedsim.training import Trainer
 
 ROOT = Path(__file__).parent.parent.parent

@@ -20,7 +20,7 @@ from fedsim.engines import LocalGrid, RayGrid, array_record, tensors
 from fedsim.engines.blocks import guarded_blocks
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
-from fedsim.rows.exchange import Block, MalformedBlockError
+from fedsim.rows.block import Block, MalformedBlockError
 from fedsim.strategies import DPFedAvg
 from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import ClientData, ExamplePrivacy, Trainer

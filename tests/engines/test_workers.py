@@ -30,7 +30,8 @@ from fedsim.mechanisms import (
     Normalization,
     QuantileClipping,
 )
-from fedsim.rows.exchange import Block, TrainerDefaults
+from fedsim.rows.block import Block
+from fedsim.rows.trainers import TrainerDefaults
 from fedsim.strategies import DPFedAvg
 from fedsim.training.operations import multiplications
 

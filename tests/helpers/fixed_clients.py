@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.rows.exchange import Block, Ids, TrainerDefaults
+from fedsim.rows.block import Block, Ids
+from fedsim.rows.trainers import TrainerDefaults
 
 
 class Fixed(TrainerDefaults):

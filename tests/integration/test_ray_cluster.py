@@ -12,7 +12,8 @@ import torch
 from fedsim.cohorts import FixedCohort
 from fedsim.engines import LocalGrid, RayGrid, array_record
 from fedsim.mechanisms import Clipping
-from fedsim.rows.exchange import Block, TrainerDefaults
+from fedsim.rows.block import Block
+from fedsim.rows.trainers import TrainerDefaults
 from fedsim.strategies import DPFedAvg
 
 pytestmark = pytest.mark.slow

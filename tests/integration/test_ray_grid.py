@@ -17,7 +17,9 @@ from fedsim.engines import LocalGrid, array_record
 from fedsim.engines.parcel import Parcel
 from fedsim.engines.ray import RayGrid
 from fedsim.errors import FedsimError
-from fedsim.rows.exchange import Block, Instructions, TrainerDefaults
+from fedsim.rows.block import Block
+from fedsim.rows.exchange import Instructions
+from fedsim.rows.trainers import TrainerDefaults
 
 
 @dataclass

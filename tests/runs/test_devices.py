@@ -19,6 +19,7 @@ from fedsim.devices import Devices
 from fedsim.errors import FedsimError
 from fedsim.privacy import epsilon
 from fedsim.randomness import Draws, Randomness
+from fedsim.runs import objects
 from fedsim.runs.build import Build
 from fedsim.runs.sweep import members, run_sweep
 from fedsim.training import Trainer
@@ -75,16 +76,18 @@ def test_clients_with_work_of_their_own_do_what_a_plain_loop_does(path: str, uni
 
 
 def test_work_is_drawn_from_the_seed_or_read_and_refused_at_example_level(tmp_path: Path) -> None:
-    drawn = Build(BASE.replace(**{"client.work": "whole(1,5)"})).counts
+    drawn = objects.counts(BASE.replace(**{"client.work": "whole(1,5)"}))
     assert drawn is not None
     assert set(drawn.tolist()) <= set(range(1, 6))
     assert len(set(drawn.tolist())) > 2
-    assert (drawn == Build(BASE.replace(**{"client.work": "whole(1,5)", "rounds": 9})).counts).all()
+    assert (
+        drawn == objects.counts(BASE.replace(**{"client.work": "whole(1,5)", "rounds": 9}))
+    ).all()
     written = tmp_path / "work.txt"
     written.write_text("\n".join(str(1 + k % 3) for k in range(12)))
     read = Build(BASE.replace(**{"client.work": str(written)})).trainer
-    assert read.counts is not None
-    assert read.counts.tolist() == [1, 2, 3] * 4
+    assert read.workload.counts is not None
+    assert read.workload.counts.tolist() == [1, 2, 3] * 4
     assert (read.costs(np.arange(3)) == read.costs(np.zeros(3, np.int64)) * [1, 2, 3]).all()
     written.write_text("1 2 3")
     with pytest.raises(FedsimError, match="has 3 numbers"):
@@ -179,7 +182,7 @@ def test_only_those_that_took_part_move_the_model_and_keep_state(tmp_path: Path)
         rows = torch.cat([block.rows for block in blocks]).double()
         sizes = torch.from_numpy(np.concatenate([b.metrics["num-examples"] for b in blocks]))
         vector = vector + ((rows * sizes[:, None]).sum(0) / sizes.sum()).float()
-    assert sorted(trainer.memory.client_ids.tolist()) == [2, 5, 7]  # type: ignore[union-attr]
+    assert sorted(trainer.keeping.memory.client_ids.tolist()) == [2, 5, 7]
     saved = fedsim.load(whole)
     end = torch.cat([p.detach().flatten() for p in saved.model.parameters()])
     torch.testing.assert_close(end, vector, rtol=0, atol=1e-5)

@@ -18,6 +18,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger, epsilon
 from fedsim.reports.record import RunRecord
 from fedsim.runs.build import Build
+from fedsim.runs.statements import statements
 
 BASE = RunConfig().replace(
     **{
@@ -82,7 +83,8 @@ def _tensors(arrays) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
 
 def test_a_population_of_its_own_and_fixed_cohorts_are_extrapolated_from() -> None:
     config = BASE.replace(**{"noise.cohort-size": 1000, "noise.cohort-population": 10**6})
-    figure = Build(config).statements(Build(config).strategy().privacy_statement())[0].extrapolated
+    server = Build(config).strategy().privacy_statement()
+    figure = statements(config, server, None)[0].extrapolated
     assert figure is not None
     assert (figure.size, figure.population, figure.epsilon) == (1000, 10**6, 0.0)
     fixed = BASE.replace(**{"cohort.name": "fixed", "cohort.size": 10})

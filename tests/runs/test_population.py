@@ -14,7 +14,8 @@ from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.engines import LocalGrid, array_record
 from fedsim.engines.directory import ConsecutiveNodes
 from fedsim.mechanisms import Clipping
-from fedsim.rows.exchange import Block, TrainerDefaults
+from fedsim.rows.block import Block
+from fedsim.rows.trainers import TrainerDefaults
 from fedsim.strategies import DPFedAvg
 
 POPULATION = 2_000_000

@@ -18,7 +18,7 @@ from fedsim.cohorts import PoissonCohort
 from fedsim.engines.arrays import tensors
 from fedsim.errors import FedsimError
 from fedsim.privacy import epsilon
-from fedsim.rows.exchange import Block
+from fedsim.rows.block import Block
 from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.columns import columns_of

@@ -16,7 +16,7 @@ from fedsim.engines.arrays import array_record, tensors
 from fedsim.engines.client_app import client_app
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping, NoPrivacy
-from fedsim.rows.exchange import Block
+from fedsim.rows.block import Block
 from fedsim.runs.build import Build
 from fedsim.strategies import DPFedAvg
 from fedsim.strategies.client_state import ClientState

@@ -18,7 +18,7 @@ from fedsim.engines import LocalGrid, StreamingGrid
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping, NoPrivacy
-from fedsim.rows.exchange import Block, Ids
+from fedsim.rows.block import Block, Ids
 from fedsim.runs.build import Build
 from fedsim.runs.drive import drive
 from fedsim.strategies import DPFedAvg, RunFailedError

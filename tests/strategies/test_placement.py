@@ -28,7 +28,8 @@ from fedsim.mechanisms import (
 from fedsim.privacy.noise import Independent
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
-from fedsim.rows.exchange import Block, TrainerDefaults
+from fedsim.rows.block import Block
+from fedsim.rows.trainers import TrainerDefaults
 from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData, Trainer
 from fedsim.training.shares import add_shares, share

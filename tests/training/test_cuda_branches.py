@@ -39,13 +39,13 @@ def test_steps_for_a_gpu_are_those_of_the_plain_path_and_read_nothing_back(monke
     trainer = make_trainer(MODELS[path](), ALGORITHMS[name], images(SIZES), path)
     vector = pretend(trainer.initial())
     trainer = as_if_on_a_gpu(monkeypatch, trainer)
-    launched = trainer.step
+    launched = trainer.bench.step
 
     def watched(*step):
         with NoReadingBack():
             return launched(*step)
 
-    trainer.step = watched
+    trainer.bench.step = watched
     for got, wanted in zip(rounds(trainer, vector, [range(7)] * 2), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
 
@@ -65,11 +65,12 @@ def test_no_step_mixes_the_gpu_with_the_host(monkeypatch, name):
         monkeypatch.setattr(model, "to", lambda device: model)
         trainer = make_trainer(model, algorithm, clients, "auto", device="cuda")
         assert trainer.path.name == "stacked"
-        trainer.step = trainer.step.launched
+        trainer.bench.step = trainer.bench.step.launched
         start = trainer.packing.pack(trainer.initial().unsqueeze(0))
         sources = [Randomness(0)] * len(own)
+        work = trainer.workload.work
         for t in (1, 2):
-            for batches in plan_batches(trainer.work, own, np.arange(len(own)), sources, t):
+            for batches in plan_batches(work, own, np.arange(len(own)), sources, t):
                 n = len(batches.members)
                 ended = Steps(trainer.bench, batches, t).run(
                     start.expand(n, -1).clone(),
@@ -107,7 +108,7 @@ def test_the_host_asks_a_gpu_as_often_for_many_steps_as_for_few(monkeypatch):
     counts = set()
     for epochs in (1, 20):
         trainer = make_trainer(make_mlp(), ALGORITHMS["adadp"], make_data([9, 9, 9]), "auto")
-        trainer.work = dataclasses.replace(trainer.work, epochs=epochs)
+        trainer.workload.work = dataclasses.replace(trainer.workload.work, epochs=epochs)
         asked.clear()
         next(trainer.train(trainer.initial(), np.arange(3), 1))
         counts.add(len(asked))

@@ -183,7 +183,7 @@ def test_one_step_of_dp_sgd_is_opacus_step_on_the_same_batch_and_noise(make):
     )  # fmt: skip
     start = trainer.initial()
     ours = final(trainer, IDS[:1]).theta[0]
-    (batch,) = plan_poisson(trainer.work, data.indices, IDS[:1], [RANDOMNESS], 1)
+    (batch,) = plan_poisson(trainer.workload.work, data.indices, IDS[:1], [RANDOMNESS], 1)
     at = torch.from_numpy(batch.index[batch.weight > 0])
     # The noise is what a step without data moves by.
     quiet = private_trainer(

@@ -32,7 +32,7 @@ def make(kind, algorithm, path, device, dtype=torch.float64, sizes=SIZES, **sett
 
 
 def launched(trainer):
-    trainer.step = trainer.step.launched
+    trainer.bench.step = trainer.bench.step.launched
     return trainer
 
 
@@ -48,8 +48,8 @@ def test_every_path_and_algorithm_agrees_with_the_cpu(kind, path, name):
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
     if path != "plain":
-        assert gpu.step.works
-        assert gpu.step.graphs
+        assert gpu.bench.step.works
+        assert gpu.bench.step.graphs
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam", "adadp"])
@@ -58,7 +58,7 @@ def test_a_float32_step_agrees_with_the_cpu_to_1e_5(kind, path, name):
     found = []
     for way, device in (("plain", "cpu"), (path, "cuda")):
         trainer = make(kind, ALGORITHMS[name], way, device, torch.float32, [4] * 5)
-        trainer.work = type(trainer.work)(4, None, 2 if name == "adadp" else 1)
+        trainer.workload.work = type(trainer.workload.work)(4, None, 2 if name == "adadp" else 1)
         found += rounds(trainer, trainer.initial(), [range(5)])
     torch.testing.assert_close(*found, rtol=0, atol=1e-5)
 
@@ -72,8 +72,8 @@ def test_captured_steps_are_the_launched_ones_to_the_byte(kind, path, name, dtyp
     plainly = launched(make(kind, ALGORITHMS[name], path, "cuda", dtype))
     expected, got = (rounds(t, t.initial(), COHORTS) for t in (plainly, captured))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert captured.step.works
-    assert captured.step.graphs
+    assert captured.bench.step.works
+    assert captured.bench.step.graphs
 
 
 @pytest.mark.parametrize("name", ["sgd", "adadp"])
@@ -109,8 +109,8 @@ def test_adadps_network_is_captured_and_a_run_repeats_to_the_byte():
         trainer = cifar_trainer("cuda")
         assert trainer.path.name == "func"
         found += rounds(trainer, trainer.initial(), [range(5)])
-        assert trainer.step.works
-        assert trainer.step.graphs
+        assert trainer.bench.step.works
+        assert trainer.bench.step.graphs
     assert torch.equal(*found)
     plain = cifar_trainer("cpu", "plain")
     expected = rounds(plain, plain.initial(), [range(5)])[0]
@@ -126,7 +126,7 @@ def test_a_loss_of_the_users_own_is_captured_too():
     got, expected = (rounds(t, t.initial(), COHORTS) for t in (gpu, cpu))
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
-    assert gpu.step.works
+    assert gpu.bench.step.works
 
 
 def test_a_step_that_reads_back_goes_on_without_a_graph_and_spoils_nothing():
@@ -134,12 +134,12 @@ def test_a_step_that_reads_back_goes_on_without_a_graph_and_spoils_nothing():
     plain = launched(make("mlp", SGD(lr=0.1), "stacked", "cuda"))
     got, expected = (rounds(t, t.initial(), COHORTS) for t in (reads, plain))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert isinstance(reads.step, StepGraphs)
-    assert not reads.step.works
+    assert isinstance(reads.bench.step, StepGraphs)
+    assert not reads.bench.step.works
     # Others can still capture.
     later = make("mlp", SGD(lr=0.1), "stacked", "cuda")
     rounds(later, later.initial(), COHORTS)
-    assert later.step.works
+    assert later.bench.step.works
 
 
 def test_memory_does_not_grow_with_rounds():

@@ -38,17 +38,17 @@ def test_replayed_steps_are_the_launched_ones_to_the_byte(monkeypatch, path, nam
         vector = pretend(trainer.initial())
         trainer = as_if_on_a_gpu(monkeypatch, trainer)
         if tape is not None:
-            trainer.step = StepGraphs(trainer.step, tape)
+            trainer.bench.step = StepGraphs(trainer.bench.step, tape)
         found.append(rounds(trainer, vector, COHORTS))
         monkeypatch.undo()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert trainer.step.works
-    assert tape.recordings >= len(trainer.step.graphs) > 0
+    assert trainer.bench.step.works
+    assert tape.recordings >= len(trainer.bench.step.graphs) > 0
 
 
 def taped(algorithm, sizes=SIZES, tape=None):
     trainer = make_trainer(make_mlp(36, 5, 3), algorithm, make_data(sizes, features=36), "auto")
-    trainer.step = StepGraphs(trainer.step, tape or Tape())
+    trainer.bench.step = StepGraphs(trainer.bench.step, tape or Tape())
     return trainer
 
 
@@ -57,7 +57,7 @@ def test_a_later_round_of_the_same_shapes_captures_nothing():
     recordings = []
     for _ in range(3):  # memory grows in the first, from the narrow batches' clients to the others'
         rounds(trainer, trainer.initial(), [range(11)])
-        recordings.append(trainer.step.recorder.recordings)
+        recordings.append(trainer.bench.step.recorder.recordings)
     assert recordings[1] == recordings[2]
 
 
@@ -74,7 +74,7 @@ def test_graphs_are_bounded_in_number_and_the_oldest_goes(monkeypatch):
     bounded = taped(SGD(lr=0.1))
     expected, got = (rounds(t, t.initial(), COHORTS) for t in (plain, bounded))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert len(bounded.step.graphs) == 3 < bounded.step.recorder.recordings
+    assert len(bounded.bench.step.graphs) == 3 < bounded.bench.step.recorder.recordings
 
 
 class Fails(Tape):
@@ -101,8 +101,8 @@ def test_after_a_capture_that_fails_training_goes_on_without_and_nothing_is_lost
     with caplog.at_level(logging.WARNING):
         expected, got = (rounds(t, t.initial(), COHORTS) for t in (plain, tried))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert not tried.step.works
-    assert not tried.step.graphs
+    assert not tried.bench.step.works
+    assert not tried.bench.step.graphs
     assert sum("going on without" in record.message for record in caplog.records) == 1
 
 
@@ -110,7 +110,7 @@ def test_a_step_that_reads_a_value_back_is_not_captured():
     trainer = taped(Reads(lr=0.1))
     plain = taped(SGD(lr=0.1))
     got, expected = (rounds(t, t.initial(), COHORTS) for t in (trainer, plain))
-    assert not trainer.step.works
+    assert not trainer.bench.step.works
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
@@ -122,8 +122,8 @@ def test_an_algorithm_that_promises_nothing_is_launched():
     trainer = taped(Warming(lr=0.1))
     rounds(trainer, trainer.initial(), COHORTS)
     assert Warming(lr=0.1).phase(None) is None
-    assert trainer.step.recorder.recordings == 0
-    assert trainer.step.works
+    assert trainer.bench.step.recorder.recordings == 0
+    assert trainer.bench.step.works
 
 
 def test_entries_that_change_places_or_are_one_tensor_stay_what_they_are():
@@ -157,7 +157,7 @@ def test_entries_that_change_places_or_are_one_tensor_stay_what_they_are():
     tried = taped(Swaps(lr=0.1), sizes, Again())
     expected, got = (rounds(t, t.initial(), [range(3)] * 2) for t in (plain, tried))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert tried.step.recorder.recordings > 0
+    assert tried.bench.step.recorder.recordings > 0
 
 
 def test_what_a_round_returned_stays_when_the_next_one_trains():

@@ -346,10 +346,10 @@ def test_no_private_step_mixes_the_gpu_with_the_host(monkeypatch, mechanism):
         monkeypatch.setattr(Probe, "fastest", lambda probe, ways: ways[0])
         trainer = trainer_of(mechanism, model=model, data=clients, device="cuda")
         start = trainer.packing.pack(trainer.initial().unsqueeze(0))
-        for batches in plan_poisson(trainer.work, own, IDS, [Randomness(0)] * len(own), 1, 4):
+        entering = trainer.rounds.enter(IDS, 1, [Randomness(0)] * len(IDS))
+        for batches in plan_poisson(trainer.workload.work, own, IDS, entering.randomness, 1, 4):
             n = len(batches.members)
-            nobody = np.zeros(n, dtype=np.bool_)
-            steps = trainer._steps(batches, 1, batches.members, [Randomness(0)] * n, {}, nobody)
+            steps = trainer.rounds.stepping.steps(batches, entering.of(batches.members))
             ended = steps.run(
                 start.expand(n, -1).clone(),
                 {k: start.new_full((n,), v) for k, v in trainer.algorithm.numbers().items()},

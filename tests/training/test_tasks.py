@@ -140,7 +140,7 @@ def test_every_path_trains_every_kind_of_target_as_the_plain_one(task: str, path
 def test_a_plain_step_is_a_loop_of_pytorch(task: str) -> None:
     """One full batch of one client, by hand: what does not count has no weight."""
     t = trainer(task, dtype=torch.float64, epochs=None, steps=1)
-    t.work = type(t.work)(0, None, 1)
+    t.workload.work = type(t.workload.work)(0, None, 1)
     data, client = t.data, 3
     own = torch.from_numpy(data.indices[client])
     x = data.x[own] if not data.x.is_floating_point() else data.x[own].double()
@@ -184,7 +184,7 @@ def test_examples_of_every_kind_can_be_protected(task: str) -> None:
     protected = trainer(task, epochs=None, steps=1, privacy=privacy)
     plain = trainer(task, epochs=None, steps=1)
     for t in (protected, plain):
-        t.work = type(t.work)(0, None, 1)
+        t.workload.work = type(t.workload.work)(0, None, 1)
     torch.testing.assert_close(rows(protected), rows(plain), rtol=1e-4, atol=1e-6)
     bounded = trainer(task, privacy=ExamplePrivacy(Clipping(1e-3), 0.0))
     # Steps of 0.1 along the sum of at most 12 gradients of norm 0.001, over a denominator of 1.
@@ -196,7 +196,7 @@ def test_what_the_mask_leaves_out_moves_nothing() -> None:
     other = ClientData(data.x, torch.where(data.mask, data.y, 6), data.indices, mask=data.mask)
     first, second = trainer("tokens"), trainer("tokens")
     second.data = other
-    second.step.data.__dict__["y"] = other.y
+    second.bench.step.data.__dict__["y"] = other.y
     assert torch.equal(rows(first), rows(second))
 
 

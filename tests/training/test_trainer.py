@@ -164,7 +164,9 @@ def test_a_row_is_the_difference_in_the_models_dtype():
 def test_steps_wrap_around_short_clients():
     trainer = trainer_of(epochs=None, steps=5)
     batches = list(
-        plan_batches(trainer.work, trainer.data.indices, IDS, [Randomness(3)] * len(IDS), 1)
+        plan_batches(
+            trainer.workload.work, trainer.data.indices, IDS, [Randomness(3)] * len(IDS), 1
+        )
     )
     for group in batches:
         assert (group.steps == 5).all()

@@ -18,7 +18,8 @@ import torch
 from flwr.app import Message
 
 from fedsim.randomness import Purpose, Randomness
-from fedsim.rows.exchange import Block, Ids, Instructions, Replies
+from fedsim.rows.block import Block, Ids
+from fedsim.rows.exchange import Instructions, Replies
 from fedsim.runs.build import Build
 from fedsim.runs.objects import algorithm
 from fedsim.strategies import Rounds

@@ -43,7 +43,7 @@ from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.stacked import stack
 from fedsim.training.paths.vmapped import FuncPath
 
-__all__ = ["Path", "PathName", "block_limit", "choose"]
+__all__ = ["Path", "PathName", "block_size", "choose"]
 
 _log = logging.getLogger(__name__)
 
@@ -167,20 +167,27 @@ def _takes(path: FuncPath, data: ClientData) -> bool:
     return True
 
 
-def block_limit(model: nn.Module, packing: Packing, device: torch.device) -> int:
-    """Most clients a block may hold, by the rule.
+def block_size(model: nn.Module, packing: Packing, device: torch.device, wanted: int = 0) -> int:
+    """Most clients that a block holds: as many as are ``wanted``, or (0) by the rule.
 
-    On a CPU, convolutions go one client at a time: that is no slower, and a client's bits
-    stay its own.
+    On a CPU, convolutions go one client at a time whatever is wanted: that is no slower, and a
+    client's bits stay its own.
+
+    Raises
+    ------
+    FedsimError
+        If fewer than none are wanted.
     """
-    if device.type == "cpu" and convolutional(model):
+    if wanted < 0:
+        raise FedsimError(f"client.block-size is {wanted}; it must be 0 (auto) or more.")
+    if device.type == "cpu" and _convolutional(model):
         return 1
     size = packing.width * packing.layout.dtype.itemsize
     budget = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
-    return max(1, min(MOST_CLIENTS.get(device.type, 256), budget // size))
+    return wanted or max(1, min(MOST_CLIENTS.get(device.type, 256), budget // size))
 
 
-def convolutional(model: nn.Module) -> bool:
+def _convolutional(model: nn.Module) -> bool:
     """Whether a trained parameter belongs to a convolution."""
     kinds = (nn.modules.conv._ConvNd,)
     return any(

@@ -1,0 +1,128 @@
+"""What some clients send back, or why they did not: what travels between engines and strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["REASONS", "Block", "Ids", "MalformedBlockError", "Reason"]
+
+Ids = npt.NDArray[np.int64]
+
+Reason = Literal[
+    "missing",
+    "raised",
+    "budget",
+    "timeout",
+    "malformed",
+    "non-finite",
+    "duplicate",
+    "unknown",
+]
+"""Why a client contributes nothing to a round."""
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
+class MalformedBlockError(ValueError):
+    """A block whose parts do not fit each other, or that is not what was asked for."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """What ``n`` clients send back, or why they did not.
+
+    Attributes
+    ----------
+    client_ids : int64 ``[n]``
+        Each at most once.
+    rows : Tensor ``[n, d]`` or None
+        Updates ``w_client - w_global`` in the layout's order; zeros stand where a client failed,
+        which has no row of its own. None for an evaluation, or where everybody failed.
+    metrics : mapping of name to float64 ``[n]``
+        What each client reports: ``num-examples``, ``loss``, ``accuracy`` and whatever else
+        the algorithm does. Those of a client that failed mean nothing.
+    ok : bool ``[n]``
+        False for a client that failed.
+    reasons : mapping of client id to Reason
+        Why each of those failed; nobody else is in it.
+    usable : bool Tensor ``[n]`` or None
+        Where rows were bounded and summed by whoever trained the clients: which of them that sum
+        now contains. There are no rows then.
+
+    Raises
+    ------
+    MalformedBlockError
+        If these do not fit each other.
+    """
+
+    client_ids: Ids
+    rows: Tensor | None
+    metrics: Mapping[str, npt.NDArray[np.float64]]
+    ok: npt.NDArray[np.bool_]
+    reasons: Mapping[int, Reason] = field(default_factory=dict)
+    usable: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        ids = self.client_ids
+        _require_array("client_ids", ids, np.int64, None)
+        n = len(ids)
+        _require_array("ok", self.ok, np.bool_, n)
+        for name, values in self.metrics.items():
+            _require_array(f"metrics['{name}']", values, np.float64, n)
+        failed = ids[~self.ok].tolist()
+        if len(set(ids.tolist())) != n:
+            raise MalformedBlockError(f"client_ids are {ids.tolist()}; each may be there once.")
+        if set(self.reasons) != set(failed) or not set(self.reasons.values()) <= set(REASONS):
+            raise MalformedBlockError(
+                f"reasons are {dict(self.reasons)} and clients {failed} failed; each of them, and "
+                f"nobody else, must have one of {', '.join(REASONS)}."
+            )
+        if self.usable is not None and (self.rows is not None or self.usable.shape != (n,)):
+            raise MalformedBlockError(f"usable is {list(self.usable.shape)}; it must be [{n}].")
+        if self.rows is None:
+            return
+        if self.rows.shape[:-1] != (n,) or not self.rows.is_floating_point():
+            raise MalformedBlockError(
+                f"rows are {self.rows.dtype} {list(self.rows.shape)}; they must be floating point "
+                f"[{n}, d]."
+            )
+        if failed and bool(self.rows[torch.from_numpy(~self.ok)].count_nonzero()):
+            raise MalformedBlockError(f"clients {failed} failed, so that their rows must be zero.")
+
+    @classmethod
+    def failed(cls, client_ids: Ids, reason: Reason) -> Block:
+        """Block of clients that have all failed, for one reason."""
+        reasons = dict.fromkeys(client_ids.tolist(), reason)
+        return cls(client_ids, None, {}, np.zeros(len(client_ids), dtype=np.bool_), reasons)
+
+    @classmethod
+    def sent(
+        cls, client_ids: Ids, rows: Tensor | None, metrics: Mapping[str, npt.NDArray[np.float64]]
+    ) -> Block:
+        """Block of clients none of whom failed."""
+        return cls(client_ids, rows, metrics, np.ones(len(client_ids), dtype=np.bool_))
+
+    def select(self, keep: npt.NDArray[np.bool_]) -> Block:
+        """The clients for which ``keep [n]`` holds."""
+        ids = self.client_ids[keep]
+        return Block(
+            client_ids=ids,
+            rows=None if self.rows is None else self.rows[torch.from_numpy(keep)],
+            metrics={name: values[keep] for name, values in self.metrics.items()},
+            ok=self.ok[keep],
+            reasons={k: self.reasons[k] for k in ids.tolist() if k in self.reasons},
+            usable=None if self.usable is None else self.usable[torch.from_numpy(keep)],
+        )
+
+
+def _require_array(name: str, values: object, dtype: type[np.generic], n: int | None) -> None:
+    if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype != dtype:
+        raise MalformedBlockError(f"{name} of a block must be an array {dtype.__name__} [n].")
+    if n is not None and len(values) != n:
+        raise MalformedBlockError(f"{name} of a block has {len(values)} entries for {n} clients.")

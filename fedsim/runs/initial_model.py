@@ -1,0 +1,48 @@
+"""The model that a run starts from."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fedsim import models
+from fedsim.config import RunConfig
+from fedsim.config.things import find, settings_for
+from fedsim.datasets import Dataset
+
+__all__ = ["named_model", "prepared_model"]
+
+
+def named_model(config: RunConfig, dataset: Dataset) -> nn.Module:
+    """The model that a config names, for the examples of a data set."""
+    settings = config.model
+    return models.build(
+        settings.name,
+        dataset.input_shape,
+        dataset.num_outputs,
+        vocabulary=dataset.vocabulary,
+        dtype=getattr(torch, settings.dtype),
+        seed=config.seed,
+        **settings_for(settings, find(settings), models.OFFERED),
+    )
+
+
+def prepared_model(config: RunConfig, model: nn.Module) -> tuple[nn.Module, list[str]]:
+    """A model as the run trains it, on the CPU, and sentences about what was done to it.
+
+    Raises
+    ------
+    FedsimError
+        If such a run may not train it.
+    """
+    settings, notes = config.model, list[str]()
+    model = model.cpu().to(getattr(torch, settings.dtype))
+    if settings.fix:
+        model, notes = models.fix_normalisation(model)
+    if settings.weights:
+        models.load_weights(model, settings.weights, settings.weights_for)
+    models.refuse_unusable_parameters(model)
+    models.freeze(model, settings.trainable)
+    if config.private:
+        models.refuse_running_statistics(model)
+    return model, notes

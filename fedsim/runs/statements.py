@@ -1,0 +1,44 @@
+"""What is claimed of a run, from what its ledgers say and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fedsim.config import RunConfig
+from fedsim.config.plan import beside
+from fedsim.config.sections import DevicesSection
+from fedsim.privacy import ClientLedgers, Statement
+
+__all__ = ["statements"]
+
+
+def statements(
+    config: RunConfig, server: Statement, of_clients: ClientLedgers | None
+) -> tuple[Statement, Statement | None]:
+    """What is claimed of the run, and at example level.
+
+    Parameters
+    ----------
+    config : RunConfig
+    server : Statement
+        Of the server's ledger.
+    of_clients : ClientLedgers or None
+        Those of the clients, where anybody here has them.
+    """
+    examples = None if of_clients is None else of_clients.statement()
+    server = beside(config, server)
+    if config.private and (config.devices != DevicesSection() or config.client.work):
+        note = (
+            "Who is there, drops out or works how much follows from the seed or from files "
+            "that are taken to say nothing of clients' data (devices, client.work)."
+        )
+        server = replace(server, note=note)
+    if examples is not None:
+        return (server if config.private else examples), examples
+    if config.client.private:
+        note = (
+            "Clients protect their own examples: what that has cost each of them is in a "
+            "ledger where the client keeps it, and not here."
+        )
+        server = replace(server, note=f"{server.note} {note}".strip())
+    return server, None

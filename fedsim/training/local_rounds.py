@@ -1,0 +1,151 @@
+"""Rounds of local work, a block of clients at a time: from what they are sent to where they end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from fedsim.clients.base import PERSONAL_MASK
+from fedsim.randomness import Randomness
+from fedsim.training.batches import Ints
+from fedsim.training.compression import LEFT_OUT, Compression
+from fedsim.training.entering import Begun, Entering
+from fedsim.training.example_releases import ExampleReleases, Starting, starting
+from fedsim.training.fitting import Fitted, numbers_of
+from fedsim.training.keeping import Keeping, Kept
+from fedsim.training.sending import Sending
+from fedsim.training.stepping import Stepping
+from fedsim.training.steps import Bench, Ended
+
+__all__ = ["LocalRounds"]
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass
+class LocalRounds:
+    """What a block of clients does in a round, in order, and what is left of it.
+
+    A client's ledger line is on disk before anything of the round is drawn, and what it keeps
+    changes last, once its block is done: a block that raised can be asked again.
+
+    Attributes
+    ----------
+    model : nn.Module
+    bench : Bench
+    keeping : Keeping
+    sending : Sending
+    stepping : Stepping
+    compression : Compression or None
+        Of what clients send.
+    releases : ExampleReleases or None
+        Where they write down what they release of their examples; None where they release
+        nothing, or where somebody else has written it down.
+    """
+
+    model: nn.Module
+    bench: Bench
+    keeping: Keeping
+    sending: Sending
+    stepping: Stepping
+    compression: Compression | None
+    releases: ExampleReleases | None
+    _begun: Begun = field(default_factory=Begun, init=False)
+
+    def enter(self, client_ids: Ints, round: int, randomness: Sequence[Randomness]) -> Entering:
+        """These clients, as they go into a round."""
+        sources = self._begun.sources(client_ids, round, randomness)
+        return Entering(client_ids, round, sources, self.keeping.load(client_ids, round))
+
+    def starting(self, vectors: Tensor, entering: Entering) -> Iterator[Starting]:
+        """What ledgers know of these clients' round from ``vectors [1 or n, d]``."""
+        numbers = numbers_of(self.bench.algorithm, {}, len(entering))
+        return starting(entering, self._start(vectors, entering.kept), numbers)
+
+    @torch.no_grad()
+    def fit(
+        self, vectors: Tensor, entering: Entering, numbers: Mapping[str, Sequence[float]]
+    ) -> Fitted:
+        """Train from ``vectors [1 or n, d]``; nothing is kept before `finish`."""
+        n = len(entering)
+        values = numbers_of(self.bench.algorithm, numbers, n)
+        start = self._start(vectors, entering.kept)
+        self._begin(entering, start, values)
+        received = {k: v.expand(n, -1) for k, v in self.sending.received(vectors).items()}
+        nothing = {k: torch.zeros_like(v) for k, v in received.items()}
+        fitted = Fitted(start, self._metrics(entering), nothing)
+        self.model.train()
+        for batches in self.stepping.batches(entering):
+            members = batches.members
+            positions = torch.from_numpy(members).to(start.device)
+            everybody = np.array_equal(members, np.arange(n))
+            group = entering.of(members)
+            steps = self.stepping.steps(batches, group)
+            ended = steps.run(
+                # Steps write to it, and it may be one start for all.
+                start.clone() if everybody else start[positions],
+                {k: torch.from_numpy(v[members]).to(start) for k, v in values.items()}
+                | {k: v[positions] for k, v in received.items()}
+                | self._mask(len(members)),
+                group.kept.rows,
+                torch.from_numpy(group.kept.present).to(start.device),
+            )
+            if self.compression is not None:
+                ended = self._compressed(ended, vectors[positions % len(vectors)], group.kept)
+            ended.carried.update(self.keeping.personal.kept(ended.theta))
+            losses = steps.mean_losses() if self.stepping.reports_loss else None
+            fitted.take(members, ended, losses, send=self.keeping.kind == "server")
+        return fitted
+
+    def finish(self, fitted: Fitted, entering: Entering) -> None:
+        """Let clients keep what they ended with: the last thing that happens to a block."""
+        for members, carried in fitted.carried:
+            self.keeping.memory.store(entering.client_ids[members], entering.round, carried)
+        self._begun.end(entering.client_ids)
+
+    def _start(self, vectors: Tensor, kept: Kept) -> Tensor:
+        return self.keeping.start(vectors[:, : self.sending.shared.layout.d], kept)
+
+    def _begin(self, entering: Entering, start: Tensor, numbers: Mapping[str, Floats]) -> None:
+        """Charge each client, but for a round that it begins again."""
+        if self.releases is not None:
+            for client in starting(entering, start, numbers):
+                if not self._begun.has(client.client, entering.round):
+                    self.releases.record(entering.round, [client])
+                    self._begun.begin(np.array([client.client]), entering.round)
+        self._begun.begin(entering.client_ids, entering.round)
+
+    def _metrics(self, entering: Entering) -> dict[str, Floats]:
+        sizes = [self.bench.data.size(i) for i in entering.client_ids.tolist()]
+        metrics = {"num-examples": np.array(sizes, dtype=np.float64)}
+        if self.stepping.reports_loss:
+            metrics["loss"] = np.zeros(len(entering))
+        if self.keeping.kind != "reset":
+            metrics["fresh-state"] = (~entering.kept.present).astype(np.float64)
+        return metrics
+
+    def _mask(self, n: int) -> dict[str, Tensor]:
+        """Which parameters are personal, for an algorithm that asks."""
+        if not self.bench.algorithm.parts:
+            return {}
+        return {PERSONAL_MASK: self.keeping.personal.mask.expand(n, -1)}
+
+    def _compressed(self, ended: Ended, vectors: Tensor, kept: Kept) -> Ended:
+        """What clients that started at ``vectors [n, d]`` send, and what they leave out."""
+        assert self.compression is not None
+        shared = self.sending.shared
+        target = shared.unpack(ended.theta) - vectors
+        if LEFT_OUT in kept.rows:
+            there = torch.from_numpy(kept.present).to(target.device)[:, None]
+            target = torch.where(there, target + kept.rows[LEFT_OUT].to(target), target)
+        sent = vectors + self.compression(target)
+        # As it arrives: a sum with the parameters has been rounded.
+        left_out = target - (sent - vectors)
+        return replace(
+            ended, theta=shared.pack(sent), carried={**ended.carried, LEFT_OUT: left_out}
+        )
