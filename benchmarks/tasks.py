@@ -94,6 +94,7 @@ ROWS = [
     *_levels("labels", "run", "test-f1", "rounds=5", "partition.clients=5"),
     *_levels("personal", "fedavg", "clients-accuracy", "rounds=5"),
     *_levels("personal", "fedper", "clients-accuracy", "rounds=5"),
+    *_levels("personal", "fedbn", "clients-accuracy", "rounds=5", levels="none client"),
     *_levels("personal", "ditto", "clients-accuracy", "rounds=5", levels="none client"),
     *_levels("drift", "fedavg", "test-accuracy", "rounds=5"),
     *_levels("drift", "scaffold", "test-accuracy", "rounds=5", levels="none"),

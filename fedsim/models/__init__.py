@@ -9,6 +9,7 @@ from fedsim.lazy import names_of
 if TYPE_CHECKING:
     from fedsim.models.checks import refuse_running_statistics, refuse_unusable_parameters
     from fedsim.models.fixing import fix_normalisation
+    from fedsim.models.local_norm import localise, statistics_of
     from fedsim.models.making import OFFERED, build
     from fedsim.models.patterns import matching
     from fedsim.models.trainable import freeze
@@ -20,9 +21,11 @@ __all__ = [
     "fix_normalisation",
     "freeze",
     "load_weights",
+    "localise",
     "matching",
     "refuse_running_statistics",
     "refuse_unusable_parameters",
+    "statistics_of",
     "values_of",
 ]
 

@@ -178,7 +178,10 @@ class Build:
     def personal(self) -> list[str]:
         """Names of the parameters that clients keep to themselves."""
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        return models.matching("model.personal", self.config.model.personal, names)
+        kept = models.matching("model.personal", self.config.model.personal, names)
+        # With a normalisation's parameters go its statistics, whatever the patterns.
+        statistics = {*models.statistics_of(self.model), *kept}
+        return [name for name in names if name in statistics]
 
     @property
     def state_dir(self) -> Path | None:

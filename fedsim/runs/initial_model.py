@@ -39,6 +39,9 @@ def prepared_model(config: RunConfig, model: nn.Module) -> tuple[nn.Module, list
     model = model.cpu().to(getattr(torch, settings.dtype))
     if settings.fix:
         model, notes = models.fix_normalisation(model)
+    if settings.personal:
+        names = [name for name, _ in model.named_parameters()]
+        models.localise(model, models.matching("model.personal", settings.personal, names))
     if settings.weights:
         models.load_weights(model, settings.weights, settings.weights_for)
     models.refuse_unusable_parameters(model)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
 from fedsim.clients.base import LocalAlgorithm, refuse_vectors
 from fedsim.errors import FedsimError
+from fedsim.models.local_norm import statistics_of
 
-__all__ = ["check_algorithm", "check_compression", "check_example_privacy", "check_model"]
+__all__ = [
+    "check_algorithm",
+    "check_compression",
+    "check_example_privacy",
+    "check_model",
+    "check_statistics",
+]
 
 CARRIED = (torch.float16, torch.float32, torch.float64)
 
@@ -33,7 +42,8 @@ def check_model(model: nn.Module) -> None:
             raise FedsimError(
                 f"model module '{name}' is a {type(module).__name__}: it mixes examples and keeps "
                 "running statistics that an update does not carry; use nn.GroupNorm, or let "
-                "model.fix = true put it in its place."
+                "model.fix = true put it in its place, or let clients keep it: model.personal = "
+                f"'{name}.*'."
             )
 
 
@@ -90,3 +100,50 @@ def check_example_privacy(algorithm: LocalAlgorithm, counts: object, max_grad_no
             f"client.max-grad-norm is {max_grad_norm}; it must be 0 where clients protect their "
             "examples: client.mechanism bounds their gradients."
         )
+
+
+def check_statistics(
+    model: nn.Module, algorithm: LocalAlgorithm, personal: Collection[str], *, private: bool
+) -> list[str]:
+    """Refuse statistics of batches that no client could keep to itself.
+
+    Parameters
+    ----------
+    model : nn.Module
+    algorithm : LocalAlgorithm
+    personal : collection of str
+        Names of the trained parameters that clients keep.
+    private : bool
+        Whether clients protect their examples.
+
+    Returns
+    -------
+    list of str
+        Names of the parameters that are such statistics.
+
+    Raises
+    ------
+    FedsimError
+    """
+    statistics = statistics_of(model)
+    if not statistics:
+        return []
+    layer = statistics[0].rpartition(".")[0]
+    if private:
+        raise FedsimError(
+            f"model module '{layer}' normalises by the batch, so that no gradient is of one "
+            "example, and client.mechanism is set; use nn.GroupNorm (model.fix = true)."
+        )
+    if not {*statistics} <= {*personal}:
+        raise FedsimError(
+            f"model module '{layer}' keeps running statistics; they and its parameters must be "
+            "among what is trained (model.trainable) and what clients keep (model.personal)."
+        )
+    state = algorithm.sample(1)
+    if algorithm.point(state) is not state["theta"]:
+        raise FedsimError(
+            f"model module '{layer}' keeps running statistics of one model, and "
+            f"{type(algorithm).__name__} (client.name) takes gradients at others too; it must be "
+            "another algorithm, such as sgd, adam or fedrep."
+        )
+    return statistics

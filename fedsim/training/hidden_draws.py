@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.errors import FedsimError
+from fedsim.models.local_norm import statistics_of
 from fedsim.randomness import Purpose, Randomness, Stream
 
 __all__ = ["EVALUATION", "HiddenDraws", "Seeds", "hidden_draws", "seeded"]
@@ -86,6 +87,7 @@ def _known_to_draw(module: nn.Module) -> bool:
 @torch.no_grad()
 def _draws(model: nn.Module, x: Tensor) -> bool:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    statistics = {n: model.get_parameter(n).clone() for n in statistics_of(model)}
     elsewhere = _elsewhere()
     with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
         before = _states(x.device)
@@ -99,6 +101,8 @@ def _draws(model: nn.Module, x: Tensor) -> bool:
         finally:
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
+            for name, values in statistics.items():
+                model.get_parameter(name).copy_(values)
         drawn = before != _states(x.device)
     if changed:
         raise FedsimError(

@@ -31,6 +31,9 @@ class LocalStep:
         The model's.
     max_norm : float
         A batch's gradient that is longer is shortened to it; 0 for any length.
+    statistics : int64 Tensor ``[s]``, optional
+        Places in a packed row of what the model itself has written there when it was run, and no
+        rule of the algorithm's (decay, a pull) may move.
     """
 
     path: Path
@@ -38,6 +41,7 @@ class LocalStep:
     algorithm: LocalAlgorithm
     dtype: torch.dtype
     max_norm: float = 0.0
+    statistics: Tensor | None = None
 
     def __call__(
         self,
@@ -66,7 +70,12 @@ class LocalStep:
             Loss of each example, unweighted.
         """
         gradient, losses = self.gradient(self.algorithm.point(state), index, weight, seeds)
+        if self.statistics is None:
+            self.take(state, gradient, step)
+            return losses
+        seen = state["theta"][:, self.statistics]
         self.take(state, gradient, step)
+        state["theta"][:, self.statistics] = seen
         return losses
 
     def take(self, state: State, gradient: Gradient, step: Step) -> None:

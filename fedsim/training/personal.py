@@ -69,17 +69,17 @@ class Personal:
             )
         packing = Packing(Layout.of(trained))
         device = next(model.parameters()).device
-        inside = [
-            torch.arange(place.start, place.stop, device=device)
-            for name, place in packing.slices.items()
-            if name in names
-        ]
+        inside = _places(packing, names, device)
         return cls(
             packing,
-            Packing(Layout.of(shared), packing if inside else None),
+            Packing(Layout.of(shared), packing if len(inside) else None),
             packing.pack(packing.layout.flatten(trained).detach()[None])[0],
-            torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *inside]),
+            inside,
         )
+
+    def places(self, names: Collection[str]) -> Tensor:
+        """Places of some parameters in a packed row, int64 ``[P]``."""
+        return _places(self.packing, names, self.inside.device)
 
     @property
     def names(self) -> list[str]:
@@ -120,3 +120,12 @@ class Personal:
     def kept(self, theta: Tensor) -> dict[str, Tensor]:
         """What clients that end at ``theta [n, D]`` keep."""
         return {PERSONAL: theta[:, self.inside]} if self else {}
+
+
+def _places(packing: Packing, names: Collection[str], device: torch.device) -> Tensor:
+    ranges = [
+        torch.arange(place.start, place.stop, device=device)
+        for name, place in packing.slices.items()
+        if name in names
+    ]
+    return torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *ranges])

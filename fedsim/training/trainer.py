@@ -28,6 +28,7 @@ from fedsim.training.checks import (
     check_compression,
     check_example_privacy,
     check_model,
+    check_statistics,
 )
 from fedsim.training.compression import Compression
 from fedsim.training.data import ClientData
@@ -182,6 +183,9 @@ class Trainer:
         self.packing = self.personal.packing
         self.layout = self.personal.shared.layout
         self.sending = Sending.of(self.personal.shared, algorithm)
+        statistics = check_statistics(
+            self.model, algorithm, self.personal.names, private=privacy is not None
+        )
         sample = self.data.zeros((2,), self.layout.dtype)[0] if len(self.data.x) else None
         self.draws = hidden_draws(self.model, sample)
         self.path: Path = choose(
@@ -191,10 +195,17 @@ class Trainer:
             loss,
             device=self.device,
             data=self.data,
-            draws=self.draws.training or self.draws.evaluation,
+            alone=self.draws.training or self.draws.evaluation or bool(statistics),
         )
         self.block_size = block_size_of(self.model, self.packing, self.device, block_size)
-        launched = LocalStep(self.path, self.data, algorithm, self.layout.dtype, max_grad_norm)
+        launched = LocalStep(
+            self.path,
+            self.data,
+            algorithm,
+            self.layout.dtype,
+            max_grad_norm,
+            self.personal.places(statistics) if statistics else None,
+        )
         self.bench = Bench(
             steps_by(launched, self.device),
             algorithm,

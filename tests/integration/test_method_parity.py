@@ -42,6 +42,10 @@ FEDREP = {
     "client": {**PERSONAL["client"], "name": "fedrep", "head-steps": 2, "head-lr": 0.2},
 }
 FEDBN = {**PERSONAL, "model": {"name": "method_nets:normalised", "personal": "2.*"}}
+FEDBN_STATISTICS = {
+    **PERSONAL,
+    "model": {"name": "method_nets:with_batch_norm", "personal": "2.*"},
+}
 DITTO = {
     **PERSONAL,
     "model": {"name": "mlp", "widths": "16"},
@@ -58,6 +62,7 @@ METHODS = {
     "fedper": PERSONAL,
     "fedrep": FEDREP,
     "fedbn": FEDBN,
+    "fedbn-statistics": FEDBN_STATISTICS,
     "ditto": DITTO,
     "krum": KRUM,
     "median": MEDIAN,
@@ -67,14 +72,18 @@ NETS = """
 from torch import nn
 
 def normalised(input_shape, num_classes):
-    features = input_shape[0] * input_shape[1] * input_shape[2]
     return nn.Sequential(
         nn.Flatten(),
-        nn.Linear(features, 16),
+        nn.Linear(input_shape[0], 16),
         nn.LayerNorm(16),
         nn.ReLU(),
         nn.Linear(16, num_classes),
     )
+
+def with_batch_norm(input_shape, num_classes):
+    model = normalised(input_shape, num_classes)
+    model[2] = nn.BatchNorm1d(16)
+    return model
 """
 
 

@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from clients_helpers import make_data, make_mlp
 from torch import Tensor, nn
 
-from fedsim.clients import SGD, Ditto, FedRep
+from fedsim.clients import SGD, Ditto, FedRep, Proximal
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
-from fedsim.randomness import Randomness
+from fedsim.models.local_norm import localise
+from fedsim.randomness import Draws, Randomness
 from fedsim.training import ExamplePrivacy, Trainer
+from fedsim.training.personal import Personal
 
 SIZES = [4, 0, 9, 2]
 HEAD = ("3.weight", "3.bias")
@@ -243,3 +245,111 @@ def test_fedbn_keeps_what_normalisation_layers_have_learnt(path: str) -> None:
             local[2] = norms[k]
             loss = F.cross_entropy(local(data.x[own]), data.y[own]).item()
             assert block.metrics["loss"][k] == pytest.approx(loss, rel=1e-9)
+
+
+def batch_normalised() -> nn.Sequential:
+    model = normalised()
+    model[2] = nn.BatchNorm1d(5, momentum=0.3, dtype=torch.float64)
+    return model
+
+
+def fedbn(algorithm, sizes=SIZES, batch_size=3, **settings) -> Trainer:
+    model = batch_normalised()
+    names = [*localise(model, ["2.weight", "2.bias"]), "2.weight", "2.bias"]
+    return Trainer(
+        model,
+        algorithm,
+        make_data(sizes, dtype=torch.float64),
+        batch_size=batch_size,
+        epochs=2,
+        state="client",
+        personal=names,
+        randomness=Randomness(1),
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("block_size", [1, 3])
+@pytest.mark.parametrize(("decay", "mu"), [(0.0, 0.0), (0.2, 0.0), (0.0, 0.5)])
+def test_batch_norm_is_kept_with_its_running_statistics_as_torchs_own(
+    block_size: int, decay: float, mu: float
+) -> None:
+    """FedBN by hand, with a BatchNorm1d a client; batches of one are left to the statistics."""
+    inner = SGD(lr=0.3, weight_decay=decay)
+    t = fedbn(Proximal(inner, mu) if mu else inner, block_size=block_size)
+    assert t.path.name == "plain"
+    assert [e.name for e in t.layout.entries] == ["1.weight", "1.bias", "4.weight", "4.bias"]
+    model, shared = batch_normalised(), {"1.weight", "1.bias", "4.weight", "4.bias"}
+    norms = {k: copy.deepcopy(model[2]) for k in IDS}
+    for server_round in (1, 2):
+        rows = torch.cat([block.rows for block in t.train(t.initial(), IDS, server_round)])
+        for k, own in enumerate(t.data.indices):
+            local = copy.deepcopy(model)
+            local[2] = copy.deepcopy(norms[k])
+            started = copy.deepcopy(local)
+            draws = Draws(Randomness(1), level="example", amplified=False, client=k)
+            for epoch in range(2 if len(own) else 0):
+                order = own
+                if len(own) > 3:
+                    order = own[draws.generator(server_round, epoch).permutation(len(own))]
+                for first in range(0, len(own), 3):
+                    batch = order[first : first + 3]
+                    local.train(len(batch) > 1)
+                    loss = F.cross_entropy(local(t.data.x[batch]), t.data.y[batch])
+                    gradients = torch.autograd.grad(loss, list(local.parameters()))
+                    with torch.no_grad():
+                        for p, g, s in zip(
+                            local.parameters(), gradients, started.parameters(), strict=True
+                        ):
+                            p -= 0.3 * (g + decay * p + mu * (p - s))
+            norms[k] = local[2]
+            expected = flat(local, shared) - flat(model, shared)
+            torch.testing.assert_close(rows[k], expected, rtol=1e-9, atol=1e-11)
+    (block,) = t.evaluate(t.initial(), IDS, 2)
+    for k, own in enumerate(t.data.indices):
+        if len(own):
+            local = copy.deepcopy(model).eval()
+            local[2] = norms[k].eval()
+            loss = F.cross_entropy(local(t.data.x[own]), t.data.y[own]).item()
+            assert block.metrics["loss"][k] == pytest.approx(loss, rel=1e-9)
+    own = Personal.of(batch_normalised(), [])
+    assert not any("running" in name for name in own.shared.slices)  # the server's never has them
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: fedbn(Ditto()), r"'2' keeps running statistics of one model, and Ditto"),
+        (lambda: fedbn(SGD(), path="func"), r"client\.path = 'func' does not take .* statistics"),
+        (
+            lambda: fedbn(SGD(), privacy=ExamplePrivacy(Clipping(1.0), 1.0)),
+            r"'2' normalises by the batch, so that no gradient is of one example",
+        ),
+        (
+            lambda: localise(
+                nn.Sequential(nn.BatchNorm1d(5, track_running_stats=False)), ["0.weight", "0.bias"]
+            ),
+            r"'0' is a BatchNorm1d without running statistics, so that a client would evaluate",
+        ),
+        (
+            lambda: localise(
+                nn.Sequential(nn.BatchNorm1d(5, momentum=None)), ["0.weight", "0.bias"]
+            ),
+            r"'0' is a BatchNorm1d without momentum",
+        ),
+        (
+            lambda: Trainer(batch_normalised(), SGD(), make_data(SIZES), randomness=Randomness(1)),
+            r"or let clients keep it: model\.personal = '2\.\*'",
+        ),
+    ],
+)
+def test_batch_norm_that_no_client_could_keep_is_refused(make, words: str) -> None:
+    with pytest.raises(FedsimError, match=words):
+        make()
+
+
+def test_looking_for_draws_leaves_statistics_as_they_are() -> None:
+    t = fedbn(SGD())
+    assert t.personal.initial[t.personal.places(["2.running_mean"])].eq(0).all()
+    assert dict(t.model.named_parameters())["2.running_mean"].eq(0).all()
+    assert dict(t.model.named_parameters())["2.running_var"].eq(1).all()

@@ -99,25 +99,25 @@ def choose(
     *,
     device: torch.device,
     data: ClientData,
-    draws: bool = False,
+    alone: bool = False,
 ) -> Path:
     """The path a setting asks for, or the rule's.
 
     The rule tries func on two zeros of the shape of an example before it settles on it. A model
-    that ``draws`` random numbers has the plain path only, where torch's generator can be lent
-    to one client at a time.
+    that is run for one client ``alone`` has the plain path only: one that draws random numbers, for
+    which torch's generator is lent to a client at a time, or that writes down statistics of it.
 
     Raises
     ------
     FedsimError
         If the path asked for does not exist, or cannot take this model.
     """
-    if draws:
+    if alone:
         if wanted in ("auto", "plain"):
             return PlainPath(model, packing, loss)
         raise FedsimError(
             f"client.path = '{wanted}' does not take a model that draws random numbers (dropout, "
-            "say); allowed here: 'auto', 'plain'."
+            "say) or keeps statistics of batches; allowed here: 'auto', 'plain'."
         )
     if wanted in ("auto", "stacked"):
         stacked = stack(model, packing, loss, data.x.dim() - 1)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedsim.clients.gradients import Gradient, Parts
+from fedsim.models.local_norm import statistics_of
 from fedsim.rows.packing import Packing, channels_last
 from fedsim.tasks.losses import Loss
 from fedsim.training.hidden_draws import seeded
@@ -77,18 +78,21 @@ class PlainPath:
         """
         if len(theta) == 1 and not theta.is_cuda and not self._channels_last:
             return self._held_gradient(theta, x[0], y[0], weight[0], seeds[0] if seeds else None)
-        losses = torch.empty_like(weight)
+        losses = torch.zeros_like(weight)
         by_name: dict[str, list[Tensor]] = {name: [] for name in self.packing.slices}
         for k in range(len(theta)):
             leaves = {name: leaf.requires_grad_() for name, leaf in self._named(theta[k]).items()}
             with torch.enable_grad(), seeded(seeds[k] if seeds else None, theta.device):
+                real = self._real(weight[k])
                 client_losses = self.loss(
-                    functional_call(self.model, leaves, (self._placed(x[k]),)), y[k]
+                    functional_call(self.model, leaves, (self._placed(x[k][real]),)), y[k][real]
                 )
                 gradients = torch.autograd.grad(
-                    (client_losses * weight[k]).sum(), list(leaves.values()), allow_unused=True
+                    (client_losses * weight[k][real]).sum(),
+                    list(leaves.values()),
+                    allow_unused=True,
                 )
-            losses[k] = client_losses.detach()
+            losses[k][real] = client_losses.detach()
             for name, gradient in zip(leaves, gradients, strict=True):
                 if gradient is not None:
                     by_name[name].append(gradient)
@@ -110,16 +114,20 @@ class PlainPath:
         held = self._held
         parameters = held.parameters
         with held.at(theta), torch.enable_grad(), seeded(seed, theta.device):
-            losses = self.loss(self.model(self._placed(x)), y)
+            real = self._real(weight)
+            real_losses = self.loss(self.model(self._placed(x[real])), y[real])
             gradients = torch.autograd.grad(
-                (losses * weight).sum(), list(parameters.values()), allow_unused=True
+                (real_losses * weight[real]).sum(), list(parameters.values()), allow_unused=True
             )
+        losses = real_losses.detach()
+        if self._mixes:
+            losses = torch.zeros_like(weight).masked_scatter(weight > 0, losses)
         parts = {
             name: gradient.unsqueeze(0)
             for name, gradient in zip(parameters, gradients, strict=True)
             if gradient is not None
         }
-        return Parts(parts, self.packing, (theta, held.rows)), losses.detach().unsqueeze(0)
+        return Parts(parts, self.packing, (theta, held.rows)), losses.unsqueeze(0)
 
     def outputs(
         self, theta: Tensor, x: Tensor, seeds: Sequence[int | None] | None = None
@@ -132,6 +140,14 @@ class PlainPath:
                     functional_call(self.model, self._named(point), (self._placed(inputs),))
                 )
         return torch.stack(outputs)
+
+    def _real(self, weight: Tensor) -> Tensor | slice:
+        """Which of a batch go through the model: without padding, where that would be mixed in."""
+        return weight > 0 if self._mixes else slice(None)
+
+    @cached_property
+    def _mixes(self) -> bool:
+        return bool(statistics_of(self.model))
 
     @cached_property
     def _channels_last(self) -> bool:
