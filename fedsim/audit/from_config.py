@@ -19,7 +19,6 @@ from fedsim.audit.worlds import WORLDS, Canaries, still
 from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig
 from fedsim.config.plan import cohort, local_work, realised
-from fedsim.config.sections import DevicesSection
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event, calibrate, epsilon
 from fedsim.runs.build import Build
@@ -240,6 +239,7 @@ class _Factory:
 
     seeded: RunConfig
     unseeded: RunConfig
+    release: str
 
     @classmethod
     def of(cls, config: RunConfig, noise_multiplier: float) -> _Factory:
@@ -255,15 +255,18 @@ class _Factory:
             "evaluate.clients-every": 0,
         }
         changed = RunConfig.parse(tree).replace(**changes)
-        return cls(changed, changed.replace(**{"noise.entropy": "system"}))
+        unseeded = changed.replace(**{"noise.entropy": "system"})
+        return cls(changed, unseeded, Build(changed).release)
 
     def __call__(self, seed: int | None) -> DPFedAvg:
         config = self.unseeded if seed is None else self.seeded.model_copy(update={"seed": seed})
-        strategy = Build(config).strategy()
+        build = Build(config)
+        # Thousands of runs differ in their seeds alone, which key their noise beside the digest:
+        # making that anew for each would take as long as a round.
+        build.release = self.release
+        strategy = build.strategy()
         # What a server's optimiser makes of the mean is post-processing: it is added.
         strategy.server_optimizer = sgd()
-        if config.devices == DevicesSection():
-            strategy.replying = None  # everybody replies; what that weighs takes a model to say
         # Made-up clients have no devices: who is away shows no canary.
         strategy.replying = None
         return strategy

@@ -143,8 +143,7 @@ class Participants:
             See `nodes`.
         """
         nodes, cohort = self.nodes(grid), self.cohort(server_round)
-        there = np.array([client in nodes for client in cohort.tolist()], dtype=np.bool_)
-        present = cohort[there]
+        present = cohort[_are_there(cohort, nodes)]
         if replying is not None:
             present = present[replying(server_round, present)]
         return Drawn(present, node_ids(present, nodes), absent=len(cohort) - len(present))
@@ -177,6 +176,15 @@ def _split(nodes: Mapping[int, int], population: int) -> tuple[Mapping[int, int]
     return there, [client for client in nodes if client >= population]
 
 
+def _are_there(clients: Ids, nodes: Mapping[int, int]) -> npt.NDArray[np.bool_]:
+    """Which of ``clients [n]`` have a node, ``[n]``."""
+    if isinstance(nodes, ConsecutiveNodes):
+        return (clients >= 0) & (clients < nodes.count)
+    return np.array([client in nodes for client in clients.tolist()], dtype=np.bool_)
+
+
 def node_ids(clients: Ids, nodes: Mapping[int, int]) -> npt.NDArray[np.uint64]:
     """The nodes of ``clients [n]``, ``[n]``."""
+    if isinstance(nodes, ConsecutiveNodes):
+        return (nodes.first + clients).astype(np.uint64)
     return np.array([nodes[client] for client in clients.tolist()], dtype=np.uint64)
