@@ -36,18 +36,18 @@ __all__ = [
     "register",
 ]
 
-PACKAGES: Mapping[str, str] = {
-    "data": "fedsim.datasets",
-    "partition": "fedsim.partitions",
-    "model": "fedsim.models",
-    "loss": "fedsim.tasks.losses",
-    "metric": "fedsim.tasks.metrics",
-    "client": "fedsim.clients",
-    "cohort": "fedsim.cohorts",
-    "mechanism": "fedsim.mechanisms",
-    "server": "fedsim.server_optimizers",
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "data": ("fedsim.datasets",),
+    "partition": ("fedsim.partitions",),
+    "model": ("fedsim.models",),
+    "loss": ("fedsim.tasks.losses",),
+    "metric": ("fedsim.tasks.metrics",),
+    "client": ("fedsim.clients",),
+    "cohort": ("fedsim.cohorts",),
+    "mechanism": ("fedsim.mechanisms", "fedsim.robust"),
+    "server": ("fedsim.server_optimizers",),
 }
-"""The package in which each kind's files are."""
+"""The packages in which each kind's files are."""
 
 PLUGINS = "fedsim.plugins"
 T = TypeVar("T", bound=Callable[..., Any])
@@ -66,7 +66,7 @@ def register(kind: str, name: str) -> Callable[[T], T]:
 
     def note(thing: T) -> T:
         package, _, file = thing.__module__.rpartition(".")
-        if package == PACKAGES[kind] and file != name.replace("-", "_"):
+        if package in PACKAGES[kind] and file != name.replace("-", "_"):
             raise ValueError(f"{kind} '{name}' is in {file}.py; its file must be called like it.")
         before = _registered.setdefault((kind, name), thing)
         if (before.__module__, before.__qualname__) != (thing.__module__, thing.__qualname__):
@@ -102,12 +102,17 @@ def find(kind: str, name: str, key: str) -> Callable[..., Any]:
     if name not in _built_in(kind):
         allowed = ", ".join(f"'{known}'" for known in names(kind))
         raise FedsimError(f"{key} = '{name}'; it must be {allowed} or 'module:name'.")
-    importlib.import_module(f"{PACKAGES[kind]}.{name.replace('-', '_')}")
+    importlib.import_module(f"{_built_in(kind)[name]}.{name.replace('-', '_')}")
     return _registered[kind, name]
 
 
-def _built_in(kind: str) -> tuple[str, ...]:
-    return _in_folders(kind, tuple(importlib.import_module(PACKAGES[kind]).__path__))
+def _built_in(kind: str) -> dict[str, str]:
+    """The package of each thing of fedsim's own."""
+    return {
+        name: package
+        for package in PACKAGES[kind]
+        for name in _in_folders(kind, tuple(importlib.import_module(package).__path__))
+    }
 
 
 @cache

@@ -153,7 +153,7 @@ def one_more(tmp_path, monkeypatch, request):
     text = HEAD + FILES[kind]
     assert len(text.splitlines()) <= 80
     (tmp_path / "sample_thing.py").write_text(text)
-    package = importlib.import_module(registry.PACKAGES[kind])
+    package = importlib.import_module(registry.PACKAGES[kind][0])
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
     importlib.invalidate_caches()
     yield kind

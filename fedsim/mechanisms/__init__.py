@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from fedsim.mechanisms.clipping import Clipping
     from fedsim.mechanisms.coordinate_clipping import CoordinateClipping
     from fedsim.mechanisms.drawing import NoiseSource
-    from fedsim.mechanisms.krum import Krum
-    from fedsim.mechanisms.median import Median
     from fedsim.mechanisms.none import NoPrivacy
     from fedsim.mechanisms.norm_bound import NormBound
     from fedsim.mechanisms.normalization import Normalization
@@ -33,10 +31,8 @@ if TYPE_CHECKING:
     from fedsim.mechanisms.per_layer import PerLayer
     from fedsim.mechanisms.quantile_clipping import QuantileClipping
     from fedsim.mechanisms.releaser import Release, Releaser
-    from fedsim.mechanisms.robust import RobustMean
     from fedsim.mechanisms.scalar import PrivateScalar
     from fedsim.mechanisms.scaling import ScalingBound
-    from fedsim.mechanisms.trimmed_mean import TrimmedMean
     from fedsim.privacy.noise import Independent
 
 __all__ = [
@@ -46,9 +42,7 @@ __all__ = [
     "Clipping",
     "CoordinateClipping",
     "Independent",
-    "Krum",
     "Mechanism",
-    "Median",
     "NoPrivacy",
     "NoiseSource",
     "NormBound",
@@ -59,10 +53,8 @@ __all__ = [
     "QuantileClipping",
     "Release",
     "Releaser",
-    "RobustMean",
     "ScalingBound",
     "State",
-    "TrimmedMean",
 ]
 
 __getattr__ = names_of(__name__, __file__)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
 
 from fedsim.lazy import torch
+from fedsim.privacy.noise import part_multiplier
 from fedsim.rows.dense import Chunks, DenseRows, Rows, Weights, row_weights, scatter
 from fedsim.rows.layout import Layout
 from fedsim.settings import Between, Gt, check_settings
@@ -42,7 +43,6 @@ __all__ = [
     "Weighting",
     "bounded_",
     "per_row",
-    "shared",
     "state_on",
 ]
 
@@ -101,6 +101,10 @@ class Segment:
         """`Bound.ready`, of a mechanism's state."""
         return self.bound.ready(self.select(state))
 
+    def part_of(self, rows: Rows) -> Rows:
+        """The segment's columns of rows."""
+        return rows if self.columns is None else rows.columns(self.columns)
+
 
 class Scalar(NamedTuple):
     """A number for each row, within ``center +- half``, of which a release has the noisy mean."""
@@ -135,13 +139,13 @@ class Mechanism(ABC):
         check_settings(self)
 
     @property
-    @abstractmethod
     def guarantee(self) -> Guarantee:
         """``"gaussian"``: a release is one Gaussian of multiplier z on a sum of sensitivity C.
 
         Adjacency is add-remove (or zero-out) of one row; replace-one doubles the sensitivity,
         which is the accountant's business. ``"none"``: no (epsilon, delta) whatever the noise.
         """
+        return "gaussian"
 
     @property
     def weighting(self) -> Weighting:
@@ -204,9 +208,11 @@ class Mechanism(ABC):
         """
         split: dict[str, float] = {}
         for segment in self.cover(layout):
-            z = shared(noise_multiplier, segment.shares)
+            z = part_multiplier(noise_multiplier, segment.shares)
             split |= segment.named(segment.bound.split(z, denominator))
-        return split | {side.name: shared(noise_multiplier, side.shares) for side in self.sides}
+        return split | {
+            side.name: part_multiplier(noise_multiplier, side.shares) for side in self.sides
+        }
 
     def sensitivity(self, state: State, layout: Layout) -> float:
         """C: the L2 norm that one row can add to the sum, in the bounds' coordinates."""
@@ -232,8 +238,7 @@ class Mechanism(ABC):
         bad = torch.zeros(len(block), dtype=torch.bool, device=block.device)
         for segment in self.cover(layout):
             ready = segment.ready(state)
-            columns = rows if segment.columns is None else rows.columns(segment.columns)
-            for chunk, y in Chunks().of(columns.dense()):
+            for chunk, y in Chunks().of(segment.part_of(rows).dense()):
                 bad[chunk] |= bounded_(segment.bound, y, ready, 1.0, 1.0)[1]
                 scatter(out[chunk], segment.bound.restore(y, ready), segment.columns)
         return out.masked_fill_(bad[:, None], 0.0)
@@ -286,11 +291,6 @@ class Bound(Mechanism):
     def bare_sums(self) -> Mapping[str, BareSum]:
         """What `shape_` makes of rows beside, summed for `divisor` and `next` alone."""
         return {}
-
-    @property
-    def guarantee(self) -> Guarantee:
-        """See `Mechanism`."""
-        return "gaussian"
 
     def cover(self, layout: Layout) -> tuple[Segment, ...]:
         """Itself."""
@@ -367,13 +367,6 @@ def bounded_(
 def per_row(number: Number) -> Number:
     """A number a sum, ``[...]``, to go with ``[..., rows]``."""
     return number.unsqueeze(-1) if torch.is_tensor(number) and number.ndim else number
-
-
-def shared(noise_multiplier: float, shares: tuple[float, ...]) -> float:
-    """Noise multiplier of what has these shares of ``1/z^2``; infinite for a share of 0."""
-    for share in shares:
-        noise_multiplier = noise_multiplier / math.sqrt(share) if share > 0 else math.inf
-    return noise_multiplier
 
 
 def state_on(state: State, device: torch.device) -> State:

@@ -7,16 +7,15 @@ are bounded and summed where they are; memory is that of the sums and of one chu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.base import Scalar, Segment, Shaped, Side, State, bounded_
+from fedsim.mechanisms.base import Segment, Shaped, Side, State, bounded_
 from fedsim.rows.dense import BlockRows, Chunks, Rows, Weights, scatter
 from fedsim.rows.exact import (
     EVERYBODY,
@@ -107,7 +106,7 @@ class PartialSum(GridSums):
         grids: dict[str, GridSum] = {}
         for summed in self.segments:
             grids |= summed.segment.named(summed.grids)
-        grids |= {side.name: _scalar_grid(side.scalar, zeros) for side in terms.sides}
+        grids |= {side.name: GridSum.scalar(zeros, side.scalar.half) for side in terms.sides}
         free = any(segment.bound.free for segment in terms.segments)
         super().__init__(grids, FREE_ROWS if free else MAX_ROWS, terms.device)
 
@@ -224,10 +223,6 @@ class PartialSum(GridSums):
             self.grids[side.name].add_((centred / grid_unit(half))[..., None])
 
 
-def _scalar_grid(scalar: Scalar, zeros: Tensor) -> GridSum:
-    return GridSum(zeros + scalar.half, 1, unit=grid_unit(scalar.half))
-
-
 class SegmentSum:
     """The sums of a segment: its vector, ``sum``, and its bound's scalars and bare sums."""
 
@@ -238,7 +233,7 @@ class SegmentSum:
         bound, d = segment.bound, segment.layout.d
         self.grids = {"sum": self._vector(terms, zeros + bound.radius(ready, d), d)}
         for name, scalar in bound.scalars.items():
-            self.grids[name] = _scalar_grid(scalar, zeros)
+            self.grids[name] = GridSum.scalar(zeros, scalar.half)
         for name, bare_sum in bound.bare_sums.items():
             alone = GridSum(zeros, 1, unit=bare_sum.unit)
             self.grids[name] = GridSum.free(zeros, d) if bare_sum.wide else alone
@@ -251,10 +246,6 @@ class SegmentSum:
         fine = not terms.noisy and (terms.double or float(radius.max()) > LOOSE)
         return GridSum(radius, d, fine_bits=GRID_BITS if fine else 0)
 
-    def columns(self, rows: Rows) -> Rows:
-        """The segment's columns of rows."""
-        return rows if self.segment.columns is None else rows.columns(self.segment.columns)
-
     def add(
         self,
         rows: Rows,
@@ -264,7 +255,7 @@ class SegmentSum:
         masks: RowMasks | None,
     ) -> None:
         """See `PartialSum.add_owners`; rows have all columns, ``counts`` None for the one sum."""
-        rows, bound, vector = self.columns(rows), self.segment.bound, self.grids["sum"]
+        rows, bound, vector = self.segment.part_of(rows), self.segment.bound, self.grids["sum"]
         implicit = None
         if not rows.materialised:
             implicit = bound.implicit(rows, *self._ready_of(owners), weights)
@@ -273,7 +264,8 @@ class SegmentSum:
             vector.add_sum_(total, owners)
             self._note(shaped, shaped.factor.isnan(), weights, owners, EVERYBODY, masks)
             return
-        for chunk_owners, index, y in self._chunks_of(rows, counts, owners):
+        chunks = self._chunks.of_owners(rows, counts, owners, vector.coarse)
+        for chunk_owners, index, y in chunks:
             ready, unit = self._ready_of(chunk_owners)
             weight = weights[index]
             shaped, bad = bounded_(bound, y, ready, unit, weight)
@@ -286,22 +278,6 @@ class SegmentSum:
         if owners is EVERYBODY:
             return self.ready, unit
         return {name: tensor[owners] for name, tensor in self.ready.items()}, unit[owners]
-
-    def _chunks_of(
-        self, rows: Rows, counts: Sequence[int] | None, owners: Owners
-    ) -> Iterator[tuple[Owners, slice | tuple[slice, slice], Tensor]]:
-        """Whose rows, which of them, and a float64 copy ``[..., c, d]``, chunk after chunk."""
-        if counts is None:
-            for chunk, y in self._chunks.of(rows.dense()):
-                yield owners, chunk, y
-            return
-        like = self.grids["sum"].coarse
-        for index, y in self._chunks.of_block(cast(BlockRows, rows), counts, like):
-            if torch.is_tensor(owners):
-                yield owners[index[0]], index, y
-            else:
-                chosen = range(len(like))[owners][index[0]]
-                yield slice(chosen.start, chosen.stop), index, y
 
     def _note(
         self,

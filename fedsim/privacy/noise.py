@@ -20,6 +20,7 @@ __all__ = [
     "Noise",
     "NoiseState",
     "Sampled",
+    "part_multiplier",
     "share_multiplier",
     "top_up_multiplier",
 ]
@@ -124,6 +125,13 @@ class Independent:
         """See `Noise`: ``rounds * releases`` Gaussians of this multiplier."""
         # A round's samples are drawn together: shuffled passes begin anew in each.
         return sampler.event(self.multiplier, count=releases, guarantee=guarantee).times(rounds)
+
+
+def part_multiplier(noise_multiplier: float, shares: tuple[float, ...]) -> float:
+    """Noise multiplier of what has these shares of ``1/z^2``, infinite for a share of 0."""
+    for share in shares:
+        noise_multiplier = noise_multiplier / math.sqrt(share) if share > 0 else math.inf
+    return noise_multiplier
 
 
 def share_multiplier(noise_multiplier: float, asked: int) -> float:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import torch
+from fedsim.rows.exact import Owners
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -237,6 +238,24 @@ class Chunks:
                 shape = (clients.stop - first, chunk.stop - start, d)
                 y = buffer[: shape[0] * shape[1]].view(shape)
                 yield (clients, chunk), y.copy_(rows[clients, chunk].dense())
+
+    def of_owners(
+        self, rows: Rows, counts: Sequence[int] | None, owners: Owners, like: Tensor
+    ) -> Iterator[tuple[Owners, slice | tuple[slice, slice], Tensor]]:
+        """Whose rows, which of them, and float64 copies ``[..., c, d]``; otherwise as `of_block`.
+
+        Without ``counts`` the rows ``[rows, d]`` are all of one sum.
+        """
+        if counts is None:
+            for chunk, y in self.of(rows.dense()):
+                yield owners, chunk, y
+            return
+        for index, y in self.of_block(cast(BlockRows, rows), counts, like):
+            if torch.is_tensor(owners):
+                yield owners[index[0]], index, y
+            else:
+                chosen = range(len(like))[owners][index[0]]
+                yield slice(chosen.start, chosen.stop), index, y
 
 
 def norms_(y: Tensor) -> tuple[Tensor, Tensor | None]:

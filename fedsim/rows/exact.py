@@ -109,6 +109,11 @@ class GridSum:
         radius = torch.full_like(like, torch.inf)
         return cls(radius, size, unit=FREE_UNIT, fine_bits=FREE_BITS)
 
+    @classmethod
+    def scalar(cls, like: Tensor, half: float) -> GridSum:
+        """For numbers that are at most ``half``; ``like [...]`` has the shape of a radius."""
+        return cls(torch.full_like(like, half), 1, unit=grid_unit(half))
+
     @property
     def exact(self) -> bool:
         """Whether it merges exactly."""

@@ -15,11 +15,12 @@ from fedsim.clients import LocalAlgorithm
 from fedsim.cohorts import Cohort
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Mechanism, NoPrivacy, RobustMean, State
+from fedsim.mechanisms import Mechanism, NoPrivacy, State
 from fedsim.mechanisms.base import state_on
 from fedsim.privacy import Ledger, Statement
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan
+from fedsim.robust import RobustMean
 from fedsim.rows import Layout
 from fedsim.rows.exchange import Instructions
 from fedsim.server_optimizers import ServerOptimizer, ServerSGD

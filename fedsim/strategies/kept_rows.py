@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedsim.mechanisms.robust import RobustMean
+from fedsim.robust import RobustMean
 from fedsim.rows.block import Block
 
 __all__ = ["KeptRows"]

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from fedsim.clients import LocalAlgorithm
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Mechanism, NoPrivacy, RobustMean
+from fedsim.mechanisms import Mechanism, NoPrivacy
+from fedsim.robust import RobustMean
 
 __all__ = [
     "allowed_fraction",

@@ -128,7 +128,7 @@ def add_shares(total: PartialSum, shares: Shares, *, asked: int = 1) -> Tensor:
     # What has infinite noise is never sent.
     grids = {name: grid for name, grid in total.grids.items() if split[name] < math.inf}
     sent = {
-        summed.segment.prefix + "sum": summed.columns(rows).dense() for summed in total.segments
+        segment.prefix + "sum": segment.part_of(rows).dense() for segment in total.terms.segments
     }
     for name in grids.keys() - sent.keys():
         sent[name] = shares.sides.get(name, missing).to(device, torch.float64)[:, None]

@@ -15,8 +15,9 @@ from fedsim.clients import SGD, FedNova, Proximal, Scaffold, Schedule
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.engines import LocalGrid, array_record, tensors
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Clipping, NoPrivacy, TrimmedMean
+from fedsim.mechanisms import Clipping, NoPrivacy
 from fedsim.randomness import Randomness
+from fedsim.robust import TrimmedMean
 from fedsim.strategies import DPFedAvg, sgd
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
 

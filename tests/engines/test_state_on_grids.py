@@ -42,16 +42,16 @@ def expected():
 
 def test_a_block_that_fails_after_training_is_run_again_from_the_same_state(expected):
     trainer = trainer_with_memory()
-    fit, failed = trainer._fit, []
+    fit, failed = trainer.rounds.fit, []
 
-    def fails_once_a_round(start, client_ids, round, *rest):
-        result = fit(start, client_ids, round, *rest)
-        if round not in failed:
-            failed.append(round)
-            raise RuntimeError("after the state was stored")
+    def fails_once_a_round(start, entering, numbers):
+        result = fit(start, entering, numbers)
+        if entering.round not in failed:
+            failed.append(entering.round)
+            raise RuntimeError("after all its steps")
         return result
 
-    trainer._fit = fails_once_a_round
+    trainer.rounds.fit = fails_once_a_round
     assert run(trainer) == expected
     assert failed == [1, 2, 3]
 

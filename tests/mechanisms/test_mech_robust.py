@@ -16,9 +16,9 @@ from fedsim.cohorts import FullCohort
 from fedsim.config import RunConfig
 from fedsim.engines import LocalGrid, array_record, tensors
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Krum, Median, PerLayer, PrivateScalar, TrimmedMean
-from fedsim.mechanisms import robust as robust_module
+from fedsim.mechanisms import PerLayer, PrivateScalar
 from fedsim.randomness import Randomness
+from fedsim.robust import Krum, Median, TrimmedMean
 from fedsim.strategies import DPFedAvg
 from fedsim.training import Trainer
 
@@ -62,7 +62,7 @@ def test_krum_is_the_loop_of_its_paper(n: int, f: int, keep: int) -> None:
 @pytest.mark.parametrize("chunk", [1, 40, 2**22])
 def test_krum_of_rows_far_from_zero_loses_no_small_distance(chunk: int, monkeypatch) -> None:
     """Distances of 1e-3 at 1e4: norms and products in float64 would leave four digits of them."""
-    monkeypatch.setattr(robust_module, "CHUNK", chunk)
+    monkeypatch.setattr("fedsim.robust.base.CHUNK", chunk)
     base = torch.full((8, 50), 1e4, dtype=torch.float64) + 1e-5 * rows_of(
         8, 50, dtype=torch.float64
     )
@@ -81,7 +81,7 @@ def test_krum_of_one_row_is_that_row() -> None:
 def test_columns_are_sorted_a_few_at_a_time(monkeypatch) -> None:
     rows = rows_of(5, d=11)
     expected = Median().center(rows), TrimmedMean(0.2).center(rows)
-    monkeypatch.setattr(robust_module, "CHUNK", 10)
+    monkeypatch.setattr("fedsim.robust.base.CHUNK", 10)
     assert torch.equal(Median().center(rows), expected[0])
     assert torch.equal(TrimmedMean(0.2).center(rows), expected[1])
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import torch
-from fedsim.mechanisms.robust import RobustMean, column_chunks
 from fedsim.registry import register
+from fedsim.robust.base import RobustMean, column_chunks
 from fedsim.settings import Doc, Ge
 
 if TYPE_CHECKING:

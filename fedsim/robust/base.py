@@ -1,4 +1,4 @@
-"""Robust means: what a few clients, whatever they send, cannot move far. Without privacy."""
+"""What robust means have in common."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from fedsim.lazy import torch
-from fedsim.mechanisms.robust import RobustMean, column_chunks
 from fedsim.registry import register
+from fedsim.robust.base import RobustMean, column_chunks
 from fedsim.settings import Doc, Ge, Lt
 
 if TYPE_CHECKING:
