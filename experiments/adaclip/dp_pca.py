@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from fedsim.cohorts import FullCohort
-from fedsim.mechanisms import Clipping, Independent, NoiseSource, Releaser
+from fedsim.mechanisms import Clipping, Independent, NoiseSource, PartialSum, Releaser
 from fedsim.privacy import Ledger
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout, Rows
@@ -90,27 +92,37 @@ def principal_directions(
     Tensor
         Orthonormal columns, float64 ``[p, count]``.
     """
-    p = x.shape[1]
-    layout = Layout.of({"moments": torch.empty(p * (p + 1) // 2, dtype=torch.float64)})
-    cohort, noise = FullCohort(population=len(x)), Independent(noise_multiplier, hardened=False)
-    releaser = Releaser(Clipping(1.0), layout, noise=noise, denominator=cohort.expected_size)
-    total = releaser.start({})
-    for start in range(0, len(x), CHUNK):
-        block = x[start : start + CHUNK].double()
-        norms = torch.linalg.vector_norm(block, dim=1, keepdim=True).clamp_min(1e-12)
-        total.add(SquareRows(block / norms))
+    noise = Independent(noise_multiplier, hardened=False)
     ledger.record(
-        event=noise.event(cohort),
+        event=noise.event(FullCohort(population=len(x))),
         round=0,
         level="example",
         entropy="config",
         mechanism="second moments",
     )
-    release = releaser.release(
-        total, NoiseSource(Randomness(seed).generator(Purpose.NOISE, level="example"))
-    )
-    vectors: Tensor = torch.linalg.eigh(_to_matrix(release.mean, p)).eigenvectors
+    source = NoiseSource(Randomness(seed).generator(Purpose.NOISE, level="example"))
+    noisy = noise_multiplier > 0  # decides the grid of the sum
+    # A release noises its sum in place, and the next seed's needs it without.
+    release = _releaser(x, noise).release(copy.deepcopy(_total(x, noisy)), source)
+    vectors: Tensor = torch.linalg.eigh(_to_matrix(release.mean, x.shape[1])).eigenvectors
     return vectors[:, -count:].flip(1)
+
+
+def _releaser(x: Tensor, noise: Independent) -> Releaser:
+    p = x.shape[1]
+    layout = Layout.of({"moments": torch.empty(p * (p + 1) // 2, dtype=torch.float64)})
+    return Releaser(Clipping(1.0), layout, noise=noise, denominator=float(len(x)))
+
+
+@lru_cache(maxsize=1)
+def _total(x: Tensor, noisy: bool) -> PartialSum:
+    """The sum before noise, the same at every noise multiplier; the slow half of a PCA."""
+    total = _releaser(x, Independent(float(noisy), hardened=False)).start({})
+    for start in range(0, len(x), CHUNK):
+        block = x[start : start + CHUNK].double()
+        norms = torch.linalg.vector_norm(block, dim=1, keepdim=True).clamp_min(1e-12)
+        total.add(SquareRows(block / norms))
+    return total
 
 
 def _to_vector(matrix: Tensor) -> Tensor:

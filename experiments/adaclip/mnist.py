@@ -22,7 +22,7 @@ from experiments.framework.base import (
     seeds_text,
 )
 from experiments.framework.central import DenseNet, train
-from experiments.framework.spread import Difference, all_ahead, over_seeds, paired
+from experiments.framework.spread import all_ahead, listed, over_seeds, paired, within
 from fedsim import datasets
 from fedsim.cohorts import PoissonCohort
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, NormBound
@@ -185,16 +185,15 @@ class Mnist(TunedRates):
         for momentum, runs in momenta.items():
             cells = ["{:.2f} ± {:.2f}".format(*over_seeds(_ends(seeds))) for seeds in runs]
             momentum_rows.append([f"{momentum:g}", *cells])
-        columns = [f"eps {epsilon:g}" for epsilon in settings.epsilons]
         title = (
             f"Test accuracy (%) at delta = {settings.delta:g}, mean ± s.d. of "
             f"{seeds_text(settings.seeds)} (best rate of the common grid)"
         )
         return Report(
             tables=[
-                Table("table1", title, ["", *columns], rows),
+                Table("table1", title, ["", *self.columns], rows),
                 Table(
-                    "figure4", "Norm bound, accuracy by momentum", ["momentum", *columns],
+                    "figure4", "Norm bound, accuracy by momentum", ["momentum", *self.columns],
                     momentum_rows,
                 ),
             ],
@@ -218,7 +217,7 @@ class Mnist(TunedRates):
         claims = []
         for name, says, method, baseline in _COMPARED:
             gains = self.gains(results, method, baseline)
-            seen = "; ".join(gain.text for gain in gains)
+            seen = listed(gains, self.columns)
             claims.append(PaperClaim(name, "Table 1", says, all_ahead(gains), seen))
         return claims
 
@@ -235,8 +234,8 @@ class Mnist(TunedRates):
                 "momentum",
                 "Fig. 4",
                 "momentum ends where plain SGD does, to half a point, at every eps run here",
-                _within(apart, CLOSE),
-                "; ".join(difference.text for difference in apart),
+                within(apart, -CLOSE, CLOSE),
+                listed(apart, self.columns * len(self.settings.momenta)),
             )
         ]
 
@@ -280,14 +279,6 @@ _CURVES = (COLOURS["fedavg"], COLOURS["adaclip"], COLOURS["clipping"], COLOURS["
 
 def _ends(runs: Sequence[Result]) -> list[float]:
     return [100 * run["accuracy"][-1] for run in runs]
-
-
-def _within(differences: Sequence[Difference], margin: float) -> bool | None:
-    """Whether all differences are within the margin, by their intervals."""
-    if any(difference.low > margin or difference.high < -margin for difference in differences):
-        return False
-    inside = all(max(-d.low, d.high) <= margin for d in differences)
-    return True if inside else None
 
 
 def _momentum_name(momentum: float, epsilon: float, seed: int) -> str:

@@ -117,6 +117,11 @@ class TunedRates(Experiment):
             for epsilon in self.settings.epsilons
         ]
 
+    @property
+    def columns(self) -> list[str]:
+        """Of tables, and of what is said of each epsilon."""
+        return [f"eps {epsilon:g}" for epsilon in self.settings.epsilons]
+
     def rows(self, results: Mapping[str, Result]) -> list[list[str | float | None]]:
         """A row a method: mean, standard deviation and the chosen rate, by epsilon."""
         rows: list[list[str | float | None]] = []

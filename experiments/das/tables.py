@@ -17,7 +17,7 @@ from experiments.framework.base import (
     seeds_text,
 )
 from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Score, best
-from experiments.framework.spread import Difference, paired
+from experiments.framework.spread import Difference, paired, within
 from fedsim.config import Scalar
 from fedsim.reports.palette import COLOURS
 from fedsim.reports.plots import curve_style, grid
@@ -132,7 +132,7 @@ class Das(ConfigRuns):
                     f"small-c-eps{epsilon:g}",
                     "Main table",
                     f"eps = {epsilon:g}: at the smallest C, {low:g}, they agree to {SAME} points",
-                    max(-small.low, small.high) <= SAME,
+                    within([small], -SAME, SAME),
                     small.text,
                 ),
                 PaperClaim(

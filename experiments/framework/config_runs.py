@@ -26,6 +26,7 @@ from experiments.framework.base import (
 )
 from experiments.framework.spread import over_seeds
 from fedsim.config import RunConfig, Scalar
+from fedsim.datasets import Dataset
 from fedsim.engines import LocalGrid
 from fedsim.runs.artefacts import Row
 from fedsim.runs.build import Build
@@ -63,13 +64,14 @@ class Score:
     ----------
     finals : tuple of float
         Of the seeds, in their order.
-    curve : float64 ``[points]``
-        Mean over seeds, by round.
+    curve, deviation : float64 ``[points]``
+        Mean and standard deviation over seeds, by round.
     rounds : int64 ``[points]``
     """
 
     finals: tuple[float, ...]
     curve: Floats
+    deviation: Floats
     rounds: npt.NDArray[np.int64]
 
     @property
@@ -86,6 +88,18 @@ class Score:
     def text(self) -> str:
         """For a table's cell."""
         return f"{self.mean:.2f} ± {self.spread:.2f}"
+
+
+class MemberBuild(Build):
+    """A build that loads no data set that the member before it has loaded."""
+
+    _latest: ClassVar[tuple[object, Dataset] | None] = None
+
+    def _loaded(self) -> Dataset:
+        latest, settings = MemberBuild._latest, self.config.data
+        if latest is None or latest[0] != settings:
+            latest = MemberBuild._latest = settings, super()._loaded()
+        return latest[1]
 
 
 class ConfigRuns(Experiment):
@@ -147,7 +161,7 @@ class ConfigRuns(Experiment):
         changes = {"data.dir": str(self.context.data)}
         if self.weights is not None:
             changes["model.weights"] = str(self.weights)
-        return Build(RunConfig.from_run_config({**settings["run"], **changes}))
+        return MemberBuild(RunConfig.from_run_config({**settings["run"], **changes}))
 
     def summary(self, rows: Sequence[Row]) -> Result:
         """Test accuracy by round, and the example-level epsilon where there is one."""
@@ -176,7 +190,8 @@ class ConfigRuns(Experiment):
     def _score(self, results: Sequence[Result]) -> Score:
         curves = 100 * np.array([result["accuracy"] for result in results])
         finals = tuple(curves[:, -self.last :].mean(axis=1).tolist())
-        return Score(finals, curves.mean(axis=0), np.array(results[0]["rounds"]))
+        mean, deviation = np.transpose([over_seeds(column) for column in curves.T])
+        return Score(finals, mean, deviation, np.array(results[0]["rounds"]))
 
 
 def best(of: str, by_value: Mapping[float, Score]) -> tuple[float, Score, BestOfGrid]:

@@ -52,7 +52,10 @@ def curves(
     width: float = 0.0,
     first: int = 0,
 ) -> Figure:
-    """Test accuracy by round from the ``first`` on, one panel beside another on one scale."""
+    """Test accuracy by round from the ``first`` on, one panel beside another on one scale.
+
+    Bands are a standard deviation over seeds to both sides; lines in the background have none.
+    """
     figure, axes = grid(
         1, len(panels), title=title, width=width or max(3.4 * len(panels), 7.5), height=4.2
     )
@@ -60,10 +63,21 @@ def curves(
     for panel, (name, lines) in zip(axes, panels, strict=True):
         for line in lines:
             shown = line.score.rounds >= first
+            rounds, curve = line.score.rounds[shown], line.score.curve[shown]
+            style, spread = _style(line.style), line.score.deviation[shown]
+            if line.style != "other":
+                panel.fill_between(
+                    rounds,
+                    curve - spread,
+                    curve + spread,
+                    color=style["color"],
+                    alpha=0.18,
+                    linewidth=0,
+                )
             panel.plot(
-                line.score.rounds[shown],
-                line.score.curve[shown],
-                **_style(line.style),
+                rounds,
+                curve,
+                **style,
                 zorder=3 if line.style == "adadp" else 2,
                 linewidth=1.0 if line.style == "other" else 1.6,
                 label=line.label or None,
@@ -78,7 +92,7 @@ def curves(
                 panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
             else:
                 panel.legend(frameon=False, fontsize=8, loc="lower right")
-    axes[0].set_ylabel("test accuracy (%)")
+    axes[0].set_ylabel("test accuracy (%); bands: s.d. over seeds")
     return figure
 
 
@@ -107,7 +121,7 @@ def sweeps(
     panel.set_xticks(ticks, [f"{x:g}" for x in ticks])
     panel.minorticks_off()
     panel.set_xlabel(xlabel)
-    panel.set_ylabel("final test accuracy (%)")
+    panel.set_ylabel("final test accuracy (%); bars: s.d. over seeds")
     panel.legend(frameon=False, fontsize=9)
     return figure
 

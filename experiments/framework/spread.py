@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
 
-__all__ = ["Difference", "all_ahead", "over_seeds", "paired"]
+__all__ = ["Difference", "all_ahead", "listed", "over_seeds", "paired", "within"]
 
 LEVEL = 0.95
 
@@ -65,3 +65,17 @@ def all_ahead(differences: Sequence[Difference]) -> bool | None:
     """Whether all are above 0: no if one is below, undecided if one may be either."""
     signs = [difference.positive for difference in differences]
     return False if False in signs else None if None in signs else True
+
+
+def within(differences: Sequence[Difference], low: float, high: float) -> bool | None:
+    """Whether all lie from low to high: no if an interval is outside, yes if all are inside."""
+    if any(difference.low > high or difference.high < low for difference in differences):
+        return False
+    return True if all(d.low >= low and d.high <= high for d in differences) else None
+
+
+def listed(differences: Sequence[Difference], names: Iterable[str]) -> str:
+    """Each with what it is of: ``eps 1: +0.07 [+0.02, +0.13]``."""
+    return "; ".join(
+        f"{name}: {difference.text}" for name, difference in zip(names, differences, strict=True)
+    )

@@ -83,13 +83,12 @@ class KoskelaRate(Koskela):
             sigma: settled_rate(self.base.replace(**{"client.noise.multiplier": sigma}), parameters)
             for sigma in s.sigmas
         }
-        rates = {
-            (start, sigma): np.array(
-                [r["eta"] for r in self.of_plan(results, _name(start, sigma))]
-            ).mean(axis=0)
+        of_seeds = {
+            (start, sigma): np.array([r["eta"] for r in self.of_plan(results, _name(start, sigma))])
             for sigma in s.sigmas
             for start in s.starts
         }
+        rates = {key: by_seed.mean(axis=0) for key, by_seed in of_seeds.items()}
         settled = math.ceil(s.settled / self._iterations) - 1
         rows: list[list[str | float | None]] = []
         figures, claims = {}, []
@@ -100,13 +99,14 @@ class KoskelaRate(Koskela):
                 end = float(rates[start, sigma][-1])
                 figures[f"eta sigma={sigma:g} from {start:g}"] = rate
                 rows.append([f"{sigma:g}", f"{start:g}", rate, end, predicted[sigma]])
-            off = max(abs(rate / predicted[sigma] - 1) for rate in reached)
+            settled_rates = np.array([of_seeds[start, sigma][:, settled] for start in s.starts])
+            off = float(np.abs(settled_rates / predicted[sigma] - 1).max())
             claims.append(
                 PaperClaim(
                     f"settles-sigma{sigma:g}",
                     "The settled rate",
-                    f"at sigma = {sigma:g}, from every start the rate is within "
-                    f"{100 * s.within:g} % of the formula's after {s.settled} iterations",
+                    f"at sigma = {sigma:g}, from every start and with every seed the rate is "
+                    f"within {100 * s.within:g} % of the formula's after {s.settled} iterations",
                     off <= s.within,
                     f"{100 * off:.2f} % off at most",
                 )

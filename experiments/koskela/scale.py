@@ -13,6 +13,7 @@ from experiments.framework.config_runs import ConfigRunsSettings
 from experiments.framework.spread import Difference, over_seeds, paired
 from experiments.koskela.common import Koskela, optimiser
 from fedsim.config import Scalar
+from fedsim.models.dense import parse_widths
 from fedsim.reports.palette import COLOURS
 from fedsim.reports.plots import curve_style, grid
 
@@ -20,6 +21,7 @@ __all__ = ["KoskelaScale", "KoskelaScaleSettings"]
 
 WINDOW = 5  # rounds that an accuracy is the mean of
 PANEL = "Figs. 1a and 2a by scale"
+_OWN = "rounds"  # the run's own scale, for the most rounds
 
 
 class KoskelaScaleSettings(ConfigRunsSettings):
@@ -32,7 +34,8 @@ class KoskelaScaleSettings(ConfigRunsSettings):
     horizons : list of int
         Rounds at which the two are compared; the longest is run.
     images, widths : list of int
-        Examples a client, and hidden units, at the first horizon's length.
+        Examples a client, and hidden units, at the first horizon's length; the run's own are taken
+        from the beginning of the longest run.
     """
 
     rates: list[float]
@@ -57,15 +60,28 @@ class KoskelaScale(Koskela):
 
     def _scales(self) -> dict[str, dict[str, Scalar]]:
         s = self.settings
-        scales: dict[str, dict[str, Scalar]] = {"rounds": {"rounds": max(s.horizons)}}
-        scales |= {
-            f"images={n}": {"rounds": min(s.horizons), "partition.max-examples": n}
-            for n in s.images
-        }
-        scales |= {
-            f"width={n}": {"rounds": min(s.horizons), "model.widths": str(n)} for n in s.widths
-        }
+        scales: dict[str, dict[str, Scalar]] = {_OWN: {"rounds": max(s.horizons)}}
+        for names, key in (
+            (self._by_images, "partition.max-examples"),
+            (self._by_width, "model.widths"),
+        ):
+            for n, name in names.items():
+                if name != _OWN:
+                    value = str(n) if key == "model.widths" else n
+                    scales[name] = {"rounds": min(s.horizons), key: value}
         return scales
+
+    @property
+    def _by_images(self) -> dict[int, str]:
+        """Names of the runs with so many examples a client."""
+        own = self.base.partition.max_examples
+        return {n: _OWN if n == own else f"images={n}" for n in self.settings.images}
+
+    @property
+    def _by_width(self) -> dict[int, str]:
+        """Names of the runs with so many hidden units."""
+        own = parse_widths(self.base.model.widths)
+        return {n: _OWN if (n,) == own else f"width={n}" for n in self.settings.widths}
 
     def _methods(self) -> dict[str, dict[str, Scalar]]:
         start = float(self.base.client.lr)
@@ -77,9 +93,11 @@ class KoskelaScale(Koskela):
     def report(self, results: Mapping[str, Result]) -> Report:
         """Gaps by rounds, images and width."""
         s = self.settings
-        points = {f"{h} rounds": ("rounds", h) for h in s.horizons}
-        points |= {f"{n} images": (f"images={n}", min(s.horizons)) for n in s.images}
-        points |= {f"{n} hidden units": (f"width={n}", min(s.horizons)) for n in s.widths}
+        points = {f"{h} rounds": (_OWN, h) for h in s.horizons}
+        points |= {f"{n} images": (name, min(s.horizons)) for n, name in self._by_images.items()}
+        points |= {
+            f"{n} hidden units": (name, min(s.horizons)) for n, name in self._by_width.items()
+        }
         gaps: dict[str, Difference] = {}
         choices: list[BestOfGrid] = []
         rows: list[list[str | float | None]] = []

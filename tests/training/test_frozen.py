@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import numpy as np
 import pytest
 import torch
@@ -74,6 +76,23 @@ def test_images_are_scaled_once() -> None:
     torch.testing.assert_close(found, model(images.float() / 255), rtol=1e-5, atol=1e-6)
 
 
+def test_outputs_are_computed_anew_only_where_the_stem_or_the_examples_differ() -> None:
+    data = clients(torch.float32)
+    model = stemmed(torch.float32)
+    first = past_frozen(model, data)[1].x
+    again = past_frozen(stemmed(torch.float32), clients(torch.float32))[1].x
+    assert again.data_ptr() == first.data_ptr()
+    other_images = ClientData(data.x + 1, data.y, data.indices, data.mean, data.std)
+    other_scale = ClientData(data.x, data.y, data.indices, data.mean, data.std + 1)
+    fewer = ClientData(data.x, data.y, [data.indices[0]], data.mean, data.std)
+    for changed in (other_images, other_scale, fewer):
+        outputs = past_frozen(model, changed)[1].x
+        assert outputs.shape != first.shape or not torch.equal(outputs, first)
+    with torch.no_grad():
+        next(iter(model[0].parameters())).mul_(2)
+    assert not torch.equal(past_frozen(model, data)[1].x, first)
+
+
 class Doubling(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + x
@@ -98,6 +117,7 @@ def test_outputs_that_would_take_too_much_memory_are_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, data = stemmed(), clients()
+    monkeypatch.setattr(module, "_LATEST", OrderedDict())
     monkeypatch.setattr(module, "MOST_BYTES", sum(SIZES) * 8 * 8 - 1)
     assert past_frozen(model, data) == (model, data)
 
