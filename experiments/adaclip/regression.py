@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from pydantic import Field
 from torch import Tensor
 
 from experiments.framework.base import (
+    BestOfGrid,
     Experiment,
     ExperimentMember,
     PaperClaim,
@@ -24,7 +27,7 @@ from experiments.framework.spread import all_ahead, over_seeds, paired
 from fedsim.mechanisms import AdaClip, Clipping, State
 from fedsim.mechanisms.base import Released
 from fedsim.randomness import Purpose, Randomness
-from fedsim.reports.palette import COLOURS, INK
+from fedsim.reports.palette import COLOURS
 from fedsim.reports.plots import curve_style, grid
 from fedsim.rows import Layout
 
@@ -33,7 +36,6 @@ __all__ = [
     "Regression",
     "RegressionSettings",
     "descend",
-    "error_of_clipping",
     "make_mechanism",
 ]
 
@@ -41,6 +43,7 @@ Values = Mapping[str, list[list[float]]]
 """By method: for every dimension, a value a seed."""
 
 FLAT_FACTOR = 5.0
+LARGEST = 1e30
 
 METHODS = {
     "clipping": ("Abadi", COLOURS["clipping"]),
@@ -50,12 +53,19 @@ METHODS = {
 
 
 class RegressionSettings(Settings):
-    """Keys of ``experiment.toml``."""
+    """Keys of ``experiment.toml``.
+
+    Attributes
+    ----------
+    rates : list of float
+        At every C and in every dimension, each method takes the one that ends with the smallest
+        mean error.
+    """
 
     dimensions: list[int]
     clip_norms: list[float]
     steps: int
-    rate: float
+    rates: list[float] = Field(min_length=1)
     noise_multiplier: float
     law: Literal["two-point", "normal"] = "two-point"
 
@@ -67,7 +77,7 @@ class Regression(Experiment):
     settings_type: ClassVar[type[Settings]] = RegressionSettings
 
     def members(self) -> list[ExperimentMember]:
-        """Every C, dimension and method, all seeds together."""
+        """Every C, dimension and method, all rates and seeds together."""
         other = {"experiment", "dimensions", "clip_norms"}
         common = self.settings.model_dump(by_alias=True, exclude=other)
         return [
@@ -81,10 +91,9 @@ class Regression(Experiment):
         ]
 
     def run(self, settings: Mapping[str, Any]) -> Result:
-        """Final errors ``||theta_T - theta*||^2``, mean noises and clipped shares, by seed."""
-        runs = descend(settings, range(1, settings["seeds"] + 1))
-        error, noise, clipped = zip(*runs, strict=True)
-        return {"error": list(error), "noise": list(noise), "clipped": list(clipped)}
+        """Final errors ``||theta_T - theta*||^2`` and mean noises, by rate and then by seed."""
+        error, noise, _ = descend(settings, range(1, settings["seeds"] + 1))
+        return {"error": error.tolist(), "noise": noise.tolist()}
 
     def report(self, results: Mapping[str, Result]) -> Report:
         """Errors and noises by dimension at every C, beside the theory for clipping."""
@@ -92,37 +101,60 @@ class Regression(Experiment):
         tables, claims = [], []
         figures: dict[str, float] = {}
         panels = {}
+        choices = []
         for bound in settings.clip_norms:
-            errors, noises = (
-                {
-                    method: [results[_name(method, bound, d)][what] for d in settings.dimensions]
-                    for method in METHODS
-                }
-                for what in ("error", "noise")
-            )
+            chosen = {
+                method: [self._choice(results, method, bound, d) for d in settings.dimensions]
+                for method in METHODS
+            }
+            errors = {
+                method: [
+                    _at(results[_name(method, bound, d)]["error"], settings.rates, choice.value)
+                    for d, choice in zip(settings.dimensions, chosen[method], strict=True)
+                ]
+                for method in METHODS
+            }
             panels[bound] = errors
             for method in METHODS:
+                choices += chosen[method]
                 for d, seeds in zip(settings.dimensions, errors[method], strict=True):
                     figures[f"error {method} C={bound:g} d={d}"] = over_seeds(seeds)[0]
-            tables.append(self._table(f"errors-c{bound:g}", "||theta_T||^2", bound, errors))
-            tables.append(self._table(f"noises-c{bound:g}", "||g - g~||^2", bound, noises))
+            tables.append(self._table(bound, errors, chosen))
             claims += self._claims(bound, errors)
-        return Report(tables, figures, claims, {"errors": self._picture(panels)})
+        return Report(tables, figures, claims, {"errors": self._picture(panels)}, choices)
 
-    def _theory(self, d: int, bound: float) -> float:
-        settings = self.settings
-        return error_of_clipping(d, settings.rate, settings.noise_multiplier * bound)
+    def _choice(
+        self, results: Mapping[str, Result], method: str, bound: float, d: int
+    ) -> BestOfGrid:
+        """The rate of the smallest mean error; scores are decibels below 1."""
+        errors = results[_name(method, bound, d)]["error"]
+        scores = {
+            rate: -10 * math.log10(over_seeds(seeds)[0])
+            for rate, seeds in zip(self.settings.rates, errors, strict=True)
+        }
+        return BestOfGrid(f"rate of {method} at C = {bound:g}, d = {d}", scores)
 
-    def _table(self, name: str, what: str, bound: float, values: Values) -> Table:
-        title = f"C = {bound:g}: {what}, mean ± s.d. of {seeds_text(self.settings.seeds)}"
+    def _table(
+        self, bound: float, errors: Values, chosen: Mapping[str, Sequence[BestOfGrid]]
+    ) -> Table:
+        title = (
+            f"C = {bound:g}: ||theta_T||^2, mean ± s.d. of {seeds_text(self.settings.seeds)} "
+            "(best rate of the common grid)"
+        )
         rows: list[list[str | float | None]] = [
             [
                 str(d),
-                *("{:.4g} ± {:.2g}".format(*over_seeds(column[k])) for column in values.values()),
+                *(
+                    "{:.3g} ± {:.2g} ({:g})".format(
+                        *over_seeds(errors[method][k]), chosen[method][k].value
+                    )
+                    for method in METHODS
+                ),
             ]
             for k, d in enumerate(self.settings.dimensions)
         ]
-        return Table(name, title, ["d", *(METHODS[method][0] for method in values)], rows)
+        columns = ["d", *(METHODS[method][0] for method in METHODS)]
+        return Table(f"errors-c{bound:g}", title, columns, rows)
 
     def _claims(self, bound: float, errors: Values) -> list[PaperClaim]:
         claims = []
@@ -164,14 +196,6 @@ class Regression(Experiment):
                 panel.errorbar(
                     dimensions, means, spreads, **curve_style(colour), capsize=3, label=label
                 )
-            panel.plot(
-                dimensions,
-                [self._theory(d, bound) for d in dimensions],
-                color=INK,
-                linestyle=":",
-                linewidth=1,
-                label="theory, Abadi, nothing clipped",
-            )
             panel.set_xscale("log")
             panel.set_yscale("log")
             panel.set_xticks(dimensions, [str(d) for d in dimensions])
@@ -183,8 +207,8 @@ class Regression(Experiment):
         return figure
 
 
-def _cell(seeds: Sequence[float]) -> str:
-    return "{:.4g} ± {:.2g}".format(*over_seeds(seeds))
+def _at(by_rate: Sequence[list[float]], rates: Sequence[float], rate: float) -> list[float]:
+    return by_rate[rates.index(rate)]
 
 
 def _word(positive: bool | None) -> str:
@@ -195,29 +219,21 @@ def _name(method: str, bound: float, d: int) -> str:
     return f"{method} C={bound:g} d={d}"
 
 
-def error_of_clipping(d: int, rate: float, noise: float) -> float:
-    """Stationary ``E||theta||^2`` of SGD with noise std ``noise`` a coordinate and one noisy x.
-
-    Each coordinate is an autoregression: ``rate / (2 - rate)`` times the variance of what is
-    added, which is ``noise^2``, and 1 more on the coordinate in which the data vary. That no
-    gradient is clipped is assumed.
-    """
-    return rate / (2 - rate) * (noise**2 * d + 1)
-
-
-def descend(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[tuple[float, float, float]]:
+def descend(settings: Mapping[str, Any], seeds: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """SGD on ``1/2 ||theta - x||^2``, one example a step, x of variance 1 in one coordinate.
 
-    All seeds at once, ``[n, d]``: what is one row through a releaser (a test holds the two equal)
-    is a row of its own here, with a state of its own.
+    All r rates and n seeds at once, ``[r n, d]``: what is one row through a releaser (a test holds
+    the two equal) is a row of its own here, with a state of its own. A seed draws the same at
+    every rate.
 
     Returns
     -------
-    list of (error, noise, clipped)
-        ``||theta_T||^2``, the mean of ``||g - g~||^2``, and the share of clipped gradients.
+    error, noise, clipped : float64 ``[r, n]``
+        ``||theta_T||^2`` (`LARGEST` where it diverges), the mean of ``||g - g~||^2``, and the
+        share of clipped gradients.
     """
-    d, rate, z = settings["dimension"], settings["rate"], settings["noise-multiplier"]
-    steps, count = settings["steps"], len(seeds)
+    d, rates, z = settings["dimension"], settings["rates"], settings["noise-multiplier"]
+    steps, count = settings["steps"], len(rates) * len(seeds)
     mechanism = make_mechanism(settings["method"], settings["clip-norm"])
     layout = Layout.of({"theta": torch.zeros(d, dtype=torch.float64)})
     state: State = {name: value.repeat(count, 1) for name, value in mechanism.init(layout).items()}
@@ -226,19 +242,23 @@ def descend(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[tuple[flo
     noises = [r.generator(Purpose.NOISE, level="example") for r in randomness]
     data = torch.from_numpy(np.array([_examples(g, settings["law"], steps) for g in draws]))
     starts = [r.generator(Purpose.INIT, level="run").standard_normal(d) for r in randomness]
-    theta = torch.from_numpy(np.array(starts) / np.sqrt(d))
+    theta = torch.from_numpy(np.array(starts) / np.sqrt(d)).repeat(len(rates), 1)
+    rate = torch.tensor(rates, dtype=torch.float64).repeat_interleave(len(seeds))[:, None]
     noise, clipped = (torch.zeros(count, dtype=torch.float64) for _ in range(2))
     for step in range(steps):
         rows = -theta
-        rows[:, 0] += data[:, step]
+        rows[:, 0] += data[:, step].repeat(len(rates))
         drawn = torch.from_numpy(np.array([g.standard_normal(d) for g in noises]))
+        drawn = drawn.repeat(len(rates), 1)
         released, long, state = _release(mechanism, state, rows, z, drawn)
         noise += (released - rows).square().sum(1)
         clipped += long
         theta = theta + rate * released
-    errors = theta.square().sum(1)
-    return list(
-        zip(errors.tolist(), (noise / steps).tolist(), (clipped / steps).tolist(), strict=True)
+    shape = len(rates), len(seeds)
+    return (
+        theta.square().sum(1).nan_to_num(LARGEST, LARGEST).clamp(max=LARGEST).view(shape),
+        (noise / steps).view(shape),
+        (clipped / steps).view(shape),
     )
 
 

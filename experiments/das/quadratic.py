@@ -213,7 +213,7 @@ class Quadratic(Experiment):
                 "snr-order",
                 "Signal-to-noise ratio",
                 "the SNR of clipped updates is never above it",
-                highest <= ratio * (1 + 1e-6),
+                highest <= ratio + 1e-7,
                 f"between {lowest:.4f} and {highest:.4f}",
             ),
             PaperClaim(

@@ -202,12 +202,13 @@ def best(of: str, by_value: Mapping[float, Score]) -> tuple[float, Score, BestOf
 
 def chosen(config: RunConfig) -> dict[str, Scalar]:
     """The keys that differ from their defaults, but for where the data lie."""
-    defaults = RunConfig().to_run_config()
-    return {
-        key: value
-        for key, value in config.to_run_config().items()
-        if value != defaults.get(key) and key != "data.dir"
-    }
+    flat, defaults = config.to_run_config(), RunConfig().to_run_config()
+    keys = {key: value for key, value in flat.items() if value != defaults.get(key)}
+    # What is named by a key may have defaults of its own, such as an algorithm's rate.
+    again = RunConfig.from_run_config(keys).to_run_config()
+    keys |= {key: value for key, value in flat.items() if again.get(key) != value}
+    keys.pop("data.dir", None)
+    return keys
 
 
 def _trained(config: RunConfig, data: Path, out: Path) -> Path:

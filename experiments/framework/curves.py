@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from experiments.framework.config_runs import Score
-from fedsim.reports.palette import COLOURS, SERIES
+from fedsim.reports.palette import COLOURS
 from fedsim.reports.plots import curve_style, grid
 
 __all__ = ["Curve", "curves", "sweeps"]
@@ -35,13 +35,13 @@ class Curve:
     label : str
         Empty to keep it out of the legend.
     score : Score
-    style : str or int
-        A style's name, or the place of a colour in the palette.
+    style : str
+        A style's name; "other" is a line in the background.
     """
 
     label: str
     score: Score
-    style: str | int
+    style: str
 
 
 def curves(
@@ -126,7 +126,5 @@ def sweeps(
     return figure
 
 
-def _style(style: str | int) -> dict[str, Any]:
-    if isinstance(style, int):
-        return curve_style(SERIES[style % len(SERIES)])
+def _style(style: str) -> dict[str, Any]:
     return {"color": _STYLES[style]} if style == "other" else curve_style(_STYLES[style])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -148,18 +148,12 @@ class KoskelaFederated(Koskela):
         adadp = self._adadp(scores, s.mixed, batch)
         rate, sgd, chosen = self._best(scores, SGD, s.rates, s.mixed, batch)
         choices = [chosen]
-        others = [
-            Curve("", scores[_name(SGD, tried, s.mixed, batch)], "other")
-            for tried in s.rates
-            if tried != rate
-        ]
-        if others:
-            others[0] = Curve("SGD, the other rates", others[0].score, "other")
+        sgds = {tried: scores[_name(SGD, tried, s.mixed, batch)] for tried in s.rates}
         adadp_lines = [
             Curve(READINGS[reading], score, STYLES[reading]) for reading, score in adadp.items()
         ]
         title = f"Fig. 1a: {100 * s.mixed:g} % random\n{self._where}"
-        lines = [*others, Curve(f"SGD, tuned: {rate:g}", sgd, "sgd"), *adadp_lines]
+        lines = [*_tuned("SGD", sgds, rate, "{:g}".format), *adadp_lines]
         pictures = {"figure1a": curves(title, [("", lines)], xlabel="round")}
         figures = {f"1a {reading}": score.mean for reading, score in adadp.items()} | {
             "1a sgd": sgd.mean
@@ -181,13 +175,10 @@ class KoskelaFederated(Koskela):
             choices.append(chosen)
             rows.append(["Adam", f"{adam_rate:.3g}", adam.text])
             figures["3 adam"] = adam.mean
-            adams = [
-                Curve(_power(rate), scores[_name(ADAM, rate, s.mixed, batch)], k)
-                for k, rate in enumerate(s.adam_rates)
-            ]
+            adams = {rate: scores[_name(ADAM, rate, s.mixed, batch)] for rate in s.adam_rates}
             pictures["figure3"] = curves(
                 f"Fig. 3: Adam, {100 * s.mixed:g} % random\n{self._where}",
-                [("", [*adams, *adadp_lines])],
+                [("", [*_tuned("Adam", adams, adam_rate, _power), *adadp_lines])],
                 xlabel="round",
             )
             claims += _both(
@@ -360,6 +351,16 @@ class KoskelaFederated(Koskela):
         return Report([table], figures, claims, {"figure2a": picture}, choices)
 
 
+def _tuned(
+    method: str, by_rate: Mapping[float, Score], best: float, text: Callable[[float], str]
+) -> list[Curve]:
+    """The best rate, before the others in the background."""
+    others = [rate for rate in by_rate if rate != best]
+    label = f"{method}, {text(min(others))} to {text(max(others))}" if others else ""
+    lines = [Curve("" if k else label, by_rate[rate], "other") for k, rate in enumerate(others)]
+    return [*lines, Curve(f"{method}, tuned: {text(best)}", by_rate[best], "sgd")]
+
+
 def _changes(method: str, rate: float) -> dict[str, Scalar]:
     """Keys of a run with this method."""
     if method in READINGS:
@@ -405,4 +406,4 @@ def _plain(reading: str) -> str:
 
 
 def _power(rate: float) -> str:
-    return f"Adam, $10^{{{math.log10(rate):.1f}}}$"
+    return f"$10^{{{math.log10(rate):.1f}}}$"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from experiments.adaclip.dp_pca import SquareRows, principal_directions
-from experiments.adaclip.regression import error_of_clipping
+from experiments.adaclip.regression import descend
 from experiments.das.least_squares import ClosedForm, LeastSquares, Watched, snr_of_normalization
 from experiments.framework.central import DenseNet, train
 from experiments.xu.beale import MINIMUM, beale, gradient
@@ -170,8 +170,17 @@ class OfClients(Randomness):
 
 class TestAdaClip:
     def test_error_of_clipping_by_dimension(self) -> None:
-        # 5.03e-5 a coordinate, and .005 for the one in which the data vary.
-        assert error_of_clipping(1000, 0.01, 0.1) == pytest.approx(0.0553, abs=1e-4)
+        # An autoregression in every coordinate: rate / (2 - rate) times the variance of what is
+        # added, 5.03e-5 a coordinate of noise and .005 for the one in which the data vary.
+        settings = {
+            "dimension": 400, "steps": 1500, "rates": [0.01, 0.03], "noise-multiplier": 0.1,
+            "method": "clipping", "clip-norm": 10.0, "law": "two-point",
+        }  # fmt: skip
+        error, noise, clipped = descend(settings, range(1, 13))
+        for rate, found in zip((0.01, 0.03), error.mean(1).tolist(), strict=True):
+            assert found == pytest.approx(rate / (2 - rate) * (400 + 1), rel=0.1)
+        assert noise.mean().item() == pytest.approx(400, rel=0.01)
+        assert not clipped.any()
 
     def test_rows_are_the_descents_of_autograd(self) -> None:
         net = DenseNet((5, 7, 6, 3))

@@ -29,7 +29,7 @@ COMMITTED = Path(__file__).parents[2] / "experiments"
 SMALL: dict[str, dict[str, Any]] = {
     "quadratic": {"clients": 8, "dimension": 12, "columns": 3, "rounds": 6, "steps": 3},
     "das-fmnist": {"epsilons": [8.0], "clip-norms": [1.0, 20.0], "rounds": 6},
-    "adaclip-regression": {"dimensions": [3, 100], "steps": 30},
+    "adaclip-regression": {"dimensions": [3, 100], "steps": 30, "rates": [0.01, 0.1]},
     "adaclip-mnist": {
         "epsilons": [1.0],
         "epochs": [2],

@@ -19,12 +19,14 @@ from typer.testing import CliRunner
 from experiments import Experiment, PaperClaim, Report, check, find, names
 from experiments.adaclip.regression import descend, make_mechanism
 from experiments.framework.base import BestOfGrid, ExperimentMember, Result, Table
+from experiments.framework.config_runs import chosen
 from experiments.framework.judgement import Judgement, faults
 from experiments.framework.overview import overview
 from experiments.framework.run import load
 from experiments.framework.spread import all_ahead, paired
 from experiments.framework.stored import Stored, digest, shortened
 from fedsim.cli.experiment import experiment
+from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Independent, NoiseSource, Releaser
 from fedsim.randomness import Purpose, Randomness
@@ -193,14 +195,14 @@ def test_only_results_of_the_files_own_settings_are_stored(other: list[str]) -> 
 def test_descents_of_all_seeds_are_releases_of_one_row(method: str) -> None:
     d, steps, rate, bound = 6, 25, 0.1, 0.5
     settings = {
-        "dimension": d, "steps": steps, "rate": rate, "noise-multiplier": 1e-9, "method": method,
-        "clip-norm": bound, "law": "two-point",
+        "dimension": d, "steps": steps, "rates": [2.0, rate], "noise-multiplier": 1e-9,
+        "method": method, "clip-norm": bound, "law": "two-point",
     }  # fmt: skip
-    ended = descend(settings, [1, 2])
+    ended = [found[1].tolist() for found in descend(settings, [1, 2])]
     mechanism = make_mechanism(method, bound)
     layout = Layout.of({"theta": torch.zeros(d, dtype=torch.float64)})
     releaser = Releaser(mechanism, layout, noise=Independent(1e-9), denominator=1.0)
-    for seed, (error, noise, clipped) in zip((1, 2), ended, strict=True):
+    for seed, error, noise, clipped in zip((1, 2), *ended, strict=True):
         randomness = Randomness(seed)
         draws = randomness.generator(Purpose.SAMPLE, level="example")
         data = draws.permutation(np.resize([-1.0, 1.0], steps))
@@ -220,3 +222,14 @@ def test_descents_of_all_seeds_are_releases_of_one_row(method: str) -> None:
         assert float(theta.square().sum()) == pytest.approx(error, rel=1e-5)
         assert np.mean(noises) == pytest.approx(noise, rel=1e-5)
         assert long / steps == pytest.approx(clipped)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adadp-lr", "adadp-noise"])
+def test_settings_of_a_member_are_those_of_its_config_whatever_its_algorithms_defaults_are(
+    name: str,
+) -> None:
+    for rate in (0.1, 0.01, 0.001):
+        config = RunConfig.from_run_config({"client.name": name, "client.lr": rate})
+        again = RunConfig.from_run_config(chosen(config))
+        assert again.client.lr == rate
+        assert again == config
