@@ -23,7 +23,7 @@ from experiments.framework.base import (
     Table,
     seeds_text,
 )
-from experiments.framework.spread import all_ahead, over_seeds, paired
+from experiments.framework.spread import Difference, all_ahead, over_seeds, paired
 from fedsim.mechanisms import AdaClip, Clipping, State
 from fedsim.mechanisms.base import Released
 from fedsim.randomness import Purpose, Randomness
@@ -160,8 +160,9 @@ class Regression(Experiment):
         claims = []
         for method in ("literal", "stabilised"):
             label = f"C = {bound:g}, {METHODS[method][0]}"
+            # Errors of seeds lie orders of magnitude apart: factors are compared, not differences.
             saved = [
-                paired(clipping, adaclip)
+                paired(np.log10(clipping).tolist(), np.log10(adaclip).tolist())
                 for clipping, adaclip in zip(errors["clipping"], errors[method], strict=True)
             ]
             means = [over_seeds(seeds)[0] for seeds in errors[method]]
@@ -171,8 +172,8 @@ class Regression(Experiment):
                     "Fig. 2",
                     f"{label}: error below clipping's in every dimension",
                     all_ahead(saved),
-                    ", ".join(
-                        f"d = {d}: {_word(difference.positive)}"
+                    "; ".join(
+                        f"d = {d}: {_factor(difference)}"
                         for d, difference in zip(self.settings.dimensions, saved, strict=True)
                     ),
                 ),
@@ -211,8 +212,10 @@ def _at(by_rate: Sequence[list[float]], rates: Sequence[float], rate: float) -> 
     return by_rate[rates.index(rate)]
 
 
-def _word(positive: bool | None) -> str:
-    return {True: "below", False: "above", None: "undecided"}[positive]
+def _factor(decades: Difference) -> str:
+    """What part of clipping's error is left, with its interval."""
+    mean, low, high = (10**-power for power in (decades.mean, decades.high, decades.low))
+    return f"{mean:.2g} [{low:.2g}, {high:.2g}] of it"
 
 
 def _name(method: str, bound: float, d: int) -> str:
