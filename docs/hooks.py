@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ import click
 import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from notebook_page import notebook_page
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = (
-    ("Runs", "fedsim", ("run", "load", "RunConfig")),
+    ("Runs", "fedsim", ("run", "load", "RunConfig", "Callback", "RunStatus", "Live")),
+    ("What a run reached", "fedsim.runs.result", ("RunResult",)),
+    ("What a run has left", "fedsim.runs.saved", ("SavedRun", "InferenceModel")),
     ("Cohorts", "fedsim.cohorts", None),
     ("Mechanisms", "fedsim.mechanisms", None),
     ("Strategies", "fedsim.strategies", None),
@@ -22,13 +26,29 @@ MODULES = (
     ("Clients", "fedsim.clients", None),
     ("Partitions", "fedsim.partitions", None),
     ("Data sets", "fedsim.datasets", None),
+    ("Models", "fedsim.models", None),
+    ("Losses and metrics", "fedsim.tasks", None),
+    ("Server optimisers", "fedsim.server_optimizers", None),
+    ("Settings of one's own", "fedsim.settings", None),
     ("Privacy", "fedsim.privacy", None),
+    ("Random numbers", "fedsim.randomness", None),
+    ("Audit", "fedsim.audit", None),
+)
+BENCHMARKS = (
+    *("local", "convolutions", "example_privacy", "engines", "workers", "kills"),
+    *("audit_power", "mutations"),
 )
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what is made, and the repository's own pages, to the files of the site."""
+    notebook, drawn = notebook_page(
+        ROOT / "examples" / "notebook" / "first_run.ipynb", "pictures/notebook"
+    )
+    for name, png in drawn.items():
+        files.append(File.generated(config, f"pictures/notebook/{name}", content=png))
     pages = {
+        "notebook.md": notebook,
         "reference/command.md": command_reference(),
         "reference/python.md": python_reference(),
         "papers.md": papers(),
@@ -127,8 +147,21 @@ def gallery() -> str:
 
 
 def benchmarks() -> str:
-    """The recorded figures of speed and memory."""
-    lines = ["# Benchmarks\n", "`make bench` measures them again, beside plain loops in the same run.\n"]
+    """The recorded figures of speed and memory, and the command that measures each again."""
+    lines = [
+        "# Benchmarks\n",
+        "In a checkout after `make test`, with nothing else running: each takes minutes, says its",
+        "options with `--help`, and prints what stands below. `make bench` is the first of them.\n",
+        "| command | measures |",
+        "| --- | --- |",
+    ]
+    for name in BENCHMARKS:
+        text = (ROOT / "benchmarks" / f"{name}.py").read_text()
+        told = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+        # Some begin with the command itself.
+        told = re.sub(r"^`[^`]*`:\s*", "", told)
+        lines.append(f"| `python -m benchmarks.{name}` | {told.rstrip('.')} |")
+    lines.append("")
     for results in sorted((ROOT / "benchmarks" / "results").glob("*.md")):
         lines += [re.sub(r"^(#+) ", r"#\1 ", results.read_text(), flags=re.MULTILINE), ""]
     return "\n".join(lines)

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 from fedsim.version import VERSION
 
 if sys.platform == "win32":
-    raise ImportError("fedsim runs on Linux and macOS, and on Windows in WSL: it locks its files.")
+    _HERE = "fedsim runs on Linux and macOS, and on Windows in WSL: it locks its files."
+    # Of the command, which finds no code of its own before this: a sentence and no traceback.
+    if sys.argv[:1] == ["-m"] or sys.argv[0].lower().endswith(("fedsim", "fedsim.exe")):
+        print(f"fedsim: {_HERE}", file=sys.stderr)
+        raise SystemExit(2)
+    raise ImportError(_HERE)
 
 if TYPE_CHECKING:
     from fedsim.config import RunConfig

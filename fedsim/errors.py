@@ -17,7 +17,11 @@ class BudgetSpentError(FedsimError):
 
 
 class RunFailedError(RuntimeError):
-    """Too many rounds in a row, of a run without privacy, in which every client failed."""
+    """A run that had begun and failed, in a sentence.
+
+    By too many rounds in a row, where nothing is private, in which every client failed; or with the
+    runtime of Flower's that it was on.
+    """
 
 
 def printable(text: object, limit: int = 200) -> str:

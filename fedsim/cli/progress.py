@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
 from rich import progress as bars
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
 from fedsim.config import RunConfig
 from fedsim.privacy import Statement
+from fedsim.reports.numbers import brief
+from fedsim.reports.series import is_share, tail_mean, told_columns
 from fedsim.runs.artefacts import Row
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.result import RunResult
 from fedsim.strategies.outcome import failures_in, reasons_in, told
 
-__all__ = ["JsonLines", "Progress", "summary"]
+__all__ = ["JsonLines", "Progress", "interrupted", "summary"]
 
-_FIELDS = {
-    "test-loss": ("loss", "{:.3f}"),
-    "test-accuracy": ("accuracy", "{:.1%}"),
+_COSTS = {
     "epsilon": ("epsilon", "{:.2f}"),
     "example-epsilon": ("examples' epsilon", "{:.2f}"),
     "clients-per-second": ("clients/s", "{:,.0f}"),
@@ -76,12 +79,7 @@ class Progress(Callback):
         """Show the round that has just finished."""
         row = status.row
         self._shown |= row
-        simulated = " (simulated)" if self._shown.get("simulated") else ""
-        text = "  ".join(
-            f"{label}{simulated * key.endswith('epsilon')} [bold]{form.format(self._shown[key])}[/]"
-            for key, (label, form) in _FIELDS.items()
-            if key in self._shown
-        )
+        text = "  ".join(f"{label} [bold]{value}[/]" for label, value in self._told())
         if row.get("failed"):
             # First: what is wrong must not be what is cut off.
             text = f"failed [bold]{row['failed']}[/] ({told(reasons_in([row]))})  {text}"
@@ -92,6 +90,17 @@ class Progress(Callback):
             self._console.print(
                 f"round {done:>4}/{self._rounds}  {text}", markup=True, soft_wrap=True
             )
+
+    def _told(self) -> Iterator[tuple[str, str]]:
+        """Labels and numbers: what it has learnt, then what that has cost."""
+        for column, name in told_columns(self._shown).items():
+            value = self._shown[column]
+            share = is_share(column, [value])
+            yield escape(name), f"{value:.1%}" if share else f"{value:.3f}"
+        simulated = " (simulated)" if self._shown.get("simulated") else ""
+        for key, (label, form) in _COSTS.items():
+            if key in self._shown:
+                yield label + simulated * key.endswith("epsilon"), form.format(self._shown[key])
 
 
 class JsonLines(Callback):
@@ -136,11 +145,7 @@ def _finite(value: object) -> object:
 
 def summary(config: RunConfig, result: RunResult) -> RenderableType:
     """What a run reached, what privacy it kept, and where its artefacts are."""
-    rows = [row for row in result.metrics if "test-accuracy" in row]
-    lines: list[RenderableType] = []
-    if rows:
-        lines.append(_accuracy(rows))
-    lines.append(Text())
+    lines: list[RenderableType] = [_reached(result.metrics), Text()]
     lines.append(Text(str(result.privacy) if _claims_privacy(config) else _NO_CLAIM))
     if result.example_privacy is not None and result.example_privacy is not result.privacy:
         lines.append(Text(f"\n{result.example_privacy}"))
@@ -157,15 +162,31 @@ def summary(config: RunConfig, result: RunResult) -> RenderableType:
     return Panel(Group(*lines), title=title, title_align="left", padding=(1, 2))
 
 
-def _accuracy(rows: list[Row]) -> RenderableType:
+def interrupted(result: RunResult) -> str:
+    """How far a run came that was asked to end, and what can be done with it now."""
+    assert result.directory is not None
+    run = shlex.quote(str(result.directory.path))
+    rounds = int(result.metrics[-1]["round"]) if result.metrics else 0
+    return (
+        f"Interrupted after round {rounds}: the model is that of this round. `fedsim run {run} "
+        f"--resume` goes on, and `fedsim report {run}` makes its page."
+    )
+
+
+def _reached(rows: Sequence[Row]) -> RenderableType:
+    """The last of every metric, and what it was of late; the loss stands last."""
     table = Table.grid(padding=(0, 2))
-    last = rows[-1]
-    reached = Text(f"{last['test-accuracy']:.2%}", "bold")
-    table.add_row("test accuracy", reached, f"after round {last['round']}")
-    tail = [float(row["test-accuracy"]) for row in rows[-5:]]
-    if len(tail) == 5:
-        table.add_row("", f"{math.fsum(tail) / 5:.2%}", "mean of the last five evaluations")
-    table.add_row("test loss", f"{last['test-loss']:.4f}")
+    told = told_columns(dict.fromkeys(name for row in rows for name in row))
+    for column, name in sorted(told.items(), key=lambda item: item[1].endswith("loss")):
+        measured = [row for row in rows if column in row]
+        values = [float(row[column]) for row in measured]
+        percent = is_share(column, values)
+        label = f"test {name}" if column.startswith("test-") else name
+        after = f"after round {measured[-1]['round']}"
+        table.add_row(label, Text(brief(values[-1], percent), "bold"), after)
+        mean = None if name.endswith("loss") else tail_mean(values)
+        if mean is not None:
+            table.add_row("", brief(mean, percent), "mean of the last five evaluations")
     return table
 
 

@@ -21,18 +21,18 @@ def report(
 
         fedsim report runs/digits
 
-    `fedsim run` writes the same page at its end. This one also reads a run that was killed, or
-    is going on. The page is one file and works offline; of a private run it shows what is public,
-    and the operator's facts by that name.
+    `fedsim run` writes the same page at its end. This one also reads a run that was interrupted or
+    killed, or is going on. The page is one file and works offline; of a private run it shows what
+    is public, and the operator's facts by that name.
     """
     page = out or run / "report.html"
     check_page(page)
     # Only now: a mistake should not wait for what reads a ledger.
     from fedsim.reports.page import write
-    from fedsim.reports.record import RunRecord
     from fedsim.reports.run_page import run_page
+    from fedsim.runs.report import whole_record
 
-    write(run_page(RunRecord.read(run)), page)
+    write(run_page(whole_record(run)), page)
     Output().print(f"report: {page}", soft_wrap=True)
 
 

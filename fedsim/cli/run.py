@@ -97,7 +97,7 @@ def run(
     # Only now: a mistake in the config should not wait for torch.
     console = Output()
     with console.status("importing") if not (quiet or json_) else nullcontext():
-        from fedsim.cli.progress import JsonLines, Progress, summary
+        from fedsim.cli.progress import JsonLines, Progress, interrupted, summary
         from fedsim.runs.launch import RanElsewhere
         from fedsim.runs.runner import run as run_config
     lines = JsonLines(console)
@@ -115,7 +115,9 @@ def run(
     if json_:
         lines.end(result)
     elif not quiet:
-        console.print(summary(settings, result))
+        ended_early = result.ended == "interrupted"
+        told = interrupted(result) if ended_early else summary(settings, result)
+        console.print(told, soft_wrap=ended_early)
     if result.ended == "interrupted":
         raise typer.Exit(130)
 

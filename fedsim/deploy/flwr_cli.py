@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.deploy.processes import environment, program
-from fedsim.errors import FedsimError
+from fedsim.errors import FedsimError, RunFailedError
 
 __all__ = ["Operator"]
+
+_OUTAGE = 90.0  # seconds; an app of Flower's waits for its SuperLink for 60
 
 
 class Operator:
@@ -98,14 +100,29 @@ class Operator:
         -------
         str
             Its last status. Flower's own ``flwr run --stream`` exits with 0 whatever it is.
+
+        Raises
+        ------
+        RunFailedError
+            If the SuperLink stays away for longer than a run outlives that.
         """
+        silent_since: float | None = None
         while True:
             with self._stream(run_id) as stream:
                 while stream.poll() is None:
                     look()
                     alive()
                     time.sleep(0.1)
-            status = self.status(run_id)
+            try:
+                status, silent_since = self.status(run_id), None
+            except FedsimError:
+                status, silent_since = "unknown", silent_since or time.monotonic()
+                if time.monotonic() - silent_since > _OUTAGE:
+                    raise RunFailedError(
+                        f"the SuperLink has not answered for {_OUTAGE:g} s, which no run outlives; "
+                        "when it is up again, the same command with --resume goes on from the "
+                        "last checkpoint."
+                    ) from None
             if status.startswith("finished"):
                 look()
                 return status

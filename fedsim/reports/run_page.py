@@ -349,8 +349,7 @@ def _partition(record: RunRecord) -> list[Markup | Chart | str]:
 def _time(record: RunRecord) -> list[Markup | Chart | str]:
     summary = record.summary
     facts: dict[str, str] = {}
-    x, y = record.curve("seconds")
-    if y:
+    if y := record.curve("seconds")[1]:
         facts["all rounds"] = duration(math.fsum(y))
         facts["a round"] = f"{duration(float(np.median(y)))} (median)"
     if memory := summary.get("peak-memory"):
@@ -362,8 +361,19 @@ def _time(record: RunRecord) -> list[Markup | Chart | str]:
     if not facts:
         return []
     note = tag("p", OPERATORS_FACTS, class_="operator") if record.private else None
-    charts = [Lines("Seconds a round", "round", "seconds", [Line("seconds", x, y)])] if y else []
+    charts = [
+        Lines(title, "round", unit, [Line(name, *record.curve(column)) for column, name in lines])
+        for title, unit, lines in _TIMES
+        if all(record.curve(column)[1] for column, _ in lines)
+    ]
     return [part for part in (note, _facts(facts), *charts) if part is not None]
+
+
+_TIMES = (
+    ("Seconds a round", "seconds", (("seconds", "seconds"),)),
+    ("Seconds that a round of devices would take", "seconds", (("virtual-seconds", "seconds"),)),
+    ("Bytes that a round would move", "bytes", (("bytes-down", "to them"), ("bytes-up", "back"))),
+)
 
 
 def _facts(facts: Mapping[str, str]) -> Markup:

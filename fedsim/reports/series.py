@@ -17,6 +17,7 @@ __all__ = [
     "learning_columns",
     "learning_curves",
     "release_curves",
+    "told_columns",
 ]
 
 PREFIXES = {
@@ -37,7 +38,7 @@ QUANTILES = ("min", "p10", "median", "p90", "max")
 """Ends of the columns that say how a metric spreads over clients."""
 
 _ABOUT = {
-    "update-norm": "How far a round's noisy mean is from nothing; what it is made of is not shown."
+    "update-norm": "The length of what a round released, noise and all; not what it is made of."
 }
 
 _OTHERS = {"round", "epsilon", "example-epsilon", "simulated"}
@@ -61,6 +62,24 @@ def learning_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
         if prefix in PREFIXES and name and not known:
             metrics.setdefault(name, {})[prefix] = column
     return metrics
+
+
+def told_columns(columns: Iterable[str]) -> dict[str, str]:
+    """The column to tell of each metric, and its name: on test examples, else at clients.
+
+    Examples
+    --------
+    >>> told_columns(["test-loss", "clients-loss", "train-loss", "clients-accuracy"])
+    {'test-loss': 'loss', 'clients-accuracy': "clients' accuracy"}
+    """
+    told = {}
+    for name, whose in learning_columns(columns).items():
+        words = name.replace("-", " ")
+        if "test" in whose:
+            told[whose["test"]] = words
+        elif "clients" in whose:
+            told[whose["clients"]] = f"clients' {words}"
+    return told
 
 
 def learning_curves(record: RunRecord) -> list[Lines]:
@@ -162,7 +181,7 @@ def _positive(value: object) -> float:
 def is_share(name: str, values: Iterable[float]) -> bool:
     """Whether a metric reads better as a share of a hundred."""
     real = [value for value in values if math.isfinite(value)]
-    shares = bool(re.search(r"accuracy|precision|recall|share|fraction|rate$", name))
+    shares = bool(re.search(r"accuracy|precision|recall|share|fraction|rate$|top-k", name))
     return shares and all(0 <= value <= 1 for value in real)
 
 

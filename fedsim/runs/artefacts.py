@@ -140,7 +140,8 @@ class RunDirectory:
             if not self._marker.take():
                 raise self._in_use()
             _replace(self.config, config_toml.encode())
-            self.done.unlink(missing_ok=True)
+            for of_its_end in (self.done, self.summary, self.report):
+                of_its_end.unlink(missing_ok=True)
         except OSError as error:
             self._marker.release()
             raise self._unusable(error) from None

@@ -164,6 +164,7 @@ class Session:
                 "ledger-head": ledger.head,
                 "ledger-lines": len(ledger.heads),
                 "release": self.build.release,
+                "round": self.strategy.rounds_done,
             }
             self._directory.save_model(frozen | tensors(self._reached), about)
             if self._key is not None:
@@ -296,6 +297,8 @@ def drive(
 
     Goes on from the last checkpoint in ``directory`` if there is one. The model reached so far is
     saved whatever ends the run; Ctrl-C and SIGTERM end it in good order.
+
+    A run that is interrupted leaves no report: whoever sends SIGTERM sends SIGKILL soon after.
     """
     state = None if directory is None else directory.checkpoints.newest()
     session = Session(build, directory, callbacks, resume=state)
@@ -312,7 +315,8 @@ def drive(
         finally:
             session.finish(whole=whole)
     result = session.result(interrupted=not whole)
-    leave_report(build, result, str(failure or ""))
+    if result.ended != "interrupted" or failure is not None:
+        leave_report(build, result, str(failure or ""))
     if failure is not None:
         raise failure
     return result

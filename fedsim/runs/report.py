@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
+from safetensors.torch import load_file
+
+from fedsim.config import RunConfig
 from fedsim.engines.arrays import tensors
 from fedsim.errors import FedsimError
+from fedsim.privacy.verification import model_metadata
 from fedsim.reports.record import SUMMARY_FORMAT, RunRecord
 from fedsim.reports.run_page import run_page
 from fedsim.runs.artefacts import Ended, RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.result import RunResult
-from fedsim.runs.summary import summarise
+from fedsim.runs.summary import measured, summarise
 
-__all__ = ["leave_report", "tell_ending"]
+__all__ = ["leave_report", "tell_ending", "whole_record"]
 
 _log = logging.getLogger("fedsim")
 
@@ -74,3 +79,28 @@ def tell_ending(directory: RunDirectory, ended: Ended, why: str) -> None:
             directory.save_report(run_page(replace(record, summary=told)))
     except (OSError, FedsimError):
         _log.exception("%s is whole, but its report could not be made", directory.path)
+
+
+def whole_record(path: Path) -> RunRecord:
+    """A run as its files tell it; of one that was interrupted the model is measured now.
+
+    Raises
+    ------
+    FedsimError
+        As `RunRecord.read` does.
+    """
+    record = RunRecord.read(path)
+    model = RunDirectory(path).model
+    if record.summary or not model.is_file():
+        return record
+    try:
+        if model_metadata(model).get("round") != record.rounds:
+            return record  # what an earlier model got wrong is not what the last row is about
+        build = Build(RunConfig.load(path / "config.toml"))
+        saved = load_file(model)
+        summary = measured(build, {name: saved[name] for name in build.initial_arrays})
+    except Exception as error:  # of data that is gone, or of the user's own code
+        _log.warning("what the model gets wrong cannot be measured: %s", error)
+        return record
+    why = "It was interrupted; the model is the one of the last whole round."
+    return replace(record, summary=summary | {"ended": "interrupted", "why": why})

@@ -24,7 +24,7 @@ from fedsim.runs.build import Build
 from fedsim.runs.state import versions
 from fedsim.version import VERSION
 
-__all__ = ["summarise"]
+__all__ = ["measured", "summarise"]
 
 MOST_CLASSES = 200
 """With more, a confusion matrix is no picture, and no small file."""
@@ -38,7 +38,7 @@ _CHUNK = 256
 def summarise(
     build: Build, arrays: Mapping[str, Tensor], *, ended: str, why: str
 ) -> dict[str, Any]:
-    """The summary of a run that has reached these parameters, safe for JSON.
+    """The summary of a run that has just reached these parameters, safe for JSON.
 
     Parameters
     ----------
@@ -48,15 +48,13 @@ def summarise(
     ended, why : str
         As in `RunResult`, or "failed".
     """
-    config = build.config
     summary: dict[str, Any] = {
-        "format": SUMMARY_FORMAT,
         "ended": ended,
         "why": why,
         "ended-at": datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="minutes")[:16],
         "peak-memory": _peak_memory(),
         "machine": {
-            "engine": config.engine.name,
+            "engine": build.config.engine.name,
             "device": build.device.type,
             "processor": platform.machine(),
             "system": platform.system(),
@@ -67,12 +65,19 @@ def summarise(
             **versions(),
         },
     }
+    if build.device.type == "cuda":
+        summary["peak-gpu-memory"] = torch.cuda.max_memory_allocated(build.device)
+    return measured(build, arrays) | summary
+
+
+def measured(build: Build, arrays: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What of a summary follows from a run's config and the parameters that it has reached."""
+    config = build.config
+    summary: dict[str, Any] = {"format": SUMMARY_FORMAT}
     if config.engine.name != "deployment":  # there the data are the nodes' own
         summary["data"] = _shape(build.dataset)
     summary["notes"] = list(build.notes)
     summary["parameters"] = sum(values.numel() for values in arrays.values())
-    if build.device.type == "cuda":
-        summary["peak-gpu-memory"] = torch.cuda.max_memory_allocated(build.device)
     if config.evaluate.every:
         summary["test"] = _test(build, arrays)
         summary["test-of-clients"] = "test" in build.dealt.of_clients or any(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,6 +53,29 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "small.toml"
     path.write_text(SMALL)
     return path
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["task.metrics=top-k(k=2),f1"], ["test top k 2", "test f1", "test loss"]),
+        (
+            ["mechanism.name=none", "evaluate.every=0", "evaluate.clients-every=1"],
+            ["clients' accuracy", "clients' loss"],
+        ),
+    ],
+)
+def test_the_summary_has_every_metric_whatever_it_is_called(
+    settings: list[str], says: list[str], config: Path, tmp_path: Path
+) -> None:
+    if "mechanism.name=none" in settings:
+        config.write_text(SMALL.replace("clipping", "none").split("[noise]")[0])
+        settings = settings[1:]
+    options = [word for setting in settings for word in ("--set", setting)]
+    done = fedsim("run", "small.toml", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in says:
+        assert re.search(rf"{name} +[\d.]+( %)? +after round 2", done.stdout), name
 
 
 def test_run_trains_and_says_what_it_reached(config: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from fedsim.reports.record import RunRecord, read_metrics
 from fedsim.reports.run_page import OPERATORS_FACTS, run_page
 from fedsim.reports.series import OPERATORS, QUANTILES, learning_columns, release_curves
 from fedsim.runs.callbacks import Callback
+from fedsim.runs.report import whole_record
 from fedsim.runs.sweep import members, run_sweep
 from fedsim.strategies import RoundReport, RunFailedError, summaries
 
@@ -250,7 +251,7 @@ def test_a_run_that_failed_leaves_a_page_that_says_why(tmp_path: Path) -> None:
     assert "malformed" in words
 
 
-def test_a_run_that_was_interrupted_leaves_its_page(tmp_path: Path) -> None:
+def test_a_run_that_was_interrupted_has_a_page_when_it_is_asked_for(tmp_path: Path) -> None:
     class Interrupting(Callback):
         def on_round(self, status):
             if status.round == 2:
@@ -259,8 +260,8 @@ def test_a_run_that_was_interrupted_leaves_its_page(tmp_path: Path) -> None:
     config = RunConfig().replace(**{"rounds": 50, "partition.clients": 5})
     result = fedsim.run(config, out=tmp_path / "run", callbacks=[Interrupting()])
     assert result.ended == "interrupted"
-    words = Outline((tmp_path / "run" / "report.html").read_text(encoding="utf-8")).words
-    assert f"It reached round {result.metrics[-1]['round']} of 50. Interrupted" in words
+    words = Outline(run_page(whole_record(tmp_path / "run"))).words
+    assert f"It reached round {result.metrics[-1]['round']} of 50. It was interrupted" in words
 
 
 def test_members_of_a_sweep_leave_pages(tmp_path: Path) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import fedsim
 from fedsim import RunConfig
+from fedsim.reports.run_page import run_page
 from fedsim.runs import drive
 from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.report import whole_record
 
 CONFIG = RunConfig.parse(
     {
@@ -34,26 +35,57 @@ class Terminated(fedsim.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_model_and_checkpoint_are_saved_as_soon_as_the_round_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory, order = RunDirectory(tmp_path / "run"), []
-    leave_report = drive.leave_report
-
-    def noted(*arguments: Any) -> None:
-        state = directory.checkpoints.newest()
-        order.append((directory.model.exists(), None if state is None else state.round))
-        leave_report(*arguments)
-
-    monkeypatch.setattr(drive, "leave_report", noted)
+@pytest.fixture
+def interrupted(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "run")
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
         result = fedsim.run(CONFIG, out=directory.path, callbacks=[Terminated()])
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (result.ended, result.metrics[-1]["round"]) == ("interrupted", 2)
-    assert order == [(True, 2)]  # the report, which takes its time, comes after both
-    resumed = fedsim.run(CONFIG, out=directory.path, resume=True)
+    return directory
+
+
+def test_a_terminated_run_saves_its_model_and_a_checkpoint_and_waits_for_nothing_else(
+    interrupted: RunDirectory, tmp_path: Path
+) -> None:
+    state = interrupted.checkpoints.newest()
+    assert state is not None
+    assert state.round == 2
+    assert interrupted.model.exists()
+    assert not interrupted.report.exists()
+    resumed = fedsim.run(CONFIG, out=interrupted.path, resume=True)
     whole = fedsim.run(CONFIG, out=tmp_path / "whole")
-    assert directory.model.read_bytes() == RunDirectory(tmp_path / "whole").model.read_bytes()
+    assert interrupted.model.read_bytes() == RunDirectory(tmp_path / "whole").model.read_bytes()
     assert [row["round"] for row in resumed.metrics] == [row["round"] for row in whole.metrics]
+    assert interrupted.report.exists()
+
+
+def test_the_page_of_a_terminated_run_is_made_whole_when_it_is_asked_for(
+    interrupted: RunDirectory,
+) -> None:
+    record = whole_record(interrupted.path)
+    assert sum(map(sum, record.summary["test"]["counts"])) == 360
+    page = run_page(record)
+    assert "It reached round 2 of 9. It was interrupted" in page
+    assert "What it gets wrong" in page
+    # The model of an earlier end says nothing of the rounds that were made since.
+    interrupted.metrics.write_text(interrupted.metrics.read_text() + "3\n")
+    assert whole_record(interrupted.path).summary == {}
+
+
+def test_going_on_removes_what_was_said_of_the_end_that_is_none_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    fedsim.run(CONFIG.replace(rounds=2), out=directory.path)
+    assert directory.report.exists()
+
+    def killed(*_: object) -> None:
+        raise SystemExit(137)
+
+    monkeypatch.setattr(drive, "run_to_end", killed)
+    with pytest.raises(SystemExit):
+        fedsim.run(CONFIG, out=directory.path, resume=True)
+    assert not any(path.exists() for path in (directory.done, directory.summary, directory.report))

@@ -266,7 +266,8 @@ def _run_sessions(sessions: Sequence[Session]) -> dict[int, Exception]:
         error = failed.get(index)
         if error is not None and not isinstance(error, RunFailedError):
             _log.error("a member of the sweep raised", exc_info=error)
-        leave_report(session.build, result, "" if error is None else _reason(error))
+        if not asked or error is not None:
+            leave_report(session.build, result, "" if error is None else _reason(error))
     if asked and any(session.ended == "interrupted" for session in sessions):
         raise KeyboardInterrupt
     return failed

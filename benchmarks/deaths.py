@@ -1,0 +1,264 @@
+"""Ways in which a run can die: each prepares the death of the process that calls it."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedsim.privacy import durable
+from fedsim.runs import artefacts, checkpoint
+from fedsim.runs.artefacts import RunDirectory
+
+ROUNDS = 12
+
+Before = Callable[[random.Random, float], object]
+"""Prepares the death of the process that calls it, in a run of so many seconds."""
+
+
+def after(seconds: float, do: Callable[[], object]) -> None:
+    """Let another process do this after a while."""
+    if os.fork() == 0:
+        time.sleep(seconds)
+        with suppress(OSError):
+            do()
+        os._exit(0)
+
+
+def kill_in(seconds: float, number: int = signal.SIGKILL) -> None:
+    """Let this process be sent a signal after a while."""
+    after(seconds, partial(os.kill, os.getpid(), number))
+
+
+def at_an_instant(
+    chosen: random.Random, seconds: float, happens: Callable[[float], object] = kill_in
+) -> None:
+    """Some instant of some round but the last two: before the run's end, however fast it goes."""
+    left, delay = chosen.randrange(ROUNDS - 2), chosen.uniform(0, seconds / ROUNDS)
+    start_metrics, add_row = RunDirectory.start_metrics, RunDirectory.add_row
+
+    def started(directory: RunDirectory, *arguments: Any) -> None:
+        start_metrics(directory, *arguments)
+        count()
+
+    def added(directory: RunDirectory, *arguments: Any) -> None:
+        add_row(directory, *arguments)
+        count()
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            happens(delay)
+
+    RunDirectory.start_metrics = started  # type: ignore[method-assign, assignment]
+    RunDirectory.add_row = added  # type: ignore[method-assign, assignment]
+
+
+def by_sigterm(chosen: random.Random, seconds: float) -> None:
+    at_an_instant(chosen, seconds, partial(kill_in, number=signal.SIGTERM))
+
+
+def before_a_step(chosen: random.Random, seconds: float) -> None:
+    left = chosen.randrange(120)
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
+
+        return call
+
+    for owner, name in (
+        (os, "fsync"), (os, "replace"), (os, "link"), (Path, "rename"), (Path, "unlink"),
+        (Path, "mkdir"), (shutil, "rmtree"), (RunDirectory, "add_row"),
+    ):  # fmt: skip
+        setattr(owner, name, counted(getattr(owner, name)))
+
+
+def in_a_checkpoint(chosen: random.Random, seconds: float) -> None:
+    left, written = chosen.randrange(1, 6), checkpoint._write_synced
+
+    def torn(path: Path, content: bytes) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            path.write_bytes(content[: chosen.randrange(len(content))])
+            os.kill(os.getpid(), signal.SIGKILL)
+        written(path, content)
+
+    checkpoint._write_synced = torn
+
+
+def in_a_ledgers_line(chosen: random.Random, seconds: float) -> None:
+    left, append = chosen.randrange(1, 11), durable.append
+
+    def torn(file: Any, data: bytes) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            file.seek(0, os.SEEK_END)
+            file.write(data[: chosen.randrange(1, len(data))])
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        append(file, data)
+
+    durable.append = torn
+
+
+def in_a_row(chosen: random.Random, seconds: float) -> None:
+    left, csv_line = chosen.randrange(3, 13), artefacts._csv_line
+
+    def torn(values: Any) -> bytes:
+        nonlocal left
+        left -= 1
+        line = csv_line(values)
+        if left:
+            return line
+        kill_in(0.02)
+        return line[: len(line) // 2]
+
+    artefacts._csv_line = torn
+
+
+def of_a_file_that_cannot_grow(chosen: random.Random, seconds: float) -> None:
+    size = chosen.choice([1000, 3000, 3500, 5000, 6000])
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def of_a_full_disk(chosen: random.Random, seconds: float) -> None:
+    """Nothing to prepare: the disk is as small as `full_disk` has made it."""
+
+
+def of_a_read_only_disk(chosen: random.Random, seconds: float) -> None:
+    """What a kernel does with a disk whose errors it has seen: what is open may not be written."""
+    broken = Path(f"/sys/fs/ext4/{DISK['device']}/trigger_fs_error")
+    at_an_instant(chosen, seconds, partial(after, do=partial(broken.write_text, "1")))
+
+
+def of_a_worker(chosen: random.Random, seconds: float) -> None:
+    def killed(delay: float) -> None:
+        parent = os.getpid()
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        if children:
+            after(delay, partial(os.kill, int(chosen.choice(children)), signal.SIGKILL))
+
+    at_an_instant(chosen, seconds, killed)
+
+
+def of_ray(chosen: random.Random, seconds: float) -> None:
+    kill_in(chosen.uniform(3, 12))
+
+
+def of_a_ray_worker(chosen: random.Random, seconds: float) -> None:
+    from fedsim.engines.ray import RayGrid
+
+    blocks, left = RayGrid._blocks, chosen.randrange(1, 10)
+
+    def losing(self: Any, *arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if not left:
+            import ray
+
+            ray.kill(self._workers[0].actor)
+        return blocks(self, *arguments)
+
+    RayGrid._blocks = losing  # type: ignore[method-assign, assignment]
+
+
+class Disk(NamedTuple):
+    """How a disk is made that will fail, and how it is mended."""
+
+    mount: Callable[[random.Random, Path], None]
+    mend: Callable[[Path], None]
+
+
+DISK: dict[str, str] = {}
+"""Of what is mounted now: the file that holds it, and the block device."""
+
+
+def _call(*command: str | Path) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _mount_small(chosen: random.Random, place: Path) -> None:
+    size = chosen.choice([16, 24, 32, 48, 64])
+    _call("mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", place)
+
+
+def _mend_small(place: Path) -> None:
+    _call("mount", "-o", "remount,size=64m", place)
+
+
+def _mount_fragile(chosen: random.Random, place: Path) -> None:
+    image = place.with_suffix(".img")
+    with image.open("wb") as file:
+        file.truncate(32 << 20)
+    _call("mkfs.ext4", "-q", image)
+    _mount_image(image, place)
+
+
+def _mount_image(image: Path, place: Path) -> None:
+    _call("mount", "-o", "loop,errors=remount-ro", image, place)
+    device = _call("findmnt", "-n", "-o", "SOURCE", place).strip()
+    DISK.update(image=str(image), device=Path(device).name)
+
+
+def _mend_fragile(place: Path) -> None:
+    _call("umount", place)
+    # 1: errors were corrected.
+    subprocess.run(["e2fsck", "-fy", DISK["image"]], capture_output=True, check=False)
+    _mount_image(Path(DISK["image"]), place)
+
+
+SMALL_DISK = Disk(_mount_small, _mend_small)
+FRAGILE_DISK = Disk(_mount_fragile, _mend_fragile)
+
+
+class Death(NamedTuple):
+    """A way to die, of a kind of run, so many times; on a disk of its own."""
+
+    name: str
+    before: Before
+    kind: str
+    times: int
+    disk: Disk | None = None
+
+
+DEATHS = [
+    Death("SIGKILL at a random instant", at_an_instant, "rates", 10),
+    Death("  clients protect their examples", at_an_instant, "examples", 4),
+    Death("  SCAFFOLD", at_an_instant, "scaffold", 4),
+    Death("  personal heads", at_an_instant, "heads", 4),
+    Death("  on two workers", at_an_instant, "workers", 4),
+    Death("  a sweep of four", at_an_instant, "sweep", 4),
+    Death("SIGKILL before a step to the disk", before_a_step, "rates", 10),
+    Death("  clients protect their examples", before_a_step, "examples", 4),
+    Death("  a sweep of four", before_a_step, "sweep", 4),
+    Death("in the middle of a checkpoint", in_a_checkpoint, "rates", 5),
+    Death("in the middle of a ledger's line", in_a_ledgers_line, "rates", 5),
+    Death("in the middle of a metrics row", in_a_row, "rates", 4),
+    Death("no file may grow", of_a_file_that_cannot_grow, "rates", 4),
+    Death("a full disk", of_a_full_disk, "rates", 4, SMALL_DISK),
+    Death("a disk becomes read-only", of_a_read_only_disk, "rates", 4, FRAGILE_DISK),
+    Death("SIGTERM at a random instant", by_sigterm, "rates", 4),
+    Death("  on two workers", by_sigterm, "workers", 2),
+    Death("  a sweep of four", by_sigterm, "sweep", 2),
+    Death("SIGKILL of a run on Ray", of_ray, "ray", 2),
+    Death("one of two workers is killed", of_a_worker, "workers", 4),
+    Death("one of two Ray workers is killed", of_a_ray_worker, "ray", 2),
+]

@@ -1,0 +1,131 @@
+"""A deployment whose server dies in mid-run, SuperLink, ServerApp and all, as without power."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import fedsim
+from fedsim import RunConfig
+from fedsim.deploy.federation import CONNECTION, Federation
+from fedsim.deploy.flwr_cli import Operator
+from fedsim.deploy.processes import Processes, Running, free_ports, wait_for_port
+from fedsim.privacy import Ledger
+from fedsim.runs.artefacts import RUNS, RunDirectory
+
+NODES = 3
+CONFIG = RunConfig.parse(
+    {
+        "name": "served",
+        "rounds": 7,
+        "partition": {"clients": NODES, "max-examples": 60},
+        "client": {"name": "adadp-lr", "batch-size": 10},
+        "cohort": {"name": "poisson", "rate": 0.7},
+        "mechanism": {"name": "quantile-clipping", "bit-noise": 0.5},
+        "noise": {"multiplier": 1.0, "entropy": "config"},
+        "server": {"momentum": 0.9},
+        "checkpoint": {"every": 2},
+        "engine": {"device": "cpu"},
+    }
+)
+COMMAND = [sys.executable, "-m", "fedsim"]
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all that it has started, children first."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has ended meanwhile
+            parents[int(entry.name)] = int(fields[1])
+    family = [pid]
+    for member in family:
+        family += [child for child, parent in parents.items() if parent == member]
+    return family[::-1]
+
+
+def wait(condition: Callable[[], object], running: Running, limit: float = 240.0) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert running.alive(), running.tail(30)
+        assert time.monotonic() < deadline, running.tail(30)
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Federation:
+    port, fleet_port = free_ports(2)
+    return Federation.create(tmp_path / "fed", nodes=NODES, port=port, fleet_port=fleet_port)
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    with ExitStack() as stack:
+        yield stack.enter_context(Processes(tmp_path / "logs"))
+
+
+@pytest.mark.slow
+def test_a_run_whose_server_died_goes_on_by_one_command_to_the_same_bytes(
+    federation: Federation, processes: Processes, tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG.to_toml())
+
+    def server() -> Running:
+        command = [*COMMAND, "deploy", "superlink", str(federation.superlink)]
+        running = processes.start("server", command, {RUNS: str(federation.runs)})
+        wait_for_port(running, federation.port)
+        return running
+
+    def submit(name: str, *options: str) -> Running:
+        here = [
+            "--set",
+            "engine.name=deployment",
+            "--set",
+            f"engine.federation={federation.directory}",
+        ]
+        toml, out = str(tmp_path / "run.toml"), str(tmp_path / "run")
+        return processes.start(name, [*COMMAND, "run", toml, *here, "--out", out, *options])
+
+    def rows() -> int:
+        files = list(federation.runs.glob("served-*/metrics.csv"))
+        return len(RunDirectory(files[0].parent).rows()) if files else 0
+
+    first = server()
+    keys = [federation.public_key(node) for node in range(NODES)]
+    Operator(federation.operator, CONNECTION).register(keys)
+    for node, port in enumerate(free_ports(NODES)):
+        directory = str(federation.node(node))
+        processes.start(
+            f"node-{node}", [*COMMAND, "deploy", "node", directory, "--port", str(port)]
+        )
+
+    begun = submit("begun")
+    wait(lambda: rows() >= 5, begun)
+    for pid in descendants(first.pid):
+        os.kill(pid, signal.SIGKILL)
+    first.process.wait()
+    assert begun.process.wait(240) == 1
+    assert "--resume" in begun.tail()
+
+    server()
+    resumed = submit("resumed", "--resume")
+    assert resumed.process.wait(400) == 0, resumed.tail(40)
+    assert len(list(federation.runs.iterdir())) == 1
+    fedsim.run(CONFIG, out=tmp_path / "whole")
+    left, whole = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "whole")
+    assert left.model.read_bytes() == whole.model.read_bytes()
+    ledgers = [Ledger.read(run.ledger, delta=1e-5) for run in (left, whole)]
+    assert ledgers[0].heads[-1] == ledgers[1].heads[-1]
+    assert [row["epsilon"] for row in left.rows()[1:]] == [
+        row["epsilon"] for row in whole.rows()[1:]
+    ]
