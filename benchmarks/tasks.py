@@ -35,7 +35,7 @@ ENGINES = ("local", "ray", "simulation", "deployment")
 SETTINGS = {
     "local": [],
     "ray": ["engine.workers=2", "engine.cpus-per-worker=0.1"],
-    "simulation": ["engine.cpus-per-worker=0.5"],
+    "simulation": [],
     "deployment": [],
 }
 CLIENT = ["mechanism.name=clipping", "mechanism.clip-norm=0.5", "noise.multiplier=0.3"]
@@ -116,6 +116,8 @@ def main() -> None:
     tasks = list(dict.fromkeys(row.task for row in ROWS))
     parser.add_argument("--tasks", nargs="*", default=tasks, choices=tasks)
     parser.add_argument("--engines", nargs="*", default=ENGINES[:3], choices=ENGINES)
+    levels = ["none", "client", "example"]
+    parser.add_argument("--levels", nargs="*", default=levels, choices=levels)
     options = parser.parse_args()
     # What a command leaves running when it ends is ours to wait for, and to count.
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
@@ -125,7 +127,7 @@ def main() -> None:
             folder = Path(place) / task
             shutil.copytree(ROOT / "examples" / task, folder)
             _make_data(folder, next(row.small or {} for row in ROWS if row.task == task))
-            for row in (row for row in ROWS if row.task == task):
+            for row in (r for r in ROWS if r.task == task and r.level in options.levels):
                 for engine in options.engines:
                     cell = measure(row, engine, folder)
                     cells[f"{row.name}: {row.level}: {engine}"] = cell

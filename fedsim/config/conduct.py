@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fedsim.config.keys import Section, only
 from fedsim.settings import Doc
@@ -106,3 +106,13 @@ class EngineSection(Section):
     node_timeout: Annotated[float, Doc("Seconds to wait for nodes to be there.")] = Field(
         60.0, gt=0, le=1e8
     )
+
+    @model_validator(mode="after")
+    def _whole_cores(self) -> EngineSection:
+        self.require(
+            self.name != "simulation" or self.cpus_per_worker == max(1, int(self.cpus_per_worker)),
+            "engine.cpus-per-worker",
+            self.cpus_per_worker,
+            "a whole number with engine.name = 'simulation': Flower's keeps whole cores",
+        )
+        return self

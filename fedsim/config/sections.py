@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from fedsim import registry
 from fedsim.config.bounding import BoundingSection
@@ -23,7 +23,7 @@ from fedsim.config.keys import (
     setting,
 )
 from fedsim.config.options import checked
-from fedsim.config.values import read_named
+from fedsim.config.values import apart, read_named
 from fedsim.settings import Doc
 
 __all__ = [
@@ -37,6 +37,11 @@ __all__ = [
     "ServerSection",
     "TaskSection",
 ]
+
+
+def _evenly(words: str) -> str:
+    """As one writes them, so that equal ones are equal."""
+    return ", ".join(filter(None, apart(words)))
 
 
 def _joined(value: Any) -> Any:
@@ -167,6 +172,7 @@ class TaskSection(Choice):
     metrics: Annotated[
         str,
         BeforeValidator(_joined),
+        AfterValidator(_evenly),
         NamesOf("metric"),
         Doc(
             "What is measured besides the loss, with commas between and options in brackets, such "

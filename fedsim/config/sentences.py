@@ -35,7 +35,9 @@ _BOUNDS = {
 
 def sentence(model: type[BaseModel], error: ValidationError) -> str:
     """First problem of ``error`` as one sentence: key, value, what is allowed."""
-    first = error.errors()[0]
+    problems = error.errors()
+    # Of a value that may be of several types, what is wrong with the one that it is of.
+    first = next((p for p in problems if p["type"] == "finite_number"), problems[0])
     # A union such as "number or unset" reports its branch as part of the location.
     path = [
         str(step) for step in first["loc"] if "[" not in str(step) and step not in ("float", "bool")

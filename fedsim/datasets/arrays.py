@@ -67,10 +67,17 @@ class Arrays:
             for part in ("train", "test")
         }
         numbers = {k: [float(v) for v in arrays[k].ravel()] for k in STATISTICS if k in arrays}
-        declared = {k: int(arrays[k].ravel()[0]) for k in DECLARED if k in arrays}
+        declared = {k: _whole(k, arrays[k]) for k in DECLARED if k in arrays}
         return cls(
             splits["train"], splits["test"], numbers.get("mean"), numbers.get("std"), **declared
         )
+
+
+def _whole(key: str, array: Array) -> int:
+    number = array.ravel()[0]
+    if int(number) != number:
+        raise ValueError(f"{key} is {number}, and no whole number")
+    return int(number)
 
 
 def read_npz(path: Path) -> Arrays:

@@ -117,6 +117,7 @@ def test_a_value_that_a_key_cannot_have(change: str, refused: Callable[..., str]
         ["model.name=os.path:sep"],
         ["model.name=:"],
         ["task.loss=nowhere:loss"],
+        ["engine.name=simulation", "engine.cpus-per-worker=0.5"],
         ["task.metrics=nowhere:metric"],
         ["model.weights=c.toml"],
         ["model.weights=none.safetensors"],

@@ -166,6 +166,8 @@ def test_a_file_may_declare_its_sizes(tmp_path: Path) -> None:
     declared = {"classes": np.array(12), "vocabulary": np.array([15])}
     data = load(stored(tmp_path, arrays(**declared), mapped=False))
     assert (data.num_classes, data.vocabulary, data.found) == (12, 15, ())
+    with pytest.raises(FedsimError, match=r"vocabulary is 9\.5, and no whole number"):
+        load(stored(tmp_path, arrays(vocabulary=9.5), mapped=False))
 
 
 def test_what_the_mask_leaves_out_is_not_looked_at(tmp_path: Path) -> None:

@@ -248,6 +248,10 @@ def test_metrics_are_called_by_their_names_and_options() -> None:
     }
     assert metrics_of(["accuracy", "top-k(k=2)"]) == metrics_of("accuracy,top-k(k=2)")
     assert metrics_of("") == {}
+    written = [
+        RunConfig.of([f"task.metrics={text}"]) for text in ("auc,f1", "auc , f1,", "auc, f1")
+    ]
+    assert written[0] == written[1] == written[2]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,203 @@
+"""Something of one's own in every table at once, each with options: one run of all of it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+import fedsim
+from fedsim import RunConfig, registry
+from fedsim.errors import FedsimError
+from fedsim.runs.build import Build
+from fedsim.runs.check import check
+
+OWN = """
+from dataclasses import dataclass
+from typing import Annotated
+import numpy as np
+from torch import nn
+from fedsim.clients import LocalAlgorithm
+from fedsim.cohorts import InclusionSampler
+from fedsim.datasets import Dataset
+from fedsim.mechanisms import ScalingBound
+from fedsim.partitions import Partition
+from fedsim.server_optimizers import ServerOptimizer
+from fedsim.settings import Doc, Ge, Gt
+from fedsim.tasks import ExactSum, Metric
+
+@dataclass(frozen=True)
+class Bound(ScalingBound):
+    clip_norm: Annotated[float, Gt(0), Doc("The largest norm.")] = 1.0
+    power: Annotated[float, Ge(1), Doc("How sharp the corner is.")] = 4.0
+
+    def radius(self, ready, d):
+        return self.clip_norm
+
+    def scales(self, norms, ready, unit):
+        ratio = norms * unit / self.clip_norm
+        return unit / (1 + ratio**self.power) ** (1 / self.power)
+
+@dataclass(frozen=True)
+class Sign(LocalAlgorithm):
+    lr: Annotated[float, Gt(0), Doc("The rate.")] = 0.01
+
+    def step(self, state, gradient, at):
+        state["theta"] -= self.lr * gradient.dense().sign()
+
+@dataclass(frozen=True)
+class ByRegion(Partition):
+    clients: int = 10
+    seed: int = 0
+    region: Annotated[int, Ge(0), Doc("Which.")] = 0
+
+    def deal(self, examples, generator):
+        owner = (np.arange(len(examples)) + self.region) % self.clients
+        return [np.flatnonzero(owner == client) for client in range(self.clients)]
+
+@dataclass(frozen=True)
+class Blobs:
+    size: Annotated[int, Ge(4), Doc("How many examples.")] = 60
+
+    def __call__(self):
+        y = np.arange(self.size) % 3
+        part = {"x": np.eye(3, dtype=np.float32)[y], "y": y}
+        return Dataset.of("blobs", part, part, classes=3)
+
+class Tides(InclusionSampler):
+    def __init__(self, population, top=0.9):
+        super().__init__(population, highest=top)
+        self.top = top
+
+    def probabilities(self, round):
+        return np.where(np.arange(self.population) % 2 == round % 2, self.top, 0.5)
+
+@dataclass
+class Halved(ServerOptimizer):
+    share: Annotated[float, Gt(0), Doc("What of the update is taken.")] = 0.5
+
+    def step(self, vector, update):
+        return vector + self.share * update.to(vector)
+
+def model(input_shape, num_classes, width=4):
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(input_shape[0], width), nn.Tanh(), nn.Linear(width, num_classes)
+    )
+
+def focal(outputs, targets, power=2.0):
+    log_p = outputs.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    return -((1 - log_p.exp()) ** power) * log_p
+
+@dataclass(frozen=True)
+class Certainty(Metric):
+    power: Annotated[float, Gt(0), Doc("What probabilities are raised to.")] = 1.0
+
+    def init(self):
+        return ExactSum()
+
+    def update(self, state, outputs, targets):
+        return state + ExactSum.of(outputs.softmax(-1).amax(-1) ** self.power)
+
+    def merge(self, first, second):
+        return first + second
+
+    def finish(self, state):
+        return state.mean
+"""
+TREE = {
+    "rounds": 2,
+    "data": {"name": "own_kinds:Blobs", "options": {"size": 90}},
+    "partition": {"name": "own_kinds:ByRegion", "clients": 6, "options": {"region": 3}},
+    "model": {"name": "own_kinds:model", "options": {"width": 5}},
+    "task": {
+        "loss": "own_kinds:focal",
+        "options": {"power": 1.5},
+        "metrics": "accuracy, own_kinds:Certainty(power=2.0), own_kinds:focal(power=1)",
+    },
+    "client": {"name": "own_kinds:Sign", "options": {"lr": 0.02}},
+    "cohort": {"name": "own_kinds:Tides", "options": {"top": 0.8}},
+    "mechanism": {"name": "own_kinds:Bound", "options": {"clip-norm": 0.5, "power": 2.0}},
+    "noise": {"multiplier": 1.0},
+    "server": {"optimizer": "own_kinds:Halved", "options": {"share": 0.7}},
+}
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "own_kinds.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("own_kinds", None)
+
+
+def test_something_of_ones_own_with_options_stands_in_every_table_at_once() -> None:
+    config = RunConfig.parse(TREE)
+    assert RunConfig.from_run_config(config.to_run_config()) == config
+    result = fedsim.run(config)
+    assert len(result.metrics) == 3
+    assert {"test-accuracy", "test-Certainty-2.0", "test-focal-1"} <= result.metrics[-1].keys()
+    assert math.isfinite(result.privacy.epsilon)
+    build = Build(config)
+    assert (len(build.dataset.train), build.partition.region) == (90, 3)
+    assert build.model[1].out_features == 5
+
+
+def test_the_same_by_entry_points_of_an_installed_package_has_keys(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    kinds = {"data": "Blobs", "partition": "ByRegion", "client": "Sign", "mechanism": "Bound",
+             "server": "Halved", "metric": "Certainty"}  # fmt: skip
+    points = tuple(
+        EntryPoint(f"{kind}.theirs", f"own_kinds:{name}", registry.PLUGINS)
+        for kind, name in kinds.items()
+    )
+    monkeypatch.setattr(registry, "_entry_points", lambda: points)
+    config = RunConfig.parse(
+        {
+            "rounds": 1,
+            "data": {"name": "theirs", "size": 30},
+            "partition": {"name": "theirs", "clients": 6, "region": 3},
+            "task": {"metrics": "theirs(power=3.0)"},
+            "client": {"name": "theirs", "lr": 0.02},
+            "mechanism": {"name": "theirs", "clip-norm": 0.5, "power": 2.0},
+            "noise": {"multiplier": 1.0},
+            "server": {"optimizer": "theirs", "share": 0.7},
+        }
+    )
+    assert "test-theirs-3.0" in fedsim.run(config).metrics[-1]
+    with pytest.raises(FedsimError, match=r"mechanism\.power = 0\.5; it must be at least 1"):
+        config.replace(**{"mechanism.power": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("partition.options.region", -1, r"partition\.options\.region = -1; it must be at least 0"),
+        ("partition.options.clients", 4, r"partition\.options\.clients is set; what it is follows"),
+        (
+            "mechanism.options.power",
+            0.5,
+            r"mechanism\.options\.power = 0\.5; it must be at least 1",
+        ),
+        ("server.options.share", "x", r"server\.options\.share = 'x'; it must be a number"),
+        ("data.options.size", 2, r"data\.options\.size = 2; it must be at least 4"),
+        ("model.options.depth", 2, r"model\.options\.depth is no setting of .*; it takes width\."),
+        ("client.options.lr", 0, r"client\.options\.lr = 0; it must be greater than 0"),
+        ("cohort.options.top", 2, r"the highest probability is 2; it must lie in"),
+        ("task.options.power", math.nan, r"task\.options\.power = nan; it must be a finite number"),
+        (
+            "task.metrics",
+            "own_kinds:Certainty(power=0)",
+            r"Certainty\.power = 0; it must be greater",
+        ),
+    ],
+)
+def test_an_option_that_is_no_good_is_blamed_by_its_own_name(
+    key: str, value: object, sentence: str
+) -> None:
+    with pytest.raises(FedsimError, match=sentence):
+        check(Build(RunConfig.parse(TREE).replace(**{key: value})))
