@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from experiments.adaclip.tuned import TunedRates, TunedSettings
@@ -267,6 +268,7 @@ class Mnist(TunedRates):
             )
             self.draw_line(axes[1], [_ends(seeds) for seeds in runs], colour, label)
         axes[0].set_xlabel("epoch")
+        axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
         axes[0].set_ylabel("test accuracy (%); bars: s.d. over seeds")
         axes[0].set_title(f"(a) $\\epsilon$ = {settings.curves_at:g}", fontsize=10)
         axes[0].legend(frameon=False, fontsize=8)

@@ -17,6 +17,8 @@ from fedsim.reports.plots import curve_style
 
 __all__ = ["TunedRates", "TunedSettings", "member_name"]
 
+PRINTED = "paper, for its neural model"
+
 
 class TunedSettings(Settings):
     """Keys of experiments of this kind.
@@ -172,7 +174,7 @@ class TunedRates(Experiment):
         """The ratio of the noises against epsilon, beside the paper's 0.8."""
         self.draw_line(panel, self.ratios(results), COLOURS["adaclip"], "AdaCliP / Abadi")
         panel.axhline(1, color=COLOURS["clipping"], linewidth=1, linestyle="--", label="Abadi")
-        panel.axhline(0.8, color=COLOURS["neutral"], linewidth=1, linestyle=":", label="paper")
+        panel.axhline(0.8, color=COLOURS["neutral"], linewidth=1, linestyle=":", label=PRINTED)
         panel.set_ylim(0, 1.15)
         panel.set_ylabel("$\\|g - \\tilde g\\|$, AdaCliP / Abadi")
         panel.legend(frameon=False, fontsize=8)
