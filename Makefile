@@ -61,8 +61,13 @@ docs: $(DEV_INSTALLED)  ## build the documentation's site: build/site/index.html
 	$(PIP) --quiet -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-bench: $(DEV_INSTALLED)  ## speed and memory beside a plain PyTorch loop
+bench: $(DEV_INSTALLED)  ## speed and memory beside plain loops, with what is aimed at (ten minutes, all cores free)
 	$(BIN)/python -m benchmarks.local
+	$(BIN)/python -m benchmarks.workers
+	$(BIN)/python -m benchmarks.sweeps --times 1
+	$(BIN)/python -m benchmarks.population
+	$(BIN)/python -m benchmarks.cluster
+	$(BIN)/python -m benchmarks.federation
 
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

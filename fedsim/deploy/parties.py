@@ -14,6 +14,7 @@ import tomli_w
 
 from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.certificates import write_public
+from fedsim.deploy.looking import look_seconds
 from fedsim.deploy.policy import NODE
 from fedsim.deploy.processes import program
 from fedsim.deploy.roster import CLIENTS
@@ -159,7 +160,8 @@ class Node:
         settings = {"partition-id": self.client, "num-partitions": self.clients, **(config or {})}
         written = " ".join(f"{key}={_word(value)}" for key, value in settings.items())
         secret = ["--superexec-auth-secret-file", str(files / "superexec.secret")]
-        command = [program("flower-supernode"), *(["--grpc-rere"] if speaks_grpc() else [])]
+        command = [*_module("looking"), f"{look_seconds(self.clients):g}"]
+        command += ["--grpc-rere"] if speaks_grpc() else []
         command += ["--superlink", self.superlink, "--isolation", "process", *secret]
         command += ["--node-config", written, "--host", "127.0.0.1", "--port", str(port)]
         if self.insecure:

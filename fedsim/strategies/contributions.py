@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
@@ -111,6 +111,9 @@ class Contributions:
     """Declared by client id; they weigh in place of what clients report."""
     needs_rows: bool = False
     """Whether the strategy wants each client's row, so that no worker may sum them."""
+    _releasers: dict[tuple[Layout, str], Releaser] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def summed(
         self, asked: Asked, replies: Iterable[Message], layout: Layout, state: State
@@ -181,9 +184,17 @@ class Contributions:
         FedsimError
             If the noise and the mechanism do not go together.
         """
-        return Releaser(
-            self.mechanism, layout, noise=self.noise, denominator=self.denominator, device=device
-        )
+        # It has no state: one does for all rounds.
+        key = layout, str(device)
+        if key not in self._releasers:
+            self._releasers[key] = Releaser(
+                self.mechanism,
+                layout,
+                noise=self.noise,
+                denominator=self.denominator,
+                device=device,
+            )
+        return self._releasers[key]
 
     def _add(
         self, releaser: Releaser, total: PartialSum, asked: Asked, reply: Reply, tally: Tally

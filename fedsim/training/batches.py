@@ -82,9 +82,10 @@ def plan_batches(
     for B, members, steps in _groups(works, indices, lambda size: width(work.batch_size, size)):
         index = np.zeros((len(members), int(steps[0]), B), dtype=np.int64)
         weight = np.zeros((len(members), int(steps[0]), B), dtype=np.float64)
-        alike = np.array([(len(indices[i]), step) for i, step in zip(members, steps, strict=True)])
-        for pair in np.unique(alike, axis=0):
-            rows = np.flatnonzero((alike == pair).all(axis=1))
+        sizes = np.array([len(indices[i]) for i in members])
+        alike = sizes * (steps[0] + 1) + steps  # no two pairs of both have one number
+        for number in np.unique(alike):
+            rows = np.flatnonzero(alike == number)
             examples = np.stack([indices[i] for i in members[rows]])
             draws = [
                 Draws(randomness[i], "example", False, int(client_ids[i]), stream)

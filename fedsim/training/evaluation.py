@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,25 @@ from fedsim.training.local_step import exact
 from fedsim.training.paths.choice import Path
 from fedsim.training.paths.plain import PlainPath
 
-__all__ = ["evaluate_clients"]
+__all__ = ["Calls", "evaluate_clients"]
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 WIDTH = 32  # examples in a chunk; a chunk belongs to one client
 MOST_CHUNKS = 64  # chunks in one call
 CALL_BYTES = 2**26  # of the inputs and outputs of one call
+
+
+@dataclass
+class Calls:
+    """How many chunks go through a model at once: one, until it is known what an output takes."""
+
+    chunks: int = 1
+
+    def learn(self, *tensors: Tensor) -> None:
+        """What a call took and gave, each with a chunk to a row."""
+        chunk_bytes = sum(tensor.nbytes // len(tensor) for tensor in tensors)
+        self.chunks = max(1, min(MOST_CHUNKS, CALL_BYTES // max(chunk_bytes, 1)))
 
 
 @torch.no_grad()
@@ -34,12 +47,13 @@ def evaluate_clients(
     indices: Sequence[npt.NDArray[np.int64]],
     metrics: Mapping[str, Metric],
     seeds: Seeds | None = None,
+    calls: Calls | None = None,
 ) -> dict[str, Floats]:
     """Metrics of packed parameters ``theta [1 or n, D]`` on the examples of each of n clients.
 
     Examples go through the model in chunks of one client's own, and metrics merge exactly, so that
     what a client reports does not depend on who else is asked. ``seeds`` are those of a model that
-    draws even when it is evaluated.
+    draws even when it is evaluated; ``calls`` is what earlier evaluations of it have learnt.
 
     Returns
     -------
@@ -59,10 +73,10 @@ def evaluate_clients(
     states = [{name: metric.init() for name, metric in metrics.items()} for _ in indices]
     # A GPU is sent all indices at once, not batch by batch.
     all_indices = torch.from_numpy(padded).to(data.x.device)
-    start, count = 0, 1
+    start, calls = 0, calls or Calls()
     with exact(data.x.device):
         while start < len(padded):
-            call = slice(start, start + count)
+            call = slice(start, start + calls.chunks)
             x = data.inputs(all_indices[call], theta.dtype)
             if len(theta) == 1:  # everybody's, which need not be copied for each chunk
                 points = theta.expand(len(owner[call]), -1)
@@ -71,10 +85,8 @@ def evaluate_clients(
             outputs = _outputs(path, points, x, None if drawn is None else drawn[call])
             targets = data.targets(all_indices[call], theta.dtype)
             _take(states, metrics, owner[call], real[call], outputs.cpu(), targets.cpu())
-            start += count
-            # What an output takes is known once there is one.
-            bytes_of = [tensor.nbytes // len(tensor) for tensor in (x, outputs)]
-            count = max(1, min(MOST_CHUNKS, CALL_BYTES // max(sum(bytes_of), 1)))
+            start = call.stop
+            calls.learn(x, outputs)
     result = {"num-examples": sizes.astype(np.float64)}
     for name, metric in metrics.items():
         values = (

@@ -33,7 +33,7 @@ from fedsim.training.checks import (
 from fedsim.training.compression import Compression
 from fedsim.training.data import ClientData
 from fedsim.training.entering import Entering
-from fedsim.training.evaluation import evaluate_clients
+from fedsim.training.evaluation import Calls, evaluate_clients
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.example_releases import ExampleReleases, Starting
 from fedsim.training.fitting import Local
@@ -232,6 +232,7 @@ class Trainer:
         self.rounds = LocalRounds(
             self.model, self.bench, self.keeping, self.sending, stepping, compression, releases
         )
+        self._calls = Calls()
 
     @property
     def population(self) -> int:
@@ -395,7 +396,7 @@ class Trainer:
             seeds = Seeds([source] * len(ids), ids, round) if self.draws.evaluation else None
             metrics = {"loss": MeanOf(self.loss), **self.metrics}
             theta = self.keeping.evaluated(vector, ids)
-            values = evaluate_clients(self.path, theta, data, indices, metrics, seeds)
+            values = evaluate_clients(self.path, theta, data, indices, metrics, seeds, self._calls)
             yield Block.sent(ids, None, values)
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Message
+from torch import Tensor
 
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows.block import Block, Ids
@@ -78,7 +79,8 @@ class _SharedTrainer:
     def __init__(self, builds: Sequence[Build]) -> None:
         sizes = [build.config.partition.clients for build in builds]
         self._first = np.concatenate([[0], np.cumsum(sizes)])[:-1]
-        self._algorithms = [algorithm(build.config) for build in builds]
+        numbers = [algorithm(build.config).numbers() for build in builds]
+        self._numbers = {name: [values[name] for values in numbers] for name in numbers[0]}
         self._randomness = [
             _Shifted(build.randomness.seed, build.randomness.release, first=int(first))
             for build, first in zip(builds, self._first, strict=True)
@@ -115,48 +117,52 @@ class _SharedTrainer:
         rounds = {instructions.round for instructions in asked.values()}
         # Members go in step from one round on, and one that has stopped asks for nothing more.
         (server_round,) = rounds
+        vectors = {i: instructions.vector for i, instructions in asked.items()}
         for start in range(0, len(ids), self._trainer.block_size):
             block = slice(start, start + self._trainer.block_size)
-            yield from self._guarded(asked, member[block], ids[block], server_round)
+            yield from self._guarded(vectors, member[block], ids[block], server_round)
 
     def _guarded(
-        self, asked: dict[int, Instructions], member: Ids, ids: Ids, server_round: int
+        self, vectors: dict[int, Tensor], member: Ids, ids: Ids, server_round: int
     ) -> list[tuple[int, Block]]:
-        """A common block; where it raises, its clients one by one, so that only one has failed."""
+        """A common block; where it raises, its clients one by one, so that only one has failed.
+
+        ``member`` is sorted: a member's clients stand together.
+        """
         try:
-            return list(self._block(asked, member, ids, server_round))
+            return list(self._block(vectors, member, ids, server_round))
         except Exception:
             if len(ids) > 1:
                 alone = (slice(position, position + 1) for position in range(len(ids)))
-                blocks = (self._guarded(asked, member[k], ids[k], server_round) for k in alone)
+                blocks = (self._guarded(vectors, member[k], ids[k], server_round) for k in alone)
                 return list(itertools.chain.from_iterable(blocks))
             _log.warning("client %d failed in round %d", ids[0], server_round, exc_info=True)
             index = int(member[0])
             return [(index, Block.failed(ids - self._first[index], "raised"))]
 
     def _block(
-        self, asked: dict[int, Instructions], member: Ids, ids: Ids, server_round: int
+        self, vectors: dict[int, Tensor], member: Ids, ids: Ids, server_round: int
     ) -> Iterator[tuple[int, Block]]:
-        owners = member.tolist()
-        vectors = torch.stack([asked[i].vector for i in owners])
-        names = self._algorithms[0].numbers()
-        values = [algorithm.numbers() for algorithm in self._algorithms]
+        owners, firsts, counts = np.unique(member, return_index=True, return_counts=True)
+        starts = torch.cat(
+            [vectors[i].expand(n, -1) for i, n in zip(owners.tolist(), counts, strict=True)]
+        )
         local = self._trainer.fit(
-            vectors,
+            starts,
             ids,
             server_round,
-            numbers={name: [values[i][name] for i in owners] for name in names},
-            randomness=[self._randomness[i] for i in owners],
+            numbers={name: [of[i] for i in member] for name, of in self._numbers.items()},
+            randomness=[self._randomness[i] for i in member],
         )
-        rows = local.theta - vectors.to(local.theta)
-        for index in dict.fromkeys(owners):
-            mine = np.flatnonzero(member == index)
+        rows = local.theta - starts.to(local.theta)
+        for index, first, count in zip(owners.tolist(), firsts, counts, strict=True):
+            its_clients = slice(first, first + count)
             yield (
                 index,
                 Block.sent(
-                    ids[mine] - self._first[index],
-                    rows[torch.from_numpy(mine)],
-                    {name: column[mine] for name, column in local.metrics.items()},
+                    ids[its_clients] - self._first[index],
+                    rows[its_clients],
+                    {name: column[its_clients] for name, column in local.metrics.items()},
                 ),
             )
 
