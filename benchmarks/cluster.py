@@ -9,6 +9,7 @@ no time, so that rounds say nothing of training.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import statistics
 import time
@@ -29,7 +30,8 @@ from fedsim.cohorts import FixedCohort
 from fedsim.engines import RayGrid, array_record
 from fedsim.engines.process import settle
 from fedsim.mechanisms import Clipping
-from fedsim.rows.exchange import Block, BlockTrainer, Ids, TrainerDefaults
+from fedsim.rows.block import Block, Ids
+from fedsim.rows.trainers import BlockTrainer, TrainerDefaults
 from fedsim.strategies import DPFedAvg
 
 __all__ = ["main"]
@@ -100,6 +102,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
     settle()
+    logging.getLogger("flwr").setLevel(logging.ERROR)
     alone = alone_on_loopback()
     table = Table(title=f"Ray, {NODES} emulated nodes of a worker each")
     columns = ("parameters", "cohort", "s to the first round's end", "s a round")

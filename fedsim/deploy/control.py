@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["credentials", "main", "new_token", "operator_plugin", "token_digest"]
 
+_PATIENCE = "60000"  # milliseconds
+
 
 def new_token() -> str:
     """A token that nobody guesses."""
@@ -86,9 +88,24 @@ def main(digest_file: Path, arguments: Sequence[str]) -> None:
     # Flower's seam for plugins is not public; without it the SuperLink ends here rather than
     # answer to everybody.
     config_loader.get_control_authn_plugins = lambda: {"oidc": plugin}
+    _be_patient()
     os.environ["FLWR_OIDC_ENABLED"] = "1"
     sys.argv = ["flower-superlink", *arguments]
     flower_superlink()
+
+
+def _be_patient() -> None:
+    """Let a request wait a minute for the database, not the five seconds of Flower's own.
+
+    On a machine that is busy enough a message would be lost to "database is locked", and a private
+    round, which has no deadline, would wait for its reply.
+    """
+    from flwr.supercore import sql_mixin
+
+    sql_mixin.SQLITE_PRAGMAS = tuple(
+        (name, _PATIENCE if name == "busy_timeout" else value)
+        for name, value in sql_mixin.SQLITE_PRAGMAS
+    )
 
 
 if __name__ == "__main__":

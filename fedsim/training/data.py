@@ -15,6 +15,9 @@ from fedsim.tasks.losses import IGNORED
 
 __all__ = ["ClientData"]
 
+# One by one a million clients take ten seconds.
+CHECKED_TOGETHER = 10_000
+
 
 @dataclass(frozen=True)
 class ClientData:
@@ -57,10 +60,12 @@ class ClientData:
                 f"the mask is {list(self.mask.shape)} for targets {list(self.y.shape)}; it must "
                 "have their shape, or that of their first dimensions."
             )
-        for client, examples in enumerate(self.indices):
-            if len(examples) and (int(examples.min()) < 0 or int(examples.max()) >= count):
+        for first in range(0, len(self.indices), CHECKED_TOGETHER):
+            clients = range(first, min(first + CHECKED_TOGETHER, len(self.indices)))
+            if not _within(np.concatenate([self.indices[c] for c in clients]), count):
+                stray = next(c for c in clients if not _within(self.indices[c], count))
                 raise FedsimError(
-                    f"client {client} has an example outside 0 .. {count - 1}, the data's range."
+                    f"client {stray} has an example outside 0 .. {count - 1}, the data's range."
                 )
 
     @property
@@ -109,3 +114,8 @@ class ClientData:
         index = torch.zeros(lead, dtype=torch.int64, device=self.x.device)
         x, y = self.inputs(index, dtype), self.targets(index, dtype)
         return torch.zeros_like(x), torch.zeros_like(y)
+
+
+def _within(examples: npt.NDArray[np.int64], count: int) -> bool:
+    """Whether all of them are positions of ``count`` examples."""
+    return not len(examples) or (int(examples.min()) >= 0 and int(examples.max()) < count)

@@ -25,11 +25,11 @@ from fedsim.errors import FedsimError
 from fedsim.mechanisms import (
     AdaClip,
     Clipping,
-    Median,
     NoPrivacy,
     Normalization,
     QuantileClipping,
 )
+from fedsim.robust import Median
 from fedsim.rows.block import Block
 from fedsim.rows.trainers import TrainerDefaults
 from fedsim.strategies import DPFedAvg

@@ -13,10 +13,13 @@ import torch
 from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.engines import LocalGrid, array_record
 from fedsim.engines.directory import ConsecutiveNodes
+from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
 from fedsim.rows.block import Block
 from fedsim.rows.trainers import TrainerDefaults
 from fedsim.strategies import DPFedAvg
+from fedsim.training import ClientData
+from fedsim.training.data import CHECKED_TOGETHER
 
 POPULATION = 2_000_000
 
@@ -83,3 +86,13 @@ def test_a_million_clients_with_sixteen_gigabytes_of_examples_train_within_four(
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) < 4.0
+
+
+@pytest.mark.parametrize("client", [0, CHECKED_TOGETHER - 1, CHECKED_TOGETHER, 25_000])
+@pytest.mark.parametrize("example", [-1, 7])
+def test_the_client_of_many_whose_example_is_none_of_the_datas_is_named(client, example):
+    indices = [np.array([3]), np.array([], dtype=np.int64)] * 15_000
+    ClientData(torch.zeros(7, 2), torch.zeros(7), indices)
+    indices[client] = np.array([2, example])
+    with pytest.raises(FedsimError, match=rf"client {client} has an example outside 0 \.\. 6"):
+        ClientData(torch.zeros(7, 2), torch.zeros(7), indices)
