@@ -21,6 +21,7 @@ from fedsim.config import RunConfig
 from fedsim.config.plan import cohort, local_work, realised
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event, calibrate, epsilon
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.runs.build import Build
 from fedsim.runs.check import check
 from fedsim.strategies import DPFedAvg, sgd
@@ -38,7 +39,7 @@ class ConfigAudit:
     """A config's claim, and the smaller federations on which it is attacked.
 
     Two-world runs have at most ``rounds`` rounds, with noise that makes these cost the same
-    epsilon as the config's: a bug shows in three rounds as well as in three hundred.
+    epsilon as the config's: a bug shows in two rounds as well as in two hundred.
 
     Parameters
     ----------
@@ -53,7 +54,7 @@ class ConfigAudit:
     """
 
     config: RunConfig
-    rounds: int = 3
+    rounds: int = 2
 
     def __post_init__(self) -> None:
         config = self.config
@@ -240,6 +241,7 @@ class _Factory:
     seeded: RunConfig
     unseeded: RunConfig
     release: str
+    plan: ReleasePlan
 
     @classmethod
     def of(cls, config: RunConfig, noise_multiplier: float) -> _Factory:
@@ -256,14 +258,15 @@ class _Factory:
         }
         changed = RunConfig.parse(tree).replace(**changes)
         unseeded = changed.replace(**{"noise.entropy": "system"})
-        return cls(changed, unseeded, Build(changed).release)
+        build = Build(changed)
+        return cls(changed, unseeded, build.release, build.plan)
 
     def __call__(self, seed: int | None) -> DPFedAvg:
         config = self.unseeded if seed is None else self.seeded.model_copy(update={"seed": seed})
         build = Build(config)
         # Thousands of runs differ in their seeds alone, which key their noise beside the digest:
         # making that anew for each would take as long as a round.
-        build.release = self.release
+        build.release, build.plan = self.release, self.plan
         strategy = build.strategy()
         # What a server's optimiser makes of the mean is post-processing: it is added.
         strategy.server_optimizer = sgd()

@@ -28,7 +28,7 @@ def audit(
         int,
         typer.Option(help="Runs without a canary, and as many with, in each world; 0: no worlds."),
     ] = 300,
-    rounds: Annotated[int, typer.Option(help="Rounds of each of these runs, at most.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Rounds of each of these runs, at most.")] = 2,
     canaries: Annotated[int, typer.Option(help="Canaries of the one run; 0 leaves it out.")] = 512,
     confidence: Annotated[
         float, typer.Option(help="Probability with which a true claim is accepted.")
