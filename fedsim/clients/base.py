@@ -24,7 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from fedsim.clients.gradients import Gradient
 from fedsim.errors import FedsimError
@@ -86,31 +86,49 @@ class Step:
 class LocalAlgorithm(ABC):
     """A client's optimiser. Subclasses are frozen dataclasses of their settings.
 
-    Attributes
-    ----------
-    carried : tuple of str
-        Entries of the state that may outlive a round: kept by each client, or, where they are
-        one number for each, averaged and sent by the server.
-    evaluates : str
-        The one of them, ``[n, D]``, that is a model which a client evaluates with in place of the
-        global one; empty for none.
-    sends : mapping of str to "model" or "number"
-        Named vectors that go to the server beside the update and come from it beside the
-        parameters: each as wide as the model, or one number.
-    remembers : bool
-        Whether it means nothing unless each client keeps its own state.
-    plain_means : bool
-        Whether what it makes of vectors' means holds for plain means over clients alone.
-    parts : bool
-        Whether it treats personal parameters (``model.personal``) apart from the others.
+    Properties that a subclass has otherwise it sets as class attributes
+    (``carried: ClassVar[tuple[str, ...]] = ("velocity",)``).
     """
 
-    carried: ClassVar[tuple[str, ...]] = ()
-    evaluates: ClassVar[str] = ""
-    sends: ClassVar[Mapping[str, Width]] = {}
-    remembers: ClassVar[bool] = False
-    plain_means: ClassVar[bool] = False
-    parts: ClassVar[bool] = False
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """Entries of the state that may outlive a round.
+
+        Kept by each client, or, where they are one number for each, averaged and sent by the
+        server.
+        """
+        return ()
+
+    @property
+    def evaluates(self) -> str:
+        """The one of them, ``[n, D]``, that is a model which a client evaluates with; "": none.
+
+        It takes the place of the global one.
+        """
+        return ""
+
+    @property
+    def sends(self) -> Mapping[str, Width]:
+        """Named vectors beside the update to the server, and beside the parameters from it.
+
+        Each as wide as the model, or one number.
+        """
+        return {}
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it means nothing unless each client keeps its own state."""
+        return False
+
+    @property
+    def plain_means(self) -> bool:
+        """Whether what it makes of vectors' means holds for plain means over clients alone."""
+        return False
+
+    @property
+    def parts(self) -> bool:
+        """Whether it treats personal parameters (``model.personal``) apart from the others."""
+        return False
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)

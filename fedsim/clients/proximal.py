@@ -37,27 +37,32 @@ class Proximal(LocalAlgorithm):
     mu: Annotated[float, Ge(0)]
 
     @property
-    def carried(self) -> tuple[str, ...]:  # type: ignore[override]
+    def carried(self) -> tuple[str, ...]:
         """What the algorithm inside keeps."""
         return self.algorithm.carried
 
     @property
-    def evaluates(self) -> str:  # type: ignore[override]
+    def evaluates(self) -> str:
         """As the algorithm inside."""
         return self.algorithm.evaluates
 
     @property
-    def sends(self) -> Mapping[str, Width]:  # type: ignore[override]
+    def sends(self) -> Mapping[str, Width]:
         """As the algorithm inside."""
         return self.algorithm.sends
 
     @property
-    def remembers(self) -> bool:  # type: ignore[override]
+    def remembers(self) -> bool:
         """As the algorithm inside."""
         return self.algorithm.remembers
 
     @property
-    def parts(self) -> bool:  # type: ignore[override]
+    def plain_means(self) -> bool:
+        """As the algorithm inside."""
+        return self.algorithm.plain_means
+
+    @property
+    def parts(self) -> bool:
         """As the algorithm inside."""
         return self.algorithm.parts
 

@@ -54,10 +54,10 @@ class Compression:
         if not text:
             return None
         try:
-            kind, amount = written.groups() if written else ("", "")
-            if kind == "top-k" and 0 < float(amount) <= 1:
+            way, amount = written.groups() if written else ("", "")
+            if way == "top-k" and 0 < float(amount) <= 1:
                 return cls(share=float(amount))
-            if kind == "bits" and 1 <= int(amount) <= 16:
+            if way == "bits" and 1 <= int(amount) <= 16:
                 return cls(bits=int(amount))
         except ValueError:
             pass

@@ -50,7 +50,7 @@ class Keeping:
 
     Parameters
     ----------
-    kind : "reset", "client" or "server"
+    state_kind : "reset", "client" or "server"
         As a trainer's ``state``.
     algorithm : LocalAlgorithm
     personal : Personal
@@ -66,26 +66,26 @@ class Keeping:
     Raises
     ------
     FedsimError
-        If clients would keep something, and ``kind`` does not let them.
+        If clients would keep something, and ``state_kind`` does not let them.
     """
 
     def __init__(
         self,
-        kind: StateKind,
+        state_kind: StateKind,
         algorithm: LocalAlgorithm,
         personal: Personal,
         population: int,
         directory: Path | None = None,
     ) -> None:
-        self.kind, self.algorithm, self.personal = kind, algorithm, personal
-        if self.required and kind != "client":
+        self.state_kind, self.algorithm, self.personal = state_kind, algorithm, personal
+        if self.required and state_kind != "client":
             raise FedsimError(
-                f"client.state is '{kind}'; it must be 'client' where clients keep parameters to "
-                "themselves (model.personal, or an algorithm with a model or a control variate of "
-                "its own)."
+                f"client.state is '{state_kind}'; it must be 'client' where clients keep "
+                "parameters to themselves (model.personal, or an algorithm with a model or a "
+                "control variate of its own)."
             )
         width = personal.packing.width
-        self.memory = memory_for(kind, algorithm, population, width, directory)
+        self.memory = memory_for(state_kind, algorithm, population, width, directory)
 
     @property
     def required(self) -> bool:
@@ -95,12 +95,12 @@ class Keeping:
     @property
     def carried(self) -> tuple[str, ...]:
         """Entries of the algorithm's state that outlive a round."""
-        return () if self.kind == "reset" else self.algorithm.carried
+        return () if self.state_kind == "reset" else self.algorithm.carried
 
     @property
     def by_clients(self) -> bool:
         """Whether each client keeps its own."""
-        return self.kind == "client"
+        return self.state_kind == "client"
 
     def receive(self, config: Mapping[str, object]) -> None:
         """Take what the config entries of a round's instructions say of clients' state.
@@ -110,7 +110,7 @@ class Keeping:
         FedsimError
             If clients count on the server, and it keeps none.
         """
-        if self.kind == "server":
+        if self.state_kind == "server":
             self.memory = Sent.of(config)
         else:
             self.memory.keep_since(config.get(KEEP_SINCE))

@@ -99,7 +99,7 @@ class LocalRounds:
                 ended = self._compressed(ended, vectors[positions % len(vectors)], group.kept)
             ended.carried.update(self.keeping.personal.kept(ended.theta))
             losses = steps.mean_losses() if self.stepping.reports_loss else None
-            fitted.take(members, ended, losses, send=self.keeping.kind == "server")
+            fitted.take(members, ended, losses, send=self.keeping.state_kind == "server")
         return fitted
 
     def finish(self, fitted: Fitted, entering: Entering) -> None:
@@ -125,7 +125,7 @@ class LocalRounds:
         metrics = {"num-examples": np.array(sizes, dtype=np.float64)}
         if self.stepping.reports_loss:
             metrics["loss"] = np.zeros(len(entering))
-        if self.keeping.kind != "reset":
+        if self.keeping.state_kind != "reset":
             metrics["fresh-state"] = (~entering.kept.present).astype(np.float64)
         return metrics
 

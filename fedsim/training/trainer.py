@@ -245,7 +245,7 @@ class Trainer:
         names = ["num-examples"]
         if self.rounds.stepping.reports_loss:
             names.append("loss")
-        if self.keeping.kind != "reset":
+        if self.keeping.state_kind != "reset":
             names.append("fresh-state")
         return (*names, *self.algorithm.report(self.algorithm.sample(1)))
 
@@ -298,7 +298,7 @@ class Trainer:
             path=cast(PathName, self.path.name),
             block_size=self.block_size,
             device=device,
-            state=self.keeping.kind,
+            state=self.keeping.state_kind,
         )
         # What a copy releases its original has written down: see `charge`.
         copied.rounds.releases = None
@@ -373,7 +373,7 @@ class Trainer:
         randomness : sequence of n Randomness, optional
             Where each client's draws come from, where that differs by client.
         """
-        if numbers and self.keeping.kind != "reset":
+        if numbers and self.keeping.state_kind != "reset":
             raise FedsimError("clients with numbers of their own must have client.state = 'reset'.")
         sources = [self.randomness] * len(client_ids) if randomness is None else randomness
         vectors = self._on_device(vector).view(-1, self.row_layout.d)

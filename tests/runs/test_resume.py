@@ -11,7 +11,9 @@ import pytest
 import fedsim
 from fedsim import RunConfig
 from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.build import Build
 from fedsim.runs.checkpoint import Checkpoints
+from fedsim.runs.drive import Session
 from fedsim.runs.state import RunState
 
 BASE = RunConfig.parse(
@@ -48,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
         "evaluate.every": 0,
         "evaluate.clients-every": 2,
     },
+    "layers": {**PRIVATE, "mechanism.per-layer": True},
     "adaclip": {"mechanism.name": "adaclip", "noise.multiplier": 1.0},
     "clients keep their rate": {**ADADP, "client.state": "client"},
     "on the disk": {**ADADP, "client.state": "client", "client.state-dir": "kept"},
@@ -123,3 +126,9 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(case, tmp_path, mo
     assert resumed.ended == whole.ended
     assert left(tmp_path / "killed") == left(tmp_path / "whole")
     assert str(resumed.privacy.epsilon) == str(whole.privacy.epsilon)
+
+
+def test_a_state_of_another_format_is_refused():
+    kept, text = Session(Build(BASE)).state().parted()
+    with pytest.raises(ValueError, match="has format 9; this version reads 1"):
+        RunState.joined(kept, text.replace('"format": 1', '"format": 9'))
