@@ -59,33 +59,41 @@ class TradeOff:
             return np.zeros_like(alarms)
         # Of thousands of lines one is the highest at a point, and found by bisection. Whichever is
         # found lies below the true curve, whatever rounding does to the search.
-        grown, falls, starts = self._grown, *self._corners
+        grown, deltas, falls = self._hull
+        starts = deltas[:-1] + falls * grown[:-1]
         steep = np.searchsorted(-falls, -alarms)
         flat = np.searchsorted(-starts, alarms - 1)
         lines = np.maximum(
-            1 - self.deltas[steep] - grown[steep] * alarms,
-            (1 - self.deltas[flat] - alarms) / grown[flat],
+            1 - deltas[steep] - grown[steep] * alarms, (1 - deltas[flat] - alarms) / grown[flat]
         )
         return np.asarray(np.maximum(lines, 0.0))
 
     @cached_property
-    def _grown(self) -> Array:
-        """``exp(epsilon)``."""
-        return np.asarray(np.exp(np.minimum(self.epsilons, LARGEST_EXPONENT)))
+    def _hull(self) -> tuple[Array, Array, Array]:
+        """``x = e^epsilon`` and delta of the lower convex hull's points, and its chords' falls.
 
-    @cached_property
-    def _corners(self) -> tuple[Array, Array]:
-        """Where the highest line changes, ``[points - 1]`` each and falling.
-
-        Delta is convex in ``x = e^epsilon``. Of the lines of slope -x the next one takes over at
-        false alarms that equal the fall of delta's chord; of those of slope -1/x, at 1 less the
-        chord's value at x = 0.
+        Their lines are the highest somewhere, both those of slope -x and those of slope -1/x. Of
+        the former the next one takes over at false alarms that equal the fall of delta's chord; of
+        the latter, at 1 less the chord's value at x = 0.
         """
-        x, deltas = self._grown, self.deltas
-        with np.errstate(divide="ignore", invalid="ignore"):
-            falls = np.nan_to_num((deltas[:-1] - deltas[1:]) / (x[1:] - x[:-1]))
-        starts = deltas[:-1] + falls * x[:-1]
-        return np.minimum.accumulate(falls), np.minimum.accumulate(starts)
+        points: list[tuple[float, float]] = []
+        falls: list[float] = []
+        grown = np.exp(np.minimum(self.epsilons, LARGEST_EXPONENT))
+        for x, delta in zip(grown.tolist(), self.deltas.tolist(), strict=True):
+            fall = math.inf
+            while points:
+                before, above = points[-1]
+                fall = (above - delta) / (x - before) if x > before else math.inf
+                if not falls or fall < falls[-1]:
+                    break
+                points.pop()
+                falls.pop()
+            if points and x == points[-1][0]:
+                continue  # beyond the largest exponent
+            if points:
+                falls.append(fall)
+            points.append((x, delta))
+        return np.array([x for x, _ in points]), np.array([d for _, d in points]), np.array(falls)
 
     @property
     def advantage(self) -> float:
