@@ -71,7 +71,7 @@ def emulated() -> Iterator[str]:
         yield cluster.address
     finally:
         ray.shutdown()
-        cluster.shutdown()
+        cluster.shutdown()  # type: ignore[no-untyped-call]
 
 
 def moved(trainer: BlockTrainer, address: str, d: int, cohort: int, rounds: int) -> list[float]:

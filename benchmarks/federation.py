@@ -35,9 +35,8 @@ from fedsim.runs.check import check
 
 __all__ = ["MOST_SECONDS", "Federated", "main", "measured"]
 
-NODES = 10
 MOST_SECONDS = 4.0
-"""A round's, where nothing else runs."""
+"""A round's of ten nodes on two cores, where nothing else runs."""
 
 MODELS = {"softmax": {"name": "softmax"}, "mlp": {"name": "mlp", "widths": "1344"}}
 
@@ -48,12 +47,13 @@ class Federated:
 
     Attributes
     ----------
-    parameters : int
+    nodes, parameters : int
     seconds, cpu_seconds : float
     down, up : float
         Bytes from the SuperLink to a node, and back.
     """
 
+    nodes: int
     parameters: int
     seconds: float
     cpu_seconds: float
@@ -64,27 +64,28 @@ class Federated:
         """In words."""
         copy = 4 * self.parameters
         return (
-            f"{NODES} nodes, {self.parameters:,} parameters: {self.seconds:.2f} s a round (at most "
-            f"{MOST_SECONDS:g}), {self.cpu_seconds:.2f} CPU s; bytes a client {self.down:,.0f} "
-            f"down, {self.up:,.0f} up, {copy:,} in one copy of float32"
+            f"{self.nodes} nodes, {self.parameters:,} parameters: {self.seconds:.2f} s a round "
+            f"(at most {MOST_SECONDS:g}), {self.cpu_seconds:.2f} CPU s; bytes a client "
+            f"{self.down:,.0f} down, {self.up:,.0f} up, {copy:,} in one copy of float32"
         )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--nodes", type=int, default=10)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     options = parser.parse_args()
     for model in options.models:
-        print(measured(model, options.rounds).line(), flush=True)
+        print(measured(model, options.rounds, options.nodes).line(), flush=True)
 
 
-def measured(model: str, rounds: int) -> Federated:
+def measured(model: str, rounds: int, nodes: int) -> Federated:
     """A run of so many rounds, on a federation of its own."""
     config = RunConfig.parse(
         {
             "rounds": rounds,
-            "partition": {"clients": NODES},
+            "partition": {"clients": nodes},
             "model": MODELS[model],
             "client": {"batch-size": 10},
             "mechanism": {"name": "clipping"},
@@ -99,13 +100,13 @@ def measured(model: str, rounds: int) -> Federated:
         out = Path(place) / "out"
         out.mkdir()
         relay = Relay()
-        watch = Watch(relay)
+        watch = Watch(relay, nodes)
         with (
             CallbackServer([watch]) as server,
-            Rehearsal.temporary(NODES, variables={OUT: str(out), **server.variables}) as rehearsal,
+            Rehearsal.temporary(nodes, variables={OUT: str(out), **server.variables}) as rehearsal,
         ):
             relay.start(rehearsal.federation.fleet_port)
-            for number in range(NODES):
+            for number in range(nodes):
                 node = Node.load(rehearsal.federation.node(number))
                 replace(node, superlink=f"127.0.0.1:{relay.port}").save({"files": ["/"]})
             rehearsal.start_all()
@@ -159,6 +160,7 @@ class Watch(Callback):
     """Notes at the end of each round how far clocks and counters have come."""
 
     relay: Relay
+    nodes: int
     noted: list[tuple[float, float, int, int]] = field(default_factory=list)
     usable: list[float] = field(default_factory=list)
 
@@ -170,12 +172,12 @@ class Watch(Callback):
 
     def summed(self, parameters: int) -> Federated:
         """What the rounds after the first one cost."""
-        if set(self.usable) != {NODES}:
-            print(f"Not all {NODES} nodes were there in every round: {self.usable}.")
+        if set(self.usable) != {self.nodes}:
+            print(f"Not all {self.nodes} nodes were there in every round: {self.usable}.")
         steps = np.diff(np.array(self.noted), axis=0)
         seconds, cpu = (statistics.median(steps[:, column].tolist()) for column in (0, 1))
-        down, up = (float(steps[:, column].mean()) / NODES for column in (2, 3))
-        return Federated(parameters, seconds, cpu, down, up)
+        down, up = (float(steps[:, column].mean()) / self.nodes for column in (2, 3))
+        return Federated(self.nodes, parameters, seconds, cpu, down, up)
 
 
 def cpu_of_family() -> float:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import importlib
 import json
 import os
 import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flwr.supercore.auth.typing import AccountInfo
@@ -100,11 +101,10 @@ def _be_patient() -> None:
     On a machine that is busy enough a message would be lost to "database is locked", and a private
     round, which has no deadline, would wait for its reply.
     """
-    from flwr.supercore import sql_mixin
-
-    sql_mixin.SQLITE_PRAGMAS = tuple(
+    mixin: Any = importlib.import_module("flwr.supercore.sql_mixin")
+    mixin.SQLITE_PRAGMAS = tuple(
         (name, _PATIENCE if name == "busy_timeout" else value)
-        for name, value in sql_mixin.SQLITE_PRAGMAS
+        for name, value in mixin.SQLITE_PRAGMAS
     )
 
 
