@@ -12,9 +12,9 @@ from fedsim.mechanisms.base import NORM, BareSum, Bound, Guarantee, Released, Sh
 from fedsim.mechanisms.coordinate_clipping import clamp_
 from fedsim.mechanisms.scaling import clip_factor
 from fedsim.registry import register
-from fedsim.rows.dense import norms_, round_up
 from fedsim.rows.exact import FREE_UNIT
 from fedsim.rows.layout import Layout
+from fedsim.rows.norms import norms_, round_up
 from fedsim.settings import Between, Doc, Ge, Gt, Le
 
 if TYPE_CHECKING:

@@ -312,6 +312,13 @@ class Bound(Mechanism):
     def shape_(self, y: Tensor, ready: State) -> Shaped:
         """Overwrite float64 rows ``y [..., c, d]`` and say by which factor they fit the ball."""
 
+    def scaled(self, norms: Tensor, ready: State, d: int) -> Shaped | None:
+        """What `shape_` says of rows ``[c, d]`` of these norms, if all it does is to multiply them.
+
+        None, the default, where it does more.
+        """
+        return None
+
     def implicit(
         self, rows: Rows, ready: State, unit: Number, weights: Tensor
     ) -> tuple[Shaped, Tensor] | None:

@@ -13,6 +13,7 @@ from fedsim.mechanisms.base import BareSum, Bound, Guarantee, Shaped, State, Wei
 from fedsim.registry import register
 from fedsim.rows.dense import Weights, row_weights
 from fedsim.rows.exact import FREE_TOTAL
+from fedsim.rows.norms import norms_of
 from fedsim.settings import Doc
 
 if TYPE_CHECKING:
@@ -74,7 +75,10 @@ class NoPrivacy(Bound):
 
     def shape_(self, y: Tensor, ready: State) -> Shaped:
         """Rows as they are, but for those that have diverged."""
-        norms = torch.linalg.vector_norm(y, dim=-1)
+        return self.scaled(norms_of(y), ready, y.shape[-1])
+
+    def scaled(self, norms: Tensor, ready: State, d: int) -> Shaped:
+        """See `Bound`."""
         factor = torch.where(norms <= MAX_NORM, 1.0, torch.nan)
         sides = {"weight": torch.ones_like(factor), "reach": norms}
         return Shaped(factor, torch.zeros_like(factor, dtype=torch.bool), sides)

@@ -14,6 +14,7 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
+from fedsim.compiled.rows import taken
 from fedsim.errors import FedsimError
 from fedsim.mechanisms.base import Segment, Shaped, Side, State, bounded_
 from fedsim.rows.dense import BlockRows, Chunks, Rows, Weights, scatter
@@ -28,6 +29,7 @@ from fedsim.rows.exact import (
     RowMasks,
     grid_unit,
 )
+from fedsim.rows.norms import norms_of, usual
 
 __all__ = ["PartialSum", "SegmentSum", "Terms"]
 
@@ -264,6 +266,8 @@ class SegmentSum:
             vector.add_sum_(total, owners)
             self._note(shaped, shaped.factor.isnan(), weights, owners, EVERYBODY, masks)
             return
+        if counts is None and self._add_scaled(rows.dense(), weights, masks):
+            return
         chunks = self._chunks.of_owners(rows, counts, owners, vector.coarse)
         for chunk_owners, index, y in chunks:
             ready, unit = self._ready_of(chunk_owners)
@@ -271,6 +275,26 @@ class SegmentSum:
             shaped, bad = bounded_(bound, y, ready, unit, weight)
             vector.add_(y, chunk_owners)
             self._note(shaped, bad, weight, chunk_owners, index, masks)
+
+    def _add_scaled(self, rows: Tensor, weights: Tensor, masks: RowMasks | None) -> bool:
+        """Add rows that are no more than multiplied, by compiled functions.
+
+        False where that cannot be, and nothing is added then.
+        """
+        bound, vector = self.segment.bound, self.grids["sum"]
+        if not (vector.exact and taken(rows)):
+            return False
+        norms = norms_of(rows)
+        shaped = bound.scaled(norms, self.ready, rows.shape[1]) if usual(norms) else None
+        if shaped is None:
+            return False
+        factors = shaped.factor / vector.unit * weights
+        bad = factors.isnan()
+        if bool(bad.any()):
+            return False
+        vector.add_scaled_(rows, factors)
+        self._note(shaped, bad, weights, EVERYBODY, EVERYBODY, masks)
+        return True
 
     def _ready_of(self, owners: Owners) -> tuple[State, Tensor]:
         """What bounding these owners' rows takes, and the units of their sums."""

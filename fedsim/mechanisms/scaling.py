@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from fedsim.lazy import torch
 from fedsim.mechanisms.base import Bound, Number, Shaped, State, per_row
-from fedsim.rows.dense import Rows, norms_, round_up
+from fedsim.rows.dense import Rows
+from fedsim.rows.norms import norms_, round_up
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,10 +51,18 @@ class ScalingBound(Bound):
             y.sub_(center.unsqueeze(-2))
         if scale is not None:
             y.mul_(scale.unsqueeze(-2))
-        d = y.shape[-1]
         norms, unit = norms_(y)
-        factor = self.scales(round_up(norms, d), ready, 1.0 if unit is None else unit)
-        clipped = (norms if unit is None else norms * unit) > per_row(self.radius(ready, d))
+        return self._scaled(norms, ready, y.shape[-1], 1.0 if unit is None else unit)
+
+    def scaled(self, norms: Tensor, ready: State, d: int) -> Shaped | None:
+        """See `Bound`; None where norms are measured in other coordinates."""
+        if any(vector is not None for vector in self.whitening(ready)):
+            return None
+        return self._scaled(norms, ready, d, 1.0)
+
+    def _scaled(self, norms: Tensor, ready: State, d: int, unit: Tensor | float) -> Shaped:
+        factor = self.scales(round_up(norms, d), ready, unit)
+        clipped = norms * unit > per_row(self.radius(ready, d))
         return Shaped(factor, clipped, self.sides_of(clipped))
 
     def implicit(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from fedsim.errors import FedsimError
 from fedsim.lazy import torch
 from fedsim.rows.exact import Owners
+from fedsim.rows.norms import norms_
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,17 +25,12 @@ __all__ = [
     "MeasuredRows",
     "Rows",
     "Weights",
-    "norms_",
-    "round_up",
     "row_weights",
     "scatter",
 ]
 
 CHUNK_BYTES = 2**22
 CUDA_CHUNK_BYTES = 2**28
-
-# Squares of float64 entries beyond these may overflow or lose all their digits.
-SMALL, LARGE = 2.0**-400, 2.0**400
 
 Weights: TypeAlias = "Tensor | npt.NDArray[np.float64] | npt.NDArray[np.bool_]"
 
@@ -256,39 +252,6 @@ class Chunks:
             else:
                 chosen = range(len(like))[owners][index[0]]
                 yield slice(chosen.start, chosen.stop), index, y
-
-
-def norms_(y: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Norms of float64 rows ``y [..., d]``, whose extreme rows are rescaled in place.
-
-    Returns
-    -------
-    norms : float64 ``[...]``
-        Of the rows as they now stand; NaN where a row is not finite.
-    unit : float64 ``[...]`` or None
-        A power of two for each row: the row was ``unit * y``. None: every unit is one.
-    """
-    norms = torch.linalg.vector_norm(y, dim=-1)
-    if not y.is_cuda:
-        least, most = torch.aminmax(norms)  # NaN fails both comparisons.
-        if float(least) > SMALL and float(most) < LARGE:
-            return norms, None
-    usual = (norms > SMALL) & (norms < LARGE)
-    peak = torch.linalg.vector_norm(y, float("inf"), dim=-1)
-    finite = torch.isfinite(peak)
-    exponent = torch.where(usual | ~finite | (peak == 0), 0, torch.frexp(peak).exponent - 1).to(
-        torch.float64
-    )
-    # In two steps: 2^-exponent alone may overflow.
-    half = torch.floor(exponent / 2)
-    y.mul_(torch.exp2(-half)[..., None]).mul_(torch.exp2(half - exponent)[..., None])
-    norms = torch.where(finite, torch.linalg.vector_norm(y, dim=-1), torch.nan)
-    return norms, torch.exp2(exponent)
-
-
-def round_up(norms: Tensor, d: int) -> Tensor:
-    """Norms of rows of length ``d``, raised by more than their rounding error."""
-    return norms * (1 + 2.0**-44 + d * 2.0**-52)
 
 
 def scatter(out: Tensor, values: Tensor, columns: tuple[slice, ...] | None) -> None:

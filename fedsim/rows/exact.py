@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
+from fedsim.compiled.rows import add_rounded
 from fedsim.errors import FedsimError
 from fedsim.lazy import torch
 
@@ -128,6 +129,13 @@ class GridSum:
             _add_rows(self.fine, y, owners)
         else:
             _add_rows(self.coarse, y if self._rounding == "none" else truncate_(y), owners)
+
+    def add_scaled_(self, rows: Tensor, factors: Tensor) -> None:
+        """Add rows ``[c, size]`` times ``factors [c]`` to the one sum: the bytes of `add_`.
+
+        They are rows that `fedsim.compiled.rows` takes.
+        """
+        add_rounded(rows, factors, self.coarse, self.fine, self._fine_scale)
 
     def add_sum_(self, total: Tensor, owners: Owners = EVERYBODY) -> None:
         """Add a sum of rows ``total [..., size]``, in units, not yet on the grid."""

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fedsim.rows.alignment import aligned_double, product
-from fedsim.rows.dense import BlockRows, DenseRows, Index, MeasuredRows, norms_
+from fedsim.rows.dense import BlockRows, DenseRows, Index, MeasuredRows
+from fedsim.rows.norms import norms_
 
 __all__ = ["LinearPart", "OuterRows", "Squares"]
 

@@ -1,0 +1,201 @@
+"""Compiled parts give the bytes that torch and numpy give, or are not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedsim.compiled import building, normals, rows
+from fedsim.compiled.normals import sums_of_normals
+from fedsim.compiled.rows import TILE, add_rounded, by_halves, squared_norms, taken
+from fedsim.mechanisms import Clipping, Independent, NoPrivacy, Normalization, PerLayer, Releaser
+from fedsim.rows import DenseRows, Layout
+
+compiled = pytest.mark.skipif(
+    rows._compiled() is None or normals._compiled() is None, reason="there is no C compiler"
+)
+
+AWKWARD = [
+    0.0,
+    -0.0,
+    5e-324,
+    -1e-310,
+    1e-45,
+    3e-39,
+    1.5,
+    -2.75,
+    1e30,
+    3e38,
+    np.inf,
+    -np.inf,
+    np.nan,
+]
+
+
+@st.composite
+def blocks(draw):
+    """Rows ``[n, d]`` around the length of a tile, with awkward numbers among them."""
+    dtype = draw(st.sampled_from([np.float32, np.float64]))
+    n, d = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 7, TILE - 1, TILE, TILE + 3]))
+    seed = draw(st.integers(0, 2**32 - 1))
+    block = np.random.default_rng(seed).normal(size=(n, d)).astype(dtype)
+    for _ in range(draw(st.integers(0, 5))):
+        row, column = draw(st.integers(0, n - 1)), draw(st.integers(0, d - 1))
+        with np.errstate(over="ignore"):
+            block[row, column] = draw(st.sampled_from(AWKWARD))
+    return torch.from_numpy(block)
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """But for which of the many NaNs one is."""
+    return a.nan_to_num(nan=-7.0).numpy().tobytes() == b.nan_to_num(nan=-7.0).numpy().tobytes()
+
+
+@compiled
+@settings(max_examples=60, deadline=None)
+@given(blocks())
+def test_norms_are_those_of_halving_to_the_byte(block) -> None:
+    assert taken(block)
+    assert same_bytes(squared_norms(block), by_halves(block.double().square()))
+
+
+@compiled
+@settings(max_examples=60, deadline=None)
+@given(blocks(), st.sampled_from([1.0, 2.0**30, 3e-7, 0.0]), st.booleans())
+def test_rounded_sums_are_torchs_to_the_byte(block, factor, finer) -> None:
+    factors = torch.full((len(block),), factor, dtype=torch.float64)
+    coarse = torch.zeros(block.shape[1], dtype=torch.float64)
+    fine = torch.zeros_like(coarse) if finer else None
+    add_rounded(block, factors, coarse, fine, 2.0**32)
+    wanted, wanted_fine = torch.zeros_like(coarse), torch.zeros_like(coarse)
+    for row in block.double() * factors[:, None]:
+        wanted += row.trunc()
+        wanted_fine += ((row - row.trunc()) * 2.0**32).trunc()
+    assert same_bytes(coarse, wanted)
+    assert fine is None or same_bytes(fine, wanted_fine)
+
+
+@pytest.mark.parametrize("d", [1, 3, 100, TILE, 3 * TILE + 5, TILE * TILE + 1])
+def test_halving_sums_everything_once(d) -> None:
+    assert float(by_halves(torch.ones(d, dtype=torch.float64))) == d
+
+
+@compiled
+def test_rows_of_many_tiles_are_halved_twice() -> None:
+    row = torch.randn(1, TILE * TILE + 5, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(squared_norms(row), by_halves(row.double().square()))
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "mechanism",
+    [Clipping(1.0), Normalization(0.5), PerLayer(Clipping(1.0)), NoPrivacy(weighting="uniform")],
+)
+def test_a_release_has_the_same_bytes_with_and_without_a_compiler(
+    monkeypatch, mechanism, dtype
+) -> None:
+    layout = Layout.of({"w": torch.zeros(70, 70, dtype=dtype), "b": torch.zeros(70, dtype=dtype)})
+    block = torch.randn(9, layout.d, generator=torch.Generator().manual_seed(1)).to(dtype)
+    multiplier = 0.0 if isinstance(mechanism, NoPrivacy) else 1.0
+
+    def released(block: torch.Tensor) -> bytes:
+        releaser = Releaser(mechanism, layout, noise=Independent(multiplier), denominator=9.0)
+        total = releaser.start(mechanism.init(layout))
+        assert total.add(DenseRows(block)).tolist() == block.isfinite().all(1).tolist()
+        return b"".join(tensor.numpy().tobytes() for tensor in total.state().values())
+
+    for spoilt in (None, 0.0, float("nan"), 1e-30):
+        if spoilt is not None:
+            block[3] = spoilt
+        fast = released(block)
+        with monkeypatch.context() as without:
+            without.setattr(rows, "_compiled", lambda: None)
+            assert not taken(block)
+            assert released(block) == fast
+
+
+@compiled
+@pytest.mark.parametrize("before", range(6))
+@pytest.mark.parametrize(("count", "terms"), [(1024, 1), (1025, 4), (70_001, 4)])
+def test_normals_are_numpys_and_leave_the_generator_where_numpy_does(before, count, terms) -> None:
+    ours, numpys = (np.random.Generator(np.random.Philox(key=5)) for _ in range(2))
+    for generator in (ours, numpys):
+        generator.bit_generator.random_raw(before)
+        generator.integers(2**31, dtype=np.uint32)  # half a word is left over
+    wanted = sum(numpys.standard_normal(count) for _ in range(terms))
+    assert sums_of_normals(ours, count, terms).tobytes() == wanted.tobytes()
+    assert repr(ours.bit_generator.state) == repr(numpys.bit_generator.state)
+
+
+@compiled
+def test_a_counter_at_its_end_begins_anew() -> None:
+    most = 2**64 - 1
+    draws = []
+    for drawn in (lambda g: g.standard_normal(5000), lambda g: sums_of_normals(g, 5000, 1)):
+        philox = np.random.Philox(
+            key=3, counter=np.array([most - 100, most, most, 7], dtype=np.uint64)
+        )
+        draws.append((drawn(np.random.Generator(philox)).tobytes(), repr(philox.state)))
+    assert draws[0] == draws[1]
+
+
+def test_other_generators_draw_as_they_do() -> None:
+    ours, numpys = np.random.default_rng(0), np.random.default_rng(0)
+    wanted = numpys.standard_normal(5000) + numpys.standard_normal(5000)
+    assert sums_of_normals(ours, 5000, 2).tobytes() == wanted.tobytes()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(building.DISABLED, raising=False)
+    return tmp_path / "fedsim"
+
+
+@compiled
+def test_a_library_is_built_once_and_is_its_users_alone(cache, monkeypatch) -> None:
+    assert building.library("rows.c", rows._right) is not None
+    (built,) = cache.iterdir()
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert built.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(building.shutil, "which", lambda name: None)
+    assert building.library("rows.c", rows._right) is not None
+
+
+@compiled
+@pytest.mark.parametrize("spoil", ["directory", "library"])
+def test_what_others_could_have_written_is_not_loaded(cache, spoil) -> None:
+    assert building.library("rows.c", rows._right) is not None
+    (built,) = cache.iterdir()
+    (cache if spoil == "directory" else built).chmod(0o777)
+    assert building.library("rows.c", rows._right) is None
+
+
+@compiled
+def test_without_a_compiler_or_where_it_is_unwanted_or_wrong_there_is_none(
+    cache, monkeypatch
+) -> None:
+    assert building.library("rows.c", lambda loaded: False) is None
+    with monkeypatch.context() as unwanted:
+        unwanted.setenv(building.DISABLED, "0")
+        assert building.library("rows.c", rows._right) is None
+    (built,) = cache.iterdir()
+    built.unlink()
+    no_library = cache / "none.so"
+    no_library.write_bytes(b"no library")
+    with monkeypatch.context() as spoilt:
+        spoilt.setattr(building, "_built", lambda source, archives: no_library)
+        assert building.library("rows.c", rows._right) is None
+    no_library.unlink()
+    with monkeypatch.context() as failed:
+        failed.setattr(building.shutil, "which", lambda name: "/bin/false")
+        assert building.library("rows.c", rows._right) is None
+    monkeypatch.setattr(building.shutil, "which", lambda name: None)
+    assert building.library("rows.c", rows._right) is None
+    assert list(cache.iterdir()) == []
