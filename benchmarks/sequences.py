@@ -40,7 +40,8 @@ class Recurrent(nn.Module):
         self.last = nn.Linear(64, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.layers(self.words(x))[0][:, -1])
+        outputs: Tensor = self.last(self.layers(self.words(x))[0][:, -1])
+        return outputs
 
 
 class Attention(nn.Module):
@@ -53,12 +54,13 @@ class Attention(nn.Module):
         self.last = nn.Linear(64, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.block(self.words(x)).mean(1))
+        outputs: Tensor = self.last(self.block(self.words(x)).mean(1))
+        return outputs
 
 
 def lean_loop(model: nn.Module, data: ClientData, t: int) -> list[Tensor]:
     """The updates of all clients."""
-    parameters = list(model.parameters())
+    parameters: list[Tensor] = list(model.parameters())
     start = [parameter.detach().clone() for parameter in parameters]
     updates = []
     for client in range(CLIENTS):
@@ -66,7 +68,7 @@ def lean_loop(model: nn.Module, data: ClientData, t: int) -> list[Tensor]:
             torch._foreach_copy_(parameters, start)
         draws = Draws(Randomness(SEED), level="example", amplified=False, client=client)
         order = data.indices[client][draws.generator(t).permutation(EXAMPLES)]
-        for batch in torch.from_numpy(order).split(BATCH):
+        for batch in torch.from_numpy(order).view(-1, BATCH):
             loss = F.cross_entropy(model(data.x[batch]), data.y[batch])
             gradients = torch.autograd.grad(loss, parameters)
             with torch.no_grad():
@@ -81,7 +83,7 @@ def lean_loop(model: nn.Module, data: ClientData, t: int) -> list[Tensor]:
 
 def fedsim_loop(trainer: Trainer, t: int) -> list[Tensor]:
     blocks = trainer.train(trainer.initial(), np.arange(CLIENTS), t)
-    return [row for block in blocks for row in block.rows]
+    return [row for block in blocks if block.rows is not None for row in block.rows]
 
 
 def compare(model: nn.Module) -> tuple[float, float, float]:

@@ -80,23 +80,26 @@ class DenseSteps(AloneSteps):
     def __init__(self, bench: Bench, path: StackedPath, batches: Batches, round: int) -> None:
         super().__init__(bench, batches, round)
         self.path = AlonePath(path)
+        targets = bench.data.targets(self.index, bench.dtype)
+        self.batch_losses = self.path.losses(targets.flatten(0, 1), self.weight.flatten(0, 1))
 
     def _walk(self, state: State, k: int, steps: int) -> None:
         """All steps of client ``k``."""
         bench, algorithm, path, step = self.bench, self.bench.algorithm, self.path, self.bench.step
         assert isinstance(step, LocalStep)  # it is captured on a GPU only
-        index, weight = self.index[k, :steps], self.weight[k, :steps]
-        batch = index.shape[1]
-        at_once = max(1, GATHERED // max(bench.data.x[:1].nbytes * batch, 1))
-        for first in range(0, steps, at_once):
-            batches = slice(first, min(first + at_once, steps))
-            count = batches.stop - first
-            path.take(
-                bench.data.inputs(index[batches], bench.dtype),
-                bench.data.targets(index[batches], bench.dtype),
-                weight[batches],
-            )
-            for number in range(count):
-                gradient = path.gradient(algorithm.point(state), number)
-                step.take(state, gradient, Step(self.round, first + number))
-            self._losses.append(path.losses())
+        first_batch, batch_bytes = (
+            k * self.index.shape[1],
+            bench.data.x[:1].nbytes * self.index.shape[2],
+        )
+        at_once = max(1, GATHERED // max(batch_bytes, 1))
+        for start in range(0, steps, at_once):
+            index = self.index[k, start : min(start + at_once, steps)]
+            for number, x in enumerate(path.features(bench.data.inputs(index, bench.dtype)), start):
+                point = algorithm.point(state)
+                gradient = path.gradient(point, x, self.batch_losses, first_batch + number)
+                step.take(state, gradient, Step(self.round, number))
+
+    def mean_losses(self) -> Floats:
+        """See `Steps`."""
+        self._losses = [self.batch_losses.seen()]
+        return super().mean_losses()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim.clients.gradients import Dense, Factor, Factored, Gradient, Parts
-from fedsim.tasks.losses import IGNORED, CrossEntropy
+from fedsim.tasks.losses import IGNORED, CrossEntropy, Loss
 from fedsim.training.paths.front import ConvFront
 from fedsim.training.paths.stacked import ACTIVATIONS, DenseLayer, StackedPath
 
@@ -128,7 +128,7 @@ class OneFactored:
 
 
 class AlonePath:
-    """Gradients of one client, batch after batch, at the batches that it was given last.
+    """Gradients of one client, batch after batch.
 
     Parameters
     ----------
@@ -141,56 +141,53 @@ class AlonePath:
         self.layers: Sequence[DenseLayer] = path.layers
         self.packing = path.packing
         self._stem, self._loss, self._front = path.stem, path.loss, front
-        self._first = next(i for i, layer in enumerate(path.layers) if layer.weight or layer.bias)
+        self._activations = [
+            None if layer.activation is None else ACTIVATIONS[layer.activation]
+            for layer in path.layers
+        ]
+        first = next(i for i, layer in enumerate(path.layers) if layer.weight or layer.bias)
+        # Below this layer nobody wants a gradient.
+        self._last = first if front is None else -1
         self._views: tuple[Tensor, list[Viewed]] | None = None
 
-    def take(self, x: Tensor, y: Tensor, weight: Tensor) -> None:
-        """Batches ``x [S, B, ...]``, ``y [S, B, ...]`` of weights ``[S, B]``, for `gradient`."""
-        self._x, self._y, self._weight = self._features(x), y, weight
-        self._seen: list[Tensor] = []
-        self._minus_weights: Tensor | None = None
-        if self._loss == CrossEntropy() and y.dim() == 2:
-            counts = y != IGNORED
-            self._classes = torch.where(counts, y, 0).unsqueeze(-1)
-            minus = torch.where(counts, weight, 0.0).neg_().unsqueeze(-1)
-            zeros = weight.new_zeros(*y.shape, self.layers[-1].module.out_features)
-            self._minus_weights = zeros.scatter_(-1, self._classes, minus)
+    def losses(self, y: Tensor, weight: Tensor) -> BatchLosses:
+        """Of batches of targets ``y [S, B, ...]`` and weights ``[S, B]``."""
+        return BatchLosses(self._loss, y, weight, self.layers[-1].module.out_features)
 
-    def gradient(self, theta: Tensor, index: int) -> OneFactored:
-        """Gradient at ``theta [1, D]`` of the weighted loss of batch ``index``."""
-        parameters = self.viewed(theta)
-        x, passed = self._x[index], None
+    def features(self, x: Tensor) -> Sequence[Tensor]:
+        """Inputs ``[B, ...]`` of what is trained, for each batch of ``x [S, B, ...]``."""
+        batches = x.unbind(0)
+        for module in self._stem:
+            batches = tuple(module(features) for features in batches)
+        return batches if self._front is not None else [batch.flatten(1) for batch in batches]
+
+    def gradient(self, theta: Tensor, x: Tensor, losses: BatchLosses, batch: int) -> OneFactored:
+        """Gradient at ``theta [1, D]`` of the weighted loss of one of the batches.
+
+        ``x`` are its `features`.
+        """
+        parameters, passed, h = self.viewed(theta), None, x
         if self._front is not None:
             x, passed = self._front.forward(self.packing.named(theta[0]), x)
-        values = [x.flatten(1)]
-        for layer, (_, by_input, bias) in zip(self.layers, parameters, strict=True):
-            if bias is None:
-                h = torch.mm(values[-1], by_input)
-            else:
-                h = torch.addmm(bias, values[-1], by_input)
-            if layer.activation is not None:
-                h = ACTIVATIONS[layer.activation][0](h)
-            values.append(h)
-        delta, factors = self._from_loss(values[-1], index), []
-        for i in range(len(self.layers) - 1, self._first - 1, -1):
-            activation = self.layers[i].activation
+            h = x.flatten(1)
+        values = [h]
+        for (_, by_input, bias), activation in zip(parameters, self._activations, strict=True):
+            h = torch.mm(h, by_input) if bias is None else torch.addmm(bias, h, by_input)
             if activation is not None:
-                delta = ACTIVATIONS[activation][1](delta, values[i + 1])
+                h = activation[0](h)
+            values.append(h)
+        delta, factors, convolved = losses.delta(h, batch), [], {}
+        for i in range(len(parameters) - 1, -1, -1):
+            activation = self._activations[i]
+            if activation is not None:
+                delta = activation[1](delta, values[i + 1])
             factors.append(LayerFactors(i, values[i], delta))
-            if i > self._first or self._front is not None:
-                delta = torch.mm(delta, parameters[i].weight)
-        convolved = {}
+            if i == self._last:
+                break
+            delta = torch.mm(delta, parameters[i].weight)
         if self._front is not None and passed is not None:
             convolved = self._front.backward(delta.view(x.shape), passed)
         return OneFactored(factors, self, theta, convolved)
-
-    def losses(self) -> Tensor:
-        """Loss of each example of the batches gone through, ``[s, B]``, unweighted."""
-        seen = torch.stack(self._seen)
-        if self._minus_weights is None:
-            return seen
-        losses = seen.gather(-1, self._classes[: len(seen)]).squeeze(-1).neg_()
-        return torch.where(self._y[: len(seen)] != IGNORED, losses, 0.0)
 
     def viewed(self, theta: Tensor) -> list[Viewed]:
         """Parameters of each layer at ``theta [1, D]``."""
@@ -203,26 +200,52 @@ class AlonePath:
             self._views = theta, views
         return self._views[1]
 
-    def _features(self, x: Tensor) -> Sequence[Tensor]:
-        """Inputs of what is trained, ``[B, ...]`` for each batch."""
-        batches = []
-        for features in x.unbind(0):
-            for module in self._stem:
-                features = module(features)
-            batches.append(features)
-        return batches
 
-    def _from_loss(self, outputs: Tensor, index: int) -> Tensor:
-        """Weighted gradient of the loss with respect to the outputs."""
+class BatchLosses:
+    """Losses of batches that are gone through in some order, and where they lead.
+
+    Parameters
+    ----------
+    loss : Loss
+    y : Tensor ``[S, B, ...]``
+    weight : Tensor ``[S, B]``
+    outputs : int
+        Of the model.
+    """
+
+    def __init__(self, loss: Loss, y: Tensor, weight: Tensor, outputs: int) -> None:
+        self._loss, self._y, self._weight = loss, y, weight
+        self._order: list[int] = []
+        self._seen: list[Tensor] = []
+        self._minus_weights: Sequence[Tensor] | None = None
+        if loss == CrossEntropy() and y.dim() == 2:
+            counts = y != IGNORED
+            self._classes = torch.where(counts, y, 0).unsqueeze(-1)
+            minus = torch.where(counts, weight, 0.0).neg_().unsqueeze(-1)
+            zeros = weight.new_zeros(*y.shape, outputs)
+            self._minus_weights = zeros.scatter_(-1, self._classes, minus).unbind(0)
+
+    def delta(self, outputs: Tensor, batch: int) -> Tensor:
+        """Gradient of the weighted loss of a batch with respect to its outputs."""
+        self._order.append(batch)
         if self._minus_weights is not None:
             log_p = F.log_softmax(outputs, dim=-1)
             self._seen.append(log_p)
             # What autograd would call, from the gradient of ``sum_j weight_j loss_j``.
-            minus = self._minus_weights[index]
+            minus = self._minus_weights[batch]
             return torch._log_softmax_backward_data(minus, log_p, -1, outputs.dtype)
         leaf = outputs.requires_grad_()
         with torch.enable_grad():
-            losses = self._loss(leaf, self._y[index])
-            (delta,) = torch.autograd.grad((losses * self._weight[index]).sum(), leaf)
+            losses = self._loss(leaf, self._y[batch])
+            (delta,) = torch.autograd.grad((losses * self._weight[batch]).sum(), leaf)
         self._seen.append(losses.detach())
         return delta
+
+    def seen(self) -> Tensor:
+        """Loss of each example of the batches gone through, ``[s, B]``, unweighted."""
+        seen = torch.stack(self._seen)
+        if self._minus_weights is None:
+            return seen
+        order = torch.tensor(self._order)
+        losses = seen.gather(-1, self._classes[order]).squeeze(-1).neg_()
+        return torch.where(self._y[order] != IGNORED, losses, 0.0)

@@ -56,9 +56,10 @@ class LayeredPath:
         for k in range(len(theta)):
             client = slice(k, k + 1)
             point = theta if len(theta) == 1 else theta[client]
-            self._alone.take(x[client], y[client], weight[client])
-            gradients.append(self._alone.gradient(point, 0))
-            losses.append(self._alone.losses())
+            batch_losses = self._alone.losses(y[client], weight[client])
+            (features,) = self._alone.features(x[client])
+            gradients.append(self._alone.gradient(point, features, batch_losses, 0))
+            losses.append(batch_losses.seen())
         if len(gradients) == 1:
             return gradients[0], losses[0]
         return Dense(torch.cat([gradient.dense() for gradient in gradients])), torch.cat(losses)
