@@ -52,7 +52,9 @@ class SGD(LocalAlgorithm):
 
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
         """One step."""
-        theta, rate = state["theta"], state["lr"] * at.number(self.schedule)
+        theta, rate = state["theta"], state["lr"]
+        if self.schedule.shape != "constant":
+            rate = rate * at.number(self.schedule)
         if not self.momentum and not self.weight_decay:
             gradient.subtract_from(theta, rate)
             return

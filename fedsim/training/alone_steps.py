@@ -35,7 +35,8 @@ class AloneSteps(Steps):
         self, theta: Tensor, numbers: State, kept: Mapping[str, Tensor], present: Tensor
     ) -> Ended:
         """See `Steps`; ``theta`` is written to."""
-        ended = []
+        ended, step = [], self.bench.step
+        assert isinstance(step, LocalStep)  # it is captured on a GPU only
         for k, steps in enumerate(self.batches.steps.tolist()):
             client = slice(k, k + 1)
             state = self.start(
@@ -44,7 +45,8 @@ class AloneSteps(Steps):
                 {name: values[client] for name, values in kept.items()},
                 present[client],
             )
-            self._walk(state, k, steps)
+            with step.lent(self.bench.algorithm.point(state)):
+                self._walk(state, k, steps)
             end = self._end(state, 0)
             if end.theta.data_ptr() != theta[client].data_ptr():
                 theta[client] = end.theta

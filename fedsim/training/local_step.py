@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +77,10 @@ class LocalStep:
         self.take(state, gradient, step)
         state["theta"][:, self.statistics] = seen
         return losses
+
+    def lent(self, point: Tensor) -> AbstractContextManager[object]:
+        """For many steps of one client whose gradients are taken at ``point [1, D]``."""
+        return self.path.lent(point) if isinstance(self.path, PlainPath) else nullcontext()
 
     def take(self, state: State, gradient: Gradient, step: Step) -> None:
         """Update the state by gradients that are there, shortened where that is asked for."""

@@ -7,7 +7,7 @@ cannot take.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +23,8 @@ from fedsim.training.hidden_draws import seeded
 
 __all__ = ["PlainPath"]
 
+Views = dict[str, Tensor]
+
 
 class Held:
     """Lends a model's trained parameters to one client's packed row.
@@ -35,21 +37,32 @@ class Held:
         named = dict(model.named_parameters())
         self.parameters = {name: named[name] for name in packing.slices}
         self._packing = packing
-        self._theta: Tensor | None = None
-        self.rows: dict[str, Tensor] = {}
+        self._viewed: tuple[Tensor, Views] | None = None
+        self._lent: tuple[Tensor, Views] | None = None
 
     @contextmanager
-    def at(self, theta: Tensor) -> Iterator[None]:
-        """With the parameters in ``theta [1, D]``; they have their own numbers again after it."""
-        if self._theta is not theta:
-            self.rows = self._packing.named(theta)
-            self._theta = theta
+    def at(self, theta: Tensor) -> Iterator[Views]:
+        """With the parameters in ``theta [1, D]``; after it they are what they were before.
+
+        Yields
+        ------
+        mapping of name to Tensor ``[1, *shape]``
+            Views of the row.
+        """
+        if self._lent is not None and self._lent[0] is theta:
+            yield self._lent[1]
+            return
+        if self._viewed is None or self._viewed[0] is not theta:
+            self._viewed = theta, self._packing.named(theta)
+        lent_before, self._lent = self._lent, self._viewed
+        views = self._viewed[1]
         values_before = [parameter.data for parameter in self.parameters.values()]
         for name, parameter in self.parameters.items():
-            parameter.data = self.rows[name][0]
+            parameter.data = views[name][0]
         try:
-            yield
+            yield views
         finally:
+            self._lent = lent_before
             for parameter, values in zip(self.parameters.values(), values_before, strict=True):
                 parameter.data = values
 
@@ -76,7 +89,7 @@ class PlainPath:
 
         ``seeds [n]`` are those of what the model draws for each client.
         """
-        if len(theta) == 1 and not theta.is_cuda and not self._channels_last:
+        if self._holds(theta):
             return self._held_gradient(theta, x[0], y[0], weight[0], seeds[0] if seeds else None)
         losses = torch.zeros_like(weight)
         by_name: dict[str, list[Tensor]] = {name: [] for name in self.packing.slices}
@@ -103,6 +116,14 @@ class PlainPath:
         }
         return Parts(stacked, self.packing), losses
 
+    def _holds(self, theta: Tensor) -> bool:
+        """Whether the model holds a block's one row while its gradient is taken."""
+        return len(theta) == 1 and not theta.is_cuda and not self._channels_last
+
+    def lent(self, theta: Tensor) -> AbstractContextManager[object]:
+        """Let the model hold ``theta [1, D]`` for many gradients there, if it does so at all."""
+        return self._held.at(theta) if self._holds(theta) else nullcontext()
+
     @cached_property
     def _held(self) -> Held:
         return Held(self.model, self.packing)
@@ -113,7 +134,7 @@ class PlainPath:
         """`gradient` of one client on a CPU, whose row the model holds."""
         held = self._held
         parameters = held.parameters
-        with held.at(theta), torch.enable_grad(), seeded(seed, theta.device):
+        with held.at(theta) as views, torch.enable_grad(), seeded(seed, theta.device):
             real = self._real(weight)
             real_losses = self.loss(self.model(self._placed(x[real])), y[real])
             gradients = torch.autograd.grad(
@@ -127,7 +148,7 @@ class PlainPath:
             for name, gradient in zip(parameters, gradients, strict=True)
             if gradient is not None
         }
-        return Parts(parts, self.packing, (theta, held.rows)), losses.unsqueeze(0)
+        return Parts(parts, self.packing, (theta, views)), losses.unsqueeze(0)
 
     def outputs(
         self, theta: Tensor, x: Tensor, seeds: Sequence[int | None] | None = None
