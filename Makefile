@@ -16,8 +16,8 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@echo "Setting up $(VENV), once: about 2.8 GB to fetch and 6 GB on disk, most of it torch for"
-	@echo "CUDA; two to ten minutes. README.md says how to have torch for CPUs alone, in a fifth of it."
+	@echo "Setting up $(VENV), once: about 3.2 GB to fetch and 6 GB on disk, most of it torch for"
+	@echo "CUDA; two to ten minutes. README.md says how to have torch for CPUs alone: 0.4 GB."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e .
 	@touch $@

@@ -60,7 +60,7 @@ RATES = {**PRIVATE, **KEPT, "client.name": "adadp-lr"}
 KINDS: dict[str, dict[str, Any]] = {
     "rates": RATES,
     "examples": {**KEPT, "client.mechanism.name": "clipping", "client.noise.multiplier": 1.0},
-    "scaffold": {**KEPT, "client.name": "scaffold"},
+    "scaffold": {**KEPT, "client.name": "scaffold", "mechanism.weighting": "uniform"},
     "heads": {
         **KEPT,
         "model.name": "mlp",
