@@ -151,10 +151,19 @@ class ConfigRuns(Experiment):
         return settings
 
     def run(self, settings: Mapping[str, Any]) -> Result:
-        """Run the member's config and keep what `summary` does."""
+        """Run the member's config and keep what `summary` does.
+
+        Raises
+        ------
+        KeyboardInterrupt
+            If the run was asked to end, by Ctrl-C or SIGTERM: what it has reached is no result.
+        """
         build = self.build(settings)
         check(build)
-        return self.summary(drive(build, LocalGrid(build.trainer)).metrics)
+        result = drive(build, LocalGrid(build.trainer))
+        if result.ended == "interrupted":
+            raise KeyboardInterrupt
+        return self.summary(result.metrics)
 
     def build(self, settings: Mapping[str, Any]) -> Build:
         """What a member runs."""

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from experiments.framework import config_runs
 from experiments.framework.base import Experiment, Report, Result
+from experiments.framework.config_runs import ConfigRuns
 from experiments.framework.run import Outcome, load, run_experiment
 from experiments.koskela.common import optimiser
 from experiments.koskela.rate import settled_rate
@@ -256,3 +257,21 @@ def test_an_interrupted_pretraining_is_not_taken_for_a_finished_one(
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             experiment.prepare(tmp_path)
+
+
+def test_a_run_that_was_asked_to_end_leaves_no_result(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = iter(["finished", "interrupted", "finished"])
+
+    def drive(build: object, grid: object) -> SimpleNamespace:
+        row = {"round": 1, "test-accuracy": 0.5, "loss": 1.0}
+        return SimpleNamespace(ended=next(ended), metrics=[row])
+
+    monkeypatch.setattr(config_runs, "drive", drive)
+    monkeypatch.setattr(config_runs, "check", lambda build: None)
+    monkeypatch.setattr(config_runs, "LocalGrid", lambda trainer: None)
+    monkeypatch.setattr(ConfigRuns, "build", lambda *_: SimpleNamespace(trainer=None))
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(COMMITTED / "koskela-federated", tmp_path, data=data, workers=1)
+    assert len(list((tmp_path / "members").iterdir())) == 1
