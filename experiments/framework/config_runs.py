@@ -26,13 +26,13 @@ from experiments.framework.base import (
 )
 from experiments.framework.spread import over_seeds
 from fedsim.config import RunConfig, Scalar
-from fedsim.datasets import Dataset
 from fedsim.engines import LocalGrid
 from fedsim.runs.artefacts import Row
 from fedsim.runs.build import Build
 from fedsim.runs.check import check
 from fedsim.runs.drive import drive
 from fedsim.runs.runner import run as run_config
+from fedsim.runs.sweep.building import ReadData, SharingBuild
 
 __all__ = ["ConfigRuns", "ConfigRunsSettings", "Score", "best", "chosen"]
 
@@ -90,18 +90,6 @@ class Score:
         return f"{self.mean:.2f} ± {self.spread:.2f}"
 
 
-class MemberBuild(Build):
-    """A build that loads no data set that the member before it has loaded."""
-
-    _latest: ClassVar[tuple[object, Dataset] | None] = None
-
-    def _loaded(self) -> Dataset:
-        latest, settings = MemberBuild._latest, self.config.data
-        if latest is None or latest[0] != settings:
-            latest = MemberBuild._latest = settings, super()._loaded()
-        return latest[1]
-
-
 class ConfigRuns(Experiment):
     """Subclasses say which keys change (`plans`), and what a run leaves beside accuracy."""
 
@@ -123,6 +111,7 @@ class ConfigRuns(Experiment):
             pretraining = RunConfig.load(context.directory / settings.pretraining)
             self.pretraining = pretraining.replace(**changes)
         self.weights: Path | None = None
+        self._read: ReadData = {}
 
     def prepare(self, out: Path) -> None:
         """Train the model that members start from, unless an earlier call has."""
@@ -170,7 +159,8 @@ class ConfigRuns(Experiment):
         changes = {"data.dir": str(self.context.data)}
         if self.weights is not None:
             changes["model.weights"] = str(self.weights)
-        return MemberBuild(RunConfig.from_run_config({**settings["run"], **changes}))
+        config = RunConfig.from_run_config({**settings["run"], **changes})
+        return SharingBuild(config, None, self._read)
 
     def summary(self, rows: Sequence[Row]) -> Result:
         """Test accuracy by round, and the example-level epsilon where there is one."""

@@ -9,9 +9,9 @@ from fedsim.config import RunConfig, Scalar
 from fedsim.runs.build import Build
 from fedsim.runs.sweep.members import Member
 
-__all__ = ["Builder"]
+__all__ = ["Builder", "ReadData", "SharingBuild"]
 
-_Read = dict[tuple[tuple[str, Scalar], ...], datasets.Dataset]
+ReadData = dict[tuple[tuple[str, Scalar], ...], datasets.Dataset]
 """Data sets by the table that says them."""
 
 
@@ -26,17 +26,17 @@ class Builder:
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self._read: _Read = {}
+        self._read: ReadData = {}
 
     def build(self, member: Member) -> Build:
         """A fresh one, with a trainer that remembers no run."""
-        return _MemberBuild(member.config, self.out / member.label, self._read)
+        return SharingBuild(member.config, self.out / member.label, self._read)
 
 
-class _MemberBuild(Build):
+class SharingBuild(Build):
     """`Build`, of a data set that others may have read."""
 
-    def __init__(self, config: RunConfig, out: Path, read: _Read) -> None:
+    def __init__(self, config: RunConfig, out: Path | None, read: ReadData) -> None:
         super().__init__(config, out)
         self._read = read
 
