@@ -241,7 +241,8 @@ def _start_ray(address: str | None, workers: int) -> bool:
             "include_dashboard": False,
             "_node_ip_address": "127.0.0.1",
         }
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **here)
+    # Without an address Ray would join one that runs here, whosever it is.
+    ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **here)
     return True
 
 
