@@ -41,6 +41,7 @@ class Checkpointing:
         self._state = state
         self._settings = build.config.checkpoint
         self._kept = directory.checkpoints
+        self._sync_metrics = directory.sync_metrics
         self._best: float | None = None
         self._judge: Judge | None = None
         if self._settings.best:
@@ -76,6 +77,9 @@ class Checkpointing:
                 tasks.append(self._kept.writing(self._state()))
                 self._saved, self._since = number, time.monotonic()
                 self._tell_clients()
+        if tasks:
+            # A checkpoint counts on the rows before it.
+            tasks.insert(0, self._sync_metrics)
         if tasks or self._pending:
             self._pending.append(self._thread.submit(_all, [*tasks, write_row]))
         else:
@@ -85,6 +89,7 @@ class Checkpointing:
         """Save the round that was made last, unless it is there."""
         self.wait()
         if self._settings.every and done != self._saved:
+            self._sync_metrics()
             self._kept.save(self._state())
             self._saved = done
 
