@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,12 +30,15 @@ class Deed:
         From the world's federation to one in which the canary does it.
     harmless : bool
         Whether its row can be used as it is: then its share of noise is there too.
+    adds : "something", "zeros" or "nothing"
+        To the sum: zeros count as a client that replied, and nothing is what one that fails adds.
     """
 
     name: str
     world: World
     change: Change
     harmless: bool = True
+    adds: Literal["something", "zeros", "nothing"] = "something"
 
 
 def deeds(start: Parameters, scale: float) -> list[Deed]:
@@ -67,13 +71,13 @@ def deeds(start: Parameters, scale: float) -> list[Deed]:
         *layers,
         Deed("sends 1e200", OPPOSED, _sends(full(1e200))),
         Deed("sends 1e-200", OPPOSED, _sends(full(1e-200))),
-        Deed("sends nothing", OPPOSED, _sends(full(0.0))),
-        Deed("sends NaN", OPPOSED, _sends(full(torch.nan)), harmless=False),
+        Deed("sends zeros", OPPOSED, _sends(full(0.0)), adds="zeros"),
+        Deed("sends NaN", OPPOSED, _sends(full(torch.nan)), harmless=False, adds="nothing"),
         Deed(
             "sends one infinity", OPPOSED, _sends(torch.where(last > 0, torch.inf, last)),
-            harmless=False,
+            harmless=False, adds="nothing",
         ),
-        Deed("raises an exception", OPPOSED, _raises, harmless=False),
+        Deed("raises an exception", OPPOSED, _raises, harmless=False, adds="nothing"),
         *(
             Deed(f"reports {value:g}", OPPOSED, _reports(value), harmless=False)
             for value in (0.0, -1e9, 1e300, float("nan"))

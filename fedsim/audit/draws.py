@@ -25,6 +25,9 @@ Floats = npt.NDArray[np.float64]
 FEWEST = 25.0
 """Expected counts below this are not approximated by a normal."""
 
+MOST_HEAVY = 104.0
+"""So many draws, times the kurtosis, make a sum whose tails are normal at seven standard errors."""
+
 
 @dataclass(frozen=True)
 class _Law:
@@ -79,7 +82,7 @@ def draw_checks(
     checks += [_spread(asked, law, looked), _frequencies(asked, law, looked)]
     checks += [_together(asked, law, looked), _overlaps(asked, law, looked)]
     lengths = [len(run) for run in draws]
-    checks.append(_succession(asked, law, lengths, looked))
+    checks += [_succession(asked, law, lengths, looked), _rhythm(asked, law, lengths, looked)]
     return checks
 
 
@@ -187,6 +190,32 @@ def _succession(asked: Floats, law: _Law, lengths: Sequence[int], looked: str) -
         "sampler", "rounds after being asked", f"{looked}, {int(enough.sum())} lags",
         f"{np.abs(scores).max():.2f} standard errors", "0, within normal bounds",
         smallest(normal_p(scores)),
+    )  # fmt: skip
+
+
+def _rhythm(asked: Floats, law: _Law, lengths: Sequence[int], looked: str) -> Check:
+    """Whether somebody is asked at a rhythm: every second round, say, at twice the rate."""
+    q, length = law.rate, max(lengths)
+    variance = q * (1 - q)
+    # Sums of few rare draws have heavier tails than normal ones; far out it is the kurtosis' doing.
+    if length < MOST_HEAVY * abs(1 - 6 * variance) / variance or length < FEWEST:
+        return invariant("sampler", "rhythm of each", looked, None, "too few draws to tell")
+    stops = np.cumsum(lengths)
+    runs = [asked[stop - length : stop] for stop in stops[np.array(lengths) == length]]
+    # Of independent draws a run's spectrum has at each frequency a chi-square of two degrees, at
+    # the highest (every second round) of one.
+    powers = sum(np.square(np.abs(np.fft.rfft(run - q, axis=0))) for run in runs)
+    powers = np.asarray(powers)[1:] / (length * variance)
+    degrees = np.full(len(powers), 2.0 * len(runs))
+    if length % 2 == 0:
+        degrees[-1] /= 2
+    sums = powers * (degrees / len(runs))[:, None]
+    p_values = chdtrc(degrees[:, None], sums)
+    odd = int(p_values.argmin()) // law.population + 1
+    return Check(
+        "sampler", "rhythm of each", f"{looked}, {len(powers)} frequencies",
+        f"the oddest rhythm is one of {length / odd:.4g} rounds", "none, within chi-square bounds",
+        smallest(p_values),
     )  # fmt: skip
 
 

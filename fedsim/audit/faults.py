@@ -27,6 +27,7 @@ class Faults:
         "charges": ("ledger", "the same is charged"),
         "earlier rounds": ("noise", "rounds without the canary are the same"),
         "slowness": ("plan", "a slow client shuts nobody out"),
+        "traces": ("plan", "who adds nothing leaves no trace"),
     }
 
     def __init__(self) -> None:
@@ -56,6 +57,11 @@ class Faults:
             self._note("charges", f"the ledgers differ with {culprit}")
         if not np.array_equal(without.moves[:-1], seen.moves[:-1]):
             self._note("earlier rounds", f"they differ with {culprit}, who was not asked yet")
+
+    def traceless(self, culprit: str, without: Observation, seen: Observation) -> None:
+        """A client that contributes nothing changes no bit of what is released."""
+        if not np.array_equal(without.moves, seen.moves):
+            self._note("traces", f"the release changed with {culprit}")
 
     def lonely(self, plan: Plan, start: Parameters, strategy: DPFedAvg, seed: int) -> None:
         """Where everybody else fails, too, a round must come all the same."""

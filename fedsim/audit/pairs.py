@@ -65,6 +65,8 @@ def pair_checks(plan: Plan, start: Parameters, noise: MeasuredNoise, seed: int) 
     for deed in tried:
         without, seen = pairs.of(deed)
         faults.compare(f"a canary that {deed.name}", without, seen, pairs.canary)
+        if pairs.traceless(deed):
+            faults.traceless(f"a canary that {deed.name}", without, seen)
         if pairs.exact(deed):
             lengths.append(_length(deed, without, seen, noise, numbers))
     faults.lonely(pairs.plan, start, strategy, seed)
@@ -91,6 +93,16 @@ class _Pairs:
     def exact(self, deed: Deed) -> bool:
         """Whether noise is the same with and without: a share takes its noise along."""
         return self.strategy.placement == "server" or deed.harmless
+
+    def traceless(self, deed: Deed) -> bool:
+        """Whether a canary that does it is as good as none."""
+        strategy = self.strategy
+        if strategy.placement == "client" or strategy.cohort.adjacency == "replace-one":
+            return False
+        # Bounds that learn may center rows, or count them.
+        plain = not strategy.mechanism.init(Layout.of(self.start))
+        plain = plain and not strategy.mechanism.side_names
+        return deed.adds == "nothing" or (deed.adds == "zeros" and plain)
 
     def of(self, deed: Deed) -> tuple[Observation, Observation]:
         """Without and with the canary."""

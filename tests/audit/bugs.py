@@ -24,6 +24,7 @@ from fedsim.privacy.samplers import FixedSize, Poisson
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows import DenseRows
 from fedsim.strategies import DPFedAvg
+from fedsim.strategies.contributions import Contributions, RoundSum
 
 Plant = Callable[[], AbstractContextManager[object]]
 BUGS: dict[str, Plant] = {}
@@ -391,6 +392,21 @@ def _more() -> AbstractContextManager[object]:
     return cohort(draw)
 
 
+@bug("ten clients in every second round only, at twice the rate")
+def _alternating() -> AbstractContextManager[object]:
+    def draw(self: Poisson, round: int, draws: Draws) -> np.ndarray:
+        ids = honest_draw(self, round, draws)
+        doubled = honest_draw(dataclasses.replace(self, rate=2 * self.rate), round, _again(draws))
+        ten = doubled[doubled < 10] if round % 2 else np.zeros(0, np.int64)
+        return np.union1d(ten, ids[ids >= 10]).astype(np.int64)
+
+    return cohort(draw)
+
+
+def _again(draws: Draws) -> Draws:
+    return dataclasses.replace(draws, randomness=draws.randomness.repeated())
+
+
 # -- bound ---------------------------------------------------------------------------------
 
 
@@ -460,6 +476,20 @@ def _withheld() -> Iterator[None]:
         return (None if self.report is not None and self.report.failed else arrays), metrics
 
     with patch.object(DPFedAvg, "aggregate_train", withheld):
+        yield
+
+
+@bug("a denominator that counts failures")
+@contextmanager
+def _counts_failures() -> Iterator[None]:
+    release = Contributions.release
+
+    def divided(self: Contributions, gathered: RoundSum) -> Any:
+        made = release(self, gathered)
+        failed = gathered.tally.report(gathered.asked.round).failed
+        return dataclasses.replace(made, mean=made.mean / (1 + 1e-3 * failed))
+
+    with patch.object(Contributions, "release", divided):
         yield
 
 
