@@ -36,7 +36,9 @@ def sums_of_normals(generator: np.random.Generator, count: int, terms: int) -> A
     All first terms are drawn, then all second ones, and so on: numpy's draws, compiled or not.
     """
     philox = generator.bit_generator
-    if count * terms >= LEAST and isinstance(philox, np.random.Philox):
+    # A generator of a class of its own may draw otherwise from the same bits.
+    plain = type(generator) is np.random.Generator and count * terms >= LEAST
+    if plain and isinstance(philox, np.random.Philox):
         compiled = _compiled()
         if compiled is not None:
             with philox.lock:
