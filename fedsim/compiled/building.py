@@ -55,8 +55,9 @@ def library(
         if right(loaded):
             return loaded
         _log.warning("compiled, %s gives other bytes than it should; it is left out", source)
-    # No compiler, none that takes the flags, nowhere to keep a library, none of the symbols.
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+    # No compiler, none that takes the flags, nowhere to keep a library (RuntimeError where the user
+    # has no home), none of the symbols.
+    except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
         _log.debug("%s is not compiled (%s)", source, error)
     return None
 
