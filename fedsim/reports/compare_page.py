@@ -172,8 +172,7 @@ def _table(groups: Sequence[SeedGroup]) -> Markup:
             values = group.ends(column)
             cells.append(_spread_cell(values, is_share(name, values)))
         for column in epsilons.values():
-            simulated = any(record.last("simulated") for record in group.records)
-            cells.append(_spread_cell(group.ends(column), suffix=" (simulated)" * simulated))
+            cells.append(_spread_cell(group.ends(column), suffix=_simulated([group])))
         cells.append(_spread_cell([float(record.rounds) for record in group.records]))
         seconds = [
             math.fsum(y for y in record.curve("seconds")[1] if math.isfinite(y))
@@ -226,6 +225,12 @@ def _price(records: Sequence[RunRecord]) -> Markup | None:
     )
 
 
+def _simulated(groups: Sequence[SeedGroup]) -> str:
+    """What is said after an epsilon, where noise follows from a seed in one of the runs."""
+    records = (record for group in groups for record in group.records)
+    return " (simulated)" if any(record.last("simulated") for record in records) else ""
+
+
 def _curves(groups: Sequence[SeedGroup]) -> list[Markup | Lines | str]:
     """A chart a metric, with as many groups as can be told apart."""
     most = len(SERIES)
@@ -242,11 +247,12 @@ def _curves(groups: Sequence[SeedGroup]) -> list[Markup | Lines | str]:
         shown = [group for group in measured if group in best]
         lines = [group.mean_curve(column, group.label) for group in shown]
         about = f"The best {most} of {len(measured)}." if len(measured) > most else ""
+        after = _simulated(shown) if name == "epsilon" else ""
         parts.append(
             Lines(
-                title=column.replace("-", " ").capitalize(),
+                title=column.replace("-", " ").capitalize() + after,
                 x="round",
-                y=name,
+                y=name + after,
                 lines=lines,
                 about=about,
                 percent=is_share(name, (y for line in lines for y in line.y)),

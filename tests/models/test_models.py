@@ -113,7 +113,7 @@ def test_float64_starts_from_the_numbers_of_float32() -> None:
         ("torch.nn:NoSuchThing", {}, "'torch.nn' has no callable 'NoSuchThing'"),
         ("torch.nn:Linear", {}, "needs the argument 'in_features'"),
         ("collections:OrderedDict.fromkeys", {}, "needs the argument 'iterable'"),
-        ("types:SimpleNamespace", {}, "no Python function or class with known parameters"),
+        ("builtins:dict", {}, "no Python function or class with known parameters"),
         ("collections:Counter", {}, r"returns Counter; it must return a torch\.nn\.Module"),
     ],
 )

@@ -85,3 +85,13 @@ def test_numbers_that_are_not_finite_have_no_deviation(tmp_path: Path) -> None:
     assert all(math.isnan(value) for value in group.mean_curve("test-loss", "x").low)
     assert group.ends("test-loss") == [1.0]
     compare_page(group.records)
+
+
+@pytest.mark.parametrize("simulated", [0, 1])
+def test_every_epsilon_says_where_it_is_simulated(tmp_path: Path, simulated: int) -> None:
+    rows = [{"round": k, "epsilon": float(k), "simulated": simulated} for k in range(1, 4)]
+    directory = left_run(tmp_path / "run", rows)
+    page = compare_page([RunRecord.read(directory, ledgers=False)])
+    # In the table, the chart's title and the name of its axis.
+    assert page.count("(simulated)") >= 3 * simulated
+    assert ("(simulated)" in page) == bool(simulated)

@@ -253,6 +253,7 @@ def test_an_evaluation_of_large_outputs_goes_in_calls_of_bounded_size(monkeypatc
         "_outputs",
         lambda path, points, x, seeds: calls.append(len(x)) or real(path, points, x, seeds),
     )
+    t = trainer("tokens")  # one that has not learnt yet what a call takes
     (again,) = t.evaluate(t.initial(), ids, 1)
     assert calls == [1] * 4
     np.testing.assert_array_equal(again.metrics["metric"], expected.metrics["metric"])
