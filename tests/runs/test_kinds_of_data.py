@@ -280,4 +280,4 @@ def test_a_partition_of_sequences_shows_how_many_each_client_has(
     with pytest.raises(SystemExit) as ended:
         main(["partition", "run.toml", "--out", "clients.png"])
     assert not ended.value.code
-    assert "owner, 6 clients, seed 1" in capsys.readouterr().out
+    assert "owner, 6 clients, seed 1" in " ".join(capsys.readouterr().out.split())
