@@ -115,11 +115,15 @@ class Build:
         """The client algorithm with every client's data."""
         dataset, dealt = self.dataset, self.dealt
         test = None if dealt.test is None else self.client_data(dataset.test, dealt.test)
-        return self.make_trainer(self.client_data(dataset.train, dealt.train), test)
+        clients = self.client_data(dataset.train, dealt.train)
+        return self.make_trainer(clients, test, state_dir=self.state_dir)
 
     @cached_property
     def examiners(self) -> dict[str, Trainer]:
-        """The same over the test examples, all of them one client's, and over those held out."""
+        """The same over the test examples, all of them one client's, and over those held out.
+
+        That client has kept nothing: it is none of those whose state lies in ``state_dir``.
+        """
         everything = np.arange(len(self.dataset.test), dtype=np.int64)
         examiners = {"test": self.make_trainer(self.client_data(self.dataset.test, [everything]))}
         if self.config.data.validation:
@@ -138,7 +142,9 @@ class Build:
         mean, std = (_channels(k, images) for k in (self.dataset.mean, self.dataset.std))
         return mean, std
 
-    def make_trainer(self, data: ClientData, test: ClientData | None = None) -> Trainer:
+    def make_trainer(
+        self, data: ClientData, test: ClientData | None = None, *, state_dir: Path | None = None
+    ) -> Trainer:
         """A trainer of this run's model and algorithm over any clients' data."""
         client = self.config.client
         all_clients = data.population == self.config.partition.clients
@@ -169,7 +175,7 @@ class Build:
             max_grad_norm=client.max_grad_norm,
             compression=Compression.parse(client.compression),
             state=client.state,
-            state_dir=self.state_dir,
+            state_dir=state_dir,
             test=test,
             personal=self.personal,
         )

@@ -257,3 +257,25 @@ def test_a_fresh_run_begins_anew_where_an_earlier_ones_clients_kept_something(tm
         assert after.get("update-norm") == before.get("update-norm")
     put_away = tmp_path / "kept" / "archive" / "1" / config.name
     assert list(put_away.glob("client-*/round-3.safetensors"))
+
+
+def test_a_central_evaluation_is_of_the_shared_model_wherever_clients_keep_theirs(
+    tmp_path: Path,
+) -> None:
+    config = RunConfig.parse(
+        {
+            "seed": 11,
+            "rounds": 3,
+            "data": {"name": "digits"},
+            "partition": {"name": "dirichlet", "clients": 4},
+            "model": {"name": "softmax"},
+            "client": {"name": "ditto", "state": "client"},
+            "mechanism": {"name": "none"},
+        }
+    )
+    kept_in_files = config.replace(**{"client.state-dir": str(tmp_path / "kept")})
+    accuracies = [
+        [row["test-accuracy"] for row in fedsim.run(c, out=tmp_path / name).metrics]
+        for name, c in (("memory", config), ("files", kept_in_files))
+    ]
+    assert accuracies[0] == accuracies[1]
