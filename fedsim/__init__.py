@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from fedsim.version import VERSION
 
 if sys.platform == "win32":
-    _HERE = "fedsim runs on Linux and macOS, and on Windows in WSL: it locks its files."
+    _WHERE_IT_RUNS = "fedsim runs on Linux and macOS, and on Windows in WSL: it locks its files."
     # Of the command, which finds no code of its own before this: a sentence and no traceback.
     if sys.argv[:1] == ["-m"] or sys.argv[0].lower().endswith(("fedsim", "fedsim.exe")):
-        print(f"fedsim: {_HERE}", file=sys.stderr)
+        print(f"fedsim: {_WHERE_IT_RUNS}", file=sys.stderr)
         raise SystemExit(2)
-    raise ImportError(_HERE)
+    raise ImportError(_WHERE_IT_RUNS)
 
 if TYPE_CHECKING:
     from fedsim.config import RunConfig

@@ -9,132 +9,20 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from sample_kinds import CLASSES, IMPORTS
 
 import fedsim
 from fedsim import RunConfig, registry
 from fedsim.errors import FedsimError
 from fedsim.settings import settings_of
 
-HEAD = """
-from dataclasses import dataclass
-from typing import Annotated
-from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Gt
-"""
 
-FILES = {
-    "mechanism": """
-import torch
-from fedsim.mechanisms import ScalingBound
+def sample_file(kind: str, name: str = "sample-thing") -> str:
+    """A file that registers the sample of a kind under a name."""
+    decorator = f'@register("{kind}", "{name}")'
+    return f"from fedsim.registry import register\n{IMPORTS}\n{decorator}{CLASSES[kind]}"
 
-@register("mechanism", "sample-thing")
-@dataclass(frozen=True)
-class Smooth(ScalingBound):
-    clip_norm: Annotated[float, Gt(0), Doc("The largest norm.")] = 1.0
-    power: Annotated[float, Ge(1), Doc("How sharp the corner is.")] = 4.0
 
-    def radius(self, ready, d):
-        return self.clip_norm
-
-    def scales(self, norms, ready, unit):
-        ratio = norms * unit / self.clip_norm
-        return unit / (1 + ratio**self.power) ** (1 / self.power)
-""",
-    "client": """
-from fedsim.clients import LocalAlgorithm
-
-@register("client", "sample-thing")
-@dataclass(frozen=True)
-class Sign(LocalAlgorithm):
-    lr: Annotated[float, Gt(0), Doc("The rate.")] = 0.01
-
-    def step(self, state, gradient, at):
-        state["theta"] -= self.lr * gradient.dense().sign()
-""",
-    "cohort": """
-import numpy as np
-from fedsim.cohorts import InclusionSampler
-
-@register("cohort", "sample-thing")
-class Tides(InclusionSampler):
-    def __init__(self, population):
-        super().__init__(population, highest=0.9)
-
-    def probabilities(self, round):
-        return np.where(np.arange(self.population) % 2 == round % 2, 0.9, 0.5)
-""",
-    "partition": """
-import numpy as np
-from fedsim.partitions import Partition
-
-@register("partition", "sample-thing")
-@dataclass(frozen=True)
-class Stripes(Partition):
-    width: Annotated[int, Ge(1), Doc("Neighbours that stay together.")] = 2
-    clients: int = 100
-    seed: int = 0
-
-    def deal(self, examples, generator):
-        owner = np.arange(len(examples)) // self.width % self.clients
-        return [np.flatnonzero(owner == client) for client in range(self.clients)]
-""",
-    "data": """
-import numpy as np
-from fedsim.datasets import Dataset
-
-@register("data", "sample-thing")
-@dataclass(frozen=True)
-class Blobs:
-    size: Annotated[int, Ge(4), Doc("How many examples.")] = 60
-
-    def __call__(self):
-        y = np.arange(self.size) % 3
-        x = np.eye(3, dtype=np.float32)[y]
-        part = {"x": x, "y": y}
-        return Dataset.of("blobs", part, part, classes=3)
-""",
-    "metric": """
-from fedsim.tasks import ExactSum, Metric
-
-@register("metric", "sample-thing")
-@dataclass(frozen=True)
-class Certainty(Metric):
-    power: Annotated[float, Gt(0), Doc("What probabilities are raised to.")] = 1.0
-
-    def init(self):
-        return ExactSum()
-
-    def update(self, state, outputs, targets):
-        return state + ExactSum.of(outputs.softmax(-1).amax(-1) ** self.power)
-
-    def merge(self, first, second):
-        return first + second
-
-    def finish(self, state):
-        return state.mean
-""",
-    "loss": """
-@register("loss", "sample-thing")
-@dataclass(frozen=True)
-class Focal:
-    power: Annotated[float, Ge(0), Doc("How little counts what is well predicted.")] = 2.0
-
-    def __call__(self, outputs, targets):
-        log_p = outputs.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-        return -((1 - log_p.exp()) ** self.power) * log_p
-""",
-    "server": """
-from fedsim.server_optimizers import ServerOptimizer
-
-@register("server", "sample-thing")
-@dataclass
-class Halved(ServerOptimizer):
-    share: Annotated[float, Gt(0), Doc("What of the update is taken.")] = 0.5
-
-    def step(self, vector, update):
-        return vector + self.share * update.to(vector)
-""",
-}
 CHOOSE = {"server": "server.optimizer", "metric": "task.metrics", "loss": "task.loss"}
 BASE = {
     "rounds": 2,
@@ -150,7 +38,7 @@ BASE = {
 def one_more(tmp_path, monkeypatch, request):
     """A file in the folder of a kind's package, as if it had always been there."""
     kind = request.param
-    text = HEAD + FILES[kind]
+    text = sample_file(kind)
     assert len(text.splitlines()) <= 80
     (tmp_path / "sample_thing.py").write_text(text)
     package = importlib.import_module(registry.PACKAGES[kind][0])
@@ -161,7 +49,7 @@ def one_more(tmp_path, monkeypatch, request):
     registry._registered.pop((kind, "sample-thing"), None)
 
 
-@pytest.mark.parametrize("one_more", FILES, indirect=True)
+@pytest.mark.parametrize("one_more", CLASSES, indirect=True)
 def test_a_thing_of_any_kind_is_one_file_that_runs_by_its_name(one_more: str) -> None:
     key = CHOOSE.get(one_more, f"{one_more}.name")
     assert "sample-thing" in registry.names(one_more)
@@ -213,9 +101,7 @@ def plugged(monkeypatch: pytest.MonkeyPatch, *points: tuple[str, str]) -> None:
 def test_an_installed_package_adds_a_thing_by_its_entry_point(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "their_package.py").write_text(
-        HEAD + FILES["client"].replace("sample-thing", "theirs")
-    )
+    (tmp_path / "their_package.py").write_text(sample_file("client", "theirs"))
     monkeypatch.syspath_prepend(tmp_path)
     plugged(monkeypatch, ("client.theirs", "their_package:Sign"))
     config = RunConfig().replace(**{"client.name": "theirs", "client.lr": 0.5})

@@ -186,8 +186,8 @@ class Build:
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         kept = models.matching("model.personal", self.config.model.personal, names)
         # With a normalisation's parameters go its statistics, whatever the patterns.
-        statistics = {*models.statistics_of(self.model), *kept}
-        return [name for name in names if name in statistics]
+        personal = {*models.statistics_of(self.model), *kept}
+        return [name for name in names if name in personal]
 
     @property
     def state_dir(self) -> Path | None:
