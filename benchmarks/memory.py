@@ -30,7 +30,8 @@ def peak(name: str, cohort: int) -> float:
     from benchmarks.jobs import JOBS, data_of, trainer_of
     from fedsim.cohorts import FixedCohort
     from fedsim.engines.process import settle
-    from fedsim.mechanisms import Clipping, Independent, NoiseSource, Releaser
+    from fedsim.mechanisms import Clipping, NoiseSource, Releaser
+    from fedsim.privacy import Independent
     from fedsim.randomness import Draws, Purpose, Randomness
     from fedsim.rows import DenseRows
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["names_of", "torch"]
+__all__ = ["Tensor", "names_of", "torch"]
 
 
 class _Later(ModuleType):
@@ -24,8 +24,11 @@ class _Later(ModuleType):
 
 if TYPE_CHECKING:
     import torch as torch
+    from torch import Tensor as Tensor
 else:
     torch = _Later("torch")
+    # For annotations, which nobody evaluates.
+    Tensor = Any
 
 
 def names_of(package: str, file: str) -> Callable[[str], Any]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fedsim.cohorts import FullCohort
-from fedsim.mechanisms import Clipping, Independent, NoiseSource, PartialSum, Releaser
-from fedsim.privacy import Ledger
+from fedsim.mechanisms import Clipping, NoiseSource, PartialSum, Releaser
+from fedsim.privacy import Independent, Ledger
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout, Rows
 from fedsim.rows.dense import MeasuredRows

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim.cohorts import PoissonCohort
-from fedsim.mechanisms import Independent, Mechanism, NoiseSource, Releaser
-from fedsim.privacy import Event, Ledger
+from fedsim.mechanisms import Mechanism, NoiseSource, Releaser
+from fedsim.privacy import Event, Independent, Ledger
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows import Layout, LinearPart, OuterRows
 from fedsim.strategies import ServerOptimizer

@@ -14,12 +14,12 @@ from experiments.framework.base import Result
 from fedsim.mechanisms import (
     AdaptiveNoise,
     Clipping,
-    Independent,
     Mechanism,
     NoiseSource,
     NoPrivacy,
     Releaser,
 )
+from fedsim.privacy import Independent
 from fedsim.randomness import Purpose, Randomness
 from fedsim.reports.palette import COLOURS, INK
 from fedsim.reports.plots import curve_style

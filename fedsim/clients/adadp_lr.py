@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from fedsim.clients.base import LocalAlgorithm, State, Step
 from fedsim.clients.gradients import Gradient
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.rows.elementwise import power
 from fedsim.settings import Doc, Ge, Gt, Le
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["AdadpLR"]
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from fedsim.clients.rmsprop import RMSProp
+from fedsim.lazy import Tensor
 from fedsim.registry import register
 from fedsim.settings import Doc, Ge, Gt, Lt
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["AdadpNoise"]
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from fedsim.clients.base import LocalAlgorithm, State, Step
 from fedsim.clients.gradients import Gradient
 from fedsim.clients.schedules import CONSTANT, LocalSchedule
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.rows.elementwise import powers_of
 from fedsim.settings import Doc, Ge, Gt, Lt
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["Adam"]
 

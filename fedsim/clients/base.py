@@ -24,16 +24,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedsim.clients.gradients import Gradient
 from fedsim.errors import FedsimError
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.rows.vectors import Width
 from fedsim.settings import check_settings
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["PERSONAL_MASK", "Combined", "LocalAlgorithm", "State", "Step", "refuse_vectors"]
 

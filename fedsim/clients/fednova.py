@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from fedsim.clients.base import Combined, State, Step
 from fedsim.clients.gradients import Gradient
 from fedsim.clients.proximal import PULL
 from fedsim.clients.sgd import SGD
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.rows.vectors import Width
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["FedNova"]
 

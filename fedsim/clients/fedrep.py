@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from fedsim.clients.base import PERSONAL_MASK, LocalAlgorithm, State, Step
 from fedsim.clients.gradients import Dense, Gradient
 from fedsim.clients.schedules import CONSTANT, LocalSchedule
+from fedsim.lazy import Tensor
 from fedsim.registry import register
 from fedsim.settings import Doc, Ge, Gt
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["FedRep"]
 

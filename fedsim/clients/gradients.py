@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.rows.alignment import aligned_empty
 from fedsim.rows.packing import Packing
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["Dense", "Factor", "Factored", "Gradient", "Parts"]
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from fedsim.clients.base import Combined, LocalAlgorithm, State, Step
 from fedsim.clients.gradients import Dense, Gradient
+from fedsim.lazy import Tensor
 from fedsim.rows.vectors import Width
 from fedsim.settings import Ge
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["PULL", "Proximal"]
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from fedsim.clients.base import Combined, LocalAlgorithm, State, Step
 from fedsim.clients.gradients import Dense, Gradient
 from fedsim.clients.schedules import CONSTANT, LocalSchedule
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.rows.vectors import Width
 from fedsim.settings import Doc, Gt
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["Scaffold"]
 

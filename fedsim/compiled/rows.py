@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TYPE_CHECKING
 
 from fedsim.compiled.building import library
-from fedsim.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fedsim.lazy import Tensor, torch
 
 __all__ = ["add_rounded", "by_halves", "squared_norms", "taken"]
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fedsim.datasets.checks import Array, Layout, checked_split, found_size, statistics
 from fedsim.errors import FedsimError
-from fedsim.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fedsim.lazy import Tensor, torch
 
 __all__ = ["Dataset", "Split"]
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from fedsim.mechanisms.releaser import Release, Releaser
     from fedsim.mechanisms.scalar import PrivateScalar
     from fedsim.mechanisms.scaling import ScalingBound
-    from fedsim.privacy.noise import Independent
 
 __all__ = [
     "AdaClip",
@@ -41,7 +40,6 @@ __all__ = [
     "Bound",
     "Clipping",
     "CoordinateClipping",
-    "Independent",
     "Mechanism",
     "NoPrivacy",
     "NoiseSource",

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from fedsim.errors import FedsimError
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms.base import NORM, Released, State
 from fedsim.mechanisms.scaling import ScalingBound, clip_factor
 from fedsim.registry import register
 from fedsim.rows.layout import Layout
 from fedsim.settings import Between, Doc, Ge, Gt, Le
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["AdaClip"]
 
@@ -85,10 +82,8 @@ class AdaClip(ScalingBound):
         super().__post_init__()
         if self.h2 is not None and self.h2 < self.h1:
             raise FedsimError(f"h2 is {self.h2}; it must be at least h1, {self.h1}.")
-        if self.literal:
-            self._make_literal()
-
-    def _make_literal(self) -> None:
+        if not self.literal:
+            return
         if self.h2 is None:
             raise FedsimError("h2 is not set; the literal form needs it.")
         if self.gamma != 1.0 or not self.center or self.clamp != "pre":

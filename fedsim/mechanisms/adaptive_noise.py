@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms.base import NORM, BareSum, Bound, Guarantee, Released, Shaped, State
 from fedsim.mechanisms.coordinate_clipping import clamp_
 from fedsim.mechanisms.scaling import clip_factor
@@ -16,9 +16,6 @@ from fedsim.rows.exact import FREE_UNIT
 from fedsim.rows.layout import Layout
 from fedsim.rows.norms import norms_, round_up
 from fedsim.settings import Between, Doc, Ge, Gt, Le
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["AdaptiveNoise"]
 
@@ -90,9 +87,8 @@ class AdaptiveNoise(Bound):
     @property
     def bare_sums(self) -> Mapping[str, BareSum]:
         """In the printed form the raw rows."""
-        return (
-            {"raw": BareSum(FREE_UNIT, wide=True)} if self.unsafe_non_private_raw_statistics else {}
-        )
+        raw = {"raw": BareSum(FREE_UNIT, wide=True)}
+        return raw if self.unsafe_non_private_raw_statistics else {}
 
     def ready(self, state: State) -> State:
         """Whose phase is the second, and there the bounds and the noise's shape."""
@@ -116,7 +112,9 @@ class AdaptiveNoise(Bound):
 
     def radius(self, ready: State, d: int) -> Tensor:
         """C, or 1 in coordinates divided by the noise's shape."""
-        return _either(ready["adaptive"], 1.0, self.clip_norm).squeeze(-1)
+        adaptive = ready["adaptive"].squeeze(-1)
+        radius = torch.full_like(adaptive, self.clip_norm, dtype=torch.float64)
+        return radius.masked_fill_(adaptive, 1.0)
 
     def shape_(self, y: Tensor, ready: State) -> Shaped:
         """Clip, or clamp and divide, as the phase is."""
@@ -132,10 +130,9 @@ class AdaptiveNoise(Bound):
             y.mul_(ready["stretch"].unsqueeze(-2))
         if first:
             norms, unit = norms_(y)
-            limit = _either(adaptive, math.inf, self.clip_norm)
-            clip = clip_factor(round_up(norms, y.shape[-1]), limit, 1.0 if unit is None else unit)
-            factor = factor * clip
-            clipped = clipped | ((norms if unit is None else norms * unit) > limit)
+            limit = self.radius(ready, 0).unsqueeze(-1).masked_fill_(adaptive, math.inf)
+            factor = factor * clip_factor(round_up(norms, y.shape[-1]), limit, unit)
+            clipped = clipped | (norms * unit > limit)
         return Shaped(factor, clipped, bare_sums)
 
     def restore(self, w: Tensor, ready: State) -> Tensor:
@@ -158,8 +155,3 @@ class AdaptiveNoise(Bound):
     def info(self, ready: State, new: State, d: int) -> dict[str, float]:
         """1 in the second phase."""
         return {"adaptive": float(ready["adaptive"])}
-
-
-def _either(mask: Tensor, yes: float, no: float) -> Tensor:
-    """Float64 numbers ``yes`` and ``no``, as the mask says."""
-    return torch.full_like(mask, no, dtype=torch.float64).masked_fill_(mask, yes)

@@ -14,16 +14,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
 
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.privacy.noise import part_multiplier
 from fedsim.rows.dense import Chunks, DenseRows, Rows, Weights, row_weights, scatter
 from fedsim.rows.layout import Layout
 from fedsim.settings import Between, Gt, check_settings
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = [
     "BOUND_RANGE",
@@ -312,10 +309,10 @@ class Bound(Mechanism):
     def shape_(self, y: Tensor, ready: State) -> Shaped:
         """Overwrite float64 rows ``y [..., c, d]`` and say by which factor they fit the ball."""
 
-    def scaled(self, norms: Tensor, ready: State, d: int) -> Shaped | None:
-        """What `shape_` says of rows ``[c, d]`` of these norms, if all it does is to multiply them.
+    def scaled(self, rows: Tensor, ready: State) -> Shaped | None:
+        """What `shape_` says of rows ``[c, d]`` on a CPU, if all it does is to multiply them.
 
-        None, the default, where it does more.
+        None, the default, where it does more, be it to one of them.
         """
         return None
 
@@ -349,8 +346,8 @@ class Bound(Mechanism):
         return state
 
     def info(self, ready: State, new: State, d: int) -> dict[str, float]:
-        """What to show of one release, as public as the mean."""
-        return {}
+        """What to show of one release, as public as the mean: by default the norm in use."""
+        return {} if self.free else {"clip-norm": float(self.radius(ready, d))}
 
 
 def bounded_(

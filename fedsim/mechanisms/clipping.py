@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from fedsim.lazy import Tensor
 from fedsim.mechanisms.base import NORM, State
 from fedsim.mechanisms.scaling import ScalingBound, clip_factor
 from fedsim.registry import register
 from fedsim.settings import Doc
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["Clipping"]
 

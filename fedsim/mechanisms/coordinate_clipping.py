@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms.base import NORM, Bound, Shaped, State
 from fedsim.registry import register
 from fedsim.settings import Doc
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["CoordinateClipping", "clamp_"]
 
@@ -58,7 +55,3 @@ class CoordinateClipping(Bound):
         """Clamp."""
         shaped = clamp_(y.div_(self.clip_value))
         return shaped._replace(factor=shaped.factor * self.clip_value)
-
-    def info(self, ready: State, new: State, d: int) -> dict[str, float]:
-        """C."""
-        return {"clip-norm": self.radius(ready, d)}

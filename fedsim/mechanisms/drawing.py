@@ -8,10 +8,8 @@ sum do (Mironov 2012).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -53,35 +51,6 @@ class NoiseSource:
             draws *= 0.5
         return draws
 
-    def ahead(self, sizes: Sequence[int]) -> NoiseSource:
-        """The same source, whose next draws are made in a thread of their own from now on.
-
-        For whoever waits meanwhile, as the driver of a round does while workers train: numpy draws
-        without Python's lock. Nothing else may draw from the generator then.
-
-        Parameters
-        ----------
-        sizes : sequence of int
-            What `normal` will be asked for, in this order.
-        """
-        thread = ThreadPoolExecutor(1, "noise")
-        drawn = deque([thread.submit(self.normal, size) for size in sizes])
-        thread.shutdown(wait=False)  # it ends with the last of them
-        return _DrawnAhead(self.generator, self.hardened, drawn=drawn)
-
-
-@dataclass(frozen=True)
-class _DrawnAhead(NoiseSource):
-    """See `NoiseSource.ahead`."""
-
-    drawn: deque[Future[Array]] = field(kw_only=True, repr=False)
-
-    def normal(self, size: int) -> Array:
-        """The next of the draws; waits until they are made."""
-        draws = self.drawn.popleft().result()
-        assert len(draws) == size, "draws are asked for in other sizes than they were made in"
-        return draws
-
 
 def normals(sources: Sequence[NoiseSource], sizes: Sequence[int], device: torch.device) -> Tensor:
     """Standard normal draws ``[n, sum of sizes]``, one row from each source.
@@ -94,8 +63,5 @@ def normals(sources: Sequence[NoiseSource], sizes: Sequence[int], device: torch.
         len(sources), sum(sizes), dtype=torch.float64, pin_memory=device.type == "cuda"
     )
     for row, source in zip(host.numpy(), sources, strict=True):
-        start = 0
-        for size in sizes:
-            row[start : start + size] = source.normal(size)
-            start += size
+        np.concatenate([source.normal(size) for size in sizes], out=row)
     return host.to(device, non_blocking=True)

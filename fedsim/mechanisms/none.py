@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from fedsim.errors import FedsimError
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms.base import BareSum, Bound, Guarantee, Shaped, State, Weighting
 from fedsim.registry import register
 from fedsim.rows.dense import Weights, row_weights
 from fedsim.rows.exact import FREE_TOTAL
 from fedsim.rows.norms import norms_of
 from fedsim.settings import Doc
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["NoPrivacy"]
 
@@ -41,16 +38,12 @@ class NoPrivacy(Bound):
         Weighting, Doc("Whether an update counts by its client's examples, as in FedAvg, or once.")
     ] = "num-examples"
 
+    guarantee: ClassVar[Guarantee] = "none"
     free: ClassVar[bool] = True
     bare_sums: ClassVar[Mapping[str, BareSum]] = {
         "weight": BareSum(WEIGHT_UNIT),
         "reach": BareSum(REACH_UNIT),  # weight times norm
     }
-
-    @property
-    def guarantee(self) -> Guarantee:
-        """``"none"``."""
-        return "none"
 
     def split(self, noise_multiplier: float, denominator: float) -> Mapping[str, float]:
         """None; anything but 0 is refused."""
@@ -75,10 +68,11 @@ class NoPrivacy(Bound):
 
     def shape_(self, y: Tensor, ready: State) -> Shaped:
         """Rows as they are, but for those that have diverged."""
-        return self.scaled(norms_of(y), ready, y.shape[-1])
+        return self.scaled(y, ready)
 
-    def scaled(self, norms: Tensor, ready: State, d: int) -> Shaped:
+    def scaled(self, rows: Tensor, ready: State) -> Shaped:
         """See `Bound`."""
+        norms = norms_of(rows)
         factor = torch.where(norms <= MAX_NORM, 1.0, torch.nan)
         sides = {"weight": torch.ones_like(factor), "reach": norms}
         return Shaped(factor, torch.zeros_like(factor, dtype=torch.bool), sides)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms.base import NORM, State
 from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.registry import register
 from fedsim.settings import Between, Doc
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["Normalization"]
 

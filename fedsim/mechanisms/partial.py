@@ -17,11 +17,10 @@ from torch import Tensor
 from fedsim.compiled.rows import taken
 from fedsim.errors import FedsimError
 from fedsim.mechanisms.base import Segment, Shaped, Side, State, bounded_
-from fedsim.rows.dense import BlockRows, Chunks, Rows, Weights, scatter
+from fedsim.rows.dense import BlockRows, Chunks, DenseRows, Rows, Weights, scatter
 from fedsim.rows.exact import (
     EVERYBODY,
     FREE_ROWS,
-    GRID_BITS,
     MAX_ROWS,
     GridSum,
     GridSums,
@@ -29,12 +28,8 @@ from fedsim.rows.exact import (
     RowMasks,
     grid_unit,
 )
-from fedsim.rows.norms import norms_of, usual
 
 __all__ = ["PartialSum", "SegmentSum", "Terms"]
-
-# A looser bound (none, nearly) makes a coarse grid: without noise that would show.
-LOOSE = 64.0
 
 
 @dataclass(frozen=True)
@@ -43,18 +38,14 @@ class Terms:
 
     Attributes
     ----------
-    segments, sides : tuple of Segment, of Side
-        The mechanism's.
-    split : mapping of name to float
-        `Mechanism.noise_multipliers`.
+    segments, sides, split
+        The mechanism's, and its `Mechanism.noise_multipliers`.
     owners : int or None
         Number of sums; None is one sum, whose tensors have no leading axis.
-    device : torch.device
     exact : bool
-        False for the sums of one local step, which nobody merges: what noise does not need is
-        not rounded.
+        Whether they merge exactly, as `Releaser` says.
     double : bool
-        Rows are float64.
+        Whether rows are float64.
     """
 
     segments: tuple[Segment, ...]
@@ -87,22 +78,15 @@ class PartialSum(GridSums):
 
     Dense rows are rounded one by one, so that sums have the same bytes however they are blocked
     and merged; rows that are not materialised are rounded as one sum a call. Its ``grids`` are
-    those of each segment, after its prefix, and the side scalars.
-
-    Parameters
-    ----------
-    terms : Terms
-    before : State
-        The mechanism's state, of which the next one is made.
-    ready : sequence of State
-        What each segment's bound needs of it, by `Bound.ready`.
+    those of each segment, after its prefix, and the side scalars. ``before`` is the mechanism's
+    state, of which the next one is made; ``ready`` what each segment's bound needs of it.
     """
 
     def __init__(self, terms: Terms, before: State, ready: Sequence[State]) -> None:
         self.terms, self.before = terms, before
         chunks, zeros = Chunks(), terms.zeros
         self.segments = [
-            SegmentSum(segment, segment_ready, terms, zeros, chunks)
+            SegmentSum(segment, segment_ready, terms, chunks)
             for segment, segment_ready in zip(terms.segments, ready, strict=True)
         ]
         grids: dict[str, GridSum] = {}
@@ -143,7 +127,7 @@ class PartialSum(GridSums):
             ]
             self._add(rows, checked, None, EVERYBODY, masks)
             self.note(masks)
-            self._add_sides(sides, masks.usable)
+            self._add_sides(sides, masks.usable, EVERYBODY)
         return masks.usable
 
     def add_owners(
@@ -174,7 +158,7 @@ class PartialSum(GridSums):
         """
         self._add(rows, [weights] * len(self.segments), counts, owners, masks)
         if self.terms.sides:
-            self._add_sides(sides, weights > 0 if masks is None else masks.usable)
+            self._add_sides(sides, weights > 0 if masks is None else masks.usable, owners)
 
     def _add(
         self,
@@ -206,7 +190,9 @@ class PartialSum(GridSums):
             scatter(row, vector, segment.columns)
         return row
 
-    def _add_sides(self, sides: Mapping[str, Weights] | None, usable: Tensor) -> None:
+    def _add_sides(
+        self, sides: Mapping[str, Weights] | None, usable: Tensor, owners: Owners
+    ) -> None:
         """Clamped to their range and centred; what is NaN or unusable adds nothing."""
         for side in self.terms.sides:
             if sides is None or side.name not in sides:
@@ -222,31 +208,28 @@ class PartialSum(GridSums):
             center, half = side.scalar
             centred = values.clamp(center - half, center + half) - center
             centred = torch.where(usable & ~values.isnan(), centred, 0.0)
-            self.grids[side.name].add_((centred / grid_unit(half))[..., None])
+            self.grids[side.name].add_((centred / grid_unit(half))[..., None], owners)
 
 
 class SegmentSum:
     """The sums of a segment: its vector, ``sum``, and its bound's scalars and bare sums."""
 
-    def __init__(
-        self, segment: Segment, ready: State, terms: Terms, zeros: Tensor, chunks: Chunks
-    ) -> None:
+    def __init__(self, segment: Segment, ready: State, terms: Terms, chunks: Chunks) -> None:
         self.segment, self.ready, self._chunks = segment, ready, chunks
-        bound, d = segment.bound, segment.layout.d
-        self.grids = {"sum": self._vector(terms, zeros + bound.radius(ready, d), d)}
+        bound, d, zeros = segment.bound, segment.layout.d, terms.zeros
+        if bound.free:
+            vector = GridSum.free(zeros, d)
+        else:
+            radius, noisy = zeros + bound.radius(ready, d), terms.noisy
+            vector = GridSum.bounded(
+                radius, d, noisy=noisy, merges=terms.exact, double=terms.double
+            )
+        self.grids = {"sum": vector}
         for name, scalar in bound.scalars.items():
             self.grids[name] = GridSum.scalar(zeros, scalar.half)
         for name, bare_sum in bound.bare_sums.items():
             alone = GridSum(zeros, 1, unit=bare_sum.unit)
             self.grids[name] = GridSum.free(zeros, d) if bare_sum.wide else alone
-
-    def _vector(self, terms: Terms, radius: Tensor, d: int) -> GridSum:
-        if self.segment.bound.free:
-            return GridSum.free(radius, d)
-        if not terms.exact:
-            return GridSum(radius, d, rounding="rows" if terms.noisy else "none")
-        fine = not terms.noisy and (terms.double or float(radius.max()) > LOOSE)
-        return GridSum(radius, d, fine_bits=GRID_BITS if fine else 0)
 
     def add(
         self,
@@ -266,8 +249,10 @@ class SegmentSum:
             vector.add_sum_(total, owners)
             self._note(shaped, shaped.factor.isnan(), weights, owners, EVERYBODY, masks)
             return
-        if counts is None and self._add_scaled(rows.dense(), weights, masks):
-            return
+        if counts is None:
+            rows = dense = DenseRows(rows.dense())
+            if self._add_scaled(dense.tensor, weights, masks):
+                return
         chunks = self._chunks.of_owners(rows, counts, owners, vector.coarse)
         for chunk_owners, index, y in chunks:
             ready, unit = self._ready_of(chunk_owners)
@@ -284,8 +269,7 @@ class SegmentSum:
         bound, vector = self.segment.bound, self.grids["sum"]
         if not (vector.exact and taken(rows)):
             return False
-        norms = norms_of(rows)
-        shaped = bound.scaled(norms, self.ready, rows.shape[1]) if usual(norms) else None
+        shaped = bound.scaled(rows, self.ready)
         if shaped is None:
             return False
         factors = shaped.factor / vector.unit * weights

@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from fedsim.errors import FedsimError
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms.base import BOUND_RANGE, NORM, Released, Scalar, State, per_row
 from fedsim.mechanisms.scaling import ScalingBound, clip_factor
 from fedsim.registry import register
 from fedsim.rows.layout import Layout
 from fedsim.settings import Between, Doc, Ge, Gt, Le
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["QuantileClipping"]
 
@@ -104,5 +101,4 @@ class QuantileClipping(ScalingBound):
 
     def info(self, ready: State, new: State, d: int) -> dict[str, float]:
         """C of this round and of the next."""
-        used, later = float(ready["clip_norm"]), float(new["clip_norm"])
-        return {"clip-norm": used, "next-clip-norm": later}
+        return {"clip-norm": float(ready["clip_norm"]), "next-clip-norm": float(new["clip_norm"])}

@@ -219,7 +219,7 @@ class Releaser:
 
     def draw_sizes(self, total: PartialSum) -> list[int]:
         """How many numbers a release of ``total`` asks of each source at a time."""
-        return _drawn(self._splits[0], total.grids)[1]
+        return [*_drawn(self._splits[0], total.grids).values()]
 
     def noised(
         self,
@@ -248,15 +248,15 @@ class Releaser:
             splits = [{name: change(z) for name, z in split.items()} for split in self._splits]
             split, multipliers = splits[0], self._by_name(splits)
         units = {name: grid.units() for name, grid in grids.items() if split.get(name, 0.0) == 0}
-        names, sizes = _drawn(split, grids)
-        if not names:
+        sizes = _drawn(split, grids)
+        if not sizes:
             return units, kept
-        fresh = normals(sources, sizes, self._terms.device)
+        fresh = normals(sources, [*sizes.values()], self._terms.device)
         fresh = fresh[0] if self._one else fresh
         noise, kept = self.noise.combine(fresh, kept or self.noise.start())
         if self.noise.correlated:  # what is kept must not be rounded with what is released
             noise = noise.clone()
-        for name, draws in zip(names, noise.split(sizes, dim=-1), strict=True):
+        for name, draws in zip(sizes, noise.split([*sizes.values()], dim=-1), strict=True):
             std = multipliers[name][total.terms.there] * grids[name].radius / grids[name].unit
             draws.mul_(std[..., None]).round_()
             # Added in place, where there is the less to allocate: the one owner's draws are a
@@ -266,7 +266,6 @@ class Releaser:
         return units, kept
 
 
-def _drawn(split: Mapping[str, float], grids: Mapping[str, GridSum]) -> tuple[list[str], list[int]]:
+def _drawn(split: Mapping[str, float], grids: Mapping[str, GridSum]) -> dict[str, int]:
     """The sums that noise is drawn for, in that order, and their sizes."""
-    names = [name for name, z in split.items() if 0 < z < math.inf]
-    return names, [grids[name].coarse.shape[-1] for name in names]
+    return {name: grids[name].coarse.shape[-1] for name, z in split.items() if 0 < z < math.inf}

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms.base import Bound, Number, Shaped, State, per_row
 from fedsim.rows.dense import Rows
-from fedsim.rows.norms import norms_, round_up
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fedsim.rows.norms import norms_, norms_of, round_up, usual, whiten_
 
 __all__ = ["ScalingBound", "clip_factor"]
 
@@ -46,21 +42,18 @@ class ScalingBound(Bound):
 
     def shape_(self, y: Tensor, ready: State) -> Shaped:
         """Multiply, in the coordinates of `whitening`."""
-        scale, center = self.whitening(ready)
-        if center is not None:
-            y.sub_(center.unsqueeze(-2))
-        if scale is not None:
-            y.mul_(scale.unsqueeze(-2))
+        whiten_(y, *self.whitening(ready))
         norms, unit = norms_(y)
-        return self._scaled(norms, ready, y.shape[-1], 1.0 if unit is None else unit)
+        return self._shaped(norms, ready, y.shape[-1], unit)
 
-    def scaled(self, norms: Tensor, ready: State, d: int) -> Shaped | None:
-        """See `Bound`; None where norms are measured in other coordinates."""
+    def scaled(self, rows: Tensor, ready: State) -> Shaped | None:
+        """See `Bound`; None where norms are of other coordinates, or extreme."""
         if any(vector is not None for vector in self.whitening(ready)):
             return None
-        return self._scaled(norms, ready, d, 1.0)
+        norms = norms_of(rows)
+        return self._shaped(norms, ready, rows.shape[1], 1.0) if usual(norms) else None
 
-    def _scaled(self, norms: Tensor, ready: State, d: int, unit: Tensor | float) -> Shaped:
+    def _shaped(self, norms: Tensor, ready: State, d: int, unit: Tensor | float) -> Shaped:
         factor = self.scales(round_up(norms, d), ready, unit)
         clipped = norms * unit > per_row(self.radius(ready, d))
         return Shaped(factor, clipped, self.sides_of(clipped))
@@ -81,10 +74,6 @@ class ScalingBound(Bound):
     def sides_of(self, clipped: Tensor) -> Mapping[str, Tensor]:
         """Scalars of rows, of which bool ``clipped [..., rows]`` are longer than the bound."""
         return {}
-
-    def info(self, ready: State, new: State, d: int) -> dict[str, float]:
-        """The norm that was used."""
-        return {"clip-norm": float(self.radius(ready, d))}
 
 
 def clip_factor(norms: Tensor, clip_norm: float | Tensor, unit: Tensor | float) -> Tensor:

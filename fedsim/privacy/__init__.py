@@ -19,6 +19,7 @@ from fedsim.privacy.client_ledgers import ClientLedgers, ClientRelease
 from fedsim.privacy.entry import Entropy, Entry
 from fedsim.privacy.events import Adjacency, Event, Level, Sampling
 from fedsim.privacy.ledger import Ledger
+from fedsim.privacy.noise import Independent
 from fedsim.privacy.parallel import WorstClient, worst_client
 from fedsim.privacy.planning import Answer, Question
 from fedsim.privacy.statement import Statement
@@ -34,6 +35,7 @@ __all__ = [
     "Entropy",
     "Entry",
     "Event",
+    "Independent",
     "Ledger",
     "Level",
     "Question",

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 from fedsim.errors import FedsimError
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.mechanisms.base import Guarantee, Mechanism
 from fedsim.rows.layout import Layout
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["RobustMean", "column_chunks"]
 
@@ -30,11 +27,7 @@ class RobustMean(Mechanism):
     """
 
     protects_nobody: ClassVar[bool] = True
-
-    @property
-    def guarantee(self) -> Guarantee:
-        """``"none"``."""
-        return "none"
+    guarantee: ClassVar[Guarantee] = "none"
 
     @abstractmethod
     def center(self, rows: Tensor) -> Tensor:

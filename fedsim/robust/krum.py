@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from fedsim.errors import FedsimError
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.robust.base import RobustMean, column_chunks
 from fedsim.settings import Doc, Ge
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["Krum"]
 

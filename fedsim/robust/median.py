@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.robust.base import RobustMean, column_chunks
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["Median"]
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.robust.base import RobustMean, column_chunks
 from fedsim.settings import Doc, Ge, Lt
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["TrimmedMean"]
 

@@ -6,12 +6,7 @@ given, so a client's bits would depend on where in a block it lies.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fedsim.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fedsim.lazy import Tensor, torch
 
 __all__ = ["LINE", "aligned_double", "aligned_empty", "product"]
 

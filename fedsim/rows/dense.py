@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from fedsim.errors import FedsimError
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.rows.exact import Owners
-from fedsim.rows.norms import norms_
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fedsim.rows.norms import norms_, whiten_
 
 __all__ = [
     "BlockRows",
@@ -144,12 +141,11 @@ class DenseRows:
         lengths = self.tensor.new_empty(self.tensor.shape[:-1], dtype=torch.float64)
         out = self._led(lengths)
         for (clients, chunk), y in self._pieces():
-            if center is not None:
-                y.sub_(_each(center, clients))
-            if scale is not None:
-                y.mul_(_each(scale, clients))
+            # Vectors of all rows are `[d]`, those of each client `[n, d]`.
+            vectors = (v if v is None or v.dim() == 1 else v[clients] for v in (scale, center))
+            whiten_(y, *vectors)
             norms, unit = norms_(y)
-            out[clients, chunk] = norms if unit is None else norms * unit
+            out[clients, chunk] = norms * unit
         return lengths
 
     def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> MeasuredRows:
@@ -187,11 +183,6 @@ class DenseRows:
     def _pieces(self) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
         block = self._led(self.tensor)
         return Chunks().of_block(DenseRows(block), [self.count] * len(block), block)
-
-
-def _each(vector: Tensor, clients: slice) -> Tensor:
-    """A vector for all rows ``[d]``, or these clients' of ``[n, d]``, to go with their rows."""
-    return vector if vector.dim() == 1 else vector[clients].unsqueeze(1)
 
 
 class Chunks:

@@ -9,10 +9,8 @@ logarithms, roots and the four operations are the same in both.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from fedsim.lazy import Tensor
 
 __all__ = ["power", "powers_of", "sigmoid_"]
 

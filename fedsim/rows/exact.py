@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from fedsim.compiled.rows import add_rounded
 from fedsim.errors import FedsimError
-from fedsim.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fedsim.lazy import Tensor, torch
 
 __all__ = [
     "EVERYBODY",
@@ -40,6 +37,8 @@ GRID_BITS = 30
 MAX_ROWS = 2**22
 # For rows of no known bound, times their weights: exact for 2^20 of them, of total norm 2^36.
 FREE_UNIT, FREE_BITS, FREE_ROWS, FREE_TOTAL = 2.0**-16, 32, 2**20, 2.0**36
+# A looser bound (none, nearly) makes a coarse grid: without noise that would show.
+LOOSE = 64.0
 # Up to so many rows, adding one at a time is faster than a reduction over dimension 0.
 FEW_ROWS = 4
 
@@ -103,6 +102,19 @@ class GridSum:
         self._fine_scale = 2.0**fine_bits
         self._rounding = rounding
         self._scratch = _Scratch()
+
+    @classmethod
+    def bounded(
+        cls, radius: Tensor, size: int, *, noisy: bool, merges: bool, double: bool
+    ) -> GridSum:
+        """For rows of at most this norm; what noise will hide is not summed.
+
+        ``merges``: whether sums merge exactly. ``double``: whether rows are float64.
+        """
+        if not merges:
+            return cls(radius, size, rounding="rows" if noisy else "none")
+        fine = not noisy and (double or float(radius.max()) > LOOSE)
+        return cls(radius, size, fine_bits=GRID_BITS if fine else 0)
 
     @classmethod
     def free(cls, like: Tensor, size: int) -> GridSum:

@@ -215,8 +215,7 @@ class OuterRows:
             row = row if center is None else row - center[index[:-1]]
             row = row if scale is None else row * scale[index[:-1]]
             length, power = norms_(row)
-            norms[index] = length if power is None else length * power
-            written[index] = row if power is None else row * power
+            norms[index], written[index] = length * power, row * power
         return MeasuredRows(self, norms, scale, center, written)
 
     def _row(self, index: tuple[int, ...]) -> Tensor:

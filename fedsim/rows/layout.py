@@ -6,13 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from fedsim.errors import FedsimError
-from fedsim.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fedsim.lazy import Tensor, torch
 
 __all__ = ["Layout", "Parameter"]
 

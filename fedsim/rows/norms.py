@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fedsim.compiled.rows import by_halves, squared_norms, taken
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["norms_", "norms_of", "round_up", "usual"]
+__all__ = ["norms_", "norms_of", "round_up", "usual", "whiten_"]
 
 # Squares of float64 entries beyond these may overflow or lose all their digits.
 SMALL, LARGE = 2.0**-400, 2.0**400
@@ -38,19 +33,27 @@ def usual(norms: Tensor) -> bool:
     return float(least) > SMALL and float(most) < LARGE
 
 
-def norms_(y: Tensor) -> tuple[Tensor, Tensor | None]:
+def whiten_(y: Tensor, scale: Tensor | None, center: Tensor | None) -> None:
+    """Overwrite rows ``y [..., c, d]`` by ``(y - center) * scale``, where these are given."""
+    if center is not None:
+        y.sub_(center.unsqueeze(-2))
+    if scale is not None:
+        y.mul_(scale.unsqueeze(-2))
+
+
+def norms_(y: Tensor) -> tuple[Tensor, Tensor | float]:
     """Norms of float64 rows ``y [..., d]``, whose extreme rows are rescaled in place.
 
     Returns
     -------
     norms : float64 ``[...]``
         Of the rows as they now stand; NaN where a row is not finite.
-    unit : float64 ``[...]`` or None
-        A power of two for each row: the row was ``unit * y``. None: every unit is one.
+    unit : float64 ``[...]``, or 1.0
+        A power of two for each row: the row was ``unit * y``.
     """
     norms = norms_of(y)
     if not y.is_cuda and usual(norms):
-        return norms, None
+        return norms, 1.0
     unharmed = (norms > SMALL) & (norms < LARGE)
     peak = torch.linalg.vector_norm(y, float("inf"), dim=-1)
     finite = torch.isfinite(peak)

@@ -10,14 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.rows.alignment import LINE
 from fedsim.rows.layout import Layout
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["Packing", "channels_last"]
 

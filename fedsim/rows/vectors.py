@@ -8,12 +8,10 @@ transport, refusals) is done to them as well.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from fedsim.lazy import Tensor
 from fedsim.rows.layout import Layout, Parameter
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["Width", "vectors_in", "with_vectors"]
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.server_optimizers.moments import WithMoments
 from fedsim.settings import Doc, Ge, Gt, Lt
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["ServerAdamax"]
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from fedsim.lazy import Tensor
 from fedsim.registry import register
 from fedsim.server_optimizers.adam import ServerAdam
 from fedsim.settings import Doc, Ge
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["ServerAdamW"]
 

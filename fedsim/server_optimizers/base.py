@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from fedsim.lazy import Tensor
 
 __all__ = ["ServerOptimizer"]
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.server_optimizers.base import ServerOptimizer
 from fedsim.settings import Doc, Ge, Gt, Lt, check_settings
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["FirstOverRoot", "WithMoments", "adagrad_step"]
 

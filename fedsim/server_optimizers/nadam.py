@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from fedsim.lazy import Tensor
 from fedsim.registry import register
 from fedsim.server_optimizers.moments import WithMoments
 from fedsim.settings import Doc, Ge, Gt, Lt
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["ServerNAdam"]
 

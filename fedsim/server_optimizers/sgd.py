@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from fedsim.lazy import Tensor
 from fedsim.registry import register
 from fedsim.server_optimizers.base import ServerOptimizer
 from fedsim.settings import Doc, Ge, Gt, Lt, check_settings
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["ServerSGD"]
 

@@ -27,6 +27,7 @@ from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
 from fedsim.rows.block import Block, Ids
 from fedsim.rows.exchange import DECLARED_EXAMPLES, Collection, Replies
+from fedsim.strategies.drawing_ahead import drawn_ahead
 from fedsim.strategies.outcome import Tally
 from fedsim.strategies.replies import ExpectedReply, Reply, read
 from fedsim.strategies.summing import ClientSumming, DeclaredExamples, Weighing
@@ -127,8 +128,7 @@ class Contributions:
             total = releaser.start(state)
             collection = Collection(self._summing(asked, layout, state), total.merge)
             sent = self._replies(asked, replies, layout, tally, collection)
-            # Workers train: this process has nothing else to do.
-            source = source.ahead(releaser.draw_sizes(total))
+            source = drawn_ahead(source, releaser.draw_sizes(total))
         else:
             sent = self._replies(asked, replies, layout, tally)
             first = next(sent, None)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from fedsim.compiled import building, normals, rows
 from fedsim.compiled.normals import sums_of_normals
 from fedsim.compiled.rows import TILE, add_rounded, by_halves, squared_norms, taken
-from fedsim.mechanisms import Clipping, Independent, NoPrivacy, Normalization, PerLayer, Releaser
+from fedsim.mechanisms import Clipping, NoPrivacy, Normalization, PerLayer, Releaser
+from fedsim.privacy import Independent
 from fedsim.rows import DenseRows, Layout
 
 compiled = pytest.mark.skipif(

@@ -28,7 +28,8 @@ from experiments.framework.stored import Stored, digest, shortened
 from fedsim.cli.experiment import experiment
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Independent, NoiseSource, Releaser
+from fedsim.mechanisms import NoiseSource, Releaser
+from fedsim.privacy import Independent
 from fedsim.randomness import Purpose, Randomness
 from fedsim.reports.palette import COLOURS, DARK, LIGHT, SERIES
 from fedsim.rows import DenseRows, Layout

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.mechanisms import Independent, Mechanism, NoiseSource, Release, Releaser
+from fedsim.mechanisms import Mechanism, NoiseSource, Release, Releaser
+from fedsim.privacy import Independent
 from fedsim.rows import DenseRows, Layout
 from fedsim.training.shares import share as made_share
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from release_cases import cases, digest, released
 
-from fedsim.mechanisms import Independent, Releaser
+from fedsim.mechanisms import Releaser
+from fedsim.privacy import Independent
 from fedsim.training.shares import add_shares, share
 
 FROZEN = json.loads((Path(__file__).parent / "frozen" / "releases.json").read_text())

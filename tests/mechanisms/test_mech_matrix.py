@@ -11,7 +11,6 @@ from fedsim.mechanisms import (
     AdaptiveNoise,
     Clipping,
     CoordinateClipping,
-    Independent,
     NoiseSource,
     NoPrivacy,
     Normalization,
@@ -20,6 +19,7 @@ from fedsim.mechanisms import (
     QuantileClipping,
     Releaser,
 )
+from fedsim.privacy import Independent
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout
 from fedsim.training.shares import share

@@ -91,12 +91,3 @@ def test_the_signal_to_noise_ratio_of_normalisation_is_das_constant() -> None:
     shares = shares_of(Normalization(1.0), {}, torch.zeros(n, d), z, 100.0, sources(4, n))
     measured = shares.rows.norm(dim=1).mean().item()
     assert 1 / measured == pytest.approx(0.032307, rel=0.02)
-
-
-@pytest.mark.parametrize("hardened", [False, True])
-def test_draws_made_ahead_in_a_thread_are_those_made_when_asked_for(hardened: bool) -> None:
-    sizes = [7, 100_000, 1]
-    here, ahead = (NoiseSource(np.random.default_rng(3), hardened) for _ in range(2))
-    made = ahead.ahead(sizes)
-    for size in sizes:
-        assert np.array_equal(made.normal(size), here.normal(size))

@@ -19,13 +19,13 @@ from fedsim.mechanisms import (
     AdaClip,
     AdaptiveNoise,
     Clipping,
-    Independent,
     NoPrivacy,
     PerLayer,
     PrivateScalar,
     QuantileClipping,
     Releaser,
 )
+from fedsim.privacy import Independent
 from fedsim.rows import DenseRows, Layout
 from fedsim.training.shares import add_shares, share
 

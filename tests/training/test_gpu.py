@@ -10,7 +10,8 @@ from cuda_helpers import ALGORITHMS, Reads, make_trainer, rounds
 
 from fedsim import models
 from fedsim.clients import SGD, AdadpLR
-from fedsim.mechanisms import AdaClip, Clipping, Independent, NoiseSource, NoPrivacy, Releaser
+from fedsim.mechanisms import AdaClip, Clipping, NoiseSource, NoPrivacy, Releaser
+from fedsim.privacy import Independent
 from fedsim.randomness import Randomness
 from fedsim.rows import DenseRows, Layout
 from fedsim.training import ClientData, Trainer

@@ -20,7 +20,6 @@ from fedsim.mechanisms import (
     Bound,
     Clipping,
     CoordinateClipping,
-    Independent,
     Mechanism,
     NoiseSource,
     Normalization,
@@ -30,6 +29,7 @@ from fedsim.mechanisms import (
     Releaser,
 )
 from fedsim.mechanisms.base import Shaped
+from fedsim.privacy import Independent
 from fedsim.randomness import Randomness
 from fedsim.rows import DenseRows, Layout, LinearPart, OuterRows
 from fedsim.training import ClientData, ExamplePrivacy, Trainer

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from fedsim.lazy import Tensor
 from fedsim.registry import register
 from fedsim.tasks.losses.base import ExampleLoss, difference, mean_over
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["AbsoluteError"]
 

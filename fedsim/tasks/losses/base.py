@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from fedsim.errors import FedsimError
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.settings import check_settings
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = [
     "IGNORED",

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fedsim.lazy import Tensor
 from fedsim.registry import register
 from fedsim.tasks.metrics.base import counted
 from fedsim.tasks.metrics.hits import Hits, Ints
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["Accuracy"]
 

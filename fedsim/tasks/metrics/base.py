@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from fedsim.errors import FedsimError
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.settings import check_settings
 from fedsim.tasks.losses.base import IGNORED, Loss, class_logits
 from fedsim.tasks.metrics.sums import ExactSum
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["MeanOf", "Metric", "counted"]
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from fedsim.lazy import Tensor
 from fedsim.registry import register
 from fedsim.settings import Doc, Ge
 from fedsim.tasks.metrics.base import Metric, counted
 from fedsim.tasks.metrics.sums import ExactSum
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["CalibrationError"]
 

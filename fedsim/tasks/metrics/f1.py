@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.settings import Doc
 from fedsim.tasks.losses.base import like_targets
 from fedsim.tasks.metrics.base import Metric, counted
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["F1"]
 

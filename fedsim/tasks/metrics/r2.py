@@ -6,18 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.lazy import Tensor
 from fedsim.registry import register
 from fedsim.tasks.losses.base import like_targets
 from fedsim.tasks.metrics.base import Metric
 from fedsim.tasks.metrics.sums import LEAST_BIT, ExactSum
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["R2"]
 

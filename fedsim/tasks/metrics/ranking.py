@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from fedsim.lazy import torch
+from fedsim.lazy import Tensor, torch
 from fedsim.tasks.losses.base import like_targets
 from fedsim.tasks.metrics.base import Metric, counted
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["Ints", "Ranking"]
 

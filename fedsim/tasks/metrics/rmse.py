@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from fedsim.lazy import Tensor
 from fedsim.registry import register
 from fedsim.tasks.losses.base import like_targets
 from fedsim.tasks.metrics.base import Metric
 from fedsim.tasks.metrics.sums import ExactSum
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["RMSE"]
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from fedsim.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fedsim.lazy import Tensor, torch
 
 __all__ = ["LEAST_BIT", "ExactSum"]
 
