@@ -193,9 +193,14 @@ class Regression(Experiment):
         figure, axes = grid(1, len(panels), title=title, width=4 * len(panels), height=4)
         for panel, (bound, errors) in zip(axes, panels.items(), strict=True):
             for method, (label, colour) in METHODS.items():
-                means, spreads = np.transpose([over_seeds(seeds) for seeds in errors[method]])
+                means = np.mean(errors[method], axis=1)
+                # Not standard deviations, which may be more than the mean, on a logarithmic axis.
+                bars = [
+                    means - np.min(errors[method], axis=1),
+                    np.max(errors[method], axis=1) - means,
+                ]
                 panel.errorbar(
-                    dimensions, means, spreads, **curve_style(colour), capsize=3, label=label
+                    dimensions, means, bars, **curve_style(colour), capsize=3, label=label
                 )
             panel.set_xscale("log")
             panel.set_yscale("log")
@@ -203,8 +208,9 @@ class Regression(Experiment):
             panel.minorticks_off()
             panel.set_xlabel("dimension")
             panel.set_title(f"C = {bound:g}", fontsize=10)
-        axes[0].set_ylabel("error $\\|\\theta_T\\|^2$; bars: s.d. over seeds")
-        axes[0].legend(frameon=False, fontsize=8)
+        axes[0].set_ylabel("error $\\|\\theta_T\\|^2$; bars: range of seeds")
+        lines, labels = axes[0].get_legend_handles_labels()
+        figure.legend(lines, labels, frameon=False, fontsize=8, loc="outside lower center", ncols=3)
         return figure
 
 

@@ -95,8 +95,8 @@ class Das(ConfigRuns):
         rows.append(["none", FEDAVG, scores[FEDAVG].text, *blanks, None])
         bounds = [f"C = {bound:g}" for bound in settings.clip_norms]
         title = (
-            f"{self.base.data.name}: test accuracy (%), mean of the last {self.last} rounds, "
-            f"mean ± s.d. of {seeds_text(settings.seeds)}"
+            f"Main table: {self.base.data.name}, test accuracy (%), mean of the last {self.last} "
+            f"rounds, mean ± s.d. of {seeds_text(settings.seeds)}"
         )
         return Report(
             tables=[Table("accuracy", title, ["epsilon", "method", *bounds, "best C"], rows)],

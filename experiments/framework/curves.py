@@ -87,8 +87,8 @@ def curves(
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.sharey(axes[0])
         if differ or panel is axes[0]:
-            crowded = sum(bool(line.label) for line in lines) > 5
-            if crowded:
+            # Lines in the background may be anywhere, and a legend would lie on one of them.
+            if len(lines) > 5:
                 panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
             else:
                 panel.legend(frameon=False, fontsize=8, loc="lower right")

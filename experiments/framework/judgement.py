@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,9 +15,11 @@ from fedsim.config.keys import Section
 from fedsim.config.sentences import sentence
 from fedsim.errors import FedsimError
 
-__all__ = ["FEWEST_SEEDS", "Claimed", "Judgement", "Panel", "faults"]
+__all__ = ["FEWEST_SEEDS", "Claimed", "Judgement", "Panel", "faults", "filled"]
 
 FEWEST_SEEDS = 3
+
+_PLACE = re.compile(r"\{(.+?)(?::([^:{}]+))?\}")
 
 Whose = Literal["", "ours", "scale", "paper"]
 
@@ -63,6 +66,9 @@ class Claimed(Section):
 class Judgement(Section):
     """``judgement.toml``: prose and verdicts, and the numbers that a paper prints.
 
+    In all sentences but the paper's ``{name}`` or ``{name:.2f}`` is where a figure of the report
+    stands, and ``{seeds}`` their number, so that no sentence disagrees with what was measured.
+
     Attributes
     ----------
     about : str
@@ -70,7 +76,6 @@ class Judgement(Section):
     not_run : str
         Why there are no results, and what they would take; empty where there are some.
     remarks : list of str
-        With ``{name}`` or ``{name:.2f}`` where a figure of the report stands.
     paper : mapping of str to float
         Figures as printed in the paper, by the name of ours.
     earlier : mapping of str to float
@@ -104,6 +109,22 @@ class Judgement(Section):
         except ValidationError as error:
             raise FedsimError(f"{path}: {sentence(cls, error)}") from None
 
+    def sentences(self) -> Iterator[str]:
+        """Those in which figures may stand."""
+        yield from (self.about, *self.remarks)
+        yield from (panel.setting for panel in self.panels)
+        yield from (claimed.why for claimed in self.claims.values())
+
+
+def filled(sentence: str, figures: Mapping[str, float]) -> str:
+    """A sentence with figures in the places that name them; other places are left."""
+    return _PLACE.sub(
+        lambda place: (
+            format(figures[place[1]], place[2] or "g") if place[1] in figures else place[0]
+        ),
+        sentence,
+    )
+
 
 def faults(experiment: Experiment, report: Report, judgement: Judgement | None) -> list[str]:
     """Why a report cannot stand as it is, in sentences; none where it can.
@@ -123,11 +144,18 @@ def faults(experiment: Experiment, report: Report, judgement: Judgement | None) 
     return wrong if judgement is None else wrong + _against(report, judgement)
 
 
+def _places(judgement: Judgement) -> list[str]:
+    """Names of the figures that its sentences want, but for the number of seeds."""
+    names = [place[1] for text in judgement.sentences() for place in _PLACE.finditer(text)]
+    return [name for name in names if name != "seeds"]
+
+
 def _against(report: Report, judgement: Judgement) -> list[str]:
     claims = {claim.name: claim for claim in report.claims}
     wrong = [
         *_unknown("claims", judgement.claims, list(claims)),
         *_unknown("paper", judgement.paper, list(report.figures)),
+        *_unknown("sentences", _places(judgement), list(report.figures)),
         *(f"claims.{name} is missing." for name in claims if name not in judgement.claims),
     ]
     panels = [panel.name for panel in judgement.panels]

@@ -7,14 +7,7 @@ from pathlib import Path
 
 from experiments.framework.base import PaperClaim, Report
 from experiments.framework.judgement import Judgement, Panel
-from experiments.framework.pages import (
-    NOT_RUN,
-    PAPERS,
-    WHOSE,
-    earlier,
-    markdown_table,
-    panel_text,
-)
+from experiments.framework.pages import PAPERS, WHOSE, about, markdown_table, sections
 from experiments.framework.run import check, find, load, names
 
 __all__ = ["overview"]
@@ -45,16 +38,18 @@ def overview() -> str:
         of_paper = [entry for entry in entries if entry.judgement.paper_of == key]
         blocks += [f"## {title}", _summary(of_paper)]
         for entry in of_paper:
-            blocks += [f"### {entry.judgement.title}", entry.judgement.about.strip()]
-            if entry.report is None:
-                blocks.append(f"**{NOT_RUN}** {entry.judgement.not_run.strip()}")
-                if entry.judgement.earlier:
-                    blocks.append(earlier(entry.judgement))
-            for panel in entry.judgement.panels:
-                text = panel_text(
-                    panel, entry.judgement, entry.report, pictures=f"pictures/{entry.folder}/"
-                )
-                blocks += [f"#### {panel.name} ({entry.name})", text]
+            blocks += [
+                f"### {entry.judgement.title}",
+                about(entry.judgement, entry.report, entry.seeds),
+            ]
+            blocks += sections(
+                entry.judgement,
+                entry.report,
+                seeds=entry.seeds,
+                heading="####",
+                of=f" ({entry.name})",
+                pictures=f"pictures/{entry.folder}/",
+            )
     return "\n\n".join(blocks) + "\n"
 
 

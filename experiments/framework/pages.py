@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 from experiments.framework.base import PaperClaim, Report, Table
-from experiments.framework.judgement import Claimed, Judgement, Panel
+from experiments.framework.judgement import Claimed, Judgement, Panel, filled
 from experiments.framework.stored import Stored
 
 __all__ = [
     "NOT_RUN",
     "PAPERS",
     "WHOSE",
-    "earlier",
+    "about",
     "markdown_table",
-    "panel_text",
     "readme",
+    "sections",
 ]
 
 PAPERS = {
@@ -51,67 +50,107 @@ WHOSE = {
 }
 
 
-def readme(name: str, judgement: Judgement, stored: Stored | None, report: Report | None) -> str:
+def readme(
+    name: str, judgement: Judgement, stored: Stored | None, report: Report | None, *, seeds: int
+) -> str:
     """README.md of an experiment; without results it says that there are none."""
     blocks = [
         f"# {judgement.title}",
         f"    fedsim experiment {name} --data DIRECTORY\n"
         f"    fedsim experiment {name} --check             # judges the stored results anew",
         f"{PAPERS[judgement.paper_of]}.",
-        judgement.about.strip(),
+        about(judgement, report, seeds),
     ]
-    if report is None or stored is None:
-        blocks.append(f"**{NOT_RUN}** {judgement.not_run.strip()}")
-    else:
+    if report is not None and stored is not None:
         blocks.append(
             f"{len(stored.results):,} runs, {_duration(stored.seconds)} on one core of a busy "
-            "machine. Everything below is written from `results.json` and `judgement.toml`."
+            f"machine. Everything below is written from `results.json` ({stored.fingerprint}) and "
+            "`judgement.toml`."
         )
-    for panel in judgement.panels:
-        blocks.append(f"## {panel.name}")
-        blocks.append(panel_text(panel, judgement, report, pictures=""))
-    remarks = [f"- {_filled(remark, report)}" for remark in judgement.remarks]
-    if remarks:
-        blocks += ["## Remarks", "\n".join(remarks)]
-    if report is not None and judgement.paper:
-        blocks += ["## Figures that the paper prints", _beside(judgement, report)]
-    if report is None and judgement.earlier:
-        blocks += ["## Figures of an earlier run", earlier(judgement)]
-    return "\n\n".join(blocks) + "\n"
+    return "\n\n".join([*blocks, *sections(judgement, report, seeds=seeds, heading="##")]) + "\n"
 
 
-def panel_text(panel: Panel, judgement: Judgement, report: Report | None, *, pictures: str) -> str:
-    """One figure or table: the paper's, our setting, verdicts, tables and pictures.
+def about(judgement: Judgement, report: Report | None, seeds: int) -> str:
+    """What is run, and how."""
+    return filled(judgement.about.strip(), _figures(report, seeds))
+
+
+def _figures(report: Report | None, seeds: int) -> dict[str, float]:
+    """What may stand in a sentence."""
+    return {"seeds": seeds, **(report.figures if report is not None else {})}
+
+
+def sections(
+    judgement: Judgement,
+    report: Report | None,
+    *,
+    seeds: int,
+    heading: str,
+    of: str = "",
+    pictures: str = "",
+) -> list[str]:
+    """Every panel, the remarks, and the numbers that the paper prints, each under a heading.
 
     Parameters
     ----------
+    seeds : int
+        For ``{seeds}`` in the judgement's sentences.
+    heading : str
+        The marks of a heading, such as ``##``.
+    of : str
+        What follows a heading's words.
     pictures : str
         What precedes a picture's file name in a link.
     """
-    blocks = [f"*In the paper:* {panel.shows}", f"*Here:* {panel.setting}"]
+    figures = _figures(report, seeds)
+    blocks = [] if report is not None else [f"**{NOT_RUN}** {judgement.not_run.strip()}"]
+    for panel in judgement.panels:
+        blocks.append(f"{heading} {panel.name}{of}")
+        blocks.append(_panel_text(panel, judgement, report, figures, pictures))
+    if judgement.remarks:
+        remarks = [f"- {filled(remark, figures)}" for remark in judgement.remarks]
+        blocks += [f"{heading} Remarks{of}", "\n".join(remarks)]
+    if report is not None and judgement.paper:
+        blocks += [f"{heading} Figures that the paper prints{of}", _beside(judgement, report)]
+    if report is None and judgement.earlier:
+        blocks += [f"{heading} Figures of an earlier run{of}", _earlier(judgement)]
+    return blocks
+
+
+def _panel_text(
+    panel: Panel,
+    judgement: Judgement,
+    report: Report | None,
+    figures: Mapping[str, float],
+    pictures: str,
+) -> str:
+    """One figure or table: the paper's, our setting, verdicts, tables and pictures."""
+    blocks = [f"*In the paper:* {panel.shows}", f"*Here:* {filled(panel.setting, figures)}"]
     if report is None:
         return "\n\n".join([*blocks, f"**{NOT_RUN}**"])
     claims = [claim for claim in report.claims if claim.panel == panel.name]
     if claims:
-        blocks.append(_verdicts(claims, judgement.claims))
+        blocks.append(_verdicts(claims, judgement.claims, figures))
     tables = {table.name: table for table in report.tables}
     blocks += [_table(tables[name]) for name in panel.tables]
     blocks += [f"![{panel.name}: {name}]({pictures}{name}.png)" for name in panel.pictures]
     return "\n\n".join(blocks)
 
 
-def _verdicts(claims: Sequence[PaperClaim], judged: Mapping[str, Claimed]) -> str:
+def _verdicts(
+    claims: Sequence[PaperClaim], judged: Mapping[str, Claimed], figures: Mapping[str, float]
+) -> str:
     rows: list[list[str | float | None]] = []
     for claim in claims:
         verdict = {True: "holds", False: "does not hold", None: "undecided"}[claim.holds]
         claimed = judged.get(claim.name)
         whose = WHOSE[claimed.whose] if claimed else ""
-        why = f"{whose}. {claimed.why}".strip(". ") if claimed else ""
+        why = f"{whose}. {filled(claimed.why, figures)}".strip(". ") if claimed else ""
         rows.append([claim.says, f"**{verdict}**", claim.measured, why])
     return markdown_table(["claim", "verdict", "measured", "whose the difference is"], rows, 4)
 
 
-def earlier(judgement: Judgement) -> str:
+def _earlier(judgement: Judgement) -> str:
     """Figures of a run that is not kept, and that they judge nothing."""
     rows: list[list[str | float | None]] = [
         [name, judgement.paper.get(name), value] for name, value in judgement.earlier.items()
@@ -127,7 +166,7 @@ def _beside(judgement: Judgement, report: Report) -> str:
 
 
 def _table(table: Table) -> str:
-    title = " ".join(table.title.split())
+    title = ", ".join(table.title.splitlines())
     return f"{title}\n\n{markdown_table(table.columns, table.rows, table.digits)}"
 
 
@@ -151,17 +190,6 @@ def _cell(value: str | float | None, digits: int) -> str:
         return str(value)
     small = 0 < abs(value) < 10 ** (1 - digits)
     return f"{value:.{digits}g}" if small else f"{value:,.{digits}f}"
-
-
-def _filled(remark: str, report: Report | None) -> str:
-    """A remark with the report's figures in the places that name them."""
-    if report is None:
-        return remark
-    return re.sub(
-        r"\{(.+?)(?::([^:{}]+))?\}",
-        lambda found: format(report.figures[found[1]], found[2] or "g"),
-        remark,
-    )
 
 
 def _duration(seconds: float) -> str:

@@ -12,7 +12,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -236,23 +236,43 @@ def check(directory: Path, *, data: Path = Path("data")) -> Checked:
     FedsimError
         If a file cannot be read.
     """
+    checked = _judged(directory, data)
+    page, written = directory / "README.md", None
+    if page.is_file():
+        written = page.read_text(encoding="utf-8")
+    wrong = list(checked.faults)
+    if written != checked.page:
+        wrong.append(f"{page} is not what results and judgement say; --store writes it.")
+    pictures = set(checked.report.pictures) if checked.report else set()
+    for name in sorted(pictures ^ {path.stem for path in directory.glob("*.png")}):
+        word = "missing" if name in pictures else "of no figure here"
+        wrong.append(f"{directory / name}.png is {word}; --store writes the pictures.")
+    return replace(checked, faults=wrong)
+
+
+def _judged(directory: Path, data: Path) -> Checked:
+    """What stored results and judgement say, whatever page and pictures there are."""
     experiment, judgement = load(directory, data=data), Judgement.load(directory)
+    seeds = experiment.settings.seeds
+    unrun = readme(directory.name, judgement, None, None, seeds=seeds)
     stored = Stored.load(directory)
     if stored is None:
         wrong = [] if judgement.not_run else ["there are no results, and not-run does not say why."]
-        return Checked(None, wrong, readme(directory.name, judgement, None, None))
+        return Checked(None, wrong, unrun)
     results, missing = stored.of(experiment)
     if missing:
         wrong = [f"{len(missing)} results are missing or of other settings, such as {missing[0]}."]
-        return Checked(None, wrong, readme(directory.name, judgement, None, None))
+        return Checked(None, wrong, unrun)
+    over = sorted(stored.results.keys() - results.keys())
+    wrong = [f"{len(over)} results are of no member, such as {over[0]}."] if over else []
     report = experiment.report(results)
-    page = readme(directory.name, judgement, stored, report)
-    return Checked(report, faults(experiment, report, judgement), page)
+    page = readme(directory.name, judgement, stored, report, seeds=seeds)
+    return Checked(report, wrong + faults(experiment, report, judgement), page)
 
 
 def keep(directory: Path) -> None:
     """Write README.md and the pictures of an experiment from what its directory stores."""
-    checked = check(directory)
+    checked = _judged(directory, Path("data"))
     (directory / "README.md").write_text(checked.page, encoding="utf-8")
     for old in directory.glob("*.png"):
         old.unlink()

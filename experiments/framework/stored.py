@@ -59,6 +59,12 @@ class Stored:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise FedsimError(f"{path} cannot be read: {error!r}.") from None
 
+    @property
+    def fingerprint(self) -> str:
+        """Of all results and what settings they are of, in twelve digits."""
+        content = [shortened(self.results), self.digests]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
     def save(self, directory: Path) -> None:
         """Write the file, a line a member."""
         lines = [

@@ -21,7 +21,7 @@ __all__ = ["KoskelaScale", "KoskelaScaleSettings"]
 
 WINDOW = 5  # rounds that an accuracy is the mean of
 PANEL = "Figs. 1a and 2a by scale"
-_OWN = "rounds"  # the run's own scale, for the most rounds
+_BASE = "rounds"  # the run's own scale, for the most rounds
 
 
 class KoskelaScaleSettings(ConfigRunsSettings):
@@ -60,13 +60,13 @@ class KoskelaScale(Koskela):
 
     def _scales(self) -> dict[str, dict[str, Scalar]]:
         s = self.settings
-        scales: dict[str, dict[str, Scalar]] = {_OWN: {"rounds": max(s.horizons)}}
+        scales: dict[str, dict[str, Scalar]] = {_BASE: {"rounds": max(s.horizons)}}
         for names, key in (
             (self._by_images, "partition.max-examples"),
             (self._by_width, "model.widths"),
         ):
             for n, name in names.items():
-                if name != _OWN:
+                if name != _BASE:
                     value = str(n) if key == "model.widths" else n
                     scales[name] = {"rounds": min(s.horizons), key: value}
         return scales
@@ -74,14 +74,14 @@ class KoskelaScale(Koskela):
     @property
     def _by_images(self) -> dict[int, str]:
         """Names of the runs with so many examples a client."""
-        own = self.base.partition.max_examples
-        return {n: _OWN if n == own else f"images={n}" for n in self.settings.images}
+        base_images = self.base.partition.max_examples
+        return {n: _BASE if n == base_images else f"images={n}" for n in self.settings.images}
 
     @property
     def _by_width(self) -> dict[int, str]:
         """Names of the runs with so many hidden units."""
-        own = parse_widths(self.base.model.widths)
-        return {n: _OWN if (n,) == own else f"width={n}" for n in self.settings.widths}
+        base_widths = parse_widths(self.base.model.widths)
+        return {n: _BASE if (n,) == base_widths else f"width={n}" for n in self.settings.widths}
 
     def _methods(self) -> dict[str, dict[str, Scalar]]:
         start = float(self.base.client.lr)
@@ -93,7 +93,7 @@ class KoskelaScale(Koskela):
     def report(self, results: Mapping[str, Result]) -> Report:
         """Gaps by rounds, images and width."""
         s = self.settings
-        points = {f"{h} rounds": (_OWN, h) for h in s.horizons}
+        points = {f"{h} rounds": (_BASE, h) for h in s.horizons}
         points |= {f"{n} images": (name, min(s.horizons)) for n, name in self._by_images.items()}
         points |= {
             f"{n} hidden units": (name, min(s.horizons)) for n, name in self._by_width.items()

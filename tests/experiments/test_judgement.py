@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -39,12 +43,13 @@ STORED = [name for name in names() if Stored.load(find(name)) is not None]
 
 @pytest.mark.parametrize("name", names())
 def test_stored_results_are_judged_as_they_were_and_the_page_says_so(name: str) -> None:
-    directory = find(name)
-    checked = check(directory)
-    assert checked.faults == []
-    assert (directory / "README.md").read_text(encoding="utf-8") == checked.page
-    pictures = set(checked.report.pictures) if checked.report else set()
-    assert {path.stem for path in directory.glob("*.png")} == pictures
+    assert check(find(name)).faults == []
+
+
+@pytest.mark.parametrize("name", names())
+def test_no_sentence_says_by_hand_how_many_seeds_there_are(name: str) -> None:
+    for sentence in Judgement.load(find(name)).sentences():
+        assert not re.search(r"(?i)\b(two|three|four|five|six|ten|\d+) (\w+ )?seeds\b", sentence)
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -130,6 +135,8 @@ def test_report_that_agrees_with_its_judgement_has_no_fault(
         (CLAIM, {"claims": {"c": {"holds": True, "whose": "ours"}}}, "whose"),
         (CLAIM, {"claims": {"c": {"holds": True}, "e": {"holds": True}}}, "no 'e'"),
         (CLAIM, {"paper": {"g": 1.0}}, "no 'g'"),
+        (CLAIM, {"remarks": ["{f:.1f} and {h:.1f}"]}, "sentences: there is no 'h'"),
+        (CLAIM, {"claims": {"c": {"holds": True, "why": "{h}"}}}, "sentences: there is no 'h'"),
     ],
 )
 def test_disagreement_of_report_and_judgement_is_a_sentence(
@@ -171,16 +178,41 @@ def test_stored_results_come_back_for_their_settings_only(tmp_path: Path) -> Non
 def test_check_ends_with_1_where_a_stored_result_says_otherwise(tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(experiment)
-    name = "xu"
-    for file in ("experiment.toml", "judgement.toml", "README.md", "results.json"):
-        (tmp_path / file).write_bytes((find(name) / file).read_bytes())
-    tree = json.loads((tmp_path / "results.json").read_text())
+    copy = tmp_path / "xu"
+    shutil.copytree(find("xu"), copy, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    assert CliRunner().invoke(app, [str(copy), "--check"]).exit_code == 0
+    tree = json.loads((copy / "results.json").read_text())
     tree["members"]["lemma 1"]["result"]["paper (17, 8.5)"][0] = 1.5
-    (tmp_path / "results.json").write_text(json.dumps(tree))
-    result = CliRunner().invoke(app, [str(tmp_path), "--check"])
+    (copy / "results.json").write_text(json.dumps(tree))
+    result = CliRunner().invoke(app, [str(copy), "--check"])
     assert result.exit_code == 1
     assert "lemma-1" in result.output
-    assert CliRunner().invoke(app, [name, "--check"]).exit_code == 0
+
+
+def test_change_that_only_a_picture_would_show_is_a_fault(tmp_path: Path) -> None:
+    copy = tmp_path / "xu"
+    shutil.copytree(find("xu"), copy, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    tree = json.loads((copy / "results.json").read_text())
+    path = tree["members"]["beale adaptive"]["result"]["runs"][0]["path"]
+    path[3][0] += 1e-3
+    (copy / "results.json").write_text(json.dumps(tree))
+    (fault,) = check(copy).faults
+    assert "README.md is not what results and judgement say" in fault
+
+
+def test_missing_seed_and_missing_or_left_over_picture_are_faults(tmp_path: Path) -> None:
+    copy = tmp_path / "koskela-rate"
+    shutil.copytree(find("koskela-rate"), copy)
+    (copy / "rates.png").rename(copy / "old.png")
+    faults_of_pictures = check(copy).faults
+    assert len(faults_of_pictures) == 2
+    assert "old.png is of no figure here" in faults_of_pictures[0]
+    assert "rates.png is missing" in faults_of_pictures[1]
+    tree = json.loads((copy / "results.json").read_text())
+    gone = next(name for name in tree["members"] if name.endswith("seed=3"))
+    del tree["members"][gone]
+    (copy / "results.json").write_text(json.dumps(tree))
+    assert any(f"such as {gone}" in fault for fault in check(copy).faults)
 
 
 @pytest.mark.parametrize("other", [["--quick"], ["--seeds", "4"]])
@@ -234,3 +266,15 @@ def test_settings_of_a_member_are_those_of_its_config_whatever_its_algorithms_de
         again = RunConfig.from_run_config(chosen(config))
         assert again.client.lr == rate
         assert again == config
+
+
+@pytest.mark.parametrize("there", [None, ModuleType("experiments")])
+def test_without_a_checkout_the_command_says_where_experiments_are(
+    there: ModuleType | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "experiments", there)
+    app = typer.Typer()
+    app.command()(experiment)
+    result = CliRunner().invoke(app, ["xu"])
+    assert isinstance(result.exception, FedsimError)
+    assert "run this from a checkout" in str(result.exception)

@@ -1,0 +1,104 @@
+"""Scores of federated runs by method, rate, randomness and batch, and claims of both readings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from experiments.framework.base import BestOfGrid, PaperClaim
+from experiments.framework.config_runs import Score, best
+from experiments.framework.spread import Difference, all_ahead
+
+__all__ = [
+    "ADAM",
+    "READINGS",
+    "SGD",
+    "STYLES",
+    "FederatedScores",
+    "claims_of_readings",
+    "plan_name",
+    "signed",
+]
+
+SGD, ADAM = "sgd", "adam"
+READINGS = {"adadp": "ADADP", "adadp kept": "ADADP, $\\eta$ kept"}
+"""Clients start from eta_0 every round, or keep their eta: the paper does not say which."""
+STYLES = {"adadp": "adadp", "adadp kept": "kept"}
+
+
+@dataclass(frozen=True)
+class FederatedScores:
+    """Scores of all plans.
+
+    Attributes
+    ----------
+    by_plan : mapping of str to Score
+        By `plan_name`.
+    start : float
+        The run's own eta_0.
+    batch : int
+        The run's own batch.
+    where : str
+        Data and scale, for titles.
+    """
+
+    by_plan: Mapping[str, Score]
+    start: float
+    batch: int
+    where: str
+
+    def over(
+        self, method: str, rates: Sequence[float], rho: float, batch: int | None = None
+    ) -> dict[float, Score]:
+        """Of a method, by its rate."""
+        batch = batch or self.batch
+        return {rate: self.by_plan[plan_name(method, rate, rho, batch)] for rate in rates}
+
+    def adadp(self, rho: float, batch: int | None = None) -> dict[str, Score]:
+        """Both readings, from the run's own eta_0."""
+        return {
+            reading: self.over(reading, [self.start], rho, batch)[self.start]
+            for reading in READINGS
+        }
+
+    def tuned(
+        self, method: str, rates: Sequence[float], rho: float, batch: int | None = None
+    ) -> tuple[float, Score, BestOfGrid]:
+        """The rate that ends highest, its score, and the choice for the judge."""
+        of = f"rate of {method} at {100 * rho:g} % random, |B| = {batch or self.batch}"
+        return best(of, self.over(method, rates, rho, batch))
+
+
+def plan_name(method: str, rate: float, rho: float, batch: int) -> str:
+    """Name of one run without its seed."""
+    return f"{method} rate={rate:g} rho={rho:g} B={batch}"
+
+
+def signed(differences: Sequence[Difference]) -> tuple[bool | None, str]:
+    """Whether all are above 0, and what they are."""
+    return all_ahead(differences), "; ".join(difference.text for difference in differences)
+
+
+def claims_of_readings(
+    name: str, says: str, verdicts: Mapping[str, tuple[bool | None, str]]
+) -> list[PaperClaim]:
+    """One claim for each reading of what becomes of eta.
+
+    Parameters
+    ----------
+    name : str
+        Begins with the figure's number.
+    verdicts : mapping of str to pair
+        Whether the claim holds and what was measured, by reading.
+    """
+    ends = {"adadp": ("", "eta_0 anew every round"), "adadp kept": ("-kept", "eta kept")}
+    return [
+        PaperClaim(
+            name + ends[reading][0],
+            f"Fig. {name.partition('-')[0]}",
+            f"{says} ({ends[reading][1]})",
+            holds,
+            measured,
+        )
+        for reading, (holds, measured) in verdicts.items()
+    ]
