@@ -1,13 +1,17 @@
 """Bugs of one line each, in everything that a guarantee rests on, and the test that sees each.
 
-A guarantee is worth what its tests are: `python -m benchmarks.mutations` plants the bugs one at
-a time in a copy of the package, runs for each the one test file that is about it, and prints a
-table. A bug that survives is a promise that no test would miss. `make test-slow` runs the same.
+    python -m benchmarks.mutations [--only WORD]
+
+A guarantee is worth what its tests are: the bugs are planted one at a time in a copy of the
+package, for each the one test file that is about it is run, and a table is printed. A bug that
+survives is a promise that no test would miss. `make test-slow` runs the same.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +28,10 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("mutations.toml")
 SECONDS = 600
+# What Python itself says of code that is none: no bug that anybody could overlook.
+NO_CODE = re.compile(
+    r"^E +(Attribute|Import|Indentation|Name|Syntax|Type|UnboundLocal)Error\b", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class Mutant:
     name : str
         What is wrong, in a few words.
     subject : str
-        sampling, bound, noise, denominator, ledger, budget or accounting.
+        sampling, bound, noise, denominator, ledger, budget, accounting or compiled.
     file : str
         In the package.
     before, after : str
@@ -83,7 +91,13 @@ def copied() -> Iterator[Path]:
 
 
 def passes(tree: Path, test: str) -> bool:
-    """Whether a test passes in this copy; one that hangs, or is killed for its memory, does not."""
+    """Whether a test passes in this copy; one that hangs, or is killed for its memory, does not.
+
+    Raises
+    ------
+    RuntimeError
+        If that is no answer: the test cannot run, or what it runs is no code.
+    """
     try:
         ran = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *test.split()],
@@ -99,6 +113,8 @@ def passes(tree: Path, test: str) -> bool:
         return False
     if ran.returncode not in (0, 1):  # 0: all passed, 1: a test failed; anything else is no answer
         raise RuntimeError(f"{test} could not run: {ran.stdout.decode()[-2000:]}")
+    if crash := NO_CODE.search(ran.stdout.decode()):
+        raise RuntimeError(f"{test} fails by {crash[0]}: the bug is none that could pass unseen")
     return ran.returncode == 0
 
 
@@ -114,10 +130,16 @@ def killed(tree: Path, mutant: Mutant) -> bool:
 
 
 def main() -> None:
+    """Plant them all, or those whose name or subject has a word in it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="")
+    only = parser.parse_args().only
     table = Table("bug", "in", "seen by", "killed")
     survivors = 0
     with copied() as tree:
         for mutant in mutants():
+            if only not in f"{mutant.subject}: {mutant.name}":
+                continue
             seen = killed(tree, mutant)
             survivors += not seen
             print(f"{mutant.name}: {'killed' if seen else 'SURVIVES'}", file=sys.stderr, flush=True)

@@ -111,12 +111,16 @@ def _right(compiled: ctypes.CDLL) -> bool:
             function = getattr(compiled, f"{name}_{dtype}")
             function.argtypes, function.restype = arguments, None
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(3, 2 * TILE + 77, dtype=torch.float64, generator=generator)
-    return all(_agrees(compiled, rows.to(dtype)) for dtype in (torch.float32, torch.float64))
+    # With a gap between rows, as where they are some columns of a block; and of such different
+    # magnitudes that sums in another order round otherwise.
+    block = torch.randn(8, 2 * TILE + 80, dtype=torch.float64, generator=generator).pow(7)
+    return all(
+        _agrees(compiled, block.to(dtype)[:, 3:]) for dtype in (torch.float32, torch.float64)
+    )
 
 
 def _agrees(compiled: ctypes.CDLL, rows: Tensor) -> bool:
-    factors, scale = torch.tensor([1e3, -1.0, 1e6], dtype=torch.float64), 2.0**30
+    factors, scale = torch.logspace(-2, 5, len(rows), dtype=torch.float64).neg_(), 2.0**30
     products = rows.double() * factors[:, None]
     coarse = products.trunc()
     fine = ((products - coarse) * scale).trunc().sum(0)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from fedsim.privacy.accountant import Accountant
-from fedsim.privacy.entry import Entry, Fact
+from fedsim.privacy.entry import DECLARED, Entry, Fact
 from fedsim.privacy.events import Adjacency, Event, Level
 
 __all__ = ["NOT_COVERED", "adversary", "public_facts"]
@@ -107,6 +107,11 @@ def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
         sentences.append(
             "Declared by the user: that the sampler draws what its event says was not derived "
             "from inclusion probabilities."
+        )
+    if DECLARED in _facts(entries).get("bound", ()):
+        sentences.append(
+            "Declared by the user: that the bound, which is none of fedsim's, makes no row longer "
+            "than it says."
         )
     return sentences
 

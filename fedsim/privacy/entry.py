@@ -12,11 +12,13 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.chain import DECODER
 from fedsim.privacy.events import Event, Level, dominating_event
 
-__all__ = ["Entropy", "Entry", "Fact", "Placement", "torn_entry"]
+__all__ = ["DECLARED", "Entropy", "Entry", "Fact", "Placement", "torn_entry"]
 
 Entropy = Literal["config", "system"]
 Placement = Literal["", "server", "client"]
 Fact = str | int | float | bool | None
+DECLARED = "declared"
+"""How a user's own bound is known to hold, among an entry's public facts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,8 @@ class Entry:
         Whether the event is a user's word for what their sampler draws.
     public : mapping of str to str, number, bool or None
         What else was taken as public: a population or number of examples, steps, a
-        denominator; ``rows`` says how rows were shown to be rows of one example ("probed").
+        denominator; ``rows`` says how rows were shown to be rows of one example ("probed"),
+        ``bound`` that it is a user's word that no row is longer than it says ("declared").
     settles : bool
         Whether this is the release that the torn line just before it began.
     fragment : str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -13,7 +14,9 @@ from fedsim.privacy.samplers import Poisson
 from fedsim.privacy.sampling import Ids, Sampler, SamplerDefaults, check_population
 from fedsim.randomness import Draws
 
-__all__ = ["InclusionSampler", "declared_by_user"]
+__all__ = ["InclusionSampler", "declared_by_user", "of_user"]
+
+_DERIVED = {"draw", "event", "law", "gaussians", "rate", "adjacency", "_probabilities"}
 
 
 class InclusionSampler(SamplerDefaults):
@@ -37,7 +40,9 @@ class InclusionSampler(SamplerDefaults):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        derived = {"draw", "event", "law", "gaussians", "rate", "adjacency"} & set(vars(cls))
+        # Of its own, and from classes that stand before this one among its bases.
+        nearer = cls.__mro__[: cls.__mro__.index(InclusionSampler)]
+        derived = _DERIVED & {name for definition in nearer for name in vars(definition)}
         if derived:
             raise FedsimError(
                 f"{cls.__name__} defines {', '.join(sorted(derived))}; an InclusionSampler says "
@@ -94,5 +99,13 @@ class InclusionSampler(SamplerDefaults):
 
 def declared_by_user(sampler: Sampler) -> bool:
     """Whether nothing but the sampler's own word says that its event is true of its draws."""
-    ours = type(sampler).__module__.partition(".")[0] == "fedsim"
-    return not (ours or isinstance(sampler, InclusionSampler))
+    return of_user(sampler) and not isinstance(sampler, InclusionSampler)
+
+
+def of_user(value: object) -> bool:
+    """Whether its class, or that of something that it is composed of, is not fedsim's."""
+    if isinstance(value, tuple):
+        return any(map(of_user, value))
+    if type(value).__module__.partition(".")[0] not in ("fedsim", "builtins"):
+        return True
+    return is_dataclass(value) and any(of_user(getattr(value, f.name)) for f in fields(value))

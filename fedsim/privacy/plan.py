@@ -12,8 +12,9 @@ from typing import Literal, Protocol
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.calibration import calibrate_events
+from fedsim.privacy.entry import DECLARED, Fact
 from fedsim.privacy.events import Event, Level
-from fedsim.privacy.inclusion import declared_by_user
+from fedsim.privacy.inclusion import declared_by_user, of_user
 from fedsim.privacy.noise import Noise
 from fedsim.privacy.samplers import Full, Poisson, ShuffledPasses
 from fedsim.privacy.sampling import Sampler
@@ -161,6 +162,13 @@ class ReleasePlan:
     def declared_by_user(self) -> bool:
         """Whether nothing but a user's sampler says that its event is true of its draws."""
         return declared_by_user(self.sampler)
+
+    @property
+    def public(self) -> dict[str, Fact]:
+        """What a ledger's line says of it beside the event."""
+        # Of fedsim's bounds it is proved and tested that no row leaves the ball.
+        declared: dict[str, Fact] = {"bound": DECLARED} if of_user(self.bound) else {}
+        return {"denominator": self.denominator, **declared}
 
     @property
     def denominator(self) -> float:

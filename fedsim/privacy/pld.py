@@ -154,7 +154,7 @@ def _release(component: Component, h: float) -> tuple[_Losses, _Losses]:
     first, last = math.floor(low / h), math.ceil(high / h)
     grid = np.arange(first, last + 1) * h
     # Where the loss crosses each grid point; below log(1 - q) it never does.
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         if q == 1:
             x = grid * z**2 + 0.5
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 
 import torch
 from flwr.serverapp.strategy import Strategy
@@ -67,15 +67,22 @@ class Given:
             constants = [data.num_classes, data.vocabulary, data.mean, data.std]
             said["data"] = [data.name, data.source, sizes, constants]
         if self.partition is not None:
-            said["partition"] = self.partition
+            said["partition"] = (
+                self.partition if is_dataclass(self.partition) else _described(self.partition)
+            )
         if self.strategy is not None:
-            settings = {
-                name: value
-                for name, value in sorted(vars(self.strategy).items())
-                if isinstance(value, bool | int | float | str)
-            }
-            said["strategy"] = [type(self.strategy).__qualname__, settings]
+            said["strategy"] = _described(self.strategy)
         return digest_of(said) if said else ""
+
+
+def _described(thing: object) -> list[object]:
+    """Its class and what settings it has: what else it holds may be clients' data."""
+    settings = {
+        name: value
+        for name, value in sorted(getattr(thing, "__dict__", {}).items())
+        if isinstance(value, bool | int | float | str)
+    }
+    return [type(thing).__qualname__, settings]
 
 
 def _bytes_of(value: Tensor) -> bytes:

@@ -22,9 +22,12 @@ def keyed(
     release: str | None,
     plan: ReleasePlan,
     placement: Placement,
-    server_optimizer: object,
+    **others: object,
 ) -> Randomness:
-    """Where a strategy's draws come from: keyed by its release digest, or by its own settings."""
+    """Where a strategy's draws come from: keyed by its release digest, or by its own settings.
+
+    ``others`` are settings that bear on what is released, where they are set.
+    """
     settings = {
         "seed": seed,
         "mechanism": plan.bound,
@@ -32,8 +35,7 @@ def keyed(
         "noise-multiplier": plan.noise.multiplier,
         "placement": placement,
         "hardened": plan.noise.hardened,
-        "server-optimizer": server_optimizer,
-    }
+    } | {name: setting for name, setting in others.items() if setting is not None}
     return Randomness(seed, release or digest_of(settings))
 
 
@@ -89,7 +91,7 @@ class Accounting:
             release=self.release,
             placement=self.placement,
             declared_by_user=self.plan.declared_by_user,
-            public={"denominator": self.plan.denominator},
+            public=self.plan.public,
         )
 
     def check(self) -> None:

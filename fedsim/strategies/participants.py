@@ -149,8 +149,23 @@ class Participants:
         return Drawn(present, node_ids(present, nodes), absent=len(cohort) - len(present))
 
     def cohort(self, server_round: int) -> Ids:
-        """Sorted ids of this round's cohort, whether or not they are there."""
-        return self._cohort.draw(server_round, self._draws)
+        """Sorted ids of this round's cohort, whether or not they are there.
+
+        Raises
+        ------
+        FedsimError
+            If the sampler draws somebody who is not of its population.
+        """
+        drawn = self._cohort.draw(server_round, self._draws)
+        # A user's sampler may draw in any order, and somebody twice, whom its event charges once.
+        ids = np.unique(drawn) if (np.diff(drawn) <= 0).any() else drawn
+        if len(ids) and not (ids.dtype.kind in "iu" and 0 <= ids[0] <= ids[-1] < self.population):
+            raise FedsimError(
+                f"{type(self._cohort).__name__} draws clients {ids[0]} to {ids[-1]} of type "
+                f"{ids.dtype} in round {server_round}; they must be whole numbers in 0 .. "
+                f"{self.population - 1}, of its population."
+            )
+        return ids.astype(np.int64, copy=False)
 
     def state(self) -> SamplerState:
         """What the sampler remembers; see `restore`."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,7 @@ from fedsim.clients.base import LocalAlgorithm
 from fedsim.privacy import ClientRelease
 from fedsim.privacy.plan import LocalWork
 from fedsim.randomness import Randomness
+from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
 from fedsim.training.entering import Entering
 from fedsim.training.example_privacy import ExamplePrivacy
@@ -63,7 +66,8 @@ class ExampleReleases:
 
     A release is the same as an earlier one if the config's release digest is (without one,
     only if this very object made it), and the client's keyed fingerprint of all that it is a
-    function of: data and normalisation, frozen parameters, what came in, the work.
+    function of: data and normalisation, frozen parameters, what came in, the work, and the files
+    of the user's own code.
 
     Parameters
     ----------
@@ -72,6 +76,7 @@ class ExampleReleases:
     algorithm : LocalAlgorithm
     data : ClientData
     work : LocalWork
+    loss : Loss
     path : str
         Which path computes the gradients: another gives other bits.
     named : bool
@@ -85,6 +90,7 @@ class ExampleReleases:
         algorithm: LocalAlgorithm,
         data: ClientData,
         work: LocalWork,
+        loss: Loss,
         *,
         path: str,
         named: bool,
@@ -93,6 +99,7 @@ class ExampleReleases:
         self._privacy, self._model, self._data, self._work = privacy, model, data, work
         bounded = (privacy.mechanism, privacy.noise_multiplier, privacy.sampling, privacy.hardened)
         self._settings = (algorithm, work, *bounded, path, data.x.device.type)
+        self._code = (algorithm, loss, privacy.mechanism, *model.modules())
         self._once = None if named else f"once:{secrets.token_hex(16)}"
 
     def record(self, round: int, clients: Iterable[Starting]) -> None:
@@ -127,7 +134,7 @@ class ExampleReleases:
                     public={
                         "examples": size,
                         "steps": plan.releases,
-                        "denominator": float(plan.denominator),
+                        **plan.public,
                         "rows": PROBED,
                     },
                 )
@@ -143,16 +150,25 @@ class ExampleReleases:
 
     @cached_property
     def _frozen(self) -> bytes:
-        """Digest of the model's structure, and of what of it is not trained; for the HMAC only."""
+        """Digest of the model, what of it is not trained, and user code; for the HMAC only."""
         frozen: dict[str, Tensor | None] = {}
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad:
                 frozen[name] = parameter
         frozen.update(self._model.named_buffers())
         digest = hashlib.sha256(repr(self._model).encode())
-        for described in _tensor_parts(frozen):
+        for described in (*_tensor_parts(frozen), *_files_of(self._code)):
             digest.update(len(described).to_bytes(8, "little") + described)
         return digest.digest()
+
+
+def _files_of(things: Iterable[object]) -> Iterator[bytes]:
+    """Files that define the user's own classes and functions: their bodies may have changed."""
+    callables = (thing.func if isinstance(thing, partial) else thing for thing in things)
+    for name in sorted({str(thing.__module__) for thing in callables}):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and name.partition(".")[0] not in ("fedsim", "torch"):
+            yield Path(file).read_bytes()
 
 
 def _tensor_parts(tensors: Mapping[str, Tensor | None]) -> Iterator[bytes]:

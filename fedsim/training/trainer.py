@@ -226,6 +226,7 @@ class Trainer:
                 algorithm,
                 self.data,
                 self.workload.work,
+                loss,
                 path=f"{self.path.name}, {way.name}",
                 named=named,
             )

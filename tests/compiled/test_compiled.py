@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from fedsim.compiled.rows import TILE, add_rounded, by_halves, squared_norms, ta
 from fedsim.mechanisms import Clipping, NoPrivacy, Normalization, PerLayer, Releaser
 from fedsim.privacy import Independent
 from fedsim.rows import DenseRows, Layout
+from fedsim.rows.norms import norms_of
 
 compiled = pytest.mark.skipif(
     rows._compiled() is None or normals._compiled() is None, reason="there is no C compiler"
@@ -79,6 +81,26 @@ def test_rounded_sums_are_torchs_to_the_byte(block, factor, finer) -> None:
         wanted_fine += ((row - row.trunc()) * 2.0**32).trunc()
     assert same_bytes(coarse, wanted)
     assert fine is None or same_bytes(fine, wanted_fine)
+
+
+@compiled
+def test_rows_with_gaps_of_any_sort_have_the_norms_of_their_copies() -> None:
+    block = torch.randn(7, 400, generator=torch.Generator().manual_seed(0))
+    views = [block[:, 3:], block[::2], block.T, block[:, ::3], block[:1].expand(5, 400)]
+    for view in views:
+        assert torch.equal(norms_of(view), norms_of(view.clone()))
+        clipping = Releaser(
+            Clipping(1.0),
+            Layout.of({"w": torch.zeros(view.shape[1])}),
+            noise=Independent(1.0),
+            denominator=1.0,
+        )
+        sums = []
+        for given_rows in (view, view.clone()):
+            total = clipping.start({})
+            total.add(DenseRows(given_rows))
+            sums.append(total.grids["sum"].value())
+        assert torch.equal(*sums)
 
 
 @pytest.mark.parametrize("d", [1, 3, 100, TILE, 3 * TILE + 5, TILE * TILE + 1])
@@ -167,6 +189,45 @@ def test_a_library_is_built_once_and_is_its_users_alone(cache, monkeypatch) -> N
     assert built.stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr(building.shutil, "which", lambda name: None)
     assert building.library("rows.c", rows._right) is not None
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_where_there_is_a_compiler_the_compiled_parts_are_in_use() -> None:
+    assert rows._compiled() is not None
+    assert normals._compiled() is not None
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("source", "before", "after"),
+    [
+        ("rows.c", "trunc((double)x[i] * factor)", "rint((double)x[i] * factor)"),
+        ("rows.c", "trunc((value - whole) * scale)", "(value - whole) * scale"),
+        ("rows.c", "coarse[i] += whole", "coarse[i] = whole"),
+        ("rows.c", "(s[0] + s[4]) + (s[2] + s[6])", "(s[0] + s[2]) + (s[4] + s[6])"),
+        ("rows.c", "if (size % TILE) {", "if (0) {"),
+        ("rows.c", "rows += stride", "rows += size"),
+        ("rows.c", "(ptrdiff_t)row * stride", "(ptrdiff_t)row * (ptrdiff_t)size"),
+        ("normals.c", "words[k] << 55", "words[k] << 56"),
+        ("normals.c", "ROUNDS = 10", "ROUNDS = 9"),
+        ("normals.c", "add ? out[done] + value : value", "value"),
+        ("normals.c", "s->state->used = BLOCK - left % BLOCK", "s->state->used = BLOCK"),
+    ],
+)
+def test_a_bug_in_what_is_compiled_is_seen_as_it_is_loaded(
+    cache, tmp_path, monkeypatch, source, before, after
+) -> None:
+    text = Path(building.__file__).with_name(source).read_text()
+    assert before in text
+    (tmp_path / source).write_text(text.replace(before, after))
+    monkeypatch.setattr(building, "__file__", str(tmp_path / "building.py"))
+    module = {"rows.c": rows, "normals.c": normals}[source]
+    module._compiled.cache_clear()
+    try:
+        assert module._compiled() is None
+    finally:
+        module._compiled.cache_clear()
+    assert len(list(cache.iterdir())) == 1  # it was compiled, and left out
 
 
 @compiled

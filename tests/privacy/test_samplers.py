@@ -299,6 +299,15 @@ def test_an_inclusion_sampler_cannot_say_another_event_or_draw():
             def event(self, noise_multiplier, **settings):
                 return Full(10).event(noise_multiplier)
 
+    class Cheap:
+        def law(self):
+            return Poisson(1e-6).law()
+
+    with pytest.raises(FedsimError, match="Heir defines law"):
+
+        class Heir(Cheap, Weighted):
+            pass
+
 
 def test_a_probability_above_the_highest_is_refused():
     with pytest.raises(FedsimError, match="probabilities of round 1 must be 10 numbers"):

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
 import pytest
 from flwr.serverapp.strategy import FedAdam, FedYogi
 
-from fedsim.cohorts import FullCohort, PoissonCohort
+from fedsim.clients import SGD
+from fedsim.cohorts import FullCohort, InclusionSampler, PoissonCohort
 from fedsim.mechanisms import Clipping, Normalization, PerLayer
 from fedsim.strategies import DPFedAvg, adam, sgd
+
+
+class Nights(InclusionSampler):
+    """One of the user's own, told apart by an array that it keeps."""
+
+    def __init__(self, rates: list[float]) -> None:
+        super().__init__(50, 0.5)
+        self.rates = np.array(rates)
+
+    def probabilities(self, round: int) -> npt.NDArray[np.float64]:
+        return np.full(50, self.rates[round % len(self.rates)])
+
+
+def there(round: int, clients: npt.NDArray[np.int64], every: int) -> npt.NDArray[np.bool_]:
+    return clients % every == 0
 
 
 def release_of(**changed: object) -> str | None:
@@ -36,11 +56,27 @@ def release_of(**changed: object) -> str | None:
         {"server_optimizer": sgd(0.5)},
         {"server_optimizer": FedAdam(eta=0.1)},
         {"release": "ab"},
+        {"cohort": Nights([0.1, 0.2])},
+        {"algorithm": SGD(lr=0.3)},
+        {"replying": partial(there, every=2)},
     ],
     ids=lambda changed: str(changed).split(" object at ")[0],
 )
 def test_strategies_of_one_seed_that_release_different_things_have_different_keys(changed) -> None:
     assert release_of(**changed) != release_of()
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        lambda n: {"cohort": Nights([0.1, 0.1 * n])},
+        lambda n: {"replying": partial(there, every=n)},
+        lambda n: {"replying": partial(there, every={n, 7, "a"})},
+    ],
+)
+def test_objects_that_differ_in_what_they_hold_only_have_different_keys_too(one) -> None:
+    assert release_of(**one(1)) != release_of(**one(2))
+    assert release_of(**one(2)) == release_of(**one(2))
 
 
 @pytest.mark.parametrize(

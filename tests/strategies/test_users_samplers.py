@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from fixed_clients import Fixed
+from torch import Tensor
 
 from fedsim.cohorts import Cohort, PoissonCohort
 from fedsim.engines import LocalGrid
 from fedsim.engines.arrays import array_record
-from fedsim.mechanisms import Clipping
+from fedsim.errors import FedsimError
+from fedsim.mechanisms import Clipping, Mechanism, PerLayer, ScalingBound, State
 from fedsim.randomness import Draws
 from fedsim.strategies import DPFedAvg
 
@@ -29,9 +32,9 @@ class Everybody(PoissonCohort):
         return np.arange(self.population or 0)
 
 
-def strategy_after(cohort: Cohort) -> DPFedAvg:
+def strategy_after(cohort: Cohort, mechanism: Mechanism = Clipping(1.0)) -> DPFedAvg:  # noqa: B008
     assert cohort.population is not None
-    strategy = DPFedAvg(mechanism=Clipping(1.0), cohort=cohort, noise_multiplier=1.0, seed=1)
+    strategy = DPFedAvg(mechanism=mechanism, cohort=cohort, noise_multiplier=1.0, seed=1)
     trainer = Fixed(torch.ones(cohort.population, 3))
     strategy.start(LocalGrid(trainer), array_record({"w": torch.zeros(3)}), 2)
     return strategy
@@ -40,6 +43,57 @@ def strategy_after(cohort: Cohort) -> DPFedAvg:
 def test_an_event_that_nobody_has_checked_is_declared_by_the_user() -> None:
     assert SAID in str(strategy_after(Everybody(0.1, 20)).privacy_statement())
     assert SAID not in str(strategy_after(PoissonCohort(0.1, 20)).privacy_statement())
+
+
+@dataclass(frozen=True)
+class Listed(PoissonCohort):
+    """Draws whom it was told, as it was told."""
+
+    ids: tuple[float, ...] = ()
+
+    def draw(self, round: int, draws: Draws, step: int = 0) -> np.ndarray:
+        return np.array(self.ids)
+
+
+def test_whoever_a_users_sampler_draws_twice_or_out_of_order_is_in_once() -> None:
+    models = []
+    for ids in ((3, 5, 9), (9, 3, 5), (5, 3, 3, 9, 5)):
+        strategy = strategy_after(Listed(0.1, 20, ids=ids))
+        assert strategy.report is not None
+        assert (strategy.report.asked, strategy.report.usable) == (3, 3)
+        assert strategy.result is not None
+        models.append(strategy.result.arrays.to_numpy_ndarrays()[0])
+    assert abs(models[0] - models[1]).max() > 1e-3  # whose settings differ draws other noise
+    again = strategy_after(Listed(0.1, 20, ids=(3, 5, 9))).result
+    assert again is not None
+    assert np.array_equal(again.arrays.to_numpy_ndarrays()[0], models[0])
+
+
+@pytest.mark.parametrize("ids", [(3, 20), (-1, 3), (2.0, 3.0)])
+def test_a_users_sampler_that_draws_whom_there_cannot_be_is_refused(ids) -> None:
+    with pytest.raises(
+        FedsimError, match=r"Listed draws clients .* in 0 \.\. 19, of its population"
+    ):
+        strategy_after(Listed(0.1, 20, ids=ids))
+
+
+@dataclass(frozen=True)
+class Unbounded(ScalingBound):
+    """Says that no row is longer than 1, and lets all of them pass."""
+
+    def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
+        return torch.ones_like(norms)
+
+    def radius(self, ready: State, d: int) -> float:
+        return 1.0
+
+
+def test_a_bound_of_the_users_own_is_declared_by_the_user_wherever_it_stands() -> None:
+    cohort = PoissonCohort(0.1, 20)
+    for mechanism in (Unbounded(), PerLayer(Unbounded()), PerLayer((("*", Unbounded()),))):
+        said = str(strategy_after(cohort, mechanism).privacy_statement())
+        assert "Declared by the user: that the bound" in said
+    assert SAID not in str(strategy_after(cohort, PerLayer(Clipping(1.0))).privacy_statement())
 
 
 def test_the_tutorials_sampler_runs_and_its_event_follows_from_its_probabilities() -> None:

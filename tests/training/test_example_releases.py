@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import stat
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +115,24 @@ def test_different_releases_are_never_charged_once(tmp_path, other):
 def test_frozen_parameters_of_another_value_are_another_release(tmp_path):
     for value in (0.1, 0.7, 0.1):
         train(trainer(tmp_path, model=frozen(value)))
+    assert charged(tmp_path) == 2
+
+
+def test_a_loss_whose_body_was_edited_makes_another_release(tmp_path, monkeypatch):
+    file = tmp_path / "loss_of_mine.py"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    thetas = []
+    for scale in (1.0, 2.0, 1.0):
+        file.write_text(
+            "from fedsim.tasks import CrossEntropy\n"
+            f"def loss(outputs, targets): return CrossEntropy()({scale} * outputs, targets)\n"
+        )
+        monkeypatch.delitem(sys.modules, "loss_of_mine", raising=False)
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        importlib.invalidate_caches()
+        thetas.append(train(trainer(tmp_path, loss=importlib.import_module("loss_of_mine").loss)))
+    assert not torch.equal(thetas[0], thetas[1])
+    assert torch.equal(thetas[0], thetas[2])
     assert charged(tmp_path) == 2
 
 
