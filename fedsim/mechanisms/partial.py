@@ -221,9 +221,7 @@ class SegmentSum:
             vector = GridSum.free(zeros, d)
         else:
             radius, noisy = zeros + bound.radius(ready, d), terms.noisy
-            vector = GridSum.bounded(
-                radius, d, noisy=noisy, merges=terms.exact, double=terms.double
-            )
+            vector = GridSum.bounded(radius, d, noisy=noisy, exact=terms.exact, double=terms.double)
         self.grids = {"sum": vector}
         for name, scalar in bound.scalars.items():
             self.grids[name] = GridSum.scalar(zeros, scalar.half)
@@ -241,6 +239,8 @@ class SegmentSum:
     ) -> None:
         """See `PartialSum.add_owners`; rows have all columns, ``counts`` None for the one sum."""
         rows, bound, vector = self.segment.part_of(rows), self.segment.bound, self.grids["sum"]
+        # Rows that are not there are measured and summed by their factors; of others those that are
+        # only multiplied go straight into the one sum, and the rest as copies in the cache.
         implicit = None
         if not rows.materialised:
             implicit = bound.implicit(rows, *self._ready_of(owners), weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import ClassVar
 
@@ -103,9 +104,16 @@ def declared_by_user(sampler: Sampler) -> bool:
 
 
 def of_user(value: object) -> bool:
-    """Whether its class, or that of something that it is composed of, is not fedsim's."""
-    if isinstance(value, tuple):
-        return any(map(of_user, value))
-    if type(value).__module__.partition(".")[0] not in ("fedsim", "builtins"):
-        return True
-    return is_dataclass(value) and any(of_user(getattr(value, f.name)) for f in fields(value))
+    """Whether its class, or that of a bound that it is composed of, is not fedsim's."""
+    ours = type(value).__module__.partition(".")[0] == "fedsim"
+    return not ours or any(map(of_user, _bounds_in(value)))
+
+
+def _bounds_in(value: object) -> Iterator[object]:
+    """Bounds that a bound is composed of: its fields, or what these list."""
+    if isinstance(value, list | tuple):
+        inner = list(value)
+    else:
+        inner = [getattr(value, f.name) for f in fields(value)] if is_dataclass(value) else []
+    for entry in inner:
+        yield from [entry] if hasattr(entry, "guarantee") else _bounds_in(entry)

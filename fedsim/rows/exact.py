@@ -105,13 +105,13 @@ class GridSum:
 
     @classmethod
     def bounded(
-        cls, radius: Tensor, size: int, *, noisy: bool, merges: bool, double: bool
+        cls, radius: Tensor, size: int, *, noisy: bool, exact: bool, double: bool
     ) -> GridSum:
         """For rows of at most this norm; what noise will hide is not summed.
 
-        ``merges``: whether sums merge exactly. ``double``: whether rows are float64.
+        ``exact``: whether sums merge exactly. ``double``: whether rows are float64.
         """
-        if not merges:
+        if not exact:
             return cls(radius, size, rounding="rows" if noisy else "none")
         fine = not noisy and (double or float(radius.max()) > LOOSE)
         return cls(radius, size, fine_bits=GRID_BITS if fine else 0)

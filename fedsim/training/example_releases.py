@@ -166,9 +166,9 @@ def _files_of(things: Iterable[object]) -> Iterator[bytes]:
     """Files that define the user's own classes and functions: their bodies may have changed."""
     callables = (thing.func if isinstance(thing, partial) else thing for thing in things)
     for name in sorted({str(thing.__module__) for thing in callables}):
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file is not None and name.partition(".")[0] not in ("fedsim", "torch"):
-            yield Path(file).read_bytes()
+        file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+        if file.is_file() and name.partition(".")[0] not in ("fedsim", "torch"):
+            yield file.read_bytes()
 
 
 def _tensor_parts(tensors: Mapping[str, Tensor | None]) -> Iterator[bytes]:

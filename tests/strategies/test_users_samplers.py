@@ -90,10 +90,12 @@ class Unbounded(ScalingBound):
 
 def test_a_bound_of_the_users_own_is_declared_by_the_user_wherever_it_stands() -> None:
     cohort = PoissonCohort(0.1, 20)
-    for mechanism in (Unbounded(), PerLayer(Unbounded()), PerLayer((("*", Unbounded()),))):
+    listed = PerLayer([("*", Unbounded())])  # type: ignore[arg-type]
+    for mechanism in (Unbounded(), PerLayer(Unbounded()), PerLayer((("*", Unbounded()),)), listed):
         said = str(strategy_after(cohort, mechanism).privacy_statement())
         assert "Declared by the user: that the bound" in said
-    assert SAID not in str(strategy_after(cohort, PerLayer(Clipping(1.0))).privacy_statement())
+    for mechanism in (PerLayer(Clipping(1.0)), Clipping(np.float64(1.0))):
+        assert SAID not in str(strategy_after(cohort, mechanism).privacy_statement())
 
 
 def test_the_tutorials_sampler_runs_and_its_event_follows_from_its_probabilities() -> None:
