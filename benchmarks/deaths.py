@@ -88,34 +88,36 @@ def before_a_step(chosen: random.Random, seconds: float) -> None:
         setattr(owner, name, counted(getattr(owner, name)))
 
 
-def in_a_checkpoint(chosen: random.Random, seconds: float) -> None:
-    left, written = chosen.randrange(1, 6), checkpoint._write_synced
+def dying_in(
+    call: int, write: Callable[..., None], tear: Callable[..., object]
+) -> Callable[..., None]:
+    """What writes, until in that call of it something is torn, and the process is gone."""
 
-    def torn(path: Path, content: bytes) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            path.write_bytes(content[: chosen.randrange(len(content))])
+    def writing(*arguments: Any) -> None:
+        nonlocal call
+        call -= 1
+        if not call:
+            tear(*arguments)
             os.kill(os.getpid(), signal.SIGKILL)
-        written(path, content)
+        write(*arguments)
 
-    checkpoint._write_synced = torn
+    return writing
+
+
+def in_a_checkpoint(chosen: random.Random, seconds: float) -> None:
+    def tear(path: Path, content: bytes) -> None:
+        path.write_bytes(content[: chosen.randrange(len(content))])
+
+    checkpoint._write_synced = dying_in(chosen.randrange(1, 6), checkpoint._write_synced, tear)
 
 
 def in_a_ledgers_line(chosen: random.Random, seconds: float) -> None:
-    left, append = chosen.randrange(1, 11), durable.append
+    def tear(file: Any, line: bytes) -> None:
+        file.seek(0, os.SEEK_END)
+        file.write(line[: chosen.randrange(1, len(line))])
+        file.flush()
 
-    def torn(file: Any, data: bytes) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            file.seek(0, os.SEEK_END)
-            file.write(data[: chosen.randrange(1, len(data))])
-            file.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-        append(file, data)
-
-    durable.append = torn
+    durable.append = dying_in(chosen.randrange(1, 11), durable.append, tear)
 
 
 def in_a_row(chosen: random.Random, seconds: float) -> None:
@@ -230,11 +232,11 @@ FRAGILE_DISK = Disk(_mount_fragile, _mend_fragile)
 
 
 class Death(NamedTuple):
-    """A way to die, of a kind of run, so many times; on a disk of its own."""
+    """A way to die, of a run of `benchmarks.kills.JOBS`, so many times; on a disk of its own."""
 
     name: str
     before: Before
-    kind: str
+    job: str
     times: int
     disk: Disk | None = None
 

@@ -57,7 +57,7 @@ PRIVATE = {
 }
 KEPT = {"client.state": "client"}
 RATES = {**PRIVATE, **KEPT, "client.name": "adadp-lr"}
-KINDS: dict[str, dict[str, Any]] = {
+JOBS: dict[str, dict[str, Any]] = {
     "rates": RATES,
     "examples": {**KEPT, "client.mechanism.name": "clipping", "client.noise.multiplier": 1.0},
     "scaffold": {**KEPT, "client.name": "scaffold", "mechanism.weighting": "uniform"},
@@ -76,18 +76,18 @@ KINDS: dict[str, dict[str, Any]] = {
 AXES = ["client.lr=0.05,0.1", "seed=1,2"]
 
 
-def run(kind: str, directory: Path) -> None:
+def run(job: str, directory: Path) -> None:
     """Begin a run, or go on with it."""
-    config = BASE.replace(**KINDS[kind])
-    if kind == "sweep":
+    config = BASE.replace(**JOBS[job])
+    if job == "sweep":
         run_sweep(members(config, parse_axes(AXES)), directory)
     else:
         fedsim.run(config, out=directory, resume=True)
 
 
-def runs_of(kind: str, directory: Path) -> list[Path]:
+def runs_of(job: str, directory: Path) -> list[Path]:
     """Directories of a run, or of a sweep's members."""
-    return sorted(directory.glob("*=*")) if kind == "sweep" else [directory]
+    return sorted(directory.glob("*=*")) if job == "sweep" else [directory]
 
 
 def forked(do: Callable[[], object]) -> int:
@@ -156,19 +156,19 @@ def die_and_resume(
     death: Death, number: int, seed: int, root: Path, seconds: float, expected: list[Any]
 ) -> Counter[str]:
     """Let one run die, resume it, and see what it has come to."""
-    chosen = random.Random(f"{seed} {death.name} {death.kind} {number}")
+    chosen = random.Random(f"{seed} {death.name} {death.job} {number}")
     seen = Counter(runs=1)
 
     def die(directory: Path) -> None:
         death.before(chosen, seconds)
-        run(death.kind, directory)
+        run(death.job, directory)
 
     with place_for(death, chosen, root) as directory:
         seen["died"] += forked(partial(die, directory)) != 0
         if death.disk is not None:
             death.disk.mend(directory.parent)
-        status = forked(partial(run, death.kind, directory))
-        runs = runs_of(death.kind, directory)
+        status = forked(partial(run, death.job, directory))
+        runs = runs_of(death.job, directory)
         seen["same"] += status == 0 and [reached(one) for one in runs] == expected[0]
         seen["heads"] += [heads(one) for one in runs] == expected[1]
     return seen
@@ -182,7 +182,7 @@ def main() -> None:
     arguments = parser.parse_args()
     deaths = [death for death in DEATHS if death.disk is None or os.geteuid() == 0]
     if arguments.only:
-        deaths = [death for death in deaths if death.kind in arguments.only.split()]
+        deaths = [death for death in deaths if death.job in arguments.only.split()]
     lines = [f"{'death':36} {'runs':>5} {'died':>5} {'same':>5} {'equal heads':>12}"]
     total: Counter[str] = Counter()
     took: dict[str, float] = {}
@@ -190,24 +190,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="fedsim-kills-") as temporary:
         root = Path(temporary)
         forked(partial(run, "rates", root / "warm"))
-        for kind in dict.fromkeys(death.kind for death in deaths):
+        for job in dict.fromkeys(death.job for death in deaths):
             started = time.perf_counter()
-            assert forked(partial(run, kind, root / kind)) == 0
-            took[kind] = time.perf_counter() - started
-            runs = runs_of(kind, root / kind)
-            expected[kind] = [[reached(one) for one in runs], [heads(one) for one in runs]]
+            assert forked(partial(run, job, root / job)) == 0
+            took[job] = time.perf_counter() - started
+            runs = runs_of(job, root / job)
+            expected[job] = [[reached(one) for one in runs], [heads(one) for one in runs]]
         for place, death in enumerate(deaths):
             seen: Counter[str] = Counter()
             for number in range(death.times):
                 where = root / f"{place}-{number}"
                 seen += die_and_resume(
-                    death, number, arguments.seed, where, took[death.kind], expected[death.kind]
+                    death, number, arguments.seed, where, took[death.job], expected[death.job]
                 )
             total += seen
             lines.append(_line(death.name, seen))
             print(lines[-1], flush=True)
     lines.append(_line("all", total))
-    told = f"Runs of {ROUNDS} rounds, {took[deaths[0].kind]:.1f} s; seed {arguments.seed}."
+    told = f"Runs of {ROUNDS} rounds, {took[deaths[0].job]:.1f} s; seed {arguments.seed}."
     text = "\n".join([told, "", *lines])
     print(text)
     if arguments.out:

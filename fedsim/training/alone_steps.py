@@ -13,10 +13,9 @@ from fedsim.training.batches import Batches
 from fedsim.training.hidden_draws import Seeds
 from fedsim.training.local_step import LocalStep
 from fedsim.training.paths.alone import AlonePath
-from fedsim.training.paths.stacked import StackedPath
 from fedsim.training.steps import Bench, Ended, Floats, Steps
 
-__all__ = ["AloneSteps", "DenseSteps"]
+__all__ = ["AloneSteps", "LayerSteps"]
 
 # Inputs of so many bytes are gathered at once: those of some batches.
 GATHERED = 2**19
@@ -76,12 +75,12 @@ class AloneSteps(Steps):
         return total
 
 
-class DenseSteps(AloneSteps):
-    """Of a stacked path: a client's row stays in the cache meanwhile."""
+class LayerSteps(AloneSteps):
+    """By hand, layer by layer: a client's row stays in the cache meanwhile, as far as it fits."""
 
-    def __init__(self, bench: Bench, path: StackedPath, batches: Batches, round: int) -> None:
+    def __init__(self, bench: Bench, path: AlonePath, batches: Batches, round: int) -> None:
         super().__init__(bench, batches, round)
-        self.path = AlonePath(path)
+        self.path = path
         targets = bench.data.targets(self.index, bench.dtype)
         self.batch_losses = self.path.losses(targets.flatten(0, 1), self.weight.flatten(0, 1))
 

@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from fedsim.training.alone_steps import AloneSteps, DenseSteps
+from fedsim.training.alone_steps import AloneSteps, LayerSteps
 from fedsim.training.batches import Batches, plan_batches
 from fedsim.training.entering import Entering
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.hidden_draws import Seeds
-from fedsim.training.paths.choice import ONE_BY_ONE, Path
+from fedsim.training.paths.alone import AlonePath
+from fedsim.training.paths.choice import Path
 from fedsim.training.paths.examples import Way
+from fedsim.training.paths.layered import LayeredPath
+from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.stacked import StackedPath
 from fedsim.training.steps import Bench, PrivateSteps, Steps
 from fedsim.training.workload import Workload
@@ -66,11 +69,13 @@ class OpenStepping:
 
     def steps(self, batches: Batches, entering: Entering) -> Steps:
         """See `Stepping`."""
+        on_cpu = self.bench.device.type == "cpu"
         if isinstance(self.path, StackedPath) and self.path.alone:
-            return DenseSteps(self.bench, self.path, batches, entering.round)
+            return LayerSteps(self.bench, AlonePath(self.path), batches, entering.round)
+        if isinstance(self.path, LayeredPath) and on_cpu:
+            return LayerSteps(self.bench, self.path.one_by_one, batches, entering.round)
         seeds = _seeds(entering) if self.draws else None
-        alone = self.path.name in ONE_BY_ONE and self.bench.device.type == "cpu"
-        make = AloneSteps if alone else Steps
+        make = AloneSteps if isinstance(self.path, PlainPath) and on_cpu else Steps
         return make(self.bench, batches, entering.round, seeds)
 
 

@@ -96,10 +96,11 @@ class OneFactored:
                 bias, new_bias = old[i].bias, new[i].bias
                 assert bias is not None
                 torch.add(bias, delta.sum(0), alpha=alpha, out=new_bias)
-        for name, part in self.convolved.items():
-            place, into = self.path.packing.slices[name], theta if out is None else out
-            point, moved = theta[0, place].view(part.shape), into[0, place].view(part.shape)
-            torch.add(point, part, alpha=alpha, out=moved)
+        if self.convolved:
+            point = self.path.named(theta)
+            moved = point if out is None else self.path.named(out)
+            for name, part in self.convolved.items():
+                torch.add(point[name], part, alpha=alpha, out=moved[name])
 
     def distance(self, other: Gradient) -> Tensor:
         """See `Factored`."""
@@ -149,6 +150,7 @@ class AlonePath:
         # Below this layer nobody wants a gradient.
         self._last = first if front is None else -1
         self._views: tuple[Tensor, list[Viewed]] | None = None
+        self._named: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def losses(self, y: Tensor, weight: Tensor) -> BatchLosses:
         """Of batches of targets ``y [S, B, ...]`` and weights ``[S, B]``."""
@@ -168,7 +170,7 @@ class AlonePath:
         """
         parameters, passed, h = self.viewed(theta), None, x
         if self._front is not None:
-            x, passed = self._front.forward(self.packing.named(theta[0]), x)
+            x, passed = self._front.forward(self.named(theta), x)
             h = x.flatten(1)
         values = [h]
         for (_, by_input, bias), activation in zip(parameters, self._activations, strict=True):
@@ -199,6 +201,12 @@ class AlonePath:
                 views.append(Viewed(weight[0], weight[0].t(), None if bias is None else bias[0, 0]))
             self._views = theta, views
         return self._views[1]
+
+    def named(self, theta: Tensor) -> dict[str, Tensor]:
+        """All parameters at ``theta [1, D]``, by name."""
+        if self._named is None or self._named[0] is not theta:
+            self._named = theta, self.packing.named(theta[0])
+        return self._named[1]
 
 
 class BatchLosses:

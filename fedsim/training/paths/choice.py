@@ -50,7 +50,6 @@ _log = logging.getLogger(__name__)
 PathName = Literal["auto", "plain", "func", "stacked", "layered"]
 
 CAPTURED = ("stacked", "func")
-ONE_BY_ONE = ("layered", "plain")
 
 # What a block may take: about what a core's share of the cache holds, and a corner of a GPU.
 CPU_BYTES = 6 * 2**20

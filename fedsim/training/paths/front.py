@@ -1,11 +1,13 @@
 """Convolutions, each with ReLU and max-pooling, forward and backward by hand.
 
-ReLU and max-pooling commute, so ReLU and its mask are taken at the pooled size; the gradient of
-an image is never computed; and nothing is recorded.
+ReLU and max-pooling commute, so ReLU and its mask are taken at the pooled size; what lost its
+window is not gone through again (`fedsim.compiled.convolutions`); the gradient of an image is
+never computed; and nothing is recorded.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedsim.compiled.convolutions import Patches, input_gradient, weight_gradient
 from fedsim.rows.packing import channels_last
 
 __all__ = ["ConvFront", "ConvLayer", "front_of"]
+
+# Places a window, from which on sums over winners take less than products over all places.
+SPARSE = 3
 
 
 @dataclass(frozen=True)
@@ -110,26 +116,75 @@ class ConvFront:
         for number in range(len(self.layers) - 1, -1, -1):
             layer, past = self.layers[number], passed[number]
             delta = torch.ops.aten.threshold_backward.default(delta, past.outputs, 0)
-            if layer.pool is not None:
-                delta = torch.ops.aten.max_pool2d_with_indices_backward.default(
-                    delta, past.convolved, *_pooling(layer.pool), past.places
-                )
-            module = layer.module
-            biased = module.bias is not None
-            below, *of_parameters = torch.ops.aten.convolution_backward.default(
-                delta,
-                past.x,
-                past.weight,
-                [module.out_channels] if biased else None,
-                *layer.geometry,
-                False,
-                [0, 0],
-                module.groups,
-                [number > 0, True, biased],
-            )
+            gradient = _of_winners if _sparse(layer, past) else _of_places
+            below, *of_parameters = gradient(layer, past, delta, number > 0)
             gradients.update(zip(layer.parameters, of_parameters, strict=False))
-            delta = below
+            if below is not None:
+                delta = below
         return gradients
+
+
+def _sparse(layer: ConvLayer, past: Passed) -> bool:
+    """Whether a layer's gradients are taken from its windows' winners."""
+    if layer.pool is None or layer.module.groups != 1 or layer.module.dilation != (1, 1):
+        return False
+    return not past.x.is_cuda and past.convolved.numel() >= SPARSE * past.outputs.numel()
+
+
+def _of_winners(
+    layer: ConvLayer, past: Passed, delta: Tensor, below: bool
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Gradients of the inputs, where they are wanted, the weight and the bias."""
+    assert past.places is not None
+    down, across = layer.module.padding
+    x = past.x.permute(0, 2, 3, 1)
+    if down or across:
+        x = F.pad(x, (0, 0, across, across, down, down))
+    x = x.contiguous()
+    height, width, channels = x.shape[1:]
+    kernel = past.weight.shape[2:]
+    patches = _patches((height, width, channels), tuple(kernel), tuple(layer.module.stride))
+    windows, places = (
+        images.permute(0, 2, 3, 1).flatten(1, 2).contiguous() for images in (delta, past.places)
+    )
+    weights = weight_gradient(x, windows, places, patches)
+    weights = weights.view(-1, *kernel, channels).permute(0, 3, 1, 2)
+    bias = windows.flatten(0, 1).sum(0)
+    if not below:
+        return None, weights, bias
+    rows = past.weight.permute(0, 2, 3, 1).flatten(2)
+    inputs = input_gradient(rows, windows, places, patches)
+    inputs = inputs[:, down : height - down, across : width - across].permute(0, 3, 1, 2)
+    return inputs, weights, bias
+
+
+_patches = functools.cache(Patches)
+
+
+def _of_places(
+    layer: ConvLayer, past: Passed, delta: Tensor, below: bool
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """The same, by products over all places."""
+    if layer.pool is not None:
+        delta = torch.ops.aten.max_pool2d_with_indices_backward.default(
+            delta, past.convolved, *_pooling(layer.pool), past.places
+        )
+    module = layer.module
+    biased = module.bias is not None
+    gradients: tuple[Tensor | None, Tensor, Tensor | None] = (
+        torch.ops.aten.convolution_backward.default(
+            delta,
+            past.x,
+            past.weight,
+            [module.out_channels] if biased else None,
+            *layer.geometry,
+            False,
+            [0, 0],
+            module.groups,
+            [below, True, biased],
+        )
+    )
+    return gradients
 
 
 def _pooling(pool: nn.MaxPool2d) -> tuple[Any, ...]:

@@ -44,7 +44,8 @@ class LayeredPath:
     name = "layered"
 
     @cached_property
-    def _alone(self) -> AlonePath:
+    def one_by_one(self) -> AlonePath:
+        """Its gradients, for many steps of one client."""
         return AlonePath(self.dense, self.front)
 
     def gradient(
@@ -56,9 +57,9 @@ class LayeredPath:
         for k in range(len(theta)):
             client = slice(k, k + 1)
             point = theta if len(theta) == 1 else theta[client]
-            batch_losses = self._alone.losses(y[client], weight[client])
-            (features,) = self._alone.features(x[client])
-            gradients.append(self._alone.gradient(point, features, batch_losses, 0))
+            batch_losses = self.one_by_one.losses(y[client], weight[client])
+            (features,) = self.one_by_one.features(x[client])
+            gradients.append(self.one_by_one.gradient(point, features, batch_losses, 0))
             losses.append(batch_losses.seen())
         if len(gradients) == 1:
             return gradients[0], losses[0]
