@@ -117,8 +117,10 @@ class ConvFront:
             layer, past = self.layers[number], passed[number]
             delta = torch.ops.aten.threshold_backward.default(delta, past.outputs, 0)
             gradient = _of_winners if _sparse(layer, past) else _of_places
-            below, *of_parameters = gradient(layer, past, delta, number > 0)
-            gradients.update(zip(layer.parameters, of_parameters, strict=False))
+            below, weight, bias = gradient(layer, past, delta, number > 0)
+            gradients[layer.parameters[0]] = weight
+            if bias is not None:
+                gradients[layer.parameters[1]] = bias
             if below is not None:
                 delta = below
         return gradients
@@ -133,23 +135,26 @@ def _sparse(layer: ConvLayer, past: Passed) -> bool:
 
 def _of_winners(
     layer: ConvLayer, past: Passed, delta: Tensor, below: bool
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Gradients of the inputs, where they are wanted, the weight and the bias."""
-    assert past.places is not None
-    down, across = layer.module.padding
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Gradients of the inputs, where they are wanted, of the weight, and of a bias."""
+    places, padding = past.places, layer.module.padding
+    assert places is not None
+    assert not isinstance(padding, str)
+    down, across = padding
     x = past.x.permute(0, 2, 3, 1)
     if down or across:
         x = F.pad(x, (0, 0, across, across, down, down))
     x = x.contiguous()
     height, width, channels = x.shape[1:]
-    kernel = past.weight.shape[2:]
-    patches = _patches((height, width, channels), tuple(kernel), tuple(layer.module.stride))
+    module = layer.module
+    kernel, stride = (module.kernel_size[0], module.kernel_size[1]), module.stride
+    patches = _patches((height, width, channels), kernel, (stride[0], stride[1]))
     windows, places = (
-        images.permute(0, 2, 3, 1).flatten(1, 2).contiguous() for images in (delta, past.places)
+        images.permute(0, 2, 3, 1).flatten(1, 2).contiguous() for images in (delta, places)
     )
     weights = weight_gradient(x, windows, places, patches)
     weights = weights.view(-1, *kernel, channels).permute(0, 3, 1, 2)
-    bias = windows.flatten(0, 1).sum(0)
+    bias = None if module.bias is None else windows.flatten(0, 1).sum(0)
     if not below:
         return None, weights, bias
     rows = past.weight.permute(0, 2, 3, 1).flatten(2)
