@@ -60,7 +60,7 @@ class NodeBuild(Build):
             declared.pop("columns", None)
             dataset = datasets.load(self._file, normalize=settings.normalize, **declared)
             if self.config.private or self.config.client.private:
-                refuse_found(dataset)
+                refuse_found(dataset, self._partition)
             train, test = dataset.train, dataset.test
             tests = self._partition.test_indices(train.columns, test.columns)
             # All of a file's training examples have one owner, who is the first client there.

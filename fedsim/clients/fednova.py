@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from fedsim.clients.base import Combined, State, Step
 from fedsim.clients.gradients import Gradient
-from fedsim.clients.proximal import PULL
+from fedsim.clients.proximal import PROXIMAL
 from fedsim.clients.sgd import SGD
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
@@ -44,8 +44,8 @@ class FedNova(SGD):
         """A step; and one of a number along a gradient of 1, in units of lr."""
         super().step(state, gradient, at)
         slope: Tensor = torch.ones_like(state["moved"])
-        if PULL in state:
-            slope = slope - state["lr"] * state[PULL] * state["moved"]
+        if PROXIMAL in state:
+            slope = slope - state["lr"] * state[PROXIMAL] * state["moved"]
         state["speed"] = self.momentum * state["speed"] + slope
         state["moved"] = state["moved"] + state["speed"] * at.number(self.schedule)
 

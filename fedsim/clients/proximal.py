@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
 from fedsim.clients.base import Combined, LocalAlgorithm, State, Step
 from fedsim.clients.gradients import Dense, Gradient
+from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor
 from fedsim.rows.vectors import Width
 from fedsim.settings import Ge
 
-__all__ = ["PULL", "Proximal"]
+__all__ = ["MU", "PROXIMAL", "Proximal", "told_numbers"]
 
-PULL = "proximal-pull"
-"""Entry of the state, ``[n]``: mu, for an algorithm inside that must know of it."""
+PROXIMAL = "proximal"
+"""mu, as a number of the algorithm and an entry of its state, ``[n]``."""
+
+MU = "proximal-mu"
+"""What Flower's FedProx calls it where it tells its clients."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Proximal(LocalAlgorithm):
     ----------
     algorithm : LocalAlgorithm
     mu : float
-        The weight of the pull.
+        The weight of the pull, where the server does not say another (`told_numbers`).
     """
 
     algorithm: LocalAlgorithm
@@ -65,13 +70,14 @@ class Proximal(LocalAlgorithm):
         return self.algorithm.parts
 
     def numbers(self) -> dict[str, float]:
-        """Those of the algorithm inside."""
-        return self.algorithm.numbers()
+        """Those of the algorithm inside, and mu."""
+        return {**self.algorithm.numbers(), PROXIMAL: self.mu}
 
     def init(self, theta: Tensor, numbers: State) -> State:
         """The state inside, the global parameters, and mu."""
-        inside = self.algorithm.init(theta, numbers)
-        return {**inside, "anchor": theta.clone(), PULL: theta.new_full((len(theta),), self.mu)}
+        numbers = dict(numbers)
+        mu = numbers.pop(PROXIMAL)
+        return {**self.algorithm.init(theta, numbers), "anchor": theta.clone(), PROXIMAL: mu}
 
     def point(self, state: State) -> Tensor:
         """Where the algorithm inside wants its gradient."""
@@ -83,7 +89,8 @@ class Proximal(LocalAlgorithm):
 
     def step(self, state: State, gradient: Gradient, at: Step) -> None:
         """A step of the algorithm inside on the gradient with the pull."""
-        pull = self.algorithm.point(state).sub(state["anchor"]).mul_(self.mu)
+        pull = self.algorithm.point(state).sub(state["anchor"])
+        pull.mul_(state[PROXIMAL].unsqueeze(1))
         self.algorithm.step(state, Dense(pull.add_(gradient.dense())), at)
 
     def finish(self, state: State) -> Tensor:
@@ -107,3 +114,24 @@ class Proximal(LocalAlgorithm):
     ) -> Combined:
         """As the algorithm inside."""
         return self.algorithm.combine(update, mean, received, share)
+
+
+def told_numbers(algorithm: LocalAlgorithm, config: Mapping[str, object]) -> dict[str, float]:
+    """What the config entries of a round's instructions say of the algorithm's numbers: `MU`.
+
+    Raises
+    ------
+    FedsimError
+        If the algorithm has no pull, or the server's is no weight of one.
+    """
+    mu = config.get(MU, 0.0)
+    if MU not in config or (mu == 0 and PROXIMAL not in algorithm.numbers()):
+        return {}
+    if not isinstance(mu, int | float) or not 0 <= mu < math.inf:
+        raise FedsimError(f"the server sends {MU} = {mu!r}; it must be a number from 0 on.")
+    if PROXIMAL not in algorithm.numbers():
+        raise FedsimError(
+            f"the server sends {MU} = {mu}, and client.proximal is 0; it must be above 0 where "
+            "clients are pulled to the server's model, and is then what the server says."
+        )
+    return {PROXIMAL: float(mu)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
@@ -50,10 +51,14 @@ class Schedule:
         ):
             if value not in allowed:
                 raise FedsimError(f"schedule's {key} is '{value}'; it must be {_one_of(allowed)}.")
-        if self.decay < 0:
+        if not 0 <= self.decay < math.inf:
             raise FedsimError(f"schedule's decay is {self.decay}; it must be zero or positive.")
-        if self.length < 1:
-            raise FedsimError(f"schedule's length is {self.length}; it must be at least 1.")
+        least = 2 if self.shape == "cosine" else 1  # after its length a cosine is zero
+        if self.length < least:
+            raise FedsimError(
+                f"schedule's length is {self.length}; for '{self.shape}' it must be at least "
+                f"{least}."
+            )
 
     def __call__(self, at: Step) -> float:
         """The factor at this step."""
@@ -88,11 +93,14 @@ class Schedule:
         FedsimError
             If it cannot be read.
         """
-        shape, _, rest = text.strip().partition("(")
-        if not shape:
+        if not text.strip():
             return cls()
+        written = re.fullmatch(r"([^()]*)(?:\(([^()]*)\))?", text.strip())
+        if written is None:
+            raise FedsimError(f"schedule '{text}' must be of the form shape, or shape(key=value).")
+        shape, rest = written[1], written[2] or ""
         values: dict[str, float | int | str] = {}
-        for part in filter(None, (piece.strip() for piece in rest.rstrip(")").split(","))):
+        for part in filter(None, (piece.strip() for piece in rest.split(","))):
             key, _, value = (side.strip() for side in part.partition("="))
             try:
                 read = {"decay": float, "length": int, "over": str}[key]

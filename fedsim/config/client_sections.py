@@ -76,7 +76,11 @@ class ClientSection(Choice):
         ),
     ] = ""
     proximal: Annotated[
-        float, Doc("FedProx's mu: how strongly a client is pulled towards the global model.")
+        float,
+        Doc(
+            "FedProx's mu: how strongly a client is pulled towards the global model; where it is "
+            "above 0, a server that says another (Flower's FedProx) is obeyed."
+        ),
     ] = Field(0.0, ge=0)
     max_grad_norm: Annotated[
         float,

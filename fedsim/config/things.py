@@ -37,6 +37,11 @@ def make(section: Choice, **filled: Any) -> Any:
     place = registry.current_directory_importable() if ":" in section.chosen else nullcontext()
     with place:
         thing = find(section)
+        if inspect.isabstract(thing):
+            raise FedsimError(
+                f"{section.table}.{section.selector} is '{section.chosen}', of which there are no "
+                "objects: it must be a class that is not abstract, or a function."
+            )
         names = parameters_of(thing)
         given = {k: v for k, v in filled.items() if names is None or k in names}
         return thing(**settings_for(section, thing, tuple(filled)), **given)

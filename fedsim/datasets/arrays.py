@@ -75,7 +75,7 @@ class Arrays:
 
 def _whole(key: str, array: Array) -> int:
     number = array.ravel()[0]
-    if int(number) != number:
+    if array.dtype.kind not in "uif" or int(number) != number:
         raise ValueError(f"{key} is {number}, and no whole number")
     return int(number)
 

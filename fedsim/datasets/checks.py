@@ -86,9 +86,9 @@ def _inputs(key: str, array: Array, layout: Layout, where: str) -> Array:
             f"{where} has {key} of shape {array.shape}, which looks channels first; images must "
             "be [N, H, W] or [N, H, W, C], channels last."
         )
+    array = _plain(key, array, where)
     if floating:
         _require_finite(key, array, None, where)
-    array = _plain(key, array, where)
     if pictures and array.ndim == 3:
         array = array[:, None]
     elif pictures and array.ndim == 4:
@@ -110,9 +110,10 @@ def _targets(key: str, array: Array, mask: Array | None, where: str) -> Array:
         )
     if array.dtype.kind == "b":
         return array.astype(np.float32)
-    if array.dtype.kind == "f":
+    floating, array = array.dtype.kind == "f", _plain(key, array, where)
+    if floating:
         _require_finite(key, array, mask, where)
-    return _contiguous(_plain(key, array, where))
+    return _contiguous(array)
 
 
 def _mask(key: str, array: Array, y: Array, where: str) -> Array:
@@ -152,7 +153,8 @@ def _plain(key: str, array: Array, where: str) -> Array:
         )
     if kind == "u" and int(array.max(initial=0)) >= MOST_CLASSES:
         raise FedsimError(_too_large(key, int(array.max()), where))
-    return array.astype(wanted)
+    with np.errstate(over="ignore"):  # what is too large is infinite, and refused as that
+        return array.astype(wanted)
 
 
 def _contiguous(array: Array) -> Array:
@@ -165,10 +167,10 @@ def _contiguous(array: Array) -> Array:
 
 @dataclass(frozen=True)
 class Size:
-    """How many classes or tokens there are, and whether the training examples alone tell."""
+    """How many classes or tokens there are, and the split that tells; "" if that is declared."""
 
     size: int
-    from_training: bool = False
+    found_in: Literal["", "train", "test"] = ""
 
 
 def found_size(key: str, declared: int, train: _Arrays, test: _Arrays, where: str) -> Size:
@@ -208,7 +210,14 @@ def found_size(key: str, declared: int, train: _Arrays, test: _Arrays, where: st
                 f"{where} has the {noun} {high} in {name}_{part}; {noun}s must be {allowed}."
             )
         most.append(high + 1)
-    return Size(declared or max(most), not declared and most[0] > most[1])
+    if declared:
+        return Size(declared)
+    if not max(most):
+        raise FedsimError(
+            f"{where} has a mask that leaves no {noun} at all; one must count, or data.{key} must "
+            "be declared."
+        )
+    return Size(max(most), "train" if most[0] > most[1] else "test")
 
 
 def _too_large(key: str, value: int, where: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -74,9 +75,9 @@ class Dataset:
         normalised to ``(x - mean) / std``. None: it is not.
     source : str
         Where the numbers were read from.
-    found : tuple of str
-        Which of ``classes`` and ``vocabulary`` were not declared and are larger in the training
-        examples than in the test examples: they were found in data that a private run protects.
+    found : mapping of str to "train" or "test"
+        Which of ``classes`` and ``vocabulary`` were not declared, and where they were found: in the
+        training examples if those have more of them than the test examples have.
     """
 
     name: str
@@ -87,7 +88,7 @@ class Dataset:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     source: str = ""
-    found: tuple[str, ...] = ()
+    found: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -187,7 +188,7 @@ class Dataset:
             sizes["vocabulary"].size,
             *statistics(mean, std, first["x"], where),
             source=source,
-            found=tuple(key for key, size in sizes.items() if size.from_training),
+            found={key: size.found_in for key, size in sizes.items() if size.found_in},
         )
 
 
@@ -199,8 +200,8 @@ def _split(arrays: Mapping[str, Array]) -> Split:
 
 def _range(key: str, text: str, split: Split, name: str) -> slice:
     count = len(split)
-    start, _, stop = text.partition(":")
-    first, end = int(start or 0), int(stop or count)
+    written = re.fullmatch(r"([0-9]{0,18}):([0-9]{0,18})", text or ":")
+    first, end = (int(written[1] or 0), int(written[2] or count)) if written else (0, 0)
     if not first < end <= count:
         raise FedsimError(
             f"{key} = '{text}'; it must be start:stop with start below stop, within 0:{count}"

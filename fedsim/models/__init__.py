@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 from fedsim.lazy import names_of
 
 if TYPE_CHECKING:
-    from fedsim.models.checks import refuse_running_statistics, refuse_unusable_parameters
+    from fedsim.models.checks import (
+        refuse_other_than_numbers,
+        refuse_running_statistics,
+        refuse_unusable_parameters,
+    )
     from fedsim.models.fixing import fix_normalisation
     from fedsim.models.local_norm import localise, statistics_of
     from fedsim.models.making import OFFERED, build
@@ -23,6 +27,7 @@ __all__ = [
     "load_weights",
     "localise",
     "matching",
+    "refuse_other_than_numbers",
     "refuse_running_statistics",
     "refuse_unusable_parameters",
     "statistics_of",

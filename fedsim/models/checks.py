@@ -5,10 +5,32 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from fedsim.errors import FedsimError
 
-__all__ = ["refuse_running_statistics", "refuse_unusable_parameters"]
+__all__ = [
+    "refuse_other_than_numbers",
+    "refuse_running_statistics",
+    "refuse_unusable_parameters",
+]
+
+
+def refuse_other_than_numbers(model: nn.Module) -> None:
+    """Refuse parameters that have no values as yet, or complex ones.
+
+    Raises
+    ------
+    FedsimError
+    """
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise FedsimError(
+                "the model has lazy layers, whose shapes are unknown until data come; give every "
+                "layer its sizes."
+            )
+        if parameter.is_complex():
+            raise FedsimError(f"the model's {name} is complex; parameters must be real numbers.")
 
 
 def refuse_unusable_parameters(model: nn.Module) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from fedsim import registry
 from fedsim.errors import FedsimError
+from fedsim.models.checks import refuse_other_than_numbers
 from fedsim.randomness import Purpose, Randomness
 from fedsim.settings import REQUIRED, Setting, settings_of
 
@@ -101,17 +101,7 @@ def build(
             f"model.name is '{name}', which returns {type(model).__name__}; it must return a "
             "torch.nn.Module."
         )
-    if any(is_lazy(parameter) for parameter in model.parameters()):
-        raise FedsimError(
-            f"model.name is '{name}', which has lazy layers, whose shapes are unknown until data "
-            "come; give every layer its sizes."
-        )
-    for parameter_name, parameter in model.named_parameters():
-        if parameter.is_complex():
-            raise FedsimError(
-                f"model.name is '{name}', whose {parameter_name} is complex; parameters must be "
-                "real numbers."
-            )
+    refuse_other_than_numbers(model)
     return model.to(dtype)
 
 

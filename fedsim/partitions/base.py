@@ -96,6 +96,9 @@ class Examples:
         return self.columns[name]
 
 
+CLIENTS_AT_A_TIME = 10_000
+
+
 class Partition(ABC):
     """Deals training examples to clients.
 
@@ -123,16 +126,19 @@ class Partition(ABC):
         Returns
         -------
         list of int64 ``[n_c]``
-            Sorted positions for client 0, 1, ...: disjoint, and together 0 .. N - 1.
+            Sorted positions for client 0, 1, ..., of 0 .. N - 1: disjoint.
 
         Raises
         ------
         FedsimError
-            If the examples cannot be dealt in this way.
+            If the examples cannot be dealt in this way, or `deal` gives one that there is not, or
+            one to two clients, whom no guarantee for an example would then cover.
         """
         generator = Randomness(self.seed).generator(Purpose.PARTITION, level="run")
         examples = Examples(np.asarray(targets), columns or {})
-        return [np.sort(indices) for indices in self.deal(examples, generator)]
+        dealt = [np.sort(np.asarray(indices)) for indices in self.deal(examples, generator)]
+        _require_disjoint(dealt, len(examples), type(self).__name__)
+        return [indices.astype(np.int64, copy=False) for indices in dealt]
 
     def test_indices(self, columns: Columns, test_columns: Columns) -> list[Indices] | None:
         """Each client's test examples, where columns tell whose they are; None where not.
@@ -165,6 +171,35 @@ class Partition(ABC):
         generator : numpy Generator
             Follows from ``seed``; every draw comes from it.
         """
+
+
+def _require_disjoint(dealt: Sequence[Indices], count: int, name: str) -> None:
+    """Refuse positions that are not 0 .. count - 1, or come twice."""
+    seen = np.zeros(count, dtype=np.bool_)
+    total = 0
+    # A few clients' together: neither a call a client, nor a copy of all.
+    for first in range(0, len(dealt), CLIENTS_AT_A_TIME):
+        some = [indices for indices in dealt[first : first + CLIENTS_AT_A_TIME] if indices.size]
+        if not some:
+            continue
+        positions = np.concatenate(some)
+        if positions.ndim != 1 or positions.dtype.kind not in "iu":
+            raise FedsimError(
+                f"partition.name names {name}, which deals {positions.dtype} {positions.shape}; it "
+                "must deal whole numbers, the positions of each client's examples."
+            )
+        if int(positions.min()) < 0 or int(positions.max()) >= count:
+            raise FedsimError(
+                f"partition.name names {name}, which deals the examples {positions.min()} to "
+                f"{positions.max()}; there are only 0 to {count - 1}."
+            )
+        seen[positions] = True
+        total += len(positions)
+    if total > int(seen.sum()):
+        raise FedsimError(
+            f"partition.name names {name}, which deals {total - int(seen.sum())} examples twice; "
+            "each must be one client's."
+        )
 
 
 def subsample(parts: Sequence[Indices], at_most: int, *, seed: int) -> list[Indices]:

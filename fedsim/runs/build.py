@@ -69,7 +69,7 @@ class Build:
         if given is not None and (data.train or data.test):
             dataset = given.ranged(data.train, data.test)
         if self.config.private or self.config.client.private:
-            refuse_found(dataset)
+            refuse_found(dataset, self.partition)
         return dataset.to(self.device)
 
     def _loaded(self) -> datasets.Dataset:

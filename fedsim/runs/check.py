@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from torch import Tensor
+
 from fedsim.config import RunConfig
 from fedsim.config.past import past_config
 from fedsim.errors import FedsimError
@@ -137,5 +139,23 @@ def _try_out(build: Build) -> None:
     if example is not None:
         trainer.model.eval()
         theta = trainer.personal.initial[None]
+        shapes: list[tuple[int, ...]] = []
+
+        def see(outputs: Tensor, targets: Tensor) -> Tensor:
+            shapes.append(tuple(outputs.shape))
+            return outputs.new_zeros(len(outputs))
+
+        evaluate_clients(trainer.path, theta, trainer.data, [example], {"shape": MeanOf(see)})
+        _check_outputs(build, shapes[0])
         metrics = {"loss": MeanOf(trainer.loss), **trainer.metrics}
         evaluate_clients(trainer.path, theta, trainer.data, [example], metrics)
+
+
+def _check_outputs(build: Build, shape: tuple[int, ...]) -> None:
+    """Refuse a model without an output for each class, before an example of one comes."""
+    classes = build.dataset.num_classes
+    if build.config.task.loss == "cross-entropy" and len(shape) > 1 and shape[-1] < classes:
+        raise FedsimError(
+            f"the model has {shape[-1]} outputs, and the data have {classes} classes "
+            "(data.classes); it must have one for each."
+        )

@@ -96,12 +96,10 @@ def _of_clients(
         If their metrics, which have no noise, would be shown and may not.
     """
     column = getattr(partition, "column", "owner")
-    owners = dataset.train.columns.get(column)
-    if owners is None:
+    if column not in dataset.train.columns:
         return ()
     splits: list[str] = []
-    theirs = dataset.test.columns.get(column)
-    if theirs is not None and np.isin(theirs, owners).any():
+    if _clients_own_test_examples(dataset, column):
         splits.append("test")
         if config.evaluate.every and not config.evaluate.unprotected:
             raise FedsimError(
@@ -120,18 +118,31 @@ def _of_clients(
     return tuple(splits)
 
 
-def refuse_found(dataset: Dataset) -> None:
-    """Refuse what was found in training examples, where a private run protects these.
+def refuse_found(dataset: Dataset, partition: partitions.Partition) -> None:
+    """Refuse what was found in clients' examples, where a private run protects these.
 
     Raises
     ------
     FedsimError
     """
-    if dataset.found:
-        key = dataset.found[0]
+    column = getattr(partition, "column", "owner")
+    for key, split in dataset.found.items():
+        if split == "test" and not _clients_own_test_examples(dataset, column):
+            continue
         noun = "classes" if key == "classes" else "tokens"
+        told = {
+            "train": f"the training examples of {dataset.name} have {noun} that its test examples "
+            "have not",
+            "test": f"the test examples of {dataset.name}, which tell how many {noun} there are, "
+            f"belong to clients (column {column})",
+        }[split]
         raise FedsimError(
-            f"data.{key} is not set, and the training examples of {dataset.name} have {noun} that "
-            "its test examples have not: in a private run their number is not found in data; it "
-            f"must be declared, as data.{key} or by the file itself."
+            f"data.{key} is not set, and {told}: in a private run their number is not found in "
+            f"clients' data; it must be declared, as data.{key} or by the file itself."
         )
+
+
+def _clients_own_test_examples(dataset: Dataset, column: str) -> bool:
+    """Whether a test example has the owner of a training example."""
+    owners, theirs = (split.columns.get(column) for split in (dataset.train, dataset.test))
+    return owners is not None and theirs is not None and bool(np.isin(theirs, owners).any())

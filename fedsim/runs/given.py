@@ -11,6 +11,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
 from fedsim import datasets, models, partitions
+from fedsim.config.keys import shown
 from fedsim.errors import FedsimError
 from fedsim.privacy.digest import digest_of
 from fedsim.strategies import DPFedAvg
@@ -39,6 +40,20 @@ class Given:
     strategy: Strategy | None = None
 
     def __post_init__(self) -> None:
+        for name, kind in (
+            ("model", nn.Module),
+            ("data", datasets.Dataset),
+            ("partition", partitions.Partition),
+            ("strategy", Strategy),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise FedsimError(
+                    f"{name}= is {shown(value)}; it must be an object of {kind.__module__}."
+                    f"{kind.__qualname__}, or left out: then the config's table says it."
+                )
+        if self.model is not None:
+            models.refuse_other_than_numbers(self.model)
         if isinstance(self.strategy, DPFedAvg):
             raise FedsimError(
                 "strategy is a DPFedAvg, which a config's tables say ([cohort], [mechanism], "

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from flwr.serverapp.strategy import Strategy
 
 from fedsim import mechanisms, partitions, tasks
 from fedsim.clients import LocalAlgorithm, Proximal
@@ -18,6 +19,7 @@ from fedsim.devices import Devices, draw_work, read_trace, read_work
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.strategies import ServerOptimizer
+from fedsim.strategies.flower_optimizer import FlowerOptimizer
 from fedsim.strategies.scheduled import Scheduled
 from fedsim.tasks import Loss, Metric
 
@@ -114,12 +116,12 @@ def metrics(config: RunConfig) -> dict[str, Metric]:
 def server_optimizer(config: RunConfig) -> ServerOptimizer:
     """What the server does with the noisy mean."""
     made = things.make(config.server)
-    if not all(callable(getattr(made, name, None)) for name in ("step", "state", "restore")):
+    optimizer: ServerOptimizer = FlowerOptimizer(made) if isinstance(made, Strategy) else made
+    if not all(callable(getattr(optimizer, name, None)) for name in ("step", "state", "restore")):
         raise FedsimError(
             f"server.optimizer is '{config.server.optimizer}'; it must name a "
-            "fedsim.strategies.ServerOptimizer."
+            "fedsim.strategies.ServerOptimizer, or a strategy of Flower's that refines the mean."
         )
-    optimizer: ServerOptimizer = made
     try:
         schedule = Schedule.parse(config.server.schedule)
     except FedsimError as error:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from flwr.serverapp import Grid
 
 from fedsim.config import RunConfig
+from fedsim.config.keys import shown
 from fedsim.engines import LocalGrid
 from fedsim.engines.process import settle
 from fedsim.engines.workers import helpful_workers
@@ -93,7 +94,13 @@ def run(
     >>> result.ended, [row["round"] for row in result.metrics]
     ('finished', [0, 1])
     """
+    if not isinstance(config, RunConfig):
+        raise FedsimError(
+            f"config is {shown(config)}; it must be a RunConfig, such as RunConfig.load(path) or "
+            "RunConfig.parse(mapping)."
+        )
     config = config if engine is None else config.replace(**{"engine.name": engine})
+    callbacks = _checked(callbacks)
     given = Given(model, data, partition, strategy)
     directory = None if out is None else RunDirectory(out)
     if resume and config.engine.federation:
@@ -136,6 +143,17 @@ def run(
         if grid is None:
             return _launch(build, directory, callbacks)
         return drive(build, grid, directory, {YOURS: Callbacks.numbered(callbacks)})
+
+
+def _checked(callbacks: Iterable[Callback]) -> list[Callback]:
+    callbacks = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise FedsimError(
+                f"callbacks= has {shown(callback)}; each must be an object of a class that derives "
+                "from fedsim.Callback."
+            )
+    return callbacks
 
 
 def _begin_anew(build: Build) -> None:

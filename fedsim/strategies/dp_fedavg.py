@@ -392,11 +392,14 @@ evaluate_metrics_aggr_fn
         update = self._vectors.combine(
             release.mean.to(asked.vector.device), asked.vector, layout, gathered.total.count
         )
+        metrics = means.record()
+        if isinstance(self.server_optimizer, FlowerOptimizer):
+            self.server_optimizer.metrics = metrics
         vector = self.server_optimizer.step(asked.vector[: len(update)], update)
         norm = float(update.norm())
         self.report = replace(self.report, info=release.shown, update_norm=norm)
         arrays = array_record(to_arrays(vector, Layout.of(asked.server), asked.server))
-        return arrays, means.record()
+        return arrays, metrics
 
     def _stops(self, why: str | None) -> bool:
         """Make no further release, if there is a reason."""

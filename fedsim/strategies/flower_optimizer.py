@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,14 +43,16 @@ _NEED_SEPARATE_REPLIES = (
     FedXgbCyclic,
 )
 _NAME = "parameters"
+_FLOWERS = Path(inspect.getfile(FedAvg)).parent
 
 
 class FlowerOptimizer(ServerOptimizer):
     """A Flower strategy that is given one synthetic reply a round: the noisy mean.
 
     What it does with that reply (`FedAdam`, `FedYogi`, `FedAvgM`, ...) is post-processing, and
-    what it tells its clients (`FedProx`'s mu) goes along to ours. Its sampling and its evaluation
-    play no part.
+    what it tells its clients (`FedProx`'s mu) goes along to ours. Where their metrics are shown at
+    all, the reply has the means of what they report, so that what it tells them may follow those.
+    Its sampling and its evaluation play no part.
 
     Parameters
     ----------
@@ -78,6 +84,11 @@ class FlowerOptimizer(ServerOptimizer):
         self._grid = LocalGrid(ClientApp(), num_nodes=nodes)
         self._round = 0
         self._asked: Message | None = None
+        self.metrics: MetricRecord | None = None
+        """Means of what the clients report whose mean comes next."""
+
+    def __str__(self) -> str:
+        return f"Flower's {type(self._strategy).__name__}"
 
     def told(self, vector: Tensor, config: ConfigRecord) -> ConfigRecord:
         """What the strategy tells clients beside ``vector [d]``, if the caller says ``config``."""
@@ -87,10 +98,12 @@ class FlowerOptimizer(ServerOptimizer):
 
     def _ask(self, vector: Tensor, config: ConfigRecord) -> Message:
         """A message to one of its clients in the next round."""
-        asked = self._strategy.configure_train(
-            self._round + 1, array_record({_NAME: vector}), ConfigRecord(dict(config)), self._grid
-        )
-        return next(iter(asked))
+        arrays = array_record({_NAME: vector})
+        with _without_its_counts():
+            asked = self._strategy.configure_train(
+                self._round + 1, arrays, ConfigRecord(dict(config)), self._grid
+            )
+            return next(iter(asked))
 
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
         """New parameters ``[d]`` from the strategy, as if one client had sent the mean."""
@@ -101,11 +114,14 @@ class FlowerOptimizer(ServerOptimizer):
         content = RecordDict(
             {
                 "arrays": _plain(array_record({_NAME: moved})),
-                "metrics": MetricRecord({self._strategy.weighted_by_key: 1.0}),
+                "metrics": MetricRecord(
+                    {self._strategy.weighted_by_key: 1.0, **(self.metrics or {})}
+                ),
             }
         )
         reply = Message(content, reply_to=asked)
-        arrays, _ = self._strategy.aggregate_train(self._round, [reply])
+        with _without_its_counts():
+            arrays, _ = self._strategy.aggregate_train(self._round, [reply])
         if arrays is None:
             raise FedsimError(
                 f"server_optimizer {type(self._strategy).__name__} gave no parameters."
@@ -123,6 +139,21 @@ class FlowerOptimizer(ServerOptimizer):
         self._round = state["rounds"]
         for name, value in state["strategy"].items():
             setattr(self._strategy, name, _taken(value))
+
+
+@contextmanager
+def _without_its_counts() -> Iterator[None]:
+    """Leave out of Flower's log how many nodes it samples and replies it gets: they are made up."""
+
+    def is_users(record: logging.LogRecord) -> bool:
+        return record.levelno > logging.INFO or Path(record.pathname).parent != _FLOWERS
+
+    log = logging.getLogger("flwr")
+    log.addFilter(is_users)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_users)
 
 
 def _told(value: Any) -> dict[str, Any] | None:

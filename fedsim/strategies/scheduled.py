@@ -35,8 +35,8 @@ class Scheduled(ServerOptimizer):
     def __post_init__(self) -> None:
         if not hasattr(self.optimizer, "lr"):
             raise FedsimError(
-                f"server.schedule is '{self.schedule}', but {type(self.optimizer).__name__} has no "
-                "lr for it to multiply."
+                f"server.schedule is '{self.schedule}', but {self.optimizer} (server.optimizer) "
+                "has no lr for it to multiply."
             )
         if self.schedule.over != "round":
             raise FedsimError(

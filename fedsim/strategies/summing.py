@@ -28,6 +28,9 @@ __all__ = ["BlockSummer", "ClientSumming", "DeclaredExamples", "Weighing"]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
+LIKELY_EXAMPLES = 2.0**20
+"""With no more, a client whose row is too large to be summed sends too large a row."""
+
 
 @dataclass(frozen=True)
 class DeclaredExamples:
@@ -96,8 +99,11 @@ class Weighing:
             norms = torch.linalg.vector_norm(block.rows, dim=1, dtype=torch.float64).cpu().numpy()
             with np.errstate(all="ignore"):
                 reach = np.where(np.isfinite(norms), weights * norms, 0.0)
-            # However many do so, the weighted sum stays one that is exact.
-            require(reach <= FREE_TOTAL / self.asked, "malformed")
+            # However many do so, the weighted sum stays one that is exact. What is beyond that with
+            # a weight that somebody may have has diverged, like what is infinite.
+            fits = reach <= FREE_TOTAL / self.asked
+            require(fits | (weights > LIKELY_EXAMPLES), "non-finite")
+            require(fits, "malformed")
         return reasons
 
     def add(self, total: PartialSum, block: Block) -> Tensor:

@@ -99,9 +99,12 @@ def _sound(members: Ints, ended: Ended) -> tuple[Ints, dict[str, Tensor]]:
 
 
 def numbers_of(
-    algorithm: LocalAlgorithm, of_each: Mapping[str, Sequence[float]], n: int
+    algorithm: LocalAlgorithm,
+    of_all: Mapping[str, float],
+    of_each: Mapping[str, Sequence[float]],
+    n: int,
 ) -> dict[str, Floats]:
-    """The algorithm's numbers of ``n`` clients, each ``[n]``, some of them given for each.
+    """The algorithm's numbers of ``n`` clients, each ``[n]``, some given for all or for each.
 
     Raises
     ------
@@ -109,7 +112,7 @@ def numbers_of(
         If the algorithm has no such number.
     """
     values: dict[str, Floats] = {
-        name: np.full(n, float(value)) for name, value in algorithm.numbers().items()
+        name: np.full(n, float(value)) for name, value in {**algorithm.numbers(), **of_all}.items()
     }
     for name, column in of_each.items():
         if name not in values:

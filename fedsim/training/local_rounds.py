@@ -46,6 +46,8 @@ class LocalRounds:
     releases : ExampleReleases or None
         Where they write down what they release of their examples; None where they release
         nothing, or where somebody else has written it down.
+    told : mapping of str to float
+        The algorithm's numbers as the server says them, in the place of its own.
     """
 
     model: nn.Module
@@ -55,6 +57,7 @@ class LocalRounds:
     stepping: Stepping
     compression: Compression | None
     releases: ExampleReleases | None
+    told: Mapping[str, float] = field(default_factory=dict, init=False)
     _begun: Begun = field(default_factory=Begun, init=False)
 
     def enter(self, client_ids: Ints, round: int, randomness: Sequence[Randomness]) -> Entering:
@@ -64,7 +67,7 @@ class LocalRounds:
 
     def starting(self, vectors: Tensor, entering: Entering) -> Iterator[Starting]:
         """What ledgers know of these clients' round from ``vectors [1 or n, d]``."""
-        numbers = numbers_of(self.bench.algorithm, {}, len(entering))
+        numbers = numbers_of(self.bench.algorithm, self.told, {}, len(entering))
         return starting(entering, self._start(vectors, entering.kept), numbers)
 
     @torch.no_grad()
@@ -73,7 +76,7 @@ class LocalRounds:
     ) -> Fitted:
         """Train from ``vectors [1 or n, d]``; nothing is kept before `finish`."""
         n = len(entering)
-        values = numbers_of(self.bench.algorithm, numbers, n)
+        values = numbers_of(self.bench.algorithm, self.told, numbers, n)
         start = self._start(vectors, entering.kept)
         self._begin(entering, start, values)
         received = {k: v.expand(n, -1) for k, v in self.sending.received(vectors).items()}

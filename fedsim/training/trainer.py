@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients.base import LocalAlgorithm
+from fedsim.clients.proximal import told_numbers
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers
 from fedsim.privacy.plan import LocalWork
@@ -251,7 +252,9 @@ class Trainer:
         return (*names, *self.algorithm.report(self.algorithm.sample(1)))
 
     def receive(self, config: Mapping[str, object]) -> None:
-        """Take from the config entries of a round's instructions what is about clients' state.
+        """Take from the config entries of a round's instructions what is meant for clients.
+
+        That is what the server says of their state, and of FedProx's mu.
 
         Raises
         ------
@@ -259,12 +262,7 @@ class Trainer:
             If clients count on the server, and it keeps none; or if it tells them to be pulled to
             its model, as Flower's FedProx does, and they are not.
         """
-        mu = getattr(self.algorithm, "mu", 0.0)
-        if config.get("proximal-mu", mu) != mu:
-            raise FedsimError(
-                f"the server sends proximal-mu = {config['proximal-mu']}, and client.proximal is "
-                f"{mu}; they must be the same."
-            )
+        self.rounds.told = told_numbers(self.algorithm, config)
         self.keeping.receive(config)
 
     def examples(self, client: int) -> int:

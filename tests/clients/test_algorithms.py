@@ -146,7 +146,8 @@ def test_a_schedule_is_read_as_a_config_writes_it():
     assert Schedule.parse("") == Schedule()
     assert Schedule.parse("inverse(decay=0.1, over=step)") == Schedule("inverse", 0.1, 1, "step")
     assert Schedule.parse("cosine(length=50)") == Schedule("cosine", length=50)
-    for wrong in ("linear", "inverse(rate=2)", "cosine(length=0)", "inverse(over=epoch)"):
+    for wrong in ("linear", "inverse(rate=2)", "cosine(length=0)", "inverse(over=epoch)", "cosine",
+                  "cosine(length=5", "inverse(decay=nan)", "inverse(decay=inf)"):  # fmt: skip
         with pytest.raises(FedsimError, match="schedule"):
             Schedule.parse(wrong)
 

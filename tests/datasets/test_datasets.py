@@ -200,6 +200,8 @@ def test_an_own_file_is_also_looked_for_in_the_directory(tmp_path: Path) -> None
         ({"x_train": np.zeros((6, 5, 5), np.uint8)}, "they must be alike"),
         ({"x_train": np.zeros((0, 5, 4), np.uint8)}, r"x_train of shape \(0, 5, 4\)"),
         ({"x_train": np.array([None] * 6)}, "could not be read .*plain arrays"),
+        ({"x_train": np.full((6, 4), np.longdouble("1e4000"))}, "NaN or infinite numbers in x_t"),
+        ({"classes": np.array(3j)}, "classes is 3j, and no whole number"),
     ],
 )
 def test_arrays_that_cannot_be_used_end_with_their_sentence(
@@ -296,7 +298,7 @@ def test_a_range_of_the_training_examples_is_kept_and_all_test_examples(tmp_path
         assert part.num_classes == whole.num_classes
 
 
-@pytest.mark.parametrize("train", ["6:", "3:3", "3:1", ":7", "0:0"])
+@pytest.mark.parametrize("train", ["6:", "3:3", "3:1", ":7", "0:0", "a:b", "-5:", "5"])
 def test_a_range_that_the_training_examples_do_not_have_names_the_key(
     tmp_path: Path, train: str
 ) -> None:

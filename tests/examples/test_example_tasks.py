@@ -47,7 +47,7 @@ def page(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch) -> Iterato
     shutil.copytree(EXAMPLES / task, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     yield task
-    for name in ("nets", "losses", "mixes"):
+    for name in ("nets", "losses", "mixes", "prox"):
         sys.modules.pop(name, None)  # another page has another module of this name
 
 

@@ -52,6 +52,11 @@ DITTO = {
     "client": {**PERSONAL["client"], "name": "ditto", "pull": 0.5},
     "evaluate": {"every": 1, "clients-every": 2},
 }
+ADAFEDPROX = {
+    **BASE,
+    "client": {"name": "sgd", "batch-size": 16, "epochs": 2, "proximal": 0.1},
+    "server": {"optimizer": "method_nets:AdaFedProx", "options": {"proximal-mu": 0.5}},
+}
 ROBUST = {**BASE, "cohort": {"name": "full"}}
 KRUM = {**ROBUST, "mechanism": {"name": "krum", "byzantine": 0, "keep": 2}}
 MEDIAN = {**ROBUST, "mechanism": {"name": "median"}}
@@ -64,12 +69,21 @@ METHODS = {
     "fedbn": FEDBN,
     "fedbn-statistics": FEDBN_STATISTICS,
     "ditto": DITTO,
+    "adafedprox": ADAFEDPROX,
     "krum": KRUM,
     "median": MEDIAN,
     "trimmed-mean": TRIMMED,
 }
 NETS = """
+from flwr.serverapp.strategy import FedProx
 from torch import nn
+
+class AdaFedProx(FedProx):
+    def aggregate_train(self, server_round, replies):
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        if metrics is not None and "loss" in metrics:
+            self.proximal_mu = metrics["loss"]
+        return arrays, metrics
 
 def normalised(input_shape, num_classes):
     return nn.Sequential(

@@ -147,6 +147,17 @@ def test_a_private_run_finds_nothing_in_its_clients_data(
         fedsim.run(config(path, **PRIVATE, **settings))
 
 
+def test_test_examples_that_clients_own_are_no_public_split_to_find_sizes_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {**PRIVATE, "evaluate.unprotected": True, "data.classes": 8}
+    with pytest.raises(FedsimError, match=r"data\.vocabulary .* belong to clients \(column own"):
+        fedsim.run(config(write(tmp_path, vocabulary=None, classes=None), **settings))
+    public = write(tmp_path, vocabulary=None, classes=None, **OTHERS)
+    assert fedsim.run(config(public, **PRIVATE)).privacy.epsilon > 0
+
+
 def test_what_is_declared_may_be_private(text: str, tmp_path: Path) -> None:
     unseen = config(text, **PRIVATE, **{"evaluate.every": 0})
     assert fedsim.run(unseen).privacy.epsilon > 0

@@ -37,6 +37,12 @@ BASE = RunConfig().replace(
         ["partition.name=iid,shards", "server.lr=0.5,1.0"],
         ["noise.max-epsilon=5.0,100.0"],
         ["model.dtype=float32,float64"],
+        ["client.proximal=0.1,0.5"],
+        [
+            "server.optimizer=flwr.serverapp.strategy:FedProx",
+            "client.proximal=0.1",
+            "server.options.proximal-mu=0.2,0.7",
+        ],
         ["client.name=adadp-lr", "client.state=client", "client.lr=0.1,0.2"],
         ["client.mechanism.name=clipping", "client.noise.multiplier=1.0,2.0"],
     ],
@@ -217,6 +223,14 @@ def test_values_mean_on_an_axis_what_they_mean_after_set_and_equal_ones_are_one_
         typed = RunConfig.of(["model.name=mlp", f"model.widths={text}"])
         assert typed.model.widths == (64, 64)
     assert RunConfig.of(["model.name=mlp", "model.widths=64"]).model.widths == (64,)
+
+
+def test_each_value_of_an_option_of_ones_own_is_a_member_that_is_called_by_it() -> None:
+    axes = parse_axes(["server.optimizer=fedsim.server_optimizers:ServerSGD",
+                       "server.options.lr=0.5,0.50,1.0", "seed=1,2"])  # fmt: skip
+    labels = [member.point["server.options.lr"] for member in members(BASE, axes)]
+    assert labels == [0.5, 0.5, 1.0, 1.0]
+    assert len({member.label for member in members(BASE, axes)}) == 4
 
 
 def test_a_bad_value_of_an_axis_is_blamed_by_its_own_name() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fedsim.config import RunConfig, Scalar
+from fedsim.config.values import read_options
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.reports.sweep import Measure
@@ -107,9 +108,19 @@ def _distinct(config: RunConfig, axes: Axes, points: Iterable[tuple[Any, ...]]) 
         changed = config.replace(**dict(zip(axes, values, strict=True)))
         flat = changed.to_run_config()
         # As a config writes them: 64 and '64' are one value of a list, 1 and 1.0 of a number.
-        point = {key: flat.get(key, "") for key in axes}
+        point = {key: _written(flat, key) for key in axes}
         distinct.setdefault(tuple(flat.items()), Member(point, changed))
     return list(distinct.values())
+
+
+def _written(flat: Mapping[str, Scalar], key: str) -> Scalar:
+    """What stands at a key of a flattened config, in which options are one string."""
+    table, option_of, name = key.partition(".options.")
+    if not option_of:
+        return flat.get(key, "")
+    options = read_options(str(flat.get(f"{table}.options", "")), f"{table}.options")
+    value: Scalar = options.get(name, "")
+    return value
 
 
 def measure_of(config: RunConfig) -> Measure:

@@ -18,6 +18,7 @@ import torch
 from flwr.app import Message
 from torch import Tensor
 
+from fedsim.clients.proximal import told_numbers
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows.block import Block, Ids
 from fedsim.rows.exchange import Instructions, Replies
@@ -118,6 +119,10 @@ class _SharedTrainer:
         # Members go in step from one round on, and one that has stopped asks for nothing more.
         (server_round,) = rounds
         vectors = {i: instructions.vector for i, instructions in asked.items()}
+        self._told = {
+            i: told_numbers(self._trainer.algorithm, instructions.config)
+            for i, instructions in asked.items()
+        }
         for start in range(0, len(ids), self._trainer.block_size):
             block = slice(start, start + self._trainer.block_size)
             yield from self._guarded(vectors, member[block], ids[block], server_round)
@@ -151,7 +156,10 @@ class _SharedTrainer:
             starts,
             ids,
             server_round,
-            numbers={name: [of[i] for i in member] for name, of in self._numbers.items()},
+            numbers={
+                name: [self._told[i].get(name, of[i]) for i in member.tolist()]
+                for name, of in self._numbers.items()
+            },
             randomness=[self._randomness[i] for i in member],
         )
         rows = local.theta - starts.to(local.theta)

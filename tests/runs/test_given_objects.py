@@ -1,0 +1,87 @@
+"""Objects from Python that cannot be what they stand for: one sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedsim
+from fedsim import RunConfig
+from fedsim.errors import FedsimError
+from fedsim.partitions import IID
+from fedsim.strategies import RunFailedError
+
+CONFIG = RunConfig().replace(**{"rounds": 1, "partition.clients": 3})
+
+
+@pytest.mark.parametrize(
+    ("objects", "sentence"),
+    [
+        ({"model": "mlp"}, r"model= is 'mlp'; it must be an object of torch\.nn.*Module"),
+        ({"model": nn.Linear}, r"model= is <class"),
+        ({"model": nn.LazyLinear(10)}, r"the model has lazy layers"),
+        ({"model": nn.Linear(64, 10, dtype=torch.complex64)}, r"the model's weight is complex"),
+        ({"model": nn.Linear(64, 3)}, r"the model has 3 outputs, and the data have 10 classes"),
+        ({"data": {"x": 1}}, r"data= is \{'x': 1\}; .*Dataset, or left out"),
+        ({"partition": [[0], [1], [2]]}, r"partition= is .*Partition, or left out"),
+        ({"strategy": "fedadam"}, r"strategy= is 'fedadam'; .*Strategy, or left out"),
+        ({"callbacks": [print]}, r"callbacks= has <built-in.*fedsim\.Callback"),
+        ({"callbacks": print}, r"callbacks= has <built-in.*fedsim\.Callback"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_object_of_another_kind_is_refused_by_its_keyword(
+    objects: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(FedsimError, match=sentence):
+        fedsim.run(CONFIG, **objects)
+
+
+def test_a_mapping_is_no_config() -> None:
+    with pytest.raises(FedsimError, match=r"config is \{'rounds': 1\}; it must be a RunConfig"):
+        fedsim.run({"rounds": 1})  # type: ignore[arg-type]
+
+
+class Dealing(IID):
+    """Deals what it was told to."""
+
+    dealt: Sequence[Any]
+
+    def deal(self, examples: Any, generator: np.random.Generator) -> Sequence[Any]:
+        return self.dealt
+
+
+@pytest.mark.parametrize(
+    ("dealt", "sentence"),
+    [
+        ([[0, 1], [1, 2], [3]], "deals 1 examples twice; each must be one client's"),
+        ([[0, 0], [1], [2]], "deals 1 examples twice"),
+        ([[0], [1], [10_000]], "deals the examples 0 to 10000; there are only 0 to 1436"),
+        ([[0], [-1], [2]], "deals the examples -1 to 2; there are only 0 to 1436"),
+        ([[0.5], [1], [2]], "it must deal whole numbers"),
+        ([[0], [1]], "deals examples to 2 clients, and partition.clients = 3"),
+    ],
+)
+def test_a_partition_of_ones_own_deals_each_example_to_one_client(
+    dealt: list[list[float]], sentence: str
+) -> None:
+    partition = Dealing(3)
+    object.__setattr__(partition, "dealt", [np.array(indices) for indices in dealt])
+    with pytest.raises(FedsimError, match=sentence):
+        fedsim.run(CONFIG, partition=partition)
+
+
+@pytest.mark.parametrize("weighting", ["num-examples", "uniform"])
+def test_a_model_that_diverges_past_what_can_be_summed_is_said_to_have_diverged(
+    weighting: str,
+) -> None:
+    config = CONFIG.replace(
+        **{"client.lr": 1e30, "rounds": 3, "mechanism.weighting": weighting, "evaluate.every": 0}
+    )
+    with pytest.raises(RunFailedError, match=r"non-finite.*lr may be too high"):
+        fedsim.run(config)
