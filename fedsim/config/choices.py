@@ -7,6 +7,7 @@ and no others, so that whatever reads, checks or writes a config sees them as ke
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -68,7 +69,7 @@ class Choice(Section):
 
     def values(self) -> dict[str, Any]:
         """The settings of the thing, by the names of its fields."""
-        if ":" in self.chosen:
+        if self.has_options(self.chosen):
             return dict(self.options)
         return {s.name: getattr(self, s.name) for s in own_settings(type(self), self.chosen)}
 
@@ -81,6 +82,15 @@ class Choice(Section):
     def registered(cls, name: str) -> str:
         """What a thing is called in the registry, by what a config calls it."""
         return name
+
+    @classmethod
+    def has_options(cls, name: str) -> bool:
+        """Whether what a thing is made with are options, and no keys: it does not describe them."""
+        if ":" in name:
+            return True
+        name, key = cls.registered(name), f"{cls.table}.{cls.selector}"
+        plugged = name in registry.plugins(cls.kind)
+        return plugged and not dataclasses.is_dataclass(registry.find(cls.kind, name, key))
 
 
 def prepared(
@@ -127,7 +137,7 @@ def switched(
     if not issubclass(section, Choice):
         return
     old, new = _chosen(section, tree), changes.get(f"{table}{section.selector}")
-    if new is None or new == old or ":" in old or not section.knows(old):
+    if new is None or new == old or not section.knows(old) or section.has_options(old):
         return
     for setting in own_settings(section, old):
         if f"{table}{setting.key}" not in changes and tree.get(setting.key) == written(setting):
@@ -146,7 +156,7 @@ def takers(section: type[Choice], key: str) -> list[str]:
 def own_settings(section: type[Choice], name: str) -> tuple[Setting, ...]:
     """What a thing brings to a table, less what other keys say; nothing for ``module:name``."""
     name = section.registered(name)
-    if ":" in name or name not in registry.names(section.kind):
+    if name not in registry.names(section.kind) or section.has_options(name):
         return ()
     table = f"{section.table}.{section.selector}"
     thing = registry.find(section.kind, name, table)
@@ -193,7 +203,7 @@ def _merge_options(section: type[Choice], name: str, tree: dict[str, Any], table
     options = tree.get("options", "")
     if isinstance(options, str):
         options = read_options(options, f"{table}options")
-    if ":" in name:
+    if section.has_options(name):
         tree["options"] = options
         return
     tree.pop("options", None)
@@ -232,7 +242,7 @@ def _model(
                 Field(default, json_schema_extra=info.json_schema_extra),
             )
     if issubclass(section, Choice):
-        if ":" in name:
+        if section.has_options(name):
             fields["options"] = (Options, {})
         for setting in own_settings(section, name):
             fields[setting.name] = model_field(setting)

@@ -57,7 +57,7 @@ def settings_for(
     section: Choice, thing: Callable[..., Any], filled: tuple[str, ...] = ()
 ) -> Mapping[str, Any]:
     """The settings that a table gives to a thing, by Python's names; options are checked here."""
-    if ":" not in section.chosen:
+    if not section.has_options(section.chosen):
         return section.values()
     return checked(section.chosen, thing, section.values(), f"{section.table}.options", filled)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def load(
     with registry.current_directory_importable():
         thing: Any = registry.find("data", kind_of(name), "data.name")
         takes = {setting.name for setting in settings_of(thing)}
-        for key in settings.keys() - takes if ":" not in name else ():
+        for key in settings.keys() - takes if dataclasses.is_dataclass(thing) else ():
             raise FedsimError(f"data.{key} has no effect with data.name = '{name}'.")
         dataset = thing(**settings, **_taken(thing, {**offered, "path": name}))
         if not isinstance(dataset, Dataset) and callable(dataset):

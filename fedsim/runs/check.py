@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from flwr.app import ConfigRecord
 from torch import Tensor
 
+from fedsim.clients.proximal import told_numbers
 from fedsim.config import RunConfig
 from fedsim.config.past import past_config
 from fedsim.errors import FedsimError
@@ -18,6 +20,7 @@ from fedsim.runs.build import Build
 from fedsim.runs.columns import columns_of
 from fedsim.runs.loggers import loggers
 from fedsim.runs.stopping import Judge
+from fedsim.strategies.flower_optimizer import FlowerOptimizer
 from fedsim.tasks import MeanOf
 from fedsim.training.evaluation import evaluate_clients
 
@@ -41,6 +44,9 @@ def check(build: Build) -> None:
         _check_state_dir(build.config.client.state_dir)
     strategy = build.strategy()
     strategy.check(build.initial_arrays)
+    if isinstance(strategy.server_optimizer, FlowerOptimizer):
+        told = strategy.server_optimizer.told(build.trainer.initial(), ConfigRecord())
+        told_numbers(build.trainer.algorithm, told)
     _check_scalars(build, strategy.mechanism.side_names)
     columns_of(build, strategy)
     for key, metric in (

@@ -241,8 +241,13 @@ def _reason(operator: Operator, run_id: int) -> str:
         log = operator.log(run_id)
     except FedsimError:
         return "its log cannot be had."
-    errors = re.findall(r"^[\w.]*(?:Error|Exception)\b.*$", log, flags=re.MULTILINE)
-    return str(errors[-1]) if errors else "\n".join(log.splitlines()[-5:])
+    errors: list[str] = re.findall(r"^[\w.]*(?:Error|Exception)\b.*$", log, flags=re.MULTILINE)
+    causes = [error for error in errors if not any(words in error for words in _WRAPPED)]
+    return (causes or errors)[-1] if errors else "\n".join(log.splitlines()[-5:])
+
+
+_WRAPPED = ("Ending simulation", "Simulation Runtime crashed")
+"""What Flower's simulation makes of any error, after the error itself."""
 
 
 def _where(log: str) -> str:

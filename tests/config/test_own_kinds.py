@@ -94,6 +94,34 @@ def test_the_same_by_entry_points_of_an_installed_package_has_keys(
         config.replace(**{"mechanism.power": 0.5})
 
 
+def test_a_plugin_that_does_not_describe_its_settings_has_options(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    kinds = {"model": "model", "loss": "focal", "cohort": "Tides"}
+    points = tuple(
+        EntryPoint(f"{kind}.theirs", f"own_kinds:{name}", registry.PLUGINS)
+        for kind, name in kinds.items()
+    )
+    monkeypatch.setattr(registry, "_entry_points", lambda: points)
+    config = RunConfig.parse(
+        {
+            **{key: TREE[key] for key in ("rounds", "data", "partition", "mechanism", "noise")},
+            "model": {"name": "theirs", "options": {"width": 5}},
+            "task": {"loss": "theirs", "options": {"power": 1.5}},
+            "cohort": {"name": "theirs", "options": {"top": 0.8}},
+        }
+    )
+    assert RunConfig.from_run_config(config.to_run_config()) == config
+    build = Build(config)
+    assert (build.model[1].out_features, build.plan.sampler.rate) == (5, 0.8)
+    assert fedsim.run(config).privacy.epsilon > 0
+    with pytest.raises(FedsimError, match=r"model\.options\.depth is no setting of 'theirs'"):
+        check(Build(config.replace(**{"model.options.depth": 2})))
+    with pytest.raises(FedsimError, match=r"model\.width"):
+        config.replace(**{"model.width": 2})
+
+
 @pytest.mark.parametrize(
     ("key", "value", "sentence"),
     [

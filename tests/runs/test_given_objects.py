@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.serverapp.strategy import FedProx
 from torch import nn
 
 import fedsim
@@ -30,6 +31,7 @@ CONFIG = RunConfig().replace(**{"rounds": 1, "partition.clients": 3})
         ({"data": {"x": 1}}, r"data= is \{'x': 1\}; .*Dataset, or left out"),
         ({"partition": [[0], [1], [2]]}, r"partition= is .*Partition, or left out"),
         ({"strategy": "fedadam"}, r"strategy= is 'fedadam'; .*Strategy, or left out"),
+        ({"strategy": FedProx(proximal_mu=0.3)}, r"proximal-mu = 0\.3, and client\.proximal is 0"),
         ({"callbacks": [print]}, r"callbacks= has <built-in.*fedsim\.Callback"),
         ({"callbacks": print}, r"callbacks= has <built-in.*fedsim\.Callback"),
     ],

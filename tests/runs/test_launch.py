@@ -1,0 +1,45 @@
+"""What is said of a run that failed on one of Flower's runtimes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fedsim.runs.launch import _follow
+from fedsim.strategies import RunFailedError
+
+LOG = """
+ray.exceptions.OutOfMemoryError: the node ran out of memory
+  File "vce_api.py", line 270, in run_api
+The above exception was the direct cause of the following exception:
+RuntimeError: Simulation Runtime crashed.
+The above exception was the direct cause of the following exception:
+RuntimeError: An error was encountered. Ending simulation.
+"""
+
+
+class Failing:
+    """An operator whose run has failed."""
+
+    def __init__(self, log: str) -> None:
+        self._log = log
+
+    def follow(self, run_id: int, look: Any, alive: Any) -> str:
+        return "finished:failed"
+
+    def log(self, run_id: int) -> str:
+        return self._log
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (LOG, "OutOfMemoryError: the node ran out of memory"),
+        ("RuntimeError: An error was encountered. Ending simulation.", "Ending simulation"),
+        ("nothing that is an error", "nothing that is an error"),
+    ],
+)
+def test_a_run_that_failed_in_a_simulation_says_what_flower_wraps(log: str, reason: str) -> None:
+    with pytest.raises(RunFailedError, match=f"for run 7: .*{reason}"):
+        _follow(Failing(log), 7)  # type: ignore[arg-type]
