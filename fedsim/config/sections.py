@@ -326,7 +326,11 @@ class ServerSection(Choice):
     kind: ClassVar[str] = "server"
     selector: ClassVar[str] = "optimizer"
     optimizer: Annotated[
-        str, Doc("What steps along the mean update; 'sgd' at lr = 1 just adds it (FedAvg).")
+        str,
+        Doc(
+            "What steps along the mean update; 'sgd' at lr = 1 just adds it (FedAvg). A strategy "
+            "of Flower's that refines the mean will do: 'flwr.serverapp.strategy:FedProx'."
+        ),
     ] = "sgd"
     schedule: Annotated[
         str,

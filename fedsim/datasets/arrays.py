@@ -96,8 +96,9 @@ def read_npz(path: Path) -> Arrays:
             raise FedsimError(f"{path} holds one array; it must be an .npz with {_wanted()}.")
         with zipfile.ZipFile(path) as archive:
             names = _used(path, (name.removesuffix(".npy") for name in archive.namelist()))
-            claimed = sum(_claimed(archive, key) for key in names)
-        refuse_larger_than_memory(claimed, f"{path}")
+            claims = {key: _claimed(archive, key) for key in names}
+        _require_one_length({key: shape for key, (shape, _) in claims.items()}, path)
+        refuse_larger_than_memory(sum(size for _, size in claims.values()), f"{path}")
         with np.load(path, allow_pickle=False) as arrays:
             return Arrays.of({key: arrays[key] for key in names})
     except FedsimError:
@@ -155,8 +156,26 @@ def _used(path: Path, names: Iterable[str]) -> list[str]:
     return [name for name in there if name in single or name.endswith(("_train", "_test"))]
 
 
-def _claimed(archive: zipfile.ZipFile, key: str) -> int:
-    """Bytes of an array by its header, after holding that against the archive."""
+def _require_one_length(shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """Refuse arrays that do not belong together, before the first is read."""
+    for part in ("train", "test"):
+        examples = shapes[f"x_{part}"][:1]
+        for key, shape in shapes.items():
+            if not key.endswith(f"_{part}") or shape[:1] in ((), examples) or not any(examples):
+                continue
+            if key == f"y_{part}":
+                raise FedsimError(
+                    f"{path} has {examples[0]} examples in x_{part} but {shape[0]} labels in "
+                    f"{key}; there must be one label or other target for each example."
+                )
+            raise FedsimError(
+                f"{path} has {key} of shape {shape}; it must have one entry for each of the "
+                f"{examples[0]} examples of x_{part}."
+            )
+
+
+def _claimed(archive: zipfile.ZipFile, key: str) -> tuple[tuple[int, ...], int]:
+    """Shape and bytes of an array by its header, after holding that against the archive."""
     entry = archive.getinfo(f"{key}.npy")
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"{key} is packed by another method than deflate")
@@ -179,7 +198,7 @@ def _claimed(archive: zipfile.ZipFile, key: str) -> int:
     if header + math.prod(shape) * dtype.itemsize != entry.file_size:
         raise ValueError(f"{key} has a header that does not fit its {entry.file_size} bytes")
     _require_small(key, shape)
-    return entry.file_size
+    return shape, entry.file_size
 
 
 def _require_small(key: str, shape: tuple[int, ...]) -> None:

@@ -267,6 +267,16 @@ def test_a_header_that_claims_more_than_its_file_allocates_nothing(
         load(path)
 
 
+def test_arrays_of_other_lengths_are_refused_by_their_headers_before_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bomb = arrays(x_train=np.zeros((100_000, 5), np.int64))
+    np.savez_compressed(tmp_path / "bomb.npz", **bomb)
+    monkeypatch.setattr(np, "load", lambda *_, **__: pytest.fail("an array is read"))
+    with pytest.raises(FedsimError, match="100000 examples in x_train but 8 labels in y_train"):
+        load(str(tmp_path / "bomb.npz"))
+
+
 def test_a_folder_of_other_files_ends_with_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(FedsimError, match="lacks x_train, y_train, x_test, y_test and holds none"):
         load(str(tmp_path))
