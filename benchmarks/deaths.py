@@ -161,8 +161,8 @@ def of_a_worker(chosen: random.Random, seconds: float) -> None:
     at_an_instant(chosen, seconds, killed)
 
 
-def of_ray(chosen: random.Random, seconds: float) -> None:
-    kill_in(chosen.uniform(3, 12))
+def while_ray_starts(chosen: random.Random, seconds: float) -> None:
+    kill_in(chosen.uniform(1, 6))
 
 
 def of_a_ray_worker(chosen: random.Random, seconds: float) -> None:
@@ -258,9 +258,10 @@ DEATHS = [
     Death("a full disk", of_a_full_disk, "rates", 4, SMALL_DISK),
     Death("a disk becomes read-only", of_a_read_only_disk, "rates", 4, FRAGILE_DISK),
     Death("SIGTERM at a random instant", by_sigterm, "rates", 4),
-    Death("  on two workers", by_sigterm, "workers", 2),
-    Death("  a sweep of four", by_sigterm, "sweep", 2),
-    Death("SIGKILL of a run on Ray", of_ray, "ray", 2),
+    Death("  SIGTERM on two workers", by_sigterm, "workers", 2),
+    Death("  SIGTERM of a sweep of four", by_sigterm, "sweep", 2),
+    Death("SIGKILL of a run on Ray", at_an_instant, "ray", 10),
+    Death("SIGKILL while Ray starts", while_ray_starts, "ray", 2),
     Death("one of two workers is killed", of_a_worker, "workers", 4),
     Death("one of two Ray workers is killed", of_a_ray_worker, "ray", 2),
 ]

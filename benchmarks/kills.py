@@ -1,6 +1,7 @@
 """Runs that die at random, are resumed, and held against ones that did not.
 
-    python -m benchmarks.kills [--seed 2] [--out benchmarks/results/kills.txt]
+    python -m benchmarks.kills [--seed 2] [--deaths SIGTERM,Ray]
+        [--out benchmarks/results/kills.txt]
 
 Each run is a fork of this process, so that a kill costs no imports. Killed at random instants are
 runs whose clients keep a rate, or noise their own examples; SCAFFOLD; personal heads; runs on
@@ -179,10 +180,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="kinds of runs, such as 'sweep heads'")
+    parser.add_argument("--deaths", default="", help="parts of their names, with commas between")
     arguments = parser.parse_args()
     deaths = [death for death in DEATHS if death.disk is None or os.geteuid() == 0]
     if arguments.only:
         deaths = [death for death in deaths if death.job in arguments.only.split()]
+    parts = arguments.deaths.split(",")
+    deaths = [death for death in deaths if any(part in death.name for part in parts)]
     lines = [f"{'death':36} {'runs':>5} {'died':>5} {'same':>5} {'equal heads':>12}"]
     total: Counter[str] = Counter()
     took: dict[str, float] = {}

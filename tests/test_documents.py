@@ -24,6 +24,8 @@ from fedsim import RunConfig
 from fedsim.cli import main
 from fedsim.deploy.parties import Node
 from fedsim.deploy.policy import Policy
+from fedsim.runs.build import Build
+from fedsim.runs.check import check
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
@@ -81,7 +83,9 @@ def run_block(block: Block, namespace: dict[str, Any]) -> None:
         assert Node.load(directory).client == 0
         assert Policy.load(Path(block.file)).least_population == 50
     if block.language == "toml" and not block.file:
-        RunConfig.parse(tomllib.loads(block.text))
+        config = RunConfig.parse(tomllib.loads(block.text))
+        if config.stop.metric or config.checkpoint.best:
+            check(Build(config))
     elif block.language == "python" and not block.file:
         exec(compile(block.text, f"line {block.line}", "exec"), namespace)
     elif block.language == "sh":

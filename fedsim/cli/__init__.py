@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -65,5 +66,7 @@ def _command(arguments: Sequence[str]) -> int:
     except ClickException as error:
         context = getattr(error, "ctx", None)
         hint = f" Try `{context.command_path} --help`." if context else ""
-        raise FedsimError(error.format_message() + hint) from None
+        # Both typer and click suggest names.
+        sentences = dict.fromkeys(re.split(r"(?<=[.?]) ", error.format_message()))
+        raise FedsimError(" ".join(sentences) + hint) from None
     return status if isinstance(status, int) else 0

@@ -114,8 +114,10 @@ class JsonLines(Callback):
         self._print({"event": "round", **status.row})
 
     def end(self, result: RunResult) -> None:
-        """Print what the run has come to."""
-        statements = {"privacy": result.privacy, "example-privacy": result.example_privacy}
+        """Print what the run has come to; the rows say what one that was interrupted has spent."""
+        statements: dict[str, Statement | None] = {}
+        if result.ended != "interrupted":
+            statements = {"privacy": result.privacy, "example-privacy": result.example_privacy}
         self._print(
             {
                 "event": "end",

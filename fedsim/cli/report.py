@@ -26,7 +26,8 @@ def report(
     is public, and the operator's facts by that name.
     """
     page = out or run / "report.html"
-    check_page(page)
+    if out is not None or run.is_dir():
+        check_page(page)
     # Only now: a mistake should not wait for what reads a ledger.
     from fedsim.reports.page import write
     from fedsim.reports.run_page import run_page

@@ -15,6 +15,9 @@ from fedsim.errors import FedsimError
 __all__ = ["evaluate", "export"]
 
 RUN = Annotated[Path, typer.Argument(help="A run's directory.")]
+BEST = Annotated[
+    bool, typer.Option("--best", help="The round that `checkpoint.best` has kept, not the last.")
+]
 
 
 def evaluate(
@@ -23,6 +26,7 @@ def evaluate(
         str,
         typer.Option(help="Whose test examples: a name or a path; the run's own if unset."),
     ] = "",
+    best: BEST = False,
 ) -> None:
     """Evaluate a run's model on test examples: its own data set's, or others.
 
@@ -34,7 +38,7 @@ def evaluate(
     """
     import fedsim
 
-    found = fedsim.load(run).evaluate(data)
+    found = fedsim.load(run, best=best).evaluate(data)
     table = Table.grid(padding=(0, 2))
     for name, value in found.items():
         table.add_row(name, f"{value:.6g}")
@@ -50,6 +54,7 @@ def export(
     out: Annotated[
         Path | None, typer.Option(help="The file, or the bundle's directory; beside RUN if unset.")
     ] = None,
+    best: BEST = False,
 ) -> None:
     """Put a run's model into another format, or make a bundle of it to publish.
 
@@ -69,7 +74,7 @@ def export(
 
     if to and to not in FORMATS:
         raise FedsimError(f"--to is '{to}'; it must be one of {', '.join(FORMATS)}.")
-    saved = load(run)
+    saved = load(run, best=best)
     console = Output()
     if public:
         path = out or run.absolute().with_name(f"{run.absolute().name}-public")

@@ -111,10 +111,10 @@ def _built(source: Path, archives: tuple[Path, ...]) -> Path:
 
 def _processor() -> bytes:
     """What -march=native is about: machines that share a home may differ in it."""
-    described = [platform.machine(), platform.processor()]
+    described = [platform.machine()]
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+        described += [line for line in lines if line.startswith(("flags", "Features"))][:1]
     except OSError:  # not Linux
-        lines = []
-    described += [line for line in lines if line.startswith(("flags", "Features"))][:1]
+        described.append(platform.processor())  # asks another process
     return "\n".join(described).encode()

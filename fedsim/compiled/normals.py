@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from fedsim.compiled.building import library
 
-__all__ = ["sums_of_normals"]
+__all__ = ["prepare", "sums_of_normals"]
 
 Array = npt.NDArray[np.float64]
 # Draws from which on taking a generator's state and giving it back is worth it.
@@ -63,6 +63,11 @@ def _drawn(compiled: ctypes.CDLL, philox: np.random.Philox, count: int, terms: i
     state["buffer"], state["buffer_pos"] = tuple(stream.buffer), stream.used
     philox.state = state
     return draws
+
+
+def prepare() -> None:
+    """Build and load what draws, where that can be: else the first many draws do."""
+    _compiled()
 
 
 @functools.cache

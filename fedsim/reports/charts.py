@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedsim.reports.markup import Markup, inert_json, tag
-from fedsim.reports.numbers import brief
+from fedsim.reports.numbers import brief, size
 
 __all__ = ["Bars", "Heat", "Line", "Lines", "thinned"]
 
@@ -35,7 +35,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Lines:
-    """Curves over one axis: ``percent`` of a whole, ``counts`` from 0 up, or a unit ``square``."""
+    """Curves over one axis.
+
+    They are ``percent`` of a whole, ``counts`` from 0 up, ``bytes``, or in a unit ``square``.
+    """
 
     title: str
     x: str
@@ -45,6 +48,7 @@ class Lines:
     percent: bool = False
     square: bool = False
     counts: bool = False
+    bytes: bool = False
 
     def spec(self) -> dict[str, Any]:
         """What the page's script draws."""
@@ -65,13 +69,29 @@ class Lines:
             "percent": self.percent,
             "square": self.square,
             "counts": self.counts,
+            "bytes": self.bytes,
             "series": series,
         }
 
     def words(self) -> str:
         """What a reader would say of it."""
-        told = [_course(line, self.percent) for line in self.lines if not line.reference]
+        told = [self._course(line) for line in self.lines if not line.reference]
         return f"{self.title}. " + " ".join(told)
+
+    def _course(self, line: Line) -> str:
+        real = [(y, x) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(y)]
+        if not real:
+            return f"{line.name}: nothing was measured."
+        (first, _), (last, _) = real[0], real[-1]
+        (low, where_low), (high, where_high) = min(real), max(real)
+        return (
+            f"{line.name}: from {self._told(first)} to {self._told(last)}, lowest "
+            f"{self._told(low)} at {brief(where_low)}, highest {self._told(high)} at "
+            f"{brief(where_high)}."
+        )
+
+    def _told(self, value: float | None) -> str:
+        return size(value) if self.bytes and value is not None else brief(value, self.percent)
 
     def table(self) -> Markup:
         """A few points of every curve."""
@@ -81,7 +101,7 @@ class Lines:
         chosen = sorted({round(i * step) for i in range(_TABLE_ROWS)} & set(range(len(places))))
         values = [dict(zip(line.x, line.y, strict=True)) for line in self.lines]
         rows = [
-            [brief(places[i]), *(brief(curve.get(places[i]), self.percent) for curve in values)]
+            [brief(places[i]), *(self._told(curve.get(places[i])) for curve in values)]
             for i in chosen
         ]
         return numbers_table(names, rows)
@@ -221,16 +241,3 @@ def _short(value: float) -> float | None:
     if not math.isfinite(value):
         return None
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
-
-
-def _course(line: Line, percent: bool) -> str:
-    real = [(y, x) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(y)]
-    if not real:
-        return f"{line.name}: nothing was measured."
-    (first, _), (last, _) = real[0], real[-1]
-    (low, where_low), (high, where_high) = min(real), max(real)
-    return (
-        f"{line.name}: from {brief(first, percent)} to {brief(last, percent)}, lowest "
-        f"{brief(low, percent)} at {brief(where_low)}, highest {brief(high, percent)} at "
-        f"{brief(where_high)}."
-    )

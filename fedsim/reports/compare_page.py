@@ -14,7 +14,7 @@ from fedsim.reports.numbers import brief, duration
 from fedsim.reports.page import Page
 from fedsim.reports.palette import SERIES
 from fedsim.reports.record import RunRecord
-from fedsim.reports.series import is_share, learning_columns, lowest_is_best
+from fedsim.reports.series import is_share, learning_columns, lowest_is_best, spoken
 
 __all__ = ["compare_page"]
 
@@ -164,7 +164,7 @@ def _table(groups: Sequence[SeedGroup]) -> Markup:
         for name, column in (("epsilon", "epsilon"), ("examples' epsilon", "example-epsilon"))
         if any(group.ends(column) for group in groups)
     }
-    headings = ["config", "runs", *metrics, *epsilons, "rounds", "time"]
+    headings = ["config", "runs", *map(spoken, metrics), *epsilons, "rounds", "time"]
     rows = []
     for group in groups:
         cells = [_cell(len(group.records), str(len(group.records)))]
@@ -250,9 +250,9 @@ def _curves(groups: Sequence[SeedGroup]) -> list[Markup | Lines | str]:
         after = _simulated(shown) if name == "epsilon" else ""
         parts.append(
             Lines(
-                title=column.replace("-", " ").capitalize() + after,
+                title=spoken(column, title=True) + after,
                 x="round",
-                y=name + after,
+                y=spoken(name) + after,
                 lines=lines,
                 about=about,
                 percent=is_share(name, (y for line in lines for y in line.y)),
@@ -292,4 +292,4 @@ def _every_run(records: Sequence[RunRecord]) -> Markup:
         planned = record.config.get("rounds", "?")
         cells.append(_cell(record.rounds, f"{record.rounds:,} of {planned}"))
         rows.append(tag("tr", tag("th", str(record.path), scope="row"), *cells))
-    return _sortable(["run", "seed", *metrics, "rounds"], rows, "Every run")
+    return _sortable(["run", "seed", *map(spoken, metrics), "rounds"], rows, "Every run")

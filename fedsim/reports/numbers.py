@@ -47,11 +47,13 @@ def size(count: float) -> str:
 
     Examples
     --------
-    >>> size(2960), size(3.2e9)
-    ('2.89 KiB', '2.98 GiB')
+    >>> size(2960), size(3.2e9), size(math.nan)
+    ('2.96 kB', '3.2 GB', '–')
     """
-    units = ("bytes", "KiB", "MiB", "GiB", "TiB")
+    if not math.isfinite(count):
+        return brief(count)
+    units = ("bytes", "kB", "MB", "GB", "TB")
     power = 0
-    while count >= 1024 and power < len(units) - 1:
-        count, power = count / 1024, power + 1
+    while count >= 999.5 and power < len(units) - 1:
+        count, power = count / 1000, power + 1
     return f"{count:.3g} {units[power]}"

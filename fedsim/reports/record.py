@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedsim.config import RunConfig, Scalar
+from fedsim.config import Scalar
+from fedsim.config.past import past_config
 from fedsim.config.plan import beside
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Statement
@@ -154,14 +155,13 @@ def read_metrics(path: Path) -> list[Row]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    whole = text[: text.rfind("\n") + 1]  # the last line may still be written
-    try:
+        whole = text[: text.rfind("\n") + 1]  # the last line may still be written
         return [
             {key: float(number) for key, number in row.items() if key and number}
             for row in csv.DictReader(io.StringIO(whole, newline=""))
         ]
+    except FileNotFoundError:
+        return []
     except (ValueError, TypeError, csv.Error) as error:
         raise FedsimError(f"{path} is damaged ({error}); it must hold numbers.") from None
 
@@ -223,7 +223,7 @@ def _statements(path: Path, config: Mapping[str, Scalar]) -> list[Statement]:
         delta = _number(config.get("noise.delta"))
         statement = Ledger.read(path / "ledger.jsonl", delta=delta).statement(delta)
         if config.get("noise.cohort-size") or config.get("privacy.group", 1) != 1:
-            statement = beside(RunConfig.from_run_config(config), statement)
+            statement = beside(past_config(path / "config.toml", dict(config)), statement)
         statements.append(statement)
     if (kept := clients_ledgers(path, config)) is not None:
         delta = _number(config.get("client.noise.delta"))

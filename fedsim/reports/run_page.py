@@ -24,6 +24,7 @@ from fedsim.reports.series import (
     learning_curves,
     lowest_is_best,
     release_curves,
+    spoken,
     tail_mean,
 )
 
@@ -82,7 +83,7 @@ def _tiles(record: RunRecord) -> Markup:
         percent = is_share(name, values)
         mean = tail_mean(values)
         recent = "" if mean is None else f"; last five {brief(mean, percent)}"
-        tiles.append((brief(last, percent), column.replace("-", " ") + recent))
+        tiles.append((brief(last, percent), spoken(column) + recent))
     for statement in record.statements:
         if statement.private and statement.cost.releases:
             level = f"{statement.level} level, delta {statement.delta:g}"
@@ -183,7 +184,9 @@ def _mistakes(record: RunRecord) -> list[Markup | Chart | str]:
     test = record.summary.get("test") or {}
     if test.get("kind") == "classes":
         counts = np.asarray(test["counts"], dtype=np.int64)
-        return [*_whose(record), *_confusion(counts, test.get("labels"))]
+        several = bool(record.summary.get("data", {}).get("y-shape"))
+        what = "answers on test examples" if several else "test examples"
+        return [*_whose(record), *_confusion(counts, test.get("labels"), what)]
     if test.get("kind") == "numbers":
         return [*_whose(record), _scatter(test)]
     return []
@@ -197,13 +200,12 @@ def _whose(record: RunRecord) -> list[Markup | Chart | str]:
     return [tag("p", f"{said}: not covered.", class_="operator")]
 
 
-def _confusion(counts: Any, labels: list[str] | None) -> list[Markup | Chart | str]:
+def _confusion(counts: Any, labels: list[str] | None, what: str) -> list[Markup | Chart | str]:
     names = labels or [str(k) for k in range(len(counts))]
     truths = counts.sum(1)
     recall = np.divide(np.diag(counts), truths, out=np.zeros(len(counts)), where=truths > 0)
     parts: list[Markup | Chart | str] = [
-        f"{counts.sum():,} test examples: a row for each true class, a column for what the model "
-        "said."
+        f"{counts.sum():,} {what}: a row for each true class, a column for what the model said."
     ]
     if len(counts) <= _SHOWN_CLASSES:
         parts.append(_matrix(counts, names, recall))
@@ -289,7 +291,10 @@ def _clients(record: RunRecord) -> list[Markup | Chart | str]:
         for column in ("asked", "usable", "failed", *reasons)
     }
     happened = [column for column in reasons if totals[column]]
-    lines = [Line(name, *record.curve(name)) for name in ("asked", "usable", *happened[:6])]
+    lines = [
+        Line(name.replace("failed-", "failed: "), *record.curve(name))
+        for name in ("asked", "usable", *happened[:6])
+    ]
     if not totals["failed"]:
         lines = lines[:1]
     asked = set(lines[0].y)
@@ -362,7 +367,13 @@ def _time(record: RunRecord) -> list[Markup | Chart | str]:
         return []
     note = tag("p", OPERATORS_FACTS, class_="operator") if record.private else None
     charts = [
-        Lines(title, "round", unit, [Line(name, *record.curve(column)) for column, name in lines])
+        Lines(
+            title,
+            "round",
+            unit,
+            [Line(name, *record.curve(column)) for column, name in lines],
+            bytes=unit == "bytes",
+        )
         for title, unit, lines in _TIMES
         if all(record.curve(column)[1] for column, _ in lines)
     ]

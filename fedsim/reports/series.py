@@ -17,6 +17,7 @@ __all__ = [
     "learning_columns",
     "learning_curves",
     "release_curves",
+    "spoken",
     "told_columns",
 ]
 
@@ -38,7 +39,8 @@ QUANTILES = ("min", "p10", "median", "p90", "max")
 """Ends of the columns that say how a metric spreads over clients."""
 
 _ABOUT = {
-    "update-norm": "The length of what a round released, noise and all; not what it is made of."
+    "update-norm": "The length of what a round released, noise and all; not what it is made of.",
+    "unclipped": "The share of clients whose update was within the bound, and the noise on it.",
 }
 
 _OTHERS = {"round", "epsilon", "example-epsilon", "simulated"}
@@ -64,6 +66,21 @@ def learning_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
     return metrics
 
 
+_ABBREVIATIONS = {name: name.upper() for name in ("auc", "f1", "mae", "mse", "r2", "rmse")}
+
+
+def spoken(column: str, *, title: bool = False) -> str:
+    """A column's or metric's name as it is said; a ``title`` begins with a capital.
+
+    Examples
+    --------
+    >>> spoken("test-auc"), spoken("average-precision", title=True), spoken("rmse", title=True)
+    ('test AUC', 'Average precision', 'RMSE')
+    """
+    text = " ".join(_ABBREVIATIONS.get(word, word) for word in column.split("-"))
+    return text[:1].upper() + text[1:] if title else text
+
+
 def told_columns(columns: Iterable[str]) -> dict[str, str]:
     """The column to tell of each metric, and its name: on test examples, else at clients.
 
@@ -74,7 +91,7 @@ def told_columns(columns: Iterable[str]) -> dict[str, str]:
     """
     told = {}
     for name, whose in learning_columns(columns).items():
-        words = name.replace("-", " ")
+        words = spoken(name)
         if "test" in whose:
             told[whose["test"]] = words
         elif "clients" in whose:
@@ -90,9 +107,9 @@ def learning_curves(record: RunRecord) -> list[Lines]:
         only = f" ({lines[0].name})" if len(lines) == 1 else ""
         charts.append(
             Lines(
-                title=_title(name) + only,
+                title=spoken(name, title=True) + only,
                 x="round",
-                y=name,
+                y=spoken(name),
                 lines=lines,
                 percent=is_share(name, (y for line in lines for y in line.y)),
                 about=_about(record, columns),
@@ -116,9 +133,9 @@ def client_spreads(record: RunRecord) -> list[Lines]:
         ]
         charts.append(
             Lines(
-                title=f"{_title(name)} over clients",
+                title=f"{spoken(name, title=True)} over clients",
                 x="round",
-                y=name,
+                y=spoken(name),
                 lines=lines,
                 about="The band holds the middle 80 % of the clients that evaluated.",
                 percent=is_share(name, (y for line in lines for y in line.y)),
@@ -142,7 +159,13 @@ def release_curves(record: RunRecord) -> list[Lines]:
         if len({value for value in y if math.isfinite(value)}) > 1:
             charts.setdefault(re.split(r"[./]", column)[-1], []).append(Line(column, x, y))
     return [
-        Lines(title=_title(name), x="round", y=name, lines=lines[:8], about=_ABOUT.get(name, ""))
+        Lines(
+            title=spoken(name, title=True),
+            x="round",
+            y=spoken(name),
+            lines=lines[:8],
+            about=_ABOUT.get(name, ""),
+        )
         for name, lines in charts.items()
     ]
 
@@ -189,11 +212,6 @@ def _about(record: RunRecord, columns: Iterable[str]) -> str:
     if record.private and {"clients", "train"} & set(columns):
         return "What is of clients' examples is released without noise (evaluate.unprotected)."
     return ""
-
-
-def _title(name: str) -> str:
-    text = name.replace("-", " ")
-    return text[:1].upper() + text[1:]
 
 
 def lowest_is_best(name: str) -> bool:

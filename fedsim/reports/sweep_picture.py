@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from fedsim.config import Scalar
 from fedsim.reports.palette import SERIES
 from fedsim.reports.plots import curve_style, grid
+from fedsim.reports.series import spoken
 from fedsim.reports.sweep import SeedsLine, Spread
 
 __all__ = ["draw"]
@@ -49,7 +50,8 @@ def draw(settings: Sequence[SeedsLine], axis: str, title: str, *, joined: bool =
     if not numeric:
         axes.set_xticks(x, [str(value) for value in values])
     axes.set_xlabel(axis)
-    axes.set_ylabel(f"test {settings[0].lines[0].measure.name}, mean of the last five evaluations")
+    name = spoken(f"test-{settings[0].lines[0].measure.name}")
+    axes.set_ylabel(f"{name}, mean of the last five evaluations")
     axes.set_title(_about(settings, [spread for _, _, spread in shown]), fontsize=9, loc="left")
     if any(curves):
         axes.legend(fontsize=8, frameon=False)

@@ -25,7 +25,7 @@ Reason = Literal[
     "duplicate",
     "unknown",
 ]
-"""Why a client contributes nothing to a round."""
+"""Why a client contributes nothing to a round; a row too large to be summed is no finite one."""
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 

@@ -113,15 +113,32 @@ class RunDirectory:
                 "--overwrite it."
             )
 
+    def check_format(self) -> None:
+        """Refuse the directory of a later fedsim's run, whose files may mean something else.
+
+        Raises
+        ------
+        FedsimError
+        """
+        self._marker.exists()
+
     def holds_run(self) -> bool:
         """Whether a run has begun here that can be gone on with; nothing is touched.
 
         Raises
         ------
         FedsimError
-            If somebody is writing to it, or it is a later fedsim's.
+            If somebody is writing to it, it is a later fedsim's, or it lacks its config.
         """
-        if not self._marker.exists() or not self.config.exists():
+        if not self._marker.exists():
+            return False
+        if not self.config.exists():
+            left = [path.name for path in self._own if path.exists()]
+            if left:
+                raise FedsimError(
+                    f"{self.path} holds {', '.join(left)} of a run and not its config.toml; put "
+                    "that back, --overwrite the run, or choose another --out."
+                )
             return False
         if not self._marker.free():
             raise self._in_use()
@@ -229,16 +246,27 @@ class RunDirectory:
         _replace(self.metrics, b"".join([_csv_line(self._columns), *lines]))
 
     def rows(self) -> list[dict[str, float | int]]:
-        """The rows of metrics.csv that are there whole; a column that a round lacks is left out."""
+        """The rows of metrics.csv that are there whole; a column that a round lacks is left out.
+
+        Raises
+        ------
+        FedsimError
+            If something in it is no number.
+        """
         try:
             text = self.metrics.read_bytes().decode()
+            whole = text[: text.rfind("\n") + 1]
+            return [
+                {key: _number(value) for key, value in row.items() if value}
+                for row in csv.DictReader(io.StringIO(whole, newline=""))
+            ]
         except FileNotFoundError:
             return []
-        whole = text[: text.rfind("\n") + 1]
-        return [
-            {key: _number(value) for key, value in row.items() if value}
-            for row in csv.DictReader(io.StringIO(whole, newline=""))
-        ]
+        except (ValueError, TypeError, csv.Error) as error:
+            raise FedsimError(
+                f"{self.metrics} is damaged ({error}); put back the one that the run wrote, or "
+                "remove it."
+            ) from None
 
     def add_row(self, row: Row) -> None:
         """Append one round to metrics.csv: a column that it lacks stays empty."""

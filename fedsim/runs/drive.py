@@ -192,14 +192,12 @@ class Session:
     def result(self, *, interrupted: bool = False) -> RunResult:
         """What the run has reached, and why it ended."""
         ended: Ended = "interrupted" if interrupted else self.ended
-        privacy, examples = statements(
-            self.build.config, self.strategy.privacy_statement(), self.build.client_ledgers
-        )
         return RunResult(
             metrics=self._rows,
             arrays=self._reached,
-            privacy=privacy,
-            example_privacy=examples,
+            statements=partial(
+                statements, self.build.config, self.strategy.ledger, self.build.client_ledgers
+            ),
             ended=ended,
             why=self._why(ended),
             directory=self._directory,
@@ -298,7 +296,8 @@ def drive(
     Goes on from the last checkpoint in ``directory`` if there is one. The model reached so far is
     saved whatever ends the run; Ctrl-C and SIGTERM end it in good order.
 
-    A run that is interrupted leaves no report: whoever sends SIGTERM sends SIGKILL soon after.
+    A run that is interrupted leaves no report and composes no statement: whoever sends SIGTERM
+    sends SIGKILL soon after.
     """
     state = None if directory is None else directory.checkpoints.newest()
     session = Session(build, directory, callbacks, resume=state)

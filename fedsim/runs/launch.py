@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,13 +222,11 @@ def _read(build: Build, directory: RunDirectory) -> RunResult:
     saved = load_file(directory.model)
     rows = directory.rows()
     ended, why = directory.ending()
-    privacy, examples = statements(build.config, ledger.statement(delta), build.client_ledgers)
     return RunResult(
         metrics=[*rows],
         # In the model's order, which the file does not keep.
         arrays=array_record({name: saved[name] for name in build.initial_arrays}),
-        privacy=privacy,
-        example_privacy=examples,
+        statements=partial(statements, build.config, ledger, build.client_ledgers),
         ended=ended,
         why=why,
         directory=directory,

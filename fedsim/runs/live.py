@@ -8,7 +8,7 @@ from typing import Any
 from fedsim.errors import FedsimError
 from fedsim.reports.markup import Markup, tag
 from fedsim.reports.numbers import brief, duration
-from fedsim.reports.series import is_share
+from fedsim.reports.series import is_share, spoken
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.strategies.outcome import reasons_in, told
 
@@ -78,7 +78,7 @@ class Live(Callback):
         cells["round"] = Markup(f"{bar} {status.round:,} of {config.rounds:,}{self._left(status)}")
         simulated = " (simulated)" * bool(status.row.get("simulated"))
         for name, value in self._values.items():
-            said = name.replace("-", " ") + simulated * name.endswith("epsilon")
+            said = spoken(name) + simulated * name.endswith("epsilon")
             cells[said] = brief(value, is_share(name.partition("-")[2], [value]))
         if any(self._failures.values()):
             cells["clients failed"] = told(reasons_in([self._failures]))

@@ -49,7 +49,7 @@ class Marker:
         try:
             content = json.loads(self.path.read_text(encoding="utf-8") or "{}")
             written = int(content.get("format", FORMAT))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         except (ValueError, TypeError, AttributeError):
             raise FedsimError(

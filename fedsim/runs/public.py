@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.digest import affects_release
@@ -63,7 +63,7 @@ def publish(saved: SavedRun, out: Path) -> Path:
         # Without the metadata that the run gave it: a release digest can be searched for its seed.
         about = [{"head": s.head, "lines": s.lines, "level": s.level} for s in statements]
         save_file(
-            load_file(saved.directory.model),
+            saved.weights,
             part / "model.safetensors",
             metadata={METADATA: json.dumps(about, sort_keys=True)},
         )

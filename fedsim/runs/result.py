@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from flwr.app import ArrayRecord
 
 from fedsim.privacy import Statement
 from fedsim.reports.markup import Markup, tag
 from fedsim.reports.numbers import brief
-from fedsim.reports.series import is_share
+from fedsim.reports.series import is_share, spoken
 from fedsim.runs.artefacts import Ended, Row, RunDirectory
 
 __all__ = ["RunResult"]
@@ -26,11 +28,9 @@ class RunResult:
         One a round, round 0 being the initial model: the rows of metrics.csv.
     arrays : ArrayRecord
         The parameters.
-    privacy : Statement
-        Epsilon, delta, adjacency, level, and what they cover: at client level, unless the run
-        is private at example level only.
-    example_privacy : Statement or None
-        The same at example level, where clients protect their examples.
+    statements : function
+        Gives `privacy` and `example_privacy`, from the ledgers. It takes a while after many rounds,
+        and is called when one of them is looked at for the first time.
     ended : "finished", "budget", "stopped" or "interrupted"
         "stopped" is by a callback.
     why : str
@@ -43,12 +43,28 @@ class RunResult:
 
     metrics: list[Row]
     arrays: ArrayRecord
-    privacy: Statement
-    example_privacy: Statement | None = None
+    statements: Callable[[], tuple[Statement, Statement | None]] = field(compare=False)
     ended: Ended = "finished"
     why: str = ""
     directory: RunDirectory | None = field(default=None, compare=False)
     notes: tuple[str, ...] = ()
+
+    @property
+    def privacy(self) -> Statement:
+        """Epsilon, delta, adjacency, level, and what they cover.
+
+        At client level, unless the run is private at example level only.
+        """
+        return self._statements[0]
+
+    @property
+    def example_privacy(self) -> Statement | None:
+        """The same at example level, where clients protect their examples."""
+        return self._statements[1]
+
+    @cached_property
+    def _statements(self) -> tuple[Statement, Statement | None]:
+        return self.statements()
 
     def __repr__(self) -> str:
         facts = self._facts()
@@ -78,8 +94,7 @@ class RunResult:
         for row in self.metrics:
             last |= {name: value for name, value in row.items() if name.startswith("test-")}
         facts = {
-            name.replace("-", " "): brief(value, is_share(name, [value]))
-            for name, value in last.items()
+            spoken(name): brief(value, is_share(name, [value])) for name, value in last.items()
         }
         for statement in (self.privacy, self.example_privacy):
             if statement is not None and statement.private and statement.cost.releases:

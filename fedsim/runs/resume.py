@@ -14,6 +14,7 @@ from fedsim.privacy import Ledger
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.given import Given
+from fedsim.runs.state import RunState
 
 __all__ = ["move_client_ledgers", "refuse_other_objects", "resumed_config"]
 
@@ -39,7 +40,8 @@ def resumed_config(
     FedsimError
         Naming the key, if the run has released, or would release, something else with it.
     """
-    began = _began_with(directory)
+    state = directory.checkpoints.newest()
+    began = _began_with(directory, state)
     wanted = _resolved(config, began, given)
     keys = dict.fromkeys([*wanted, *began])
     changed = {key: wanted.get(key) for key in keys if wanted.get(key) != began.get(key)}
@@ -51,6 +53,11 @@ def resumed_config(
                 "--out to a run of its own."
             )
     resumed = RunConfig.from_run_config(wanted)
+    if state is not None and resumed.rounds < state.round:
+        raise FedsimError(
+            f"rounds = {resumed.rounds}; it must be at least {state.round}, which the run in "
+            f"{directory.path} has gone through."
+        )
     kept = resumed.client.private or resumed.client.state == "client"
     for key in ("name", "client.state-dir"):
         # What clients keep lies there.
@@ -68,11 +75,16 @@ def resumed_config(
     return resumed
 
 
-def _began_with(directory: RunDirectory) -> Flat:
+def _began_with(directory: RunDirectory, state: RunState | None) -> Flat:
     """The config of the checkpoint, or without one the directory's."""
-    state = directory.checkpoints.newest()
-    flat = None if state is None else dict(state.config)
-    return past_config(directory.config, flat).to_run_config()
+    written = past_config(directory.config).to_run_config()
+    if state is None:
+        return written
+    began = past_config(directory.config, dict(state.config)).to_run_config()
+    if began.get("client.state-dir") and not written.get("client.state-dir"):
+        # In the run's own directory, wherever that is by now.
+        began["client.state-dir"] = str(directory.clients.absolute())
+    return began
 
 
 def _resolved(config: RunConfig, began: Flat, given: Given | None) -> Flat:

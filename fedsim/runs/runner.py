@@ -132,7 +132,7 @@ def run(
         elif config.engine.name == "ray":
             grid = stack.enter_context(_ray(build))
         if directory is not None:
-            text = build.resolved.to_toml()
+            text = _written(build.resolved, directory).to_toml()
             if resume:
                 stack.enter_context(directory.resumed(text))
                 move_client_ledgers(directory, build)
@@ -175,6 +175,16 @@ def _needs_state_dir(config: RunConfig) -> bool:
         engine.name == "deployment" and not engine.federation
     )
     return on_this_machine and not client.state_dir and (client.private or client.state == "client")
+
+
+def _written(config: RunConfig, directory: RunDirectory) -> RunConfig:
+    """What config.toml says: not where in this very directory clients keep what is theirs.
+
+    So that it says the same run in another place, and the directory can be moved.
+    """
+    if config.client.state_dir != str(directory.clients.absolute()):
+        return config
+    return config.replace(**{"client.state-dir": ""})
 
 
 def _local(build: Build) -> LocalGrid:

@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedsim.config import RunConfig, Scalar
 from fedsim.datasets import Dataset, Split
 from fedsim.engines.arrays import array_record
 from fedsim.errors import FedsimError
-from fedsim.models import load_weights
+from fedsim.models import load_weights, values_of
 from fedsim.privacy import Statement
 from fedsim.reports.record import RunRecord
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
+from fedsim.runs.state import RunState
 
 __all__ = ["InferenceModel", "SavedRun", "load"]
 
@@ -31,13 +33,15 @@ _CHUNK = 256  # examples that go through the model at a time
 Array = npt.NDArray[Any]
 
 
-def load(path: str | PathLike[str]) -> SavedRun:
+def load(path: str | PathLike[str], *, best: bool = False) -> SavedRun:
     """Load what a run has left.
 
     Parameters
     ----------
     path : path
         The run's directory.
+    best : bool
+        Whether to take the model of the round that `checkpoint.best` has kept, not the last one's.
 
     Raises
     ------
@@ -53,6 +57,7 @@ def load(path: str | PathLike[str]) -> SavedRun:
     (5,)
     """
     directory = RunDirectory(path)
+    directory.check_format()
     record = RunRecord.read(directory.path)
     try:
         config = RunConfig.load(directory.config)
@@ -66,7 +71,16 @@ def load(path: str | PathLike[str]) -> SavedRun:
             f"{directory.path} has no model.safetensors: the run has not ended; go on with it by "
             f"`fedsim run {directory.path} --resume`."
         )
-    return SavedRun(directory, config, record)
+    return SavedRun(directory, config, record, _best(directory) if best else None)
+
+
+def _best(directory: RunDirectory) -> RunState:
+    state = directory.checkpoints.best()
+    if state is None:
+        raise FedsimError(
+            f"{directory.path} has kept no best round; a run keeps one with checkpoint.best."
+        )
+    return state
 
 
 class InferenceModel(nn.Module):
@@ -119,11 +133,26 @@ class SavedRun:
         Resolved.
     record : RunRecord
         Its files as a report reads them.
+    best : RunState or None
+        The best round's, whose model this is; None for the last round's.
     """
 
     directory: RunDirectory
     config: RunConfig
     record: RunRecord = field(repr=False)
+    best: RunState | None = field(default=None, repr=False)
+
+    @property
+    def round(self) -> int:
+        """Whose model it is."""
+        return self.record.rounds if self.best is None else self.best.round
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The model's parameters and buffers, by name."""
+        return load_file(self.directory.model) | dict(
+            {} if self.best is None else self.best.parameters
+        )
 
     @property
     def metrics(self) -> list[Mapping[str, float]]:
@@ -267,6 +296,10 @@ class SavedRun:
         if (shape := self.record.summary.get("data")) is not None:
             build.dataset = _shaped(self.config.data.name, shape)
         load_weights(build.model, self.directory.model)
+        if self.best is not None:
+            values = values_of(build.model)
+            for name, value in self.best.parameters.items():
+                values[name].copy_(value)
         return build
 
 

@@ -7,26 +7,26 @@ from dataclasses import replace
 from fedsim.config import RunConfig
 from fedsim.config.plan import beside
 from fedsim.config.sections import DevicesSection
-from fedsim.privacy import ClientLedgers, Statement
+from fedsim.privacy import ClientLedgers, Ledger, Statement
 
 __all__ = ["statements"]
 
 
 def statements(
-    config: RunConfig, server: Statement, of_clients: ClientLedgers | None
+    config: RunConfig, ledger: Ledger, of_clients: ClientLedgers | None
 ) -> tuple[Statement, Statement | None]:
     """What is claimed of the run, and at example level.
 
     Parameters
     ----------
     config : RunConfig
-    server : Statement
-        Of the server's ledger.
+    ledger : Ledger
+        The server's.
     of_clients : ClientLedgers or None
         Those of the clients, where anybody here has them.
     """
     examples = None if of_clients is None else of_clients.statement()
-    server = beside(config, server)
+    server = beside(config, ledger.statement(config.noise.delta))
     if config.private and (config.devices != DevicesSection() or config.client.work):
         note = (
             "Who is there, drops out or works how much follows from the seed or from files "

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.compiled.normals import prepare
 from fedsim.mechanisms import NoiseSource
 
 __all__ = ["drawn_ahead"]
@@ -28,6 +29,9 @@ def drawn_ahead(source: NoiseSource, sizes: Sequence[int]) -> NoiseSource:
     sizes : sequence of int
         What `NoiseSource.normal` will be asked for, in this order.
     """
+    # Not in the thread: workers that are forked meanwhile would wait for what that holds locked,
+    # which nobody in their process lets go.
+    prepare()
     thread = ThreadPoolExecutor(1, "noise")
     drawn = deque([thread.submit(source.normal, size) for size in sizes])
     thread.shutdown(wait=False)  # it ends with the last of them

@@ -527,6 +527,10 @@ def test_weights_that_are_cut(size: int, tmp_path: Path, refused: Callable[..., 
         "deploy init fed --nodes 0",
         "deploy up none",
         "deploy up c.toml",
+        "report none",
+        "compare none",
+        "evaluate c.toml",
+        "export c.toml --public",
     ],
 )
 def test_a_command_that_makes_no_sense(line: str, refused: Callable[..., str]) -> None:
@@ -534,6 +538,11 @@ def test_a_command_that_makes_no_sense(line: str, refused: Callable[..., str]) -
         assert status("deploy") == 2
         return
     refused(*line.split())
+
+
+def test_a_name_is_suggested_once_and_a_file_is_no_run(refused: Callable[..., str]) -> None:
+    assert refused("rnu").count("Did you mean 'run'?") == 1
+    assert "c.toml is no run's directory" in refused("report", "c.toml")
 
 
 def test_a_sweep_leaves_the_users_tables_alone(tmp_path: Path, refused: Callable[..., str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +17,11 @@ from fedsim.compiled import building, normals, rows
 from fedsim.compiled.normals import sums_of_normals
 from fedsim.compiled.rows import TILE, add_rounded, by_halves, squared_norms, taken
 from fedsim.mechanisms import Clipping, NoPrivacy, Normalization, PerLayer, Releaser
+from fedsim.mechanisms.drawing import NoiseSource
 from fedsim.privacy import Independent
 from fedsim.rows import DenseRows, Layout
 from fedsim.rows.norms import norms_of
+from fedsim.strategies.drawing_ahead import drawn_ahead
 
 compiled = pytest.mark.skipif(
     rows._compiled() is None or normals._compiled() is None, reason="there is no C compiler"
@@ -261,3 +265,30 @@ def test_without_a_compiler_or_where_it_is_unwanted_or_wrong_there_is_none(
     monkeypatch.setattr(building.shutil, "which", lambda name: None)
     assert building.library("rows.c", rows._right) is None
     assert list(cache.iterdir()) == []
+
+
+def test_noise_that_is_drawn_ahead_builds_nothing_in_its_thread(monkeypatch) -> None:
+    """A worker that is forked meanwhile would wait for what the building holds locked."""
+    built_in = []
+
+    def library(*_: object) -> None:
+        built_in.append(threading.current_thread())
+
+    monkeypatch.setattr(normals, "library", library)
+    normals._compiled.cache_clear()
+    try:
+        source = drawn_ahead(NoiseSource(np.random.Generator(np.random.Philox(key=1))), [5000])
+        assert len(source.normal(5000)) == 5000
+    finally:
+        normals._compiled.cache_clear()
+    assert built_in == [threading.current_thread()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only a process knows")
+def test_naming_a_library_starts_no_process(monkeypatch) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("nobody may be waited for")
+
+    monkeypatch.setattr("subprocess.Popen", start)
+    monkeypatch.setattr("platform._uname_cache", None)
+    assert building._processor()

@@ -65,7 +65,7 @@ def test_runs_of_other_tasks_have_gaps(tmp_path: Path) -> None:
     first = left_run(tmp_path / "a", [{"round": 1, "test-loss": 1.0, "test-accuracy": 0.5}])
     other = left_run(tmp_path / "b", [{"round": 1, "test-loss": "nan", "test-rmse": 2.5}], rounds=3)
     page = compare_page(read_all([first, other]))
-    assert "rmse" in page
+    assert "RMSE" in page
     assert "–" in page
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,12 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     (folder / "long.html").write_text(run_page(RunRecord.read(long)), encoding="utf-8")
     empty = left_run(folder / "empty", [])
     (folder / "empty.html").write_text(run_page(RunRecord.read(empty)), encoding="utf-8")
+    moved = [
+        {"round": k, "bytes-down": 2.8e6 + 1e6 * k, "bytes-up": 9e5, "seconds": 1.0}
+        for k in range(9)
+    ]
+    devices = left_run(folder / "devices", moved)
+    (folder / "devices.html").write_text(run_page(RunRecord.read(devices)), encoding="utf-8")
     for seed in (1, 2, 3):
         for rate in (0.1, 0.3):
             some = [{"round": k, "test-loss": rate * seed / (k + 1)} for k in range(30)]
@@ -61,11 +68,11 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     (folder / "compare.html").write_text(compared, encoding="utf-8")
     return {
         "run": folder / "run" / "report.html",
-        **{name: folder / f"{name}.html" for name in ("long", "empty", "compare")},
+        **{name: folder / f"{name}.html" for name in ("long", "empty", "devices", "compare")},
     }
 
 
-@pytest.mark.parametrize("name", ["run", "long", "empty", "compare"])
+@pytest.mark.parametrize("name", ["run", "long", "empty", "devices", "compare"])
 @pytest.mark.parametrize("width", [360, 1200])
 def test_a_page_opens_without_complaint_and_fits(
     name: str, width: int, pages: dict[str, Path], browser: Browser
@@ -123,6 +130,18 @@ def test_the_mouse_reads_values_and_zooms(pages: dict[str, Path], browser: Brows
     assert browser.evaluate("document.querySelector('.plot').textContent") != before
     browser.click("button[aria-label='Reset the zoom']")
     assert browser.evaluate("document.querySelector('.plot').textContent") == before
+
+
+def test_bytes_are_read_in_their_units(pages: dict[str, Path], browser: Browser) -> None:
+    browser.open(pages["devices"])
+    ticks = browser.evaluate(
+        "[...document.querySelectorAll('.plot > svg text')].map((text) => text.textContent)"
+    )
+    assert "5 MB" in ticks
+    x, y = browser.middle(".plot[aria-label^=Bytes]")
+    browser.mouse("mouseMoved", x, y)
+    told = browser.evaluate("document.querySelector('.tip:not([hidden])').innerText")
+    assert re.search(r"to them\s+\d\.?\d? MB\s+back\s+900 kB", told)
 
 
 def test_the_keyboard_reads_values_and_they_are_spoken(

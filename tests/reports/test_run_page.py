@@ -248,7 +248,9 @@ def test_a_run_that_failed_leaves_a_page_that_says_why(tmp_path: Path) -> None:
         fedsim.run(config, out=tmp_path / "run")
     words = Outline((tmp_path / "run" / "report.html").read_text(encoding="utf-8")).words
     assert "It failed: every client that was asked failed in 2 rounds in a row" in words
-    assert "malformed" in words
+    assert "non-finite" in words
+    assert "client.lr may be too high" in words
+    assert "malformed" not in words
 
 
 def test_a_run_that_was_interrupted_has_a_page_when_it_is_asked_for(tmp_path: Path) -> None:

@@ -83,8 +83,8 @@ def _tensors(arrays) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
 
 def test_a_population_of_its_own_and_fixed_cohorts_are_extrapolated_from() -> None:
     config = BASE.replace(**{"noise.cohort-size": 1000, "noise.cohort-population": 10**6})
-    server = Build(config).strategy().privacy_statement()
-    figure = statements(config, server, None)[0].extrapolated
+    ledger = Build(config).strategy().ledger
+    figure = statements(config, ledger, None)[0].extrapolated
     assert figure is not None
     assert (figure.size, figure.population, figure.epsilon) == (1000, 10**6, 0.0)
     fixed = BASE.replace(**{"cohort.name": "fixed", "cohort.size": 10})

@@ -12,6 +12,7 @@ from fedsim import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.callbacks import Callback, RunStatus
+from fedsim.runs.report import whole_record
 
 CONFIG = RunConfig.parse(
     {
@@ -45,6 +46,46 @@ def test_a_finished_run_is_left_as_it_was_and_can_be_given_more_rounds(done, tmp
     fedsim.run(CONFIG.replace(rounds=6), out=tmp_path / "six")
     assert done.model.read_bytes() == RunDirectory(tmp_path / "six").model.read_bytes()
     assert longer.ended == "finished"
+
+
+def test_a_resumed_run_cannot_have_fewer_rounds_than_it_has_made(done):
+    config = done.config.read_bytes()
+    with pytest.raises(FedsimError, match=r"rounds = 3; it must be at least 4, which the run in"):
+        resume(done, rounds=3)
+    assert done.config.read_bytes() == config
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00round\n1\n", b"round,test-loss\n1,much\n"])
+def test_metrics_that_cannot_be_read_are_refused_in_a_sentence(done, content):
+    done.metrics.write_bytes(content)
+    with pytest.raises(FedsimError, match=r"metrics\.csv is damaged .*remove it"):
+        resume(done, rounds=6)
+    with pytest.raises(FedsimError, match=r"metrics\.csv is damaged"):
+        whole_record(done.path)
+    done.metrics.unlink()
+    assert resume(done, rounds=6).metrics[-1]["round"] == 6
+
+
+def test_what_a_run_without_its_config_has_left_is_no_run_to_go_on_with(done):
+    done.config.unlink()
+    with pytest.raises(FedsimError, match=r"metrics\.csv.* of a run and not its config\.toml"):
+        fedsim.run(CONFIG, out=done.path, resume=True)
+    fedsim.run(CONFIG.replace(rounds=1), out=done.path, overwrite=True)
+
+
+def test_a_later_fedsims_directory_is_neither_loaded_nor_shown(done):
+    (done.path / ".fedsim-run").write_text('{"format": 9}')
+    for look in (fedsim.load, whole_record):
+        with pytest.raises(FedsimError, match="format 9, and this fedsim knows 1"):
+            look(done.path)
+
+
+def test_a_run_of_another_version_whose_statement_needs_its_config_says_so(tmp_path):
+    fedsim.run(CONFIG.replace(**{"privacy.group": 2}), out=tmp_path / "run")
+    config = RunDirectory(tmp_path / "run").config
+    config.write_text(config.read_text() + "[strange]\nkey = 1\n")
+    with pytest.raises(FedsimError, match="another version of fedsim has made"):
+        whole_record(tmp_path / "run")
 
 
 def test_a_calibrated_run_keeps_its_noise_whatever_its_rounds(tmp_path):

@@ -193,6 +193,30 @@ def test_what_cannot_be_loaded_is_one_sentence(spoil, says: str, tmp_path: Path)
     assert "\n" not in str(error.value)
 
 
+def test_the_best_rounds_model_is_that_of_a_run_that_ended_there(tmp_path: Path) -> None:
+    # With so much noise the loss soon grows again.
+    config = RunConfig().replace(
+        **PRIVATE | {"rounds": 6, "noise.multiplier": 30.0, "data.validation": 0.2},
+        **{"checkpoint.best": "validation-loss"},
+    )
+    result = fedsim.run(config, out=tmp_path / "run")
+    losses = [row["validation-loss"] for row in result.metrics[1:]]
+    best = 1 + losses.index(min(losses))
+    assert best < 6
+    saved = fedsim.load(tmp_path / "run", best=True)
+    assert saved.round == best
+    assert saved.evaluate()["loss"] == pytest.approx(result.metrics[best]["test-loss"], rel=1e-5)
+    fedsim.run(config.replace(rounds=best), out=tmp_path / "shorter")
+    shorter = load_file(tmp_path / "shorter" / "model.safetensors")
+    assert all(torch.equal(saved.weights[name], value) for name, value in shorter.items())
+    assert saved.weights.keys() == shorter.keys()
+
+
+def test_a_run_that_kept_no_best_round_says_so(private_run: Path) -> None:
+    with pytest.raises(FedsimError, match=r"kept no best round.*checkpoint\.best"):
+        fedsim.load(private_run, best=True)
+
+
 def test_a_result_prints_in_three_lines_and_as_a_table(tmp_path: Path) -> None:
     result = fedsim.run(RunConfig().replace(**PRIVATE), out=tmp_path / "<run>")
     ended, reached, where = repr(result).splitlines()

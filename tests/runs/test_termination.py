@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 
 import fedsim
 from fedsim import RunConfig
+from fedsim.cli import main
+from fedsim.privacy import Accountant, Statement
 from fedsim.reports.run_page import run_page
 from fedsim.runs import drive
-from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.artefacts import Row, RunDirectory
 from fedsim.runs.report import whole_record
 
 CONFIG = RunConfig.parse(
@@ -89,3 +92,48 @@ def test_going_on_removes_what_was_said_of_the_end_that_is_none_any_more(
     with pytest.raises(SystemExit):
         fedsim.run(CONFIG, out=directory.path, resume=True)
     assert not any(path.exists() for path in (directory.done, directory.summary, directory.report))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run", "c.toml", "--out", "r"),
+        ("run", "c.toml", "--out", "r", "--json"),
+        ("sweep", "c.toml", "--over", "seed=1,2", "--out", "r"),
+    ],
+)
+def test_a_command_that_is_asked_to_end_accounts_for_nothing_after_the_round(
+    command: tuple[str, ...],
+    number: signal.Signals,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.toml").write_text(CONFIG.to_toml(), encoding="utf-8")
+    add_row = RunDirectory.add_row
+    signalled = []
+
+    def asked(*_: object) -> None:
+        raise AssertionError("the run had been asked to end")
+
+    def then_signal(directory: RunDirectory, row: Row) -> None:
+        add_row(directory, row)
+        if row["round"] == 2 and not signalled:
+            signalled.append(directory.path)
+            monkeypatch.setattr(Statement, "of", asked)
+            monkeypatch.setattr(Accountant, "cost", asked)
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(RunDirectory, "add_row", then_signal)
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    assert ended.value.code == 128 + number
+    if "--json" in command:
+        *_, last = map(json.loads, capsys.readouterr().out.splitlines())
+        assert (last["ended"], "privacy" in last) == ("interrupted", False)
+    runs = [path.parent for path in Path("r").glob("**/metrics.csv")]
+    states = [RunDirectory(path).checkpoints.newest() for path in runs]
+    assert {state.round for state in states if state is not None} <= {2, 3}
+    assert None not in states

@@ -34,9 +34,21 @@
     "M0 -5L1.3 -1.7L4.8 -1.5L2.1 .7L3 4.1L0 2.2L-3 4.1L-2.1 .7L-4.8 -1.5L-1.3 -1.7Z",
   ];
 
-  function number(value, percent) {
+  // A number is a share of a hundred, bytes, or in no unit.
+  const SHARE = "share", BYTES = "bytes";
+  const unitOf = (spec) => (spec.percent ? SHARE : spec.bytes ? BYTES : "");
+
+  function bytes(value, digits) {
+    const units = ["bytes", "kB", "MB", "GB", "TB"];
+    let count = value, power = 0;
+    for (; Math.abs(count) >= 999.5 && power < units.length - 1; power++) count /= 1000;
+    return `${Number(count.toPrecision(digits))} ${units[power]}`;
+  }
+
+  function number(value, unit) {
     if (value === null || value === undefined) return "–";
-    if (percent) return `${(100 * value).toFixed(2)} %`;
+    if (unit === SHARE) return `${(100 * value).toFixed(2)} %`;
+    if (unit === BYTES) return bytes(value, 3);
     if (value === 0) return "0";
     const size = Math.abs(value);
     if (size >= 1e15 || size < 1e-4) return value.toExponential(2);
@@ -45,14 +57,15 @@
   }
 
   // As few digits as tell neighbouring ticks apart.
-  function tickText(value, step, percent) {
-    const factor = percent ? 100 : 1;
+  function tickText(value, step, unit) {
+    if (unit === BYTES) return bytes(value, 6);
+    const factor = unit === SHARE ? 100 : 1, sign = unit === SHARE ? " %" : "";
     const shown = value * factor, apart = step * factor;
     const size = Math.abs(shown);
-    if (size >= 1e6 || (size > 0 && size < 1e-4)) return shown.toExponential(1) + (percent ? " %" : "");
+    if (size >= 1e15 || (size > 0 && size < 1e-4)) return shown.toExponential(1) + sign;
+    if (size >= 1e6) return shown.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 6 }) + sign;
     const digits = Math.max(0, Math.min(6, -Math.floor(Math.log10(apart) + 1e-9)));
-    return shown.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })
-      + (percent ? " %" : "");
+    return shown.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }) + sign;
   }
 
   function ticksOf(low, high, count, whole) {
@@ -80,6 +93,7 @@
     constructor(plot, spec) {
       this.plot = plot;
       this.spec = spec;
+      this.unit = unitOf(spec);
       this.tip = element("div", plot.parentElement, "tip");
       this.tip.hidden = true;
       this.said = element("div", plot.parentElement, "unseen");
@@ -239,7 +253,7 @@
       let [low, high] = this.range([from, to]);
       if (low === high) [low, high] = [low - 1, high + 1];
       const rows = this.log ? { ticks: logTicks(low, high), step: 0 } : ticksOf(low, high, 5, this.spec.counts);
-      const labels = rows.ticks.map((tick) => (this.log ? number(tick) : tickText(tick, rows.step, this.spec.percent)));
+      const labels = rows.ticks.map((tick) => (this.log ? number(tick, this.unit) : tickText(tick, rows.step, this.unit)));
       const left = Math.max(...labels.map((label) => label.length), 2) * LETTER + 14;
       const box = { left, right: wide - 14, top: 26, bottom: this.height - 38 };
       this.box = box;
@@ -269,7 +283,7 @@
       for (const tick of ticks) {
         const x = this.toX(tick);
         shape("line", this.svg, { x1: x, x2: x, y1: bottom, y2: bottom + 4, class: "frame" });
-        const text = tickText(tick, step, this.spec.square);
+        const text = tickText(tick, step, this.spec.square ? SHARE : "");
         const end = x + (text.length * LETTER) / 2 > this.width;
         this.text(end ? this.width : x, bottom + 18, text, { "text-anchor": end ? "end" : "middle" });
       }
@@ -386,12 +400,12 @@
       this.cross.replaceChildren();
       const pixel = this.toX(at);
       shape("line", this.cross, { x1: pixel, x2: pixel, y1: this.box.top, y2: this.box.bottom, class: "cursor" });
-      const lines = [{ name: this.spec.x, value: number(at, this.spec.square) }];
+      const lines = [{ name: this.spec.x, value: number(at, this.spec.square ? SHARE : "") }];
       for (const line of this.visible) {
         const close = nearest(line.x, at), i = line.x.indexOf(close);
         if (i < 0 || line.y[i] === null || Math.abs(close - at) > (to - from) / 40) continue;
-        const band = line.low && line.low[i] !== null ? ` (${number(line.low[i], this.spec.percent)} to ${number(line.high[i], this.spec.percent)})` : "";
-        lines.push({ key: line.index, reference: line.reference, name: line.name, value: number(line.y[i], this.spec.percent) + band });
+        const band = line.low && line.low[i] !== null ? ` (${number(line.low[i], this.unit)} to ${number(line.high[i], this.unit)})` : "";
+        lines.push({ key: line.index, reference: line.reference, name: line.name, value: number(line.y[i], this.unit) + band });
         const y = this.toY(line.y[i]);
         if (Number.isFinite(y)) shape("circle", this.cross, { cx: this.toX(close), cy: y, r: 5, fill: "none", "stroke-width": 2, stroke: line.reference ? "var(--muted)" : colour(line.index) });
       }
@@ -431,7 +445,7 @@
       this.frame(Math.max(190, Math.min(0.45 * wide, 260)));
       const high = Math.max(...values, percent ? 0.01 : 1) * 1.05;
       const rows = ticksOf(0, high, 4, !percent);
-      const texts = rows.ticks.map((tick) => tickText(tick, rows.step, percent));
+      const texts = rows.ticks.map((tick) => tickText(tick, rows.step, this.unit));
       const left = Math.max(...texts.map((text) => text.length)) * LETTER + 14;
       const box = { left, right: wide - 8, top: 26, bottom: this.height - 38 };
       this.box = box;
@@ -458,13 +472,13 @@
     }
 
     choose(index) {
-      const { values, labels, percent, x, y } = this.spec;
+      const { values, labels, x, y } = this.spec;
       if (index < 0 || index >= values.length) return;
       this.bars[this.chosen]?.setAttribute("fill", colour(0));
       this.chosen = index;
       this.bars[index].setAttribute("fill", colour(1));
       const middle = this.box.left + ((index + 0.5) / values.length) * (this.box.right - this.box.left);
-      return this.show(middle, [{ name: x, value: labels[index] }, { name: y, value: number(values[index], percent) }]);
+      return this.show(middle, [{ name: x, value: labels[index] }, { name: y, value: number(values[index], this.unit) }]);
     }
 
     leave() {
