@@ -9,6 +9,7 @@ from clients_helpers import make_data
 from torch import nn
 
 from fedsim.clients import SGD, AdadpLR, LocalAlgorithm
+from fedsim.compiled import convolutions
 from fedsim.errors import FedsimError
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
@@ -78,6 +79,21 @@ def test_one_layered_step_in_single_precision_agrees_with_the_plain_path() -> No
     changes = {"dtype": torch.float32, "steps": 1, "epochs": None}
     mine, plain = (trained(path, SGD(lr=0.3), **changes)[0] for path in ("layered", "plain"))
     torch.testing.assert_close(mine, plain, rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(convolutions._compiled() is None, reason="there is no C compiler")
+def test_training_has_the_same_bytes_with_and_without_a_compiler(monkeypatch) -> None:
+    model = nn.Sequential(
+        *(nn.Conv2d(2, 5, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(5, 6, (3, 2), bias=False), nn.MaxPool2d(2), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(12, 3)),
+    )
+    changes = {"dtype": torch.float32, "model": model}
+    fast = trained("layered", SGD(lr=0.3), rounds=2, **changes)
+    monkeypatch.setattr(convolutions, "_compiled", lambda: None)
+    slow = trained("layered", SGD(lr=0.3), rounds=2, **changes)
+    assert torch.equal(fast[0], slow[0])
+    assert torch.equal(fast[1], slow[1])
 
 
 def test_the_rule_takes_the_layered_path_for_convolutions_on_a_cpu() -> None:
