@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from fedsim.compiled.building import library
 from fedsim.lazy import torch
 
@@ -117,13 +119,16 @@ def input_gradient(weight: Tensor, delta: Tensor, places: Tensor, patches: Patch
 
 def _weight_gradient(x: Tensor, delta: Tensor, places: Tensor, patches: Patches) -> Tensor:
     (height, width, channels), (rows, across) = patches.image, patches.kernel
-    first = torch.arange(len(x)).mul_(height * width).view(-1, 1, 1)
-    pixels = (patches.pixels[places] + first).flatten(0, 1).t()
-    factors = delta.flatten(0, 1).t()
-    channel, window = factors.nonzero(as_tuple=True)
-    chosen, factors = pixels[channel, window], factors[channel, window]
-    firsts = torch.searchsorted(channel, torch.arange(delta.shape[2]))
-    gradient = x.new_empty(delta.shape[2], rows, patches.length)
+    (n, windows, outputs), by_channel = delta.shape, (2, 0, 1)
+    factors = delta.permute(by_channel).flatten()
+    live = _nonzero(factors)
+    chosen = patches.pixels.index_select(
+        0, places.permute(by_channel).flatten().index_select(0, live)
+    )
+    chosen += torch.from_numpy(live.numpy() // windows % n * (height * width))
+    factors = factors.index_select(0, live)
+    firsts = torch.searchsorted(live, torch.arange(outputs).mul_(n * windows))
+    gradient = x.new_empty(outputs, rows, patches.length)
     for row in range(rows):
         # A patch's row from each pixel on: they overlap.
         count, start = len(x) * height * width - row * width - across + 1, row * patches.step
@@ -136,11 +141,12 @@ def _weight_gradient(x: Tensor, delta: Tensor, places: Tensor, patches: Patches)
 def _input_gradient(weight: Tensor, delta: Tensor, places: Tensor, patches: Patches) -> Tensor:
     n, _, outputs = delta.shape
     (rows, across), (down, right) = patches.kernel, patches.stride
+    positions = n * len(patches.pixels)
     dense = delta.new_zeros(n, len(patches.pixels), outputs).scatter_add_(1, places, delta)
-    dense = dense.flatten(0, 1)
-    place, channel = dense.nonzero(as_tuple=True)
-    firsts = torch.searchsorted(place, torch.arange(len(dense)))
-    columns = _bags(channel, weight.flatten(1), dense[place, channel], firsts)
+    live = _nonzero(dense.flatten())
+    factors = dense.flatten().index_select(0, live)
+    firsts = torch.searchsorted(live, torch.arange(positions).mul_(outputs))
+    columns = _bags(live % outputs, weight.flatten(1), factors, firsts)
     columns = columns.view(n, *patches.places, rows, across, patches.image[2])
     images = delta.new_zeros(n, *patches.image)
     # A pixel's first place is the one that it is the last pixel of.
@@ -151,6 +157,11 @@ def _input_gradient(weight: Tensor, delta: Tensor, places: Tensor, patches: Patc
                 :, i : i + down * (high - 1) + 1 : down, j : j + right * (wide - 1) + 1 : right
             ] += columns[:, :, :, i, j]
     return images
+
+
+def _nonzero(values: Tensor) -> Tensor:
+    """Where values are that are not zero; numpy finds them five times as fast."""
+    return torch.from_numpy(np.flatnonzero((values != 0).numpy()))
 
 
 def _bags(rows: Tensor, table: Tensor, factors: Tensor, firsts: Tensor) -> Tensor:

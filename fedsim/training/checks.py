@@ -10,12 +10,14 @@ from torch import nn
 from fedsim.clients.base import LocalAlgorithm, refuse_vectors
 from fedsim.errors import FedsimError
 from fedsim.models.local_norm import statistics_of
+from fedsim.training.data import ClientData
 
 __all__ = [
     "check_algorithm",
     "check_compression",
     "check_example_privacy",
     "check_model",
+    "check_settings",
     "check_statistics",
 ]
 
@@ -45,6 +47,22 @@ def check_model(model: nn.Module) -> None:
                 "model.fix = true put it in its place, or let clients keep it: model.personal = "
                 f"'{name}.*'."
             )
+
+
+def check_settings(data: ClientData, test: ClientData | None, max_grad_norm: float) -> None:
+    """Refuse test examples of other clients, and a norm that none can have.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if test is not None and test.population != data.population:
+        raise FedsimError(
+            f"there are test examples of {test.population} clients and training examples of "
+            f"{data.population}; both must be of the same clients."
+        )
+    if max_grad_norm < 0:
+        raise FedsimError(f"client.max-grad-norm is {max_grad_norm}; it must be 0 or more.")
 
 
 def check_algorithm(algorithm: LocalAlgorithm, *, personal: bool) -> None:

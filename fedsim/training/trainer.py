@@ -29,6 +29,7 @@ from fedsim.training.checks import (
     check_compression,
     check_example_privacy,
     check_model,
+    check_settings,
     check_statistics,
 )
 from fedsim.training.compression import Compression
@@ -153,13 +154,7 @@ class Trainer:
         self.algorithm = algorithm
         self.data = data.to(self.device)
         self.test = None if test is None else test.to(self.device)
-        if test is not None and test.population != data.population:
-            raise FedsimError(
-                f"there are test examples of {test.population} clients and training examples of "
-                f"{data.population}; both must be of the same clients."
-            )
-        if max_grad_norm < 0:
-            raise FedsimError(f"client.max-grad-norm is {max_grad_norm}; it must be 0 or more.")
+        check_settings(data, test, max_grad_norm)
         if privacy is not None:
             check_example_privacy(algorithm, counts, max_grad_norm)
         self.workload = Workload.of(LocalWork(batch_size, epochs, steps), self.data, counts)
