@@ -103,31 +103,40 @@ def sections(
         What precedes a picture's file name in a link.
     """
     figures = _figures(report, seeds)
-    blocks = [] if report is not None else [f"**{NOT_RUN}** {judgement.not_run.strip()}"]
+    if report is None:
+        panels = [
+            f"- **{panel.name}{of}.** {_settings(panel, figures)}" for panel in judgement.panels
+        ]
+        blocks = [f"**{NOT_RUN}** {judgement.not_run.strip()}", "\n".join(panels)]
+        if judgement.earlier:
+            blocks += [f"{heading} Figures of an earlier run{of}", _earlier(judgement)]
+        return blocks
+    blocks = []
     for panel in judgement.panels:
         blocks.append(f"{heading} {panel.name}{of}")
         blocks.append(_panel_text(panel, judgement, report, figures, pictures))
     if judgement.remarks:
         remarks = [f"- {filled(remark, figures)}" for remark in judgement.remarks]
         blocks += [f"{heading} Remarks{of}", "\n".join(remarks)]
-    if report is not None and judgement.paper:
+    if judgement.paper:
         blocks += [f"{heading} Figures that the paper prints{of}", _beside(judgement, report)]
-    if report is None and judgement.earlier:
-        blocks += [f"{heading} Figures of an earlier run{of}", _earlier(judgement)]
     return blocks
+
+
+def _settings(panel: Panel, figures: Mapping[str, float], between: str = " ") -> str:
+    """The paper's and ours."""
+    return f"*In the paper:* {panel.shows}{between}*Here:* {filled(panel.setting, figures)}"
 
 
 def _panel_text(
     panel: Panel,
     judgement: Judgement,
-    report: Report | None,
+    report: Report,
     figures: Mapping[str, float],
     pictures: str,
 ) -> str:
     """One figure or table: the paper's, our setting, verdicts, tables and pictures."""
-    blocks = [f"*In the paper:* {panel.shows}", f"*Here:* {filled(panel.setting, figures)}"]
-    if report is None:
-        return "\n\n".join([*blocks, f"**{NOT_RUN}**"])
+    blocks = [_settings(panel, figures, between="\n\n")]
     claims = [claim for claim in report.claims if claim.panel == panel.name]
     if claims:
         blocks.append(_verdicts(claims, judgement.claims, figures))
@@ -140,29 +149,28 @@ def _panel_text(
 def _verdicts(
     claims: Sequence[PaperClaim], judged: Mapping[str, Claimed], figures: Mapping[str, float]
 ) -> str:
-    rows: list[list[str | float | None]] = []
+    """A claim a line: the verdict, what was measured, and whose the difference is."""
+    lines = []
     for claim in claims:
-        verdict = {True: "holds", False: "does not hold", None: "undecided"}[claim.holds]
+        verdict = {True: "Holds", False: "Does not hold", None: "Undecided"}[claim.holds]
         claimed = judged.get(claim.name)
-        whose = WHOSE[claimed.whose] if claimed else ""
-        why = f"{whose}. {filled(claimed.why, figures)}".strip(". ") if claimed else ""
-        rows.append([claim.says, f"**{verdict}**", claim.measured, why])
-    return markdown_table(["claim", "verdict", "measured", "whose the difference is"], rows, 4)
+        whose = f" ({WHOSE[claimed.whose]})" if claimed and claimed.whose else ""
+        why = f" {filled(claimed.why, figures)}" if claimed and claimed.why else ""
+        lines.append(f"- **{verdict}**{whose}: {claim.says}: *{claim.measured}*.{why}")
+    return "\n".join(lines)
 
 
 def _earlier(judgement: Judgement) -> str:
     """Figures of a run that is not kept, and that they judge nothing."""
-    rows: list[list[str | float | None]] = [
-        [name, judgement.paper.get(name), value] for name, value in judgement.earlier.items()
-    ]
-    return f"{EARLIER}\n\n{markdown_table(['figure', 'paper', 'then'], rows, 4)}"
+    rows: list[list[str | float | None]] = list(map(list, judgement.earlier.items()))
+    return f"{EARLIER}\n\n{markdown_table(['figure', 'then'], rows, 3)}"
 
 
 def _beside(judgement: Judgement, report: Report) -> str:
     rows: list[list[str | float | None]] = [
         [name, paper, report.figures[name]] for name, paper in judgement.paper.items()
     ]
-    return markdown_table(["figure", "paper", "here"], rows, 4)
+    return markdown_table(["figure", "paper", "here"], rows, 3)
 
 
 def _table(table: Table) -> str:

@@ -12,6 +12,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -330,6 +331,11 @@ def _work(
         try:
             for future in as_completed(futures):
                 yield (futures[future], *future.result())
+        except BrokenProcessPool:
+            raise FedsimError(
+                "a process of the experiment was killed, perhaps for want of memory; what has "
+                "finished is kept: run it again, with --workers 1 where memory is short."
+            ) from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

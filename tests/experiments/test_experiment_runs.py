@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -179,13 +181,46 @@ def test_interrupted_experiment_goes_on_where_it_stopped(
 
 
 def test_what_is_somebodys_own_is_not_overwritten(counting: Path, tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "figures.csv").write_text("mine")
+    somebodys = tmp_path / "somebodys"
+    somebodys.mkdir()
+    (somebodys / "figures.csv").write_text("mine")
     with pytest.raises(FedsimError, match="no experiment's marker"):
-        run_experiment(counting, own, workers=1)
-    assert [path.name for path in own.iterdir()] == ["figures.csv"]
-    assert (own / "figures.csv").read_text() == "mine"
+        run_experiment(counting, somebodys, workers=1)
+    assert [path.name for path in somebodys.iterdir()] == ["figures.csv"]
+    assert (somebodys / "figures.csv").read_text() == "mine"
+
+
+class _KilledPool:
+    """One process finishes its member; then the system kills one, and every other is lost."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.given = 0
+
+    def __enter__(self) -> _KilledPool:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def submit(self, call: Callable[..., object], *arguments: object) -> Future[object]:
+        future: Future[object] = Future()
+        if self.given:
+            future.set_exception(BrokenProcessPool("terminated abruptly"))
+        else:
+            future.set_result(call(*arguments))
+        self.given += 1
+        return future
+
+    def shutdown(self, **_: object) -> None: ...
+
+
+def test_killed_process_is_a_sentence_and_what_has_finished_is_kept(
+    counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "ProcessPoolExecutor", _KilledPool)
+    monkeypatch.setattr(running, "as_completed", list)
+    with pytest.raises(FedsimError, match="was killed, perhaps for want of memory"):
+        run_experiment(counting, tmp_path / "out", workers=2)
+    assert len(list((tmp_path / "out" / "members").iterdir())) == 1
 
 
 def test_result_of_other_settings_or_a_torn_file_counts_as_none(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_every_panel_of_the_four_papers_is_on_the_page() -> None:
     page = overview()
     for name in names():
         for panel in Judgement.load(find(name)).panels:
-            assert f"#### {panel.name} ({name})" in page
+            assert f"{panel.name} ({name})" in page
     assert "| " in page
 
 
@@ -231,7 +231,7 @@ def test_descents_of_all_seeds_are_releases_of_one_row(method: str) -> None:
         "dimension": d, "steps": steps, "rates": [2.0, rate], "noise-multiplier": 1e-9,
         "method": method, "clip-norm": bound, "law": "two-point",
     }  # fmt: skip
-    ended = [found[1].tolist() for found in descend(settings, [1, 2])]
+    ended = [of_rate[1].tolist() for of_rate in descend(settings, [1, 2])]
     mechanism = make_mechanism(method, bound)
     layout = Layout.of({"theta": torch.zeros(d, dtype=torch.float64)})
     releaser = Releaser(mechanism, layout, noise=Independent(1e-9), denominator=1.0)
