@@ -10,8 +10,12 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 __all__ = ["digest_of"]
 
+LARGE = 2**16
+"""Bytes of an array from which on its hash is taken."""
 _SIMPLE = (bool, int, float, str, list, tuple, set, frozenset, Mapping)
 
 
@@ -38,7 +42,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted((_plain(entry) for entry in value), key=json.dumps)
     if hasattr(value, "tolist"):  # arrays and tensors, without loading what they are made of
-        return _plain(value.tolist())
+        return _plain(value.tolist()) if getattr(value, "nbytes", 0) <= LARGE else _hashed(value)
     if is_dataclass(value) and not isinstance(value, type):
         made_with = {
             field.name: getattr(value, field.name) for field in fields(value) if field.init
@@ -57,6 +61,13 @@ def _plain(value: Any) -> Any:
         if attribute is None or isinstance(attribute, _SIMPLE) or hasattr(attribute, "tolist")
     }
     return [_name(type(value)), _plain(simple)]
+
+
+def _hashed(array: Any) -> list[Any]:
+    """What stands for an array or tensor that is too large to be written out."""
+    host = array.detach().cpu() if hasattr(array, "detach") else array
+    values = np.ascontiguousarray(host.double() if hasattr(host, "double") else host)
+    return [str(array.dtype), list(array.shape), hashlib.sha256(values.tobytes()).hexdigest()]
 
 
 def _name(definition: Any) -> str:

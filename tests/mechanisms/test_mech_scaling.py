@@ -11,7 +11,7 @@ from release_helpers import layout_of_rows, releaser
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Clipping, Normalization, NormBound
+from fedsim.mechanisms import AdaClip, Clipping, Normalization, NormBound
 from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.rows import DenseRows, Layout
 
@@ -146,3 +146,26 @@ def test_the_scale_of_a_non_finite_row_is_nan_and_of_a_zero_row_finite(
 ) -> None:
     scales = mechanism.scales(torch.tensor([NAN, 0.0]), {}, 1.0)
     assert scales.isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [Clipping(1.0), Normalization(0.5), AdaClip(), AdaClip(center=False), NormBound(2.0)],
+    ids=str,
+)
+@pytest.mark.parametrize("lengths", [[1e-2, 0.1, 0.2, 3.0], [1e-250, 0.0, 1e150, 1e250]])
+def test_a_sum_of_rows_of_any_length_is_that_of_the_bounded_rows(
+    mechanism: ScalingBound, lengths: list[float]
+) -> None:
+    n, d = len(lengths), 50
+    layout = Layout.of({"w": torch.zeros(d, dtype=torch.float64)})
+    rows = torch.randn(n, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows *= torch.tensor(lengths, dtype=torch.float64)[:, None]
+    summing, state = releaser(mechanism, layout, 0.0, float(n)), mechanism.init(layout)
+    for _ in range(2):  # the second time in other coordinates, where AdaCliP has any
+        total = summing.start(state)
+        total.add(DenseRows(rows))
+        release = summing.release(total)
+        wanted = mechanism.bound(rows, state, layout).mean(0)
+        assert torch.allclose(release.mean, wanted, rtol=1e-9, atol=1e-12)
+        state = {**release.state, "s": torch.linspace(0.1, 2.0, d).double()} if state else {}

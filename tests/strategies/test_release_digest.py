@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from flwr.serverapp.strategy import FedAdam, FedYogi
 
 from fedsim.clients import SGD
@@ -70,6 +71,8 @@ def test_strategies_of_one_seed_that_release_different_things_have_different_key
     "one",
     [
         lambda n: {"cohort": Nights([0.1, 0.1 * n])},
+        lambda n: {"cohort": Nights([0.1] * 20_000 + [0.1 * n])},
+        lambda n: {"replying": partial(there, every=torch.full((20_000,), float(n)))},
         lambda n: {"replying": partial(there, every=n)},
         lambda n: {"replying": partial(there, every={n, 7, "a"})},
     ],
