@@ -20,9 +20,6 @@ from fedsim.compiled.normals import sums_of_normals
 
 __all__ = ["NoiseSource", "normals"]
 
-TERMS = 4
-"""Draws that a hardened one is made of."""
-
 Array = npt.NDArray[np.float64]
 
 
@@ -45,8 +42,7 @@ class NoiseSource:
 
     def normal(self, size: int) -> Array:
         """Standard normal draws, float64 ``[size]``."""
-        terms = TERMS if self.hardened else 1
-        draws = sums_of_normals(self.generator, size, terms)
+        draws = sums_of_normals(self.generator, size, terms=4 if self.hardened else 1)
         if self.hardened:
             draws *= 0.5
         return draws

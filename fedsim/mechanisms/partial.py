@@ -57,11 +57,6 @@ class Terms:
     double: bool
 
     @property
-    def noisy(self) -> bool:
-        """Whether noise will be added; it lives on the coarse grid."""
-        return any(0 < z < math.inf for z in self.split.values())
-
-    @property
     def there(self) -> slice | EllipsisType:
         """Index of the owners that have not left, into what a releaser has for all of them."""
         return ... if self.owners is None else slice(self.owners)
@@ -220,7 +215,9 @@ class SegmentSum:
         if bound.free:
             vector = GridSum.free(zeros, d)
         else:
-            radius, noisy = zeros + bound.radius(ready, d), terms.noisy
+            radius = zeros + bound.radius(ready, d)
+            # Noise lives on the coarse grid, and hides what is finer.
+            noisy = any(0 < z < math.inf for z in terms.split.values())
             vector = GridSum.bounded(radius, d, noisy=noisy, exact=terms.exact, double=terms.double)
         self.grids = {"sum": vector}
         for name, scalar in bound.scalars.items():
@@ -253,8 +250,7 @@ class SegmentSum:
             rows = dense = DenseRows(rows.dense())
             if self._add_scaled(dense.tensor, weights, masks):
                 return
-        chunks = self._chunks.of_owners(rows, counts, owners, vector.coarse)
-        for chunk_owners, index, y in chunks:
+        for chunk_owners, index, y in self._chunks.of_owners(rows, counts, owners, vector.coarse):
             ready, unit = self._ready_of(chunk_owners)
             weight = weights[index]
             shaped, bad = bounded_(bound, y, ready, unit, weight)

@@ -57,11 +57,6 @@ class Release:
     sides: Mapping[str, Number] = field(default_factory=dict)
     info: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def shown(self) -> dict[str, float]:
-        """Diagnostics and scalars of one owner."""
-        return {**self.info, **{name: float(value) for name, value in self.sides.items()}}
-
 
 class Releaser:
     """Bounds, sums and noises the rows of one owner, or of n independent ones.

@@ -18,9 +18,18 @@ IMPLICIT_MARGIN = 2.0**-19
 class ScalingBound(Bound):
     """A bound whose bounded row is the row times what `scales` gives."""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        ways = ("shape_", "scaled", "implicit")
+        nearest, *others = ([way in vars(base) for base in cls.__mro__].index(True) for way in ways)
+        # A subclass that does more to a row than to multiply it is not asked for factors alone.
+        for way, place in zip(ways[1:], others, strict=True):
+            if nearest < place:
+                setattr(cls, way, getattr(Bound, way))
+
     @abstractmethod
     def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
-        """Factor of each row, from the norms alone.
+        """Factor of each row, from the norms alone; lowered where the row would leave the ball.
 
         Parameters
         ----------
@@ -54,8 +63,10 @@ class ScalingBound(Bound):
         return self._shaped(norms, ready, rows.shape[1], 1.0) if usual(norms) else None
 
     def _shaped(self, norms: Tensor, ready: State, d: int, unit: Tensor | float) -> Shaped:
-        factor = self.scales(round_up(norms, d), ready, unit)
-        clipped = norms * unit > per_row(self.radius(ready, d))
+        limit, longest = per_row(self.radius(ready, d)), round_up(norms, d)
+        # Whatever `scales` gives, no row leaves the ball, and none that is not finite is in it.
+        factor = torch.minimum(self.scales(longest, ready, unit), limit / longest)
+        clipped = norms * unit > limit
         return Shaped(factor, clipped, self.sides_of(clipped))
 
     def implicit(
@@ -65,9 +76,10 @@ class ScalingBound(Bound):
         measured = rows.measure(*self.whitening(ready))
         if measured is None:
             return None
-        clipped = measured.norms > per_row(self.radius(ready, 1))
         # The margin covers the rounding of the formula for norms, and of the sum to the grid.
-        factor = self.scales(measured.norms * (1 + IMPLICIT_MARGIN), ready, 1.0)
+        limit, longest = per_row(self.radius(ready, 1)), measured.norms * (1 + IMPLICIT_MARGIN)
+        factor = torch.minimum(self.scales(longest, ready, 1.0), limit / longest)
+        clipped = measured.norms > limit
         weight = factor.nan_to_num(nan=0.0) / per_row(unit) * weights
         return Shaped(factor, clipped, self.sides_of(clipped)), measured.sum(weight)
 

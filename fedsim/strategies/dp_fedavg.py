@@ -397,7 +397,8 @@ evaluate_metrics_aggr_fn
             self.server_optimizer.metrics = metrics
         vector = self.server_optimizer.step(asked.vector[: len(update)], update)
         norm = float(update.norm())
-        self.report = replace(self.report, info=release.shown, update_norm=norm)
+        sides = {name: float(mean) for name, mean in release.sides.items()}
+        self.report = replace(self.report, info={**release.info, **sides}, update_norm=norm)
         arrays = array_record(to_arrays(vector, Layout.of(asked.server), asked.server))
         return arrays, metrics
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fedsim.mechanisms import NoiseSource, Normalization
-from fedsim.mechanisms.base import BareSum
+from fedsim.mechanisms.base import BareSum, Shaped
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.mechanisms.releaser import Releaser
 from fedsim.privacy import Accountant, Event, Ledger
@@ -137,8 +137,13 @@ def _after() -> Iterator[None]:
             grid.coarse.trunc_()
         return noised(self, total, *rest)
 
+    def unbounded(self: Normalization, y: torch.Tensor, ready: Any) -> Shaped:
+        norms = torch.linalg.vector_norm(y, dim=-1)
+        return Shaped(norms / norms, norms > 0, {})
+
     with (
-        patch.object(Normalization, "scales", lambda self, norms, *_, **__: norms / norms),
+        patch.object(Normalization, "shape_", unbounded),
+        patch.object(Normalization, "scaled", lambda *_: None),
         patch.object(Releaser, "noised", clipped),
     ):
         yield
@@ -159,7 +164,10 @@ def _layer() -> Iterator[None]:
         y[..., :left_out] = kept
         return found
 
-    with patch.object(scaling, "norms_", partial):
+    with (
+        patch.object(scaling, "norms_", partial),
+        patch.object(Normalization, "scaled", lambda *_: None),
+    ):
         yield
 
 
@@ -447,7 +455,10 @@ def _layers() -> Iterator[None]:
         factor = torch.ones_like(y[..., 0]).masked_fill_(bad, torch.nan)
         return shape_(self, y.clone(), ready)._replace(factor=factor)
 
-    with patch.object(Normalization, "shape_", layered):
+    with (
+        patch.object(Normalization, "shape_", layered),
+        patch.object(Normalization, "scaled", lambda *_: None),
+    ):
         yield
 
 
@@ -457,9 +468,12 @@ def _largest() -> Iterator[None]:
     from fedsim.mechanisms import scaling
 
     def largest(y: torch.Tensor) -> Any:
-        return y.abs().amax(-1), None
+        return y.abs().amax(-1), 1.0
 
-    with patch.object(scaling, "norms_", largest):
+    with (
+        patch.object(scaling, "norms_", largest),
+        patch.object(Normalization, "scaled", lambda *_: None),
+    ):
         yield
 
 

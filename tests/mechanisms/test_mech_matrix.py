@@ -95,7 +95,7 @@ def same_bytes(first, second) -> bool:
     return (
         all(a.numpy().tobytes() == b.numpy().tobytes() for a, b in pairs)
         and first.state.keys() == second.state.keys()
-        and first.shown == second.shown
+        and (first.info, first.sides) == (second.info, second.sides)
     )
 
 

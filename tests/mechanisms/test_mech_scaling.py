@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import AdaClip, Clipping, Normalization, NormBound
+from fedsim.mechanisms.base import Shaped, State
 from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.rows import DenseRows, Layout
 
@@ -146,6 +147,35 @@ def test_the_scale_of_a_non_finite_row_is_nan_and_of_a_zero_row_finite(
 ) -> None:
     scales = mechanism.scales(torch.tensor([NAN, 0.0]), {}, 1.0)
     assert scales.isnan().tolist() == [True, False]
+
+
+class Halved(Clipping):
+    """Does more to a row than clipping, in its own way."""
+
+    def shape_(self, y: Tensor, ready: State) -> Shaped:
+        shaped = super().shape_(y, ready)
+        return shaped._replace(factor=shaped.factor / 2)
+
+
+class Half:
+    def shape_(self, y: Tensor, ready: State) -> Shaped:
+        shaped = super().shape_(y, ready)  # type: ignore[misc]
+        return shaped._replace(factor=shaped.factor / 2)
+
+
+class Inherited(Half, Clipping):
+    """The same, from a class that is no bound."""
+
+
+def test_a_subclass_that_shapes_rows_in_its_own_way_is_summed_in_that_way() -> None:
+    rows = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
+    for mechanism in (Halved(1.0), Inherited(1.0)):
+        summing = releaser(mechanism, layout_of_rows(rows), 0.0, 6.0)
+        total = summing.start({})
+        total.add(DenseRows(rows))
+        mean = summing.release(total).mean
+        assert torch.allclose(mean, Clipping(1.0).bound(rows).double().mean(0) / 2, atol=1e-8)
+        assert torch.allclose(mean, mechanism.bound(rows).double().mean(0), atol=1e-8)
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,13 @@ def test_a_bound_of_the_users_own_is_declared_by_the_user_wherever_it_stands() -
         assert SAID not in str(strategy_after(cohort, mechanism).privacy_statement())
 
 
+def test_a_factor_that_a_users_bound_gives_never_takes_a_row_out_of_the_ball() -> None:
+    rows = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0], [np.nan, 1.0], [np.inf, 0.0]])
+    for mechanism in (Unbounded(), PerLayer(Unbounded())):
+        assert mechanism.bound(rows).norm(dim=1).tolist() == pytest.approx([1.0, 0.5, 0, 0, 0])
+        assert torch.equal(mechanism.bound(rows), Clipping(1.0).bound(rows))
+
+
 def test_the_tutorials_sampler_runs_and_its_event_follows_from_its_probabilities() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", TUTORIAL.read_text(encoding="utf-8"), re.S)
     names: dict[str, object] = {}
