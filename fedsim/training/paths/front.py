@@ -137,16 +137,15 @@ def _of_winners(
     layer: ConvLayer, past: Passed, delta: Tensor, below: bool
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Gradients of the inputs, where they are wanted, of the weight, and of a bias."""
-    places, padding = past.places, layer.module.padding
+    module, places = layer.module, past.places
     assert places is not None
-    assert not isinstance(padding, str)
-    down, across = padding
+    assert not isinstance(module.padding, str)
+    down, across = module.padding
     x = past.x.permute(0, 2, 3, 1)
     if down or across:
         x = F.pad(x, (0, 0, across, across, down, down))
     x = x.contiguous()
     height, width, channels = x.shape[1:]
-    module = layer.module
     kernel, stride = (module.kernel_size[0], module.kernel_size[1]), module.stride
     patches = _patches((height, width, channels), kernel, (stride[0], stride[1]))
     windows, places = (
