@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
@@ -129,7 +130,7 @@ class FlowerOptimizer(ServerOptimizer):
         return tensors(arrays)[_NAME].to(vector)
 
     def state(self) -> dict[str, Any]:
-        """The rounds it has seen, and every number, array and record that the strategy holds."""
+        """The rounds it has seen, and the numbers, words, arrays and records that it holds."""
         attributes = {name: _told(value) for name, value in vars(self._strategy).items()}
         told = {name: value for name, value in attributes.items() if value is not None}
         return {"rounds": self._round, "strategy": told}
@@ -159,8 +160,10 @@ def _without_its_counts() -> Iterator[None]:
 def _told(value: Any) -> dict[str, Any] | None:
     """What a strategy holds, as tensors and JSON; None for functions and the like."""
     match value:
-        case None | bool() | int() | float() | str():
-            return {"value": value}
+        case np.generic():
+            return {"value": value.item()}
+        case _ if _is_plain(value):
+            return {"value": copy.deepcopy(value)}
         case ArrayRecord():
             return {"record": {k: v.clone() for k, v in tensors(value).items()}}
         case np.ndarray():
@@ -170,6 +173,18 @@ def _told(value: Any) -> dict[str, Any] | None:
         case list() if all(isinstance(array, np.ndarray) for array in value):
             return {"list": {str(i): torch.from_numpy(v.copy()) for i, v in enumerate(value)}}
     return None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON says it as it is."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return True
+        case list():
+            return all(map(_is_plain, value))
+        case dict():
+            return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
+    return False
 
 
 def _taken(told: Mapping[str, Any]) -> Any:
@@ -184,7 +199,7 @@ def _taken(told: Mapping[str, Any]) -> Any:
             return {name: array.numpy().copy() for name, array in value.items()}
         case "list":
             return [value[str(i)].numpy().copy() for i in range(len(value))]
-    return value
+    return copy.deepcopy(value)
 
 
 def _plain(record: ArrayRecord) -> ArrayRecord:

@@ -33,6 +33,8 @@ from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping, NoPrivacy
 from fedsim.randomness import Randomness
 from fedsim.strategies import DPFedAvg
+from fedsim.strategies.flower_optimizer import FlowerOptimizer
+from fedsim.strategies.state import joined, parted
 from fedsim.training import Trainer
 
 
@@ -143,6 +145,20 @@ def pulled_app() -> ClientApp:
     made = ClientApp()
     made.train()(train)
     return made
+
+
+def test_what_a_strategy_of_ones_own_remembers_outlives_its_process() -> None:
+    held = {"losses": [2.5, 1.0], "best": {"loss": 1.0, "round": 2}, "mean": np.float32(0.5),
+            "seen": np.int64(7), "sums": [np.ones(2)], "nothing": [], "name": "ada"}  # fmt: skip
+    first, second = FedAvg(), FedAvg()
+    vars(first).update(held)
+    state = FlowerOptimizer(first).state()
+    held["losses"].append(9.0)  # type: ignore[attr-defined]
+    FlowerOptimizer(second).restore(joined(*parted(state)))
+    assert vars(second)["losses"] == [2.5, 1.0]
+    for name in ("best", "mean", "seen", "nothing", "name"):
+        assert vars(second)[name] == held[name]
+    np.testing.assert_array_equal(vars(second)["sums"][0], np.ones(2))
 
 
 def test_a_pull_that_follows_the_clients_loss_is_what_it_is_in_flowers_own_loop() -> None:
