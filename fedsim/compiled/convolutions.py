@@ -12,15 +12,11 @@ import ctypes
 import functools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fedsim.compiled.building import library
-from fedsim.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fedsim.lazy import Tensor, torch
 
 __all__ = ["Patches", "input_gradient", "weight_gradient"]
 
