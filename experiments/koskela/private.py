@@ -134,7 +134,7 @@ class KoskelaPrivate(Koskela):
                 PaperClaim(
                     f"4-best-sigma{sigma:g}",
                     "Fig. 4",
-                    f"at sigma = {sigma:g}, ADADP is within {s.margin:g} points of the best Adam",
+                    f"at sigma = {sigma:g}, ADADP is within {_points(s.margin)} of the best Adam",
                     _no_worse(ahead, s.margin),
                     ahead.text,
                 )
@@ -171,7 +171,7 @@ class KoskelaPrivate(Koskela):
                 PaperClaim(
                     f"starts-sigma{sigma:g}",
                     "Fig. 4",
-                    f"at sigma = {sigma:g}, ADADP ends within {s.margin:g} points from whatever "
+                    f"at sigma = {sigma:g}, ADADP ends within {_points(s.margin)} from whatever "
                     "eta_0",
                     inside.positive,
                     f"{s.margin - inside.mean:.2f} points apart "
@@ -190,13 +190,14 @@ class KoskelaPrivate(Koskela):
         """Figure 5."""
         s = self.settings
         first = s.sigmas[0]
-        once, _, chosen = _best(scores, SGD, s.rates, first)
+        once = _best(scores, SGD, s.rates, first)[0]
         title = f"Fig. 5: SGD's rate tuned at $\\sigma$ = {first:g} and reused\n{self._where}"
         rows: list[list[str | float | None]] = []
-        panels, figures, claims = [], {}, []
+        panels, figures, claims, choices = [], {}, [], []
         for sigma in s.sigmas:
             reused = scores[_name(SGD, once, sigma)]
-            again, tuned, _ = _best(scores, SGD, s.rates, sigma)
+            again, tuned, chosen = _best(scores, SGD, s.rates, sigma)
+            choices.append(chosen)
             adaptive = adadp[sigma]
             rows.append(
                 [
@@ -228,7 +229,7 @@ class KoskelaPrivate(Koskela):
         ]  # fmt: skip
         table = Table("figure5", title.replace("$\\sigma$", "sigma"), columns, rows)
         picture = curves(title, panels, xlabel="epoch", first=1, width=max(2.9 * len(panels), 7.5))
-        return Report([table], figures, claims, {"figure5": picture}, [chosen])
+        return Report([table], figures, claims, {"figure5": picture}, choices)
 
 
 def _ranked(
@@ -249,6 +250,10 @@ def _best(
 def _no_worse(ahead: Difference, margin: float) -> bool | None:
     """Whether the first is at most the margin behind, by the interval."""
     return True if ahead.low >= -margin else False if ahead.high < -margin else None
+
+
+def _points(margin: float) -> str:
+    return f"{margin:g} point{'s' * (margin != 1)}"
 
 
 def _panel(sigma: float, epsilon: float) -> str:
