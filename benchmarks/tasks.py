@@ -3,9 +3,9 @@
     python -m benchmarks.tasks                              # all of them, and the table anew
     python -m benchmarks.tasks --tasks tabular --engines local ray
 
-Each cell is one command, in a copy of the example's folder with data as its tests make them. Runs
-are a few rounds long, the same on all engines. CPU seconds are of the command and of every process
-that it starts, with starting up.
+Each cell is one command, in a copy of the example's folder with few examples and clients, which the
+table says. Runs are a few rounds long, the same on all engines. CPU seconds are of the command and
+of every process that it starts, with starting up.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ RESULTS = Path(__file__).with_name("results") / "tasks.json"
 PAGE = ROOT / "docs" / "tasks.md"
 BEGIN, END = "<!-- made by python -m benchmarks.tasks -->\n", "<!-- end -->\n"
 ENGINES = ("local", "ray", "simulation", "deployment")
-SETTINGS = {
-    "local": [],
-    "ray": ["engine.workers=2", "engine.cpus-per-worker=0.1"],
-    "simulation": [],
-    "deployment": [],
-}
-CLIENT = ["mechanism.name=clipping", "mechanism.clip-norm=0.5", "noise.multiplier=0.3"]
+# In a deployment seeds are the system's, unless it is told otherwise.
+COMMON = ["noise.entropy=config", "engine.device=cpu"]
+SETTINGS = {"ray": ["engine.workers=2", "engine.cpus-per-worker=0.1"]}
+# Weighting is a setting of no mechanism.
+CLIENT = [
+    "mechanism.weighting=",
+    "mechanism.name=clipping",
+    "mechanism.clip-norm=0.5",
+    "noise.multiplier=0.3",
+]
 EXAMPLE = ["client.mechanism.name=clipping", "client.noise.multiplier=0.7"]
 # Metrics of clients' own test examples are shown here, and no noise protects those.
 SHOWN = ["evaluate.unprotected=true"]
@@ -52,24 +55,37 @@ class Row:
     ----------
     task, config : str
         The example's folder, and a file in it.
+    method : str
+        What the table calls it.
     level : str
-    settings : tuple of str
-        Beside those of the config.
+    clients, rounds : int
     column : str
         Of metrics.csv, which is shown.
+    settings : tuple of str
+        Beside those of the config.
     """
 
     task: str
     config: str
+    method: str
     level: str
-    settings: tuple[str, ...]
+    clients: int
+    rounds: int
     column: str
-    small: dict[str, int] | None = None
+    settings: tuple[str, ...]
 
     @property
     def name(self) -> str:
         """What the table calls it."""
-        return f"{self.task}: {self.config}"
+        return self.task if self.method == "run" else f"{self.task}: {self.method}"
+
+    @property
+    def all_settings(self) -> list[str]:
+        """What is set beside the config."""
+        return [f"rounds={self.rounds}", f"partition.clients={self.clients}", *self.settings]
+
+
+ADDED = {"none": [], "client": [*CLIENT, *SHOWN], "example": [*EXAMPLE, *SHOWN]}
 
 
 def _levels(
@@ -77,37 +93,51 @@ def _levels(
     config: str,
     column: str,
     *settings: str,
-    small: dict[str, int] | None = None,
+    clients: int,
+    rounds: int,
     levels: str = "none client example",
+    method: str = "",
 ) -> Iterator[Row]:
-    added = {"none": [], "client": [*CLIENT, *SHOWN], "example": [*EXAMPLE, *SHOWN]}
     for level in levels.split():
-        yield Row(task, config, level, (*settings, *added[level]), column, small)
+        changes = (*settings, *ADDED[level])
+        yield Row(task, config, method or config, level, clients, rounds, column, changes)
 
 
-TEXT = {"MOST": 12, "LENGTH": 8}
-PFL = {"MOST": 4, "IMAGES": 200}
-IMAGES = ("data.name=made-up.npz", "client.steps=2", "client.epochs=1", "partition.clients=4")
+SMALL: dict[str, dict[str, object]] = {
+    "tabular": {"SHARES": (0.5, 0.3, 0.2)},
+    "personal": {"WRITERS": 4},
+    "text": {"MODULES": ["argparse", "calendar", "csv"], "MOST": 12, "LENGTH": 8},
+    "pfl": {"MODULES": ["argparse", "calendar", "enum"], "USERS": 1, "MOST": 4, "IMAGES": 200},
+}
+"""What of a task's data is made smaller: names in its make_data.py."""
+FIRST = {"lora": "transformer"}
+"""Which run must have left its model before another."""
+IMAGES = ("data.name=made-up.npz", "cohort.size=2")
+FEDREP = ("client.name=fedrep", "client.head-steps=8", "client.head-lr=0.3")
 ROWS = [
-    *_levels("tabular", "run", "test-auc", "rounds=5"),
-    *_levels("regression", "run", "test-r2", "rounds=5", "partition.clients=5"),
-    *_levels("labels", "run", "test-f1", "rounds=5", "partition.clients=5"),
-    *_levels("personal", "fedavg", "clients-accuracy", "rounds=5"),
-    *_levels("personal", "fedper", "clients-accuracy", "rounds=5"),
-    *_levels("personal", "fedbn", "clients-accuracy", "rounds=5", levels="none client"),
-    *_levels("personal", "ditto", "clients-accuracy", "rounds=5", levels="none client"),
-    *_levels("drift", "fedavg", "test-accuracy", "rounds=5"),
-    *_levels("drift", "scaffold", "test-accuracy", "rounds=5", levels="none"),
-    *_levels("drift", "fednova", "test-accuracy", "rounds=5", levels="none"),
-    *_levels("text", "lstm", "test-perplexity", "rounds=3", small=TEXT),
-    *_levels("text", "transformer", "test-perplexity", "rounds=3", small=TEXT),
-    *_levels(
-        "resnet", "run", "test-accuracy", "rounds=1", *IMAGES, "cohort.size=2",
-        "data.normalize=false", "client.batch-size=2", levels="none client",
-    ),
-    *_levels("pfl", "cifar10", "test-accuracy", "rounds=2", *IMAGES, "cohort.size=2", small=PFL,
-             levels="none"),
-    *_levels("pfl", "words", "test-perplexity", "rounds=2", small=PFL, levels="none client"),
+    *_levels("tabular", "run", "test-auc", clients=3, rounds=5),
+    *_levels("regression", "run", "test-r2", clients=5, rounds=5),
+    *_levels("labels", "run", "test-f1", clients=5, rounds=5),
+    *_levels("personal", "fedavg", "clients-accuracy", clients=4, rounds=5),
+    *_levels("personal", "fedper", "clients-accuracy", clients=4, rounds=5),
+    *_levels("personal", "fedper", "clients-accuracy", *FEDREP, clients=4, rounds=5,
+             levels="none client", method="fedrep"),
+    *_levels("personal", "fedbn", "clients-accuracy", clients=4, rounds=5, levels="none client"),
+    *_levels("personal", "ditto", "clients-accuracy", clients=4, rounds=5, levels="none client"),
+    *_levels("drift", "fedavg", "test-accuracy", clients=10, rounds=5, levels="none"),
+    *_levels("drift", "fedavg", "test-accuracy", "cohort.size=2", clients=3, rounds=5,
+             levels="client example"),
+    *_levels("drift", "scaffold", "test-accuracy", clients=10, rounds=5, levels="none"),
+    *_levels("drift", "fednova", "test-accuracy", clients=10, rounds=5, levels="none"),
+    *_levels("text", "lstm", "test-perplexity", clients=3, rounds=3),
+    *_levels("text", "transformer", "test-perplexity", clients=3, rounds=3),
+    *_levels("text", "lora", "test-perplexity", clients=3, rounds=3, levels="none client"),
+    *_levels("resnet", "run", "test-accuracy", *IMAGES, "client.steps=2", "client.epochs=1",
+             "data.normalize=false", "client.batch-size=2", clients=2, rounds=1,
+             levels="none client"),
+    *_levels("pfl", "cifar10", "test-accuracy", *IMAGES, clients=2, rounds=2,
+             levels="none client"),
+    *_levels("pfl", "words", "test-perplexity", clients=3, rounds=2, levels="none client"),
 ]  # fmt: skip
 
 
@@ -115,7 +145,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     tasks = list(dict.fromkeys(row.task for row in ROWS))
     parser.add_argument("--tasks", nargs="*", default=tasks, choices=tasks)
-    parser.add_argument("--engines", nargs="*", default=ENGINES[:3], choices=ENGINES)
+    parser.add_argument("--engines", nargs="*", default=ENGINES, choices=ENGINES)
+    methods = list(dict.fromkeys(row.method for row in ROWS))
+    parser.add_argument("--methods", nargs="*", default=methods, choices=methods)
     levels = ["none", "client", "example"]
     parser.add_argument("--levels", nargs="*", default=levels, choices=levels)
     options = parser.parse_args()
@@ -126,14 +158,47 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / task
             shutil.copytree(ROOT / "examples" / task, folder)
-            _make_data(folder, next(row.small or {} for row in ROWS if row.task == task))
-            for row in (r for r in ROWS if r.task == task and r.level in options.levels):
+            _make_data(folder, SMALL.get(task, {}))
+            for row in ROWS:
+                asked = row.level in options.levels and row.method in options.methods
+                if row.task != task or not asked:
+                    continue
+                if row.config in FIRST:
+                    _run_first(task, FIRST[row.config], folder)
                 for engine in options.engines:
                     cell = measure(row, engine, folder)
-                    cells[f"{row.name}: {row.level}: {engine}"] = cell
+                    cells[_key(row, engine)] = cell
                     print(row.name, row.level, engine, cell, flush=True)
                     _keep(cells)
     PAGE.write_text(page())
+
+
+def _key(row: Row, engine: str) -> str:
+    return f"{row.task}: {row.method}: {row.level}: {engine}"
+
+
+def _run_first(task: str, config: str, folder: Path) -> None:
+    """Leave the model of a config that another starts from, if it is not there."""
+    row = next(r for r in ROWS if (r.task, r.config, r.level) == (task, config, "none"))
+    out = folder / "runs" / f"{task}-{config}"
+    if not out.exists():
+        subprocess.run(
+            _command(row, "local", out), cwd=folder, env=_environment(), check=True,
+            capture_output=True,
+        )  # fmt: skip
+
+
+def _command(row: Row, engine: str, out: Path) -> list[str]:
+    command = [sys.executable, "-m", "fedsim", "run", f"{row.config}.toml", "--out", str(out)]
+    settings = [*COMMON, *SETTINGS.get(engine, []), *row.all_settings]
+    for setting in (f"engine.name={engine}", *settings):
+        command += ["--set", setting]
+    return command
+
+
+def _environment() -> dict[str, str]:
+    paths = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 
 def measure(row: Row, engine: str, folder: Path) -> dict[str, object]:
@@ -141,14 +206,10 @@ def measure(row: Row, engine: str, folder: Path) -> dict[str, object]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     out = folder / "out"
     shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, "-m", "fedsim", "run", f"{row.config}.toml", "--out", str(out)]
-    for setting in (f"engine.name={engine}", *SETTINGS[engine], *row.settings):
-        command += ["--set", setting]
-    paths = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+        _command(row, engine, out), cwd=folder, env=_environment(), capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
     _wait_for_all()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -165,7 +226,7 @@ def measure(row: Row, engine: str, folder: Path) -> dict[str, object]:
     }
 
 
-def _make_data(folder: Path, small: dict[str, int]) -> None:
+def _make_data(folder: Path, small: dict[str, object]) -> None:
     if not (folder / "make_data.py").exists():
         return
     code = (
@@ -208,20 +269,22 @@ def page() -> str:
 
 def _table(cells: dict[str, dict[str, object]]) -> Iterator[str]:
     yield (
-        "| task | level | epsilon | measured | reached | "
+        "| task | level | clients x rounds | epsilon | measured | reached | model | "
         + " | ".join(f"{engine}, CPU s" for engine in ENGINES)
         + " |"
     )
-    yield "| --- " * (5 + len(ENGINES)) + "|"
+    yield "| --- " * (7 + len(ENGINES)) + "|"
     for row in ROWS:
-        by_engine = {e: cells.get(f"{row.name}: {row.level}: {e}") for e in ENGINES}
+        by_engine = {engine: cells.get(_key(row, engine)) for engine in ENGINES}
         told = [cell for cell in by_engine.values() if cell is not None and "reached" in cell]
         if not told:
             continue
-        costs = [_cost(cell, told[0]) for cell in by_engine.values()]
+        size = f"{row.clients} x {row.rounds}"
         epsilon = f"{told[0]['epsilon']:.3g}" if row.level != "none" else ""
-        reached = f"{told[0]['reached']:.4g}"
-        yield " | ".join([f"| {row.name}", row.level, epsilon, row.column, reached, *costs]) + " |"
+        reached, model = f"{told[0]['reached']:.4g}", f"`{str(told[0]['model'])[:8]}`"
+        shown = [row.name, row.level, size, epsilon, row.column, reached, model]
+        costs = [_cost(cell, told[0]) for cell in by_engine.values()]
+        yield f"| {' | '.join([*shown, *costs])} |"
 
 
 def _cost(cell: dict[str, object] | None, first: dict[str, object]) -> str:
