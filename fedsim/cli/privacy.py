@@ -220,6 +220,8 @@ def privacy(
         console.print(group_cost(answer.events, owned, question.delta).sentence(question.level))
     if read.extrapolated is not None and rounds is None:
         console.print(read.extrapolated.sentence())
+    for sentence in read.declared:
+        console.print(sentence)
     if math.isfinite(answer.cost.epsilon):
         console.print(tradeoff_table(tradeoff(answer.events)))
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedsim.config import RunConfig
 from fedsim.config.plan import beside, cohort, extrapolation, realised
+from fedsim.config.things import make
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Question, Statement
+from fedsim.privacy.adversary import BOUND_DECLARED, SAMPLER_DECLARED
 from fedsim.privacy.archive import archived
 from fedsim.privacy.extrapolation import Extrapolation
+from fedsim.privacy.inclusion import declared_by_user, of_user
 from fedsim.privacy.parallel import dearest
 from fedsim.reports.record import clients_ledgers, read_config
 
@@ -35,6 +39,10 @@ class Source:
         Of the run.
     extrapolated : Extrapolation or None
         Of a config whose noise is a larger cohort's.
+    group : int
+        How many clients one person may own, as a config says.
+    declared : tuple of str
+        Sentences on what a config's user answers for.
     """
 
     question: Question = field(default_factory=Question)
@@ -44,6 +52,7 @@ class Source:
     directory: Path | None = None
     extrapolated: Extrapolation | None = None
     group: int = 1
+    declared: tuple[str, ...] = ()
 
     def statements(self, delta: float) -> list[Statement]:
         """What its ledgers say: of the server's releases where it made private ones, and of the
@@ -77,7 +86,12 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
     if source.suffix == ".toml":
         config = RunConfig.load(source, overrides)
         figure = extrapolation(config, config.rounds)
-        return Source(_configured(config), extrapolated=figure, group=config.privacy.group)
+        return Source(
+            _configured(config),
+            extrapolated=figure,
+            group=config.privacy.group,
+            declared=tuple(_declared(config)),
+        )
     if not source.is_dir():
         ledger = Ledger.read(source)
         return Source(_continued(ledger, _delta(source.parent, delta)), ledger, ledger)
@@ -150,6 +164,15 @@ def _configured(config: RunConfig) -> Question:
         delta=noise.delta,
         simulated=_simulated(config),
     ).about(cohort(config).event(noise.multiplier or 0.0))
+
+
+def _declared(config: RunConfig) -> Iterator[str]:
+    """What is the user's own, and believed."""
+    if config.private and declared_by_user(cohort(config)):
+        yield SAMPLER_DECLARED
+    private = ((config.mechanism, config.private), (config.client.mechanism, config.client.private))
+    if any(protects and of_user(make(table)) for table, protects in private):
+        yield BOUND_DECLARED
 
 
 def _simulated(config: RunConfig) -> bool:

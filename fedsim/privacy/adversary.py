@@ -9,11 +9,20 @@ from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.entry import DECLARED, Entry, Fact
 from fedsim.privacy.events import Adjacency, Event, Level
 
-__all__ = ["NOT_COVERED", "adversary", "public_facts"]
+__all__ = ["BOUND_DECLARED", "NOT_COVERED", "SAMPLER_DECLARED", "adversary", "public_facts"]
 
 NOT_COVERED = (
     "what the operator sees and logs: who was asked, who replied, who failed and why, when",
     "metrics of clients' data, where evaluate.unprotected releases them",
+)
+
+SAMPLER_DECLARED = (
+    "Declared by the user: that the sampler draws what its event says was not derived from "
+    "inclusion probabilities."
+)
+BOUND_DECLARED = (
+    "Declared by the user: that the bound, which is none of fedsim's, makes no row longer than "
+    "it says."
 )
 
 
@@ -104,15 +113,9 @@ def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
             "the loss, not proved."
         )
     if any(entry.declared_by_user for entry in entries):
-        sentences.append(
-            "Declared by the user: that the sampler draws what its event says was not derived "
-            "from inclusion probabilities."
-        )
+        sentences.append(SAMPLER_DECLARED)
     if DECLARED in _facts(entries).get("bound", ()):
-        sentences.append(
-            "Declared by the user: that the bound, which is none of fedsim's, makes no row longer "
-            "than it says."
-        )
+        sentences.append(BOUND_DECLARED)
     return sentences
 
 

@@ -116,6 +116,21 @@ def test_a_config_says_what_it_costs(config):
     assert "everybody" in changed
 
 
+def test_what_is_the_users_own_is_said_before_a_run_too(config, tmp_path, monkeypatch):
+    (tmp_path / "believed.py").write_text(
+        "from fedsim.cohorts import PoissonCohort\nfrom fedsim.mechanisms import Clipping\n"
+        "class Mine(PoissonCohort):\n    pass\nclass Tight(Clipping):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "Declared by the user" not in ask(config)
+    sampler = ("--set", "cohort.name=believed:Mine", "--set", "cohort.rate=")
+    said = ask(config, *sampler, "--set", "cohort.options.rate=0.2")
+    assert "Declared by the user: that the sampler" in said
+    bound = ("--set", "mechanism.name=believed:Tight", "--set", "mechanism.clip-norm=")
+    said = ask(config, *bound)
+    assert "Declared by the user: that the bound" in said
+
+
 def test_options_replace_what_a_config_says(config):
     cohort = PoissonCohort(0.2)
     said = ask(config, "--target-epsilon", "2", "--rounds", "10")
