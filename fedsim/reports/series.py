@@ -66,7 +66,7 @@ def learning_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
     return metrics
 
 
-_ABBREVIATIONS = {name: name.upper() for name in ("auc", "f1", "mae", "mse", "r2", "rmse")}
+_ABBREVIATION = re.compile(r"\b(auc|f1|mae|mse|r2|rmse)\b")
 
 
 def spoken(column: str, *, title: bool = False) -> str:
@@ -77,7 +77,7 @@ def spoken(column: str, *, title: bool = False) -> str:
     >>> spoken("test-auc"), spoken("average-precision", title=True), spoken("rmse", title=True)
     ('test AUC', 'Average precision', 'RMSE')
     """
-    text = " ".join(_ABBREVIATIONS.get(word, word) for word in column.split("-"))
+    text = _ABBREVIATION.sub(lambda match: match[0].upper(), column.replace("-", " "))
     return text[:1].upper() + text[1:] if title else text
 
 

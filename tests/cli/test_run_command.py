@@ -58,7 +58,7 @@ def config(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (["task.metrics=top-k(k=2),f1"], ["test top k 2", "test f1", "test loss"]),
+        (["task.metrics=top-k(k=2),f1"], ["test top k 2", "test F1", "test loss"]),
         (
             ["mechanism.name=none", "evaluate.every=0", "evaluate.clients-every=1"],
             ["clients' accuracy", "clients' loss"],
