@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.framework.base import BestOfGrid, PaperClaim, Report, Result, Settings, Table
@@ -34,8 +35,8 @@ class KoskelaScaleSettings(ConfigRunsSettings):
     horizons : list of int
         Rounds at which the two are compared; the longest is run.
     images, widths : list of int
-        Examples a client, and hidden units, at the first horizon's length; the run's own are taken
-        from the beginning of the longest run.
+        Examples a client, and hidden units, compared at the first horizon; the run's own are taken
+        from the beginning of the longest run. The most images are followed to every horizon.
     """
 
     rates: list[float]
@@ -61,14 +62,13 @@ class KoskelaScale(Koskela):
     def _scales(self) -> dict[str, dict[str, Scalar]]:
         s = self.settings
         scales: dict[str, dict[str, Scalar]] = {_BASE: {"rounds": max(s.horizons)}}
-        for names, key in (
-            (self._by_images, "partition.max-examples"),
-            (self._by_width, "model.widths"),
-        ):
-            for n, name in names.items():
-                if name != _BASE:
-                    value = str(n) if key == "model.widths" else n
-                    scales[name] = {"rounds": min(s.horizons), key: value}
+        for n, name in self._by_images.items():
+            rounds = max(s.horizons) if n == max(s.images) else min(s.horizons)
+            if name != _BASE:
+                scales[name] = {"rounds": rounds, "partition.max-examples": n}
+        for n, name in self._by_width.items():
+            if name != _BASE:
+                scales[name] = {"rounds": min(s.horizons), "model.widths": str(n)}
         return scales
 
     @property
@@ -92,8 +92,9 @@ class KoskelaScale(Koskela):
 
     def report(self, results: Mapping[str, Result]) -> Report:
         """Gaps by rounds, images and width."""
-        s = self.settings
+        s, most = self.settings, max(self.settings.images)
         points = {f"{h} rounds": (_BASE, h) for h in s.horizons}
+        points |= {_of_most(h, most): (self._by_images[most], h) for h in s.horizons}
         points |= {f"{n} images": (name, min(s.horizons)) for n, name in self._by_images.items()}
         points |= {
             f"{n} hidden units": (name, min(s.horizons)) for n, name in self._by_width.items()
@@ -116,31 +117,42 @@ class KoskelaScale(Koskela):
             figures[f"gap {name}"] = gaps[name].mean
             rows.append([name, over_seeds(adadp)[0], over_seeds(sgd[choice.value])[0],
                          f"{choice.value:g}", gaps[name].text])  # fmt: skip
-        first, last = (gaps[f"{horizon} rounds"] for horizon in (min(s.horizons), max(s.horizons)))
         columns = ["scale", "ADADP, eta kept (%)", "SGD, tuned (%)", "its rate", "gap (points)"]
         return Report(
             tables=[Table("gaps", f"ADADP against tuned SGD\n{self._where}", columns, rows)],
             figures=figures,
-            claims=[
-                PaperClaim(
-                    "ahead",
-                    PANEL,
-                    f"after {max(s.horizons)} rounds ADADP is ahead of rate-tuned SGD",
-                    last.positive,
-                    last.text,
-                ),
-                PaperClaim(
-                    "closer",
-                    PANEL,
-                    f"ADADP's gap to SGD is better after {max(s.horizons)} rounds than after "
-                    f"{min(s.horizons)}",
-                    _grown(first, last),
-                    f"{first.text}, then {last.text}",
-                ),
-            ],
+            claims=[claim for more in (False, True) for claim in self._claims(gaps, more=more)],
             pictures={"gaps": self._picture(gaps)},
             choices=choices,
         )
+
+    def _claims(self, gaps: Mapping[str, Difference], *, more: bool) -> list[PaperClaim]:
+        """What becomes of the gap over the rounds, at the run's own or at ``more`` images."""
+        s = self.settings
+        images = max(s.images) if more else self.base.partition.max_examples
+        first, last = (
+            gaps[_of_most(horizon, images) if more else f"{horizon} rounds"]
+            for horizon in (min(s.horizons), max(s.horizons))
+        )
+        ending = "-images" if more else ""
+        return [
+            PaperClaim(
+                f"ahead{ending}",
+                PANEL,
+                f"after {max(s.horizons)} rounds of {images:,} images a client ADADP is ahead of "
+                "rate-tuned SGD",
+                last.positive,
+                last.text,
+            ),
+            PaperClaim(
+                f"closer{ending}",
+                PANEL,
+                f"with {images:,} images a client ADADP's gap to SGD is better after "
+                f"{max(s.horizons)} rounds than after {min(s.horizons)}",
+                _grown(first, last),
+                f"{first.text}, then {last.text}",
+            ),
+        ]
 
     @property
     def _where(self) -> str:
@@ -156,30 +168,47 @@ class KoskelaScale(Koskela):
         return finals
 
     def _picture(self, gaps: Mapping[str, Difference]) -> Figure:
-        s = self.settings
-        axes_of: list[tuple[str, Sequence[int], str]] = [
-            ("rounds", s.horizons, "rounds"),
-            ("images", s.images, "images a client"),
-            ("hidden units", s.widths, "hidden units"),
-        ]
-        title = f"ADADP's accuracy less that of tuned SGD\n{self._where}"
+        s, most = self.settings, max(self.settings.images)
+        title = (
+            f"ADADP's accuracy less that of tuned SGD, one scale varied at a time\n{self._where}"
+        )
         figure, panels = grid(1, 3, title=title, width=11, height=4)
-        for panel, (word, values, label) in zip(panels, axes_of, strict=True):
-            shown = [gaps[f"{value} {word}"] for value in values]
-            panel.errorbar(
-                values,
-                [gap.mean for gap in shown],
-                np.array([[gap.mean - gap.low, gap.high - gap.mean] for gap in shown]).T,
-                **curve_style(COLOURS["normalization"]),
-                capsize=3,
-            )
+        by_rounds = [gaps[f"{h} rounds"] for h in s.horizons]
+        label = f"{self.base.partition.max_examples:,} images a client"
+        _draw(panels[0], s.horizons, by_rounds, "normalization", label)
+        by_rounds = [gaps[_of_most(h, most)] for h in s.horizons]
+        _draw(panels[0], s.horizons, by_rounds, "third", f"{most:,} images a client")
+        panels[0].legend(frameon=False, fontsize=8, loc="lower right")
+        _draw(panels[1], s.images, [gaps[f"{n} images"] for n in s.images], "normalization")
+        _draw(panels[2], s.widths, [gaps[f"{n} hidden units"] for n in s.widths], "normalization")
+        for panel, words in zip(panels, ("rounds", "images a client", "hidden units"), strict=True):
             panel.axhline(0, color=COLOURS["clipping"], linewidth=1, linestyle="--")
-            panel.set_xscale("log")
-            panel.set_xticks(values, [f"{value:,}" for value in values])
-            panel.minorticks_off()
-            panel.set_xlabel(label)
+            panel.set_xlabel(words)
+            panel.sharey(panels[0])
         panels[0].set_ylabel("points; bars: intervals at 95 %")
         return figure
+
+
+def _draw(
+    panel: Axes, values: Sequence[int], gaps: Sequence[Difference], colour: str, label: str = ""
+) -> None:
+    """Gaps with their intervals against a scale."""
+    panel.errorbar(
+        values,
+        [gap.mean for gap in gaps],
+        np.array([[gap.mean - gap.low, gap.high - gap.mean] for gap in gaps]).T,
+        **{**curve_style(COLOURS[colour]), "markevery": 1},
+        capsize=3,
+        label=label or None,
+    )
+    panel.set_xscale("log")
+    panel.set_xticks(values, [f"{value:,}" for value in values])
+    panel.minorticks_off()
+
+
+def _of_most(horizon: int, images: int) -> str:
+    """Name of a point of the runs with the most images."""
+    return f"{horizon} rounds of {images} images"
 
 
 def _grown(before: Difference, after: Difference) -> bool | None:

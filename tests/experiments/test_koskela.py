@@ -238,10 +238,10 @@ def test_gap_to_tuned_sgd_is_taken_at_every_scale_and_horizon(data: Path) -> Non
     report = experiment.report(results)
     assert report.figures["gap 20 rounds"] == pytest.approx(60 + 30 * 18 / 200 - 80)
     assert report.figures["gap 200 rounds"] == pytest.approx(90 - 30 * 2 / 200 - 80)
-    names = ("ahead", "closer")
+    names = ("ahead", "closer", "ahead-images", "closer-images")
     assert {claim.name: claim.holds for claim in report.claims} == dict.fromkeys(names, True)
     assert not any(choice.at_edge for choice in report.choices)
-    axes = ("horizons", "images", "widths")
+    axes = ("horizons", "horizons", "images", "widths")  # rounds with few images, and with many
     assert len(report.tables[0].rows) == sum(len(settings[axis]) for axis in axes)
 
 
