@@ -19,7 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -187,13 +187,15 @@ def load(key: str, name: str) -> Callable[..., Any]:
 @contextmanager
 def current_directory_importable() -> Iterator[None]:
     """Let the user's files be found first, as they are under ``python file.py``."""
-    before = list(sys.path)
-    sys.path.insert(0, os.getcwd())
+    directory = os.getcwd()
+    sys.path.insert(0, directory)
     importlib.invalidate_caches()
     try:
         yield
     finally:
-        sys.path[:] = before
+        # What others have put there meanwhile stays: Ray does, when another thread imports it.
+        with suppress(ValueError):
+            sys.path.remove(directory)
 
 
 def _find(key: str, name: str) -> Callable[..., Any]:

@@ -85,6 +85,16 @@ def test_listing_what_there_is_waits_for_nothing() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_what_others_put_on_the_path_while_a_users_file_is_found_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = list(sys.path)
+    monkeypatch.setattr(sys, "path", list(before))
+    with registry.current_directory_importable():
+        sys.path.insert(0, "/of/another/thread")
+    assert sys.path == ["/of/another/thread", *before]
+
+
 @pytest.mark.parametrize("kind", sorted(registry.PACKAGES))
 def test_every_setting_of_every_thing_is_described(kind: str) -> None:
     filled = {"clients", "seed", "population", "adjacency", "path"}
