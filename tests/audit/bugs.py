@@ -85,14 +85,14 @@ honest_draw = Poisson.draw
 class Silent(np.random.Generator):
     """Draws nothing but zeros."""
 
-    def standard_normal(self, size=None, *_):  # type: ignore[no-untyped-def]
+    def standard_normal(self, size=None, *_):
         return np.zeros(size)
 
 
 class Scaled(np.random.Generator):
     factor = 0.9
 
-    def standard_normal(self, size=None, *_):  # type: ignore[no-untyped-def]
+    def standard_normal(self, size=None, *_):
         return self.factor * super().standard_normal(size)
 
 
@@ -101,7 +101,7 @@ class Following(np.random.Generator):
 
     before: np.random.Generator
 
-    def standard_normal(self, size=None, *_):  # type: ignore[no-untyped-def]
+    def standard_normal(self, size=None, *_):
         fresh = super().standard_normal(size)
         return 0.05 * self.before.standard_normal(size) + (1 - 0.05**2) ** 0.5 * fresh
 
@@ -286,7 +286,7 @@ def _laplace() -> AbstractContextManager[object]:
 @bug("every second round the negative of the one before")
 def _antithetic() -> AbstractContextManager[object]:
     class Negative(np.random.Generator):
-        def standard_normal(self, size=None, *_):  # type: ignore[no-untyped-def]
+        def standard_normal(self, size=None, *_):
             return -super().standard_normal(size)
 
     def change(randomness: Randomness, address: dict[str, Any]) -> np.random.Generator:

@@ -65,7 +65,7 @@ def same_noise() -> Iterator[None]:
 
 @contextmanager
 def twice_the_rate() -> Iterator[None]:
-    def drawn(samplers, *rest):  # type: ignore[no-untyped-def]
+    def drawn(samplers, *rest):
         return draw_poisson([replace(s, rate=2 * s.rate) for s in samplers], *rest)
 
     with patch("fedsim.training.batches.draw_poisson", drawn):
@@ -76,7 +76,7 @@ def twice_the_rate() -> Iterator[None]:
 def counted_twice() -> Iterator[None]:
     add = PartialSum.add_owners
 
-    def added(self, rows, weights, counts, owners=slice(None), **rest):  # type: ignore[no-untyped-def]
+    def added(self, rows, weights, counts, owners=slice(None), **rest):
         add(self, rows, weights, counts, owners, **rest)
         add(self, rows, weights, counts, owners, **rest)
 
@@ -93,6 +93,6 @@ def counted_twice() -> Iterator[None]:
         (counted_twice, "what each example adds"),
     ],
 )
-def test_a_bug_in_local_training_is_caught(bug, seen_by: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_bug_in_local_training_is_caught(bug, seen_by: str) -> None:
     with bug():
         assert seen_by in refuted(Clipping(1.0))

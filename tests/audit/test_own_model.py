@@ -41,7 +41,7 @@ def test_a_run_that_is_as_it_should_be_uses_each_number_once() -> None:
 def test_an_address_that_leaves_the_round_out_is_seen(purpose: Purpose) -> None:
     generators = Randomness.generators
 
-    def of_round_one(self, asked, *, round=0, **rest):  # type: ignore[no-untyped-def]
+    def of_round_one(self, asked, *, round=0, **rest):
         return generators(self, asked, round=1 if asked == purpose else round, **rest)
 
     with patch.object(Randomness, "generators", of_round_one):
@@ -63,7 +63,7 @@ def test_an_example_moves_the_real_sum_by_its_bound_at_most(changes: dict[str, s
 def test_an_example_that_counts_twice_is_seen_through_the_model_itself() -> None:
     add = PartialSum.add_owners
 
-    def added(self, rows, weights, counts, owners=slice(None), **rest):  # type: ignore[no-untyped-def]
+    def added(self, rows, weights, counts, owners=slice(None), **rest):
         add(self, rows, weights, counts, owners, **rest)
         add(self, rows, weights, counts, owners, **rest)
 

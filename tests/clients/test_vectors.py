@@ -60,7 +60,7 @@ def cohorts(cohort, rounds: int) -> list[list[int]]:
         asked.append(client_ids.tolist())
         return original(vector, client_ids, round)
 
-    trainer.train = noted  # type: ignore[method-assign]
+    trainer.train = noted
     run(trainer, cohort, rounds)
     return asked
 

@@ -34,7 +34,7 @@ def images(shape: tuple[int, ...] = (6, 5, 4), classes: int = 3) -> Arrays:
 
 def written(folder: Path, arrays: Arrays, name: str = "own.npz") -> str:
     path = folder / name
-    np.savez(path, **arrays)  # type: ignore[arg-type]
+    np.savez(path, **arrays)
     return str(path)
 
 

@@ -133,7 +133,7 @@ def test_frozen_convolutions_come_from_the_public_images_and_are_trained_once(
     experiment = load(tmp_path / "koskela-frozen", data=tmp_path)
     experiment.prepare(tmp_path / "out")
     assert pretrained.stat().st_mtime_ns == before
-    build = experiment.build(experiment.members()[0].settings)  # type: ignore[attr-defined]
+    build = experiment.build(experiment.members()[0].settings)
     assert build.config.model.weights == str(pretrained)
     assert "conv1.weight" in load_file(pretrained)
 

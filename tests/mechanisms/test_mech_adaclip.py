@@ -22,7 +22,7 @@ class Silent(np.random.Generator):
     def __init__(self) -> None:
         super().__init__(np.random.PCG64(0))
 
-    def standard_normal(self, size: int) -> np.ndarray:  # type: ignore[override]
+    def standard_normal(self, size: int) -> np.ndarray:
         return np.zeros(size)
 
 
@@ -67,7 +67,7 @@ def test_without_centring_the_square_of_the_mean_counts_as_variance(clamp: str) 
     row, r, z = tensor(0.5, 0.1, -0.2)[None], 4.0, 0.1
     estimates = {}
     for center in (True, False):
-        mechanism = AdaClip(h1=1e-9, h2=10.0, beta2=0.0, center=center, clamp=clamp)  # type: ignore[arg-type]
+        mechanism = AdaClip(h1=1e-9, h2=10.0, beta2=0.0, center=center, clamp=clamp)
         b = mechanism.ready(state)["b"]
         release = one_round(mechanism, state, row, z=z, denominator=r, generator=Silent())
         # r ((g~ - m)^2 - noise): a row's variance, by which m^2 falls short of its second moment.
@@ -111,7 +111,7 @@ def test_without_centre_and_with_constant_b_it_is_abadis_clipping() -> None:
 @pytest.mark.parametrize("variance", ["per-example", "literal"])
 def test_idle_coordinates_keep_half_of_their_noise_variance(r: float, variance: str) -> None:
     d, z, beta2 = 200_000, 1.7, 0.9
-    mechanism = AdaClip(h1=1e-30, h2=1e12, beta2=beta2, variance=variance)  # type: ignore[arg-type]
+    mechanism = AdaClip(h1=1e-30, h2=1e12, beta2=beta2, variance=variance)
     state = {"m": torch.zeros(d, dtype=torch.float64), "s": torch.ones(d, dtype=torch.float64)}
     release = one_round(mechanism, state, torch.zeros(1, d), z, r, np.random.default_rng(0))
     v = (release.state["s"] ** 2 - beta2 * state["s"] ** 2) / (1 - beta2)
@@ -167,7 +167,7 @@ def test_the_literal_form_is_the_papers_and_says_what_it_needs() -> None:
 )
 def test_impossible_settings_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(FedsimError, match=next(iter(changes))):
-        AdaClip(**changes)  # type: ignore[arg-type]
+        AdaClip(**changes)
 
 
 def test_the_literal_start_is_a_trap_and_the_corrected_one_is_not() -> None:
@@ -191,7 +191,7 @@ def test_idle_coordinates_run_away_above_the_critical_dimension_unless_clamped_a
     d: int, clamp: str, grows: bool
 ) -> None:
     # kappa = .4839 sigma^2 d / gamma with sigma = .1, so the critical d is 207.
-    mechanism = AdaClip(h1=1e-30, h2=1e9, clamp=clamp)  # type: ignore[arg-type]
+    mechanism = AdaClip(h1=1e-30, h2=1e9, clamp=clamp)
     start = torch.ones(d, dtype=torch.float64)
     state: State = {"m": torch.zeros_like(start), "s": start}
     rows = torch.zeros(1, d)

@@ -96,7 +96,7 @@ def test_states_and_scalars_of_layers_keep_apart() -> None:
 )
 def test_impossible_combinations_are_refused(make: object, message: str) -> None:
     with pytest.raises(FedsimError, match=message):
-        make()  # type: ignore[operator]
+        make()
 
 
 def test_one_part_without_a_guarantee_voids_the_whole() -> None:

@@ -43,7 +43,7 @@ def test_xus_worked_numbers() -> None:
         ("proportional", tensor(16.970563, 8.485281), 360.0),
         ("optimal", tensor(14.696938, 10.392305), 324.0),
     ):
-        mechanism = AdaptiveNoise(1.0, 0.0, beta=2.0, noise_shape=shape)  # type: ignore[arg-type]
+        mechanism = AdaptiveNoise(1.0, 0.0, beta=2.0, noise_shape=shape)
         found = noise_shape(mechanism, state)
         torch.testing.assert_close(found, sigma, atol=1e-6, rtol=0)
         assert float((s**2 / found**2).sum()) == pytest.approx(1.0)
@@ -55,7 +55,7 @@ def test_xus_worked_numbers() -> None:
 @pytest.mark.parametrize("shape", ["proportional", "optimal"])
 def test_noise_on_each_coordinate_follows_its_bound(shape: str) -> None:
     d, z = 4, 0.7
-    mechanism = AdaptiveNoise(1.0, 0.0, beta=2.0, noise_shape=shape)  # type: ignore[arg-type]
+    mechanism = AdaptiveNoise(1.0, 0.0, beta=2.0, noise_shape=shape)
     state = {"mean_square": tensor(36, 9, 1, 0.01)}
     s = tensor(12, 6, 2, 0.2)
     expected = s * d**0.5 * z if shape == "proportional" else (s * s.sum()).sqrt() * z
@@ -152,4 +152,4 @@ def test_coordinate_clipping_has_the_sensitivity_of_its_corner() -> None:
 def test_impossible_settings_are_refused(changes: dict[str, object]) -> None:
     settings: dict[str, object] = {"clip_norm": 1.0, "threshold": 0.0, "beta": 1.0, **changes}
     with pytest.raises(FedsimError, match=next(iter(changes)).replace("_", "-")):
-        AdaptiveNoise(**settings)  # type: ignore[arg-type]
+        AdaptiveNoise(**settings)

@@ -159,7 +159,7 @@ class Halved(Clipping):
 
 class Half:
     def shape_(self, y: Tensor, ready: State) -> Shaped:
-        shaped = super().shape_(y, ready)  # type: ignore[misc]
+        shaped = super().shape_(y, ready)
         return shaped._replace(factor=shaped.factor / 2)
 
 

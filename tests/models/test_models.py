@@ -32,7 +32,7 @@ def count(model: nn.Module, prefix: str = "") -> int:
 def test_models_have_the_sizes_of_their_papers(
     name: str, shape: tuple[int, ...], options: dict[str, object], parameters: int
 ) -> None:
-    model = build(name, shape, 10, **options)  # type: ignore[arg-type]
+    model = build(name, shape, 10, **options)
     assert count(model) == parameters
     assert model(torch.zeros(2, *shape)).shape == (2, 10)
 
@@ -121,7 +121,7 @@ def test_wrong_names_and_options_end_with_their_sentence(
     name: str, options: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(FedsimError, match=sentence):
-        build(name, (64,), 10, **options)  # type: ignore[arg-type]
+        build(name, (64,), 10, **options)
 
 
 NETS = """

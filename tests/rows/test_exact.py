@@ -15,7 +15,7 @@ def tensor(*values: float) -> Tensor:
 
 
 def grid_of(radius: float, size: int, **settings: object) -> GridSum:
-    return GridSum(torch.tensor(radius, dtype=torch.float64), size, **settings)  # type: ignore[arg-type]
+    return GridSum(torch.tensor(radius, dtype=torch.float64), size, **settings)
 
 
 @pytest.mark.parametrize("radius", [1e-30, 0.3, 1.0, 7.0, 1e30])

@@ -62,7 +62,7 @@ def test_implicit_rows_of_a_model_are_its_per_example_gradients() -> None:
     for k in range(6):
         model.zero_grad()
         nn.functional.cross_entropy(model(x[k : k + 1]), y[k : k + 1]).backward()
-        gradient = layout.flatten({n: p.grad for n, p in model.named_parameters()})  # type: ignore[misc]
+        gradient = layout.flatten({n: p.grad for n, p in model.named_parameters()})
         torch.testing.assert_close(rows.dense()[k], gradient)
 
 

@@ -116,7 +116,7 @@ def test_one_run_at_a_time_has_the_directory(tmp_path: Path) -> None:
         pass
 
 
-def _start(path: Path, seed: int, together, outcomes) -> None:  # type: ignore[no-untyped-def]
+def _start(path: Path, seed: int, together, outcomes) -> None:
     together.wait()
     try:
         with RunDirectory(path).claim(f"seed = {seed}\n"):

@@ -46,10 +46,10 @@ def test_clients_with_work_of_their_own_do_what_a_plain_loop_does(path: str, uni
         SGD(lr=0.3),
         data,
         batch_size=4,
-        path=path,  # type: ignore[arg-type]
+        path=path,
         randomness=Randomness(3),
         counts=counts,
-        **{unit: 1},  # type: ignore[arg-type]
+        **{unit: 1},
     )
     ids = np.arange(len(sizes))
     rows = torch.cat([block.rows for block in trainer.train(trainer.initial(), ids, 1)])
@@ -140,7 +140,7 @@ def test_who_is_not_there_does_not_evaluate_either(tmp_path: Path) -> None:
     devices = Devices(7, availability=0.7, dropout=0.2)
     ids = np.arange(40)
     for number in range(1, 5):  # it is the same device in one round
-        replying = devices.replying(number, ids, len, 8, 4)  # type: ignore[arg-type]
+        replying = devices.replying(number, ids, len, 8, 4)
         assert (devices.reachable(number, ids) == replying).all()
 
 
@@ -191,13 +191,11 @@ def test_only_those_that_took_part_move_the_model_and_keep_state(tmp_path: Path)
 def test_a_device_is_there_and_drops_out_as_often_as_is_said() -> None:
     devices = Devices(7, availability=0.7, dropout=0.2)
     ids = np.arange(40)
-    counts = np.stack(
-        [devices.replying(number, ids, len, 8, 4) for number in range(1, 51)]  # type: ignore[arg-type]
-    )
+    counts = np.stack([devices.replying(number, ids, len, 8, 4) for number in range(1, 51)])
     # Of 2000 draws at 0.56 the share has a standard deviation of 0.011.
     assert counts.mean() == pytest.approx(0.7 * 0.8, abs=0.045)
-    assert (counts == [devices.replying(k, ids, len, 8, 4) for k in range(1, 51)]).all()  # type: ignore[arg-type]
-    alone = np.array([devices.replying(3, ids[k : k + 1], len, 8, 4)[0] for k in range(40)])  # type: ignore[arg-type]
+    assert (counts == [devices.replying(k, ids, len, 8, 4) for k in range(1, 51)]).all()
+    alone = np.array([devices.replying(3, ids[k : k + 1], len, 8, 4)[0] for k in range(40)])
     assert (alone == counts[2]).all()
 
 
@@ -213,7 +211,7 @@ def test_a_rounds_virtual_time_is_that_of_its_slowest_device() -> None:
     # The median device: 1 megabyte a second, 2 seconds for both ways, and half a second an example.
     median = Devices(7, seconds_per_example=0.5, bandwidth=8.0)
     assert median.seconds(ids, examples(ids), 2 * 10**6) == pytest.approx(2 + 0.5 * (10 + ids))
-    logs = np.log(Devices(7, seconds_per_example=1.0, spread=0.3).seconds(np.arange(500), 1.0, 0))  # type: ignore[arg-type]
+    logs = np.log(Devices(7, seconds_per_example=1.0, spread=0.3).seconds(np.arange(500), 1.0, 0))
     assert logs.std() == pytest.approx(0.3, rel=0.12)
     deadline = float(np.median(seconds))
     late = Devices(7, seconds_per_example=0.5, bandwidth=8.0, spread=0.3, deadline=deadline)

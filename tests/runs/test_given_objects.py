@@ -46,7 +46,7 @@ def test_an_object_of_another_kind_is_refused_by_its_keyword(
 
 def test_a_mapping_is_no_config() -> None:
     with pytest.raises(FedsimError, match=r"config is \{'rounds': 1\}; it must be a RunConfig"):
-        fedsim.run({"rounds": 1})  # type: ignore[arg-type]
+        fedsim.run({"rounds": 1})
 
 
 class Dealing(IID):

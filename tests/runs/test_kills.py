@@ -179,7 +179,7 @@ def test_a_row_that_was_cut_off_is_written_again(reference: Path, tmp_path: Path
                 os.truncate(directory.metrics, directory.metrics.stat().st_size - 9)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        RunDirectory.add_row = torn  # type: ignore[method-assign]
+        RunDirectory.add_row = torn
         run(tmp_path / "run")
 
     assert in_a_fork(killed) == -signal.SIGKILL

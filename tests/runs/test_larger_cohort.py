@@ -77,7 +77,7 @@ def test_the_mean_has_the_noise_of_the_larger_cohorts_mean() -> None:
     assert stds[1] == pytest.approx(4.0 * 1.0 / 40, rel=0.12)
 
 
-def _tensors(arrays) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
+def _tensors(arrays) -> list[torch.Tensor]:
     return [torch.from_numpy(np.array(array.numpy())) for array in arrays.values()]
 
 

@@ -42,4 +42,4 @@ class Failing:
 )
 def test_a_run_that_failed_in_a_simulation_says_what_flower_wraps(log: str, reason: str) -> None:
     with pytest.raises(RunFailedError, match=f"for run 7: .*{reason}"):
-        _follow(Failing(log), 7)  # type: ignore[arg-type]
+        _follow(Failing(log), 7)

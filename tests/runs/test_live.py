@@ -43,7 +43,7 @@ class Cell:
 def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
     cell = Cell()
     shown = types.ModuleType("IPython.display")
-    shown.display, shown.HTML = cell.display, str  # type: ignore[attr-defined]
+    shown.display, shown.HTML = cell.display, str
     monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", shown)
     monkeypatch.setattr(live, "BETWEEN", 0.0)

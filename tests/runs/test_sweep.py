@@ -80,7 +80,7 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
     grid = members(BASE, parse_axes(["model.dtype=float32,float64"]))
     seen: list[str] = []
 
-    def stop(member, row):  # type: ignore[no-untyped-def]
+    def stop(member, row):
         seen.append(member.label)
         if member is grid[1]:
             raise KeyboardInterrupt

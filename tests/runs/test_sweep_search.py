@@ -130,7 +130,7 @@ def test_a_halving_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path)
     grid = members(BASE, parse_axes(["client.lr=0.001,0.3,1e6,0.1", "seed=1,2"]))
     whole = run_sweep(grid, tmp_path / "whole", halving=Halving(2, 3))
 
-    def stop(member, row):  # type: ignore[no-untyped-def]
+    def stop(member, row):
         if row["round"] == 5:
             raise KeyboardInterrupt
 
@@ -167,7 +167,7 @@ def test_a_member_whose_code_raises_fails_alone_and_is_tried_again(
     grid = members(BASE, parse_axes(["seed=1,2"]))
     honest, calls = Accuracy.finish, 0
 
-    def finish(self, state):  # type: ignore[no-untyped-def]
+    def finish(self, state):
         nonlocal calls
         calls += 1
         if calls == 4:
@@ -189,7 +189,7 @@ def test_a_member_whose_code_raises_fails_alone_and_is_tried_again(
         assert models[0].read_bytes() == models[1].read_bytes()
 
 
-def line(lr: float, seed: int, test: float, validation: float, outcome: str = "finished"):  # type: ignore[no-untyped-def]
+def line(lr: float, seed: int, test: float, validation: float, outcome: str = "finished"):
     return MemberLine(
         point={"client.lr": lr, "seed": seed},
         outcome=outcome,

@@ -206,7 +206,7 @@ def test_the_ledger_line_is_on_disk_before_the_release(tmp_path: Path) -> None:
     class Watching(Clipping):
         lines: list[int] = []  # noqa: RUF012
 
-        def restore(self, w, ready):  # type: ignore[no-untyped-def]
+        def restore(self, w, ready):
             self.lines.append(path.read_text().count('"round"'))
             return super().restore(w, ready)
 
@@ -305,7 +305,7 @@ def test_the_callers_config_is_left_alone_and_the_round_is_sent() -> None:
     seen: list[int] = []
 
     def train(message: Message, context: Context) -> Message:
-        seen.append(int(message.content.config_records["config"]["server-round"]))  # type: ignore[arg-type]
+        seen.append(int(message.content.config_records["config"]["server-round"]))
         message.content["metrics"] = MetricRecord({"num-examples": 1})
         return Message(message.content, reply_to=message)
 
@@ -325,7 +325,7 @@ def test_metrics_of_clients_stay_with_them_in_a_private_run() -> None:
             mechanism=Clipping(1.0),
             cohort=FullCohort(3),
             seed=1,
-            **settings,  # type: ignore[arg-type]
+            **settings,
         )
         initial = array_record({"w": torch.zeros(2)})
         return strategy.start(LocalGrid(Fixed(torch.ones(3, 2), examples=[1, 1, 2])), initial, 1)
@@ -368,7 +368,7 @@ def test_server_optimizers_see_the_negative_mean_as_gradient() -> None:
             mechanism=Clipping(1.0),
             cohort=FullCohort(1),
             seed=1,
-            server_optimizer=optimizer,  # type: ignore[arg-type]
+            server_optimizer=optimizer,
         )
         return start(Fixed(updates), strategy, torch.zeros(2), rounds)
 

@@ -25,7 +25,7 @@ def moved(reported: list[int], **settings: object) -> float:
     strategy = DPFedAvg(
         mechanism=NoPrivacy(weighting="num-examples"),
         cohort=FullCohort(2),
-        **settings,  # type: ignore[arg-type]
+        **settings,
     )
     trainer = Fixed(UPDATES, examples=reported)
     result = strategy.start(LocalGrid(trainer), array_record({"w": torch.zeros(1)}), 1)

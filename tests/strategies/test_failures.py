@@ -40,9 +40,7 @@ def nan_trainer(d: int) -> Fixed:
 
 def strategy(placement: str = "server", **settings) -> DPFedAvg:
     private = {"mechanism": Clipping(2.0), "noise_multiplier": 1.5, "seed": 5}
-    return DPFedAvg(
-        **{"cohort": FullCohort(40), "placement": placement, **private, **settings}  # type: ignore[arg-type]
-    )
+    return DPFedAvg(**{"cohort": FullCohort(40), "placement": placement, **private, **settings})
 
 
 @pytest.mark.parametrize("placement", ["server", "client"])

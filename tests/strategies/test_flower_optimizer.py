@@ -59,12 +59,12 @@ INITIAL = torch.tensor([[3.0, -1.0], [0.0, 2.0]], dtype=torch.float64)
 @pytest.mark.parametrize("kind", [FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad])
 def test_a_flower_optimizer_on_our_mean_is_flowers_own_strategy(kind: type[FedAvg]) -> None:
     settings = {"server_momentum": 0.9} if kind is FedAvgM else {}
-    theirs = kind(fraction_evaluate=0.0, **settings)  # type: ignore[arg-type]
+    theirs = kind(fraction_evaluate=0.0, **settings)
     ours = DPFedAvg(
         mechanism=NoPrivacy("uniform"),
         cohort=FullCohort(4),
         seed=1,
-        server_optimizer=kind(**settings),  # type: ignore[arg-type]
+        server_optimizer=kind(**settings),
     )
     grid = LocalGrid(app(), num_nodes=4)
     results = [
@@ -80,7 +80,7 @@ class Counting(FedProx):
 
     asked = 0
 
-    def configure_train(self, server_round, arrays, config, grid):  # type: ignore[no-untyped-def]
+    def configure_train(self, server_round, arrays, config, grid):
         self.asked += 1
         config["lr"] = 0.1 / self.asked
         return super().configure_train(server_round, arrays, config, grid)
@@ -116,10 +116,10 @@ class AdaFedProx(FedProx):
     """Li et al. 2020: the pull grows where the clients' loss does, and shrinks where it fell."""
 
     def __init__(self, proximal_mu: float, **settings: int) -> None:
-        super().__init__(proximal_mu=proximal_mu, **settings)  # type: ignore[arg-type]
+        super().__init__(proximal_mu=proximal_mu, **settings)
         self.loss, self.said = float("inf"), [proximal_mu]
 
-    def aggregate_train(self, server_round, replies):  # type: ignore[no-untyped-def]
+    def aggregate_train(self, server_round, replies):
         arrays, metrics = super().aggregate_train(server_round, replies)
         loss = float(metrics["loss"])
         self.proximal_mu += 0.25 if loss > self.loss else -0.125
@@ -133,7 +133,7 @@ def pulled_app() -> ClientApp:
 
     def train(message: Message, context: Context) -> Message:
         client = int(context.node_config["partition-id"])
-        mu = float(message.content.config_records["config"]["proximal-mu"])  # type: ignore[arg-type]
+        mu = float(message.content.config_records["config"]["proximal-mu"])
         w = message.content.array_records["arrays"]["w"].numpy()
         moved = w + 3.2 / (1 + mu) * (client - w)
         metrics = MetricRecord(
@@ -153,7 +153,7 @@ def test_what_a_strategy_of_ones_own_remembers_outlives_its_process() -> None:
     first, second = FedAvg(), FedAvg()
     vars(first).update(held)
     state = FlowerOptimizer(first).state()
-    held["losses"].append(9.0)  # type: ignore[attr-defined]
+    held["losses"].append(9.0)
     FlowerOptimizer(second).restore(joined(*parted(state)))
     assert vars(second)["losses"] == [2.5, 1.0]
     for name in ("best", "mean", "seen", "nothing", "name"):
@@ -220,7 +220,7 @@ def test_what_private_clients_report_is_told_to_no_strategy_inside() -> None:
     heard: list[set[str]] = []
 
     class Listening(FedAvg):
-        def aggregate_train(self, server_round, replies):  # type: ignore[no-untyped-def]
+        def aggregate_train(self, server_round, replies):
             heard.extend(set(reply.content["metrics"]) for reply in replies)
             return super().aggregate_train(server_round, replies)
 
@@ -240,7 +240,7 @@ def test_what_private_clients_report_is_told_to_no_strategy_inside() -> None:
 
 
 class Telling(FedProx):
-    def aggregate_train(self, server_round, replies):  # type: ignore[no-untyped-def]
+    def aggregate_train(self, server_round, replies):
         logging.getLogger("flwr").info("mu is %s", self.proximal_mu)
         return super().aggregate_train(server_round, replies)
 

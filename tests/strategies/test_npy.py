@@ -21,7 +21,7 @@ from fedsim.strategies.npy import MalformedArrayError, floats
 
 def sent(data: object) -> Array:
     array = Array(dtype="float32", shape=(3,), stype="numpy.ndarray", data=b"")
-    array.data = data  # type: ignore[assignment]
+    array.data = data
     return array
 
 

@@ -106,7 +106,7 @@ def test_a_share_tells_the_server_no_loss_and_no_example_count() -> None:
     seen: list[set[str]] = []
 
     class Watching(LocalGrid):
-        def send_and_receive(self, messages, *, timeout=None):  # type: ignore[no-untyped-def]
+        def send_and_receive(self, messages, *, timeout=None):
             for reply in (replies := list(super().send_and_receive(messages, timeout=timeout))):
                 seen.append(_metric_names(reply))
             return replies
@@ -132,13 +132,13 @@ def test_the_noise_on_the_sum_does_not_depend_on_how_many_took_part(rate: float)
     class Zero(TrainerDefaults):
         population = 40
 
-        def train(self, vector, client_ids, round):  # type: ignore[no-untyped-def]
+        def train(self, vector, client_ids, round):
             # A third of the clients drop out.
             ok = client_ids % 3 != 0
             reasons = dict.fromkeys(client_ids[~ok].tolist(), "raised")
             yield Block(client_ids, torch.zeros(len(client_ids), d), {}, ok, reasons)
 
-        def evaluate(self, vector, client_ids, round):  # type: ignore[no-untyped-def]
+        def evaluate(self, vector, client_ids, round):
             raise NotImplementedError
 
     cohort = PoissonCohort(rate, 40)

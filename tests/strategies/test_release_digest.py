@@ -38,7 +38,7 @@ def release_of(**changed: object) -> str | None:
         "noise_multiplier": 1.0,
         "seed": 1,
     }
-    return DPFedAvg(**{**settings, **changed}).randomness.release  # type: ignore[arg-type]
+    return DPFedAvg(**{**settings, **changed}).randomness.release
 
 
 @pytest.mark.parametrize(

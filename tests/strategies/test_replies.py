@@ -56,7 +56,7 @@ def raw(data: bytes, shape: tuple[int, ...] = (3, 4)) -> Array:
 
 def parameters(**changes: Array | None) -> ArrayRecord:
     arrays = {name: Array(np.ones(shape, dtype=np.float32)) for name, shape in SHAPES.items()}
-    arrays |= changes  # type: ignore[arg-type]
+    arrays |= changes
     return ArrayRecord({name: array for name, array in arrays.items() if array is not None})
 
 

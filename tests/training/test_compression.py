@@ -61,8 +61,8 @@ def test_clients_send_what_a_plain_loop_does_and_keep_the_rest(text: str, block_
     settings = {"batch_size": 4, "randomness": Randomness(3), "block_size": block_size}
     data = make_data(SIZES, dtype=torch.float64)
     made_of = make_mlp(dtype=torch.float64), SGD(lr=0.3), data
-    plain = Trainer(*made_of, **settings)  # type: ignore[arg-type]
-    ours = Trainer(*made_of, compression=Compression.parse(text), state="client", **settings)  # type: ignore[arg-type]
+    plain = Trainer(*made_of, **settings)
+    ours = Trainer(*made_of, compression=Compression.parse(text), state="client", **settings)
     left_out = torch.zeros(4, plain.layout.d, dtype=torch.float64)
     vector = plain.initial()
     for number in (1, 2, 3):

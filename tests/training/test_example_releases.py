@@ -49,7 +49,7 @@ def trainer(
         steps=4,
         randomness=randomness,
         privacy=privacy,
-        **settings,  # type: ignore[arg-type]
+        **settings,
     )
 
 

@@ -26,7 +26,7 @@ def rows_of(trainer: Trainer) -> torch.Tensor:
     return torch.cat([block.rows for block in trainer.train(trainer.initial(), IDS, 1)])
 
 
-def loop(model, data, client: int, bound: float) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def loop(model, data, client: int, bound: float) -> torch.Tensor:
     """Two passes, as anyone would write them."""
     trained = copy.deepcopy(model)
     optimizer = torch.optim.Adam(trained.parameters(), lr=0.1)
@@ -59,7 +59,7 @@ def test_every_path_shortens_a_batchs_gradient_as_clip_grad_norm_does(
             data,
             batch_size=4,
             epochs=2,
-            path=path,  # type: ignore[arg-type]
+            path=path,
             block_size=block_size,
             randomness=Randomness(3),
             max_grad_norm=bound,
