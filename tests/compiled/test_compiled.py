@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsim.compiled import building, normals, rows
+from fedsim.compiled import building, convolutions, normals, rows
 from fedsim.compiled.normals import sums_of_normals
 from fedsim.compiled.rows import TILE, add_rounded, by_halves, squared_norms, taken
 from fedsim.mechanisms import Clipping, NoPrivacy, Normalization, PerLayer, Releaser
@@ -216,6 +216,13 @@ def test_where_there_is_a_compiler_the_compiled_parts_are_in_use() -> None:
         ("normals.c", "ROUNDS = 10", "ROUNDS = 9"),
         ("normals.c", "add ? out[done] + value : value", "value"),
         ("normals.c", "s->state->used = BLOCK - left % BLOCK", "s->state->used = BLOCK"),
+        ("convolutions.c", "dense[places[o] * outputs + o] +=", "dense[places[o] * outputs + o] ="),
+        ("convolutions.c", "n * image + offsets[places[o]]", "offsets[places[o]]"),
+        ("convolutions.c", "row * step + start", "row * length + start"),
+        ("convolutions.c", "into[i] += total", "into[i] = total"),
+        ("convolutions.c", "UINT64_C(1) << (o % WORD)", "UINT64_C(1) << (o % 32)"),
+        ("convolutions.c", "left < LANES ? left : LANES", "left < LANES ? left : LANES - 1"),
+        ("convolutions.c", "from + o * most", "from"),
     ],
 )
 def test_a_bug_in_what_is_compiled_is_seen_as_it_is_loaded(
@@ -225,7 +232,7 @@ def test_a_bug_in_what_is_compiled_is_seen_as_it_is_loaded(
     assert before in text
     (tmp_path / source).write_text(text.replace(before, after))
     monkeypatch.setattr(building, "__file__", str(tmp_path / "building.py"))
-    module = {"rows.c": rows, "normals.c": normals}[source]
+    module = {"rows.c": rows, "normals.c": normals, "convolutions.c": convolutions}[source]
     module._compiled.cache_clear()
     try:
         assert module._compiled() is None
