@@ -156,7 +156,7 @@ class Participants:
         FedsimError
             If the sampler draws somebody who is not of its population.
         """
-        drawn = self._cohort.draw(server_round, self._draws)
+        drawn = np.asarray(self._cohort.draw(server_round, self._draws))
         # A user's sampler may draw in any order, and somebody twice, whom its event charges once.
         ids = np.unique(drawn) if (np.diff(drawn) <= 0).any() else drawn
         if len(ids) and not (ids.dtype.kind in "iu" and 0 <= ids[0] <= ids[-1] < self.population):

@@ -69,6 +69,16 @@ def test_whoever_a_users_sampler_draws_twice_or_out_of_order_is_in_once() -> Non
     assert np.array_equal(again.arrays.to_numpy_ndarrays()[0], models[0])
 
 
+def test_a_users_sampler_may_give_a_list() -> None:
+    class AsList(Listed):
+        def draw(self, round: int, draws: Draws, step: int = 0) -> list[float]:
+            return list(self.ids)
+
+    strategy = strategy_after(AsList(0.1, 20, ids=(3, 5, 9)))
+    assert strategy.report is not None
+    assert strategy.report.usable == 3
+
+
 @pytest.mark.parametrize("ids", [(3, 20), (-1, 3), (2.0, 3.0)])
 def test_a_users_sampler_that_draws_whom_there_cannot_be_is_refused(ids) -> None:
     with pytest.raises(
@@ -90,7 +100,7 @@ class Unbounded(ScalingBound):
 
 def test_a_bound_of_the_users_own_is_declared_by_the_user_wherever_it_stands() -> None:
     cohort = PoissonCohort(0.1, 20)
-    listed = PerLayer([("*", Unbounded())])  # type: ignore[arg-type]
+    listed = PerLayer([("*", Unbounded())])
     for mechanism in (Unbounded(), PerLayer(Unbounded()), PerLayer((("*", Unbounded()),)), listed):
         said = str(strategy_after(cohort, mechanism).privacy_statement())
         assert "Declared by the user: that the bound" in said
@@ -109,7 +119,7 @@ def test_the_tutorials_sampler_runs_and_its_event_follows_from_its_probabilities
     (code,) = re.findall(r"```python\n(.*?)```", TUTORIAL.read_text(encoding="utf-8"), re.S)
     names: dict[str, object] = {}
     exec(code, names)
-    cohort = names["NightAndDay"](population=100, highest=0.2)  # type: ignore[operator]
+    cohort = names["NightAndDay"](population=100, highest=0.2)
     strategy = strategy_after(cohort)
     assert SAID not in str(strategy.privacy_statement())
     assert strategy.ledger.epsilon(1e-5) == strategy_after(PoissonCohort(0.2, 100)).ledger.epsilon(
