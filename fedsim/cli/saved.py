@@ -38,9 +38,9 @@ def evaluate(
     """
     import fedsim
 
-    found = fedsim.load(run, best=best).evaluate(data)
+    metrics = fedsim.load(run, best=best).evaluate(data)
     table = Table.grid(padding=(0, 2))
-    for name, value in found.items():
+    for name, value in metrics.items():
         table.add_row(name, f"{value:.6g}")
     Output().print(table)
 

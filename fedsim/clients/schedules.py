@@ -100,15 +100,15 @@ class Schedule:
             raise FedsimError(f"schedule '{text}' must be of the form shape, or shape(key=value).")
         shape, rest = written[1], written[2] or ""
         values: dict[str, float | int | str] = {}
-        for part in filter(None, (piece.strip() for piece in rest.split(","))):
-            key, _, value = (side.strip() for side in part.partition("="))
+        for setting in filter(None, (piece.strip() for piece in rest.split(","))):
+            key, _, value = (side.strip() for side in setting.partition("="))
             try:
                 read = {"decay": float, "length": int, "over": str}[key]
                 values[key] = read(value)
             except (KeyError, ValueError):
                 raise FedsimError(
-                    f"schedule '{text}' has '{part}'; allowed are decay=NUMBER, length=INTEGER and "
-                    "over=round or over=step."
+                    f"schedule '{text}' has '{setting}'; allowed are decay=NUMBER, length=INTEGER "
+                    "and over=round or over=step."
                 ) from None
         return cls(shape.strip(), **values)  # type: ignore[arg-type]
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.datasets.checks import require_targets
 from fedsim.errors import FedsimError
 from fedsim.machine import refuse_larger_than_memory
 
@@ -158,20 +159,18 @@ def _used(path: Path, names: Iterable[str]) -> list[str]:
 
 def _require_one_length(shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
     """Refuse arrays that do not belong together, before the first is read."""
-    for part in ("train", "test"):
-        examples = shapes[f"x_{part}"][:1]
+    for split in ("train", "test"):
+        examples = (shapes[f"x_{split}"] or (0,))[0]
         for key, shape in shapes.items():
-            if not key.endswith(f"_{part}") or shape[:1] in ((), examples) or not any(examples):
+            if not examples or not shape or not key.endswith(f"_{split}"):
                 continue
-            if key == f"y_{part}":
+            if key == f"y_{split}":
+                require_targets(split, examples, shape[0], str(path))
+            elif shape[0] != examples:
                 raise FedsimError(
-                    f"{path} has {examples[0]} examples in x_{part} but {shape[0]} labels in "
-                    f"{key}; there must be one label or other target for each example."
+                    f"{path} has {key} of shape {shape}; it must have one entry for each of the "
+                    f"{examples} examples of x_{split}."
                 )
-            raise FedsimError(
-                f"{path} has {key} of shape {shape}; it must have one entry for each of the "
-                f"{examples[0]} examples of x_{part}."
-            )
 
 
 def _claimed(archive: zipfile.ZipFile, key: str) -> tuple[tuple[int, ...], int]:

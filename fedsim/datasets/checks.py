@@ -23,12 +23,12 @@ MOST_CHANNELS = 4
 PIECE_BYTES = 2**26
 
 
-def checked_split(part: str, arrays: Mapping[str, Array], layout: Layout, where: str) -> _Arrays:
+def checked_split(split: str, arrays: Mapping[str, Array], layout: Layout, where: str) -> _Arrays:
     """Arrays of one split in shapes and dtypes that torch takes.
 
     Parameters
     ----------
-    part : "train" or "test"
+    split : "train" or "test"
     arrays : mapping of name to array
         See `Dataset.of`.
 
@@ -39,22 +39,27 @@ def checked_split(part: str, arrays: Mapping[str, Array], layout: Layout, where:
     """
     missing = [key for key in ("x", "y") if key not in arrays]
     if missing:
-        raise FedsimError(f"{where} lacks {missing[0]}_{part}.")
+        raise FedsimError(f"{where} lacks {missing[0]}_{split}.")
     checked = {key: np.asanyarray(array) for key, array in arrays.items()}
     x, y = checked["x"], checked["y"]
-    checked["x"] = _inputs(f"x_{part}", x, layout, where)
+    checked["x"] = _inputs(f"x_{split}", x, layout, where)
     mask = checked.get("mask")
     if mask is not None:
-        checked["mask"] = mask = _mask(f"mask_{part}", mask, y, where)
-    checked["y"] = _targets(f"y_{part}", y, mask, where)
-    if len(x) != len(y):
-        raise FedsimError(
-            f"{where} has {len(x)} examples in x_{part} but {len(y)} labels in y_{part}; there "
-            "must be one label or other target for each example."
-        )
+        checked["mask"] = mask = _mask(f"mask_{split}", mask, y, where)
+    checked["y"] = _targets(f"y_{split}", y, mask, where)
+    require_targets(split, len(x), len(y), where)
     for name in checked.keys() - {"x", "y", "mask"}:
-        checked[name] = _column(f"{name}_{part}", checked[name], len(x), where)
+        checked[name] = _column(f"{name}_{split}", checked[name], len(x), where)
     return checked
+
+
+def require_targets(split: str, examples: int, targets: int, where: str) -> None:
+    """Raise FedsimError unless a split has a target for each of its examples."""
+    if examples != targets:
+        raise FedsimError(
+            f"{where} has {examples} examples in x_{split} but {targets} labels in y_{split}; "
+            "there must be one label or other target for each example."
+        )
 
 
 _Arrays = dict[str, Array]
@@ -196,18 +201,18 @@ def found_size(key: str, declared: int, train: _Arrays, test: _Arrays, where: st
             )
         return Size(0)
     most = []
-    for part, split, array in zip(("train", "test"), (train, test), arrays, strict=True):
-        low, high = _extremes(array, split.get("mask") if name == "y" else None)
+    for split, columns, array in zip(("train", "test"), (train, test), arrays, strict=True):
+        low, high = _extremes(array, columns.get("mask") if name == "y" else None)
         if low < 0:
             raise FedsimError(
-                f"{where} has the {noun} {low} in {name}_{part}; {noun}s must be integers from 0 "
+                f"{where} has the {noun} {low} in {name}_{split}; {noun}s must be integers from 0 "
                 "up."
             )
         limit = declared or MOST_CLASSES
         if high >= limit:
             allowed = f"below {limit:,}" + (f", the declared {key}" if declared else "")
             raise FedsimError(
-                f"{where} has the {noun} {high} in {name}_{part}; {noun}s must be {allowed}."
+                f"{where} has the {noun} {high} in {name}_{split}; {noun}s must be {allowed}."
             )
         most.append(high + 1)
     if declared:

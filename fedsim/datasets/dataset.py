@@ -75,7 +75,7 @@ class Dataset:
         normalised to ``(x - mean) / std``. None: it is not.
     source : str
         Where the numbers were read from.
-    found : mapping of str to "train" or "test"
+    found_in : mapping of str to "train" or "test"
         Which of ``classes`` and ``vocabulary`` were not declared, and where they were found: in the
         training examples if those have more of them than the test examples have.
     """
@@ -88,7 +88,7 @@ class Dataset:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     source: str = ""
-    found: Mapping[str, str] = field(default_factory=dict)
+    found_in: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -165,8 +165,8 @@ class Dataset:
         """
         where = source or name
         splits = {
-            part: checked_split(part, arrays, layout, where)
-            for part, arrays in (("train", train), ("test", test))
+            split: checked_split(split, arrays, layout, where)
+            for split, arrays in (("train", train), ("test", test))
         }
         first, second = splits["train"], splits["test"]
         for key in ("x", "y"):
@@ -188,7 +188,7 @@ class Dataset:
             sizes["vocabulary"].size,
             *statistics(mean, std, first["x"], where),
             source=source,
-            found={key: size.found_in for key, size in sizes.items() if size.found_in},
+            found_in={key: size.found_in for key, size in sizes.items() if size.found_in},
         )
 
 

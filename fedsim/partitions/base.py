@@ -179,10 +179,10 @@ def _require_disjoint(dealt: Sequence[Indices], count: int, name: str) -> None:
     total = 0
     # A few clients' together: neither a call a client, nor a copy of all.
     for first in range(0, len(dealt), CLIENTS_AT_A_TIME):
-        some = [indices for indices in dealt[first : first + CLIENTS_AT_A_TIME] if indices.size]
-        if not some:
+        clients = [indices for indices in dealt[first : first + CLIENTS_AT_A_TIME] if indices.size]
+        if not clients:
             continue
-        positions = np.concatenate(some)
+        positions = np.concatenate(clients)
         if positions.ndim != 1 or positions.dtype.kind not in "iu":
             raise FedsimError(
                 f"partition.name names {name}, which deals {positions.dtype} {positions.shape}; it "

@@ -126,7 +126,7 @@ def refuse_found(dataset: Dataset, partition: partitions.Partition) -> None:
     FedsimError
     """
     column = getattr(partition, "column", "owner")
-    for key, split in dataset.found.items():
+    for key, split in dataset.found_in.items():
         if split == "test" and not _clients_own_test_examples(dataset, column):
             continue
         noun = "classes" if key == "classes" else "tokens"

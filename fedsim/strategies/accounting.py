@@ -22,7 +22,7 @@ def keyed(
     release: str | None,
     plan: ReleasePlan,
     placement: Placement,
-    **others: object,
+    others: Mapping[str, object],
 ) -> Randomness:
     """Where a strategy's draws come from: keyed by its release digest, or by its own settings.
 

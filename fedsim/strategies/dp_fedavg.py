@@ -210,9 +210,10 @@ evaluate_metrics_aggr_fn
             )
         self.ledger = ledger
         server_optimizer = server_optimizer or ServerSGD()
-        others: dict[str, object] = {"algorithm": algorithm, "replying": replying}
-        others["server-optimizer"] = server_optimizer
-        self.randomness = keyed(seed, release, self.plan, placement, **others)
+        others = {
+            "algorithm": algorithm, "replying": replying, "server-optimizer": server_optimizer,
+        }  # fmt: skip
+        self.randomness = keyed(seed, release, self.plan, placement, others)
         if isinstance(server_optimizer, Strategy):
             server_optimizer = FlowerOptimizer(server_optimizer)
         self.server_optimizer = server_optimizer

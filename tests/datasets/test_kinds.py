@@ -38,7 +38,7 @@ def arrays(**changes: Any) -> Arrays:
 
 def stored(folder: Path, contents: Arrays, mapped: bool) -> str:
     if not mapped:
-        np.savez_compressed(folder / "own.npz", **contents)  # type: ignore[arg-type]
+        np.savez_compressed(folder / "own.npz", **contents)
         return str(folder / "own.npz")
     (folder / "own").mkdir()
     for name, array in contents.items():
@@ -151,8 +151,8 @@ def test_features_are_normalised_by_declared_numbers(tmp_path: Path) -> None:
 def test_classes_are_declared_or_found_and_it_is_known_where(tmp_path: Path, mapped: bool) -> None:
     tokens = np.full((4, 5), 3)
     path = stored(tmp_path, arrays(x_test=tokens, y_test=tokens), mapped)
-    assert load(path).found == {"classes": "train", "vocabulary": "train"}
-    assert load(path, classes=20, vocabulary=30).found == {}
+    assert load(path).found_in == {"classes": "train", "vocabulary": "train"}
+    assert load(path, classes=20, vocabulary=30).found_in == {}
     assert load(path, classes=20).num_classes == 20
     with pytest.raises(FedsimError, match=r"label \d in y_train; labels must be below 4, the decl"):
         load(path, classes=4)
@@ -165,7 +165,7 @@ def test_classes_are_declared_or_found_and_it_is_known_where(tmp_path: Path, map
 def test_a_file_may_declare_its_sizes(tmp_path: Path) -> None:
     declared = {"classes": np.array(12), "vocabulary": np.array([15])}
     data = load(stored(tmp_path, arrays(**declared), mapped=False))
-    assert (data.num_classes, data.vocabulary, data.found) == (12, 15, {})
+    assert (data.num_classes, data.vocabulary, data.found_in) == (12, 15, {})
     with pytest.raises(FedsimError, match=r"vocabulary is 9\.5, and no whole number"):
         load(stored(tmp_path, arrays(vocabulary=9.5), mapped=False))
 
