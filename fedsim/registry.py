@@ -18,10 +18,14 @@ import importlib.metadata
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from fedsim.errors import FedsimError
@@ -186,16 +190,34 @@ def load(key: str, name: str) -> Callable[..., Any]:
 
 @contextmanager
 def current_directory_importable() -> Iterator[None]:
-    """Let the user's files be found first, as they are under ``python file.py``."""
-    directory = os.getcwd()
-    sys.path.insert(0, directory)
+    """Let this thread find the user's files first, as they are under ``python file.py``."""
+    outside, _first.directory = _first.directory, os.getcwd()
     importlib.invalidate_caches()
     try:
         yield
     finally:
-        # What others have put there meanwhile stays: Ray does, when another thread imports it.
-        with suppress(ValueError):
-            sys.path.remove(directory)
+        _first.directory = outside
+
+
+class _FoundFirst(threading.local, MetaPathFinder):
+    """Finds modules in one more directory, before those of the path, for the thread that says so.
+
+    The path itself stays as it is: who takes a directory from it while another thread goes through
+    it makes that one miss the next.
+    """
+
+    directory: str | None = None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if self.directory is None or path is not None:
+            return None
+        return PathFinder.find_spec(fullname, [self.directory, *sys.path], target)
+
+
+_first = _FoundFirst()
+sys.meta_path.insert(sys.meta_path.index(PathFinder), _first)
 
 
 def _find(key: str, name: str) -> Callable[..., Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -85,14 +87,49 @@ def test_listing_what_there_is_waits_for_nothing() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_what_others_put_on_the_path_while_a_users_file_is_found_stays(
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_path_stays_as_it_is_while_a_users_file_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = list(sys.path)
-    monkeypatch.setattr(sys, "path", list(before))
+    """Another thread may be going through it, as Ray does for what it brings along."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_net_of_mine.py").write_text("import a_part_of_it\nLayers = list\n")
+    (tmp_path / "a_part_of_it.py").touch()
+    before = sys.path, list(sys.path)
+
+    def seen_elsewhere() -> bool:
+        with ThreadPoolExecutor() as threads:
+            return threads.submit(importlib.util.find_spec, "a_net_of_mine").result() is not None
+
     with registry.current_directory_importable():
-        sys.path.insert(0, "/of/another/thread")
-    assert sys.path == ["/of/another/thread", *before]
+        assert (sys.path, list(sys.path)) == before
+        assert sys.path is before[0]
+        assert not seen_elsewhere()
+        assert importlib.util.find_spec("a_net_of_mine") is not None
+    try:
+        assert registry.load("model.name", "a_net_of_mine:Layers") is list
+    finally:
+        for name in ("a_net_of_mine", "a_part_of_it"):
+            sys.modules.pop(name, None)
+    assert importlib.util.find_spec("a_net_of_mine") is None
+
+
+def test_a_users_file_comes_before_what_is_installed_and_a_bare_folder_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "installed"
+    installed.mkdir()
+    for name in ("one_file", "one_folder"):
+        (installed / f"{name}.py").touch()
+    (tmp_path / "one_file.py").touch()
+    (tmp_path / "one_folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(installed)
+    with registry.current_directory_importable():
+        file, folder = (importlib.util.find_spec(name) for name in ("one_file", "one_folder"))
+    assert file is not None
+    assert file.origin == str(tmp_path / "one_file.py")
+    assert folder is not None
+    assert folder.origin == str(installed / "one_folder.py")
 
 
 @pytest.mark.parametrize("kind", sorted(registry.PACKAGES))
