@@ -181,10 +181,15 @@ def read_work(path: Path, population: int) -> Ints:
     """
     try:
         if path.stat().st_size > LARGEST_FILE:
-            raise ValueError("too large")
+            raise ValueError
         counts = [int(line) for line in path.read_text(encoding="utf-8").split()]
-    except (OSError, ValueError) as error:
-        raise FedsimError(f"client.work = '{path}' cannot be read ({error}).") from None
+    except OSError as error:
+        raise FedsimError(f"client.work = '{path}' cannot be read ({error.strerror}).") from None
+    except ValueError:  # whose words would tell what is in the file
+        raise FedsimError(
+            f"client.work = '{path}' holds something else than whole numbers, or is larger than a "
+            "gigabyte; it must have one for each client."
+        ) from None
     if len(counts) != population or min(counts) < 1 or max(counts) > 1_000_000:
         raise FedsimError(
             f"client.work = '{path}' has {len(counts)} numbers; it must have one from 1 to "

@@ -34,6 +34,11 @@ def train(message: Message, context: Context) -> Message:
     """Train on this node's data, if its policy allows it."""
     policy = _admitted(context)
     if policy is not None:
+        from fedsim.config import RunConfig
+        from fedsim.training.share_replies import asks_for_share
+
+        if (request := asks_for_share(message)) is not None:
+            policy.check_share(request, RunConfig.from_run_config(context.run_config))
         policy.join(client_id(context.node_config))
     return _client()(message, context)
 

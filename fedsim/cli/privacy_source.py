@@ -61,7 +61,8 @@ class Source:
         statements = [] if self.server is None else [self._of_server(self.server, delta)]
         if clients is None:
             return statements
-        return [*(statement for statement in statements if statement.private), clients]
+        statements = [statement for statement in statements if statement.private]
+        return [*statements, clients.of_operator() if statements else clients]
 
     def _of_server(self, server: Ledger, delta: float) -> Statement:
         statement = server.statement(delta)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from fedsim.cohorts import Cohort
-from fedsim.config.run_config import RunConfig
+from fedsim.config.run_config import RunConfig, Scalar
+from fedsim.config.sections import DevicesSection
 from fedsim.config.things import make
 from fedsim.errors import FedsimError
 from fedsim.privacy.extrapolation import Extrapolation
 from fedsim.privacy.plan import LocalWork
 from fedsim.privacy.statement import Statement
 
-__all__ = ["beside", "cohort", "extrapolation", "local_work", "realised"]
+__all__ = ["beside", "cohort", "extrapolation", "has_devices", "local_work", "realised"]
+
+_DEVICES = (
+    "Who is there, drops out or works how much follows from the seed or from files that are taken "
+    "to say nothing of clients' data (devices, client.work)."
+)
 
 
 def cohort(config: RunConfig) -> Cohort:
@@ -56,9 +63,20 @@ def extrapolation(config: RunConfig, releases: int) -> Extrapolation | None:
 
 
 def beside(config: RunConfig, statement: Statement) -> Statement:
-    """A statement of the server's releases, with the figures that a config asks for beside."""
+    """A statement of the server's releases, with what only the config says beside.
+
+    These are the figures that it asks for, and what it takes to say nothing of clients' data.
+    """
     figure = extrapolation(config, statement.of_run)
-    return replace(statement, extrapolated=figure).of_group(config.privacy.group)
+    note = _DEVICES if config.private and has_devices(config.to_run_config()) else statement.note
+    return replace(statement, extrapolated=figure, note=note).of_group(config.privacy.group)
+
+
+def has_devices(flat: Mapping[str, Scalar]) -> bool:
+    """Whether a config by dotted keys says who of those drawn is there, or works how much."""
+    usual = DevicesSection().model_dump(by_alias=True)
+    modelled = any(flat.get(f"devices.{key}", value) != value for key, value in usual.items())
+    return modelled or bool(flat.get("client.work"))
 
 
 def _larger_cohort(config: RunConfig) -> Cohort:

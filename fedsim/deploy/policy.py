@@ -11,8 +11,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from flwr.app import ConfigRecord
+
 from fedsim.config import RunConfig
 from fedsim.config.plan import realised
+from fedsim.config.sections import DataSection
 from fedsim.config.things import modules_named
 from fedsim.errors import FedsimError
 
@@ -21,7 +24,7 @@ __all__ = ["NODE", "Policy"]
 NODE = "FEDSIM_NODE"
 """Environment variable: where a node's app finds its ``node.toml``."""
 
-_FILE_KEYS = ("data.name", "data.dir", "model.weights")
+_FILE_KEYS = ("data.name", "data.dir", "model.weights", "client.work")
 _WITH_CLIP_NORM = ("clipping", "normalization", "adaclip", "adaptive-noise", "norm-bound")
 _ROUNDS = "rounds-joined"
 
@@ -31,8 +34,8 @@ class Policy:
     """Floors and limits of one node; a run outside them is refused before data is read.
 
     A node can see what a run's config declares and what it is itself asked to do. It checks
-    what it adds itself (noise on examples, or on its share) by adding it; noise that the server
-    adds it must take the server's word for.
+    what it adds itself (noise on examples, or on its share) when it adds it, and that nobody else
+    knows it; noise that the server adds it must take the server's word for.
 
     Attributes
     ----------
@@ -45,7 +48,8 @@ class Policy:
     modules : tuple of str
         Installed modules or packages that a run may name as ``module:Name``.
     files : tuple of str
-        Directories from which a run may name files (``data.dir``, ``model.weights``).
+        Directories from which a run may name files (``data.dir``, ``model.weights``,
+        ``client.work``).
     least_noise_multiplier, largest_clip_norm : float
         Of the updates' release, whoever adds the noise.
     least_example_noise_multiplier : float
@@ -55,7 +59,8 @@ class Policy:
     most_rounds : int
         Rounds in which the client takes part, over all runs; 0 for any number.
     evaluation : bool
-        Whether metrics of its data are answered, which no noise protects.
+        Whether metrics of its data are answered, which no noise protects; if not, neither are
+        those of training beside examples that noise does protect.
     directory : Path
         Where ``node.toml`` is.
     """
@@ -128,11 +133,12 @@ class Policy:
             With the setting that is outside, and the limit.
         """
         self._check_code_and_files(config)
-        bounded = config.mechanism.name
-        multiplier = (realised(config).noise.multiplier or 0.0) if bounded != "none" else 0.0
-        clip_norm = config.mechanism.clip_norm if bounded in _WITH_CLIP_NORM else math.inf
-        bounded_examples = config.client.mechanism.name != "none"
-        example_multiplier = (config.client.noise.multiplier or 0.0) if bounded_examples else 0.0
+        bound = config.mechanism.name
+        # Noise beside what gives no guarantee is none.
+        multiplier = (realised(config).noise.multiplier or 0.0) if config.private else 0.0
+        clip_norm = config.mechanism.clip_norm if bound in _WITH_CLIP_NORM else math.inf
+        noised_examples = config.client.private
+        example_multiplier = (config.client.noise.multiplier or 0.0) if noised_examples else 0.0
         _at_least("noise.multiplier", multiplier, self.least_noise_multiplier)
         _at_least(
             "client.noise.multiplier", example_multiplier, self.least_example_noise_multiplier
@@ -142,6 +148,42 @@ class Policy:
             raise _refusal(
                 f"mechanism.clip-norm is {clip_norm:g}; here it may be at most "
                 f"{self.largest_clip_norm:g}"
+            )
+        self._check_entropy(config)
+        if noised_examples and config.evaluate.unprotected and not self.evaluation:
+            raise _refusal(
+                "evaluate.unprotected is true; here no metrics of examples that noise protects are "
+                "answered without it"
+            )
+
+    def _check_entropy(self, config: RunConfig) -> None:
+        """Refuse noise of this node's own that whoever knows the run's seed could take away."""
+        shares = self.least_noise_multiplier > 0 and config.noise.placement == "client"
+        deployed = config.engine.name == "deployment"
+        entropy = config.noise.entropy or ("system" if deployed else "config")
+        if (shares or self.least_example_noise_multiplier > 0) and entropy != "system":
+            raise _refusal(
+                "noise.entropy is 'config', and noise that this node adds would follow from the "
+                "run's seed; here it must be 'system'"
+            )
+
+    def check_share(self, request: ConfigRecord, config: RunConfig) -> None:
+        """Refuse to make a share with less noise than the floor, whatever the run declares.
+
+        Raises
+        ------
+        FedsimError
+            With what the server's message asks for, and the limit.
+        """
+        _at_least(
+            "share-noise-multiplier",
+            float(request["share-noise-multiplier"]),  # type: ignore[arg-type]
+            self.least_noise_multiplier,
+        )
+        asked, clients = request["share-asked"], config.partition.clients
+        if not isinstance(asked, int) or not 1 <= asked <= clients:
+            raise _refusal(
+                f"share-asked is {asked}; it must be from 1 to partition.clients, {clients}"
             )
 
     def _check_code_and_files(self, config: RunConfig) -> None:
@@ -153,9 +195,8 @@ class Policy:
         allowed = [os.path.realpath(self.directory / directory) for directory in self.files]
         for key in _FILE_KEYS:
             value = str(flat[key])
-            # A data set of fedsim's own is a word, and its default directory is nobody's secret.
-            is_file = key != "data.name" or "/" in value or value.endswith(".npz")
-            if not is_file or value in ("", defaults[key]):
+            # The default directory is nobody's secret.
+            if not _is_file(key, value) or value in ("", defaults[key]):
                 continue
             if not _within(os.path.realpath(value), allowed, os.sep):
                 raise _refusal(f"{key} is {value!r}; here it may lie in {list(self.files)}")
@@ -191,6 +232,13 @@ class Policy:
             file.write(f"{joined + 1}\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _is_file(key: str, value: str) -> bool:
+    """Whether it names a file or a folder, and no data set of fedsim's, module or drawn number."""
+    if key == "data.name":
+        return DataSection.registered(value) == "files"
+    return key != "client.work" or "(" not in value
 
 
 def _refusal(why: str) -> FedsimError:

@@ -62,6 +62,11 @@ class Terms:
         return ... if self.owners is None else slice(self.owners)
 
     @property
+    def most_rows(self) -> int:
+        """Up to how many rows a sum is exact."""
+        return FREE_ROWS if any(segment.bound.free for segment in self.segments) else MAX_ROWS
+
+    @property
     def zeros(self) -> Tensor:
         """A number for each sum, float64 ``[...]``."""
         shape = () if self.owners is None else (self.owners,)
@@ -88,8 +93,7 @@ class PartialSum(GridSums):
         for summed in self.segments:
             grids |= summed.segment.named(summed.grids)
         grids |= {side.name: GridSum.scalar(zeros, side.scalar.half) for side in terms.sides}
-        free = any(segment.bound.free for segment in terms.segments)
-        super().__init__(grids, FREE_ROWS if free else MAX_ROWS, terms.device)
+        super().__init__(grids, terms.most_rows, terms.device)
 
     def add(
         self,

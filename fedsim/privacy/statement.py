@@ -38,6 +38,11 @@ _METHODS = {
     "rdp": "Rényi accounting (RDP)",
 }
 
+_OPERATORS = (
+    "These figures follow from who took part, and from how many examples each client has, which the "
+    "guarantee for whole clients covers: they are the operator's, and not to be published."
+)
+
 
 class Recorded(Spending, Protocol):
     """What a statement is made from: a ledger."""
@@ -156,6 +161,10 @@ class Statement:
         # A user's own sampler may draw rows of one owner together.
         declared = any(entry.declared_by_user for entry in self.charged)
         return replace(self, group=group_cost(events, size, self.delta, chained=declared))
+
+    def of_operator(self) -> Self:
+        """At example level, of a run that protects whole clients too: it is not for everybody."""
+        return replace(self, note=_OPERATORS)
 
     @property
     def epsilon(self) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedsim.config import Scalar
 from fedsim.config.past import past_config
-from fedsim.config.plan import beside
+from fedsim.config.plan import beside, has_devices
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Statement
 from fedsim.privacy.archive import archived
@@ -222,7 +222,8 @@ def _statements(path: Path, config: Mapping[str, Scalar]) -> list[Statement]:
     if (path / "ledger.jsonl").is_file():
         delta = _number(config.get("noise.delta"))
         statement = Ledger.read(path / "ledger.jsonl", delta=delta).statement(delta)
-        if config.get("noise.cohort-size") or config.get("privacy.group", 1) != 1:
+        grouped = config.get("privacy.group", 1) != 1
+        if grouped or config.get("noise.cohort-size") or has_devices(config):
             statement = beside(past_config(path / "config.toml", dict(config)), statement)
         statements.append(statement)
     if (kept := clients_ledgers(path, config)) is not None:
@@ -230,7 +231,8 @@ def _statements(path: Path, config: Mapping[str, Scalar]) -> list[Statement]:
         examples = ClientLedgers(kept, delta=delta, read_only=True).statement()
         if examples is not None:
             # What the server's ledger says of updates without noise is no claim of this run's.
-            statements = [*(s for s in statements if s.private), examples]
+            statements = [s for s in statements if s.private]
+            statements.append(examples.of_operator() if statements else examples)
     return statements
 
 

@@ -67,6 +67,9 @@ class RunStatus:
         if not self.protects:
             return dict(self.row)
         uncovered = tuple(f"{split}-" for split in ("train", "clients", *self.of_clients))
+        # What examples have cost tells who took part, which is covered where clients are.
+        if "epsilon" in self.row:
+            uncovered += ("example-epsilon",)
         return {
             name: value
             for name, value in self.row.items()

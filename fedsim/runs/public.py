@@ -8,7 +8,8 @@
     config.toml         what bears on the releases
 
 Left out: metrics, ledgers, times, who took part, why clients failed, paths, engines, and the seed
-where noise follows from it.
+where noise follows from it. Where whole clients are protected and their examples too, also what the
+examples have cost: that follows from who took part, and from how many examples they have.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ from fedsim.runs.saved import SavedRun
 __all__ = ["publish"]
 
 # These hold paths on the operator's machine: of a path, the last part is kept.
-_PATHS = ("data.name", "model.weights")
+_PATHS = ("data.name", "model.weights", "client.work", "devices.trace")
+
+_EXAMPLES_TOO = (
+    "Clients protect their examples too: what that has cost follows from who took part, which is "
+    "not told here."
+)
 
 
 def publish(saved: SavedRun, out: Path) -> Path:
@@ -49,7 +55,8 @@ def publish(saved: SavedRun, out: Path) -> Path:
     FedsimError
         If the run has no guarantee, or ``out`` is there.
     """
-    statements = [s for s in saved.record.statements if s.private and s.cost.releases]
+    covered = [s for s in saved.record.statements if s.private and s.cost.releases]
+    statements = [s for s in covered if s.level == "client"] or covered
     if not statements:
         raise FedsimError(
             f"{saved.directory.path} has no guarantee of privacy: nothing of it is covered; "
@@ -67,10 +74,11 @@ def publish(saved: SavedRun, out: Path) -> Path:
             part / "model.safetensors",
             metadata={METADATA: json.dumps(about, sort_keys=True)},
         )
-        words = "\n\n".join("\n".join(_sentences(s)) for s in statements) + "\n"
-        (part / "statement.txt").write_text(words, encoding="utf-8")
-        told = [{k: v for k, v in s.to_dict().items() if k != "ledger"} for s in statements]
-        (part / "statement.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        told = ["\n".join(_sentences(s)) for s in statements]
+        told += [_EXAMPLES_TOO] if statements != covered else []
+        (part / "statement.txt").write_text("\n\n".join(told) + "\n", encoding="utf-8")
+        facts = [{k: v for k, v in s.to_dict().items() if k != "ledger"} for s in statements]
+        (part / "statement.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         simulated = any(statement.simulated for statement in statements)
         settings = tomli_w.dumps(_public_config(saved.config, simulated))
         (part / "config.toml").write_text(settings, encoding="utf-8")

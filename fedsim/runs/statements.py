@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from fedsim.config import RunConfig
 from fedsim.config.plan import beside
-from fedsim.config.sections import DevicesSection
 from fedsim.privacy import ClientLedgers, Ledger, Statement
 
 __all__ = ["statements"]
@@ -27,14 +26,10 @@ def statements(
     """
     examples = None if of_clients is None else of_clients.statement()
     server = beside(config, ledger.statement(config.noise.delta))
-    if config.private and (config.devices != DevicesSection() or config.client.work):
-        note = (
-            "Who is there, drops out or works how much follows from the seed or from files "
-            "that are taken to say nothing of clients' data (devices, client.work)."
-        )
-        server = replace(server, note=note)
+    if examples is not None and config.private:
+        return server, examples.of_operator()
     if examples is not None:
-        return (server if config.private else examples), examples
+        return examples, examples
     if config.client.private:
         note = (
             "Clients protect their own examples: what that has cost each of them is in a "

@@ -41,6 +41,7 @@ from fedsim.strategies.refusals import (
     refuse_flowers_keywords,
     refuse_noise,
     refuse_running_statistics,
+    refuse_too_many,
     refuse_unplain_means,
     refuse_void_settings,
 )
@@ -439,7 +440,8 @@ evaluate_metrics_aggr_fn
                 refuse_running_statistics(server)
             self._bound.begin(layout, next(iter(server.values())).device)
             # Refuses a split of the noise that does not exist before anybody is asked.
-            self._contributions.releaser(layout)
+            releaser = self._contributions.releaser(layout)
+            refuse_too_many(self.cohort, releaser.most_rows)
         elif layout != self._bound.layout:
             raise FedsimError("the model's parameters changed their names or shapes in the run.")
         return layout

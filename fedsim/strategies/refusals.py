@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -19,9 +20,13 @@ __all__ = [
     "refuse_flowers_keywords",
     "refuse_noise",
     "refuse_running_statistics",
+    "refuse_too_many",
     "refuse_unplain_means",
     "refuse_void_settings",
 ]
+
+SPREAD = 10.0
+"""Standard deviations beyond its expected size that no independent cohort is seen at."""
 
 _INSTEAD = {
     "fraction_train": "cohort=PoissonCohort(rate=fraction_train, population=...), whose draws are "
@@ -132,6 +137,24 @@ def allowed_fraction(fraction_evaluate: float | None, shows_clients: bool) -> fl
             "same."
         )
     return fraction_evaluate
+
+
+def refuse_too_many(cohort: Cohort, most: int) -> None:
+    """Refuse a cohort that may have more clients than one exact sum has room for.
+
+    Found out in a round, it would end a run by who was drawn.
+
+    Raises
+    ------
+    FedsimError
+    """
+    expected = cohort.expected_size
+    likely = min(cohort.population or math.inf, expected + SPREAD * math.sqrt(expected))
+    if likely > most:
+        raise FedsimError(
+            f"the {cohort.name} cohort may draw {likely:,.0f} clients (cohort, partition.clients); "
+            f"one exact sum has room for {most:,}, so that it must draw fewer."
+        )
 
 
 def declared_counts(counts: Sequence[int] | None, cohort: Cohort) -> npt.NDArray[np.float64] | None:

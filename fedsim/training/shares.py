@@ -25,6 +25,7 @@ __all__ = ["Shares", "add_shares", "share"]
 # No honest share lies so many standard deviations of its noise beyond its bound, in one entry
 # (probability below 1e-300) or in all of them together (e^-FARTHEST, 4e-18).
 FARTHEST = 40.0
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def share(
     Raises
     ------
     FedsimError
-        If the mechanism or the noise leaves nothing to share.
+        If the mechanism or the noise leaves nothing to share, or if what a client is told of the
+        mechanism's state makes its row longer than the bound that its noise is for.
     """
     if mechanism.guarantee == "none":
         raise FedsimError(
@@ -97,11 +99,24 @@ def share(
     columns = {name: torch.as_tensor(values)[:, None] for name, values in (sides or {}).items()}
     ones = torch.ones(n, 1, dtype=torch.float64, device=block.device)
     total.add_owners(DenseRows(block[:, None]), ones, [1] * n, sides=columns, masks=masks)
+    _require_bounded(total)
     units, _ = releaser.noised(total, sources, lambda z: share_multiplier(z, asked))
     values = {name: sums.mul_(total.grids[name].unit[:, None]) for name, sums in units.items()}
     rows = total.joined([values.pop(s.segment.prefix + "sum") for s in total.segments])
     scalars = {name: column[:, 0] for name, column in values.items()}
     return Shares(rows, scalars, masks.usable[:, 0])
+
+
+def _require_bounded(total: PartialSum) -> None:
+    """Refuse rows that have left their ball: the state that shapes them is the server's word."""
+    for summed in total.segments:
+        grid = summed.grids["sum"]
+        norms = torch.linalg.vector_norm(grid.on_grid(), dim=-1) * grid.unit
+        if bool((norms > grid.radius * (1 + ROUNDING)).any()):
+            raise FedsimError(
+                "the mechanism-state of the message makes rows longer than the bound that their "
+                "noise is for; it must be the state that this mechanism has in the round."
+            )
 
 
 def add_shares(total: PartialSum, shares: Shares, *, asked: int = 1) -> Tensor:

@@ -11,6 +11,7 @@ from fedsim.apps import client_app
 from fedsim.apps import node as module
 from fedsim.config import RunConfig
 from fedsim.deploy.policy import NODE, Policy
+from fedsim.devices import read_work
 from fedsim.engines.messages import ensure_identity
 from fedsim.errors import FedsimError
 
@@ -20,6 +21,9 @@ PRIVATE = {
     "partition": {"clients": 100},
     "engine": {"name": "deployment", "device": "cpu"},
 }
+
+
+RAW = {"name": "adaptive-noise", "unsafe-non-private-raw-statistics": True}
 
 
 def config(**tables) -> RunConfig:
@@ -184,3 +188,100 @@ def test_what_a_client_keeps_and_trains_on_is_where_its_node_says(on_a_node, tmp
     ((settings, client, data),) = built
     assert settings.client.state_dir == str(tmp_path / "kept")
     assert (client, data) == (0, str(tmp_path / "own.npz"))
+
+
+SECRET = "root:x:0:0"
+
+
+@pytest.mark.parametrize(
+    ("tables", "why"),
+    [
+        ({"client": {"work": "/etc/passwd"}}, "client.work is '/etc/passwd'"),
+        ({"client": {"work": "kept/work.txt"}}, "client.work is 'kept/work.txt'"),
+        ({"data": {"name": ".."}}, r"data.name is '\.\.'"),
+        ({"data": {"name": "records"}}, "data.name is 'records'"),
+    ],
+)
+def test_no_file_of_a_nodes_can_be_named_without_its_leave(tmp_path, tables, why):
+    with pytest.raises(FedsimError, match=f"this node's policy refuses the run: {why}"):
+        Policy.load(node(tmp_path, "")).check(config(**tables))
+
+
+def test_work_that_is_drawn_names_no_file(tmp_path):
+    Policy.load(node(tmp_path, "")).check(config(client={"work": "whole(1,3)"}))
+
+
+def test_what_is_in_a_file_that_is_no_list_of_work_is_not_told(tmp_path):
+    (tmp_path / "secret").write_text(f"{SECRET}\n")
+    with pytest.raises(FedsimError, match="holds something else") as refused:
+        read_work(tmp_path / "secret", 3)
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "tables", "key"),
+    [
+        ("least-noise-multiplier = 1.0", {"mechanism": RAW}, "noise.multiplier is 0"),
+        (
+            "least-example-noise-multiplier = 1.0",
+            {"client": {"mechanism": RAW, "noise": {"multiplier": 1.0}}},
+            "client.noise.multiplier is 0",
+        ),
+    ],
+)
+def test_noise_beside_what_has_no_guarantee_is_none(tmp_path, policy, tables, key):
+    with pytest.raises(FedsimError, match=key):
+        Policy.load(node(tmp_path, policy)).check(config(**tables))
+
+
+SHARES = {"multiplier": 1.0, "placement": "client"}
+PRIVATE_EXAMPLES = {"mechanism": {"name": "clipping"}, "noise": {"multiplier": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("policy", "tables"),
+    [
+        ("least-noise-multiplier = 1.0", {"noise": {**SHARES, "entropy": "config"}}),
+        (
+            "least-noise-multiplier = 1.0",
+            {"noise": SHARES, "engine": {"name": "simulation", "device": "cpu"}},
+        ),
+        (
+            "least-example-noise-multiplier = 1.0",
+            {"client": PRIVATE_EXAMPLES, "noise": {"multiplier": 1.0, "entropy": "config"}},
+        ),
+    ],
+)
+def test_noise_of_a_nodes_own_may_not_follow_from_the_runs_seed(tmp_path, policy, tables):
+    with pytest.raises(FedsimError, match=r"refuses the run: noise\.entropy is 'config'"):
+        Policy.load(node(tmp_path, policy)).check(config(**tables))
+
+
+def test_noise_of_a_nodes_own_from_the_operating_system_is_let_in(tmp_path):
+    policy = "least-noise-multiplier = 1.0\nleast-example-noise-multiplier = 1.0"
+    Policy.load(node(tmp_path, policy)).check(config(client=PRIVATE_EXAMPLES, noise=SHARES))
+
+
+def test_losses_without_noise_are_metrics_too(tmp_path):
+    unprotected = config(client=PRIVATE_EXAMPLES, evaluate={"unprotected": True})
+    Policy.load(node(tmp_path, "")).check(unprotected)
+    with pytest.raises(FedsimError, match=r"refuses the run: evaluate\.unprotected is true"):
+        Policy.load(node(tmp_path, "evaluation = false")).check(unprotected)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ({"share-noise-multiplier": 0.0}, "share-noise-multiplier is 0; here .* at least 1"),
+        ({"share-noise-multiplier": float("nan")}, "share-noise-multiplier is nan"),
+        ({"share-asked": 10**9}, "share-asked is 1000000000; .* 100"),
+        ({"share-asked": 0}, "share-asked is 0"),
+    ],
+)
+def test_a_server_cannot_talk_a_node_out_of_the_noise_on_its_share(on_a_node, words, why):
+    on_a_node("least-noise-multiplier = 1.0")
+    request = message("train")
+    asked = {"share-noise-multiplier": 1.0, "share-asked": 10, **words}
+    request.content.config_records["config"].update(asked)
+    with pytest.raises(FedsimError, match=f"this node's policy refuses the run: {why}"):
+        client_app.train(request, context_of(config(noise=SHARES)))

@@ -170,6 +170,51 @@ def test_every_key_of_a_bundle_bears_on_the_releases(private_run: Path, tmp_path
         assert key in ("title", "rounds") or affects_release(key)
 
 
+BOTH = PRIVATE | {
+    "rounds": 2,
+    "cohort.name": "poisson",
+    "cohort.rate": 0.2,
+    "client.mechanism.name": "clipping",
+    "client.noise.multiplier": 1.0,
+}
+
+
+def test_neither_a_bundle_nor_a_callback_learns_by_examples_who_took_part(tmp_path: Path) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class Watch(fedsim.Callback):
+        def on_round(self, status: fedsim.RunStatus) -> None:
+            seen.append(tuple("example-epsilon" in row for row in (status.row, status.metrics)))
+
+    fedsim.run(RunConfig().replace(**BOTH), out=tmp_path / "run", callbacks=[Watch()])
+    assert seen == [(False, False), (True, False), (True, False)]
+    saved = fedsim.load(tmp_path / "run")
+    assert [statement.level for statement in saved.record.statements] == ["client", "example"]
+    publish(saved, tmp_path / "bundle")
+    (told,) = json.loads((tmp_path / "bundle" / "statement.json").read_text())
+    assert told["level"] == "client"
+    words = (tmp_path / "bundle" / "statement.txt").read_text()
+    assert "example level" not in words
+    assert "Clients protect their examples too" in words
+
+
+def test_a_bundle_tells_of_files_only_their_names_and_that_they_are_believed(
+    tmp_path: Path,
+) -> None:
+    work, trace = tmp_path / "work.txt", tmp_path / "trace.npy"
+    work.write_text("1\n2\n" * 10)
+    np.save(trace, np.ones((1, 20), dtype=bool))
+    config = RunConfig().replace(
+        **PRIVATE, **{"client.work": str(work), "devices.trace": str(trace)}
+    )
+    fedsim.run(config, out=tmp_path / "run")
+    publish(fedsim.load(tmp_path / "run"), tmp_path / "bundle")
+    everything = b"".join(path.read_bytes() for path in (tmp_path / "bundle").iterdir())
+    assert str(tmp_path).encode() not in everything
+    assert b'work = "work.txt"' in everything
+    assert b"taken to say nothing of clients' data (devices, client.work)" in everything
+
+
 def test_a_run_without_a_guarantee_has_nothing_to_publish(tmp_path: Path) -> None:
     fedsim.run(RunConfig().replace(**SMALL), out=tmp_path / "run")
     with pytest.raises(FedsimError, match="has no guarantee"):

@@ -353,6 +353,32 @@ def test_settings_that_void_the_guarantee_are_refused() -> None:
         DPFedAvg(mechanism=NoPrivacy("uniform"), cohort=FullCohort(3), max_epsilon=1.0)
 
 
+@pytest.mark.parametrize(
+    ("mechanism", "cohort"),
+    [
+        (Clipping(1.0), FullCohort(2**22 + 1)),
+        (Clipping(1.0), PoissonCohort(0.42, 10**7)),
+        (NoPrivacy("uniform"), FullCohort(2**20 + 1)),
+    ],
+)
+def test_a_cohort_that_no_exact_sum_has_room_for_is_refused_before_anybody_is_drawn(
+    mechanism: Mechanism, cohort: Cohort
+) -> None:
+    strategy = DPFedAvg(mechanism=mechanism, cohort=cohort, seed=1)
+    with pytest.raises(FedsimError, match="one exact sum has room for"):
+        strategy.check(array_record({"w": torch.zeros(3)}))
+
+
+def test_a_cohort_as_large_as_an_exact_sum_is_let_in() -> None:
+    for mechanism, cohort in (
+        (Clipping(1.0), FullCohort(2**22)),
+        (Clipping(1.0), PoissonCohort(0.41, 10**7)),
+        (NoPrivacy("uniform"), FullCohort(2**20)),
+    ):
+        strategy = DPFedAvg(mechanism=mechanism, cohort=cohort, seed=1)
+        strategy.check(array_record({"w": torch.zeros(3)}))
+
+
 def test_a_grid_with_more_clients_than_declared_is_refused() -> None:
     strategy = DPFedAvg(mechanism=Clipping(1.0), cohort=FullCohort(2), seed=1)
     with pytest.raises(FedsimError, match="population = 2"):

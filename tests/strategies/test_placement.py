@@ -14,8 +14,10 @@ from fedsim.cohorts import FullCohort, PoissonCohort
 from fedsim.engines import LocalGrid
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.engines.client_app import client_app
+from fedsim.errors import FedsimError
 from fedsim.mechanisms import (
     AdaClip,
+    AdaptiveNoise,
     Clipping,
     Mechanism,
     NoiseSource,
@@ -24,6 +26,7 @@ from fedsim.mechanisms import (
     PrivateScalar,
     QuantileClipping,
     Releaser,
+    State,
 )
 from fedsim.privacy.noise import Independent
 from fedsim.randomness import Randomness
@@ -246,3 +249,29 @@ def test_no_honest_share_is_ever_refused(asked, z, d):
     )
     releaser = Releaser(mechanism, layout, noise=noise, denominator=10.0)
     assert add_shares(releaser.start(mechanism.init(layout)), shares, asked=asked).all()
+
+
+def test_no_state_that_a_server_sends_takes_a_row_out_of_its_ball():
+    mechanism, layout = AdaptiveNoise(threshold=0.0), Layout.of({"w": torch.zeros(4)})
+    honest = {
+        "adaptive": torch.tensor([True]),
+        "shrink": torch.full((4,), 10.0),
+        "stretch": torch.full((4,), 0.5),
+    }
+
+    def shared(bounding: State) -> None:
+        share(
+            mechanism,
+            torch.full((1, 4), 0.3, dtype=torch.float64),
+            {name: tensor.clone() for name, tensor in bounding.items()},
+            layout,
+            noise=Independent(1.0),
+            denominator=10.0,
+            asked=10,
+            sources=[NoiseSource(np.random.default_rng(1))],
+        )
+
+    shared(honest)
+    for factor in (1.01, 1e6):
+        with pytest.raises(FedsimError, match="makes rows longer than the bound"):
+            shared({**honest, "stretch": honest["stretch"] * factor})
