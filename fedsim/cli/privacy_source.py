@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedsim.config import RunConfig
-from fedsim.config.plan import beside, cohort, extrapolation, realised
+from fedsim.config.plan import beside, cohort, extrapolation, realised, stop_times
 from fedsim.config.things import make
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Question, Statement
@@ -16,7 +16,7 @@ from fedsim.privacy.archive import archived
 from fedsim.privacy.extrapolation import Extrapolation
 from fedsim.privacy.inclusion import declared_by_user, of_user
 from fedsim.privacy.parallel import dearest
-from fedsim.reports.record import clients_ledgers, read_config
+from fedsim.reports.record import clients_ledgers, ending, read_config
 
 __all__ = ["Source", "read_source"]
 
@@ -57,19 +57,35 @@ class Source:
     def statements(self, delta: float) -> list[Statement]:
         """What its ledgers say: of the server's releases where it made private ones, and of the
         clients' own where they have any."""
-        clients = None if self.clients is None else _clients(self.clients, delta).statement()
-        statements = [] if self.server is None else [self._of_server(self.server, delta)]
+        stops = self._stops
+        clients = None
+        if self.clients is not None:
+            clients = _clients(self.clients, delta).statement(stops=stops)
+        statements = [] if self.server is None else [self._of_server(self.server, delta, stops)]
         if clients is None:
             return statements
         statements = [statement for statement in statements if statement.private]
         return [*statements, clients.of_operator() if statements else clients]
 
-    def _of_server(self, server: Ledger, delta: float) -> Statement:
-        statement = server.statement(delta)
-        if self.directory is None or not (self.directory / "config.toml").is_file():
-            return statement
-        config = RunConfig.load(self.directory / "config.toml")
-        return beside(config, statement)
+    @property
+    def _config(self) -> Path | None:
+        """The run's, if it has one."""
+        path = None if self.directory is None else self.directory / "config.toml"
+        return path if path is not None and path.is_file() else None
+
+    @property
+    def _stops(self) -> int:
+        """After how many rounds what was released might have ended the run."""
+        if self.directory is None or self._config is None or self.server is None:
+            return 1
+        flat, (ended, _) = read_config(self._config), ending(self.directory)
+        return stop_times(flat, ended, self.server.of_this_run)
+
+    def _of_server(self, server: Ledger, delta: float, stops: int) -> Statement:
+        statement = server.statement(delta, stops=stops)
+        return (
+            statement if self._config is None else beside(RunConfig.load(self._config), statement)
+        )
 
 
 def read_source(source: Path | None, overrides: list[str], delta: float | None) -> Source:

@@ -240,7 +240,7 @@ def _say_price(
     console: Console, grid: Sequence[Member], lines: Sequence[MemberLine], where: Path
 ) -> None:
     """What choosing among private members costs."""
-    from fedsim.reports.sweep import examples_price, price
+    from fedsim.reports.sweep import examples_price
 
     protecting = [member for member in grid if member.config.client.private]
     if len(protecting) > 1:
@@ -249,25 +249,47 @@ def _say_price(
             Path(member.config.client.state_dir or where / member.label / "clients")
             for member in protecting
         ]
+        dealt = {str(_dealing(member.config)) for member in protecting}
+        cost = examples_price(kept, delta, same=len(dealt) == 1)
         console.print(
             f"Whoever sees all {len(protecting)} members whose clients protect their examples has "
-            f"seen their composition: epsilon = {examples_price(kept, delta).epsilon:.4g} at delta "
-            f"= {delta} (example level), for the client that pays most."
+            f"seen their composition: epsilon = {cost.epsilon:.4g} at delta = {delta} (example "
+            "level), for the example that pays most."
         )
     private = [member for member, line in zip(grid, lines, strict=True) if line.epsilon is not None]
     if len(private) < 2:
         return
     delta = max(member.config.noise.delta for member in private)
     ledgers = [where / member.label / "ledger.jsonl" for member in private]
-    cost = price(ledgers, delta)
     console.print(
-        f"Each private member is (epsilon, {delta:g})-differentially private with the epsilon "
-        f"of its line. Whoever sees all {len(private)} of them, as choosing the best does, has "
-        f"seen their composition: epsilon = {cost.epsilon:.4g}."
+        f"Each private member is (epsilon, {delta:g})-differentially private with the epsilon of "
+        f"its line. {_together(ledgers, delta)}"
     )
+    if any(line.outcome in ("stopped", "dropped") for line in lines):
+        console.print(
+            "Members that ended by what they had released have that epsilon for a number of rounds "
+            "fixed in advance; their own statements say what holds for theirs."
+        )
     if any(line.simulated for line in lines):
         console.print(
             "These are simulated: the noise follows from the members' seeds. For real data set "
             "noise.entropy = 'system'.",
             style="yellow",
         )
+
+
+def _dealing(config: RunConfig) -> list[object]:
+    """What decides whose examples are whose."""
+    flat = config.to_run_config()
+    return [config.seed, *(v for k, v in flat.items() if k.startswith(("data.", "partition.")))]
+
+
+def _together(ledgers: Sequence[Path], delta: float) -> str:
+    """What all members cost whoever sees them."""
+    from fedsim.reports.sweep import price
+
+    seen = f"Whoever sees all {len(ledgers)} of them, as choosing the best does, has seen their"
+    try:
+        return f"{seen} composition: epsilon = {price(ledgers, delta).epsilon:.4g}."
+    except FedsimError as error:
+        return f"{seen} releases together, for which there is no figure: {error}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fedsim.cohorts import Cohort
@@ -10,11 +10,23 @@ from fedsim.config.run_config import RunConfig, Scalar
 from fedsim.config.sections import DevicesSection
 from fedsim.config.things import make
 from fedsim.errors import FedsimError
+from fedsim.privacy.accountant import Accountant
+from fedsim.privacy.entry import Entry
 from fedsim.privacy.extrapolation import Extrapolation
 from fedsim.privacy.plan import LocalWork
 from fedsim.privacy.statement import Statement
 
-__all__ = ["beside", "cohort", "extrapolation", "has_devices", "local_work", "realised"]
+__all__ = [
+    "beside",
+    "cohort",
+    "extrapolation",
+    "has_devices",
+    "local_work",
+    "realised",
+    "stop_times",
+]
+
+_BY_WHAT_IS_RELEASED = ("stopped", "dropped")
 
 _DEVICES = (
     "Who is there, drops out or works how much follows from the seed or from files that are taken "
@@ -62,14 +74,50 @@ def extrapolation(config: RunConfig, releases: int) -> Extrapolation | None:
     return Extrapolation.of(_larger_cohort(config), noise.multiplier, releases, noise.delta)
 
 
+def stop_times(flat: Mapping[str, Scalar], ended: str, releases: Sequence[Entry]) -> int:
+    """After how many rounds what was released might have ended a run, if it did; otherwise 1.
+
+    Parameters
+    ----------
+    flat : mapping
+        Its config by dotted keys.
+    ended : str
+        As in `RunResult`.
+    releases : sequence of Entry
+        What it has released itself.
+    """
+    rounds = flat.get("rounds", 1)
+    made = max((entry.round or 0 for entry in releases), default=0)
+    decided = bool(flat.get("stop.metric")) or ended in _BY_WHAT_IS_RELEASED
+    return rounds if decided and isinstance(rounds, int) and made < rounds else 1
+
+
 def beside(config: RunConfig, statement: Statement) -> Statement:
     """A statement of the server's releases, with what only the config says beside.
 
     These are the figures that it asks for, and what it takes to say nothing of clients' data.
     """
     figure = extrapolation(config, statement.of_run)
+    statement = _within_plan(config, statement)
     note = _DEVICES if config.private and has_devices(config.to_run_config()) else statement.note
     return replace(statement, extrapolated=figure, note=note).of_group(config.privacy.group)
+
+
+def _within_plan(config: RunConfig, statement: Statement) -> Statement:
+    """Epsilon of all rounds that were planned holds too, whatever ended them, and so does a budget.
+
+    Where releases have ended the run, the least of these figures counts.
+    """
+    if statement.stops == 1 or not statement.private or not statement.charged:
+        return statement
+    planned = Accountant(entry.event for entry in statement.charged)
+    left = statement.stops - statement.of_run
+    if left > 0:
+        planned.add(statement.charged[-1].event, left)
+    least = min(statement.epsilon, planned.epsilon(statement.delta))
+    if config.noise.max_epsilon is not None:
+        least = min(least, config.noise.max_epsilon)
+    return replace(statement, cost=replace(statement.cost, epsilon=least))
 
 
 def has_devices(flat: Mapping[str, Scalar]) -> bool:

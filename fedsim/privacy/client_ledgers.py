@@ -172,15 +172,21 @@ class ClientLedgers:
             spent = [ledger.as_of(round, release) for ledger in everyone]
         return dearest(spent, self.delta).epsilon(self.delta) if spent else 0.0
 
-    def statement(self) -> Statement | None:
-        """What holds for every client; None if none has released anything."""
+    def statement(self, *, stops: int = 1) -> Statement | None:
+        """What holds for every client; None if none has released anything.
+
+        ``stops`` as of `Statement.of`.
+        """
         everyone = self.everyone()
         if not everyone:
             return None
         many = len(everyone)
         place = "kept in memory only" if self.directory is None else f"{self.directory}/"
         return Statement.of(
-            everyone, self.delta, f"{place}, one for each of {many} client{'s' * (many > 1)}"
+            everyone,
+            self.delta,
+            f"{place}, one for each of {many} client{'s' * (many > 1)}",
+            stops=stops,
         )
 
     def _found(self) -> list[int]:

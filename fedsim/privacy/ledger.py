@@ -246,9 +246,9 @@ class Ledger:
             planned = replace(planned, settles=True)
         return self._file.history.after(planned).epsilon(self._delta(delta)) > budget
 
-    def statement(self, delta: float | None = None) -> Statement:
-        """The privacy statement in words and numbers."""
-        return Statement.of([self], self._delta(delta))
+    def statement(self, delta: float | None = None, *, stops: int = 1) -> Statement:
+        """The privacy statement in words and numbers; ``stops`` as of `Statement.of`."""
+        return Statement.of([self], self._delta(delta), stops=stops)
 
     def accountant(self) -> Accountant:
         """What is charged, to go on with elsewhere."""

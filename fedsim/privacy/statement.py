@@ -39,8 +39,8 @@ _METHODS = {
 }
 
 _OPERATORS = (
-    "These figures follow from who took part, and from how many examples each client has, which the "
-    "guarantee for whole clients covers: they are the operator's, and not to be published."
+    "These figures follow from who took part, and from how many examples each client has, which "
+    "the guarantee for whole clients covers: they are the operator's, and not to be published."
 )
 
 
@@ -105,6 +105,9 @@ class Statement:
         How many there are.
     note : str
         A sentence on what is accounted for elsewhere.
+    stops : int
+        After any of so many rounds what had been released might have ended the run, and did; 1
+        where the number of rounds was fixed in advance.
     extrapolated : Extrapolation or None
         What a larger cohort would have cost, whose noise the run has simulated.
     group : GroupCost or None
@@ -122,12 +125,19 @@ class Statement:
     head: str = ""
     lines: int = 0
     note: str = ""
+    stops: int = 1
     extrapolated: Extrapolation | None = None
     group: GroupCost | None = None
 
     @classmethod
-    def of(cls, ledgers: Sequence[Recorded], delta: float, place: str | None = None) -> Self:
+    def of(
+        cls, ledgers: Sequence[Recorded], delta: float, place: str | None = None, *, stops: int = 1
+    ) -> Self:
         """The statement over ledgers whose owners hold disjoint data, at least one.
+
+        Where releases decide when a run ends, epsilon after a number of rounds holds only if that
+        was fixed in advance. After whichever of m rounds it ends, it has spent what that many cost
+        at ``delta / m``: over all of them the deltas add up to delta.
 
         Parameters
         ----------
@@ -136,21 +146,24 @@ class Statement:
         delta : float
         place : str, optional
             Where several of them are.
+        stops : int
+            m, 1 for a number of rounds that is fixed in advance.
         """
-        worst = dearest(ledgers, delta)
+        worst = dearest(ledgers, delta / stops)
         alone = len(ledgers) == 1 and place is None
         this_run = Accountant(entry.event for entry in worst.of_this_run) if worst.before else None
         return cls(
-            cost=worst.cost(delta),
+            cost=replace(worst.cost(delta / stops), delta=delta),
             level=worst.level,
             charged=worst.charged,
             tradeoff=tradeoff(worst.accountant()),
             ledgers=len(ledgers),
             before=sum(entry.event.count for entry in worst.before),
-            this_run=this_run.cost(delta) if this_run is not None else None,
+            this_run=this_run.cost(delta / stops) if this_run is not None else None,
             ledger=str(worst.path) if alone and worst.path is not None else place,
             head=worst.heads[-1] if alone and worst.heads else "",
             lines=len(worst.heads) if alone else 0,
+            stops=stops,
         )
 
     def of_group(self, size: int) -> Self:
@@ -257,6 +270,13 @@ class Statement:
             sentences.append(self.group.sentence(self.level))
         if self.extrapolated is not None:
             sentences.append(self.extrapolated.sentence())
+        if self.stops > 1:
+            sentences.append(
+                f"What had been released decided when to end, after any of {self.stops:,} rounds: "
+                f"epsilon is that at delta / {self.stops:,}, or of all of them, and holds at delta "
+                "whichever it was; what is said of an attacker and of groups is of a number of "
+                "rounds fixed in advance."
+            )
         if self.simulated:
             sentences.append(
                 "Simulated: noise and samples follow from the config's seed, so the guarantee "
@@ -340,6 +360,7 @@ class Statement:
             "samplers": list(self.samplers),
             "entropies": sorted({entry.entropy for entry in self.charged}),
             "torn": self.torn,
+            "stops": self.stops,
             "covers": "the sequence of global models",
             "adversary": adversary(self.charged, self.level, self.delta) if self.private else [],
             "public": public_facts(self.charged, self.level),

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedsim.config import Scalar
 from fedsim.config.past import past_config
-from fedsim.config.plan import beside, has_devices
+from fedsim.config.plan import beside, has_devices, stop_times
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Statement
 from fedsim.privacy.archive import archived
@@ -23,6 +23,7 @@ __all__ = [
     "SUMMARY_FORMAT",
     "RunRecord",
     "clients_ledgers",
+    "ending",
     "read_all",
     "read_config",
     "read_metrics",
@@ -217,18 +218,29 @@ def _read_summary(path: Path) -> dict[str, Any]:
     return dict(summary)
 
 
+def ending(path: Path) -> tuple[str, str]:
+    """How the run in a directory has ended, and a sentence if that was early."""
+    try:
+        told = json.loads((path / "done").read_text(encoding="utf-8"))
+        return str(told["ended"]), str(told["why"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "interrupted", "The run has not come to its end."
+
+
 def _statements(path: Path, config: Mapping[str, Scalar]) -> list[Statement]:
-    statements = []
+    statements, stops = [], 1
     if (path / "ledger.jsonl").is_file():
         delta = _number(config.get("noise.delta"))
-        statement = Ledger.read(path / "ledger.jsonl", delta=delta).statement(delta)
+        ledger = Ledger.read(path / "ledger.jsonl", delta=delta)
+        stops = stop_times(config, ending(path)[0], ledger.of_this_run)
+        statement = ledger.statement(delta, stops=stops)
         grouped = config.get("privacy.group", 1) != 1
-        if grouped or config.get("noise.cohort-size") or has_devices(config):
+        if grouped or stops > 1 or config.get("noise.cohort-size") or has_devices(config):
             statement = beside(past_config(path / "config.toml", dict(config)), statement)
         statements.append(statement)
     if (kept := clients_ledgers(path, config)) is not None:
         delta = _number(config.get("client.noise.delta"))
-        examples = ClientLedgers(kept, delta=delta, read_only=True).statement()
+        examples = ClientLedgers(kept, delta=delta, read_only=True).statement(stops=stops)
         if examples is not None:
             # What the server's ledger says of updates without noise is no claim of this run's.
             statements = [s for s in statements if s.private]

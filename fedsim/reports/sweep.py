@@ -13,6 +13,7 @@ import numpy as np
 
 from fedsim.config import Scalar
 from fedsim.privacy import Accountant, ClientLedgers, Cost, Ledger
+from fedsim.privacy.parallel import dearest
 
 __all__ = [
     "Measure",
@@ -267,12 +268,18 @@ def price(ledgers: Sequence[Path], delta: float) -> Cost:
     return accountant.cost(delta)
 
 
-def examples_price(directories: Sequence[Path], delta: float) -> Cost:
-    """The same at example level, of the client that pays most; from clients' ledgers."""
+def examples_price(directories: Sequence[Path], delta: float, *, same: bool = True) -> Cost:
+    """The same at example level, of the client that pays most; from clients' ledgers.
+
+    ``same``: whether a client has the same examples in all of these directories. Otherwise an
+    example may have been the dearest client's in each of them.
+    """
     clients: dict[int | None, Accountant] = {}
     for directory in dict.fromkeys(directories):
-        for ledger in ClientLedgers(directory, delta=delta, read_only=True).everyone():
+        ledgers = ClientLedgers(directory, delta=delta, read_only=True).everyone()
+        for ledger in ledgers if same or not ledgers else [dearest(ledgers, delta)]:
             for entry in ledger.charged:
-                clients.setdefault(entry.client, Accountant()).add(entry.event)
+                key = entry.client if same else None
+                clients.setdefault(key, Accountant()).add(entry.event)
     costs = [accountant.cost(delta) for accountant in clients.values()]
     return max(costs, key=lambda cost: cost.epsilon, default=Accountant().cost(delta))

@@ -30,13 +30,14 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from safetensors.torch import save as serialise
 from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.verification import METADATA
+from fedsim.reports.record import ending
 from fedsim.runs.checkpoint import Checkpoints
 from fedsim.runs.marker import Marker
 
@@ -298,11 +299,8 @@ class RunDirectory:
 
     def ending(self) -> tuple[Ended, str]:
         """How the run has ended, and a sentence if that was early."""
-        try:
-            told = json.loads(self.done.read_text(encoding="utf-8"))
-            return told["ended"], told["why"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return "interrupted", "The run has not come to its end."
+        ended, why = ending(self.path)
+        return cast(Ended, ended), why
 
     def sign_ledger(self, signature: str) -> None:
         """Write ledger.sig."""

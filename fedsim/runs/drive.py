@@ -196,7 +196,11 @@ class Session:
             metrics=self._rows,
             arrays=self._reached,
             statements=partial(
-                statements, self.build.config, self.strategy.ledger, self.build.client_ledgers
+                statements,
+                self.build.config,
+                self.strategy.ledger,
+                self.build.client_ledgers,
+                ended,
             ),
             ended=ended,
             why=self._why(ended),

@@ -226,7 +226,7 @@ def _read(build: Build, directory: RunDirectory) -> RunResult:
         metrics=[*rows],
         # In the model's order, which the file does not keep.
         arrays=array_record({name: saved[name] for name in build.initial_arrays}),
-        statements=partial(statements, build.config, ledger, build.client_ledgers),
+        statements=partial(statements, build.config, ledger, build.client_ledgers, ended),
         ended=ended,
         why=why,
         directory=directory,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fedsim.config import RunConfig
-from fedsim.config.plan import beside
+from fedsim.config.plan import beside, stop_times
 from fedsim.privacy import ClientLedgers, Ledger, Statement
 
 __all__ = ["statements"]
 
 
 def statements(
-    config: RunConfig, ledger: Ledger, of_clients: ClientLedgers | None
+    config: RunConfig, ledger: Ledger, of_clients: ClientLedgers | None, ended: str
 ) -> tuple[Statement, Statement | None]:
     """What is claimed of the run, and at example level.
 
@@ -23,9 +23,12 @@ def statements(
         The server's.
     of_clients : ClientLedgers or None
         Those of the clients, where anybody here has them.
+    ended : str
+        As in `RunResult`.
     """
-    examples = None if of_clients is None else of_clients.statement()
-    server = beside(config, ledger.statement(config.noise.delta))
+    stops = stop_times(config.to_run_config(), ended, ledger.of_this_run)
+    examples = None if of_clients is None else of_clients.statement(stops=stops)
+    server = beside(config, ledger.statement(config.noise.delta, stops=stops))
     if examples is not None and config.private:
         return server, examples.of_operator()
     if examples is not None:

@@ -9,7 +9,9 @@ import pytest
 
 import fedsim
 from fedsim import RunConfig
+from fedsim.cli.privacy_source import read_source
 from fedsim.errors import FedsimError
+from fedsim.privacy import Ledger
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.report import whole_record
@@ -243,6 +245,29 @@ def test_a_callback_stops_the_run_and_keeps_what_it_knew(tmp_path):
     assert second.seen == first.seen + 1
 
 
+def test_where_releases_decide_when_to_end_epsilon_holds_whenever_that_is(tmp_path):
+    config = CONFIG.replace(**{"noise.multiplier": 20.0, "rounds": 50})
+    stopped = fedsim.run(config, out=tmp_path / "run", callbacks=[StopAt(2)])
+    fixed = fedsim.run(config.replace(rounds=2), out=tmp_path / "fixed")
+    ledger = Ledger.read(tmp_path / "run" / "ledger.jsonl")
+    delta = config.noise.delta
+    assert fixed.privacy.epsilon == ledger.epsilon(delta) == stopped.metrics[-1]["epsilon"]
+    assert stopped.privacy.epsilon == ledger.epsilon(delta / 50) > fixed.privacy.epsilon
+    assert stopped.privacy.delta == delta
+    assert "after any of 50 rounds" in str(stopped.privacy)
+    assert "after any of" not in str(fixed.privacy)
+    assert fedsim.load(tmp_path / "run").privacy.epsilon == stopped.privacy.epsilon
+    (told,) = read_source(tmp_path / "run", [], None).statements(delta)
+    assert told.epsilon == stopped.privacy.epsilon
+    # All the rounds of the plan cost less than that where most of them were made.
+    late = fedsim.run(config, out=tmp_path / "late", callbacks=[StopAt(49)])
+    whole = fedsim.run(config, out=tmp_path / "late", resume=True)
+    assert late.privacy.epsilon == pytest.approx(whole.privacy.epsilon)
+    budget = config.replace(**{"noise.max-epsilon": 1.001 * fixed.privacy.epsilon})
+    within = fedsim.run(budget, out=tmp_path / "within", callbacks=[StopAt(2)])
+    assert within.privacy.epsilon == budget.noise.max_epsilon
+
+
 def test_a_run_stops_early_by_a_central_metric_also_after_a_resume(tmp_path):
     config = CONFIG.replace(
         **{"client.lr": 1e-9, "noise.multiplier": 1.0, "server.lr": 1e-12, "rounds": 9,
@@ -250,6 +275,7 @@ def test_a_run_stops_early_by_a_central_metric_also_after_a_resume(tmp_path):
     )  # fmt: skip
     result = fedsim.run(config, out=tmp_path / "run")
     assert result.ended == "stopped"
+    assert result.privacy.stops == 9
     assert "validation-accuracy has not been better than" in result.why
     assert result.metrics[-1]["round"] == 3
     assert len(fedsim.run(config, out=tmp_path / "run", resume=True).metrics) == 4

@@ -7,9 +7,10 @@ import pytest
 
 import fedsim
 from fedsim import RunConfig
-from fedsim.cohorts import PoissonCohort
+from fedsim.cli.sweep import _together
+from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.errors import FedsimError
-from fedsim.privacy import epsilon
+from fedsim.privacy import Accountant, ClientLedgers, Event, Ledger, epsilon
 from fedsim.reports.sweep import examples_price, price, read_line
 from fedsim.runs.artefacts import Row, RunDirectory
 from fedsim.runs.drive import Session
@@ -161,6 +162,28 @@ def test_choosing_among_members_costs_every_clients_examples_their_composition(
     assert both.releases == 2 * one.releases
     assert both.epsilon > one.epsilon > 0
     assert examples_price([*kept, *kept], 1e-5) == both
+
+
+def test_where_members_deal_differently_an_example_may_be_the_dearest_clients_in_each(
+    tmp_path: Path,
+) -> None:
+    kept = [tmp_path / "1", tmp_path / "2"]
+    for directory, few, many in zip(kept, (0, 1), (1, 0), strict=True):
+        ledgers = ClientLedgers(directory, delta=1e-5)
+        for client, count in ((few, 1), (many, 9)):
+            event = Event(noise_multiplier=3.0, sampler="full", count=count)
+            ledgers.of(client).record(event=event, level="example", client=client)
+    by_client = Accountant([Event(noise_multiplier=3.0, sampler="full", count=10)])
+    anybody = Accountant([Event(noise_multiplier=3.0, sampler="full", count=18)])
+    assert examples_price(kept, 1e-5).epsilon == by_client.epsilon(1e-5)
+    assert examples_price(kept, 1e-5, same=False).epsilon == anybody.epsilon(1e-5)
+
+
+def test_releases_that_cannot_be_added_up_are_said_not_to_be(tmp_path: Path) -> None:
+    ledgers = [tmp_path / "poisson.jsonl", tmp_path / "fixed.jsonl"]
+    for path, cohort in zip(ledgers, (PoissonCohort(0.5, 4), FixedCohort(2, 4)), strict=True):
+        Ledger(path).record(event=cohort.event(1.0))
+    assert "for which there is no figure: events are accounted for" in _together(ledgers, 1e-5)
 
 
 def test_axes_take_any_values_and_refuse_nonsense() -> None:
