@@ -58,9 +58,8 @@ class Source:
         """What its ledgers say: of the server's releases where it made private ones, and of the
         clients' own where they have any."""
         stops = self._stops
-        clients = None
-        if self.clients is not None:
-            clients = _clients(self.clients, delta).statement(stops=stops)
+        kept = None if self.clients is None else _clients(self.clients, delta)
+        clients = None if kept is None else kept.statement(stops=stops)
         statements = [] if self.server is None else [self._of_server(self.server, delta, stops)]
         if clients is None:
             return statements

@@ -228,7 +228,8 @@ def ending(path: Path) -> tuple[str, str]:
 
 
 def _statements(path: Path, config: Mapping[str, Scalar]) -> list[Statement]:
-    statements, stops = [], 1
+    statements: list[Statement] = []
+    stops = 1
     if (path / "ledger.jsonl").is_file():
         delta = _number(config.get("noise.delta"))
         ledger = Ledger.read(path / "ledger.jsonl", delta=delta)
