@@ -292,8 +292,14 @@ class Ledger:
         return self._file.history.accountant.releases
 
     def compose(self, event: Event | GaussianPrivacyEvent, count: int = 1) -> None:
-        """`record` as Flower calls it: nothing is known but the event."""
-        self.record(event=self._ours(event).times(count))
+        """`record` as Flower calls it: nothing is known but the event.
+
+        That clients are drawn independently is then whoever declares it to say: Flower's own
+        strategies draw a fixed number.
+        """
+        ours = self._ours(event).times(count)
+        told = ours.sampler == "poisson" and not isinstance(event, Event)
+        self.record(event=ours, declared_by_user=told)
 
     def get_epsilon(self, delta: float) -> float:
         """`epsilon`."""

@@ -18,6 +18,7 @@ from ledger_helpers import COHORT, DELTA, ZEROED, release, spent, written
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
+from fedsim.privacy.adversary import SAMPLER_DECLARED
 from fedsim.privacy.chain import GENESIS, sealed
 
 
@@ -405,9 +406,12 @@ def test_flowers_events_are_accounted_for_by_the_declared_sampler():
     told = ledger.get_privacy_spent()
     assert (told.epsilon, told.num_releases) == (spent(10), 10)
     assert ledger.get_delta(told.epsilon) == pytest.approx(DELTA, rel=1e-6)
+    # What really draws is not seen here.
+    assert SAMPLER_DECLARED in ledger.statement().sentences()
     # Undeclared, a partial sample is what Flower draws: of a fixed size.
     undeclared = Ledger(delta=DELTA)
     undeclared.compose(theirs)
+    assert SAMPLER_DECLARED not in undeclared.statement().sentences()
     assert undeclared.entries[0].event == FixedCohort(96, 480).event(1.5)
     with pytest.raises(FedsimError, match="declared="):
         _ = undeclared.config
