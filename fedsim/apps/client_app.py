@@ -37,8 +37,8 @@ def train(message: Message, context: Context) -> Message:
         from fedsim.config import RunConfig
         from fedsim.training.share_replies import asks_for_share
 
-        if (request := asks_for_share(message)) is not None:
-            policy.check_share(request, RunConfig.from_run_config(context.run_config))
+        config = RunConfig.from_run_config(context.run_config)
+        policy.check_share(asks_for_share(message), config)
         policy.join(client_id(context.node_config))
     return _client()(message, context)
 

@@ -167,14 +167,27 @@ class Policy:
                 "run's seed; here it must be 'system'"
             )
 
-    def check_share(self, request: ConfigRecord, config: RunConfig) -> None:
-        """Refuse to make a share with less noise than the floor, whatever the run declares.
+    def check_share(self, request: ConfigRecord | None, config: RunConfig) -> None:
+        """Refuse to send less noise than the floor, whatever the run declares.
+
+        Parameters
+        ----------
+        request : ConfigRecord or None
+            What the server's message says of a share; None where it asks for the bare update.
+        config : RunConfig
 
         Raises
         ------
         FedsimError
-            With what the server's message asks for, and the limit.
+            With what the message asks for, and the limit.
         """
+        if request is None:
+            if config.noise.placement == "client":
+                raise _refusal(
+                    "noise.placement is 'client', and the server asks for the update without this "
+                    "node's noise; here it must ask for a share"
+                )
+            return
         _at_least(
             "share-noise-multiplier",
             float(request["share-noise-multiplier"]),  # type: ignore[arg-type]

@@ -285,3 +285,9 @@ def test_a_server_cannot_talk_a_node_out_of_the_noise_on_its_share(on_a_node, wo
     request.content.config_records["config"].update(asked)
     with pytest.raises(FedsimError, match=f"this node's policy refuses the run: {why}"):
         client_app.train(request, context_of(config(noise=SHARES)))
+
+
+def test_a_server_cannot_have_the_bare_update_where_shares_are_declared(on_a_node):
+    on_a_node("")
+    with pytest.raises(FedsimError, match="asks for the update without this node's noise"):
+        client_app.train(message("train"), context_of(config(noise=SHARES)))
