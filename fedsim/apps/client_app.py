@@ -48,7 +48,9 @@ def evaluate(message: Message, context: Context) -> Message:
     """Evaluate on this node's data, if its policy allows it."""
     policy = _admitted(context)
     if policy is not None:
-        policy.check_evaluation()
+        from fedsim.config import RunConfig
+
+        policy.check_evaluation(RunConfig.from_run_config(context.run_config))
     return _client()(message, context)
 
 

@@ -214,10 +214,18 @@ class Policy:
             if not _within(os.path.realpath(value), allowed, os.sep):
                 raise _refusal(f"{key} is {value!r}; here it may lie in {list(self.files)}")
 
-    def check_evaluation(self) -> None:
-        """Refuse to evaluate where that is not allowed."""
+    def check_evaluation(self, config: RunConfig) -> None:
+        """Refuse to evaluate where that is not allowed, or the run does not say that it is asked.
+
+        Raises
+        ------
+        FedsimError
+        """
         if not self.evaluation:
             raise _refusal("evaluation is asked for; here it is off")
+        # So a run that is private says that it shows metrics without noise, or gets none.
+        if not config.evaluate.clients_every:
+            raise _refusal("evaluation is asked for, and evaluate.clients-every is 0")
 
     def join(self, client: int) -> None:
         """Count a round in which the client takes part, on disk and before it does.

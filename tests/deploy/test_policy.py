@@ -291,3 +291,9 @@ def test_a_server_cannot_have_the_bare_update_where_shares_are_declared(on_a_nod
     on_a_node("")
     with pytest.raises(FedsimError, match="asks for the update without this node's noise"):
         client_app.train(message("train"), context_of(config(noise=SHARES)))
+
+
+def test_a_server_cannot_have_metrics_that_the_run_does_not_declare(on_a_node):
+    on_a_node("")
+    with pytest.raises(FedsimError, match=r"asked for, and evaluate\.clients-every is 0"):
+        client_app.evaluate(message("evaluate"), context_of(config()))
