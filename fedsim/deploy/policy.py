@@ -196,7 +196,7 @@ class Policy:
         asked, clients = request["share-asked"], config.partition.clients
         if not isinstance(asked, int) or not 1 <= asked <= clients:
             raise _refusal(
-                f"share-asked is {asked}; it must be from 1 to partition.clients, {clients}"
+                f"share-asked is {asked!r}; it must be from 1 to partition.clients, {clients}"
             )
 
     def _check_code_and_files(self, config: RunConfig) -> None:

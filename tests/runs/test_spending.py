@@ -279,7 +279,7 @@ def test_what_clients_keep_elsewhere_is_said_and_not_guessed():
     assert build.client_ledgers is None
     server = Ledger(delta=1e-5)
     server.record(event=Event(noise_multiplier=0.0))
-    said, examples = statements(federation, server, build.client_ledgers)
+    said, examples = statements(federation, server, build.client_ledgers, "finished")
     assert examples is None
     assert "in a ledger where the client keeps it" in str(said)
 
