@@ -240,6 +240,7 @@ def _say_price(
     console: Console, grid: Sequence[Member], lines: Sequence[MemberLine], where: Path
 ) -> None:
     """What choosing among private members costs."""
+    from fedsim.privacy.archive import archived
     from fedsim.reports.sweep import examples_price
 
     protecting = [member for member in grid if member.config.client.private]
@@ -256,11 +257,13 @@ def _say_price(
             f"seen their composition: epsilon = {cost.epsilon:.4g} at delta = {delta} (example "
             "level), for the example that pays most."
         )
-    private = [member for member, line in zip(grid, lines, strict=True) if line.epsilon is not None]
-    if len(private) < 2:
+    private = [member for member in grid if member.config.private]
+    # One that failed before its first row may have released, and written that down.
+    ledgers = [where / member.label / "ledger.jsonl" for member in private]
+    ledgers = [path for path in ledgers if path.exists() or archived(path)]
+    if len(ledgers) < 2:
         return
     delta = max(member.config.noise.delta for member in private)
-    ledgers = [where / member.label / "ledger.jsonl" for member in private]
     console.print(
         f"Each private member is (epsilon, {delta:g})-differentially private with the epsilon of "
         f"its line. {_together(ledgers, delta)}"

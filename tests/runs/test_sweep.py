@@ -138,6 +138,14 @@ def test_a_directory_of_another_sweep_is_refused(tmp_path: Path) -> None:
         run_sweep(members(BASE.replace(rounds=2), parse_axes(["seed=1"])), tmp_path)
 
 
+def test_members_whose_clients_would_share_what_they_keep_are_refused(tmp_path: Path) -> None:
+    kept = {"client.state": "client", "client.state-dir": str(tmp_path / "kept")}
+    grid = members(BASE.replace(**kept), parse_axes(["seed=1,2"]))
+    with pytest.raises(FedsimError, match=r"client\.state-dir = '.*kept'; in a sweep it must be"):
+        run_sweep(grid, tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+
+
 def test_choosing_among_members_costs_their_composition(tmp_path: Path) -> None:
     grid = members(BASE, parse_axes(["seed=1,2,3"]))
     run_sweep(grid, tmp_path)
@@ -217,6 +225,25 @@ def test_a_member_that_fails_ends_alone_and_says_why(tmp_path: Path) -> None:
     before = whole.metrics.stat().st_mtime_ns
     assert run_sweep(grid, tmp_path) == outcomes
     assert whole.metrics.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("over", ["evaluate.clients-every=0,1,2", "cohort.rate=0.02,0.4"])
+def test_members_that_ask_their_clients_more_often_wait_for_nobody_and_change_nothing(
+    over: str, tmp_path: Path
+) -> None:
+    grid = members(PLAIN.replace(rounds=3), parse_axes([over]))
+    run_sweep(grid, tmp_path)
+    for number, member in enumerate(grid):
+        alone = tmp_path / f"alone-{number}"
+        fedsim.run(member.config, out=alone)
+        together = RunDirectory(tmp_path / member.label)
+        assert together.model.read_bytes() == (alone / "model.safetensors").read_bytes()
+        timed = {"seconds", "clients-per-second"}
+        rows = [
+            [{k: v for k, v in row.items() if k not in timed} for row in directory.rows()]
+            for directory in (together, RunDirectory(alone))
+        ]
+        assert rows[0] == rows[1]
 
 
 def test_a_client_that_raises_in_a_common_block_has_failed_and_nobody_else(

@@ -12,7 +12,8 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.cli import main
 from fedsim.errors import FedsimError
-from fedsim.reports.sweep import Measure, MemberLine, best_of, over_seeds, seeds_csv
+from fedsim.privacy import Ledger
+from fedsim.reports.sweep import Measure, MemberLine, best_of, over_seeds, price, seeds_csv
 from fedsim.reports.sweep_picture import draw
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.sweep import Halving, Span, drawn, members, parse_axes, run_sweep
@@ -147,6 +148,21 @@ def test_a_halving_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path)
     assert sum(outcome.ended == "finished" for outcome in whole.values()) == 4
 
 
+def test_a_halving_whose_best_member_failed_later_is_done_when_it_is_run_again(
+    tmp_path: Path,
+) -> None:
+    # From round 5 on its rate is so high that nobody's update is finite.
+    schedules = ["staircase(decay=1e30,length=4)", "constant"]
+    base = BASE.replace(**{"rounds": 8, "client.lr": 0.3})
+    axes = {"client.schedule": schedules, "client.batch-size": [20, 0]}
+    grid = members(base, axes)
+    outcomes = run_sweep(grid, tmp_path, halving=Halving(4, 4))
+    ended = {label: outcome.ended for label, outcome in outcomes.items()}
+    assert ended[grid[0].label] == "failed"
+    assert sorted(ended.values()) == ["dropped", "dropped", "dropped", "failed"]
+    assert run_sweep(grid, tmp_path, halving=Halving(4, 4)) == outcomes
+
+
 def test_halving_without_what_it_chooses_by_or_goes_on_from_is_refused(tmp_path: Path) -> None:
     for changes, rung, words in (
         ({"data.validation": 0.0}, 2, r"nothing is chosen by test|data\.validation"),
@@ -261,3 +277,28 @@ def test_a_sweep_some_of_whose_members_failed_has_a_status_of_its_own(
     assert sorted(int(row["rounds"]) for row in rows) == [1, 1, 2, 4]
     assert status("--over", "client.lr=log(0.01,1)", "--out", "none") == 2
     assert status("--over", "client.lr=0.1,0.2", "--first-rounds", "2", "--out", "none") == 2
+
+
+def test_the_price_of_choosing_counts_what_a_member_had_released_when_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    private = 'rounds = 2\n[partition]\nclients = 10\n[mechanism]\nname = "clipping"\n'
+    Path("c.toml").write_text(f"{private}[noise]\nmultiplier = 2.0\n")
+    honest, calls = Accuracy.finish, 0
+
+    def finish(self, state):
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # both initial models, the first one's round 1, and then the second one's
+            raise ArithmeticError("no number")
+        return honest(self, state)
+
+    monkeypatch.setattr(Accuracy, "finish", finish)
+    with pytest.raises(SystemExit):
+        main(["sweep", "c.toml", "--over", "seed=1,2", "--out", "out"])
+    ledgers = sorted(Path("out").glob("*/ledger.jsonl"))
+    released = [len(Ledger.read(path).charged) for path in ledgers]
+    assert released == [2, 1]
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"epsilon = {price(ledgers, 1e-5).epsilon:.4g}" in told

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fedsim.errors import FedsimError
 from fedsim.reports.sweep import Measure, Spread, validated
 from fedsim.runs.artefacts import Row
-from fedsim.runs.build import Build
 from fedsim.runs.stopping import Judge
+from fedsim.runs.sweep.building import Builder
 from fedsim.runs.sweep.members import Member, measure_of
 
 __all__ = ["Halving"]
@@ -47,7 +47,7 @@ class Halving:
             rung *= self.factor
         return [*between, rounds]
 
-    def check(self, grid: Sequence[Member]) -> None:
+    def check(self, grid: Sequence[Member], builder: Builder) -> None:
         """Refuse members that could not be compared, or not go on.
 
         Raises
@@ -76,7 +76,8 @@ class Halving:
                     f"evaluate.every = {config.evaluate.every}; with --halving it must be from 1 "
                     f"to {self.first}, the rounds to the first rung, where members are compared."
                 )
-            Judge.of(Build(config), "--halving by", f"validation-{measure_of(config).name}")
+            measure = f"validation-{measure_of(config).name}"
+            Judge.of(builder.build(member), "--halving by", measure)
 
     def dropped(
         self, rows: Sequence[tuple[Member, Sequence[Row] | None]], rung: int

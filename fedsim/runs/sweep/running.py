@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,12 +82,18 @@ def run_sweep(
         If ``out`` holds a member of another sweep, or one is for another engine.
     """
     for member in grid:
-        engine = member.config.engine.name
+        engine, client = member.config.engine.name, member.config.client
         if engine != "local":
             raise FedsimError(f"engine.name = '{engine}'; a sweep's members run on 'local'.")
-    if halving is not None:
-        halving.check(grid)
+        if client.state == "client" and client.state_dir:
+            raise FedsimError(
+                f"client.state-dir = '{client.state_dir}'; in a sweep it must be empty while "
+                "client.state = 'client', or clients of a member would go on from what those of "
+                "another keep there."
+            )
     builder = Builder(out)
+    if halving is not None:
+        halving.check(grid, builder)
     for member in grid:
         if not is_done(member, out):
             RunDirectory(out / member.label).check_free(overwrite=True)
@@ -110,16 +116,7 @@ def _halved(
         if rung == rungs[-1] or not going:
             break
         rows = [
-            (
-                member,
-                None
-                if reached[member.label].ended == "failed"
-                else [
-                    row
-                    for row in RunDirectory(builder.out / member.label).rows()
-                    if row["round"] <= rung
-                ],
-            )
+            (member, _rows_at(rung, RunDirectory(builder.out / member.label), reached))
             for member in going
         ]
         dropped = halving.dropped(rows, rung)
@@ -129,6 +126,20 @@ def _halved(
                 tell_ending(RunDirectory(builder.out / label), "dropped", why)
         going = [member for member in going if member.label not in dropped]
     return outcomes
+
+
+def _rows_at(
+    rung: int, directory: RunDirectory, outcomes: Mapping[str, MemberOutcome]
+) -> list[Row] | None:
+    """A member's rows up to a rung; None if it failed before it had come there.
+
+    One that failed later went on then: it is compared again as it was.
+    """
+    rows = directory.rows()
+    came_there = bool(rows) and rows[-1]["round"] >= rung
+    if outcomes[directory.path.name].ended == "failed" and not came_there:
+        return None
+    return [row for row in rows if row["round"] <= rung]
 
 
 def _run_members(

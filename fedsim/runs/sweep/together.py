@@ -56,8 +56,12 @@ def in_step(runs: Sequence[Rounds], builds: Sequence[Build]) -> dict[int, Except
     for index, rounds in enumerate(runs):
         advance(index, partial(next, rounds))
     while asked:
-        replies = shared.replies({i: m for i, m in asked.items() if isinstance(m, Instructions)})
-        for index in list(asked):
+        instructions = {i: m for i, m in asked.items() if isinstance(m, Instructions)}
+        # A member that evaluates on its clients has a step more in that round: others wait for it.
+        first = min((m.round for m in instructions.values()), default=0)
+        due = {i: m for i, m in instructions.items() if m.round == first}
+        replies = shared.replies(due)
+        for index in [i for i in asked if i in due or i not in instructions]:
             advance(index, partial(runs[index].send, replies.get(index, [])))
     return failed
 
@@ -115,9 +119,7 @@ class _SharedTrainer:
         ids = np.concatenate(
             [self._first[i] + instructions.client_ids for i, instructions in asked.items()]
         )
-        rounds = {instructions.round for instructions in asked.values()}
-        # Members go in step from one round on, and one that has stopped asks for nothing more.
-        (server_round,) = rounds
+        (server_round,) = {instructions.round for instructions in asked.values()}
         vectors = {i: instructions.vector for i, instructions in asked.items()}
         self._told = {
             i: told_numbers(self._trainer.algorithm, instructions.config)
