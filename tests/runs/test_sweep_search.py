@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -163,6 +164,23 @@ def test_a_halving_whose_best_member_failed_later_is_done_when_it_is_run_again(
     assert run_sweep(grid, tmp_path, halving=Halving(4, 4)) == outcomes
 
 
+def test_a_sweep_that_is_asked_to_end_leaves_the_pages_of_members_that_are_done(
+    tmp_path: Path,
+) -> None:
+    def ask(member, row):
+        if row["round"] == member.point["rounds"] == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    grid = members(BASE, parse_axes(["rounds=2,4", "client.batch-size=20,0"]))
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(grid, tmp_path, ask)
+    for member in grid:
+        there = RunDirectory(tmp_path / member.label)
+        begun, done = member.point["client.batch-size"] == 20, member.point["rounds"] == 2
+        assert there.config.exists() == begun
+        assert there.done.exists() == there.report.exists() == (begun and done)
+
+
 def test_halving_without_what_it_chooses_by_or_goes_on_from_is_refused(tmp_path: Path) -> None:
     for changes, rung, words in (
         ({"data.validation": 0.0}, 2, r"nothing is chosen by test|data\.validation"),
@@ -290,7 +308,8 @@ def test_the_price_of_choosing_counts_what_a_member_had_released_when_it_failed(
     def finish(self, state):
         nonlocal calls
         calls += 1
-        if calls == 4:  # both initial models, the first one's round 1, and then the second one's
+        # Each tried out and at its start, the first one's round 1, and then the second one's.
+        if calls == 6:
             raise ArithmeticError("no number")
         return honest(self, state)
 

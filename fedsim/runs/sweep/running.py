@@ -277,9 +277,10 @@ def _run_sessions(sessions: Sequence[Session]) -> dict[int, Exception]:
         error = failed.get(index)
         if error is not None and not isinstance(error, RunFailedError):
             _log.error("a member of the sweep raised", exc_info=error)
-        if not asked or error is not None:
+        # Whoever asks to end asks more firmly soon after; a member that goes on has its page later.
+        if not asked or error is not None or session.ended != "interrupted":
             leave_report(session.build, result, "" if error is None else _reason(error))
-    if asked and any(session.ended == "interrupted" for session in sessions):
+    if asked:
         raise KeyboardInterrupt
     return failed
 
