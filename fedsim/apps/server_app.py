@@ -56,9 +56,18 @@ def main(grid: Grid, context: Context) -> None:
     )
     text = build.resolved.to_toml()
     holding = directory.claim(text) if earlier is None else directory.resumed(text)
-    callbacks = {YOURS: distant_callback(), "log": _Log()}
+    callbacks: dict[str, Callback] = {"log": _Log()}
+    distant = distant_callback()
+    if distant is not None:
+        callbacks[YOURS] = distant
     with nullcontext() if claimed else holding:
-        result = drive(build, streaming, directory, callbacks)
+        result = drive(
+            build,
+            streaming,
+            directory,
+            callbacks,
+            asked_elsewhere=lambda: distant is not None and distant.asked_to_end,
+        )
     _log.info("%s %s", result.ended, result.why)
 
 

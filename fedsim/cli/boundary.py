@@ -26,9 +26,12 @@ from types import FrameType, TracebackType
 
 from fedsim.errors import FedsimError, RunFailedError
 
-__all__ = ["guarded", "open_standard_streams"]
+__all__ = ["guarded", "open_standard_streams", "tell_end_to"]
 
 Handler = Callable[[int, FrameType | None], object]
+
+Listener = Callable[[int, str], object]
+"""Takes the status with which the command ends, and the sentence of a bad end."""
 
 
 def guarded(command: Callable[[], int]) -> int:
@@ -46,34 +49,60 @@ def guarded(command: Callable[[], int]) -> int:
         terminated = True
         raise KeyboardInterrupt
 
+    def by_signal(status: int) -> int:
+        return 143 if terminated and status == 130 else status
+
+    _listeners.clear()
     before = _on_termination(terminate)
     try:
-        status = command()
-        _finish_output()
-    except KeyboardInterrupt:
-        status = 130
-        _say("interrupted.")
-    except BrokenPipeError:
-        status = 1
-        _say("nobody reads the output any more.")
-    except FedsimError as error:
-        status = 2
-        _say(str(error))
-    except RunFailedError as error:
-        status = 1
-        _say(f"the run failed: {error}")
-    except (OSError, MemoryError, RuntimeError) as error:
-        sentence = _of_the_machine(error)
-        if sentence is None or _in_users_code(error.__traceback__):
-            raise
-        status = 1
-        _say(sentence)
+        try:
+            status = by_signal(command())
+            _tell_end(status, "")
+            _finish_output()
+        except (Exception, KeyboardInterrupt) as error:
+            ending = _ending_by(error)
+            if ending is None:
+                _tell_end(1, f"{type(error).__name__}: {error}")
+                raise
+            status = by_signal(ending[0])
+            _say(ending[1])
+            _tell_end(status, ending[1])
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
     if status:
         _flush_or_drop()
-    return 143 if terminated and status == 130 else status
+    return status
+
+
+def tell_end_to(listener: Listener) -> None:
+    """Let this be told of the end of the command that goes on, once and however it ends."""
+    _listeners.append(listener)
+
+
+_listeners: list[Listener] = []
+
+
+def _tell_end(status: int, sentence: str) -> None:
+    while _listeners:
+        _listeners.pop(0)(status, sentence)
+
+
+def _ending_by(error: BaseException) -> tuple[int, str] | None:
+    """Status and sentence of an error that is no fault of fedsim's or of the user's code."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted."
+    if isinstance(error, BrokenPipeError):
+        return 1, "nobody reads the output any more."
+    if isinstance(error, FedsimError):
+        return 2, str(error)
+    if isinstance(error, RunFailedError):
+        return 1, f"the run failed: {error}"
+    if isinstance(error, OSError | MemoryError | RuntimeError):
+        sentence = _of_the_machine(error)
+        if sentence is not None and not _in_users_code(error.__traceback__):
+            return 1, sentence
+    return None
 
 
 def _on_termination(handler: Handler) -> Handler | int | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shlex
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -16,8 +14,8 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
+from fedsim.cli.json_lines import JsonLines
 from fedsim.config import RunConfig
-from fedsim.privacy import Statement
 from fedsim.reports.numbers import brief
 from fedsim.reports.series import is_share, tail_mean, told_columns
 from fedsim.runs.artefacts import Row
@@ -25,7 +23,7 @@ from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.result import RunResult
 from fedsim.strategies.outcome import failures_in, reasons_in, told
 
-__all__ = ["JsonLines", "Progress", "interrupted", "summary"]
+__all__ = ["JsonRounds", "Progress", "interrupted", "summary"]
 
 _COSTS = {
     "epsilon": ("epsilon", "{:.2f}"),
@@ -103,46 +101,20 @@ class Progress(Callback):
                 yield label + simulated * key.endswith("epsilon"), form.format(self._shown[key])
 
 
-class JsonLines(Callback):
-    """One JSON object a line: each round's row, and at the end how the run has ended."""
+class JsonRounds(Callback):
+    """A JSON object for each round, and where the run is for the one that comes last."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, lines: JsonLines) -> None:
+        self._lines = lines
+
+    def on_start(self, status: RunStatus) -> None:
+        """Know where the run is."""
+        if status.directory is not None:
+            self._lines.known["directory"] = str(status.directory.path)
 
     def on_round(self, status: RunStatus) -> None:
         """Print the round's row."""
-        self._print({"event": "round", **status.row})
-
-    def end(self, result: RunResult) -> None:
-        """Print what the run has come to; the rows say what one that was interrupted has spent."""
-        statements: dict[str, Statement | None] = {}
-        if result.ended != "interrupted":
-            statements = {"privacy": result.privacy, "example-privacy": result.example_privacy}
-        self._print(
-            {
-                "event": "end",
-                "ended": result.ended,
-                "why": result.why,
-                "directory": None if result.directory is None else str(result.directory.path),
-                **{name: _brief(statement) for name, statement in statements.items()},
-            }
-        )
-
-    def _print(self, value: dict[str, object]) -> None:
-        # JSON has no NaN and no infinity.
-        told = {k: _finite(v) for k, v in value.items()}
-        self._console.print(json.dumps(told), soft_wrap=True)
-
-
-def _brief(statement: Statement | None) -> dict[str, object] | None:
-    if statement is None:
-        return None
-    names = ("epsilon", "delta", "level", "adjacency")
-    return {name: _finite(getattr(statement, name)) for name in names}
-
-
-def _finite(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        self._lines.line("round", status.row)
 
 
 def summary(config: RunConfig, result: RunResult) -> RenderableType:

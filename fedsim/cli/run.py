@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from fedsim.cli.boundary import tell_end_to
 from fedsim.cli.console import Output
+from fedsim.cli.json_lines import JsonLines
 from fedsim.config import RunConfig
 from fedsim.config.past import past_config
 from fedsim.errors import FedsimError
@@ -45,7 +47,7 @@ def run(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only what is wrong.")] = False,
     json_: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a line, a round each.")
+        bool, typer.Option("--json", help="Print an object a line: each round, and the end.")
     ] = False,
     verbose: Annotated[bool, typer.Option("-v", help="The same as `--log-level info`.")] = False,
     log_level: Annotated[
@@ -81,6 +83,10 @@ def run(
     A run that was interrupted or killed goes on from its last checkpoint, to the same bytes, and on
     another engine too: `fedsim run digits.toml --resume`, or `fedsim run runs/lr02 --resume`.
     """
+    console = Output()
+    lines = JsonLines(console)
+    if json_:
+        tell_end_to(lines.end)
     directory = config if config.is_dir() else None
     if directory is not None:
         _check_directory(directory, out, resume=resume)
@@ -95,14 +101,12 @@ def run(
         settings = settings.replace(seed=seed)
     _log_from("info" if verbose else log_level)
     # Only now: a mistake in the config should not wait for torch.
-    console = Output()
     with console.status("importing") if not (quiet or json_) else nullcontext():
-        from fedsim.cli.progress import JsonLines, Progress, interrupted, summary
-        from fedsim.runs.launch import RanElsewhere
+        from fedsim.cli.progress import JsonRounds, Progress, interrupted, summary
+        from fedsim.runs.result import RanElsewhere
         from fedsim.runs.runner import run as run_config
-    lines = JsonLines(console)
     shown: Progress | None = None if quiet or json_ else Progress(console, settings)
-    watching = [lines] if json_ else [shown] if shown else []
+    watching = [JsonRounds(lines)] if json_ else [shown] if shown else []
     directory = directory or out or Path("runs") / settings.name
     try:
         with shown or nullcontext():
@@ -110,10 +114,13 @@ def run(
                 settings, out=directory, overwrite=overwrite, resume=resume, callbacks=watching
             )
     except RanElsewhere as where:
-        console.print(f"{where}.")
+        if json_:
+            lines.known["why"] = f"{where}."
+        else:
+            console.print(f"{where}.")
         return
     if json_:
-        lines.end(result)
+        lines.reached(result)
     elif not quiet:
         ended_early = result.ended == "interrupted"
         told = interrupted(result) if ended_early else summary(settings, result)
@@ -145,5 +152,5 @@ def _check_directory(directory: Path, out: Path | None, *, resume: bool) -> None
             f"{directory} is a run's directory; --resume goes on with it, and to repeat it give "
             f"{directory / 'config.toml'} and another --out."
         )
-    if out is not None and out != directory:
+    if out is not None and out.resolve() != directory.resolve():
         raise FedsimError(f"--out {out} is not {directory}, where the run goes on; leave it out.")

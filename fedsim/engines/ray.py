@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -241,8 +243,13 @@ def _start_ray(address: str | None, workers: int) -> bool:
             "include_dashboard": False,
             "_node_ip_address": "127.0.0.1",
         }
+    before = signal.getsignal(signal.SIGTERM)
     # Without an address Ray would join one that runs here, whosever it is.
     ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **here)
+    # Ray's own handler ends its processes and this one in the middle of a round. They end with this
+    # one in any case.
+    if before is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
     return True
 
 

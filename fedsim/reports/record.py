@@ -20,10 +20,13 @@ from fedsim.privacy import ClientLedgers, Ledger, Statement
 from fedsim.privacy.archive import archived
 
 __all__ = [
+    "MARKER",
+    "RUN_FORMAT",
     "SUMMARY_FORMAT",
     "RunRecord",
     "clients_ledgers",
     "ending",
+    "is_marked",
     "read_all",
     "read_config",
     "read_metrics",
@@ -32,6 +35,11 @@ __all__ = [
 Row = Mapping[str, float]
 
 SUMMARY_FORMAT = 1
+
+MARKER = ".fedsim-run"
+"""The file that says that a directory is a run's, and of which format."""
+
+RUN_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -65,8 +73,9 @@ class RunRecord:
         Raises
         ------
         FedsimError
-            If it is none, or something in it is damaged or of a later format.
+            If it is none, or it or something in it is damaged or of a later format.
         """
+        is_marked(path)
         if not (path / "config.toml").is_file():
             raise FedsimError(
                 f"{path} is no run's directory: it has no config.toml; name one that "
@@ -144,6 +153,32 @@ def read_all(paths: Sequence[Path]) -> list[RunRecord]:
             raise FedsimError(f"{path} holds no run and no sweep; name directories of runs.")
         runs |= {member.resolve(): member for member in members}
     return [RunRecord.read(run, ledgers=False) for run in dict.fromkeys(runs.values())]
+
+
+def is_marked(directory: Path) -> bool:
+    """Whether a directory is marked as a run's.
+
+    Raises
+    ------
+    FedsimError
+        If it is one of a later fedsim's, whose files may have other names and meanings.
+    """
+    marker = directory / MARKER
+    try:
+        content = json.loads(marker.read_text(encoding="utf-8") or "{}")
+        written = int(content.get("format", RUN_FORMAT))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (ValueError, TypeError, AttributeError):
+        raise FedsimError(
+            f"{marker} is damaged; a run's marker holds a JSON object with its format."
+        ) from None
+    if written > RUN_FORMAT:
+        raise FedsimError(
+            f"{directory} is a run's of format {written}, and this fedsim knows {RUN_FORMAT}; "
+            "use the newer fedsim, or choose another directory."
+        )
+    return True
 
 
 def read_metrics(path: Path) -> list[Row]:

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.verification import METADATA
-from fedsim.reports.record import ending
+from fedsim.reports.record import ending, is_marked
 from fedsim.runs.checkpoint import Checkpoints
 from fedsim.runs.marker import Marker
 
@@ -98,7 +98,7 @@ class RunDirectory:
         if (self.path.exists() or self.path.is_symlink()) and not self.path.is_dir():
             raise FedsimError(f"--out {self.path} is a file; it must be a directory.")
         taken = [path.name for path in self._own if path.exists() or path.is_symlink()]
-        if not self._marker.exists():
+        if not is_marked(self.path):
             if taken:
                 raise FedsimError(
                     f"--out {self.path} holds {', '.join(taken)} and no run's marker "
@@ -114,15 +114,6 @@ class RunDirectory:
                 "--overwrite it."
             )
 
-    def check_format(self) -> None:
-        """Refuse the directory of a later fedsim's run, whose files may mean something else.
-
-        Raises
-        ------
-        FedsimError
-        """
-        self._marker.exists()
-
     def holds_run(self) -> bool:
         """Whether a run has begun here that can be gone on with; nothing is touched.
 
@@ -131,7 +122,7 @@ class RunDirectory:
         FedsimError
             If somebody is writing to it, it is a later fedsim's, or it lacks its config.
         """
-        if not self._marker.exists():
+        if not is_marked(self.path):
             return False
         if not self.config.exists():
             left = [path.name for path in self._own if path.exists()]

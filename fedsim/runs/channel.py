@@ -45,6 +45,7 @@ class CallbackServer:
         key = secrets.token_bytes(32)
         self._listener = Listener(address, "AF_UNIX", authkey=key)
         self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._asked_to_end = False
         self.variables = {CHANNEL: f"{key.hex()}:{address}"}
 
     def __enter__(self) -> Self:
@@ -60,11 +61,16 @@ class CallbackServer:
         self._listener.close()
         self._directory.cleanup()
 
+    def end(self) -> None:
+        """Make the round that goes on the run's last one."""
+        self._asked_to_end = True
+
     def _serve(self) -> None:
         with suppress(OSError, EOFError), self._listener.accept() as connection:
             while True:
                 name, argument = connection.recv()
-                connection.send(self._answer(name, argument))
+                answer = self._answer(name, argument)
+                connection.send((answer, self._asked_to_end))
 
     def _answer(self, name: str, argument: Any) -> Any:
         callbacks = self._callbacks
@@ -80,9 +86,16 @@ class CallbackServer:
 
 
 class DistantCallback(Callback):
-    """Asks a `CallbackServer`; one that is gone has nothing more to say."""
+    """Asks a `CallbackServer`; one that is gone has nothing more to say.
+
+    Attributes
+    ----------
+    asked_to_end : bool
+        Whether whoever has the callbacks wants the run to end, as of the last answer.
+    """
 
     def __init__(self, channel: str) -> None:
+        self.asked_to_end = False
         key, _, address = channel.partition(":")
         self._connection: Connection = Client(address, "AF_UNIX", authkey=bytes.fromhex(key))
 
@@ -108,16 +121,17 @@ class DistantCallback(Callback):
 
     def _ask(self, name: str, argument: Any) -> Any:
         self._connection.send((name, argument))
-        return self._connection.recv()
+        answer, self.asked_to_end = self._connection.recv()
+        return answer
 
 
 def _sentence(answer: object) -> str | None:
     return answer if isinstance(answer, str) else None
 
 
-def distant_callback() -> Callback:
-    """That of the process that has started this one; one that says nothing if there is none."""
-    return DistantCallback(os.environ[CHANNEL]) if CHANNEL in os.environ else Callback()
+def distant_callback() -> DistantCallback | None:
+    """That of the process that has started this one, if it has one."""
+    return DistantCallback(os.environ[CHANNEL]) if CHANNEL in os.environ else None
 
 
 @dataclass(frozen=True)

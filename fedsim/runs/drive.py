@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,8 @@ class Session:
         From where to go on: what `state` gave after a round of the same run.
     until : int, optional
         The round after which it pauses, to go on another time; its last one if not given.
+    asked_elsewhere : callable
+        Whether somebody in another process wants the run to end; asked after each round.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Session:
         *,
         resume: RunState | None = None,
         until: int | None = None,
+        asked_elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
         self.build = build
         rounds = build.config.rounds
@@ -88,6 +91,7 @@ class Session:
             done = self.strategy.rounds_done
             self._checkpoints = Checkpointing(build, directory, self.state, done)
         self._asked_to_end = False
+        self._asked_elsewhere = asked_elsewhere
         self._since = time.perf_counter()
 
     def _restore(self, state: RunState) -> None:
@@ -134,7 +138,7 @@ class Session:
     def rounds(self, grid: Grid) -> Rounds:
         """The run's rounds that are left, up to whoever sends their messages."""
         self._callbacks.on_start(self.status())
-        self.strategy.stopped = self._callbacks.stopped
+        self._stop_if_asked()
         return rounds_of(
             self.strategy,
             grid,
@@ -272,11 +276,16 @@ class Session:
         self._callbacks.on_round(self.status())
         if self._checkpoints is not None and self._directory is not None:
             self._checkpoints.on_round(row, partial(self._directory.add_row, row))
+        self._stop_if_asked()
+        self._since = time.perf_counter()
+
+    def _stop_if_asked(self) -> None:
+        """Let no other round begin, if a callback or whoever has started the run says so."""
+        self._asked_to_end |= self._asked_elsewhere()
         if self._callbacks.stopped is not None:
             self.strategy.stopped = self._callbacks.stopped
         elif self._asked_to_end:
             self.strategy.stopped = "it was asked to end"
-        self._since = time.perf_counter()
 
 
 def _of_config(build: Build) -> dict[str, Callback]:
@@ -294,6 +303,8 @@ def drive(
     grid: Grid,
     directory: RunDirectory | None = None,
     callbacks: Mapping[str, Callback] | None = None,
+    *,
+    asked_elsewhere: Callable[[], bool] = lambda: False,
 ) -> RunResult:
     """Run all rounds of ``build.config`` on ``grid``; parameters as for `Session`.
 
@@ -304,7 +315,7 @@ def drive(
     sends SIGKILL soon after.
     """
     state = None if directory is None else directory.checkpoints.newest()
-    session = Session(build, directory, callbacks, resume=state)
+    session = Session(build, directory, callbacks, resume=state, asked_elsewhere=asked_elsewhere)
     failure: RunFailedError | None = None
     whole = False
     with asked_to_end(session.end):

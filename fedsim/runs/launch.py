@@ -26,27 +26,12 @@ from fedsim.runs.artefacts import OUT, RunDirectory, last_run
 from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
-from fedsim.runs.result import RunResult
+from fedsim.runs.result import RanElsewhere, RunResult
+from fedsim.runs.signals import asked_to_end
 from fedsim.runs.statements import statements
 from fedsim.strategies import RunFailedError
 
-__all__ = ["RanElsewhere", "run_deployment", "run_simulation"]
-
-
-class RanElsewhere(Exception):  # noqa: N818 - a run that succeeded is no error
-    """A run has finished, and its artefacts are on the SuperLink's host, not on this one.
-
-    Attributes
-    ----------
-    run_id : int
-    path : str
-        Where they are there.
-    """
-
-    def __init__(self, run_id: int, path: str) -> None:
-        super().__init__(f"run {run_id} has finished; on the SuperLink's host, see {path}")
-        self.run_id = run_id
-        self.path = path
+__all__ = ["run_deployment", "run_simulation"]
 
 
 def run_simulation(
@@ -85,7 +70,8 @@ def run_simulation(
         app = write_app(simulation.directory / "app", build.resolved.to_tree())
         sized = resources(build.config.partition.clients, cpus_per_client, gpus_per_client)
         run_id = simulation.operator.submit(app, federation_config=sized)
-        _follow(simulation.operator, run_id, alive=simulation.check)
+        with asked_to_end(server.end):
+            _follow(simulation.operator, run_id, alive=simulation.check)
         return _read(build, RunDirectory(directory))
 
 
@@ -130,7 +116,8 @@ def run_deployment(
         rehearsal.start_all()
         operator = rehearsal.operator
         run_id = operator.submit(write_app(Path(app), build.resolved.to_tree()))
-        _follow(operator, run_id, alive=rehearsal.tend)
+        with asked_to_end(server.end):
+            _follow(operator, run_id, alive=rehearsal.tend)
         return _read(build, RunDirectory(directory))
 
 

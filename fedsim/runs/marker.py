@@ -8,12 +8,9 @@ import json
 import os
 from pathlib import Path
 
-from fedsim.errors import FedsimError
+from fedsim.reports.record import MARKER, RUN_FORMAT
 
 __all__ = ["Marker"]
-
-NAME = ".fedsim-run"
-FORMAT = 1
 
 # Some network file systems have no locks; there a directory is guarded by its marker alone.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
@@ -30,37 +27,13 @@ class Marker:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.path = directory / NAME
+        self.path = directory / MARKER
         self._held: int | None = None
 
     @property
     def held(self) -> bool:
         """Whether this object has it."""
         return self._held is not None
-
-    def exists(self) -> bool:
-        """Whether the directory is a run's.
-
-        Raises
-        ------
-        FedsimError
-            If it is one of a later fedsim's, whose files may have other names.
-        """
-        try:
-            content = json.loads(self.path.read_text(encoding="utf-8") or "{}")
-            written = int(content.get("format", FORMAT))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except (ValueError, TypeError, AttributeError):
-            raise FedsimError(
-                f"{self.path} is damaged; a run's marker holds a JSON object with its format."
-            ) from None
-        if written > FORMAT:
-            raise FedsimError(
-                f"{self.path.parent} is a run's of format {written}, and this fedsim knows "
-                f"{FORMAT}; use the newer fedsim, or choose another directory."
-            )
-        return True
 
     def take(self) -> bool:
         """Make the marker unless it is there, and lock it.
@@ -86,7 +59,7 @@ class Marker:
             os.close(descriptor)  # whoever held it before has just removed it
         self._held = descriptor
         if not os.fstat(descriptor).st_size:
-            os.write(descriptor, json.dumps({"format": FORMAT}).encode() + b"\n")
+            os.write(descriptor, json.dumps({"format": RUN_FORMAT}).encode() + b"\n")
         return True
 
     def free(self) -> bool:

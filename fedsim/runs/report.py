@@ -89,7 +89,6 @@ def whole_record(path: Path) -> RunRecord:
     FedsimError
         As `RunRecord.read` does.
     """
-    RunDirectory(path).check_format()
     record = RunRecord.read(path)
     model = RunDirectory(path).model
     if record.summary or not model.is_file():

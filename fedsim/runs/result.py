@@ -15,7 +15,23 @@ from fedsim.reports.numbers import brief
 from fedsim.reports.series import is_share, spoken
 from fedsim.runs.artefacts import Ended, Row, RunDirectory
 
-__all__ = ["RunResult"]
+__all__ = ["RanElsewhere", "RunResult"]
+
+
+class RanElsewhere(Exception):  # noqa: N818 - a run that succeeded is no error
+    """A run has finished, and its artefacts are on the SuperLink's host, not on this one.
+
+    Attributes
+    ----------
+    run_id : int
+    path : str
+        Where they are there.
+    """
+
+    def __init__(self, run_id: int, path: str) -> None:
+        super().__init__(f"run {run_id} has finished; on the SuperLink's host, see {path}")
+        self.run_id = run_id
+        self.path = path
 
 
 @dataclass(frozen=True, repr=False)

@@ -57,7 +57,6 @@ def load(path: str | PathLike[str], *, best: bool = False) -> SavedRun:
     (5,)
     """
     directory = RunDirectory(path)
-    directory.check_format()
     record = RunRecord.read(directory.path)
     try:
         config = RunConfig.load(directory.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -105,6 +106,17 @@ def test_a_signal_in_a_round_keeps_the_model_that_was_reached(name: str, tmp_pat
     )
     assert left(tmp_path) == FILES
     assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 4
+
+
+@pytest.mark.parametrize(("code", "rounds"), [(SIGNAL_IN_ROUND, [0, 1, 2]), (SIGNAL_AT_IMPORT, [])])
+def test_json_says_that_the_run_was_terminated(
+    code: str, rounds: list[int], tmp_path: Path
+) -> None:
+    done = start(code.format(signal="SIGTERM", module="torch"), tmp_path, "--json")
+    *lines, end = map(json.loads, done.stdout.splitlines())
+    assert [line["round"] for line in lines] == rounds
+    assert (end["event"], end["ended"]) == ("end", "interrupted")
+    assert end["status"] == done.returncode == 143
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,49 @@ def test_json_is_one_object_a_line_and_the_last_says_how_it_ended(
     assert [line["round"] for line in rounds] == [0, 1, 2]
     assert {line["event"] for line in rounds} == {"round"}
     assert (end["event"], end["ended"], end["directory"]) == ("end", "finished", "runs/small")
+    assert (end["status"], end["why"]) == (0, "")
     assert end["privacy"]["level"] == "client"
     assert end["privacy"]["epsilon"] == pytest.approx(rounds[-1]["epsilon"])
+
+
+@pytest.mark.parametrize(
+    ("change", "expected", "made", "directory", "why"),
+    [
+        ("client.lr=1e30", 1, [0, 1, 2], "runs/small", "the run failed: every client that was"),
+        ("client.lr=-1", 2, [], None, "client.lr"),
+        ("nothing", 2, [], None, "nothing"),
+    ],
+)
+def test_json_says_of_a_run_that_failed_why_and_with_which_status(
+    change: str,
+    expected: int,
+    made: list[int],
+    directory: str | None,
+    why: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    changes = ("--set", "rounds=5", "--set", change)
+    assert status("run", "c.toml", "--json", *changes) == expected
+    printed = capsys.readouterr()
+    *rounds, end = map(json.loads, printed.out.splitlines())
+    assert [line["round"] for line in rounds] == made
+    assert (end["event"], end["ended"], end["status"]) == ("end", "failed", expected)
+    assert end["directory"] == directory
+    assert why in end["why"]
+    assert printed.err.endswith(f"fedsim: {end['why']}\n")
+
+
+def test_json_says_that_the_users_own_code_has_ended_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(self: object, *arguments: object) -> None:
+        raise ZeroDivisionError("of mine")
+
+    monkeypatch.setattr("fedsim.runs.drive.Session.rounds", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["run", "c.toml", "--json"])
+    (end,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (end["ended"], end["why"], end["status"]) == ("failed", "ZeroDivisionError: of mine", 1)
 
 
 @pytest.mark.parametrize(

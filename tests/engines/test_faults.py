@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -99,7 +100,12 @@ def orders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def grids(orders):
+def handler_before_ray():
+    return signal.getsignal(signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def grids(orders, handler_before_ray):
     """The same clients on every engine that runs here, and in blocks of several sizes."""
     import ray.cloudpickle as cloudpickle
 
@@ -132,6 +138,10 @@ def test_whoever_fails_however_counts_and_bytes_are_the_same_on_every_engine(
     give(orders, fault, failing)
     for name, grid in grids.items():
         assert run(grid, initial) == expected, name
+
+
+def test_ray_leaves_sigterm_to_whoever_had_it(grids, handler_before_ray):
+    assert signal.getsignal(signal.SIGTERM) is handler_before_ray
 
 
 def test_a_client_that_kills_its_worker_contributes_as_little(grids, orders):

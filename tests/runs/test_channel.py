@@ -7,6 +7,7 @@ import torch
 from fedsim import RunConfig
 from fedsim.engines import LocalGrid
 from fedsim.engines.arrays import tensors
+from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.channel import CHANNEL, CallbackServer, DistantCallback, distant_callback
@@ -58,6 +59,29 @@ def test_a_distant_callback_sees_stops_and_keeps_as_one_in_the_process():
         assert watching.kept.tolist() == [1.0, 1.0]
 
 
-def test_a_run_that_nobody_watches_has_a_callback_that_says_nothing(monkeypatch):
+def test_a_run_that_is_asked_to_end_elsewhere_keeps_its_last_round(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    build = Build(CONFIG)
+
+    class EndsInRoundTwo(Callback):
+        def on_round(self, status: RunStatus) -> None:
+            if status.round == 2:
+                server.end()
+
+    with CallbackServer([EndsInRoundTwo()]) as server, directory.claim(build.resolved.to_toml()):
+        distant = DistantCallback(server.variables[CHANNEL])
+        result = drive(
+            build,
+            LocalGrid(build.trainer),
+            directory,
+            {YOURS: distant},
+            asked_elsewhere=lambda: distant.asked_to_end,
+        )
+    assert (result.ended, result.metrics[-1]["round"]) == ("interrupted", 2)
+    assert directory.checkpoints.rounds() == [2]
+    assert directory.ending()[0] == "interrupted"
+
+
+def test_a_run_that_nobody_watches_asks_nobody(monkeypatch):
     monkeypatch.delenv(CHANNEL, raising=False)
-    assert type(distant_callback()) is Callback
+    assert distant_callback() is None

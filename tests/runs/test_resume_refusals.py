@@ -12,6 +12,7 @@ from fedsim import RunConfig
 from fedsim.cli.privacy_source import read_source
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
+from fedsim.reports.record import read_all
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.report import whole_record
@@ -75,9 +76,9 @@ def test_what_a_run_without_its_config_has_left_is_no_run_to_go_on_with(done):
     fedsim.run(CONFIG.replace(rounds=1), out=done.path, overwrite=True)
 
 
-def test_a_later_fedsims_directory_is_neither_loaded_nor_shown(done):
+def test_a_later_fedsims_directory_is_neither_loaded_nor_shown_nor_compared(done):
     (done.path / ".fedsim-run").write_text('{"format": 9}')
-    for look in (fedsim.load, whole_record):
+    for look in (fedsim.load, whole_record, lambda path: read_all([path])):
         with pytest.raises(FedsimError, match="format 9, and this fedsim knows 1"):
             look(done.path)
 
