@@ -236,8 +236,20 @@ def _find(key: str, name: str) -> Callable[..., Any]:
             f"{key} is '{name}', but there is neither a file {module_name.replace('.', '/')}.py in "
             f"{os.getcwd()} nor an installed module '{module_name}'."
         ) from error
+    _refuse_namesake(key, name, found)
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if not callable(found):
         raise FedsimError(f"{key} is '{name}', but '{module_name}' has no callable '{attribute}'.")
     return found  # type: ignore[no-any-return]
+
+
+def _refuse_namesake(key: str, name: str, module: ModuleType) -> None:
+    """Refuse a module that was imported in another directory, where this one has its own."""
+    here = Path(*module.__name__.split(".")).with_suffix(".py").absolute()
+    loaded = Path(getattr(module, "__file__", None) or here)
+    if here.is_file() and loaded.is_file() and not here.samefile(loaded):
+        raise FedsimError(
+            f"{key} is '{name}', and this process has imported {loaded}, not {here}; run it in a "
+            "process of its own, or call one of the two otherwise."
+        )

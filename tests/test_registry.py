@@ -185,3 +185,19 @@ def test_a_setting_that_a_table_has_itself_is_refused(
     plugged(monkeypatch, ("client.bad", "bad_plugin:Bad"))
     with pytest.raises(FedsimError, match=r"'bad' has a setting 'epochs', which is a key of every"):
         RunConfig().replace(**{"client.name": "bad"})
+
+
+def test_a_namesake_in_another_directory_is_not_taken_for_ones_own(tmp_path, monkeypatch) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "namesake.py").write_text("from torch.nn import Identity as Net\n")
+    monkeypatch.delitem(sys.modules, "namesake", raising=False)
+    monkeypatch.chdir(tmp_path / "one")
+    net = registry.find("model", "namesake:Net", "model.name")
+    assert registry.find("model", "namesake:Net", "model.name") is net
+    monkeypatch.chdir(tmp_path / "two")
+    with pytest.raises(FedsimError, match=r"has imported .*one/namesake\.py, not .*two/"):
+        registry.find("model", "namesake:Net", "model.name")
+    monkeypatch.chdir(tmp_path)
+    assert registry.find("model", "namesake:Net", "model.name") is net
+    del sys.modules["namesake"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,8 @@ import torch
 from safetensors.torch import save as serialise
 from torch import Tensor
 
-from fedsim.errors import FedsimError
-from fedsim.runs.saved import InferenceModel, SavedRun
+from fedsim.errors import FedsimError, printable
+from fedsim.runs.saved import SavedRun
 
 __all__ = ["FORMATS", "default_path", "export"]
 
@@ -28,7 +29,8 @@ def export(saved: SavedRun, to: str) -> bytes:
     saved : SavedRun
     to : "onnx", "torchscript" or "safetensors"
         The first two take inputs as they lie in the data set, normalise them, and take batches of
-        any size. The last holds the weights, and in its metadata what a caller must know.
+        any size. The last holds the weights, but for those that clients keep, and in its metadata
+        what a caller must know.
 
     Raises
     ------
@@ -44,8 +46,7 @@ def _onnx(saved: SavedRun) -> bytes:
     missing = [name for name in ("onnx", "onnxscript") if not importlib.util.find_spec(name)]
     if missing:
         raise FedsimError(
-            f"--to onnx needs {' and '.join(missing)}, which is not installed; "
-            "install fedsim with its extra `onnx`."
+            f"--to onnx needs {' and '.join(missing)}: install fedsim with its extra `onnx`."
         )
     model, example = saved.model, _example(saved)
     with warnings.catch_warnings():
@@ -79,21 +80,20 @@ def _torchscript(saved: SavedRun) -> bytes:
 
 
 def _safetensors(saved: SavedRun) -> bytes:
-    model = saved.model
     about = {
         "model": saved.config.model.name,
         "input-shape": list(saved.input_shape),
         "input": str(_example(saved).dtype).removeprefix("torch."),
-        "mean": _numbers(model.mean),
-        "std": _numbers(model.std),
+        "mean": _numbers(saved.statistics[0]),
+        "std": _numbers(saved.statistics[1]),
         "labels": list(saved.labels),
     }
-    tensors = {name: value.contiguous() for name, value in _weights(model).items()}
+    tensors = {
+        name: value.clone(memory_format=torch.contiguous_format)
+        for name, value in saved.trained.state_dict().items()
+        if name not in saved.personal
+    }
     return serialise(tensors, metadata={"about": json.dumps(about)})
-
-
-def _weights(model: InferenceModel) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.model.state_dict().items()}
 
 
 def _numbers(statistic: Tensor | None) -> list[float] | None:
@@ -107,9 +107,14 @@ def _example(saved: SavedRun) -> Tensor:
 
 
 def _does_not_fit(saved: SavedRun, to: str, error: Exception) -> FedsimError:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # torch wraps the reason in advice of many lines, with colours.
+    reason: BaseException = error
+    while reason.__cause__ is not None:
+        reason = reason.__cause__
+    lines = str(reason).strip().splitlines() or [type(reason).__name__]
+    said = printable(re.sub(r"\x1b\[[0-9;]*m", "", lines[0])).rstrip(".")
     return FedsimError(
-        f"the model {saved.config.model.name} cannot be put into {to} ({lines[0].rstrip('.')}); "
+        f"the model {saved.config.model.name} cannot be put into {to} ({said}); "
         "`--to safetensors` always works."
     )
 

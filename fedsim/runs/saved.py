@@ -15,15 +15,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedsim.config import RunConfig, Scalar
+from fedsim.config import RunConfig
 from fedsim.datasets import Dataset, Split
-from fedsim.engines.arrays import array_record
+from fedsim.datasets.load import kind_of
 from fedsim.errors import FedsimError
 from fedsim.models import load_weights, values_of
 from fedsim.privacy import Statement
 from fedsim.reports.record import RunRecord
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
+from fedsim.runs.dealing import load_dataset
 from fedsim.runs.state import RunState
 
 __all__ = ["InferenceModel", "SavedRun", "load"]
@@ -141,6 +142,9 @@ class SavedRun:
     record: RunRecord = field(repr=False)
     best: RunState | None = field(default=None, repr=False)
 
+    def __repr__(self) -> str:
+        return f"SavedRun({str(self.directory.path)!r}, round {self.round})"
+
     @property
     def round(self) -> int:
         """Whose model it is."""
@@ -184,10 +188,40 @@ class SavedRun:
         dtype = self._build.dataset.train.x.dtype
         return torch.float32 if dtype.is_floating_point else dtype
 
+    @property
+    def personal(self) -> list[str]:
+        """Names of the parameters that clients have kept to themselves."""
+        return self._build.personal
+
     @cached_property
     def model(self) -> InferenceModel:
-        """The model, ready for inference: normalisation included, on the CPU."""
-        return InferenceModel(copy.deepcopy(self._build.model), *self._build.statistics)
+        """The model, ready for inference: normalisation included, on the CPU.
+
+        Raises
+        ------
+        FedsimError
+            If clients keep a part of it.
+        """
+        self._require_whole()
+        return InferenceModel(copy.deepcopy(self.trained), *self.statistics)
+
+    @property
+    def trained(self) -> nn.Module:
+        """The bare model as the run has left it; what clients keep of it has its initial values."""
+        return self._build.model
+
+    @property
+    def statistics(self) -> tuple[Tensor | None, Tensor | None]:
+        """Mean and standard deviation by which inputs are normalised; None where they are not."""
+        return self._build.statistics
+
+    def _require_whole(self) -> None:
+        if self.personal:
+            raise FedsimError(
+                f"{self.directory.path} has model.personal = '{self.config.model.personal}': only "
+                "clients have the whole model, and evaluate.clients-every measures it; the shared "
+                "part is what `fedsim export --to safetensors` writes."
+            )
 
     @torch.no_grad()
     def predict(self, x: Array | Tensor) -> Array:
@@ -248,44 +282,64 @@ class SavedRun:
         FedsimError
             If there is no such data set, or its examples do not fit the model.
         """
-        settings: dict[str, Scalar] = {
-            "evaluate.every": 1,
-            "engine.device": "cpu",
-            "model.weights": "",
-            "model.weights-for": "",
-        }
-        if data:
-            # All of its examples, as they are: this model's own normalisation comes after.
-            usual = RunConfig().to_run_config()
-            settings |= {key: usual[key] for key in usual if key.startswith("data.")}
-            settings |= {"data.name": data, "data.dir": self.config.data.dir}
-        build = Build(self.config.replace(**settings))
+        self._require_whole()
+        dataset = self._others(data) if data else self._own()
+        build = copy.copy(self._build)
+        # As they are, but for this model's own normalisation.
+        build.dataset = replace(dataset, mean=build.dataset.mean, std=build.dataset.std)
+        build.example_privacy = None  # nothing is trained
+        everything = np.arange(len(dataset.test), dtype=np.int64)
+        examiner = build.make_trainer(build.client_data(build.dataset.test, [everything]))
+        values = {k: p.detach() for k, p in self.trained.named_parameters() if p.requires_grad}
+        vector = examiner.layout.flatten(values)
+        (block,) = examiner.evaluate(vector, np.zeros(1, np.int64), self.config.rounds)
+        metrics = {k: v for k, v in block.metrics.items() if k != "num-examples"}
+        return {name: float(values[0]) for name, values in metrics.items()}
+
+    def _own(self) -> Dataset:
+        """The run's data set, if metrics of its test examples may be shown."""
+        config = self.config
+        build = Build(config.replace(**{"evaluate.every": 0, "engine.device": "cpu"}))
+        if "test" in build.dealt.of_clients and not config.evaluate.unprotected:
+            raise FedsimError(
+                f"the test examples of {config.data.name} are clients' own, and metrics of them "
+                "have no noise: of a private run they are measured only if it has "
+                "evaluate.unprotected = true; name other examples by --data."
+            )
+        return build.dataset
+
+    def _others(self, data: str) -> Dataset:
+        """A data set whose test examples the model can take."""
         mine = self._build.dataset
-        dataset = replace(build.dataset, mean=mine.mean, std=mine.std)
-        where = data or self.config.data.name
+        usual = RunConfig().to_run_config()
+        settings = {key: usual[key] for key in usual if key.startswith("data.")}
+        settings |= {"data.name": data, "data.dir": self.config.data.dir}
+        if kind_of(data) == "files":  # it need not hold every class and token
+            settings["data.classes"] = mine.num_classes
+            settings["data.vocabulary"] = mine.vocabulary
+        dataset = load_dataset(self.config.replace(**settings))
         if dataset.input_shape != mine.input_shape:
             raise FedsimError(
-                f"{where} has examples of shape {dataset.input_shape}; this model takes "
+                f"{data} has examples of shape {dataset.input_shape}; this model takes "
                 f"{mine.input_shape}."
             )
-        if dataset.num_classes > mine.num_classes or bool(dataset.num_classes) != bool(
-            mine.num_classes
-        ):
+        if _kind(dataset.train.x) != _kind(mine.train.x):
             raise FedsimError(
-                f"{where} has {dataset.num_classes} classes; this model knows {mine.num_classes}."
+                f"{data} has examples of dtype {_dtype(dataset.train.x)}; this model takes "
+                f"{_dtype(mine.train.x)}."
             )
-        build.dataset, build.model = dataset, self._build.model
-        trained = {
-            name: parameter.detach()
-            for name, parameter in self._build.model.named_parameters()
-            if name in build.initial_arrays
-        }
-        record = build.evaluate(self.config.rounds, array_record(trained))
-        return {
-            name.removeprefix("test-"): float(value)
-            for name, value in ({} if record is None else record).items()
-            if isinstance(value, int | float)
-        }
+        if dataset.num_classes > mine.num_classes and mine.num_classes:
+            raise FedsimError(
+                f"{data} has {dataset.num_classes} classes; this model knows {mine.num_classes}."
+            )
+        ours, theirs = mine.train.y, dataset.train.y
+        if ours.shape[1:] != theirs.shape[1:] or _kind(ours) != _kind(theirs):
+            raise FedsimError(
+                f"{data} has targets of shape {('N', *theirs.shape[1:])} and dtype "
+                f"{_dtype(theirs)}; this model was trained for {('N', *ours.shape[1:])} of dtype "
+                f"{_dtype(ours)}."
+            )
+        return dataset
 
     @cached_property
     def _build(self) -> Build:
@@ -311,3 +365,14 @@ def _shaped(name: str, about: Mapping[str, Any]) -> Dataset:
     mean, std = (None if about[key] is None else tuple(about[key]) for key in ("mean", "std"))
     split = Split(x, y)
     return Dataset(name, split, split, about["classes"], about["vocabulary"], mean, std)
+
+
+def _kind(values: Tensor) -> str:
+    """What numbers are taken for: tokens, classes and images may be of several dtypes."""
+    if values.is_floating_point():
+        return "floating"
+    return "image" if values.dtype == torch.uint8 and values.dim() == 4 else "integer"
+
+
+def _dtype(values: Tensor) -> str:
+    return str(values.dtype).removeprefix("torch.")

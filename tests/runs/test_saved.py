@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 
 import fedsim
 from fedsim import RunConfig
@@ -103,6 +103,100 @@ def test_examples_of_another_shape_are_refused(private_run: Path, tmp_path: Path
     pictures(tmp_path / "own.npz", channels=1)
     with pytest.raises(FedsimError, match="this model takes"):
         saved.evaluate(str(tmp_path / "own.npz"))
+
+
+def features(path: Path, *, classes: int = 3, **changes: np.ndarray) -> Path:
+    """Four features; ``changes`` replace arrays, or leave out what is None."""
+    generator = np.random.default_rng(0)
+    arrays: dict[str, object] = {}
+    for part, count in (("train", 60), ("test", 30)):
+        y = np.arange(count) % classes
+        x = generator.normal(size=(count, 4)) + y[:, None]
+        arrays |= {f"x_{part}": x.astype(np.float32), f"y_{part}": y, f"owner_{part}": y}
+    arrays |= changes
+    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
+    return path
+
+
+@pytest.fixture
+def of_owners(tmp_path: Path) -> Path:
+    """A private run whose clients are owners, of 3 classes."""
+    data = features(tmp_path / "own.npz", owner_test=None)
+    settings = {
+        "data.name": str(data),
+        "partition.name": "by-owner",
+        "partition.clients": 3,
+        "mechanism.name": "clipping",
+        "noise.multiplier": 0.1,
+        "rounds": 1,
+    }
+    fedsim.run(RunConfig.of([f"{k}={v}" for k, v in settings.items()]), out=tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_others_examples_need_neither_owners_nor_every_class(of_owners, tmp_path: Path) -> None:
+    own = fedsim.load(of_owners).evaluate()
+    changes = dict.fromkeys(("owner_train", "owner_test"))
+    some = features(tmp_path / "some.npz", y_train=np.zeros(60, np.int64), **changes)
+    assert fedsim.load(of_owners).evaluate(str(some)) == own
+    two = features(tmp_path / "two.npz", classes=2, **changes)
+    assert 0 <= fedsim.load(of_owners).evaluate(str(two))["accuracy"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"classes": 4}, "label 3 in y_train; labels must be below 3"),
+        (
+            {"x_train": np.ones((60, 4), np.int64), "x_test": np.ones((30, 4), np.int64)},
+            "examples of dtype int64; this model takes float32",
+        ),
+        (
+            {"y_train": np.ones((60, 2), np.int64), "y_test": np.ones((30, 2), np.int64)},
+            r"targets of shape \('N', 2\) and dtype int64; this model was trained for \('N',\)",
+        ),
+        ({"y_train": np.ones(60), "y_test": np.ones(30)}, "which are no labels"),
+    ],
+)
+def test_others_examples_that_do_not_fit_are_one_sentence(
+    changes: dict, says: str, of_owners, tmp_path: Path
+) -> None:
+    data = features(tmp_path / "others.npz", **changes)
+    with pytest.raises(FedsimError, match=says) as error:
+        fedsim.load(of_owners).evaluate(str(data))
+    assert "\n" not in str(error.value)
+
+
+def test_clients_own_test_examples_of_a_private_run_are_not_measured(tmp_path: Path) -> None:
+    features(tmp_path / "own.npz")
+    changes = {"partition.name": "by-owner", "partition.clients": 3, "evaluate.every": 0}
+    config = RunConfig.of(
+        [f"data.name={tmp_path / 'own.npz'}", "data.classes=3", "rounds=1"]
+        + [f"{key}={value}" for key, value in changes.items()]
+        + ["mechanism.name=clipping", "noise.multiplier=1"]
+    )
+    fedsim.run(config, out=tmp_path / "run")
+    with pytest.raises(FedsimError, match="are clients' own, and metrics of them have no noise"):
+        fedsim.load(tmp_path / "run").evaluate()
+    assert fedsim.load(tmp_path / "run").evaluate(str(tmp_path / "own.npz"))
+
+
+def test_a_model_of_which_clients_keep_a_part_is_not_used_as_a_whole(tmp_path: Path) -> None:
+    changes = {"model.name": "mlp", "model.widths": "8", "model.personal": "fc2.*"}
+    config = RunConfig().replace(
+        **SMALL, **changes, **{"client.state": "client", "evaluate.every": 0}
+    )
+    fedsim.run(config, out=tmp_path / "run")
+    saved = fedsim.load(tmp_path / "run")
+    for use in (
+        saved.evaluate,
+        lambda: saved.predict(np.zeros((1, 64), np.float32)),
+        lambda: export(saved, "torchscript"),
+    ):
+        with pytest.raises(FedsimError, match="only clients have the whole model"):
+            use()
+    assert set(load(export(saved, "safetensors"))) == {"fc1.weight", "fc1.bias"}
+    assert repr(saved) == f"SavedRun('{tmp_path / 'run'}', round 3)"
 
 
 def test_torchscript_takes_batches_of_any_size(private_run: Path) -> None:
