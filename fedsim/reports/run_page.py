@@ -90,9 +90,10 @@ def _tiles(record: RunRecord) -> Markup:
             tiles.append((brief(statement.epsilon), f"{statement.words}, {level}"))
     if record.statements and not any(s.private for s in record.statements):
         tiles.append(("none", "guarantee of privacy"))
-    tiles.append((f"{record.rounds:,}", "rounds"))
+    one = record.rounds == 1
+    tiles.append((f"{record.rounds:,}", "round" if one else "rounds"))
     if seconds := record.curve("seconds")[1]:
-        tiles.append((duration(math.fsum(seconds)), "in these rounds"))
+        tiles.append((duration(math.fsum(seconds)), "in this round" if one else "in these rounds"))
     items = [tag("li", tag("strong", number), tag("span", what)) for number, what in tiles]
     return tag("ul", *items, class_="tiles")
 

@@ -26,7 +26,8 @@ def ended(summary: Mapping[str, object], rounds: int, planned: object) -> str:
     """How the run ended, in a sentence."""
     how = summary.get("ended")
     if how == "finished":
-        return f"It went through all its {_count(rounds, 'round')}."
+        went_through = "its only round" if rounds == 1 else f"all its {_count(rounds, 'round')}"
+        return f"It went through {went_through}."
     if not summary:
         return (
             f"It has not ended in good order, and reached round {rounds} of {planned}: this is "

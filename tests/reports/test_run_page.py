@@ -202,6 +202,15 @@ def test_every_end_of_a_run_makes_a_page(rows: list, tmp_path: Path) -> None:
         assert "it failed 9 times" in words
 
 
+def test_one_round_is_spoken_of_as_one(tmp_path: Path) -> None:
+    run = left_run(tmp_path / "run", [{"round": 1, "test-loss": 1.0, "seconds": 2.0}], rounds=1)
+    (run / "summary.json").write_text('{"format": 1, "ended": "finished"}')
+    words = Outline(page_of(run)).words
+    assert "It went through its only round." in words
+    assert "in this round" in words
+    assert "1 rounds" not in words
+
+
 def test_a_long_runs_page_stays_small_and_keeps_its_extremes(tmp_path: Path) -> None:
     rows = [
         {"round": k, "test-loss": 9.0 if k == 54_321 else 1 / (k + 1), "epsilon": k / 1e4}
