@@ -35,4 +35,7 @@ def _check(path: Path, suffix: str) -> None:
         raise FedsimError(f"--out is {path}; it must be a file that ends in {suffix}.")
     directory = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
     if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
-        raise FedsimError(f"--out is {path}, but {directory} is no directory that can be written.")
+        raise FedsimError(
+            f"{path} cannot be made: {directory} is no directory that can be written; name another "
+            "place by --out."
+        )

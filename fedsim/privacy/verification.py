@@ -156,6 +156,10 @@ def model_metadata(path: Path) -> dict[str, Any]:
                 raise ValueError(size)
             header = json.loads(file.read(size))
         metadata = json.loads(header["__metadata__"][METADATA])
+    except FileNotFoundError:
+        raise FedsimError(
+            "there is none; a run that was killed has one once it is resumed."
+        ) from None
     except OSError as error:
         raise FedsimError(f"it cannot be read ({error.strerror}).") from None
     except (ValueError, KeyError, TypeError, RecursionError):

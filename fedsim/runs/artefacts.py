@@ -329,7 +329,9 @@ class RunDirectory:
         )
 
     def _in_use(self) -> FedsimError:
-        return FedsimError(f"another run is writing to {self.path}; choose another --out.")
+        return FedsimError(
+            f"another run is writing to {self.path}; wait for its end, or choose another --out."
+        )
 
     def _unusable(self, error: OSError) -> FedsimError:
         return FedsimError(

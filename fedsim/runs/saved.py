@@ -21,6 +21,7 @@ from fedsim.datasets.load import kind_of
 from fedsim.errors import FedsimError
 from fedsim.models import load_weights, values_of
 from fedsim.privacy import Statement
+from fedsim.privacy.verification import model_metadata
 from fedsim.reports.record import RunRecord
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
@@ -147,8 +148,10 @@ class SavedRun:
 
     @property
     def round(self) -> int:
-        """Whose model it is."""
-        return self.record.rounds if self.best is None else self.best.round
+        """Whose model it is; metrics may have gone on, where a resumed run is going on."""
+        if self.best is not None:
+            return self.best.round
+        return int(model_metadata(self.directory.model).get("round", self.record.rounds))
 
     @property
     def weights(self) -> dict[str, Tensor]:

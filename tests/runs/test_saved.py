@@ -44,6 +44,13 @@ def pictures(path: Path, channels: int) -> None:
     np.savez(path, **arrays, **statistics)
 
 
+def test_the_round_is_the_models_also_where_a_resumed_run_has_more_rows(tmp_path: Path) -> None:
+    fedsim.run(RunConfig().replace(**SMALL), out=tmp_path / "run")
+    with (tmp_path / "run" / "metrics.csv").open("a") as rows:
+        rows.write("4\n")
+    assert fedsim.load(tmp_path / "run").round == 3
+
+
 def test_public_names_are_listed() -> None:
     assert dir(fedsim) == [
         "Callback",
