@@ -151,7 +151,10 @@ class Bars:
 
 @dataclass(frozen=True)
 class Heat:
-    """A grid of shares, ``values[row][column]`` from 0 to 1, each row with a label."""
+    """A grid of shares, ``values[row][column]`` from 0 to 1, each row with a label.
+
+    With ``ticks`` columns have theirs too, as many as there is room for.
+    """
 
     title: str
     x: str
@@ -160,11 +163,13 @@ class Heat:
     columns: Sequence[str]
     values: Sequence[Sequence[float]]
     about: str = ""
+    ticks: bool = False
 
     def spec(self) -> dict[str, Any]:
         """What the page's script draws."""
         return {
             "kind": "heat",
+            "ticks": self.ticks,
             "x": self.x,
             "y": self.y,
             "labels": list(self.labels),

@@ -268,6 +268,7 @@ def _scatter(test: Mapping[str, Any]) -> Chart:
         columns=test["true"],
         values=test["shares"],
         about="Each column's test examples by what was predicted for them.",
+        ticks=True,
     )
 
 

@@ -455,12 +455,9 @@
         this.text(left - 7, toY(tick) + 4, texts[i], { "text-anchor": "end" });
       });
       const step = (box.right - left) / values.length;
-      const longest = Math.max(...labels.map((label) => label.length)) * LETTER + 10;
-      const every = Math.ceil(longest / step);
+      columnTicks(labels, step, wide, left).forEach(([x, anchor, name]) => this.text(x, box.bottom + 17, name, { "text-anchor": anchor }));
       this.bars = values.map((value, i) => {
         const x = left + i * step;
-        const end = x + step / 2 + (labels[i].length * LETTER) / 2 > wide;
-        if (i % every === 0) this.text(end ? wide : x + step / 2, box.bottom + 17, labels[i], { "text-anchor": end ? "end" : "middle" });
         const thick = Math.min(Math.max(step * 0.84, 0.5), 72);
         return shape("rect", this.svg, {
           x: x + (step - thick) / 2, width: thick, y: toY(value), height: Math.max(box.bottom - toY(value), 0), fill: colour(0),
@@ -505,12 +502,13 @@
     }
 
     draw() {
-      const wide = this.plot.clientWidth, { values, labels } = this.spec;
+      const wide = this.plot.clientWidth, { values, labels, columns, ticks } = this.spec;
       if (!wide) return;
       this.tall = values.length > 12 ? 14 : 20;
       this.top = 24;
       this.left = Math.max(...labels.map((label) => label.length), 2) * LETTER + 10;
-      this.frame(this.top + values.length * this.tall + 24);
+      const bottom = this.top + values.length * this.tall;
+      this.frame(bottom + (ticks ? 40 : 24));
       this.cell = (wide - this.left - 4) / Math.max(values[0].length, 1);
       values.forEach((row, i) => {
         const y = this.top + i * this.tall;
@@ -522,9 +520,21 @@
           });
         });
       });
+      if (ticks) columnTicks(columns, this.cell, wide, this.left).forEach(([x, anchor, name]) => this.text(x, bottom + 14, name, { "text-anchor": anchor }));
       this.text(this.left + (wide - this.left) / 2, this.height - 6, this.spec.x, { "text-anchor": "middle", class: "label" });
       this.text(2, 13, this.spec.y, { class: "label" });
     }
+  }
+
+  // As many of the columns' names as there is room for, and where they stand.
+  function columnTicks(names, step, wide, left) {
+    const longest = Math.max(...names.map((name) => name.length)) * LETTER + 10;
+    const every = Math.ceil(longest / step);
+    return names.flatMap((name, i) => {
+      if (i % every) return [];
+      const middle = left + (i + 0.5) * step;
+      return [middle + (name.length * LETTER) / 2 > wide ? [wide, "end", name] : [middle, "middle", name]];
+    });
   }
 
   function arrows(plot, act) {
