@@ -247,6 +247,8 @@ def _curves(groups: Sequence[SeedGroup]) -> list[Markup | Lines | str]:
         shown = [group for group in measured if group in best]
         lines = [group.mean_curve(column, group.label) for group in shown]
         about = f"The best {most} of {len(measured)}." if len(measured) > most else ""
+        if len(shown) == 1 < len(groups):  # one curve has no legend
+            about = f"Of {shown[0].label} alone."
         after = _simulated(shown) if name == "epsilon" else ""
         parts.append(
             Lines(

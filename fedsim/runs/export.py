@@ -67,13 +67,13 @@ def _onnx(saved: SavedRun) -> bytes:
 
 
 def _torchscript(saved: SavedRun) -> bytes:
-    file = io.BytesIO()
+    model, example, file = saved.model, _example(saved), io.BytesIO()
     with warnings.catch_warnings():
         # torch asks for its successor, which only torch can read.
         warnings.simplefilter("ignore")
         try:
             traced: Any = torch.jit.trace  # has no types
-            torch.jit.save(traced(saved.model, _example(saved)), file)
+            torch.jit.save(traced(model, example), file)
         except Exception as error:
             raise _does_not_fit(saved, "torchscript", error) from error
     return file.getvalue()

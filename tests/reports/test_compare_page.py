@@ -67,6 +67,8 @@ def test_runs_of_other_tasks_have_gaps(tmp_path: Path) -> None:
     page = compare_page(read_all([first, other]))
     assert "RMSE" in page
     assert "–" in page
+    assert "Of rounds 10 alone." in page  # its accuracy
+    assert "Of rounds 3 alone." in page  # the other's RMSE
 
 
 def test_two_hundred_runs_make_a_page_of_a_few_curves(tmp_path: Path) -> None:
