@@ -36,7 +36,13 @@ _Parts = tuple[dict[str, Any], str]
 
 
 class CallbackServer:
-    """Answers, in a thread of its own, for the callbacks of a run in another process."""
+    """Answers, in a thread of its own, for the callbacks of a run in another process.
+
+    Attributes
+    ----------
+    asked_to_end : bool
+        Whether `end` was called.
+    """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self._callbacks = Callbacks.numbered(callbacks)
@@ -45,7 +51,7 @@ class CallbackServer:
         key = secrets.token_bytes(32)
         self._listener = Listener(address, "AF_UNIX", authkey=key)
         self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._asked_to_end = False
+        self.asked_to_end = False
         self.variables = {CHANNEL: f"{key.hex()}:{address}"}
 
     def __enter__(self) -> Self:
@@ -63,14 +69,14 @@ class CallbackServer:
 
     def end(self) -> None:
         """Make the round that goes on the run's last one."""
-        self._asked_to_end = True
+        self.asked_to_end = True
 
     def _serve(self) -> None:
         with suppress(OSError, EOFError), self._listener.accept() as connection:
             while True:
                 name, argument = connection.recv()
                 answer = self._answer(name, argument)
-                connection.send((answer, self._asked_to_end))
+                connection.send((answer, self.asked_to_end))
 
     def _answer(self, name: str, argument: Any) -> Any:
         callbacks = self._callbacks

@@ -70,7 +70,7 @@ def run_simulation(
         app = write_app(simulation.directory / "app", build.resolved.to_tree())
         sized = resources(build.config.partition.clients, cpus_per_client, gpus_per_client)
         run_id = simulation.operator.submit(app, federation_config=sized)
-        with asked_to_end(server.end):
+        with _ended_by(server):
             _follow(simulation.operator, run_id, alive=simulation.check)
         return _read(build, RunDirectory(directory))
 
@@ -116,7 +116,7 @@ def run_deployment(
         rehearsal.start_all()
         operator = rehearsal.operator
         run_id = operator.submit(write_app(Path(app), build.resolved.to_tree()))
-        with asked_to_end(server.end):
+        with _ended_by(server):
             _follow(operator, run_id, alive=rehearsal.tend)
         return _read(build, RunDirectory(directory))
 
@@ -148,6 +148,18 @@ def _submit(
     if out is not None:
         RunDirectory(out).copy_from(written)
     return _read(build, written if out is None else RunDirectory(out))
+
+
+@contextmanager
+def _ended_by(server: CallbackServer) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end a run after its round, or at once with Flower's processes."""
+    with asked_to_end(server.end):
+        try:
+            yield
+        except (FedsimError, RunFailedError):
+            if server.asked_to_end:  # a scheduler asks every process of a job
+                raise KeyboardInterrupt from None
+            raise
 
 
 def _follow(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
 
-from fedsim.runs.launch import _follow
+from fedsim.errors import FedsimError
+from fedsim.runs.channel import CallbackServer
+from fedsim.runs.launch import _ended_by, _follow
 from fedsim.strategies import RunFailedError
 
 LOG = """
@@ -43,3 +46,17 @@ class Failing:
 def test_a_run_that_failed_in_a_simulation_says_what_flower_wraps(log: str, reason: str) -> None:
     with pytest.raises(RunFailedError, match=f"for run 7: .*{reason}"):
         _follow(Failing(log), 7)
+
+
+def lose_the_superlink(*, asked: bool) -> None:
+    with CallbackServer([]) as server, _ended_by(server):
+        if asked:
+            signal.raise_signal(signal.SIGINT)
+        raise FedsimError("the SuperLink ended")
+
+
+def test_a_run_whose_flower_a_scheduler_has_ended_too_is_interrupted() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        lose_the_superlink(asked=True)
+    with pytest.raises(FedsimError):
+        lose_the_superlink(asked=False)
