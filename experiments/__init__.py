@@ -10,9 +10,11 @@ from experiments.framework.base import (
     Settings,
     Table,
 )
+from experiments.framework.pages import NOT_MEASURED
 from experiments.framework.run import Checked, Outcome, check, find, keep, names, run_experiment
 
 __all__ = [
+    "NOT_MEASURED",
     "Checked",
     "Experiment",
     "ExperimentMember",

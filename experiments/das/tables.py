@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 from matplotlib.figure import Figure
 
+from experiments.das.features import FILE, Extractor, write_features
 from experiments.framework.base import (
     BestOfGrid,
     PaperClaim,
@@ -18,6 +21,7 @@ from experiments.framework.base import (
 )
 from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Score, best
 from experiments.framework.spread import Difference, paired, within
+from experiments.framework.stored import digest
 from fedsim.config import Scalar
 from fedsim.reports.palette import COLOURS
 from fedsim.reports.plots import curve_style, grid
@@ -34,11 +38,13 @@ class DasSettings(ConfigRunsSettings):
     """Keys of ``experiment.toml``; ``run.toml`` beside it is the run that they vary.
 
     ``clip-norms``, the one grid of both methods, are in the paper's space, of
-    ``u = (w - w_E) / eta``.
+    ``u = (w - w_E) / eta``. With ``features`` the runs read features.npz: the user's own where
+    there is one beside the data, or else one that is made first, once.
     """
 
     epsilons: list[float]
     clip_norms: list[float]
+    features: Extractor | None = None
 
 
 class Das(ConfigRuns):
@@ -47,6 +53,25 @@ class Das(ConfigRuns):
     settings: DasSettings
     settings_type: ClassVar[type[Settings]] = DasSettings
     last: ClassVar[int] = 5
+
+    def prepare(self, out: Path) -> None:
+        """Make the features that there are none of."""
+        super().prepare(out)
+        extractor = self.settings.features
+        if extractor is None or (self.context.data / FILE).is_file():
+            return
+        made = out / f"features-{digest(extractor.model_dump())[:8]}"
+        if not (made / FILE).is_file():
+            made.mkdir(exist_ok=True)
+            write_features(extractor, self.context.data, made / FILE)
+        self.context = replace(self.context, data=made)
+
+    def member_settings(self, changes: dict[str, Scalar]) -> dict[str, Any]:
+        """What the run's config says, and whose the features are."""
+        settings = super().member_settings(changes)
+        if self.settings.features is not None:
+            settings["features"] = self.settings.features.model_dump()
+        return settings
 
     def plans(self) -> dict[str, dict[str, Scalar]]:
         """FedAvg, then every epsilon, C and method."""

@@ -72,7 +72,7 @@ class Judgement(Section):
     Attributes
     ----------
     about : str
-        What is run, and how; paragraphs of Markdown.
+        What is run, and how; a paragraph of Markdown.
     not_run : str
         Why there are no results, and what they would take; empty where there are some.
     remarks : list of str

@@ -78,7 +78,7 @@ def _summary(entries: list[_Entry]) -> str:
 
 def _verdict(entry: _Entry, panel: Panel) -> tuple[str, str]:
     if entry.report is None:
-        return "not run at this size", ""
+        return "not measured", ""
     claims = [claim for claim in entry.report.claims if claim.panel == panel.name]
     judged = entry.judgement.claims
     counts = {

@@ -9,7 +9,7 @@ from experiments.framework.judgement import Claimed, Judgement, Panel, filled
 from experiments.framework.stored import Stored
 
 __all__ = [
-    "NOT_RUN",
+    "NOT_MEASURED",
     "PAPERS",
     "WHOSE",
     "about",
@@ -37,7 +37,7 @@ PAPERS = {
         "private deep learning, arXiv 1912.09150"
     ),
 }
-NOT_RUN = "Not run at this size."
+NOT_MEASURED = "Not measured: nothing here is judged."
 EARLIER = (
     "Means over the seeds of a run whose single runs are not kept, partly on other grids. Nothing "
     "is judged by them."
@@ -54,10 +54,11 @@ def readme(
     name: str, judgement: Judgement, stored: Stored | None, report: Report | None, *, seeds: int
 ) -> str:
     """README.md of an experiment; without results it says that there are none."""
+    checked = "judges the stored results anew" if stored is not None else "says what it would take"
     blocks = [
         f"# {judgement.title}",
         f"    fedsim experiment {name} --data DIRECTORY\n"
-        f"    fedsim experiment {name} --check             # judges the stored results anew",
+        f"    fedsim experiment {name} --check             # {checked}",
         f"{PAPERS[judgement.paper_of]}.",
         about(judgement, report, seeds),
     ]
@@ -107,7 +108,7 @@ def sections(
         panels = [
             f"- **{panel.name}{of}.** {_settings(panel, figures)}" for panel in judgement.panels
         ]
-        blocks = [f"**{NOT_RUN}** {judgement.not_run.strip()}", "\n".join(panels)]
+        blocks = [f"**{NOT_MEASURED}** {judgement.not_run.strip()}", "\n".join(panels)]
         if judgement.earlier:
             blocks += [f"{heading} Figures of an earlier run{of}", _earlier(judgement)]
         return blocks
@@ -142,8 +143,15 @@ def _panel_text(
         blocks.append(_verdicts(claims, judgement.claims, figures))
     tables = {table.name: table for table in report.tables}
     blocks += [_table(tables[name]) for name in panel.tables]
-    blocks += [f"![{panel.name}: {name}]({pictures}{name}.png)" for name in panel.pictures]
+    blocks += [
+        _picture(f"{panel.name}: {name}", f"{pictures}{name}.png") for name in panel.pictures
+    ]
     return "\n\n".join(blocks)
+
+
+def _picture(says: str, file: str) -> str:
+    """A picture that leads to itself in its own size, for columns too narrow for it."""
+    return f"[![{says}]({file})]({file})"
 
 
 def _verdicts(

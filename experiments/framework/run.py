@@ -97,11 +97,14 @@ class Checked:
         Sentences; none where results, judgement and page agree.
     page : str
         README.md as it should be.
+    not_run : str
+        Why nothing is stored and what it would take, where that is so.
     """
 
     report: Report | None
     faults: list[str]
     page: str
+    not_run: str = ""
 
 
 def find(name: str) -> Path:
@@ -259,7 +262,7 @@ def _judged(directory: Path, data: Path) -> Checked:
     stored = Stored.load(directory)
     if stored is None:
         wrong = [] if judgement.not_run else ["there are no results, and not-run does not say why."]
-        return Checked(None, wrong, unrun)
+        return Checked(None, wrong, unrun, judgement.not_run)
     results, missing = stored.of(experiment)
     if missing:
         wrong = [f"{len(missing)} results are missing or of other settings, such as {missing[0]}."]

@@ -115,13 +115,13 @@ def experiment(
 
 
 def _check(console: Output, directory: Path, data: Path) -> None:
-    from experiments import check
+    from experiments import NOT_MEASURED, check
 
     checked = check(directory, data=data)
     if checked.report is not None:
         console.print(_claims(checked.report))
     elif not checked.faults:
-        console.print("Not run at this size: there are no results to judge.")
+        console.print(f"{NOT_MEASURED} {checked.not_run}", highlight=False, markup=False)
     _end(console, checked.faults)
 
 

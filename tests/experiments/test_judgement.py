@@ -63,6 +63,19 @@ def test_lines_of_pictures_have_colours_of_the_palette(name: str) -> None:
     assert DARK.series != LIGHT.series
 
 
+@pytest.mark.parametrize("name", sorted(set(names()) - set(STORED)))
+def test_what_is_not_measured_says_so_and_how_many_runs_it_would_take(name: str) -> None:
+    app = typer.Typer()
+    app.command()(experiment)
+    result = CliRunner().invoke(app, [name, "--check"])
+    said = " ".join(result.output.split())
+    assert result.exit_code == 0
+    assert "Not measured: nothing here is judged." in said
+    count = len(load(find(name), data=Path()).members())
+    assert f"{count} runs" in said
+    assert f"| `{name}` |  | not measured |" in overview()
+
+
 def test_every_panel_of_the_four_papers_is_on_the_page() -> None:
     page = overview()
     for name in names():

@@ -1,0 +1,98 @@
+"""Features of a data set's images from torchvision's ResNet-18, as a user has its weights."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedsim import datasets
+from fedsim.config.keys import Section
+from fedsim.errors import FedsimError
+
+__all__ = ["FILE", "Extractor", "write_features"]
+
+FILE = "features.npz"
+NORM = 10.0
+_BATCH = 64
+# What torchvision's weights were trained with.
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Extractor(Section):
+    """Whose features `write_features` makes.
+
+    Attributes
+    ----------
+    dataset : str
+        Images ``[N, 3, H, W]``, such as "cifar100".
+    weights : str
+        File of torchvision's ResNet-18 beside the data set.
+    side : int
+        Pixels that images are scaled to, on each side.
+    """
+
+    dataset: str
+    weights: str
+    side: int = Field(224, ge=32)
+
+
+def write_features(extractor: Extractor, data: Path, path: Path) -> None:
+    """Write the features of both splits, float32 ``[N, 512]``, to ``path``; whole or not at all.
+
+    A row is what the network gives before its last layer, scaled to norm 10, the length that the
+    experiment's rate is meant for. It is of its own image alone, so that it tells nothing of
+    others.
+
+    Raises
+    ------
+    FedsimError
+        If the data set or the weights are missing, or are something else.
+    """
+    from torchvision.models import resnet18  # seconds to import, and most runs need none of it
+
+    dataset = datasets.load(extractor.dataset, directory=data)
+    if dataset.input_shape[0] != 3 or dataset.train.x.dtype != torch.uint8:
+        raise FedsimError(
+            f"features.dataset is '{extractor.dataset}', of shape {dataset.input_shape}; it must "
+            "be a data set of images of three channels, such as cifar100."
+        )
+    network = resnet18()
+    _read(network, data / extractor.weights)
+    network.fc = torch.nn.Identity()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    network.to(device).eval()
+    arrays = {}
+    for name, split in (("train", dataset.train), ("test", dataset.test)):
+        rows = [_features(network, x.to(device), extractor.side) for x in split.x.split(_BATCH)]
+        arrays |= {f"x_{name}": torch.cat(rows).numpy(), f"y_{name}": split.y.numpy()}
+    unfinished = path.with_name(f".{path.name}")  # np.savez keeps a name that ends so
+    np.savez(unfinished, **arrays)
+    unfinished.replace(path)
+
+
+def _read(network: torch.nn.Module, weights: Path) -> None:
+    try:
+        network.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
+    except (OSError, RuntimeError, EOFError, TypeError, pickle.UnpicklingError) as error:
+        cause = "is not there" if isinstance(error, FileNotFoundError) else "cannot be read"
+        raise FedsimError(
+            f"{weights} {cause}; features.weights must be the file of torchvision's ResNet-18 "
+            "weights (resnet18-f37072fd.pth from download.pytorch.org/models), or put a "
+            f"{FILE} of your own into --data."
+        ) from error
+
+
+@torch.inference_mode()
+def _features(network: torch.nn.Module, images: Tensor, side: int) -> Tensor:
+    """Of a batch of images, uint8 ``[B, 3, H, W]``."""
+    x = torch.nn.functional.interpolate(
+        images.float() / 255, size=(side, side), mode="bilinear", antialias=True
+    )
+    mean, std = (torch.tensor(v, device=x.device)[:, None, None] for v in (_MEAN, _STD))
+    rows = network((x - mean) / std)
+    return (NORM * torch.nn.functional.normalize(rows)).cpu()
