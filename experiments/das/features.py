@@ -66,12 +66,18 @@ def write_features(extractor: Extractor, data: Path, path: Path) -> None:
     network.fc = torch.nn.Identity()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network.to(device).eval()
-    arrays = {}
-    for name, split in (("train", dataset.train), ("test", dataset.test)):
-        rows = [_features(network, x.to(device), extractor.side) for x in split.x.split(_BATCH)]
-        arrays |= {f"x_{name}": torch.cat(rows).numpy(), f"y_{name}": split.y.numpy()}
+    x_train, x_test = (
+        torch.cat(
+            [
+                _features(network, images.to(device), extractor.side)
+                for images in torch.split(split.x, _BATCH)
+            ]
+        ).numpy()
+        for split in (dataset.train, dataset.test)
+    )
     unfinished = path.with_name(f".{path.name}")  # np.savez keeps a name that ends so
-    np.savez(unfinished, **arrays)
+    y_train, y_test = dataset.train.y.numpy(), dataset.test.y.numpy()
+    np.savez(unfinished, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
     unfinished.replace(path)
 
 
