@@ -106,7 +106,8 @@ class ProcessMemory:
 
     def store(self, client_ids: Ids, round: int, state: Mapping[str, Tensor]) -> None:
         """See `Memory`; all of it, or nothing where memory runs out."""
-        if not state:
+        # Columns are made for somebody: `load` takes any row of theirs for those without state.
+        if not state or not len(client_ids):
             return
         new = client_ids[self._row_of[client_ids] == ABSENT]
         columns = {name: self._column(name, rows, len(new)) for name, rows in state.items()}

@@ -20,9 +20,9 @@ from fedsim.training.memory import ProcessMemory
 IDS = np.arange(4)
 
 
-def trainer_of(state, algorithm=None, *, block_size=0, **kw):
+def trainer_of(state, algorithm=None, *, block_size=0, data=None, **kw):
     return Trainer(
-        make_mlp(), algorithm or AdadpLR(lr=0.2, tol=0.1), make_data([9, 14, 5, 30]),
+        make_mlp(), algorithm or AdadpLR(lr=0.2, tol=0.1), data or make_data([9, 14, 5, 30]),
         batch_size=4, steps=6, randomness=Randomness(2), state=state, block_size=block_size, **kw,
     )  # fmt: skip
 
@@ -153,6 +153,22 @@ def test_a_checkpoint_of_the_state_goes_on_where_it_was():
     resumed.restore(saved)
     rows = [next(t.train(t.initial(), IDS, 3)).rows for t in (whole, resumed)]
     assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_whoever_diverges_first_leaves_the_others_as_they_are(block_size):
+    data = make_data([9, 14, 5, 30])
+    honest = trainer_of("client", Adam(lr=0.1), data=data, block_size=block_size)
+    poisoned = replace(data, x=data.x.clone())
+    poisoned.x[data.indices[0]] = torch.nan
+    hostile = trainer_of("client", Adam(lr=0.1), data=poisoned, block_size=block_size)
+    for t in (1, 2):
+        rows, theirs = (
+            torch.cat([block.rows for block in trainer.train(trainer.initial(), IDS, t)])
+            for trainer in (honest, hostile)
+        )
+        assert not torch.isfinite(theirs[0]).all()
+        assert torch.equal(theirs[1:], rows[1:])
 
 
 def test_columns_of_another_population_are_refused():
