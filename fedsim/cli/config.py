@@ -17,7 +17,7 @@ from fedsim import registry
 from fedsim.cli.command import Command, Group
 from fedsim.cli.console import Output
 from fedsim.config import RunConfig
-from fedsim.config.describe import Key, choices_of, keys
+from fedsim.config.describe import Key, choice_in, choices_of, keys
 from fedsim.config.schema import schema
 from fedsim.config.template import template
 from fedsim.errors import FedsimError
@@ -80,9 +80,13 @@ def explain(
         return
     table, _, choice = key.rpartition(".")
     of_choice = [k for k in every if k.name.rpartition(".")[0] == table and choice in k.belongs_to]
-    if not of_choice:
+    if of_choice:
+        output.print(_lines(of_choice))
+        return
+    line = choice_in(table, choice)
+    if not line:
         raise _unknown(key, every)
-    output.print(_lines(of_choice))
+    output.print(f"{key}\n    {line}\n    It brings no keys of its own.")
 
 
 def _unknown(key: str, every: list[Key]) -> FedsimError:

@@ -15,7 +15,7 @@ from fedsim.config.keys import NamesOf, Section, belongs_to, to_empty
 from fedsim.config.run_config import RunConfig
 from fedsim.settings import Doc, Setting, allowed, settings_of
 
-__all__ = ["Key", "choices_of", "keys", "summary_of"]
+__all__ = ["Key", "choice_in", "choices_of", "keys", "summary_of"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,22 @@ def keys() -> list[Key]:
 def choices_of(kind: str) -> list[tuple[str, str]]:
     """Names of a kind, with a line on each."""
     return [(name, summary_of(registry.find(kind, name, kind))) for name in registry.names(kind)]
+
+
+def choice_in(table: str, name: str) -> str:
+    """The line on what a table may name; empty where it may not name such a thing."""
+    for section in _tables(RunConfig):
+        if issubclass(section, Choice) and section.table == table:
+            return dict(choices_of(section.kind)).get(name, "")
+    return ""
+
+
+def _tables(section: type[Section]) -> Iterator[type[Section]]:
+    for field in section.model_fields.values():
+        model = field.annotation
+        if isinstance(model, type) and issubclass(model, Section):
+            yield model
+            yield from _tables(model)
 
 
 def summary_of(thing: Any) -> str:

@@ -24,6 +24,8 @@ _KINDS = {
     "model_type": "a table",
     "model_attributes_type": "a table",
     "dict_type": "a table",
+    "tuple_type": "a tuple, which only Python can give",
+    "list_type": "a list, which only Python can give",
 }
 _BOUNDS = {
     "greater_than": ("greater than", "gt"),
@@ -56,6 +58,9 @@ def sentence(model: type[BaseModel], error: ValidationError) -> str:
     if problem in _BOUNDS:
         words, bound = _BOUNDS[problem]
         return f"{key} = {shown(value)}; it must be {words} {context[bound]}."
+    branches = {p["type"] for p in problems if p["loc"][:-1] == first["loc"][:-1]}
+    if problem == "bool_type" and "string_type" in branches:  # what an option may be
+        return f"{key} = {shown(value)}; it must be a number, a string, or true or false."
     return f"{key} = {shown(value)}; it must be {_KINDS.get(problem, first['msg'])}."
 
 

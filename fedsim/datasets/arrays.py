@@ -130,10 +130,16 @@ def read_folder(path: Path) -> Arrays:
             arrays[name] = np.load(file, mmap_mode="c", allow_pickle=False)
             _expect_batches(arrays[name])
             _require_small(name, arrays[name].shape)
-        return Arrays.of(arrays)
     except Exception as error:
         raise FedsimError(
             f"{file} could not be read ({_cause(error)}); it must hold one plain array."
+        ) from error
+    try:
+        return Arrays.of(arrays)
+    except (ValueError, OverflowError) as error:
+        single = " and ".join(f"{name}.npy" for name in (*STATISTICS, *DECLARED) if name in arrays)
+        raise FedsimError(
+            f"{single} of {path} could not be read ({_cause(error)}); numbers are what must be there."
         ) from error
 
 

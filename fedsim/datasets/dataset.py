@@ -40,6 +40,28 @@ class Split:
     mask: Tensor | None = None
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name, tensor in (("x", self.x), ("y", self.y), ("mask", self.mask)):
+            if not isinstance(tensor, torch.Tensor) and not (name == "mask" and tensor is None):
+                raise FedsimError(
+                    f"{name} of a Split is {type(tensor).__name__}; it must be a torch.Tensor "
+                    "(Dataset.of takes arrays)."
+                )
+        counts = {"y": len(self.y)} | ({} if self.mask is None else {"mask": len(self.mask)})
+        for name, column in self.columns.items():
+            if not isinstance(column, np.ndarray) or column.ndim != 1:
+                raise FedsimError(
+                    f"columns['{name}'] of a Split is {type(column).__name__}; it must be a NumPy "
+                    "array with one value an example."
+                )
+            counts[name] = len(column)
+        for name, count in counts.items():
+            if count != len(self.x):
+                raise FedsimError(
+                    f"{name} of a Split has {count} entries; it must have one for each of the "
+                    f"{len(self.x)} examples of x."
+                )
+
     def __len__(self) -> int:
         return len(self.x)
 
@@ -89,6 +111,34 @@ class Dataset:
     std: tuple[float, ...] | None = None
     source: str = ""
     found_in: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, train, test in (
+            ("x", self.train.x, self.test.x), ("y", self.train.y, self.test.y),
+        ):  # fmt: skip
+            if train.shape[1:] != test.shape[1:]:
+                raise FedsimError(
+                    f"{self.name} has {name} of shape {list(train.shape)} to train on and of "
+                    f"{list(test.shape)} to test on; but for their number they must be alike."
+                )
+
+    def check_sizes(self) -> None:
+        """Refuse classes or tokens that are not below the numbers of them that it says.
+
+        `of` has done so; this is for one that somebody has made by himself.
+
+        Raises
+        ------
+        FedsimError
+        """
+        splits = [
+            {key: tensor.cpu().numpy() for key, tensor in vars(split).items() if key != "columns"
+             and tensor is not None}
+            for split in (self.train, self.test)
+        ]  # fmt: skip
+        for key, number in (("classes", self.num_classes), ("vocabulary", self.vocabulary)):
+            if number:
+                found_size(key, number, *splits, f"data {self.name}")
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -82,6 +82,8 @@ def load(
             f"data.name is '{name}', which gives {type(dataset).__name__}; it must give a "
             "fedsim.datasets.Dataset."
         )
+    if ":" in name:
+        dataset.check_sizes()
     return dataset.ranged(train, test) if train or test else dataset
 
 

@@ -66,6 +66,8 @@ class Build:
         """The examples, on the run's device."""
         data, given = self.config.data, self.given.data
         dataset = self._loaded() if given is None else given
+        if given is not None:
+            given.check_sizes()
         if given is not None and (data.train or data.test):
             dataset = given.ranged(data.train, data.test)
         if self.config.private or self.config.client.private:

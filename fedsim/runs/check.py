@@ -158,7 +158,12 @@ def _try_out(build: Build) -> None:
 
 def _check_outputs(build: Build, shape: tuple[int, ...]) -> None:
     """Refuse a model without an output for each class, before an example of one comes."""
-    classes = build.dataset.num_classes
+    classes, targets = build.dataset.num_classes, build.dataset.train.y
+    if build.config.task.loss == "cross-entropy" and not (classes or targets.is_floating_point()):
+        raise FedsimError(
+            f"{build.dataset.name} does not say how many classes there are (num_classes of its "
+            "Dataset), which task.loss = 'cross-entropy' needs; Dataset.of finds it."
+        )
     if build.config.task.loss == "cross-entropy" and len(shape) > 1 and shape[-1] < classes:
         raise FedsimError(
             f"the model has {shape[-1]} outputs, and the data have {classes} classes "

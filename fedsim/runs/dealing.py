@@ -62,6 +62,11 @@ def deal(config: RunConfig, partition: partitions.Partition, dataset: Dataset) -
         If they cannot be dealt this way, or a private run would find or show what it must not.
     """
     train, test = dataset.train, dataset.test
+    if config.evaluate.every and not len(test):
+        raise FedsimError(
+            f"evaluate.every = {config.evaluate.every}; it must be 0, since {dataset.name} has no "
+            "test examples."
+        )
     private = config.private or config.client.private
     owners = train.columns.get(getattr(partition, "column", "owner"))
     of_clients = _of_clients(config, partition, dataset) if private else ()

@@ -92,11 +92,16 @@ def check_compression(algorithm: LocalAlgorithm, state: str, *, personal: bool) 
     ------
     FedsimError
     """
-    if state != "client" or personal or algorithm.sends:
+    if personal or algorithm.sends:
+        beside = "model.personal is set" if personal else f"{type(algorithm).__name__} sends more"
+        raise FedsimError(
+            f"client.compression is set, and {beside}; it must be empty, unless clients send their "
+            "update alone and all that they train."
+        )
+    if state != "client":
         raise FedsimError(
             f"client.compression is set, and client.state is '{state}'; it must be 'client', "
-            "since clients keep what is left out, with no model.personal and an algorithm that "
-            "sends its update alone."
+            "since clients keep what is left out."
         )
 
 

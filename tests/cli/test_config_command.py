@@ -106,11 +106,15 @@ def test_the_commands_say_what_there_is(capsys: pytest.CaptureFixture[str]) -> N
     assert "adadp-lr" in capsys.readouterr().out
     assert status("config", "explain", "client.tol") == 0
     assert "It belongs to adadp-lr." in capsys.readouterr().out
+    for choice in ("partition.iid", "data.mnist", "client.mechanism.median", "task.cross-entropy"):
+        assert status("config", "explain", choice) == 0, choice
+    assert "It brings no keys of its own." in capsys.readouterr().out
     assert status("config", "schema") == 0
     assert json.loads(capsys.readouterr().out)["properties"]["client"]
     for arguments, sentence in (
         (["list", "colour"], "KIND is 'colour'; it must be data, partition"),
         (["explain", "client.toll"], "did you mean 'client.tol'?"),
+        (["explain", "partition.adam"], "there is no key 'partition.adam'"),
         (["init", "--set", "client.name=adamm"], "did you mean 'adam'?"),
     ):
         assert status("config", *arguments) == 2

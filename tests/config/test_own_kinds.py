@@ -126,6 +126,7 @@ def test_a_plugin_that_does_not_describe_its_settings_has_options(
     ("key", "value", "sentence"),
     [
         ("partition.options.region", -1, r"partition\.options\.region = -1; it must be at least 0"),
+        ("partition.options.region", [1, 2], r"region = \[1, 2\]; it must be a number, a string"),
         ("partition.options.clients", 4, r"partition\.options\.clients is set; what it is follows"),
         (
             "mechanism.options.power",

@@ -287,3 +287,12 @@ def test_a_folder_of_other_files_ends_with_a_sentence(tmp_path: Path) -> None:
 def test_sizes_of_known_data_are_not_to_be_declared() -> None:
     with pytest.raises(FedsimError, match=r"data.classes has no effect with data.name = 'digits'"):
         load("digits", classes=11)
+
+
+def test_a_number_in_a_folder_that_is_none_is_blamed_by_its_own_file(tmp_path: Path) -> None:
+    for name, array in {"x": np.ones((4, 2)), "y": np.arange(4)}.items():
+        for split in ("train", "test"):
+            np.save(tmp_path / f"{name}_{split}.npy", array)
+    np.save(tmp_path / "classes.npy", np.float64("nan"))
+    with pytest.raises(FedsimError, match=r"^classes\.npy of .* could not be read"):
+        load(str(tmp_path))

@@ -13,6 +13,7 @@ from torch import nn
 
 import fedsim
 from fedsim import RunConfig
+from fedsim.datasets import Dataset, Split
 from fedsim.errors import FedsimError
 from fedsim.partitions import IID
 from fedsim.strategies import RunFailedError
@@ -87,3 +88,32 @@ def test_a_model_that_diverges_past_what_can_be_summed_is_said_to_have_diverged(
     )
     with pytest.raises(RunFailedError, match=r"non-finite.*lr may be too high"):
         fedsim.run(config)
+
+
+def made(x=(40, 4), y=40, test=(10, 4), classes=3, **more):
+    def split(shape, count, **columns):
+        return Split(torch.randn(*shape), torch.arange(count) % 3, **columns)
+
+    return Dataset("mine", split(x, y, **more), split(test, test[0]), num_classes=classes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"y": 30}, "y of a Split has 30 entries; it must have one for each of the 40"),
+        ({"test": (10, 6)}, r"mine has x of shape \[40, 4\] to train on and of \[10, 6\]"),
+        ({"classes": 2}, "the label 2 in y_train; labels must be below 2"),
+        ({"classes": 0}, "does not say how many classes"),
+        ({"test": (0, 4)}, "evaluate.every = 1; it must be 0, since mine has no test examples"),
+        ({"columns": {"owner": [1, 2] * 20}}, "'owner'.* of a Split is list; it must be a NumPy"),
+        ({"columns": {"owner": np.arange(4)}}, "owner of a Split has 4 entries"),
+        ({"mask": np.ones(40, dtype=bool)}, "mask of a Split is ndarray; it must be a torch.Tens"),
+    ],
+)
+def test_a_data_set_that_was_put_together_wrongly_is_one_sentence(
+    settings: dict[str, Any], words: str
+) -> None:
+    config = RunConfig.of(["rounds=1", "partition.clients=4"])
+    with pytest.raises(FedsimError, match=words):
+        fedsim.run(config, data=made(**settings))
+    assert fedsim.run(config, data=made()).ended == "finished"

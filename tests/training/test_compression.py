@@ -131,7 +131,7 @@ def test_compression_without_what_it_needs_is_refused() -> None:
             Build(CONFIG.replace(**{"client.compression": bad})).trainer  # noqa: B018
     with pytest.raises(FedsimError, match="clients keep what is left out"):
         Build(CONFIG.replace(**{"client.state": "reset"})).trainer  # noqa: B018
-    with pytest.raises(FedsimError, match="sends its update alone"):
+    with pytest.raises(FedsimError, match="send their update alone"):
         Trainer(
             make_mlp(),
             Scaffold(lr=0.1),
