@@ -61,7 +61,8 @@ def sentence(model: type[BaseModel], error: ValidationError) -> str:
     branches = {p["type"] for p in problems if p["loc"][:-1] == first["loc"][:-1]}
     if problem == "bool_type" and "string_type" in branches:  # what an option may be
         return f"{key} = {shown(value)}; it must be a number, a string, or true or false."
-    return f"{key} = {shown(value)}; it must be {_KINDS.get(problem, first['msg'])}."
+    allowed = _KINDS.get(problem) or first["msg"].removeprefix("Input should be ")
+    return f"{key} = {shown(value)}; it must be {allowed}."
 
 
 def _unknown_key(model: type[BaseModel], path: list[str], value: Any) -> str:

@@ -139,7 +139,7 @@ def read_folder(path: Path) -> Arrays:
     except (ValueError, OverflowError) as error:
         single = " and ".join(f"{name}.npy" for name in (*STATISTICS, *DECLARED) if name in arrays)
         raise FedsimError(
-            f"{single} of {path} could not be read ({_cause(error)}); numbers are what must be there."
+            f"{single} of {path} could not be read ({_cause(error)}); there must be numbers."
         ) from error
 
 

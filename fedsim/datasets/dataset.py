@@ -131,14 +131,10 @@ class Dataset:
         ------
         FedsimError
         """
-        splits = [
-            {key: tensor.cpu().numpy() for key, tensor in vars(split).items() if key != "columns"
-             and tensor is not None}
-            for split in (self.train, self.test)
-        ]  # fmt: skip
+        train, test = _arrays(self.train), _arrays(self.test)
         for key, number in (("classes", self.num_classes), ("vocabulary", self.vocabulary)):
             if number:
-                found_size(key, number, *splits, f"data {self.name}")
+                found_size(key, number, train, test, f"data {self.name}")
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -240,6 +236,11 @@ class Dataset:
             source=source,
             found_in={key: size.found_in for key, size in sizes.items() if size.found_in},
         )
+
+
+def _arrays(split: Split) -> dict[str, Array]:
+    tensors = {"x": split.x, "y": split.y, "mask": split.mask}
+    return {key: one.detach().cpu().numpy() for key, one in tensors.items() if one is not None}
 
 
 def _split(arrays: Mapping[str, Array]) -> Split:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -44,7 +45,7 @@ class Scheduled(ServerOptimizer):
                 "it must be over=round."
             )
         # A copy: its rate is changed from step to step, and the given one's is not.
-        self._rate, self._stepping = self.optimizer.lr, replace(self.optimizer)
+        self._rate, self._stepping = self.optimizer.lr, copy.deepcopy(self.optimizer)
 
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
         """New parameters ``[d]`` by a step at this release's rate."""

@@ -152,6 +152,20 @@ def test_a_schedule_multiplies_the_servers_rate_and_survives_a_resume(text):
     assert inner.lr == 0.5
 
 
+def test_a_schedule_goes_with_any_class_that_has_a_rate():
+    class Plain:
+        def __init__(self, lr):
+            self.lr = lr
+
+        def step(self, vector, update):
+            return vector + self.lr * update
+
+    inner = Plain(2.0)
+    scheduled = Scheduled(inner, Schedule.parse("warm-up(length=4)"))
+    assert scheduled.step(torch.zeros(1), torch.ones(1)).item() == 0.5
+    assert inner.lr == 2.0
+
+
 def test_a_schedule_that_a_server_cannot_have_is_refused():
     with pytest.raises(FedsimError, match=r"over=round"):
         Scheduled(sgd(), Schedule.parse("inverse(decay=0.1, over=step)"))
