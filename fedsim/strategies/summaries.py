@@ -44,8 +44,8 @@ class MetricMeans:
 
     Attributes
     ----------
-    left_out : int
-        Numbers that were not finite, or beyond 1e100.
+    left_out : mapping of str to int
+        How many numbers of a metric were not finite, or beyond 1e100.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class MetricMeans:
         *,
         quantiles: bool = False,
     ) -> None:
-        self.left_out = 0
+        self.left_out: Counter[str] = Counter()
         self._quantiles = quantiles
         self._key = weighted_by_key
         self._aggregate = aggregate
@@ -89,7 +89,7 @@ class MetricMeans:
             if abs(value) <= LARGEST:
                 reports.append((weight, value))
             else:
-                self.left_out += 1
+                self.left_out[name] += 1
 
     def record(self) -> MetricRecord | None:
         """The means; None if nobody reported, or if a user's own way to them failed."""
@@ -106,7 +106,11 @@ class MetricMeans:
         for name, lists in self._lists.items():
             means |= self._list_mean(name, lists)
         if self.left_out:
-            _log.warning("%d numbers that clients report stand in no mean.", self.left_out)
+            _log.warning(
+                "%d numbers that clients report stand in no mean, as they are not finite (%s).",
+                self.left_out.total(),
+                ", ".join(f"{name} {count}" for name, count in self.left_out.items()),
+            )
         return MetricRecord({name: means[name] for name in sorted(means)}) if means else None
 
     def _list_mean(
@@ -120,7 +124,7 @@ class MetricMeans:
             if len(values) == length and all(abs(value) <= LARGEST for value in values):
                 sound.append((weight, values))
             else:
-                self.left_out += 1
+                self.left_out[name] += 1
         entries = ([(w, v[i]) for w, v in sound] for i in range(length))
         means = [mean for entry in entries if (mean := self._mean("", entry)) is not None]
         return {name: means} if len(means) == length else {}
