@@ -28,6 +28,7 @@ Before = Callable[[random.Random, float], object]
 def after(seconds: float, do: Callable[[], object]) -> None:
     """Let another process do this after a while."""
     if os.fork() == 0:
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # else the run's lock would outlive the run
         time.sleep(seconds)
         with suppress(OSError):
             do()
@@ -176,7 +177,7 @@ def of_a_ray_worker(chosen: random.Random, seconds: float) -> None:
         if not left:
             import ray
 
-            ray.kill(self._workers[0].actor)
+            ray.kill(self._actors.workers[0].actor)
         return blocks(self, *arguments)
 
     RayGrid._blocks = losing  # type: ignore[method-assign, assignment]
