@@ -102,7 +102,7 @@ def test_the_client_app_says_who_it_is_without_torch():
 def test_the_client_app_answers_what_flowers_runtimes_ask(whole):
     from fedsim.engines import LocalGrid
 
-    config = config_for("deployment")
+    config = config_for("deployment", evaluate={"clients-every": 1})
     grid = LocalGrid(client_app.app, num_nodes=CLIENTS, run_config=config.to_run_config())
     arrays = Build(config).initial_arrays
     (who,) = grid.send_and_receive([Message(RecordDict(), 4, MessageType.QUERY)])

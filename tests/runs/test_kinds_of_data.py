@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +62,15 @@ def config(path: str, **changes: Any) -> fedsim.RunConfig:
     return fedsim.RunConfig.from_run_config({**tree, **changes})
 
 
-@pytest.fixture
-def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(autouse=True)
+def folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("nets", None)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
     return write(tmp_path)
 
 
@@ -138,9 +146,8 @@ PRIVATE = {"mechanism.name": "clipping", "noise.multiplier": 1.0, "evaluate.clie
     ],
 )
 def test_a_private_run_finds_nothing_in_its_clients_data(
-    tmp_path: Path, monkeypatch, changes, settings, sentence: str
+    tmp_path: Path, changes, settings, sentence: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     few = np.tile(np.arange(4), (9, 1))
     path = write(tmp_path, x_test=few, y_test=few, **changes)
     with pytest.raises(FedsimError, match=sentence):
@@ -148,9 +155,8 @@ def test_a_private_run_finds_nothing_in_its_clients_data(
 
 
 def test_test_examples_that_clients_own_are_no_public_split_to_find_sizes_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     settings = {**PRIVATE, "evaluate.unprotected": True, "data.classes": 8}
     with pytest.raises(FedsimError, match=r"data\.vocabulary .* belong to clients \(column own"):
         fedsim.run(config(write(tmp_path, vocabulary=None, classes=None), **settings))

@@ -84,7 +84,7 @@ def _tensors(arrays) -> list[torch.Tensor]:
 def test_a_population_of_its_own_and_fixed_cohorts_are_extrapolated_from() -> None:
     config = BASE.replace(**{"noise.cohort-size": 1000, "noise.cohort-population": 10**6})
     ledger = Build(config).strategy().ledger
-    figure = statements(config, ledger, None)[0].extrapolated
+    figure = statements(config, ledger, None, "finished")[0].extrapolated
     assert figure is not None
     assert (figure.size, figure.population, figure.epsilon) == (1000, 10**6, 0.0)
     fixed = BASE.replace(**{"cohort.name": "fixed", "cohort.size": 10})
