@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
 import re
 import sys
@@ -29,9 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from fedsim.cli.boundary import guarded, open_standard_streams
 
-    # As the very last: going through all that torch has imported, for garbage in a process that is
-    # about to be gone, takes half a second.
-    atexit.register(gc.freeze)
     open_standard_streams()
     given = sys.argv[1:] if arguments is None else arguments
     _announce(given)

@@ -181,13 +181,3 @@ def test_a_disk_that_is_full_or_read_only_ends_the_run_in_a_sentence(
     assert done.stderr.startswith("fedsim: ")
     assert done.stderr.count("\n") == 1
     assert sentence in done.stderr
-
-
-def test_the_last_that_a_command_does_is_to_leave_its_objects_alone() -> None:
-    code = (
-        "import atexit, gc, os; "
-        # What is registered first is called last.
-        "atexit.register(lambda: os._exit(7 if gc.get_freeze_count() else 8)); "
-        "from fedsim.cli import main; main(['--version'])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 7
