@@ -120,13 +120,10 @@ class Releaser:
             exact=exact or mechanism.guarantee == "none",
             double=layout.dtype == torch.float64,
         )
+        self.most_rows = self._terms.most_rows
+        """Up to how many rows a sum is exact; beyond, it is refused."""
         self._denominators = self._per_sum(numbers)
         self._multipliers = self._by_name(self._splits)
-
-    @property
-    def most_rows(self) -> int:
-        """Up to how many rows a sum is exact; beyond, it is refused."""
-        return self._terms.most_rows
 
     def _per_sum(self, numbers: Sequence[float]) -> Tensor:
         zeros = self._terms.zeros
