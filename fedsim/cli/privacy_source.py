@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedsim.config import RunConfig
-from fedsim.config.plan import beside, cohort, extrapolation, realised, stop_times
+from fedsim.config.plan import beside, cohort, entropy, extrapolation, realised, stop_times
 from fedsim.config.things import make
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Question, Statement
@@ -178,7 +178,7 @@ def _configured(config: RunConfig) -> Question:
         target_epsilon=noise.target_epsilon,
         rounds=config.rounds,
         delta=noise.delta,
-        simulated=_simulated(config),
+        simulated=entropy(config) == "config",
     ).about(cohort(config).event(noise.multiplier or 0.0))
 
 
@@ -189,11 +189,6 @@ def _declared(config: RunConfig) -> Iterator[str]:
     private = ((config.mechanism, config.private), (config.client.mechanism, config.client.private))
     if any(protects and of_user(make(table)) for table, protects in private):
         yield BOUND_DECLARED
-
-
-def _simulated(config: RunConfig) -> bool:
-    deployed = config.engine.name == "deployment"
-    return (config.noise.entropy or ("system" if deployed else "config")) == "config"
 
 
 def _examples(config: RunConfig) -> Question:
@@ -210,5 +205,5 @@ def _examples(config: RunConfig) -> Question:
         rounds=config.rounds,
         delta=config.client.noise.delta,
         level="example",
-        simulated=_simulated(config),
+        simulated=entropy(config) == "config",
     ).about(replace(worst.event, count=worst.event.count // config.rounds))

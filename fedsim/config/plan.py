@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from fedsim.cohorts import Cohort
 from fedsim.config.run_config import RunConfig, Scalar
@@ -19,6 +20,7 @@ from fedsim.privacy.statement import Statement
 __all__ = [
     "beside",
     "cohort",
+    "entropy",
     "extrapolation",
     "has_devices",
     "local_work",
@@ -72,6 +74,12 @@ def extrapolation(config: RunConfig, releases: int) -> Extrapolation | None:
         return None
     assert noise.multiplier is not None
     return Extrapolation.of(_larger_cohort(config), noise.multiplier, releases, noise.delta)
+
+
+def entropy(config: RunConfig) -> Literal["config", "system"]:
+    """Where cohorts and noise come from; in a deployment from the system by default."""
+    deployed = config.engine.name == "deployment"
+    return config.noise.entropy or ("system" if deployed else "config")
 
 
 def stop_times(flat: Mapping[str, Scalar], ended: str, releases: Sequence[Entry]) -> int:

@@ -14,7 +14,7 @@ from typing import Any, Self
 from flwr.app import ConfigRecord
 
 from fedsim.config import RunConfig
-from fedsim.config.plan import realised
+from fedsim.config.plan import entropy, realised
 from fedsim.config.sections import DataSection
 from fedsim.config.things import modules_named
 from fedsim.errors import FedsimError
@@ -159,9 +159,7 @@ class Policy:
     def _check_entropy(self, config: RunConfig) -> None:
         """Refuse noise of this node's own that whoever knows the run's seed could take away."""
         shares = self.least_noise_multiplier > 0 and config.noise.placement == "client"
-        deployed = config.engine.name == "deployment"
-        entropy = config.noise.entropy or ("system" if deployed else "config")
-        if (shares or self.least_example_noise_multiplier > 0) and entropy != "system":
+        if (shares or self.least_example_noise_multiplier > 0) and entropy(config) != "system":
             raise _refusal(
                 "noise.entropy is 'config', and noise that this node adds would follow from the "
                 "run's seed; here it must be 'system'"
@@ -188,11 +186,10 @@ class Policy:
                     "node's noise; here it must ask for a share"
                 )
             return
-        _at_least(
-            "share-noise-multiplier",
-            float(request["share-noise-multiplier"]),  # type: ignore[arg-type]
-            self.least_noise_multiplier,
-        )
+        multiplier = request["share-noise-multiplier"]
+        if not isinstance(multiplier, int | float):
+            raise _refusal(f"share-noise-multiplier is {multiplier!r}; it must be a number")
+        _at_least("share-noise-multiplier", multiplier, self.least_noise_multiplier)
         asked, clients = request["share-asked"], config.partition.clients
         if not isinstance(asked, int) or not 1 <= asked <= clients:
             raise _refusal(

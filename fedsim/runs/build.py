@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from fedsim import datasets, models, partitions
 from fedsim.config import RunConfig
 from fedsim.config.digest import release_digest
-from fedsim.config.plan import cohort, local_work, realised
+from fedsim.config.plan import cohort, entropy, local_work, realised
 from fedsim.devices import Devices
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
@@ -274,7 +273,7 @@ class Build:
         resumed run, calibrates nothing, and draws the same noise.
         """
         config = self.config
-        chosen: dict[str, str | float] = {"noise.entropy": self.entropy}
+        chosen: dict[str, str | float] = {"noise.entropy": entropy(self.config)}
         if config.noise.target_epsilon is not None:
             chosen |= {"noise.multiplier": self.noise_multiplier, "noise.target-epsilon": ""}
         if self.example_privacy is not None and config.client.noise.target_epsilon is not None:
@@ -290,15 +289,11 @@ class Build:
         return digest_of({"config": digest, "given": given}) if given else digest
 
     @property
-    def entropy(self) -> Literal["config", "system"]:
-        """Where cohorts and noise come from; in deployment, from the system by default."""
-        deployed = self.config.engine.name == "deployment"
-        return self.config.noise.entropy or ("system" if deployed else "config")
-
-    @property
     def randomness(self) -> Randomness:
         """Where cohorts, batches and noise come from."""
-        return Randomness(None if self.entropy == "system" else self.config.seed, self.release)
+        return Randomness(
+            None if entropy(self.config) == "system" else self.config.seed, self.release
+        )
 
     @cached_property
     def plan(self) -> ReleasePlan:

@@ -14,6 +14,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
+from fedsim.config.plan import entropy
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.models import values_of
 from fedsim.privacy.signing import LEDGER_KEY, private_key, signature
@@ -256,7 +257,7 @@ class Session:
                 server_round, self.build.release
             )
         if row.keys() & {"epsilon", "example-epsilon"}:
-            row["simulated"] = int(self.build.entropy == "config")
+            row["simulated"] = int(entropy(self.build.config) == "config")
         if report is not None:
             row |= report.row()
             row |= report.info

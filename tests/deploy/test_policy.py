@@ -274,6 +274,7 @@ def test_losses_without_noise_are_metrics_too(tmp_path):
     [
         ({"share-noise-multiplier": 0.0}, "share-noise-multiplier is 0; here .* at least 1"),
         ({"share-noise-multiplier": float("nan")}, "share-noise-multiplier is nan"),
+        ({"share-noise-multiplier": "much"}, "share-noise-multiplier is 'much'; .* a number"),
         ({"share-asked": 10**9}, "share-asked is 1000000000; .* 100"),
         ({"share-asked": 0}, "share-asked is 0"),
     ],

@@ -262,8 +262,8 @@ def test_where_releases_decide_when_to_end_epsilon_holds_whenever_that_is(tmp_pa
     assert told.epsilon == stopped.privacy.epsilon
     # All the rounds of the plan cost less than that where most of them were made.
     late = fedsim.run(config, out=tmp_path / "late", callbacks=[StopAt(49)])
-    whole = fedsim.run(config, out=tmp_path / "late", resume=True)
-    assert late.privacy.epsilon == pytest.approx(whole.privacy.epsilon)
+    finished = fedsim.run(config, out=tmp_path / "late", resume=True)
+    assert late.privacy.epsilon == pytest.approx(finished.privacy.epsilon)
     budget = config.replace(**{"noise.max-epsilon": 1.001 * fixed.privacy.epsilon})
     within = fedsim.run(budget, out=tmp_path / "within", callbacks=[StopAt(2)])
     assert within.privacy.epsilon == budget.noise.max_epsilon

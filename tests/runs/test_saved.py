@@ -35,11 +35,11 @@ def pictures(path: Path, channels: int) -> None:
     """uint8 pictures that a linear model can learn, channels last, with their statistics."""
     generator = np.random.default_rng(0)
     arrays = {}
-    for part, count in (("train", 200), ("test", 60)):
+    for split, count in (("train", 200), ("test", 60)):
         y = generator.integers(0, 3, count)
         x = generator.integers(0, 80, (count, 6, 6, channels))
         x[np.arange(count), y, :, 0] += 150
-        arrays |= {f"x_{part}": x.astype(np.uint8), f"y_{part}": y}
+        arrays |= {f"x_{split}": x.astype(np.uint8), f"y_{split}": y}
     statistics = {"mean": np.full(channels, 0.2), "std": np.full(channels, 0.3)}
     np.savez(path, **arrays, **statistics)
 
@@ -116,10 +116,10 @@ def features(path: Path, *, classes: int = 3, **changes: np.ndarray) -> Path:
     """Four features; ``changes`` replace arrays, or leave out what is None."""
     generator = np.random.default_rng(0)
     arrays: dict[str, object] = {}
-    for part, count in (("train", 60), ("test", 30)):
+    for split, count in (("train", 60), ("test", 30)):
         y = np.arange(count) % classes
         x = generator.normal(size=(count, 4)) + y[:, None]
-        arrays |= {f"x_{part}": x.astype(np.float32), f"y_{part}": y, f"owner_{part}": y}
+        arrays |= {f"x_{split}": x.astype(np.float32), f"y_{split}": y, f"owner_{split}": y}
     arrays |= changes
     np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
     return path
@@ -142,12 +142,12 @@ def of_owners(tmp_path: Path) -> Path:
 
 
 def test_others_examples_need_neither_owners_nor_every_class(of_owners, tmp_path: Path) -> None:
-    own = fedsim.load(of_owners).evaluate()
+    on_its_own_data = fedsim.load(of_owners).evaluate()
     changes = dict.fromkeys(("owner_train", "owner_test"))
-    some = features(tmp_path / "some.npz", y_train=np.zeros(60, np.int64), **changes)
-    assert fedsim.load(of_owners).evaluate(str(some)) == own
-    two = features(tmp_path / "two.npz", classes=2, **changes)
-    assert 0 <= fedsim.load(of_owners).evaluate(str(two))["accuracy"] <= 1
+    one_class = features(tmp_path / "one_class.npz", y_train=np.zeros(60, np.int64), **changes)
+    assert fedsim.load(of_owners).evaluate(str(one_class)) == on_its_own_data
+    two_classes = features(tmp_path / "two_classes.npz", classes=2, **changes)
+    assert 0 <= fedsim.load(of_owners).evaluate(str(two_classes))["accuracy"] <= 1
 
 
 @pytest.mark.parametrize(
