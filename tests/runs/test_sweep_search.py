@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -195,21 +196,26 @@ def test_halving_without_what_it_chooses_by_or_goes_on_from_is_refused(tmp_path:
     assert not any(tmp_path.iterdir())
 
 
-def test_a_member_whose_code_raises_fails_alone_and_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grid = members(BASE, parse_axes(["seed=1,2"]))
+def failing_at(number: int) -> Callable[..., object]:
+    """`Accuracy.finish`, which raises when it is called for the ``number``-th time."""
     honest, calls = Accuracy.finish, 0
 
     def finish(self, state):
         nonlocal calls
         calls += 1
-        if calls == 4:
+        if calls == number:
             raise ArithmeticError("no number")
         return honest(self, state)
 
+    return finish
+
+
+def test_a_member_whose_code_raises_fails_alone_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = members(BASE, parse_axes(["seed=1,2"]))
     with monkeypatch.context() as patched:
-        patched.setattr(Accuracy, "finish", finish)
+        patched.setattr(Accuracy, "finish", failing_at(4))
         outcomes = run_sweep(grid, tmp_path)
     assert sorted(outcome.ended for outcome in outcomes.values()) == ["failed", "finished"]
     assert "ArithmeticError: no number" in {outcome.reason for outcome in outcomes.values()}
@@ -303,17 +309,8 @@ def test_the_price_of_choosing_counts_what_a_member_had_released_when_it_failed(
     monkeypatch.chdir(tmp_path)
     private = 'rounds = 2\n[partition]\nclients = 10\n[mechanism]\nname = "clipping"\n'
     Path("c.toml").write_text(f"{private}[noise]\nmultiplier = 2.0\n")
-    honest, calls = Accuracy.finish, 0
-
-    def finish(self, state):
-        nonlocal calls
-        calls += 1
-        # Each tried out and at its start, the first one's round 1, and then the second one's.
-        if calls == 6:
-            raise ArithmeticError("no number")
-        return honest(self, state)
-
-    monkeypatch.setattr(Accuracy, "finish", finish)
+    # Each tried out and at its start, the first one's round 1, and then the second one's.
+    monkeypatch.setattr(Accuracy, "finish", failing_at(6))
     with pytest.raises(SystemExit):
         main(["sweep", "c.toml", "--over", "seed=1,2", "--out", "out"])
     ledgers = sorted(Path("out").glob("*/ledger.jsonl"))
