@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fedsim.lazy import names_of
 
 if TYPE_CHECKING:
+    from fedsim.models.calling import call_with
     from fedsim.models.checks import (
         refuse_other_than_numbers,
         refuse_running_statistics,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OFFERED",
     "build",
+    "call_with",
     "fix_normalisation",
     "freeze",
     "load_weights",

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedsim import models
 from fedsim.datasets import Dataset
 from fedsim.reports.record import SUMMARY_FORMAT
 from fedsim.runs.build import Build
@@ -121,7 +122,7 @@ def _test(build: Build, arrays: Mapping[str, Tensor]) -> dict[str, Any] | None:
     for start in range(0, count, _CHUNK):
         index = torch.arange(start, min(start + _CHUNK, count), device=examiner.data.y.device)
         x = examiner.data.inputs(index, _dtype(arrays))
-        outputs = torch.func.functional_call(model, dict(arrays), x)
+        outputs = models.call_with(model, arrays, x)
         targets = examiner.data.targets(index, _dtype(arrays))
         if targets.is_floating_point():
             if outputs.numel() != targets.numel():

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fedsim.errors import FedsimError
+from fedsim.models.calling import call_with
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
@@ -155,7 +155,7 @@ class Probe:
         self.model.train(drawing or not self.draws.training)
         named = self.packing.named(self._theta)
         with seeded(SEED, batch.x.device):
-            outputs = functional_call(self.model, named, (batch.x.clone(),))
+            outputs = call_with(self.model, named, batch.x.clone())
             losses = self.loss(outputs, batch.y)
         if not isinstance(losses, Tensor) or losses.shape != batch.y.shape[:1]:
             shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__

@@ -13,8 +13,10 @@ from torch.func import functional_call
 
 from fedsim.clients import SGD, AdadpLR, Adam, LocalAlgorithm
 from fedsim.clients.gradients import Parts
+from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
-from fedsim.training import Trainer
+from fedsim.training import ExamplePrivacy, Trainer
+from fedsim.training.paths.choice import PathName
 from fedsim.training.paths.plain import PlainPath
 
 
@@ -66,3 +68,38 @@ def test_holding_a_row_trains_as_a_functional_call_does(
         rows.append(torch.cat([b.rows for b in trainer.train(trainer.initial(), np.arange(4), 1)]))
     torch.testing.assert_close(*rows, rtol=0, atol=1e-12)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Twice(nn.Module):
+    """A block that stands in the model under one name, and is gone through twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.again, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.again(self.again(self.first(x))))
+
+
+@pytest.mark.parametrize("path", ["plain", "func"])
+@pytest.mark.parametrize("private", [False, True])
+def test_a_module_that_stands_in_a_model_under_two_names_is_trained_as_one_that_is_used_twice(
+    path: PathName, private: bool
+) -> None:
+    model = Twice()
+    under_two_names = nn.Sequential(model.first, model.again, model.again, model.head)
+    data, rows = make_data([9, 0, 4, 7], features=6, dtype=torch.float32), []
+    protection = ExamplePrivacy(Clipping(1.0), noise_multiplier=0.5, delta=1e-5)
+    for trained in (model, under_two_names):
+        parameters = list(trained.parameters())
+        trainer = Trainer(
+            trained, SGD(lr=0.3), data, batch_size=4, epochs=2, path=path,
+            randomness=Randomness(3, "release"), privacy=protection if private else None,
+        )  # fmt: skip
+        initial = trainer.initial()
+        list(trainer.evaluate(initial, np.arange(4), 1))
+        rows.append(torch.cat([b.rows for b in trainer.train(initial, np.arange(4), 1)]))
+        assert all(a is b for a, b in zip(parameters, trained.parameters(), strict=True))
+        assert torch.equal(trainer.initial(), initial)
+    assert torch.equal(*rows)

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 
+from fedsim.models.calling import call_with
 from fedsim.rows import DenseRows, LinearPart, OuterRows
 from fedsim.rows.dense import BlockRows
 from fedsim.rows.packing import Packing
@@ -169,7 +170,7 @@ class Vmapped:
         return gradients, losses
 
     def _one(self, named: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Any, Any]:
-        outputs = functional_call(self.model, named, (x.unsqueeze(0),))
+        outputs = call_with(self.model, named, x.unsqueeze(0))
         loss = self.loss(outputs, y.unsqueeze(0))[0]
         return loss, loss
 
@@ -195,7 +196,7 @@ class OneByOne:
         for j, seed in enumerate(seeds):
             leaves = {k: v.detach().requires_grad_() for k, v in self.packing.named(theta).items()}
             with torch.enable_grad(), seeded(seed, theta.device):
-                outputs = functional_call(self.model, leaves, (x[j : j + 1].clone(),))
+                outputs = call_with(self.model, leaves, x[j : j + 1].clone())
                 (loss,) = self.loss(outputs, y[j : j + 1])
                 gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
             rows.append(torch.cat([gradient.flatten() for gradient in gradients]))

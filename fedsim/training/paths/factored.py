@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from fedsim.models.calling import call_with
 from fedsim.rows import LinearPart, OuterRows
 from fedsim.rows.dense import BlockRows
 from fedsim.rows.factored import Squares
@@ -187,7 +187,7 @@ class Hooked:
         leaves = {k: v.requires_grad_() for k, v in self.packing.named(theta).items()}
         try:
             with torch.enable_grad():
-                losses = self.loss(functional_call(self.model, leaves, (x,)), y)
+                losses = self.loss(call_with(self.model, leaves, x), y)
                 calls = [seen[name] for name, _ in self.layers]
                 if any(len(call) != 1 for call in calls):
                     raise SharedWeightsError("a layer is used more than once in a pass")

@@ -13,9 +13,9 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fedsim.clients.gradients import Gradient, Parts
+from fedsim.models.calling import call_with
 from fedsim.models.local_norm import statistics_of
 from fedsim.rows.packing import Packing, channels_last
 from fedsim.tasks.losses import Loss
@@ -98,7 +98,7 @@ class PlainPath:
             with torch.enable_grad(), seeded(seeds[k] if seeds else None, theta.device):
                 real = self._real(weight[k])
                 client_losses = self.loss(
-                    functional_call(self.model, leaves, (self._placed(x[k][real]),)), y[k][real]
+                    call_with(self.model, leaves, self._placed(x[k][real])), y[k][real]
                 )
                 gradients = torch.autograd.grad(
                     (client_losses * weight[k][real]).sum(),
@@ -157,9 +157,7 @@ class PlainPath:
         outputs = []
         for k, (point, inputs) in enumerate(zip(theta, x, strict=True)):
             with seeded(seeds[k] if seeds else None, theta.device):
-                outputs.append(
-                    functional_call(self.model, self._named(point), (self._placed(inputs),))
-                )
+                outputs.append(call_with(self.model, self._named(point), self._placed(inputs)))
         return torch.stack(outputs)
 
     def _real(self, weight: Tensor) -> Tensor | slice:

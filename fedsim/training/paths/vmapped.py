@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 
 from fedsim.clients.gradients import Dense, Gradient
+from fedsim.models.calling import call_with
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 
@@ -33,7 +34,7 @@ class FuncPath:
     def _loss(
         self, named: dict[str, Tensor], x: Tensor, y: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        losses = self.loss(functional_call(self.model, named, (x,)), y)
+        losses = self.loss(call_with(self.model, named, x), y)
         return (losses * weight).sum(), losses
 
     @cached_property
@@ -42,7 +43,7 @@ class FuncPath:
 
     @cached_property
     def _outputs(self) -> Any:
-        return vmap(lambda named, x: functional_call(self.model, named, (x,)))
+        return vmap(lambda named, x: call_with(self.model, named, x))
 
     def gradient(
         self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor
