@@ -46,13 +46,24 @@ class Scheduled(ServerOptimizer):
             )
         # A copy: its rate is changed from step to step, and the given one's is not.
         self._rate, self._stepping = self.optimizer.lr, copy.deepcopy(self.optimizer)
+        self._set_rate(self._rate)
 
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
         """New parameters ``[d]`` by a step at this release's rate."""
         self.releases += 1
-        self._stepping.lr = self._rate * self.schedule(Step(round=self.releases, index=0))
+        self._set_rate(self._rate * self.schedule(Step(round=self.releases, index=0)))
         moved: Tensor = self._stepping.step(vector, update)
         return moved
+
+    def _set_rate(self, rate: float) -> None:
+        try:
+            # Not by its own way of setting, which in a frozen dataclass refuses everything.
+            object.__setattr__(self._stepping, "lr", rate)
+        except AttributeError as error:
+            raise FedsimError(
+                f"server.schedule is '{self.schedule}', but the lr of {self.optimizer} "
+                "(server.optimizer) cannot be set; it must be an attribute."
+            ) from error
 
     def state(self) -> dict[str, Any]:
         """That of the optimiser inside, and ``releases``."""

@@ -279,8 +279,17 @@ def test_each_value_of_an_option_of_ones_own_is_a_member_that_is_called_by_it() 
     axes = parse_axes(["server.optimizer=fedsim.server_optimizers:ServerSGD",
                        "server.options.lr=0.5,0.50,1.0", "seed=1,2"])  # fmt: skip
     labels = [member.point["server.options.lr"] for member in members(BASE, axes)]
-    assert labels == [0.5, 0.5, 1.0, 1.0]
+    assert labels == ["0.5", "0.5", "1.0", "1.0"]
     assert len({member.label for member in members(BASE, axes)}) == 4
+
+
+def test_values_of_an_option_that_read_alike_have_directories_of_their_own() -> None:
+    axes = parse_axes(["server.optimizer=fedsim.server_optimizers:ServerSGD",
+                       "server.options.lr=1,1.0,'1',true,'true','True',word,'word'"])  # fmt: skip
+    grid = members(BASE, axes)
+    values = [member.point["server.options.lr"] for member in grid]
+    assert values == ["1", "1.0", "'1'", "True", "'true'", "'True'", "word"]
+    assert len({member.label for member in grid}) == len(grid)
 
 
 def test_a_bad_value_of_an_axis_is_blamed_by_its_own_name() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from flwr.serverapp import strategy as flower
@@ -166,7 +168,26 @@ def test_a_schedule_goes_with_any_class_that_has_a_rate():
     assert inner.lr == 2.0
 
 
+def test_a_schedule_goes_with_a_frozen_class():
+    @dataclass(frozen=True)
+    class Frozen:
+        lr: float
+
+        def step(self, vector, update):
+            return vector + self.lr * update
+
+    inner = Frozen(2.0)
+    scheduled = Scheduled(inner, Schedule.parse("warm-up(length=4)"))
+    assert scheduled.step(torch.zeros(1), torch.ones(1)).item() == 0.5
+    assert inner.lr == 2.0
+
+
 def test_a_schedule_that_a_server_cannot_have_is_refused():
+    class Derived:
+        lr = property(lambda self: 1.0)
+
+    with pytest.raises(FedsimError, match=r"the lr of .*Derived.* cannot be set; it must be an"):
+        Scheduled(Derived(), Schedule.parse("cosine(length=3)"))
     with pytest.raises(FedsimError, match=r"over=round"):
         Scheduled(sgd(), Schedule.parse("inverse(decay=0.1, over=step)"))
     with pytest.raises(FedsimError, match="has no lr"):

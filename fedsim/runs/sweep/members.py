@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.values import read_options
+from fedsim.config.values import read_options, read_value
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.reports.sweep import Measure
@@ -119,8 +119,10 @@ def _written(flat: Mapping[str, Scalar], key: str) -> Scalar:
     if not option_of:
         return flat.get(key, "")
     options = read_options(str(flat.get(f"{table}.options", "")), f"{table}.options")
-    value: Scalar = options.get(name, "")
-    return value
+    value = options.get(name, "")
+    # 1, 1.0, true and '1' are four values of an option, whose type nobody has declared.
+    misread = isinstance(value, str) and (read_value(value) != value or value in ("True", "False"))
+    return f"'{value}'" if misread else str(value)
 
 
 def measure_of(config: RunConfig) -> Measure:
