@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["FedsimError", "RunFailedError", "printable"]
+import sysconfig
+from pathlib import Path
+from types import TracebackType
+
+__all__ = ["FedsimError", "RunFailedError", "printable", "users_place"]
 
 
 class FedsimError(ValueError):
@@ -29,3 +33,23 @@ def printable(text: object, limit: int = 200) -> str:
     start = str(text)[: limit + 1]
     plain = "".join(sign if sign.isprintable() else "?" for sign in start[:limit])
     return plain + "..." * (len(start) > limit)
+
+
+def users_place(trace: TracebackType | None) -> str:
+    """Where on the way to an error the user's own code was last, such as ``nets.py:12``.
+
+    Empty where every frame is fedsim's or a library's.
+    """
+    package = Path(__file__).parent
+    ours = [package, package.with_name("experiments")]
+    libraries = [Path(path) for path in set(sysconfig.get_paths().values())]
+    place = ""
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        known = path.startswith("<") or any(
+            Path(path).is_relative_to(directory) for directory in (*ours, *libraries)
+        )
+        if not known:
+            place = f"{path}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place

@@ -9,7 +9,8 @@
 143    SIGTERM
 =====  =================================================================
 
-An error of the user's own code (a model, a loss, an algorithm) keeps its traceback.
+An error of the user's own code (a loss, an algorithm, what makes a model) keeps its traceback; that
+of a model that is tried on an example before a run is a sentence, which says where it is.
 """
 
 from __future__ import annotations
@@ -18,13 +19,11 @@ import io
 import os
 import signal
 import sys
-import sysconfig
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
-from fedsim.errors import FedsimError, RunFailedError
+from fedsim.errors import FedsimError, RunFailedError, users_place
 
 __all__ = ["guarded", "open_standard_streams", "tell_end_to"]
 
@@ -100,7 +99,7 @@ def _ending_by(error: BaseException) -> tuple[int, str] | None:
         return 1, f"the run failed: {error}"
     if isinstance(error, OSError | MemoryError | RuntimeError):
         sentence = _of_the_machine(error)
-        if sentence is not None and not _in_users_code(error.__traceback__):
+        if sentence is not None and not users_place(error.__traceback__):
             return 1, sentence
     return None
 
@@ -123,22 +122,6 @@ def _of_the_machine(error: OSError | MemoryError | RuntimeError) -> str | None:
         detail = str(error).strip().splitlines()
         return f"the memory does not suffice ({detail[0] if detail else 'nothing more is known'})."
     return None
-
-
-def _in_users_code(trace: TracebackType | None) -> bool:
-    """Whether a frame on the way to an error is neither fedsim's nor a library's."""
-    package = Path(__file__).parents[1]
-    ours = [package, package.with_name("experiments")]
-    libraries = [Path(path) for path in set(sysconfig.get_paths().values())]
-    while trace is not None:
-        path = trace.tb_frame.f_code.co_filename
-        known = path.startswith("<") or any(
-            Path(path).is_relative_to(directory) for directory in (*ours, *libraries)
-        )
-        if not known:
-            return True
-        trace = trace.tb_next
-    return False
 
 
 def _say(sentence: str) -> None:

@@ -17,7 +17,7 @@ __all__ = [
 
 
 def refuse_other_than_numbers(model: nn.Module) -> None:
-    """Refuse parameters that have no values as yet, or complex ones.
+    """Refuse parameters and buffers that have no values as yet, and complex parameters.
 
     Raises
     ------
@@ -31,6 +31,12 @@ def refuse_other_than_numbers(model: nn.Module) -> None:
             )
         if parameter.is_complex():
             raise FedsimError(f"the model's {name} is complex; parameters must be real numbers.")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise FedsimError(
+                f"the model's {name} is on the device 'meta', where it has no values; it must have "
+                "some, on a CPU or a GPU."
+            )
 
 
 def refuse_unusable_parameters(model: nn.Module) -> None:

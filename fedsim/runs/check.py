@@ -20,6 +20,7 @@ from fedsim.runs.build import Build
 from fedsim.runs.columns import columns_of
 from fedsim.runs.loggers import loggers
 from fedsim.runs.stopping import Judge
+from fedsim.runs.trial import try_model
 from fedsim.strategies.flower_optimizer import FlowerOptimizer
 from fedsim.tasks import MeanOf
 from fedsim.training.evaluation import evaluate_clients
@@ -31,8 +32,8 @@ def check(build: Build) -> None:
     """Refuse a run that cannot be: called before its directory or a server is touched.
 
     The data, the model and the client algorithm are built, and the mechanism, the placement of its
-    noise, its scalars and the budget are held against the model; loss and metrics are tried on one
-    example. A resolved config is one that has passed.
+    noise, its scalars and the budget are held against the model; the model, loss and metrics are
+    tried on one example. A resolved config is one that has passed.
 
     Raises
     ------
@@ -42,6 +43,7 @@ def check(build: Build) -> None:
     """
     if build.config.engine.name != "deployment":  # there it is the nodes' own
         _check_state_dir(build.config.client.state_dir)
+    try_model(build)
     strategy = build.strategy()
     strategy.check(build.initial_arrays)
     if isinstance(strategy.server_optimizer, FlowerOptimizer):

@@ -36,9 +36,15 @@ def prepared_model(config: RunConfig, model: nn.Module) -> tuple[nn.Module, list
         If such a run may not train it.
     """
     settings, notes = config.model, list[str]()
-    model = model.cpu().to(getattr(torch, settings.dtype))
+    dtype = getattr(torch, settings.dtype)
+    others = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}
+    model = model.cpu().to(dtype)
+    if others:
+        given = " and ".join(sorted(map(str, others)))
+        notes.append(f"The model's parameters of {given} are trained as {dtype} (model.dtype).")
     if settings.fix:
-        model, notes = models.fix_normalisation(model)
+        model, changes = models.fix_normalisation(model)
+        notes += changes
     if settings.personal:
         names = [name for name, _ in model.named_parameters()]
         models.localise(model, models.matching("model.personal", settings.personal, names))

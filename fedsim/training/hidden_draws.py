@@ -21,7 +21,7 @@ from fedsim.errors import FedsimError
 from fedsim.models.local_norm import statistics_of
 from fedsim.randomness import Purpose, Randomness, Stream
 
-__all__ = ["EVALUATION", "HiddenDraws", "Seeds", "hidden_draws", "seeded"]
+__all__ = ["EVALUATION", "HiddenDraws", "Seeds", "hidden_draws", "left_as_it_was", "seeded"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -86,23 +86,15 @@ def _known_to_draw(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _draws(model: nn.Module, x: Tensor) -> bool:
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    statistics = {n: model.get_parameter(n).clone() for n in statistics_of(model)}
     elsewhere = _elsewhere()
-    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+    with left_as_it_was(model, x.device) as buffers:
         before = _states(x.device)
-        try:
-            model(x)
-            changed = [
-                name
-                for name, buffer in model.named_buffers()
-                if not torch.allclose(buffer, buffers[name], rtol=0, atol=0, equal_nan=True)
-            ]
-        finally:
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
-            for name, values in statistics.items():
-                model.get_parameter(name).copy_(values)
+        model(x)
+        changed = [
+            name
+            for name, buffer in model.named_buffers()
+            if not torch.allclose(buffer, buffers[name], rtol=0, atol=0, equal_nan=True)
+        ]
         drawn = before != _states(x.device)
     if changed:
         raise FedsimError(
@@ -115,6 +107,28 @@ def _draws(model: nn.Module, x: Tensor) -> bool:
             "not be repeated; it must draw from torch's."
         )
     return drawn
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """Put back a model's buffers, its statistics and torch's generators after it has run.
+
+    Yields
+    ------
+    dict of str to Tensor
+        The buffers, as they were before.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    statistics = {name: model.get_parameter(name).clone() for name in statistics_of(model)}
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield buffers
+        finally:
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(buffers[name])
+                for name, values in statistics.items():
+                    model.get_parameter(name).copy_(values)
 
 
 def _states(device: torch.device) -> list[bytes]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,14 @@ CONFIG = RunConfig().replace(**{"rounds": 1, "partition.clients": 3})
         ({"model": nn.LazyLinear(10)}, r"the model has lazy layers"),
         ({"model": nn.Linear(64, 10, dtype=torch.complex64)}, r"the model's weight is complex"),
         ({"model": nn.Linear(64, 3)}, r"the model has 3 outputs, and the data have 10 classes"),
+        ({"model": nn.Linear(64, 10, device="meta")}, r"weight is on the device 'meta', where"),
+        ({"model": nn.Sequential(nn.ReLU())}, r"the model has no parameter that is trained"),
+        (
+            {"model": nn.Sequential(nn.Tanh(), nn.Linear(63, 10))},
+            r"the model ends in RuntimeError \(.*2x64 and 63x10\)\) in its '1', Linear\(.*; it "
+            r"must take a batch \[B, 64\] of torch.float32, as its data are",
+        ),
+        ({"model": nn.ModuleList([nn.Linear(64, 10)])}, "ends in NotImplementedError .*forward"),
         ({"data": {"x": 1}}, r"data= is \{'x': 1\}; .*Dataset, or left out"),
         ({"partition": [[0], [1], [2]]}, r"partition= is .*Partition, or left out"),
         ({"strategy": "fedadam"}, r"strategy= is 'fedadam'; .*Strategy, or left out"),
@@ -43,6 +53,62 @@ def test_an_object_of_another_kind_is_refused_by_its_keyword(
 ) -> None:
     with pytest.raises(FedsimError, match=sentence):
         fedsim.run(CONFIG, **objects)
+
+
+class Giving(nn.Linear):
+    """Gives what is made of logits."""
+
+    def __init__(self, made: Callable[[torch.Tensor], object]) -> None:
+        super().__init__(64, 10)
+        self.made = made
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.made(super().forward(x))
+
+
+class FailsInTraining(nn.Linear):
+    """Whose author has forgotten a name."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 10)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.droput(x) if self.training else super().forward(x)
+
+
+@pytest.mark.parametrize("level", ["none", "example"])
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (
+            Giving(lambda z: (z, z)),
+            r"gives tuple for a batch \[B, 64\].*must give one",
+        ),
+        (Giving(lambda z: {"logits": z}), "the model gives dict for a batch"),
+        (Giving(lambda z: z.round().long()), r"gives outputs of torch\.int64; .* real numbers"),
+        (Giving(torch.Tensor.detach), "does not depend on a parameter that is trained"),
+        (Giving(lambda z: z[:1]), r"gives outputs \[1, 10\] for 2 examples; .* some for each"),
+        (FailsInTraining(), rf"AttributeError \('.*'droput'\), at {re.escape(__file__)}:\d+; it"),
+    ],
+    ids=["tuple", "dict", "classes", "detached", "one-row", "misspelt"],
+)
+def test_a_model_with_which_no_training_can_begin_is_one_sentence(
+    level: str, model: nn.Module, sentence: str, tmp_path: Path
+) -> None:
+    private = {"client.mechanism.name": "clipping", "client.noise.multiplier": 1.0}
+    config = CONFIG.replace(**private) if level == "example" else CONFIG
+    with pytest.raises(FedsimError, match=sentence):
+        fedsim.run(config, model=model, out=tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_of_other_numbers_is_trained_in_those_of_the_config_which_is_said() -> None:
+    result = fedsim.run(CONFIG, model=nn.Linear(64, 10, dtype=torch.float64))
+    assert result.notes == (
+        "The model's parameters of torch.float64 are trained as torch.float32 (model.dtype).",
+    )
+    exact = CONFIG.replace(**{"model.dtype": "float64"})
+    assert not fedsim.run(exact, model=nn.Linear(64, 10, dtype=torch.float64)).notes
 
 
 def test_a_mapping_is_no_config() -> None:
