@@ -250,7 +250,13 @@ def _verify(read: Source, public_key: Path | None) -> None:
     """Hold what a run left behind together; exit status 1 if it does not fit."""
     if read.directory is None:
         raise FedsimError("--verify looks at a run: name its directory, such as runs/digits.")
-    checks = verify(read.directory, read.question.delta, read.clients, public_key)
+    checks = verify(
+        read.directory,
+        read.question.delta,
+        read.clients,
+        public_key,
+        examples_delta=read.examples_delta,
+    )
     console = Output()
     console.print(checks_table(checks))
     if public_key is None:

@@ -35,6 +35,8 @@ class Source:
         The server's.
     clients : path or None
         Where clients' ledgers are.
+    examples_delta : float
+        At which these are asked.
     directory : path or None
         Of the run.
     extrapolated : Extrapolation or None
@@ -49,6 +51,7 @@ class Source:
     ledger: Ledger | None = None
     server: Ledger | None = None
     clients: Path | None = None
+    examples_delta: float = 1e-5
     directory: Path | None = None
     extrapolated: Extrapolation | None = None
     group: int = 1
@@ -58,7 +61,7 @@ class Source:
         """What its ledgers say: of the server's releases where it made private ones, and of the
         clients' own where they have any."""
         stops = self._stops
-        kept = None if self.clients is None else _clients(self.clients, delta)
+        kept = None if self.clients is None else _clients(self.clients, self.examples_delta)
         clients = None if kept is None else kept.statement(stops=stops)
         statements = [] if self.server is None else [self._of_server(self.server, delta, stops)]
         if clients is None:
@@ -113,17 +116,18 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
         return Source(_continued(ledger, _delta(source.parent, delta)), ledger, ledger)
     if _has_clients(source):
         return _of_clients(source, 1e-5 if delta is None else delta)
+    examples_delta = _delta(source, delta, "client.noise.delta")
     delta = _delta(source, delta)
     server = Ledger.read(source / "ledger.jsonl")
     clients = _clients_of(source)
     if clients is not None and not server.statement(delta).private:
-        return replace(_of_clients(clients, delta), server=server, directory=source)
-    return Source(_continued(server, delta), server, server, clients, source)
+        return replace(_of_clients(clients, examples_delta), server=server, directory=source)
+    return Source(_continued(server, delta), server, server, clients, examples_delta, source)
 
 
 def _of_clients(directory: Path, delta: float) -> Source:
     worst = dearest(_clients(directory, delta).everyone(), delta)
-    return Source(_continued(worst, delta), worst, clients=directory)
+    return Source(_continued(worst, delta), worst, clients=directory, examples_delta=delta)
 
 
 def _clients(directory: Path, delta: float) -> ClientLedgers:
@@ -142,10 +146,10 @@ def _has_clients(directory: Path) -> bool:
     return any(directory.glob(pattern)) or bool(archived(directory / pattern))
 
 
-def _delta(directory: Path, delta: float | None) -> float:
+def _delta(directory: Path, delta: float | None, key: str = "noise.delta") -> float:
     settings = directory / "config.toml"
     if delta is None and settings.is_file():
-        return RunConfig.load(settings).noise.delta
+        return float(RunConfig.load(settings).to_run_config().get(key, 1e-5))
     return 1e-5 if delta is None else delta
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-__all__ = ["settle"]
+__all__ = ["settle", "settled"]
 
 # Of glibc's <malloc.h>; 32 MiB is the most that it accepts for what is mapped on its own.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -28,3 +30,33 @@ def settle() -> None:
         if mallopt is not None:
             mallopt(M_MMAP_THRESHOLD, MAPPED_FROM)
             mallopt(M_TRIM_THRESHOLD, KEPT)
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """`settle`, and torch's own defaults for as long as it lasts.
+
+    What a caller has set for work of their own (a default dtype or device, fewer bits in products,
+    autocast, inference mode) would change a run's bytes, which follow from its config alone.
+    """
+    settle()
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    precision = torch.get_float32_matmul_precision()
+    moved = device.type != "cpu"  # a default that is set costs every call something
+    torch.set_default_dtype(torch.float32)
+    torch.set_float32_matmul_precision("highest")
+    if moved:
+        torch.set_default_device(None)
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(precision)
+        if moved:
+            torch.set_default_device(device)

@@ -43,7 +43,12 @@ class Verified:
 
 
 def verify(
-    directory: Path, delta: float, clients: Path | None = None, public_key: Path | None = None
+    directory: Path,
+    delta: float,
+    clients: Path | None = None,
+    public_key: Path | None = None,
+    *,
+    examples_delta: float | None = None,
 ) -> list[Verified]:
     """Hold a run's ledger against its model, its metrics, its clients' ledgers and a signature.
 
@@ -57,6 +62,8 @@ def verify(
         Where its clients' ledgers are.
     public_key : path, optional
         Whose signature there must be.
+    examples_delta : float, optional
+        At which they say the examples' epsilon, if at another delta.
 
     Raises
     ------
@@ -69,6 +76,7 @@ def verify(
     checks.append(_of_model(directory / "model.safetensors", ledger))
     checks += _of_metrics(directory / "metrics.csv", ledger, delta)
     if clients is not None and clients.is_dir():
+        delta = delta if examples_delta is None else examples_delta
         ledgers = ClientLedgers(clients, delta=delta, read_only=True).everyone()
         checks.append(Verified("clients' chains", True, f"{len(ledgers)} ledgers in {clients}"))
         checks += _of_client_metrics(directory / "metrics.csv", ledgers, delta)

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from fedsim.config import RunConfig
 from fedsim.config.keys import shown
 from fedsim.engines import LocalGrid
-from fedsim.engines.process import settle
+from fedsim.engines.process import settled
 from fedsim.engines.workers import helpful_workers
 from fedsim.errors import FedsimError
 from fedsim.privacy.archive import archive
@@ -41,6 +41,7 @@ __all__ = ["run"]
 _log = logging.getLogger("fedsim")
 
 
+@settled()
 def run(
     config: RunConfig,
     *,
@@ -111,7 +112,6 @@ def run(
             config = resumed_config(config, directory, given)
         if _needs_state_dir(config):
             config = config.replace(**{"client.state-dir": str(directory.clients.absolute())})
-    settle()
     if given.digest() and config.engine.name not in ("local", "ray"):
         raise FedsimError(
             f"engine.name = '{config.engine.name}'; with model=, data=, partition= or strategy= "

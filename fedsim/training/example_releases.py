@@ -56,7 +56,9 @@ def starting(
     """What each of these clients goes into a round with, from ``start [n, D]``."""
     for position, client in enumerate(entering.client_ids.tolist()):
         received = {"start": start[position]}
-        received |= {f"kept.{name}": rows[position] for name, rows in entering.kept.rows.items()}
+        # Where it has kept nothing, whatever stands there is of others.
+        kept = entering.kept.rows if entering.kept.present[position] else {}
+        received |= {f"kept.{name}": rows[position] for name, rows in kept.items()}
         values = {name: float(column[position]) for name, column in numbers.items()}
         yield Starting(client, entering.randomness[position], received, values)
 

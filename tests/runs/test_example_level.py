@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import dp_accounting
@@ -85,6 +86,17 @@ def test_without_noise_examples_have_no_guarantee() -> None:
     result = fedsim.run(BASE.replace(**{"client.noise.multiplier": 0.0}))
     assert result.privacy.epsilon == float("inf")
     assert "No privacy guarantee" in str(result.privacy)
+
+
+def test_the_privacy_command_asks_each_level_at_its_own_delta(tmp_path: Path) -> None:
+    both = {"mechanism.name": "clipping", "noise.multiplier": 1.0, "noise.delta": 1e-2}
+    result = fedsim.run(BASE.replace(**both), out=tmp_path / "run")
+    said = CliRunner().invoke(app, ["privacy", str(tmp_path / "run"), "--json"]).output
+    told = {level["level"]: (level["epsilon"], level["delta"]) for level in json.loads(said)}
+    shown = {s.level: (s.epsilon, s.delta) for s in (result.privacy, result.example_privacy)}
+    assert told == shown
+    verified = CliRunner().invoke(app, ["privacy", str(tmp_path / "run"), "--verify"])
+    assert verified.exit_code == 0, verified.output
 
 
 def test_the_privacy_command_answers_for_examples(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -279,3 +280,28 @@ def test_a_central_evaluation_is_of_the_shared_model_wherever_clients_keep_their
         for name, c in (("memory", config), ("files", kept_in_files))
     ]
     assert accuracies[0] == accuracies[1]
+
+
+@pytest.mark.parametrize("setting", ["dtype", "device", "products", "autocast", "inference"])
+def test_what_a_caller_has_set_for_torch_changes_no_byte_of_a_run(setting: str) -> None:
+    examples = {"client.mechanism.name": "clipping", "client.noise.multiplier": 1.0}
+    config = BASE.replace(**examples, rounds=1)
+    usual = tensors(fedsim.run(config).arrays)
+    with ExitStack() as stack:
+        if setting == "dtype":
+            torch.set_default_dtype(torch.float64)
+            stack.callback(torch.set_default_dtype, torch.float32)
+        elif setting == "device":
+            torch.set_default_device("meta")
+            stack.callback(torch.set_default_device, None)
+        elif setting == "products":
+            torch.set_float32_matmul_precision("medium")
+            stack.callback(torch.set_float32_matmul_precision, "highest")
+        elif setting == "autocast":
+            stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+        else:
+            stack.enter_context(torch.inference_mode())
+        before = torch.get_default_dtype(), torch.get_default_device()
+        arrays = fedsim.run(config).arrays
+        assert (torch.get_default_dtype(), torch.get_default_device()) == before
+    assert all(torch.equal(usual[name], value) for name, value in tensors(arrays).items())

@@ -21,6 +21,7 @@ from fedsim.privacy.samplers import Poisson
 from fedsim.randomness import Randomness
 from fedsim.tasks import CrossEntropy
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
+from fedsim.training.compression import Compression
 
 CONFIG = Randomness(1, "d" * 64)
 """What a config's runs draw from: a seed and a release digest."""
@@ -165,6 +166,14 @@ def test_without_a_config_two_trainers_never_make_the_same_release(tmp_path, sec
     for settings in (first, second):
         train(trainer(tmp_path, randomness=Randomness(1), **settings))
     assert charged(tmp_path) == 2
+
+
+def test_what_others_keep_is_no_part_of_a_release(tmp_path):
+    made = [trainer(tmp_path, state="client", compression=Compression(bits=4)) for _ in "ab"]
+    made[0].fit(made[0].initial(), np.array([1]), 1)
+    for one in made:  # client 1 has kept something in the first of these alone
+        one.fit(one.initial(), np.array([0]), 1)
+    assert charged(tmp_path) == 1
 
 
 def test_without_a_config_a_retry_of_one_trainer_is_charged_once(tmp_path):
