@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
 
 from fedsim.apps.identity import client_id
 
@@ -22,6 +23,12 @@ __all__ = ["app"]
 app = ClientApp()
 
 
+def _packed(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    from fedsim.engines.packing import answer_packed
+
+    return answer_packed(message, context, call_next)
+
+
 @app.query()
 def query(message: Message, context: Context) -> Message:
     """Say which client this node is."""
@@ -29,7 +36,7 @@ def query(message: Message, context: Context) -> Message:
     return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
 
-@app.train()
+@app.train(mods=[_packed])
 def train(message: Message, context: Context) -> Message:
     """Train on this node's data, if its policy allows it."""
     policy = _admitted(context)
@@ -43,7 +50,7 @@ def train(message: Message, context: Context) -> Message:
     return _client()(message, context)
 
 
-@app.evaluate()
+@app.evaluate(mods=[_packed])
 def evaluate(message: Message, context: Context) -> Message:
     """Evaluate on this node's data, if its policy allows it."""
     policy = _admitted(context)

@@ -53,6 +53,7 @@ def main(grid: Grid, context: Context) -> None:
         patience=config.engine.node_timeout,
         roster=roster_for(config),
         times_each_client=config.engine.name == "deployment",
+        packs=config.engine.name == "deployment",
     )
     text = build.resolved.to_toml()
     holding = directory.claim(text) if earlier is None else directory.resumed(text)

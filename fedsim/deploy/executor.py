@@ -28,12 +28,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import FrameType
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any
+
+from fedsim.deploy.bell import Bell
+from fedsim.deploy.looking import retry_soon
 
 __all__ = ["main"]
 
 _GRACE = 10.0
+_USED_BY_TASKS = (
+    *("apps.node", "engines.client_app", "engines.packing"),
+    *("models.checks", "models.making", "models.trainable", "tasks.names"),
+)
 _KIND_OF_ROLE = {"server": "flwr-serverapp", "client": "flwr-clientapp"}
 _PROGRAM_OF_ROLE = {
     "server": "flwr.superlink.cli.flwr_serverapp:flwr_serverapp",
@@ -75,6 +83,9 @@ def _run_superexec(role: str, forker: socket.socket, arguments: Sequence[str]) -
     # `import a.b as m` gives the function that shadows the module of the same name.
     module: Any = importlib.import_module("flwr.supercore.superexec.run_superexec")
     module.get_executor = lambda *_args, **_options: ForkingExecutor()
+    if role == "client" and getattr(module, "time", None) is time:
+        with suppress(OSError):  # a file system without pipes: it looks once a second, as ever
+            module.time = SimpleNamespace(sleep=Bell(Path(os.environ["FLWR_HOME"])).wait)
     sys.argv = ["flower-superexec", *arguments]
     flower_superexec()
 
@@ -148,6 +159,7 @@ def _guarded_program(role: str, app: str) -> Callable[[], None]:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # What Flower's HTTP client imports with its first connection.
     importlib.import_module("httpcore")
+    retry_soon()
     {"server": _guard_server, "client": _guard_client}[role](app)
     module, _, name = _PROGRAM_OF_ROLE[role].partition(":")
     program: Callable[[], None] = getattr(importlib.import_module(module), name)
@@ -175,17 +187,29 @@ def _guard_client(app: str) -> None:
     module, _, name = app.partition(":")
     loaded = getattr(importlib.import_module(module), name)
     if app == CLIENT_APP:
-        # What it imports when it is first asked to train.
-        importlib.import_module("fedsim.apps.node")
-        importlib.import_module("fedsim.engines.client_app")
-        # It looks through all that is installed, once a process.
-        importlib.import_module("fedsim.registry").plugins("model")
+        _meet_everything()
 
     def check(content: bytes, *_args: Any, **_options: Any) -> None:
         check_bundle(content, "clientapp", app)
 
     runtime.install_from_fab = check
     runtime.get_load_client_app_fn = lambda *_args, **_options: lambda *_ids: loaded
+
+
+def _meet_everything() -> None:
+    """Import and find out what a task needs when it is first asked to train.
+
+    All of fedsim's own kinds, which take a twentieth of a second; code of others is not run
+    before a run that asks for it has been let in.
+    """
+    for module in _USED_BY_TASKS:
+        importlib.import_module(f"fedsim.{module}")
+    registry: Any = importlib.import_module("fedsim.registry")
+    for kind in registry.PACKAGES:
+        for name in sorted({*registry.names(kind)} - {*registry.plugins(kind)}):
+            registry.find(kind, name, kind)
+    # The first config of a process makes the classes of its tables.
+    importlib.import_module("fedsim.config").RunConfig.parse({"engine": {"name": "deployment"}})
 
 
 def _die_with(parent: int) -> None:

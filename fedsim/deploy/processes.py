@@ -164,9 +164,6 @@ def environment() -> dict[str, str]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        # A second by default, of which a round would be spent waiting; but each look takes its
-        # SuperExec and its SuperNode some milliseconds, and there are as many as nodes.
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25",
         "RAY_USAGE_STATS_ENABLED": "0",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONUNBUFFERED": "1",

@@ -7,12 +7,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedsim.engines.directory import ClientDirectory
-from fedsim.engines.messages import NodeInfo, Run
+from fedsim.engines.messages import NodeInfo, Run, deliver
+from fedsim.engines.packing import is_packed, pack_messages, unpack
 from fedsim.errors import FedsimError, printable
 
 __all__ = ["StreamingGrid"]
@@ -44,6 +46,8 @@ class StreamingGrid(Grid):
     times_each_client : bool
         Whether each node works by itself, as in a deployment, so that the time from when a
         message is sent is that node's own, and no client can make another late.
+    packs : bool
+        Whether the nodes run fedsim's app, which takes apart what `fedsim.engines.packing` packs.
     slowest_look : float
         Seconds between two looks, at most.
     """
@@ -56,12 +60,14 @@ class StreamingGrid(Grid):
         patience: float = 60.0,
         roster: Mapping[str, int] | None = None,
         times_each_client: bool = False,
+        packs: bool = False,
         slowest_look: float = 0.5,
     ) -> None:
         self.times_each_client = times_each_client
         self._grid = grid
         self._clients = clients
         self._patience = patience
+        self._packs = packs
         self._slowest_look = slowest_look
         self._directory = ClientDirectory(
             timeout=patience, roster=roster, asks=True, population=clients
@@ -117,11 +123,12 @@ class StreamingGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages."""
-        return self._grid.push_messages(list(messages))
+        messages = list(messages)
+        return self._grid.push_messages(list(pack_messages(messages)) if self._packs else messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Take the replies that have arrived."""
-        return self._grid.pull_messages(message_ids)
+        return [_unpacked(reply) for reply in self._grid.pull_messages(message_ids)]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -141,7 +148,7 @@ class StreamingGrid(Grid):
             if timeout is not None:
                 for message in batch:
                     message.metadata.ttl = min(message.metadata.ttl, timeout)
-            waiting |= {pushed for pushed in self._grid.push_messages(batch) if pushed}
+            waiting |= {pushed for pushed in self.push_messages(batch) if pushed}
         deadline = None if timeout is None else time.monotonic() + timeout
         return self._replies(waiting, deadline)
 
@@ -152,7 +159,7 @@ class StreamingGrid(Grid):
             # Looked at before the last look: what has come in time is taken, however long it
             # took to take the others'.
             over = deadline is not None and time.monotonic() >= deadline
-            arrived = list(self._grid.pull_messages(sorted(waiting)))
+            arrived = list(self.pull_messages(sorted(waiting)))
             for reply in arrived:
                 message_id = reply.metadata.reply_to_message_id
                 if message_id in waiting:
@@ -171,3 +178,15 @@ class StreamingGrid(Grid):
         if reason not in self._told:
             self._told.add(reason)
             _log.warning("a node answered with an error: %s", reason)
+
+
+def _unpacked(reply: Message) -> Message:
+    """A reply as it was before it was packed; one that cannot be undone stays what it is.
+
+    Whoever decodes replies finds no arrays in it then, and says so.
+    """
+    if not reply.has_content() or not is_packed(reply.content):
+        return reply
+    with suppress(Exception):
+        return deliver(reply, unpack(reply.content))
+    return reply

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
 import socket
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fedsim.deploy import executor
+from fedsim.deploy.bell import ring
 
 # What Flower's program would do, by the second word of its arguments.
 PROGRAM = """
@@ -127,7 +130,7 @@ def test_tasks_do_not_outlive_a_forker_that_is_killed(tmp_path):
         wait(lambda: not alive(said(tmp_path / "said")[0]))
 
 
-def test_a_token_is_on_no_command_line_when_flower_hands_a_task_over(monkeypatch):
+def test_a_token_is_on_no_command_line_when_flower_hands_a_task_over(monkeypatch, tmp_path):
     # Flower's own executor would start a program with the token among its arguments.
     from flwr.supercore.constant import TaskType
     from flwr.supercore.superexec.executor import ExecutionSpec
@@ -136,6 +139,8 @@ def test_a_token_is_on_no_command_line_when_flower_hands_a_task_over(monkeypatch
     made = {}
     module = executor.importlib.import_module("flwr.supercore.superexec.run_superexec")
     monkeypatch.setattr(module, "get_executor", module.get_executor)
+    monkeypatch.setattr(module, "time", module.time)
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(
         executor.importlib.import_module("flwr.supercore.cli.flower_superexec"),
@@ -167,3 +172,78 @@ def test_a_token_is_on_no_command_line_when_flower_hands_a_task_over(monkeypatch
     theirs.setblocking(False)
     with pytest.raises(BlockingIOError):
         theirs.recv(1)
+
+
+def test_a_nodes_superexec_looks_when_its_supernode_rings(monkeypatch, tmp_path):
+    module = executor.importlib.import_module("flwr.supercore.superexec.run_superexec")
+    assert module.time is time
+    used = {
+        node.attr
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "time"
+    }
+    assert used == {"sleep"}
+    monkeypatch.setattr(module, "get_executor", module.get_executor)
+    monkeypatch.setattr(module, "time", module.time)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    command = executor.importlib.import_module("flwr.supercore.cli.flower_superexec")
+
+    def listen():
+        ring(tmp_path)
+        module.time.sleep(60)
+
+    monkeypatch.setattr(command, "flower_superexec", listen)
+    began = time.monotonic()
+    executor._run_superexec("client", socket.socketpair()[0], [])
+    assert time.monotonic() - began < 50
+
+
+MET = """
+import sys
+from flwr.app import Context, Message, RecordDict
+from fedsim.deploy import executor
+from fedsim.deploy.bundle import CLIENT_APP
+executor._guarded_program("client", CLIENT_APP)
+before = set(sys.modules)
+import torch
+from fedsim.apps.client_app import app
+from fedsim.config import RunConfig
+from fedsim.engines.messages import ensure_identity
+ensure_identity(1)
+tree = {
+    "partition": {"clients": 10}, "mechanism": {"name": "clipping"}, "noise": {"multiplier": 1.0},
+    "model": {"name": "mlp", "widths": "8"}, "engine": {"name": "deployment", "device": "cpu"},
+}
+config = RunConfig.parse(tree)
+from fedsim.runs.build import Build
+arrays = Build(config).initial_arrays
+message = Message(RecordDict({"arrays": arrays}), 2, "train")
+reply = app(message, Context(1, 2, {"partition-id": 3}, RecordDict(), config.to_run_config()))
+assert reply.has_content(), reply.error
+print(*sorted(name for name in set(sys.modules) - before if name.startswith(("fedsim", "flwr"))))
+"""
+
+
+def test_a_task_imports_nothing_of_ours_or_flowers_when_it_is_asked_to_train():
+    ran = subprocess.run(
+        [sys.executable, "-c", MET], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert ran.stdout.split() == []
+
+
+ONLY_SPEAKS = """
+import sys
+from fedsim.deploy import executor, looking, control
+import flwr.supernode.cli, flwr.supernode.start_client_internal
+import flwr.supercore.cli.flower_superexec, flwr.supercore.superexec.run_superexec
+import flwr.superlink.cli.flower_superlink
+print(*sorted({"torch", "ray", "scipy", "pandas", "matplotlib"} & set(sys.modules)))
+"""
+
+
+def test_what_only_speaks_to_others_does_not_import_what_trains():
+    ran = subprocess.run(
+        [sys.executable, "-c", ONLY_SPEAKS], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert ran.stdout.split() == []
