@@ -17,20 +17,29 @@ __all__ = [
 
 
 def refuse_other_than_numbers(model: nn.Module) -> None:
-    """Refuse parameters and buffers that have no values as yet, and complex parameters.
+    """Refuse parameters that are no dense real numbers or have no values as yet, or are locked in.
 
     Raises
     ------
     FedsimError
     """
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule | nn.DataParallel):
+            raise FedsimError(
+                f"the model has a {type(module).__name__}, which keeps its parameters to itself; "
+                "it must be made of plain modules."
+            )
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise FedsimError(
                 "the model has lazy layers, whose shapes are unknown until data come; give every "
                 "layer its sizes."
             )
-        if parameter.is_complex():
-            raise FedsimError(f"the model's {name} is complex; parameters must be real numbers.")
+        if parameter.is_complex() or parameter.layout is not torch.strided:
+            said = "complex" if parameter.is_complex() else parameter.layout
+            raise FedsimError(
+                f"the model's {name} is {said}; parameters must be dense real numbers."
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise FedsimError(

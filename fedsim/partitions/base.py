@@ -110,6 +110,12 @@ class Partition(ABC):
     seed: int
 
     def __post_init__(self) -> None:
+        for name in ("clients", "seed"):
+            if not hasattr(self, name):
+                raise FedsimError(
+                    f"partition.name names {type(self).__name__}, which has no {name}; a partition "
+                    "must have the fields clients and seed."
+                )
         require_clients(self.clients)
         check_settings(self, "partition.")
 

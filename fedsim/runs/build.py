@@ -28,7 +28,7 @@ from fedsim.runs import objects
 from fedsim.runs.dealing import Dealt, deal, load_dataset, refuse_found
 from fedsim.runs.example_level import example_privacy
 from fedsim.runs.given import Given
-from fedsim.runs.initial_model import named_model, prepared_model
+from fedsim.runs.initial_model import copied_model, named_model, prepared_model
 from fedsim.strategies import DPFedAvg
 from fedsim.strategies.client_budgets import ClientBudget
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
@@ -101,7 +101,7 @@ class Build:
     def model(self) -> nn.Module:
         """The initial model, on the CPU."""
         given = self.given.model
-        model = named_model(self.config, self.dataset) if given is None else copy.deepcopy(given)
+        model = named_model(self.config, self.dataset) if given is None else copied_model(given)
         model, self._notes = prepared_model(self.config, model)
         return model
 

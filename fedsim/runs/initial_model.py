@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
@@ -9,8 +11,9 @@ from fedsim import models
 from fedsim.config import RunConfig
 from fedsim.config.things import find, settings_for
 from fedsim.datasets import Dataset
+from fedsim.errors import FedsimError, printable
 
-__all__ = ["named_model", "prepared_model"]
+__all__ = ["copied_model", "named_model", "prepared_model"]
 
 
 def named_model(config: RunConfig, dataset: Dataset) -> nn.Module:
@@ -25,6 +28,23 @@ def named_model(config: RunConfig, dataset: Dataset) -> nn.Module:
         seed=config.seed,
         **settings_for(settings, find(settings), models.OFFERED),
     )
+
+
+def copied_model(model: nn.Module) -> nn.Module:
+    """A copy of a model from Python.
+
+    Raises
+    ------
+    FedsimError
+        If it cannot be copied.
+    """
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # a user's code
+        raise FedsimError(
+            f"model= cannot be copied ({type(error).__name__}: {printable(error)}); it must be a "
+            "module that copy.deepcopy takes, with parameters and buffers alone for tensors."
+        ) from error
 
 
 def prepared_model(config: RunConfig, model: nn.Module) -> tuple[nn.Module, list[str]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -13,6 +16,7 @@ from fedsim.partitions import (
     CIFAR10_PAIRS,
     IID,
     Dirichlet,
+    Examples,
     InterpolatedPathological,
     Partition,
     Shards,
@@ -269,6 +273,18 @@ def test_a_subsample_keeps_some_of_each_clients_own() -> None:
 def test_what_cannot_be_dealt_ends_with_its_sentence(make: type, sentence: str) -> None:
     with pytest.raises(FedsimError, match=sentence):
         make()
+
+
+def test_a_partition_of_ones_own_without_clients_is_told_what_it_lacks() -> None:
+    @dataclass(frozen=True)
+    class Lacking(Partition):
+        region: int = 3
+
+        def deal(self, examples: Examples, generator: np.random.Generator) -> list[Any]:
+            return []
+
+    with pytest.raises(FedsimError, match="names Lacking, which has no clients; a partition must"):
+        Lacking()
 
 
 def test_groups_parse_from_the_string_of_a_config() -> None:

@@ -234,6 +234,24 @@ def test_devices_that_would_decide_by_data_or_do_nothing_are_refused() -> None:
         fedsim.run(BASE.replace(**{"devices.trace": "none.npy"}))
 
 
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda file: file.replace(b"}", b" "),
+        lambda file: file[:-3],
+        lambda file: b"1 0 1 0\n",
+        lambda file: b"",
+    ],
+    ids=["header", "cut", "text", "empty"],
+)
+def test_a_file_that_is_no_trace_is_one_sentence(spoil, tmp_path: Path) -> None:
+    file = tmp_path / "trace.npy"
+    np.save(file, np.ones((3, 12), dtype=bool))
+    file.write_bytes(spoil(file.read_bytes()))
+    with pytest.raises(FedsimError, match=r"devices\.trace = .* must be an \.npy file of truth"):
+        fedsim.run(BASE.replace(**{"devices.trace": str(file)}))
+
+
 def test_members_of_a_sweep_with_devices_end_as_they_do_alone(tmp_path: Path) -> None:
     changes = {"client.work": "whole(1,3)", "devices.availability": 0.6, "devices.dropout": 0.1}
     grid = members(BASE.replace(**changes), {"seed": [1, 2]})

@@ -38,6 +38,11 @@ CONFIG = RunConfig().replace(**{"rounds": 1, "partition.clients": 3})
             r"the model ends in RuntimeError \(.*2x64 and 63x10\)\) in its '1', Linear\(.*; it "
             r"must take a batch \[B, 64\] of torch.float32, as its data are",
         ),
+        (
+            {"model": nn.DataParallel(nn.Linear(64, 10))},
+            "the model has a DataParallel, ",
+        ),
+        ({"model": nn.utils.weight_norm(nn.Linear(64, 10))}, r"model= cannot be copied \(RuntimeE"),
         ({"model": nn.ModuleList([nn.Linear(64, 10)])}, "ends in NotImplementedError .*forward"),
         ({"data": {"x": 1}}, r"data= is \{'x': 1\}; .*Dataset, or left out"),
         ({"partition": [[0], [1], [2]]}, r"partition= is .*Partition, or left out"),
