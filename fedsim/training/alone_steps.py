@@ -31,15 +31,17 @@ class AloneSteps(Steps):
         self._losses: list[Tensor] = []
 
     def run(
-        self, theta: Tensor, numbers: State, kept: Mapping[str, Tensor], present: Tensor
+        self, start: Tensor, numbers: State, kept: Mapping[str, Tensor], present: Tensor
     ) -> Ended:
-        """See `Steps`; ``theta`` is written to."""
+        """See `Steps`."""
         ended, step = [], self.bench.step
+        theta = torch.empty_like(start, memory_format=torch.contiguous_format)
         assert isinstance(step, LocalStep)  # it is captured on a GPU only
         for k, steps in enumerate(self.batches.steps.tolist()):
             client = slice(k, k + 1)
+            # Not all rows at once: what a client has just been given is in the cache.
             state = self.start(
-                theta[client],
+                theta[client].copy_(start[client]),
                 {name: values[client] for name, values in numbers.items()},
                 {name: values[client] for name, values in kept.items()},
                 present[client],

@@ -90,8 +90,7 @@ class LocalRounds:
             group = entering.of(members)
             steps = self.stepping.steps(batches, group)
             ended = steps.run(
-                # Steps write to it, and it may be one start for all.
-                start.clone() if everybody else start[positions],
+                start if everybody else start[positions],
                 {k: torch.from_numpy(v[members]).to(start) for k, v in values.items()}
                 | {k: v[positions] for k, v in received.items()}
                 | self._mask(len(members)),

@@ -123,14 +123,15 @@ class Steps:
         self.losses: list[Tensor] = []
 
     def run(
-        self, theta: Tensor, numbers: State, kept: Mapping[str, Tensor], present: Tensor
+        self, start: Tensor, numbers: State, kept: Mapping[str, Tensor], present: Tensor
     ) -> Ended:
-        """All steps, from packed ``theta [n, D]``.
+        """All steps, from packed parameters ``start [n, D]``, perhaps one row for all.
 
         ``kept`` replaces the entries of the initial state of those clients that are ``present
         [n]``.
         """
-        steps, state = self.batches.steps, self.start(theta, numbers, kept, present)
+        steps = self.batches.steps
+        state = self.start(start.clone(), numbers, kept, present)
         active = len(steps)
         ended: list[Ended] = []
         with exact(self.bench.device):

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsim.compiled import building, convolutions, normals, rows
+from fedsim.compiled import building, convolutions, dense, normals, rows
 from fedsim.compiled.normals import sums_of_normals
 from fedsim.compiled.rows import TILE, add_rounded, by_halves, squared_norms, taken
 from fedsim.mechanisms import Clipping, NoPrivacy, Normalization, PerLayer, Releaser
@@ -199,6 +199,7 @@ def test_a_library_is_built_once_and_is_its_users_alone(cache, monkeypatch) -> N
 def test_where_there_is_a_compiler_the_compiled_parts_are_in_use() -> None:
     assert rows._compiled() is not None
     assert normals._compiled() is not None
+    assert dense._compiled()
 
 
 @compiled
@@ -223,6 +224,12 @@ def test_where_there_is_a_compiler_the_compiled_parts_are_in_use() -> None:
         ("convolutions.c", "UINT64_C(1) << (o % WORD)", "UINT64_C(1) << (o % 32)"),
         ("convolutions.c", "left < LANES ? left : LANES", "left < LANES ? left : LANES - 1"),
         ("convolutions.c", "from + o * most", "from"),
+        ("dense.c", "outputs[i] < 0 ? 0 : outputs[i]", "outputs[i]"),
+        ("dense.c", "values[i] <= 0 ? 0 : delta[i]", "values[i] < 0 ? 0 : delta[i]"),
+        ("dense.c", "&alpha, deltas, &l->outputs, ones", "&one, deltas, &l->outputs, ones"),
+        ("dense.c", "if (old != row)", "if (0)"),
+        ("dense.c", "x = buffer + l->values;", ""),
+        ("dense.c", "delta = next;", ""),
     ],
 )
 def test_a_bug_in_what_is_compiled_is_seen_as_it_is_loaded(
@@ -232,10 +239,15 @@ def test_a_bug_in_what_is_compiled_is_seen_as_it_is_loaded(
     assert before in text
     (tmp_path / source).write_text(text.replace(before, after))
     monkeypatch.setattr(building, "__file__", str(tmp_path / "building.py"))
-    module = {"rows.c": rows, "normals.c": normals, "convolutions.c": convolutions}[source]
+    module = {
+        "rows.c": rows,
+        "normals.c": normals,
+        "convolutions.c": convolutions,
+        "dense.c": dense,
+    }[source]
     module._compiled.cache_clear()
     try:
-        assert module._compiled() is None
+        assert not module._compiled()
     finally:
         module._compiled.cache_clear()
     assert len(list(cache.iterdir())) == 1  # it was compiled, and left out

@@ -11,7 +11,7 @@ from torch import nn
 from fedsim.clients import SGD, AdadpLR, Adam, LocalAlgorithm
 from fedsim.randomness import Randomness
 from fedsim.training import ClientData, Trainer
-from fedsim.training.paths import stacked
+from fedsim.training.paths import passes, stacked
 
 SIZES = [9, 0, 4, 1, 12, 7, 4]
 IDS = np.arange(len(SIZES))
@@ -66,6 +66,19 @@ def test_clients_that_train_alone_have_the_same_bytes_in_any_block(
     for other in others:
         assert torch.equal(first[0], other[0])
         assert first[1].tobytes() == other[1].tobytes()
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_clients_that_train_alone_have_the_same_bytes_without_a_compiler(
+    algorithm: LocalAlgorithm, max_grad_norm: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"dtype": torch.float32, "max_grad_norm": max_grad_norm}
+    rows, _, vector = trained("stacked", algorithm, rounds=2, **changes)
+    monkeypatch.setattr(passes, "batch_of", lambda *_: None)
+    launched, _, launched_vector = trained("stacked", algorithm, rounds=2, **changes)
+    assert torch.equal(rows, launched)
+    assert torch.equal(vector, launched_vector)
 
 
 def test_gradients_that_are_shortened_agree_with_the_plain_path() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,25 +16,10 @@ from torch import Tensor
 from fedsim.clients.gradients import Dense, Factor, Factored, Gradient, Parts
 from fedsim.tasks.losses import IGNORED, CrossEntropy, Loss
 from fedsim.training.paths.front import ConvFront
-from fedsim.training.paths.stacked import ACTIVATIONS, DenseLayer, StackedPath
+from fedsim.training.paths.passes import DenseLayers, Pass
+from fedsim.training.paths.stacked import DenseLayer, StackedPath
 
 __all__ = ["AlonePath", "OneFactored"]
-
-
-class Viewed(NamedTuple):
-    """A layer's parameters: weight ``[out, in]``, its transpose, and bias ``[out]`` or None."""
-
-    weight: Tensor
-    by_input: Tensor
-    bias: Tensor | None
-
-
-class LayerFactors(NamedTuple):
-    """A layer's share of a gradient: ``delta^T x``, of ``delta [B, out]`` and ``x [B, in]``."""
-
-    layer: int
-    x: Tensor
-    delta: Tensor
 
 
 @dataclass(frozen=True)
@@ -44,19 +28,16 @@ class OneFactored:
 
     Attributes
     ----------
-    factors : sequence of LayerFactors
-        The last layer's first.
+    way : Pass
+        The batch's, there and back.
     path : AlonePath
         Where it is from.
-    point : Tensor ``[1, D]``
-        Where it was taken.
     convolved : mapping of name to Tensor
         Gradients of the convolutions before them, written out.
     """
 
-    factors: Sequence[LayerFactors]
+    way: Pass
     path: AlonePath
-    point: Tensor
     convolved: Mapping[str, Tensor]
 
     def __getitem__(self, clients: slice) -> Gradient:
@@ -68,7 +49,7 @@ class OneFactored:
         layers = self.path.layers
         factors = [
             Factor(x[None], delta[None], layers[i].weight, layers[i].bias)
-            for i, x, delta in self.factors
+            for i, x, delta in self.way.factors
         ]
         return Factored(factors, self.path.packing)
 
@@ -85,22 +66,12 @@ class OneFactored:
 
     def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
         """Fold the factors into ``theta`` without a gradient in between."""
-        alpha = -float(rate)
-        old = self.path.viewed(theta)
-        new = old if out is None else self.path.viewed(out)
-        for i, x, delta in self.factors:
-            layer, by_output = self.path.layers[i], delta.t()
-            if layer.weight is not None:
-                torch.addmm(old[i].weight, by_output, x, alpha=alpha, out=new[i].weight)
-            if layer.bias is not None:
-                bias, new_bias = old[i].bias, new[i].bias
-                assert bias is not None
-                torch.add(bias, delta.sum(0), alpha=alpha, out=new_bias)
+        number, ended = float(rate), theta if out is None else out
+        self.way.subtract_from(theta, number, ended)
         if self.convolved:
-            point = self.path.named(theta)
-            moved = point if out is None else self.path.named(out)
+            point, moved = self.path.named(theta), self.path.named(ended)
             for name, part in self.convolved.items():
-                torch.add(point[name], part, alpha=alpha, out=moved[name])
+                torch.add(point[name], part, alpha=-number, out=moved[name])
 
     def distance(self, other: Gradient) -> Tensor:
         """See `Factored`."""
@@ -118,9 +89,8 @@ class OneFactored:
 
     def scaled(self, factors: Tensor) -> OneFactored:
         """The output gradients times the one factor."""
-        scaled = [share._replace(delta=share.delta * factors) for share in self.factors]
         convolved = {name: part * factors for name, part in self.convolved.items()}
-        return replace(self, factors=scaled, convolved=convolved)
+        return replace(self, way=self.way.scaled(factors), convolved=convolved)
 
     def peak(self) -> Tensor:
         """See `Factored`."""
@@ -142,14 +112,7 @@ class AlonePath:
         self.layers: Sequence[DenseLayer] = path.layers
         self.packing = path.packing
         self._stem, self._loss, self._front = path.stem, path.loss, front
-        self._activations = [
-            None if layer.activation is None else ACTIVATIONS[layer.activation]
-            for layer in path.layers
-        ]
-        first = next(i for i, layer in enumerate(path.layers) if layer.weight or layer.bias)
-        # Below this layer nobody wants a gradient.
-        self._last = first if front is None else -1
-        self._views: tuple[Tensor, list[Viewed]] | None = None
+        self._dense = DenseLayers(path.layers)
         self._named: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def losses(self, y: Tensor, weight: Tensor) -> BatchLosses:
@@ -168,39 +131,15 @@ class AlonePath:
 
         ``x`` are its `features`.
         """
-        parameters, passed, h = self.viewed(theta), None, x
-        if self._front is not None:
-            x, passed = self._front.forward(self.named(theta), x)
-            h = x.flatten(1)
-        values = [h]
-        for (_, by_input, bias), activation in zip(parameters, self._activations, strict=True):
-            h = torch.mm(h, by_input) if bias is None else torch.addmm(bias, h, by_input)
-            if activation is not None:
-                h = activation[0](h)
-            values.append(h)
-        delta, factors, convolved = losses.delta(h, batch), [], {}
-        for i in range(len(parameters) - 1, -1, -1):
-            activation = self._activations[i]
-            if activation is not None:
-                delta = activation[1](delta, values[i + 1])
-            factors.append(LayerFactors(i, values[i], delta))
-            if i == self._last:
-                break
-            delta = torch.mm(delta, parameters[i].weight)
-        if self._front is not None and passed is not None:
-            convolved = self._front.backward(delta.view(x.shape), passed)
-        return OneFactored(factors, self, theta, convolved)
-
-    def viewed(self, theta: Tensor) -> list[Viewed]:
-        """Parameters of each layer at ``theta [1, D]``."""
-        # Most algorithms take one step after another in the same tensor.
-        if self._views is None or self._views[0] is not theta:
-            views = []
-            for layer in self.layers:
-                weight, bias = layer.parameters(theta)
-                views.append(Viewed(weight[0], weight[0].t(), None if bias is None else bias[0, 0]))
-            self._views = theta, views
-        return self._views[1]
+        if self._front is None:
+            way = self._dense.forward(theta, x)
+            way.backward(losses.delta(way.outputs, batch), below=False)
+            return OneFactored(way, self, {})
+        features, passed = self._front.forward(self.named(theta), x)
+        way = self._dense.forward(theta, features.flatten(1))
+        delta = way.backward(losses.delta(way.outputs, batch), below=True)
+        assert delta is not None
+        return OneFactored(way, self, self._front.backward(delta.view(features.shape), passed))
 
     def named(self, theta: Tensor) -> dict[str, Tensor]:
         """All parameters at ``theta [1, D]``, by name."""

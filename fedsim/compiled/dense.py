@@ -1,0 +1,232 @@
+"""One client's dense layers, forward, backward and updated, each in a call: ``dense.c``.
+
+Its products are those of torch's own library, called with the same arguments, so that it gives
+the bytes of torch's operations one by one. Between them there is little to do and much to launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from fedsim.compiled.building import library
+from fedsim.lazy import Tensor, torch
+
+__all__ = ["DenseBatch", "DenseShape", "batch_of"]
+
+LINE = 64  # bytes: a library picks its kernel by where a matrix lies, and torch's lie on a line
+
+_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int
+_LAYERS = (_POINTER, _NUMBER, _NUMBER)
+_REALS = {"float": ctypes.c_float, "double": ctypes.c_double}
+
+
+class DenseShape(NamedTuple):
+    """A linear layer, and where in a client's row its weight and its bias (-1: none) begin."""
+
+    inputs: int
+    outputs: int
+    weight: int
+    bias: int
+    relu: bool
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("inputs", "outputs", "relu")),
+        *((name, ctypes.c_ssize_t) for name in ("weight", "bias", "values", "deltas")),
+    ]
+
+
+@dataclass(frozen=True)
+class DenseBatch:
+    """The layers, for batches of one size; see `batch_of`.
+
+    What a pass leaves behind is a buffer ``[size]``, a new one for each.
+    """
+
+    shapes: Sequence[DenseShape]
+    batch: int
+    layers: ctypes.Array[_Layer]
+    size: int
+    ones: Tensor
+    blas: _Blas
+
+    @cached_property
+    def _layers(self) -> tuple[int, int, int]:
+        return ctypes.addressof(self.layers), len(self.layers), self.batch
+
+    def forward(self, row: Tensor, x: Tensor) -> Tensor:
+        """All outputs for ``x [batch, inputs]`` at a packed ``row [1, D]``: a buffer."""
+        buffer = self.ones.new_empty(self.size)
+        self.blas.forward(
+            self.blas.product, *self._layers, row.data_ptr(), x.data_ptr(), buffer.data_ptr()
+        )
+        return buffer
+
+    def backward(self, row: Tensor, buffer: Tensor, delta: Tensor, *, below: bool) -> Tensor | None:
+        """Put gradients of all outputs into the buffer, from ``delta`` of the last ones.
+
+        ``below``: give that of the inputs, ``[batch, inputs]``.
+        """
+        inputs = delta.new_empty(self.batch, self.shapes[0].inputs) if below else None
+        self.blas.backward(
+            self.blas.product,
+            *self._layers,
+            row.data_ptr(),
+            buffer.data_ptr(),
+            delta.data_ptr(),
+            None if inputs is None else inputs.data_ptr(),
+        )
+        return inputs
+
+    def update(self, old: Tensor, row: Tensor, x: Tensor, buffer: Tensor, alpha: float) -> None:
+        """Put the layers at ``old [1, D]`` plus ``alpha`` times their gradient into ``row``."""
+        self.blas.update(
+            self.blas.product,
+            self.blas.vector_product,
+            *self._layers,
+            old.data_ptr(),
+            row.data_ptr(),
+            x.data_ptr(),
+            buffer.data_ptr(),
+            self.ones.data_ptr(),
+            alpha,
+        )
+
+    def values(self, buffer: Tensor, layer: int) -> Tensor:
+        """A layer's outputs ``[batch, outputs]``."""
+        return self._part(buffer, layer, self.layers[layer].values)
+
+    def deltas(self, buffer: Tensor, layer: int) -> Tensor:
+        """Their gradients, before the activation."""
+        return self._part(buffer, layer, self.layers[layer].deltas)
+
+    def _part(self, buffer: Tensor, layer: int, first: int) -> Tensor:
+        outputs = self.shapes[layer].outputs
+        return buffer.as_strided((self.batch, outputs), (outputs, 1), first)
+
+
+@dataclass(frozen=True)
+class _Blas:
+    """The functions of one dtype, and the library's products that they are given."""
+
+    forward: Callable[..., None]
+    backward: Callable[..., None]
+    update: Callable[..., None]
+    product: int
+    vector_product: int
+
+
+def batch_of(shapes: Sequence[DenseShape], batch: int, like: Tensor) -> DenseBatch | None:
+    """These layers for so many examples, of numbers as in ``like``; None where they are torch's.
+
+    A matrix of one row or one column can be said in two ways; those are left to torch.
+    """
+    narrow = min(batch, *(min(shape.inputs, shape.outputs) for shape in shapes)) < 2
+    if narrow or like.is_cuda or like.dtype not in (torch.float32, torch.float64):
+        return None
+    blas = _compiled().get(like.dtype == torch.float64)
+    return None if blas is None else _batch(shapes, batch, like, blas)
+
+
+def _batch(shapes: Sequence[DenseShape], batch: int, like: Tensor, blas: _Blas) -> DenseBatch:
+    layers, size = (_Layer * len(shapes))(), 0
+    per_line = LINE // like.element_size()
+    for layer, shape in zip(layers, shapes, strict=True):
+        layer.inputs, layer.outputs, layer.relu = shape.inputs, shape.outputs, shape.relu
+        layer.weight, layer.bias = shape.weight, shape.bias
+        length = -(-batch * shape.outputs // per_line) * per_line
+        layer.values, layer.deltas = size, size + length
+        size += 2 * length
+    return DenseBatch(tuple(shapes), batch, layers, size, like.new_ones(batch), blas)
+
+
+@functools.cache
+def _compiled() -> dict[bool, _Blas]:
+    """By whether they are of float64."""
+    found: dict[bool, _Blas] = {}
+
+    def right(compiled: ctypes.CDLL) -> bool:
+        products = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        for name, letter in (("float", "s"), ("double", "d")):
+            found[name == "double"] = blas = _functions(compiled, products, name, letter)
+            if not _agrees(blas, torch.float64 if name == "double" else torch.float32):
+                return False
+        return True
+
+    return found if library("dense.c", right) is not None else {}
+
+
+def _functions(compiled: ctypes.CDLL, products: ctypes.CDLL, name: str, letter: str) -> _Blas:
+    forward, backward, update = (
+        getattr(compiled, f"{function}_{name}") for function in ("forward", "backward", "update")
+    )
+    forward.argtypes = (_POINTER, *_LAYERS, *[_POINTER] * 3)
+    backward.argtypes = (_POINTER, *_LAYERS, *[_POINTER] * 4)
+    update.argtypes = (*[_POINTER] * 2, *_LAYERS, *[_POINTER] * 5, _REALS[name])
+    for function in (forward, backward, update):
+        function.restype = None
+    product, vector_product = (
+        ctypes.cast(getattr(products, f"{letter}{routine}_"), _POINTER).value
+        for routine in ("gemm", "gemv")
+    )
+    assert product is not None
+    assert vector_product is not None
+    return _Blas(forward, backward, update, product, vector_product)
+
+
+def _agrees(blas: _Blas, dtype: torch.dtype) -> bool:
+    """Whether a batch's way through three layers is torch's, to the bit."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, generator=generator)
+
+    # The second layer without bias, the last one without activation, and room between all.
+    shapes = [
+        DenseShape(100, 37, 0, 3712, True),
+        DenseShape(37, 24, 3776, -1, True),
+        DenseShape(24, 10, 4672, 4928, False),
+    ]
+    x, row, delta = drawn(12, 100), drawn(1, 4944), drawn(12, 10)
+    row[0, 3712:3730] = 0.0
+    batch = _batch(shapes, len(x), row, blas)
+    buffer, new, updated = batch.forward(row, x), torch.empty_like(row), row.clone()
+    below = batch.backward(row, buffer, delta, below=True)
+    batch.update(row, new, x, buffer, -0.3)
+    batch.update(updated, updated, x, buffer, -0.3)
+    weights, biases = _views(shapes, row[0])
+    values = [x]
+    for shape, weight, bias in zip(shapes, weights, biases, strict=True):
+        h = values[-1]
+        h = torch.mm(h, weight.t()) if bias is None else torch.addmm(bias, h, weight.t())
+        values.append(torch.relu_(h) if shape.relu else h)
+    same = [torch.equal(batch.values(buffer, i), values[i + 1]) for i in range(len(shapes))]
+    for i in range(len(shapes) - 1, -1, -1):
+        if shapes[i].relu:
+            delta = torch.ops.aten.threshold_backward.default(delta, values[i + 1], 0)
+        moved = torch.addmm(weights[i], delta.t(), values[i], alpha=-0.3)
+        same.append(torch.equal(batch.deltas(buffer, i), delta))
+        for ended in (new, updated):
+            same.append(torch.equal(_views(shapes, ended[0])[0][i], moved))
+            bias, ended_bias = biases[i], _views(shapes, ended[0])[1][i]
+            if bias is not None and ended_bias is not None:
+                moved_bias = torch.addmv(bias, delta.t(), batch.ones, alpha=-0.3)
+                same.append(torch.equal(ended_bias, moved_bias))
+        delta = torch.mm(delta, weights[i])
+    return all(same) and below is not None and torch.equal(below, delta)
+
+
+def _views(shapes: Sequence[DenseShape], row: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Weights and biases in a row ``[D]``."""
+    weights = [
+        row[s.weight : s.weight + s.inputs * s.outputs].view(s.outputs, s.inputs) for s in shapes
+    ]
+    biases = [row[s.bias : s.bias + s.outputs] if s.bias >= 0 else None for s in shapes]
+    return weights, biases

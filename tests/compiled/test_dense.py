@@ -1,0 +1,135 @@
+"""A batch's way through dense layers in three calls: torch's bytes, or torch's operations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fedsim.compiled import dense
+from fedsim.compiled.dense import DenseShape, batch_of
+from fedsim.rows import Layout
+from fedsim.rows.packing import Packing
+from fedsim.training.paths import passes
+from fedsim.training.paths.passes import CompiledPass, DenseLayers, LaunchedPass
+from fedsim.training.paths.stacked import DenseLayer
+
+compiled = pytest.mark.skipif(not dense._compiled(), reason="there is no C compiler")
+
+AWKWARD = [0.0, -0.0, 5e-324, 1e-45, 1e30, np.inf, -np.inf, np.nan]
+
+
+def layers_of(widths, biases, relus, dtype):
+    """Layers of a model, and a layout's packing."""
+    named, layers = {}, []
+    modules = [
+        nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
+        for inputs, outputs, bias in zip(widths, widths[1:], biases, strict=False)
+    ]
+    for number, module in enumerate(modules):
+        named |= {f"{number}.{name}": p for name, p in module.named_parameters()}
+    packing = Packing(Layout.of(named))
+    for number, (module, relu) in enumerate(zip(modules, relus, strict=False)):
+        slices = [packing.slices.get(f"{number}.{name}") for name in ("weight", "bias")]
+        layers.append(DenseLayer(module, *slices, nn.ReLU if relu else None))
+    return layers, packing
+
+
+@st.composite
+def batches(draw):
+    """Layers, a row, a batch of inputs, and a gradient of its outputs."""
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    depth = draw(st.integers(1, 4))
+    widths = [draw(st.sampled_from([2, 3, 10, 16, 33, 64, 130])) for _ in range(depth + 1)]
+    biases, relus = ([draw(st.booleans()) for _ in range(depth)] for _ in range(2))
+    layers, packing = layers_of(widths, biases, relus, dtype)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    count = draw(st.integers(2, 12))
+    row, x, delta = (
+        torch.randn(*shape, dtype=dtype, generator=generator)
+        for shape in ((1, packing.width), (count, widths[0]), (count, widths[-1]))
+    )
+    for values in (row, x, delta):
+        for _ in range(draw(st.integers(0, 2))):
+            place = draw(st.integers(0, values.numel() - 1))
+            values.view(-1)[place] = draw(st.sampled_from(AWKWARD))
+    return layers, row, x, delta
+
+
+def there_and_back(layers, row, x, delta):
+    """Kind of pass, and all that it leaves."""
+    way = DenseLayers(layers).forward(row, x)
+    outputs = way.outputs.clone()
+    below = way.backward(delta, below=True)
+    into, inside = torch.zeros_like(row), row.clone()
+    way.subtract_from(row, 0.3, into)
+    way.subtract_from(inside, 0.3, inside)
+    half = way.scaled(torch.full((1,), 0.5, dtype=row.dtype))
+    shares = [t for way in (way, half) for _, *factors in way.factors for t in factors]
+    return type(way), [outputs, below, into, inside, *shares]
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """But for which of the many NaNs one is."""
+    return a.nan_to_num(nan=-7.0).numpy().tobytes() == b.nan_to_num(nan=-7.0).numpy().tobytes()
+
+
+@compiled
+@settings(max_examples=80, deadline=None)
+@given(batches())
+def test_a_pass_has_the_same_bytes_with_and_without_a_compiler(batch) -> None:
+    kind, with_compiler = there_and_back(*batch)
+    assert kind is CompiledPass
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr(passes, "batch_of", lambda *_: None)
+        kind, launched = there_and_back(*batch)
+    assert kind is LaunchedPass
+    assert [same_bytes(*pair) for pair in zip(with_compiler, launched, strict=True)].count(
+        False
+    ) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_factors_and_what_is_subtracted_are_those_of_autograd(dtype) -> None:
+    layers, packing = layers_of([20, 16, 7], [True, False], [True, False], dtype)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 20, dtype=dtype, generator=generator, requires_grad=True)
+    delta = torch.randn(5, 7, dtype=dtype, generator=generator)
+    parameters = {
+        f"{i}.{n}": p for i, la in enumerate(layers) for n, p in la.module.named_parameters()
+    }
+    row = packing.pack(packing.layout.flatten(parameters).detach()[None])
+    outputs = layers[1].module(torch.relu(layers[0].module(x)))
+    *gradients, of_x = torch.autograd.grad((outputs * delta).sum(), (*parameters.values(), x))
+    way = DenseLayers(layers).forward(row, x.detach())
+    below = way.backward(delta, below=True)
+    ended = row.clone()
+    way.subtract_from(row, 0.1, ended)
+    tolerance = {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else 1e-13}
+    torch.testing.assert_close(below, of_x, **tolerance)
+    named = packing.named(ended[0])
+    for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+        torch.testing.assert_close(named[name], parameter.detach() - 0.1 * gradient, **tolerance)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (4, 1, 8), (4, 8, 1)])
+def test_what_has_a_single_row_or_column_is_left_to_torch(shape) -> None:
+    batch, inputs, outputs = shape
+    layer = DenseShape(inputs, outputs, 0, inputs * outputs, relu=True)
+    assert batch_of([layer], batch, torch.zeros(1)) is None
+
+
+@pytest.mark.parametrize("change", ["frozen", "tanh", "half"])
+def test_layers_that_no_compiled_function_takes_are_left_to_torch(change) -> None:
+    dtype = torch.bfloat16 if change == "half" else torch.float32
+    (layer,), packing = layers_of([8, 8], [True], [True], dtype)
+    if change == "frozen":
+        layer = DenseLayer(layer.module, layer.weight, None, nn.ReLU)
+    elif change == "tanh":
+        layer = DenseLayer(layer.module, layer.weight, layer.bias, nn.Tanh)
+    x = torch.ones(4, 8, dtype=dtype)
+    way = DenseLayers([layer]).forward(torch.zeros(1, packing.width, dtype=dtype), x)
+    assert isinstance(way, LaunchedPass)
