@@ -20,6 +20,7 @@ from fedsim.privacy.statement import Statement
 __all__ = [
     "beside",
     "cohort",
+    "ends_by_releases",
     "entropy",
     "extrapolation",
     "has_devices",
@@ -96,8 +97,13 @@ def stop_times(flat: Mapping[str, Scalar], ended: str, releases: Sequence[Entry]
     """
     rounds = flat.get("rounds", 1)
     made = max((entry.round or 0 for entry in releases), default=0)
-    decided = bool(flat.get("stop.metric")) or ended in _BY_WHAT_IS_RELEASED
+    decided = ends_by_releases(flat, ended)
     return rounds if decided and isinstance(rounds, int) and made < rounds else 1
+
+
+def ends_by_releases(flat: Mapping[str, Scalar], ended: str) -> bool:
+    """Whether what was released may end such a run, or has ended it; parameters as there."""
+    return bool(flat.get("stop.metric")) or ended in _BY_WHAT_IS_RELEASED
 
 
 def beside(config: RunConfig, statement: Statement) -> Statement:

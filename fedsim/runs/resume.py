@@ -9,6 +9,7 @@ from fedsim.config import RunConfig, Scalar
 from fedsim.config.digest import affects_release
 from fedsim.config.keys import shown
 from fedsim.config.past import past_config
+from fedsim.config.plan import ends_by_releases
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.runs.artefacts import RunDirectory
@@ -58,6 +59,8 @@ def resumed_config(
             f"rounds = {resumed.rounds}; it must be at least {state.round}, which the run in "
             f"{directory.path} has gone through."
         )
+    if ends_by_releases(began, directory.ending()[0]):
+        _refuse_lowered(began, wanted, directory.path)
     kept = resumed.client.private or resumed.client.state == "client"
     for key in ("name", "client.state-dir"):
         # What clients keep lies there.
@@ -73,6 +76,19 @@ def resumed_config(
             "keep is not on those nodes."
         )
     return resumed
+
+
+def _refuse_lowered(began: Flat, wanted: Flat, path: Path) -> None:
+    """Refuse to say afterwards that a run was to end no later than where releases have ended it."""
+    for key in ("rounds", "noise.max-epsilon"):
+        before, now = (flat.get(key, "") for flat in (began, wanted))
+        if float(now or "inf") < float(before or "inf"):
+            allowed = f"at least {shown(before)}" if before else "unset"
+            raise FedsimError(
+                f"{key} = {_told(now)}; it must be {allowed}, as it was: what "
+                f"the run in {path} has released may decide when it ends, and what that has cost "
+                "follows from how long it might have gone on."
+            )
 
 
 def _began_with(directory: RunDirectory, state: RunState | None) -> Flat:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,7 +59,8 @@ def hidden_draws(model: nn.Module, x: Tensor | None) -> HiddenDraws:
     Raises
     ------
     FedsimError
-        If it draws from numpy's or Python's generator, or changes its buffers in training.
+        If it draws from numpy's or Python's generator, changes its buffers in training, or keeps
+        anything else from one call to the next that its outputs follow from.
     """
     if all(type(module) in QUIET for module in model.modules()):
         return HiddenDraws(training=False, evaluation=False)
@@ -90,12 +91,13 @@ def _draws(model: nn.Module, x: Tensor) -> bool:
     with left_as_it_was(model, x.device) as buffers:
         before = _states(x.device)
         model(x)
+        drawn = before != _states(x.device)
+        remembers = _remembers(model, x)
         changed = [
             name
             for name, buffer in model.named_buffers()
             if not torch.allclose(buffer, buffers[name], rtol=0, atol=0, equal_nan=True)
         ]
-        drawn = before != _states(x.device)
     if changed:
         raise FedsimError(
             f"the model changes its buffers {', '.join(changed)} as it runs, which no client's "
@@ -105,6 +107,12 @@ def _draws(model: nn.Module, x: Tensor) -> bool:
         raise FedsimError(
             "the model draws from numpy's or Python's global generator, so that its draws could "
             "not be repeated; it must draw from torch's."
+        )
+    if remembers:
+        raise FedsimError(
+            "the model gives other outputs for the same inputs once it has seen others: what it "
+            "keeps in between would carry one client's data into another's update; it must be a "
+            "function of its inputs, parameters and buffers."
         )
     return drawn
 
@@ -129,6 +137,22 @@ def left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[dict[str,
                     buffer.copy_(buffers[name])
                 for name, values in statistics.items():
                     model.get_parameter(name).copy_(values)
+
+
+def _remembers(model: nn.Module, x: Tensor) -> bool:
+    """Whether the same inputs, with the same draws, give others outputs after other inputs."""
+    outputs: list[Tensor] = []
+    for inputs in (x, x + 1, x, x):
+        with seeded(0, x.device), suppress(Exception if inputs is not x else ()):
+            output = model(inputs)
+            if inputs is x and isinstance(output, Tensor):
+                outputs.append(output.clone())
+    # Not to the bit: a GPU may add in any order.
+    return any(
+        output.shape != outputs[0].shape
+        or not torch.allclose(output, outputs[0], rtol=1e-5, atol=1e-6, equal_nan=True)
+        for output in outputs[1:]
+    )
 
 
 def _states(device: torch.device) -> list[bytes]:

@@ -289,3 +289,17 @@ def test_a_run_stops_early_by_a_central_metric_also_after_a_resume(tmp_path):
     rows = RunDirectory(tmp_path / "best").rows()[1:]
     assert kept is not None
     assert kept.row["validation-loss"] == min(row["validation-loss"] for row in rows)
+
+
+@pytest.mark.parametrize("lowered", [{"rounds": 2}, {"noise.max-epsilon": 9.0}])
+def test_what_releases_have_ended_was_not_to_end_there_all_along(lowered, tmp_path):
+    early = {"data.validation": 0.2, "stop.metric": "validation-loss", "stop.patience": 1}
+    config = CONFIG.replace(**early, **{"rounds": 9, "client.lr": 5.0, "noise.multiplier": 2.0})
+    stopped = fedsim.run(config, out=tmp_path / "run")
+    assert stopped.ended == "stopped"
+    lowered = {"rounds": int(stopped.metrics[-1]["round"])} if "rounds" in lowered else lowered
+    for settings in (lowered, lowered | {"stop.metric": ""}):
+        with pytest.raises(FedsimError, match="has released may decide when it ends"):
+            resume(RunDirectory(tmp_path / "run"), **settings)
+    longer = resume(RunDirectory(tmp_path / "run"), **{"rounds": 10, "stop.metric": ""})
+    assert longer.ended == "finished"

@@ -188,9 +188,24 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
+class Remembering(nn.Linear):
+    """Adds what it has seen before, which stands in no buffer."""
+
+    seen: tuple[torch.Tensor, ...] = ()
+
+    def forward(self, x):
+        x = x + sum(self.seen)
+        self.seen = (0.1 * x.detach().mean(),)
+        return super().forward(x)
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
-    [(FromNumpy(12, 3), "numpy's or Python's"), (Counting(12, 3), "buffers calls")],
+    [
+        (FromNumpy(12, 3), "numpy's or Python's"),
+        (Counting(12, 3), "buffers calls"),
+        (Remembering(12, 3), "once it has seen others"),
+    ],
 )
 def test_models_that_cannot_be_repeated_are_refused(model, words):
     with pytest.raises(FedsimError, match=words):
