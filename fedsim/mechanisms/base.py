@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
 
+from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.privacy.noise import part_multiplier
 from fedsim.rows.dense import Chunks, DenseRows, Rows, Weights, row_weights, scatter
@@ -207,6 +208,11 @@ class Mechanism(ABC):
         for segment in self.cover(layout):
             z = part_multiplier(noise_multiplier, segment.shares)
             split |= segment.named(segment.bound.split(z, denominator))
+        if taken := split.keys() & {side.name for side in self.sides}:
+            raise FedsimError(
+                f"the scalar '{min(taken)}' has the name of what {self} releases itself; its name "
+                "(mechanism.private-scalar) must be another."
+            )
         return split | {
             side.name: part_multiplier(noise_multiplier, side.shares) for side in self.sides
         }

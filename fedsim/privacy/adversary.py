@@ -22,7 +22,7 @@ SAMPLER_DECLARED = (
 )
 BOUND_DECLARED = (
     "Declared by the user: that the bound, which is none of fedsim's, makes no row longer than "
-    "it says."
+    "it says, and splits the noise into no less than is charged for."
 )
 
 

@@ -12,6 +12,7 @@ from clients_helpers import make_data, make_mlp
 from release_helpers import one_round, shares_of, sources
 
 from fedsim.clients import SGD
+from fedsim.errors import FedsimError
 from fedsim.mechanisms import (
     AdaClip,
     AdaptiveNoise,
@@ -21,7 +22,9 @@ from fedsim.mechanisms import (
     PerLayer,
     PrivateScalar,
     QuantileClipping,
+    Releaser,
 )
+from fedsim.privacy.noise import Independent
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.training import ExamplePrivacy, Trainer
@@ -74,3 +77,11 @@ def test_bounds_without_state_are_those_that_a_correlated_noise_may_have():
     change = (QuantileClipping(), AdaClip(), AdaptiveNoise(1.0, 1.0, 1.0))
     assert not any(bound.init(layout) for bound in stay)
     assert all(bound.init(layout) for bound in change)
+
+
+def test_a_scalar_cannot_have_the_name_of_what_is_released_beside_it():
+    layout = Layout.of({"row": torch.zeros(3)})
+    for name in ("sum", "unclipped"):
+        mechanism = PrivateScalar(QuantileClipping(bit_noise=0.5), name=name)
+        with pytest.raises(FedsimError, match=f"the scalar '{name}' has the name"):
+            Releaser(mechanism, layout, noise=Independent(1.0), denominator=20.0)
