@@ -10,7 +10,7 @@ from fedsim.config import RunConfig
 from fedsim.config.plan import beside, cohort, entropy, extrapolation, realised, stop_times
 from fedsim.config.things import make
 from fedsim.errors import FedsimError
-from fedsim.privacy import ClientLedgers, Ledger, Question, Statement
+from fedsim.privacy import ClientLedgers, Ledger, Question, Statement, claimed
 from fedsim.privacy.adversary import BOUND_DECLARED, SAMPLER_DECLARED
 from fedsim.privacy.archive import archived
 from fedsim.privacy.extrapolation import Extrapolation
@@ -62,12 +62,8 @@ class Source:
         clients' own where they have any."""
         stops = self._stops
         kept = None if self.clients is None else _clients(self.clients, self.examples_delta)
-        clients = None if kept is None else kept.statement(stops=stops)
-        statements = [] if self.server is None else [self._of_server(self.server, delta, stops)]
-        if clients is None:
-            return statements
-        statements = [statement for statement in statements if statement.private]
-        return [*statements, clients.of_operator() if statements else clients]
+        server = None if self.server is None else self._of_server(self.server, delta, stops)
+        return claimed(server, None if kept is None else kept.statement(stops=stops))
 
     @property
     def _config(self) -> Path | None:

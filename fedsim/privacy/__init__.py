@@ -22,7 +22,7 @@ from fedsim.privacy.ledger import Ledger
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.parallel import WorstClient, worst_client
 from fedsim.privacy.planning import Answer, Question
-from fedsim.privacy.statement import Statement
+from fedsim.privacy.statement import Statement, claimed
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "WorstClient",
     "calibrate",
     "calibrate_events",
+    "claimed",
     "cost",
     "epsilon",
     "rounds_within",

@@ -17,7 +17,7 @@ from fedsim.privacy.groups import GroupCost, group_cost
 from fedsim.privacy.parallel import Spending, dearest
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
 
-__all__ = ["NOT_COVERED", "Statement"]
+__all__ = ["NOT_COVERED", "Statement", "claimed"]
 
 _SAMPLERS: dict[Sampling, str] = {
     "poisson": "Poisson sampling (each {row} independently)",
@@ -369,3 +369,16 @@ class Statement:
             "head": self.head,
             "lines": self.lines,
         }
+
+
+def claimed(server: Statement | None, examples: Statement | None) -> list[Statement]:
+    """What is claimed of a run of which the server's and the clients' ledgers say this.
+
+    What a ledger says of updates without noise is no claim where clients protect their examples;
+    what those cost is the operator's to know where whole clients are protected too.
+    """
+    if examples is None:
+        return [] if server is None else [server]
+    if server is None or not server.private:
+        return [examples]
+    return [server, examples.of_operator()]

@@ -16,7 +16,7 @@ from fedsim.config import Scalar
 from fedsim.config.past import past_config
 from fedsim.config.plan import beside, has_devices, stop_times
 from fedsim.errors import FedsimError
-from fedsim.privacy import ClientLedgers, Ledger, Statement
+from fedsim.privacy import ClientLedgers, Ledger, Statement, claimed
 from fedsim.privacy.archive import archived
 
 __all__ = [
@@ -263,25 +263,19 @@ def ending(path: Path) -> tuple[str, str]:
 
 
 def _statements(path: Path, config: Mapping[str, Scalar]) -> list[Statement]:
-    statements: list[Statement] = []
-    stops = 1
+    server, examples, stops = None, None, 1
     if (path / "ledger.jsonl").is_file():
         delta = _number(config.get("noise.delta"))
         ledger = Ledger.read(path / "ledger.jsonl", delta=delta)
         stops = stop_times(config, ending(path)[0], ledger.of_this_run)
-        statement = ledger.statement(delta, stops=stops)
+        server = ledger.statement(delta, stops=stops)
         grouped = config.get("privacy.group", 1) != 1
         if grouped or stops > 1 or config.get("noise.cohort-size") or has_devices(config):
-            statement = beside(past_config(path / "config.toml", dict(config)), statement)
-        statements.append(statement)
+            server = beside(past_config(path / "config.toml", dict(config)), server)
     if (kept := clients_ledgers(path, config)) is not None:
         delta = _number(config.get("client.noise.delta"))
         examples = ClientLedgers(kept, delta=delta, read_only=True).statement(stops=stops)
-        if examples is not None:
-            # What the server's ledger says of updates without noise is no claim of this run's.
-            statements = [s for s in statements if s.private]
-            statements.append(examples.of_operator() if statements else examples)
-    return statements
+    return claimed(server, examples)
 
 
 def _number(value: object) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fedsim.config import RunConfig
 from fedsim.config.plan import beside, stop_times
-from fedsim.privacy import ClientLedgers, Ledger, Statement
+from fedsim.privacy import ClientLedgers, Ledger, Statement, claimed
 
 __all__ = ["statements"]
 
@@ -29,10 +29,9 @@ def statements(
     stops = stop_times(config.to_run_config(), ended, ledger.of_this_run)
     examples = None if of_clients is None else of_clients.statement(stops=stops)
     server = beside(config, ledger.statement(config.noise.delta, stops=stops))
-    if examples is not None and config.private:
-        return server, examples.of_operator()
     if examples is not None:
-        return examples, examples
+        of_run = claimed(server if config.private else None, examples)
+        return of_run[0], of_run[-1]
     if config.client.private:
         note = (
             "Clients protect their own examples: what that has cost each of them is in a "
