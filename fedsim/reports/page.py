@@ -87,7 +87,9 @@ class Page:
             inert_json(DASHES, "dashes"),
             tag("script", Markup(script)),
         )
-        return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
+        document = f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
+        # Names of files that are no UTF-8 have characters that no page can have.
+        return document.encode(errors="replace").decode()
 
 
 def write(html: str, path: Path) -> None:

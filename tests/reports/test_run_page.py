@@ -16,7 +16,7 @@ from fedsim import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.reports.charts import Line, Lines, thinned
 from fedsim.reports.markup import inert_json, tag
-from fedsim.reports.page import write
+from fedsim.reports.page import Page, write
 from fedsim.reports.record import RunRecord, read_metrics
 from fedsim.reports.run_page import OPERATORS_FACTS, run_page
 from fedsim.reports.series import OPERATORS, QUANTILES, learning_columns, release_curves
@@ -335,3 +335,8 @@ def test_what_is_drawn_is_told_in_words_and_in_a_table() -> None:
     assert chart.words() == "Loss. test: from 3 to 1, lowest 1 at 2, highest 3 at 0."
     table = Outline(chart.table()).words.split()
     assert table == ["round", "test", "0", "3", "1", "–", "2", "1"]
+
+
+def test_a_page_tells_of_files_whose_names_are_no_utf8(tmp_path: Path) -> None:
+    write(Page("runs/r\udcfcn").html(), tmp_path / "page.html")
+    assert "runs/r?n" in (tmp_path / "page.html").read_text(encoding="utf-8")
