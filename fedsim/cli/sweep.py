@@ -141,13 +141,14 @@ def _run(
     from fedsim.runs.sweep import is_done, run_sweep
 
     total = sum(member.config.rounds for member in grid if not is_done(member, where))
+    # How many rounds halving leaves out is not known before.
+    of_all = "/{task.total}" if halving is None else ""
     columns = (
-        progress.TextColumn("{task.completed}/{task.total} rounds"),
+        progress.TextColumn(f"{{task.completed}}{of_all} rounds"),
         progress.BarColumn(bar_width=30),
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns, console=console) as bar:
-        # How many rounds halving leaves out is not known before.
         task = bar.add_task("", total=total if halving is None else None)
         return run_sweep(grid, where, lambda _, row: bar.advance(task, row["round"] > 0), halving)
 
