@@ -63,6 +63,8 @@ class DenseBatch:
 
     def forward(self, row: Tensor, x: Tensor) -> Tensor:
         """All outputs for ``x [batch, inputs]`` at a packed ``row [1, D]``: a buffer."""
+        # Asking tells the library, in this thread, how many threads torch lets products take.
+        torch.get_num_threads()
         buffer = self.ones.new_empty(self.size)
         self.blas.forward(
             self.blas.product, *self._layers, row.data_ptr(), x.data_ptr(), buffer.data_ptr()

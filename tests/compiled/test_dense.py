@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -133,3 +137,32 @@ def test_layers_that_no_compiled_function_takes_are_left_to_torch(change) -> Non
     x = torch.ones(4, 8, dtype=dtype)
     way = DenseLayers([layer]).forward(torch.zeros(1, packing.width, dtype=dtype), x)
     assert isinstance(way, LaunchedPass)
+
+
+IN_A_NEW_THREAD = """
+import os, threading
+import torch
+from fedsim.compiled.dense import DenseShape, batch_of
+torch.set_num_threads(1)
+row, x = torch.randn(1, 2000 * 2001), torch.randn(200, 2000)
+batch = batch_of([DenseShape(2000, 2000, 0, 2000 * 2000, True)], 200, row)
+tasks = []
+def forward():
+    tasks.append(len(os.listdir("/proc/self/task")))
+    batch.forward(row, x)
+    tasks.append(len(os.listdir("/proc/self/task")))
+thread = threading.Thread(target=forward)
+thread.start()
+thread.join()
+print(*tasks)
+"""
+
+
+@compiled
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads are not listed")
+def test_products_take_no_more_threads_than_torch_lets_them_in_any_thread() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", IN_A_NEW_THREAD]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    before, after = told.stdout.split()
+    assert before == after
