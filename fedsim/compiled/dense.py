@@ -61,6 +61,11 @@ class DenseBatch:
     def _layers(self) -> tuple[int, int, int]:
         return ctypes.addressof(self.layers), len(self.layers), self.batch
 
+    def takes(self, *tensors: Tensor) -> bool:
+        """Whether the functions below do: of the one dtype, without gaps."""
+        dtype = self.ones.dtype
+        return all(tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors)
+
     def forward(self, row: Tensor, x: Tensor) -> Tensor:
         """All outputs for ``x [batch, inputs]`` at a packed ``row [1, D]``: a buffer."""
         # Asking tells the library, in this thread, how many threads torch lets products take.

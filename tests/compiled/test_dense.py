@@ -126,6 +126,31 @@ def test_what_has_a_single_row_or_column_is_left_to_torch(shape) -> None:
     assert batch_of([layer], batch, torch.zeros(1)) is None
 
 
+@compiled
+def test_rows_with_gaps_are_read_and_written_where_they_are() -> None:
+    """As an algorithm of one's own may hand them over."""
+    layers, packing = layers_of([16, 8], [True], [True], torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, packing.width, generator=generator)
+    gapped = torch.empty(1, 2 * packing.width)[:, ::2].copy_(rows[:1])
+    x, delta = (torch.randn(4, width, generator=generator) for width in (16, 8))
+    ended = []
+    for row in (rows[:1], gapped):
+        out = torch.empty_like(rows[:1])
+        way = DenseLayers(layers).forward(row, x)
+        way.backward(delta, below=False)
+        way.subtract_from(row, 0.1, out)
+        ended.append(packing.unpack(out))
+    way = DenseLayers(layers).forward(rows[:1], x)
+    way.backward(delta, below=False)
+    assert isinstance(way, CompiledPass)
+    into = torch.empty(1, 2 * packing.width)[:, ::2]
+    way.subtract_from(rows[:1], 0.1, into)
+    ended.append(packing.unpack(into))
+    for other in ended[1:]:
+        torch.testing.assert_close(other, ended[0], rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("change", ["frozen", "tanh", "half"])
 def test_layers_that_no_compiled_function_takes_are_left_to_torch(change) -> None:
     dtype = torch.bfloat16 if change == "half" else torch.float32

@@ -80,8 +80,8 @@ class DenseLayers:
     def forward(self, theta: Tensor, x: Tensor) -> Pass:
         """Go through the layers at ``theta [1, D]`` with inputs ``x [B, in]``."""
         compiled = self._compiled(theta, x)
-        if compiled is not None and x.is_contiguous():
-            return CompiledPass(compiled, theta, x, compiled.forward(theta, x))
+        if compiled is not None and compiled.takes(theta, x):
+            return CompiledPass(self, compiled, theta, x, compiled.forward(theta, x))
         values = [x]
         for (_, by_input, bias), activation in zip(
             self.viewed(theta), self.activations, strict=True
@@ -97,6 +97,20 @@ class DenseLayers:
             shapes = self._shapes
             self._batches[batch] = None if shapes is None else batch_of(shapes, batch, theta)
         return self._batches[batch]
+
+    def subtract(
+        self, factors: Sequence[LayerFactors], theta: Tensor, rate: float, out: Tensor
+    ) -> None:
+        """``theta [1, D] - rate * gradient`` of these factors, into ``out``."""
+        old, new = self.viewed(theta), self.viewed(out)
+        for i, x, delta in factors:
+            layer, by_output = self.layers[i], delta.t()
+            if layer.weight is not None:
+                torch.addmm(old[i].weight, by_output, x, alpha=-rate, out=new[i].weight)
+            bias, new_bias = old[i].bias, new[i].bias
+            if layer.bias is not None and bias is not None and new_bias is not None:
+                ones = delta.new_ones(len(delta))
+                torch.addmv(bias, by_output, ones, alpha=-rate, out=new_bias)
 
     def viewed(self, theta: Tensor) -> list[Viewed]:
         """Parameters of each layer at ``theta [1, D]``."""
@@ -130,6 +144,7 @@ def _shapes(layers: Sequence[DenseLayer]) -> list[DenseShape] | None:
 class CompiledPass:
     """All layers in one call: see `DenseBatch`."""
 
+    dense: DenseLayers
     batch: DenseBatch
     point: Tensor
     x: Tensor
@@ -154,7 +169,10 @@ class CompiledPass:
 
     def subtract_from(self, theta: Tensor, rate: float, out: Tensor) -> None:
         """See `Pass`."""
-        self.batch.update(theta, out, self.x, self.buffer, -rate)
+        if self.batch.takes(theta, out):
+            self.batch.update(theta, out, self.x, self.buffer, -rate)
+        else:
+            self.dense.subtract(self.factors, theta, rate, out)
 
     def scaled(self, factor: Tensor) -> CompiledPass:
         """See `Pass`."""
@@ -203,15 +221,7 @@ class LaunchedPass:
 
     def subtract_from(self, theta: Tensor, rate: float, out: Tensor) -> None:
         """See `Pass`."""
-        old, new = self.dense.viewed(theta), self.dense.viewed(out)
-        for i, x, delta in self.factors:
-            layer, by_output = self.dense.layers[i], delta.t()
-            if layer.weight is not None:
-                torch.addmm(old[i].weight, by_output, x, alpha=-rate, out=new[i].weight)
-            bias, new_bias = old[i].bias, new[i].bias
-            if layer.bias is not None and bias is not None and new_bias is not None:
-                ones = delta.new_ones(len(delta))
-                torch.addmv(bias, by_output, ones, alpha=-rate, out=new_bias)
+        self.dense.subtract(self.factors, theta, rate, out)
 
     def scaled(self, factor: Tensor) -> LaunchedPass:
         """See `Pass`."""
