@@ -89,8 +89,10 @@ class LocalRounds:
             everybody = np.array_equal(members, np.arange(n))
             group = entering.of(members)
             steps = self.stepping.steps(batches, group)
+            # One start for all needs no rows of its own before steps write to it.
+            as_it_is = everybody or start.stride(0) == 0
             ended = steps.run(
-                start if everybody else start[positions],
+                start[: len(members)] if as_it_is else start[positions],
                 {k: torch.from_numpy(v[members]).to(start) for k, v in values.items()}
                 | {k: v[positions] for k, v in received.items()}
                 | self._mask(len(members)),
