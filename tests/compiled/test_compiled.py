@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensor_bytes import same_bytes
 
 from fedsim.compiled import building, convolutions, dense, normals, rows
 from fedsim.compiled.normals import sums_of_normals
@@ -57,11 +58,6 @@ def blocks(draw):
         with np.errstate(over="ignore"):
             block[row, column] = draw(st.sampled_from(AWKWARD))
     return torch.from_numpy(block)
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """But for which of the many NaNs one is."""
-    return a.nan_to_num(nan=-7.0).numpy().tobytes() == b.nan_to_num(nan=-7.0).numpy().tobytes()
 
 
 @compiled

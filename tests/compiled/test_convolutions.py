@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensor_bytes import same_bytes
 
 from fedsim.compiled import convolutions
 from fedsim.compiled.convolutions import Patches, input_gradient, weight_gradient
@@ -36,11 +37,6 @@ def pooled_convolutions(draw):
             values.flat[random.integers(values.size)] = draw(st.sampled_from(SPOILT))
     places = random.integers(len(patches.pixels), size=delta.shape)
     return (*map(torch.from_numpy, (x, weight, delta, places)), patches)
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """But for which of the many NaNs one is."""
-    return a.nan_to_num(nan=-7.0).numpy().tobytes() == b.nan_to_num(nan=-7.0).numpy().tobytes()
 
 
 @compiled

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensor_bytes import same_bytes
 from torch import nn
 
 from fedsim.compiled import dense
@@ -74,11 +75,6 @@ def there_and_back(layers, row, x, delta):
     half = way.scaled(torch.full((1,), 0.5, dtype=row.dtype))
     shares = [t for way in (way, half) for _, *factors in way.factors for t in factors]
     return type(way), [outputs, below, into, inside, *shares]
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """But for which of the many NaNs one is."""
-    return a.nan_to_num(nan=-7.0).numpy().tobytes() == b.nan_to_num(nan=-7.0).numpy().tobytes()
 
 
 @compiled

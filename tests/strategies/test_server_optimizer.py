@@ -154,29 +154,16 @@ def test_a_schedule_multiplies_the_servers_rate_and_survives_a_resume(text):
     assert inner.lr == 0.5
 
 
-def test_a_schedule_goes_with_any_class_that_has_a_rate():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_schedule_goes_with_any_class_that_has_a_rate(frozen):
+    @dataclass(frozen=frozen)
     class Plain:
-        def __init__(self, lr):
-            self.lr = lr
-
-        def step(self, vector, update):
-            return vector + self.lr * update
-
-    inner = Plain(2.0)
-    scheduled = Scheduled(inner, Schedule.parse("warm-up(length=4)"))
-    assert scheduled.step(torch.zeros(1), torch.ones(1)).item() == 0.5
-    assert inner.lr == 2.0
-
-
-def test_a_schedule_goes_with_a_frozen_class():
-    @dataclass(frozen=True)
-    class Frozen:
         lr: float
 
         def step(self, vector, update):
             return vector + self.lr * update
 
-    inner = Frozen(2.0)
+    inner = Plain(2.0)
     scheduled = Scheduled(inner, Schedule.parse("warm-up(length=4)"))
     assert scheduled.step(torch.zeros(1), torch.ones(1)).item() == 0.5
     assert inner.lr == 2.0
