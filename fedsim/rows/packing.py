@@ -94,8 +94,14 @@ class Packing:
             rows[:, row] = packed[:, inside]
         return rows
 
-    def difference(self, packed: Tensor, vector: Tensor) -> Tensor:
-        """``packed [n, D] - vector [d]``, coordinate by coordinate, as ``[n, d]``."""
+    def difference_(self, packed: Tensor, vector: Tensor) -> Tensor:
+        """``packed [n, D] - vector [d]``, coordinate by coordinate, as ``[n, d]``.
+
+        They lie where ``packed`` does, which is overwritten, unless there are gaps among them.
+        """
+        if len(self.runs) == 1:
+            ((row, inside),) = self.runs
+            return packed[:, inside].sub_(vector[row])
         rows = packed.new_empty(len(packed), self.layout.d)
         for row, inside in self.runs:
             torch.sub(packed[:, inside], vector[row], out=rows[:, row])

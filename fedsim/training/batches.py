@@ -42,6 +42,14 @@ class Batches:
     weight: npt.NDArray[np.float64]
     steps: Ints
 
+    def within(self, first: int, stop: int) -> Batches:
+        """Those of the clients at positions ``first`` to ``stop - 1``, counted from there."""
+        inside = (self.members >= first) & (self.members < stop)
+        steps = self.steps[inside]
+        most = int(steps[0]) if len(steps) else 0
+        index, weight = self.index[inside, :most], self.weight[inside, :most]
+        return Batches(self.members[inside] - first, index, weight, steps)
+
 
 def width(batch_size: int, size: int) -> int:
     """Physical batch width of a client with ``size`` examples: at least 2.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedsim.randomness import Randomness
-from fedsim.training.batches import Ints
+from fedsim.training.batches import Batches, Ints
 from fedsim.training.keeping import Kept
 
 __all__ = ["Begun", "Entering"]
@@ -24,12 +24,15 @@ class Entering:
         Where each client's draws come from.
     kept : Kept
         What they have from earlier rounds.
+    drawn : sequence of Batches or None
+        Their batches, where they have been drawn already.
     """
 
     client_ids: Ints
     round: int
     randomness: Sequence[Randomness]
     kept: Kept
+    drawn: Sequence[Batches] | None = None
 
     def __len__(self) -> int:
         return len(self.client_ids)

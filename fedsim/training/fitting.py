@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -89,6 +89,9 @@ def _sound(members: Ints, ended: Ended) -> tuple[Ints, dict[str, Tensor]]:
     """What those of the clients are to keep that ended with numbers: others keep what they had."""
     if not ended.carried:
         return members, {}
+    ended = replace(
+        ended, carried={name: _apart(rows, ended.theta) for name, rows in ended.carried.items()}
+    )
     sound = torch.ones(len(members), dtype=torch.bool, device=ended.theta.device)
     for rows in (ended.theta, *ended.carried.values()):
         sound &= torch.isfinite(rows.reshape(len(rows), -1)).all(1).to(sound.device)
@@ -96,6 +99,12 @@ def _sound(members: Ints, ended: Ended) -> tuple[Ints, dict[str, Tensor]]:
         return members, ended.carried
     carried = {name: rows[sound.to(rows.device)] for name, rows in ended.carried.items()}
     return members[sound.cpu().numpy()], carried
+
+
+def _apart(rows: Tensor, theta: Tensor) -> Tensor:
+    """These rows where ``theta`` is not, which is overwritten before they are kept."""
+    together = rows.untyped_storage().data_ptr() == theta.untyped_storage().data_ptr()
+    return rows.clone() if together else rows
 
 
 def numbers_of(

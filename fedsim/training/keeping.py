@@ -119,15 +119,16 @@ class Keeping:
         """What these clients go into ``round`` with; without a round, what they have now."""
         return Kept(*self.memory.load(client_ids, round))
 
-    def start(self, vectors: Tensor, kept: Kept) -> Tensor:
-        """Where ``n`` clients start from shared parameters ``[1 or n, d]``, packed ``[n, D]``."""
-        start = self.personal.start(vectors, kept.present, kept.rows)
+    def start(self, shared: Tensor, kept: Kept) -> Tensor:
+        """Where ``n`` clients start from shared parameters ``[1 or n, D]``, packed ``[n, D]``."""
+        start = self.personal.start(shared, kept.present, kept.rows)
         return start.expand(len(kept.present), -1)
 
     def evaluated(self, vector: Tensor, client_ids: Ints) -> Tensor:
         """With what these clients evaluate ``vector [d]``, packed ``[1 or n, D]``."""
         kept = self.load(client_ids, None)
-        theta = self.personal.start(vector[None], kept.present, kept.rows)
+        shared = self.personal.shared.pack(vector[None])
+        theta = self.personal.start(shared, kept.present, kept.rows)
         if self.algorithm.evaluates in kept.rows:
             there = torch.from_numpy(kept.present).to(theta.device)[:, None]
             theta = torch.where(there, kept.rows[self.algorithm.evaluates].to(theta), theta)

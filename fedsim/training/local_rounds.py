@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from fedsim.clients.base import PERSONAL_MASK
 from fedsim.randomness import Randomness
-from fedsim.training.batches import Ints
+from fedsim.training.batches import Batches, Ints
 from fedsim.training.compression import LEFT_OUT, Compression
 from fedsim.training.entering import Begun, Entering
 from fedsim.training.example_releases import ExampleReleases, Starting, starting
 from fedsim.training.fitting import Fitted, numbers_of
 from fedsim.training.keeping import Keeping, Kept
-from fedsim.training.sending import Sending
+from fedsim.training.sending import Received, Sending
 from fedsim.training.stepping import Stepping
 from fedsim.training.steps import Bench, Ended
 
@@ -65,25 +65,55 @@ class LocalRounds:
         sources = self._begun.sources(client_ids, round, randomness)
         return Entering(client_ids, round, sources, self.keeping.load(client_ids, round))
 
+    def blocks(
+        self, client_ids: Ints, round: int, randomness: Randomness, size: int
+    ) -> Iterator[Entering]:
+        """These clients, ``size`` at a time, as they go into a round.
+
+        Some draw their batches before their block's turn comes, many at once: they have begun then.
+        """
+        first = 0
+        while first < len(client_ids):
+            ahead = self.stepping.ahead(client_ids[first:])
+            ids = client_ids[first : first + max(ahead // size, 1) * size]
+            sources = self._begun.sources(ids, round, [randomness] * len(ids))
+            drawn = None
+            if ahead:
+                self._begun.begin(ids, round)
+                drawn = list(self.stepping.batches(ids, round, sources))
+            for start in range(0, len(ids), size):
+                block = slice(start, min(start + size, len(ids)))
+                kept = self.keeping.load(ids[block], round)
+                batches = None
+                if drawn is not None:
+                    parts = (group.within(block.start, block.stop) for group in drawn)
+                    batches = [part for part in parts if len(part.members)]
+                yield Entering(ids[block], round, sources[block], kept, batches)
+            first += len(ids)
+
     def starting(self, vectors: Tensor, entering: Entering) -> Iterator[Starting]:
         """What ledgers know of these clients' round from ``vectors [1 or n, d]``."""
         numbers = numbers_of(self.bench.algorithm, self.told, {}, len(entering))
-        return starting(entering, self._start(vectors, entering.kept), numbers)
+        start = self.keeping.start(self.sending.received(vectors).parameters, entering.kept)
+        return starting(entering, start, numbers)
 
     @torch.no_grad()
     def fit(
-        self, vectors: Tensor, entering: Entering, numbers: Mapping[str, Sequence[float]]
+        self, received: Received, entering: Entering, numbers: Mapping[str, Sequence[float]]
     ) -> Fitted:
-        """Train from ``vectors [1 or n, d]``; nothing is kept before `finish`."""
+        """Train from what was ``received``; nothing is kept before `finish`.
+
+        Nothing else lies where their parameters do then.
+        """
         n = len(entering)
         values = numbers_of(self.bench.algorithm, self.told, numbers, n)
-        start = self._start(vectors, entering.kept)
+        start = self.keeping.start(received.parameters, entering.kept)
         self._begin(entering, start, values)
-        received = {k: v.expand(n, -1) for k, v in self.sending.received(vectors).items()}
-        nothing = {k: torch.zeros_like(v) for k, v in received.items()}
+        named = {k: v.expand(n, -1) for k, v in received.named.items()}
+        nothing = {k: torch.zeros_like(v) for k, v in named.items()}
         fitted = Fitted(start, self._metrics(entering), nothing)
         self.model.train()
-        for batches in self.stepping.batches(entering):
+        for batches in self._batches(entering):
             members = batches.members
             positions = torch.from_numpy(members).to(start.device)
             everybody = np.array_equal(members, np.arange(n))
@@ -94,16 +124,19 @@ class LocalRounds:
             ended = steps.run(
                 start[: len(members)] if as_it_is else start[positions],
                 {k: torch.from_numpy(v[members]).to(start) for k, v in values.items()}
-                | {k: v[positions] for k, v in received.items()}
+                | {k: v[positions] for k, v in named.items()}
                 | self._mask(len(members)),
                 group.kept.rows,
                 torch.from_numpy(group.kept.present).to(start.device),
             )
             if self.compression is not None:
-                ended = self._compressed(ended, vectors[positions % len(vectors)], group.kept)
+                vectors = received.vectors[positions % len(received.vectors)]
+                ended = self._compressed(ended, vectors, group.kept)
             ended.carried.update(self.keeping.personal.kept(ended.theta))
             losses = steps.mean_losses() if self.stepping.reports_loss else None
             fitted.take(members, ended, losses, send=self.keeping.state_kind == "server")
+        if not fitted.carried:  # nobody has data, and the start is not theirs
+            fitted.theta = start.clone()
         return fitted
 
     def finish(self, fitted: Fitted, entering: Entering) -> None:
@@ -112,8 +145,10 @@ class LocalRounds:
             self.keeping.memory.store(entering.client_ids[members], entering.round, carried)
         self._begun.end(entering.client_ids)
 
-    def _start(self, vectors: Tensor, kept: Kept) -> Tensor:
-        return self.keeping.start(vectors[:, : self.sending.shared.layout.d], kept)
+    def _batches(self, entering: Entering) -> Iterable[Batches]:
+        if entering.drawn is not None:
+            return entering.drawn
+        return self.stepping.batches(entering.client_ids, entering.round, entering.randomness)
 
     def _begin(self, entering: Entering, start: Tensor, numbers: Mapping[str, Floats]) -> None:
         """Charge each client, but for a round that it begins again."""

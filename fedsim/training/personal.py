@@ -89,18 +89,17 @@ class Personal:
     def __bool__(self) -> bool:
         return len(self.inside) > 0
 
-    def start(self, vectors: Tensor, present: Bools, kept: Mapping[str, Tensor]) -> Tensor:
+    def start(self, packed: Tensor, present: Bools, kept: Mapping[str, Tensor]) -> Tensor:
         """Where ``n`` clients start: ``[1, D]`` where that is the same for all, or ``[n, D]``.
 
         Parameters
         ----------
-        vectors : Tensor ``[1, d]`` or ``[n, d]``
-            What was sent to them.
+        packed : Tensor ``[1, D]`` or ``[n, D]``
+            What was sent to them; it is theirs to start from, and not to be written to.
         present : bool ``[n]``
             Who has kept something.
         kept : mapping of name to Tensor ``[n, ...]``
         """
-        packed = self.shared.pack(vectors)
         if not self:
             return packed
         packed = packed.repeat(len(present) // len(packed), 1)

@@ -14,7 +14,26 @@ from fedsim.rows.layout import Layout
 from fedsim.rows.packing import Packing
 from fedsim.rows.vectors import Width, vectors_in, with_vectors
 
-__all__ = ["Sending"]
+__all__ = ["Received", "Sending"]
+
+
+@dataclass(frozen=True)
+class Received:
+    """What clients are sent.
+
+    Attributes
+    ----------
+    vectors : Tensor ``[1 or n, d]``
+        As it came: one row for all, or each client's own.
+    parameters : Tensor ``[1 or n, D]``
+        The shared parameters among it, packed.
+    named : mapping of name to Tensor ``[1 or n, D]`` or ``[1 or n, 1]``
+        The server's vectors.
+    """
+
+    vectors: Tensor
+    parameters: Tensor
+    named: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,12 +59,13 @@ class Sending:
         """What an algorithm's clients send."""
         return cls(shared, with_vectors(shared.layout, algorithm.sends), algorithm.sends)
 
-    def received(self, vectors: Tensor) -> dict[str, Tensor]:
-        """The server's vectors in what came ``[m, d]``: packed ``[m, D]``, or ``[m, 1]``."""
-        return {
+    def received(self, vectors: Tensor) -> Received:
+        """What came, ``[1 or n, d]``."""
+        named = {
             name: self.shared.pack(values) if self.sends[name] == "model" else values
             for name, values in vectors_in(self.layout, vectors).items()
         }
+        return Received(vectors, self.shared.pack(vectors[:, : self.shared.layout.d]), named)
 
     def ended(self, theta: Tensor, sent: Mapping[str, Tensor], vectors: Tensor) -> Tensor:
         """What ``n`` clients that came from ``vectors [1 or n, d]`` reply, ``[n, d]``.
@@ -60,13 +80,15 @@ class Sending:
         return torch.cat([parameters, *added], dim=1)
 
     def rows(self, theta: Tensor, sent: Mapping[str, Tensor], vector: Tensor) -> Tensor:
-        """`ended` less ``vector [d]``: the same bytes as whoever reads replies gets."""
-        parameters = self.shared.difference(theta, vector[: self.shared.layout.d])
+        """`ended` less ``vector [d]``: the same bytes as whoever reads replies gets.
+
+        They may lie where ``theta`` does, which is overwritten.
+        """
+        parameters, beside = slice(self.shared.layout.d), slice(self.shared.layout.d, None)
         if not sent:
-            return parameters
-        beside = slice(parameters.shape[1], None)
-        ended = self.ended(theta, sent, vector[None])
-        return torch.cat([parameters, ended[:, beside] - vector[beside]], dim=1)
+            return self.shared.difference_(theta, vector)
+        vectors = self.ended(theta, sent, vector[None])[:, beside] - vector[beside]
+        return torch.cat([self.shared.difference_(theta, vector[parameters]), vectors], dim=1)
 
     def _row(self, name: str, values: Tensor) -> Tensor:
         return self.shared.unpack(values) if self.sends[name] == "model" else values

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
+from fedsim.randomness import Randomness
 from fedsim.training.alone_steps import AloneSteps, LayerSteps
-from fedsim.training.batches import Batches, plan_batches
+from fedsim.training.batches import Batches, Ints, plan_batches, width
 from fedsim.training.entering import Entering
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.hidden_draws import Seeds
@@ -22,6 +25,9 @@ from fedsim.training.workload import Workload
 
 __all__ = ["OpenStepping", "ReleasedStepping", "Stepping"]
 
+# Beyond so many clients nothing is gained by drawing at once; of examples of steps it is a MiB.
+MOST_AHEAD, PLACES_AHEAD = 64, 2**16
+
 
 class Stepping(Protocol):
     """How a trainer's clients draw their batches, and make their steps."""
@@ -30,7 +36,12 @@ class Stepping(Protocol):
     def reports_loss(self) -> bool:
         """Whether clients say what their training loss was."""
 
-    def batches(self, entering: Entering) -> Iterator[Batches]:
+    def ahead(self, client_ids: Ints) -> int:
+        """How many of these clients, the first ones, may draw their batches before they begin."""
+
+    def batches(
+        self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
+    ) -> Iterator[Batches]:
         """Draw these clients' batches, those of one width together."""
 
     def steps(self, batches: Batches, entering: Entering) -> Steps:
@@ -56,15 +67,28 @@ class OpenStepping:
     draws: bool
     reports_loss = True
 
-    def batches(self, entering: Entering) -> Iterator[Batches]:
+    def ahead(self, client_ids: Ints) -> int:
+        """See `Stepping`; no more than there is room for."""
+        client_ids = client_ids[:MOST_AHEAD]
+        widest = max(
+            width(self.workload.work.batch_size, self.bench.data.size(i)) for i in client_ids
+        )
+        # Each has room for as many steps as another takes.
+        most_steps = np.maximum.accumulate(self.workload.steps(client_ids))
+        places = most_steps * np.arange(1, len(client_ids) + 1) * widest
+        return int((places <= PLACES_AHEAD).sum())
+
+    def batches(
+        self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
+    ) -> Iterator[Batches]:
         """See `Stepping`."""
         return plan_batches(
             self.workload.work,
-            [self.bench.data.indices[i] for i in entering.client_ids],
-            entering.client_ids,
-            entering.randomness,
-            entering.round,
-            self.workload.counts_of(entering.client_ids),
+            [self.bench.data.indices[i] for i in client_ids],
+            client_ids,
+            randomness,
+            round,
+            self.workload.counts_of(client_ids),
         )
 
     def steps(self, batches: Batches, entering: Entering) -> Steps:
@@ -108,15 +132,16 @@ class ReleasedStepping:
         """See `Stepping`."""
         return self.privacy.unprotected_metrics
 
-    def batches(self, entering: Entering) -> Iterator[Batches]:
+    def ahead(self, client_ids: Ints) -> int:
+        """Nobody: a client's ledger line is on disk before anything of its round is drawn."""
+        return 0
+
+    def batches(
+        self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
+    ) -> Iterator[Batches]:
         """See `Stepping`."""
-        return self.privacy.batches(
-            self.workload.work,
-            [self.bench.data.indices[i] for i in entering.client_ids],
-            entering.client_ids,
-            entering.randomness,
-            entering.round,
-        )
+        indices = [self.bench.data.indices[i] for i in client_ids]
+        return self.privacy.batches(self.workload.work, indices, client_ids, randomness, round)
 
     def steps(self, batches: Batches, entering: Entering) -> Steps:
         """See `Stepping`."""

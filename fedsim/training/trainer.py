@@ -333,12 +333,12 @@ class Trainer:
     def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Local work of these clients from ``vector [d]``, block by block."""
         vector = self._on_device(vector)
-        for first in range(0, len(client_ids), self.block_size):
-            ids = client_ids[first : first + self.block_size]
-            entering = self.rounds.enter(ids, round, [self.randomness] * len(ids))
-            fitted = self.rounds.fit(vector[None], entering, {})
+        received = self.sending.received(vector[None])
+        blocks = self.rounds.blocks(client_ids, round, self.randomness, self.block_size)
+        for entering in blocks:
+            fitted = self.rounds.fit(received, entering, {})
             rows = self.sending.rows(fitted.theta, fitted.vectors, vector)
-            block = Block.sent(ids, rows, fitted.metrics)
+            block = Block.sent(entering.client_ids, rows, fitted.metrics)
             self.rounds.finish(fitted, entering)
             # Nobody holds on to a block's parameters while its rows are looked at.
             del fitted, entering
@@ -372,7 +372,7 @@ class Trainer:
         sources = [self.randomness] * len(client_ids) if randomness is None else randomness
         vectors = self._on_device(vector).view(-1, self.row_layout.d)
         entering = self.rounds.enter(client_ids, round, sources)
-        fitted = self.rounds.fit(vectors, entering, numbers or {})
+        fitted = self.rounds.fit(self.sending.received(vectors), entering, numbers or {})
         local = Local(self.sending.ended(fitted.theta, fitted.vectors, vectors), fitted.metrics)
         self.rounds.finish(fitted, entering)
         return local

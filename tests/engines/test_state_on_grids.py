@@ -44,8 +44,8 @@ def test_a_block_that_fails_after_training_is_run_again_from_the_same_state(expe
     trainer = trainer_with_memory()
     fit, failed = trainer.rounds.fit, []
 
-    def fails_once_a_round(start, entering, numbers):
-        result = fit(start, entering, numbers)
+    def fails_once_a_round(received, entering, numbers):
+        result = fit(received, entering, numbers)
         if entering.round not in failed:
             failed.append(entering.round)
             raise RuntimeError("after all its steps")
