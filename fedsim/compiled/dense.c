@@ -1,19 +1,205 @@
-/* One client's dense layers, all of them in a call: the bytes that torch gives, whose library of
-   products is called with the arguments that torch calls it with. What is between the products
-   takes longer to launch than to do. */
+/* One client's dense layers, all of them in a call: the bytes that torch gives. Most products are
+   its library's, called with the arguments that torch calls it with. Those of a few examples, for
+   which a library is slow, are made here: in the library's own order, where trials found it out.
+   What is between the products takes longer to launch than to do. */
 
 #include <stddef.h>
 #include <string.h>
 
+/* A product and its sum are one rounding, as they are in the library. */
+#pragma GCC optimize("fp-contract=fast")
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum { LANES = 16, EXAMPLES = 12, COLUMNS = 2 * LANES };
+
+typedef float lanes_t __attribute__((vector_size(64)));
+typedef float loose_t __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int places_t __attribute__((vector_size(64)));
+
 /* A linear layer and what follows it. `weight` (row by row, [outputs, inputs]) and `bias` (-1:
    none) are places in a client's row; `values` and `deltas` are places in the buffer, of a batch's
-   outputs and of their gradients before the activation, both [batch, outputs]. */
+   outputs and of their gradients before the activation, both [batch, outputs]. A sum of products
+   is made in runs of `run` products, and of `run_back` on the way back, each added to those before
+   it (0: by the library). */
 typedef struct {
-    int inputs, outputs, relu;
+    int inputs, outputs, relu, run, run_back;
     ptrdiff_t weight, bias, values, deltas;
 } layer;
 
-#define LAYERS_OF(TYPE)                                                                           \
+/* Whether a processor has the registers that the products below are made for. */
+int wide(void)
+{
+#ifdef __AVX512F__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+INLINE lanes_t from(const float *x) { return *(const loose_t *)x; }
+INLINE void put(float *x, lanes_t values) { *(loose_t *)x = values; }
+INLINE lanes_t everywhere(float x) { return x - (lanes_t){0}; }
+
+/* Of two registers, in each quarter: their first (LOW) or last two numbers in turns, or their first
+   or last two pairs; and all even, or all odd, quarters. */
+#define LOW(a, b)                                                                                 \
+    __builtin_shuffle(a, b, (places_t){0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29})
+#define HIGH(a, b)                                                                                \
+    __builtin_shuffle(a, b, (places_t){2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31})
+#define LOW_PAIRS(a, b)                                                                           \
+    __builtin_shuffle(a, b, (places_t){0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29})
+#define HIGH_PAIRS(a, b)                                                                          \
+    __builtin_shuffle(a, b, (places_t){2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31})
+#define EVEN_QUARTERS(a, b)                                                                       \
+    __builtin_shuffle(a, b, (places_t){0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27})
+#define ODD_QUARTERS(a, b)                                                                        \
+    __builtin_shuffle(a, b, (places_t){4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31})
+
+/* Sixteen columns of sixteen rows that lie `stride` apart. */
+INLINE void transpose(const float *rows, ptrdiff_t stride, lanes_t *columns)
+{
+    lanes_t four[4][4]; /* of four rows columns j, 4 + j, 8 + j and 12 + j, a quarter each */
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const float *row = rows + 4 * i * stride;
+        lanes_t a = from(row), b = from(row + stride);
+        lanes_t c = from(row + 2 * stride), d = from(row + 3 * stride);
+        lanes_t low = LOW(a, b), high = HIGH(a, b), low_next = LOW(c, d), high_next = HIGH(c, d);
+        four[i][0] = LOW_PAIRS(low, low_next);
+        four[i][1] = HIGH_PAIRS(low, low_next);
+        four[i][2] = LOW_PAIRS(high, high_next);
+        four[i][3] = HIGH_PAIRS(high, high_next);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        lanes_t even = EVEN_QUARTERS(four[0][j], four[1][j]);
+        lanes_t odd = ODD_QUARTERS(four[0][j], four[1][j]);
+        lanes_t even_next = EVEN_QUARTERS(four[2][j], four[3][j]);
+        lanes_t odd_next = ODD_QUARTERS(four[2][j], four[3][j]);
+        columns[j] = EVEN_QUARTERS(even, even_next);
+        columns[4 + j] = EVEN_QUARTERS(odd, odd_next);
+        columns[8 + j] = ODD_QUARTERS(even, even_next);
+        columns[12 + j] = ODD_QUARTERS(odd, odd_next);
+    }
+}
+
+/* The sixteen outputs of rows `weight` [16, inputs], for x [examples, inputs]. */
+INLINE void some_outputs(const int examples, const float *weight, const float *bias,
+                         const float *x, ptrdiff_t inputs, ptrdiff_t run, float *outputs,
+                         ptrdiff_t stride)
+{
+    lanes_t total[EXAMPLES] = {0}, sum[EXAMPLES], columns[LANES], last[LANES];
+    for (ptrdiff_t first = 0; first < inputs; first += run) {
+        ptrdiff_t end = inputs - first < run ? inputs : first + run, k = first;
+#pragma GCC unroll 12
+        for (int i = 0; i < examples; i++)
+            sum[i] = (lanes_t){0};
+        for (; k + LANES <= end; k += LANES) {
+            transpose(weight + k, inputs, columns);
+#pragma GCC unroll 16
+            for (int j = 0; j < LANES; j++)
+#pragma GCC unroll 12
+                for (int i = 0; i < examples; i++)
+                    sum[i] += everywhere(x[i * inputs + k + j]) * columns[j];
+        }
+        if (k < end) {
+            /* A whole register's, of which those before have been added. */
+            transpose(weight + end - LANES, inputs, last);
+            for (; k < end; k++)
+#pragma GCC unroll 12
+                for (int i = 0; i < examples; i++)
+                    sum[i] += everywhere(x[i * inputs + k]) * last[k - end + LANES];
+        }
+#pragma GCC unroll 12
+        for (int i = 0; i < examples; i++)
+            total[i] = first ? total[i] + sum[i] : bias ? from(bias) + sum[i] : sum[i];
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < examples; i++)
+        put(outputs + i * stride, total[i]);
+}
+
+/* The gradient of thirty-two inputs, those of the columns at `weight` [outputs, stride], from
+   deltas [examples, outputs]. */
+INLINE void some_inputs(const int examples, const float *weight, const float *deltas,
+                        ptrdiff_t outputs, ptrdiff_t run, float *below, ptrdiff_t stride)
+{
+    lanes_t total[EXAMPLES][2] = {0}, sum[EXAMPLES][2];
+    for (ptrdiff_t first = 0; first < outputs; first += run) {
+        ptrdiff_t end = outputs - first < run ? outputs : first + run;
+#pragma GCC unroll 12
+        for (int i = 0; i < examples; i++)
+            sum[i][0] = sum[i][1] = (lanes_t){0};
+        for (ptrdiff_t k = first; k < end; k++) {
+            const float *row = weight + k * stride;
+            lanes_t left = from(row), right = from(row + LANES);
+#pragma GCC unroll 12
+            for (int i = 0; i < examples; i++) {
+                lanes_t delta = everywhere(deltas[i * outputs + k]);
+                sum[i][0] += delta * left;
+                sum[i][1] += delta * right;
+            }
+        }
+#pragma GCC unroll 12
+        for (int i = 0; i < examples; i++)
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++)
+                total[i][half] = first ? total[i][half] + sum[i][half] : sum[i][half];
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < examples; i++) {
+        put(below + i * stride, total[i][0]);
+        put(below + i * stride + LANES, total[i][1]);
+    }
+}
+
+/* A call with the number of examples as a constant, so that sums stay in registers. */
+#define OF_EXAMPLES(COUNT, CALL)                                                                  \
+    switch (COUNT) {                                                                              \
+    case 4: CALL(4); break;                                                                       \
+    case 5: CALL(5); break;                                                                       \
+    case 6: CALL(6); break;                                                                       \
+    case 7: CALL(7); break;                                                                       \
+    case 8: CALL(8); break;                                                                       \
+    case 9: CALL(9); break;                                                                       \
+    case 10: CALL(10); break;                                                                     \
+    case 11: CALL(11); break;                                                                     \
+    case 12: CALL(12); break;                                                                     \
+    }
+
+/* Outputs [batch, outputs] of 4 to 12 examples, sixteen at a time; the last ones along with some
+   before them. */
+static void outputs_of(const layer *l, int batch, const float *row, const float *x, float *outputs)
+{
+    for (int first = 0; first < l->outputs; first += LANES) {
+        int o = first + LANES <= l->outputs ? first : l->outputs - LANES;
+        const float *weight = row + l->weight + (ptrdiff_t)o * l->inputs;
+        const float *bias = l->bias < 0 ? NULL : row + l->bias + o;
+#define CALL(N) some_outputs(N, weight, bias, x, l->inputs, l->run, outputs + o, l->outputs)
+        OF_EXAMPLES(batch, CALL)
+#undef CALL
+    }
+}
+
+/* Gradients of inputs [batch, inputs] from `deltas` [batch, outputs]; likewise. */
+static void inputs_of(const layer *l, int batch, const float *row, const float *deltas,
+                      float *below)
+{
+    for (int first = 0; first < l->inputs; first += COLUMNS) {
+        int k = first + COLUMNS <= l->inputs ? first : l->inputs - COLUMNS;
+#define CALL(N)                                                                                   \
+    some_inputs(N, row + l->weight + k, deltas, l->outputs, l->run_back, below + k, l->inputs)
+        OF_EXAMPLES(batch, CALL)
+#undef CALL
+    }
+}
+
+/* In float64 all products are the library's. */
+#define FLOAT(MADE) MADE
+#define DOUBLE(MADE)
+
+#define LAYERS_OF(TYPE, ONLY)                                                                     \
     typedef void product_##TYPE(const char *, const char *, const int *, const int *, const int *, \
                                 const TYPE *, const TYPE *, const int *, const TYPE *,            \
                                 const int *, const TYPE *, TYPE *, const int *);                  \
@@ -29,13 +215,17 @@ typedef struct {
         for (const layer *l = layers; l < layers + count; l++) {                                  \
             TYPE *outputs = buffer + l->values;                                                   \
             size_t size = (size_t)batch * (size_t)l->outputs;                                     \
-            if (l->bias >= 0)                                                                     \
-                for (int example = 0; example < batch; example++)                                 \
-                    memcpy(outputs + (size_t)example * (size_t)l->outputs, row + l->bias,         \
-                           (size_t)l->outputs * sizeof(TYPE));                                    \
-            product("t", "n", &l->outputs, &batch, &l->inputs, &one, row + l->weight,             \
-                    &l->inputs, x, &l->inputs, l->bias >= 0 ? &one : &zero, outputs,              \
-                    &l->outputs);                                                                 \
+            if (l->run) {                                                                         \
+                ONLY(outputs_of(l, batch, row, x, outputs);)                                      \
+            } else {                                                                              \
+                if (l->bias >= 0)                                                                 \
+                    for (int example = 0; example < batch; example++)                             \
+                        memcpy(outputs + (size_t)example * (size_t)l->outputs, row + l->bias,     \
+                               (size_t)l->outputs * sizeof(TYPE));                                \
+                product("t", "n", &l->outputs, &batch, &l->inputs, &one, row + l->weight,         \
+                        &l->inputs, x, &l->inputs, l->bias >= 0 ? &one : &zero, outputs,          \
+                        &l->outputs);                                                             \
+            }                                                                                     \
             if (l->relu)                                                                          \
                 for (size_t i = 0; i < size; i++)                                                 \
                     outputs[i] = outputs[i] < 0 ? 0 : outputs[i];                                 \
@@ -61,8 +251,11 @@ typedef struct {
             TYPE *next = l > layers ? buffer + (l - 1)->deltas : below;                           \
             if (!next)                                                                            \
                 break;                                                                            \
-            product("n", "n", &l->inputs, &batch, &l->outputs, &one, row + l->weight, &l->inputs, \
-                    deltas, &l->outputs, &zero, next, &l->inputs);                                \
+            if (l->run_back) {                                                                    \
+                ONLY(inputs_of(l, batch, row, deltas, next);)                                     \
+            } else                                                                                \
+                product("n", "n", &l->inputs, &batch, &l->outputs, &one, row + l->weight,         \
+                        &l->inputs, deltas, &l->outputs, &zero, next, &l->inputs);                \
             delta = next;                                                                         \
         }                                                                                         \
     }                                                                                             \
@@ -92,5 +285,5 @@ typedef struct {
         }                                                                                         \
     }
 
-LAYERS_OF(float)
-LAYERS_OF(double)
+LAYERS_OF(float, FLOAT)
+LAYERS_OF(double, DOUBLE)

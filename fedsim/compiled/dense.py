@@ -1,7 +1,9 @@
 """One client's dense layers, forward, backward and updated, each in a call: ``dense.c``.
 
-Its products are those of torch's own library, called with the same arguments, so that it gives
-the bytes of torch's operations one by one. Between them there is little to do and much to launch.
+It gives the bytes of torch's operations one by one. Its products are those of torch's own library,
+called with the same arguments; or, of a few examples, for which libraries are slow, its own in the
+library's order, as far as trials find that out. Between them there is little to do and much to
+launch.
 """
 
 from __future__ import annotations
@@ -19,6 +21,12 @@ from fedsim.lazy import Tensor, torch
 
 __all__ = ["DenseBatch", "DenseShape", "batch_of"]
 
+FEW = range(4, 13)
+"""Examples of which products are made here, where the processor has the registers."""
+COLUMNS = 32
+"""Fewest inputs and outputs of these."""
+RUN = 192
+"""Longest run of a sum's products that the usual library adds up at once, of float32."""
 LINE = 64  # bytes: a library picks its kernel by where a matrix lies, and torch's lie on a line
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int
@@ -38,7 +46,7 @@ class DenseShape(NamedTuple):
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int) for name in ("inputs", "outputs", "relu")),
+        *((name, ctypes.c_int) for name in ("inputs", "outputs", "relu", "run", "run_back")),
         *((name, ctypes.c_ssize_t) for name in ("weight", "bias", "values", "deltas")),
     ]
 
@@ -61,10 +69,19 @@ class DenseBatch:
     def _layers(self) -> tuple[int, int, int]:
         return ctypes.addressof(self.layers), len(self.layers), self.batch
 
+    @cached_property
+    def _last(self) -> tuple[tuple[int, int], tuple[int, int], int]:
+        """Sizes, strides and place of the last layer's outputs in a buffer."""
+        outputs = self.shapes[-1].outputs
+        return (self.batch, outputs), (outputs, 1), self.layers[len(self.shapes) - 1].values
+
     def takes(self, *tensors: Tensor) -> bool:
         """Whether the functions below do: of the one dtype, without gaps."""
         dtype = self.ones.dtype
-        return all(tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors)
+        for tensor in tensors:
+            if tensor.dtype is not dtype or not tensor.is_contiguous():
+                return False
+        return True
 
     def forward(self, row: Tensor, x: Tensor) -> Tensor:
         """All outputs for ``x [batch, inputs]`` at a packed ``row [1, D]``: a buffer."""
@@ -106,6 +123,10 @@ class DenseBatch:
             alpha,
         )
 
+    def outputs(self, buffer: Tensor) -> Tensor:
+        """Of the last layer, ``[batch, outputs]``."""
+        return buffer.as_strided(*self._last)
+
     def values(self, buffer: Tensor, layer: int) -> Tensor:
         """A layer's outputs ``[batch, outputs]``."""
         return self._part(buffer, layer, self.layers[layer].values)
@@ -128,6 +149,14 @@ class _Blas:
     update: Callable[..., None]
     product: int
     vector_product: int
+    makes_few: bool
+
+
+class _Runs(NamedTuple):
+    """How many products of a sum are added up before that is added to those before; see `layer`."""
+
+    forward: int = 0
+    back: int = 0
 
 
 def batch_of(shapes: Sequence[DenseShape], batch: int, like: Tensor) -> DenseBatch | None:
@@ -139,19 +168,71 @@ def batch_of(shapes: Sequence[DenseShape], batch: int, like: Tensor) -> DenseBat
     if narrow or like.is_cuda or like.dtype not in (torch.float32, torch.float64):
         return None
     blas = _compiled().get(like.dtype == torch.float64)
-    return None if blas is None else _batch(shapes, batch, like, blas)
+    if blas is None:
+        return None
+    runs = [
+        _runs(shape.inputs, shape.outputs, batch, shape.bias >= 0)
+        if blas.makes_few and torch.get_num_threads() == 1
+        else _Runs()
+        for shape in shapes
+    ]
+    return _batch(shapes, batch, like, blas, runs)
 
 
-def _batch(shapes: Sequence[DenseShape], batch: int, like: Tensor, blas: _Blas) -> DenseBatch:
+def _batch(
+    shapes: Sequence[DenseShape], batch: int, like: Tensor, blas: _Blas, runs: Sequence[_Runs]
+) -> DenseBatch:
     layers, size = (_Layer * len(shapes))(), 0
     per_line = LINE // like.element_size()
-    for layer, shape in zip(layers, shapes, strict=True):
+    for layer, shape, run in zip(layers, shapes, runs, strict=True):
         layer.inputs, layer.outputs, layer.relu = shape.inputs, shape.outputs, shape.relu
+        layer.run, layer.run_back = run
         layer.weight, layer.bias = shape.weight, shape.bias
         length = -(-batch * shape.outputs // per_line) * per_line
         layer.values, layer.deltas = size, size + length
         size += 2 * length
     return DenseBatch(tuple(shapes), batch, layers, size, like.new_ones(batch), blas)
+
+
+@functools.cache
+def _runs(inputs: int, outputs: int, batch: int, biased: bool) -> _Runs:
+    """In which runs torch's library adds up such products of float32, as trials show; 0: in none.
+
+    That is the only thing in which libraries differ whose products and sums are one rounding each.
+    """
+    if batch not in FEW or min(inputs, outputs) < COLUMNS:
+        return _Runs()
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randn(1, (inputs + 1) * outputs, generator=generator)
+    shape = DenseShape(inputs, outputs, 0, inputs * outputs if biased else -1, relu=False)
+    # A library may have another order for what does not lie on a line.
+    xs, deltas = (
+        [flat[first : first + batch * width].view(batch, width) for first in (0, 1)]
+        for width in (inputs, outputs)
+        for flat in [torch.randn(batch * width + 1, generator=generator)]
+    )
+    blas = _compiled()[False]
+
+    def outputs_by(run: int) -> list[Tensor]:
+        made = _batch([shape], batch, row, blas, [_Runs(run, 0)])
+        return [made.values(made.forward(row, x), 0) for x in xs]
+
+    def gradients_by(run: int) -> list[Tensor]:
+        made = _batch([shape], batch, row, blas, [_Runs(0, run)])
+        buffer = made.forward(row, xs[0])
+        below = [made.backward(row, buffer, delta, below=True) for delta in deltas]
+        return [gradient for gradient in below if gradient is not None]
+
+    return _Runs(_library_run(inputs, outputs_by), _library_run(outputs, gradients_by))
+
+
+def _library_run(products: int, made_by: Callable[[int], list[Tensor]]) -> int:
+    """Of the runs that libraries are known for, the first that gives what the library gives."""
+    wanted = made_by(0)
+    for run in (RUN, -(-products // 2), products):
+        if all(map(torch.equal, made_by(run), wanted)):
+            return run
+    return 0
 
 
 @functools.cache
@@ -185,7 +266,8 @@ def _functions(compiled: ctypes.CDLL, products: ctypes.CDLL, name: str, letter: 
     )
     assert product is not None
     assert vector_product is not None
-    return _Blas(forward, backward, update, product, vector_product)
+    makes_few = name == "float" and bool(compiled.wide())
+    return _Blas(forward, backward, update, product, vector_product, makes_few)
 
 
 def _agrees(blas: _Blas, dtype: torch.dtype) -> bool:
@@ -203,7 +285,7 @@ def _agrees(blas: _Blas, dtype: torch.dtype) -> bool:
     ]
     x, row, delta = drawn(12, 100), drawn(1, 4944), drawn(12, 10)
     row[0, 3712:3730] = 0.0
-    batch = _batch(shapes, len(x), row, blas)
+    batch = _batch(shapes, len(x), row, blas, [_Runs()] * len(shapes))
     buffer, new, updated = batch.forward(row, x), torch.empty_like(row), row.clone()
     below = batch.backward(row, buffer, delta, below=True)
     batch.update(row, new, x, buffer, -0.3)

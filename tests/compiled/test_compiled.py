@@ -253,6 +253,37 @@ def test_a_bug_in_what_is_compiled_is_seen_as_it_is_loaded(
 
 
 @compiled
+@pytest.mark.parametrize(
+    ("before", "after", "direction"),
+    [
+        ("bias ? from(bias) + sum[i] : sum[i]", "sum[i]", "forward"),
+        ("HIGH_PAIRS(low, low_next)", "LOW_PAIRS(low, low_next)", "forward"),
+        ("weight + end - LANES", "weight + end", "forward"),
+        ("first + COLUMNS <= l->inputs ? first : l->inputs - COLUMNS", "0", "back"),
+        ("total[i][half] + sum[i][half]", "sum[i][half]", "back"),
+    ],
+)
+def test_a_bug_in_products_of_few_examples_leaves_them_to_the_library(
+    cache, tmp_path, monkeypatch, before, after, direction
+) -> None:
+    shape = (300, 200, 5, True)  # both in two runs, of which the last register is not full
+    if not getattr(dense._runs(*shape), direction):
+        pytest.skip("this processor, or its library, has other products")
+    text = Path(building.__file__).with_name("dense.c").read_text()
+    assert before in text
+    (tmp_path / "dense.c").write_text(text.replace(before, after))
+    monkeypatch.setattr(building, "__file__", str(tmp_path / "building.py"))
+    for cached in (dense._compiled, dense._runs):
+        cached.cache_clear()
+    try:
+        assert dense._compiled()
+        assert getattr(dense._runs(*shape), direction) == 0
+    finally:
+        for cached in (dense._compiled, dense._runs):
+            cached.cache_clear()
+
+
+@compiled
 @pytest.mark.parametrize("spoil", ["directory", "library"])
 def test_what_others_could_have_written_is_not_loaded(cache, spoil) -> None:
     assert building.library("rows.c", rows._right) is not None

@@ -92,6 +92,37 @@ def test_a_pass_has_the_same_bytes_with_and_without_a_compiler(batch) -> None:
     ) == 0
 
 
+@compiled
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(32, 500), st.integers(32, 300), st.sampled_from(dense.FEW), st.booleans(), st.data()
+)
+def test_products_of_few_examples_are_the_librarys(inputs, outputs, count, biased, data) -> None:
+    """Whatever their shape, and wherever the batch lies."""
+    layers, packing = layers_of([inputs, outputs], [biased], [False], torch.float32)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32 - 1)))
+    row = torch.randn(1, packing.width, generator=generator)
+    first = data.draw(st.integers(0, 16))
+    flat = torch.randn(first + count * inputs, generator=generator)
+    x, delta = (
+        flat[first:].view(count, inputs),
+        torch.randn(count, outputs, generator=generator),
+    )
+    way = DenseLayers(layers).forward(row, x)
+    ((weight, by_input, bias),) = DenseLayers(layers).viewed(row)
+    wanted = torch.mm(x, by_input) if bias is None else torch.addmm(bias, x, by_input)
+    assert same_bytes(way.outputs, wanted)
+    assert same_bytes(way.backward(delta, below=True), torch.mm(delta, weight))
+
+
+@pytest.mark.parametrize(("runs_of_the_library", "run"), [({192}, 192), ({50, 100}, 50), ({7}, 0)])
+def test_what_no_run_gives_is_left_to_the_library(runs_of_the_library, run) -> None:
+    def made_by(tried: int) -> list[torch.Tensor]:
+        return [torch.full((3,), float(tried == 0 or tried in runs_of_the_library))]
+
+    assert dense._library_run(100, made_by) == run
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_factors_and_what_is_subtracted_are_those_of_autograd(dtype) -> None:
     layers, packing = layers_of([20, 16, 7], [True, False], [True, False], dtype)

@@ -22,7 +22,7 @@ from fedsim.training.paths.stacked import DenseLayer, StackedPath
 __all__ = ["AlonePath", "OneFactored"]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class OneFactored:
     """Gradient of one client's dense layers, as factors; see `Factored`.
 

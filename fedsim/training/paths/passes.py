@@ -140,7 +140,7 @@ def _shapes(layers: Sequence[DenseLayer]) -> list[DenseShape] | None:
     return shapes
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class CompiledPass:
     """All layers in one call: see `DenseBatch`."""
 
@@ -153,7 +153,7 @@ class CompiledPass:
     @property
     def outputs(self) -> Tensor:
         """See `Pass`."""
-        return self.batch.values(self.buffer, len(self.batch.shapes) - 1)
+        return self.batch.outputs(self.buffer)
 
     def backward(self, delta: Tensor, *, below: bool) -> Tensor | None:
         """See `Pass`."""
