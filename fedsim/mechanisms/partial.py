@@ -300,7 +300,10 @@ class SegmentSum:
         if masks is not None:
             masks.rejected[index].logical_or_(bad)
             masks.clipped[index].logical_or_(shaped.clipped)
-        bound, there = self.segment.bound, ~bad & (weights > 0)
+        bound = self.segment.bound
+        if not (bound.scalars or bound.bare_sums):
+            return
+        there = ~bad & (weights > 0)
         for name, scalar in bound.scalars.items():
             values = torch.where(there, shaped.sides[name], 0.0) / grid_unit(scalar.half)
             self.grids[name].add_(values[..., None], owners)

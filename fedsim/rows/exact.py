@@ -228,8 +228,8 @@ class GridSums:
     def note(self, masks: RowMasks) -> None:
         """Count what became of rows."""
         usable = masks.usable
-        noted = (usable, masks.rejected, masks.clipped & usable)
-        self._counts += torch.stack([mask.sum() for mask in noted])
+        noted = torch.stack((usable, masks.rejected, masks.clipped & usable))
+        self._counts += noted.flatten(1).sum(1)
 
     def state(self) -> dict[str, Tensor]:
         """All that `merge` needs: sums in units (not copies), the units, and counts."""

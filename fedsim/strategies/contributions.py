@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
@@ -120,23 +120,25 @@ class Contributions:
         self, asked: Asked, replies: Iterable[Message], layout: Layout, state: State
     ) -> RoundSum:
         """A round's sum, to which nothing is added as yet; it lies where rows come."""
-        tally = Tally(asked.client_ids, absent=asked.absent)
+        tally, weighing = Tally(asked.client_ids, absent=asked.absent), self._weighing(asked)
         source = self._source(Purpose.NOISE, asked.round)
         summable = self.placement == "server" and not self.needs_rows
         if isinstance(replies, Replies) and replies.sums and summable:
             releaser = self.releaser(layout, asked.vector.device)
             total = releaser.start(state)
-            collection = Collection(self._summing(asked, layout, state), total.merge)
-            sent = self._replies(asked, replies, layout, tally, collection)
+            collection = Collection(self._summing(weighing, layout, state), total.merge)
+            sent = self._replies(asked, replies, layout, tally, weighing, collection)
             source = drawn_ahead(source, releaser.draw_sizes(total))
         else:
-            sent = self._replies(asked, replies, layout, tally)
+            sent = self._replies(asked, replies, layout, tally, weighing)
             first = next(sent, None)
             rows = asked.vector if first is None or first.block.rows is None else first.block.rows
             releaser = self.releaser(layout, rows.device)
             total = releaser.start(state)
             sent = chain([] if first is None else [first], sent)
-        added = ((reply, self._add(releaser, total, asked, reply, tally)) for reply in sent)
+        added = (
+            (reply, self._add(releaser, total, asked, reply, tally, weighing)) for reply in sent
+        )
         return RoundSum(asked, releaser, total, source, tally, added)
 
     def release(self, gathered: RoundSum) -> Release:
@@ -154,6 +156,7 @@ class Contributions:
         replies: Iterable[Message],
         layout: Layout,
         tally: Tally,
+        weighing: Weighing,
         collection: Collection | None = None,
     ) -> Iterator[Reply]:
         """Each client of the cohort at most once, and nobody who failed."""
@@ -172,9 +175,9 @@ class Contributions:
         for reply in sent:
             block = tally.take(reply.block)
             if block.usable is None and (self.placement == "server" or reply.content is None):
-                block = self._trusted(block, asked, tally)
+                block = _trusted(block, weighing, tally)
             if len(block.client_ids):
-                yield replace(reply, block=block)
+                yield reply if block is reply.block else replace(reply, block=block)
 
     def releaser(self, layout: Layout, device: torch.device | str = "cpu") -> Releaser:
         """Of the round's sum.
@@ -197,12 +200,17 @@ class Contributions:
         return self._releasers[key]
 
     def _add(
-        self, releaser: Releaser, total: PartialSum, asked: Asked, reply: Reply, tally: Tally
+        self,
+        releaser: Releaser,
+        total: PartialSum,
+        asked: Asked,
+        reply: Reply,
+        tally: Tally,
+        weighing: Weighing,
     ) -> Tensor:
         """Add a block's rows, or its clients' shares; which of them are usable, bool ``[n]``."""
         block = reply.block
         if self.placement == "server":
-            weighing = self._weighing(asked)
             usable = weighing.add(total, block) if block.usable is None else block.usable
             weights = weighing.weights(block)
             # Without examples a client weighs nothing, which is no failure.
@@ -210,7 +218,8 @@ class Contributions:
             tally.doubt(block.client_ids[counted], usable[counted], "non-finite")
             return usable
         sent = reply.content is not None
-        shares = self._sent(block) if sent else self._made(releaser, total, asked, block)
+        sides = {} if sent else weighing.sides(block)
+        shares = self._sent(block) if sent else self._made(releaser, total, asked, block, sides)
         usable = add_shares(total, shares, asked=len(asked.client_ids))
         # That its row was not finite a client says; anything else its share cannot be.
         tally.doubt(block.client_ids, usable, "malformed")
@@ -225,14 +234,6 @@ class Contributions:
         reported = self._weighs and self.example_counts is None
         return (*self.mechanism.side_names, *((self.weighted_by_key,) if reported else ()))
 
-    def _trusted(self, block: Block, asked: Asked, tally: Tally) -> Block:
-        """The clients of a block whose weights and scalars may enter the sum."""
-        unsound = self._weighing(asked).unsound(block)
-        for client, reason in unsound.items():
-            tally.reject(np.array([client]), reason)
-        keep = ~np.isin(block.client_ids, list(unsound))
-        return block if keep.all() else block.select(keep)
-
     def _weighing(self, asked: Asked) -> Weighing:
         counts = self.example_counts
         return Weighing(
@@ -244,14 +245,14 @@ class Contributions:
             asked=len(asked.client_ids),
         )
 
-    def _summing(self, asked: Asked, layout: Layout, state: State) -> ClientSumming:
+    def _summing(self, weighing: Weighing, layout: Layout, state: State) -> ClientSumming:
         return ClientSumming(
             self.mechanism,
             self.noise,
             self.denominator,
             layout,
             {name: tensor.cpu().numpy() for name, tensor in state.items()},
-            self._weighing(asked),
+            weighing,
         )
 
     def _source(self, purpose: Purpose, server_round: int, client: int = 0) -> NoiseSource:
@@ -277,7 +278,14 @@ class Contributions:
         bounding = self.mechanism.bounding_state(state, layout)
         return entries, {STATE_RECORD: array_record(bounding)}
 
-    def _made(self, releaser: Releaser, total: PartialSum, asked: Asked, block: Block) -> Shares:
+    def _made(
+        self,
+        releaser: Releaser,
+        total: PartialSum,
+        asked: Asked,
+        block: Block,
+        sides: Mapping[str, Floats],
+    ) -> Shares:
         assert block.rows is not None
         return share(
             self.mechanism,
@@ -291,7 +299,7 @@ class Contributions:
                 self._source(Purpose.SHARE, asked.round, client)
                 for client in block.client_ids.tolist()
             ],
-            sides=self._weighing(asked).sides(block),
+            sides=sides,
         )
 
     def _sent(self, block: Block) -> Shares:
@@ -312,3 +320,13 @@ class Contributions:
         if self.example_counts is None:
             return {}
         return {DECLARED_EXAMPLES: self.example_counts[client_ids].astype(int).tolist()}
+
+
+def _trusted(block: Block, weighing: Weighing, tally: Tally) -> Block:
+    """The clients of a block whose weights and scalars may enter the sum."""
+    unsound = weighing.unsound(block)
+    if not unsound:
+        return block
+    for client, reason in unsound.items():
+        tally.reject(np.array([client]), reason)
+    return block.select(~np.isin(block.client_ids, list(unsound)))

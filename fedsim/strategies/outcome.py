@@ -148,14 +148,16 @@ class Tally:
         known[known] = self._asked[position[known]] == block.client_ids[known]
         first = known.copy()
         first[known] = ~self._heard[position[known]]
+        keep = first & block.ok
+        self._heard[position[first]] = True
+        self._fate[position[keep]] = _USABLE
+        if keep.all():
+            return block
         self.unknown += int((~known).sum())
         self.duplicates += int((known & ~first).sum())
-        self._heard[position[first]] = True
-        self._fate[position[first & block.ok]] = _USABLE
         for client, reason in block.reasons.items():
             self._fail(position[first & (block.client_ids == client)], reason)
-        keep = first & block.ok
-        return block if keep.all() else block.select(keep)
+        return block.select(keep)
 
     def reject(self, client_ids: Ids, reason: Reason) -> None:
         """Say that these clients, heard of before, are not usable after all."""

@@ -28,7 +28,7 @@ class AloneSteps(Steps):
         self, bench: Bench, batches: Batches, round: int, seeds: Seeds | None = None
     ) -> None:
         super().__init__(bench, batches, round, seeds)
-        self._losses: list[Tensor] = []
+        self._seen = torch.zeros(batches.weight.shape, dtype=torch.float64)
 
     def run(
         self, start: Tensor, numbers: State, kept: Mapping[str, Tensor], present: Tensor
@@ -38,10 +38,10 @@ class AloneSteps(Steps):
         theta = torch.empty_like(start, memory_format=torch.contiguous_format)
         assert isinstance(step, LocalStep)  # it is captured on a GPU only
         for k, steps in enumerate(self.batches.steps.tolist()):
-            client = slice(k, k + 1)
+            client, row = slice(k, k + 1), theta[k : k + 1]
             # Not all rows at once: what a client has just been given is in the cache.
             state = self.start(
-                theta[client].copy_(start[client]),
+                row.copy_(start[client]),
                 {name: values[client] for name, values in numbers.items()},
                 {name: values[client] for name, values in kept.items()},
                 present[client],
@@ -49,8 +49,8 @@ class AloneSteps(Steps):
             with step.lent(self.bench.algorithm.point(state)):
                 self._walk(state, k, steps)
             end = self._end(state, 0)
-            if end.theta.data_ptr() != theta[client].data_ptr():
-                theta[client] = end.theta
+            if end.theta.data_ptr() != row.data_ptr():
+                row.copy_(end.theta)
             ended.append(end)
         return Ended.joined(ended, theta)
 
@@ -62,18 +62,23 @@ class AloneSteps(Steps):
             seeds = None if client_seeds is None else client_seeds.of_step(index, 1)[:, 0].tolist()
             examples, weight = self.index[client, index], self.weight[client, index]
             step = Step(self.round, index)
-            self._losses.append(self.bench.step(state, examples, weight, step, seeds))
+            self._seen[client, index] = self.bench.step(state, examples, weight, step, seeds)
+
+    @property
+    def seen(self) -> Tensor:
+        """Loss of each example of the steps taken, float64 ``[n, S, B]``, unweighted."""
+        return self._seen
 
     def mean_losses(self) -> Floats:
         """See `Steps`."""
-        losses = torch.cat(self._losses).double().numpy()
-        total = np.zeros(len(self.batches.steps))
-        first = 0
-        for k, steps in enumerate(self.batches.steps.tolist()):
-            weight = self.batches.weight[k, :steps]
-            sums = (losses[first : first + steps] * weight).sum(axis=1)
-            total[k] = (sums / np.maximum(weight.sum(axis=1), 1)).sum() / max(steps, 1)
-            first += steps
+        weight, steps = self.batches.weight, self.batches.steps
+        sums = (self.seen.numpy() * weight).sum(axis=2)
+        means = sums / np.maximum(weight.sum(axis=2), 1)
+        total = np.zeros(len(steps))
+        for count in set(steps.tolist()):
+            alike = steps == count
+            # Row by row in numpy, over its own steps: the same bytes whoever shares the block.
+            total[alike] = np.ascontiguousarray(means[alike, :count]).sum(axis=1) / max(count, 1)
         return total
 
 
@@ -85,6 +90,15 @@ class LayerSteps(AloneSteps):
         self.path = path
         targets = bench.data.targets(self.index, bench.dtype)
         self.batch_losses = self.path.losses(targets.flatten(0, 1), self.weight.flatten(0, 1))
+
+    def run(
+        self, start: Tensor, numbers: State, kept: Mapping[str, Tensor], present: Tensor
+    ) -> Ended:
+        """See `Steps`."""
+        try:
+            return super().run(start, numbers, kept, present)
+        finally:
+            self.path.leave()
 
     def _walk(self, state: State, k: int, steps: int) -> None:
         """All steps of client ``k``."""
@@ -102,7 +116,7 @@ class LayerSteps(AloneSteps):
                 gradient = path.gradient(point, x, self.batch_losses, first_batch + number)
                 step.take(state, gradient, Step(self.round, number))
 
-    def mean_losses(self) -> Floats:
-        """See `Steps`."""
-        self._losses = [self.batch_losses.seen()]
-        return super().mean_losses()
+    @property
+    def seen(self) -> Tensor:
+        """See `AloneSteps`."""
+        return self.batch_losses.seen().double().view(self.weight.shape)

@@ -60,6 +60,10 @@ class LocalRounds:
     told: Mapping[str, float] = field(default_factory=dict, init=False)
     _begun: Begun = field(default_factory=Begun, init=False)
 
+    def __post_init__(self) -> None:
+        # All of its modules; then, to go through them for each block would take longer than a step.
+        self.model.train()
+
     def enter(self, client_ids: Ints, round: int, randomness: Sequence[Randomness]) -> Entering:
         """These clients, as they go into a round."""
         sources = self._begun.sources(client_ids, round, randomness)
@@ -74,8 +78,8 @@ class LocalRounds:
         """
         first = 0
         while first < len(client_ids):
-            ahead = self.stepping.ahead(client_ids[first:])
-            ids = client_ids[first : first + max(ahead // size, 1) * size]
+            ahead = self.stepping.ahead(client_ids[first:], size)
+            ids = client_ids[first : first + (ahead or size)]
             sources = self._begun.sources(ids, round, [randomness] * len(ids))
             drawn = None
             if ahead:
@@ -112,12 +116,13 @@ class LocalRounds:
         named = {k: v.expand(n, -1) for k, v in received.named.items()}
         nothing = {k: torch.zeros_like(v) for k, v in named.items()}
         fitted = Fitted(start, self._metrics(entering), nothing)
-        self.model.train()
+        if not self.model.training:
+            self.model.train()
         for batches in self._batches(entering):
             members = batches.members
             positions = torch.from_numpy(members).to(start.device)
             everybody = np.array_equal(members, np.arange(n))
-            group = entering.of(members)
+            group = entering if everybody else entering.of(members)
             steps = self.stepping.steps(batches, group)
             # One start for all needs no rows of its own before steps write to it.
             as_it_is = everybody or start.stride(0) == 0

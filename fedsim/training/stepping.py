@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -36,8 +37,11 @@ class Stepping(Protocol):
     def reports_loss(self) -> bool:
         """Whether clients say what their training loss was."""
 
-    def ahead(self, client_ids: Ints) -> int:
-        """How many of these clients, the first ones, may draw their batches before they begin."""
+    def ahead(self, client_ids: Ints, size: int) -> int:
+        """How many of these clients, in blocks of ``size``, draw their batches before they begin.
+
+        The first ones, in whole blocks; none where each block draws when it begins.
+        """
 
     def batches(
         self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
@@ -67,16 +71,17 @@ class OpenStepping:
     draws: bool
     reports_loss = True
 
-    def ahead(self, client_ids: Ints) -> int:
+    def ahead(self, client_ids: Ints, size: int) -> int:
         """See `Stepping`; no more than there is room for."""
-        client_ids = client_ids[:MOST_AHEAD]
-        widest = max(
-            width(self.workload.work.batch_size, self.bench.data.size(i)) for i in client_ids
-        )
+        if size >= MOST_AHEAD:
+            return 0
+        client_ids = client_ids[: MOST_AHEAD // size * size]
+        sizes = [self.bench.data.size(i) for i in client_ids.tolist()]
+        widest = max(width(self.workload.work.batch_size, size) for size in sizes)
         # Each has room for as many steps as another takes.
         most_steps = np.maximum.accumulate(self.workload.steps(client_ids))
-        places = most_steps * np.arange(1, len(client_ids) + 1) * widest
-        return int((places <= PLACES_AHEAD).sum())
+        fit = int((most_steps * widest * np.arange(1, len(sizes) + 1) <= PLACES_AHEAD).sum())
+        return fit if fit == len(sizes) else fit // size * size
 
     def batches(
         self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
@@ -93,14 +98,24 @@ class OpenStepping:
 
     def steps(self, batches: Batches, entering: Entering) -> Steps:
         """See `Stepping`."""
-        on_cpu = self.bench.device.type == "cpu"
-        if isinstance(self.path, StackedPath) and self.path.alone:
-            return LayerSteps(self.bench, AlonePath(self.path), batches, entering.round)
-        if isinstance(self.path, LayeredPath) and on_cpu:
-            return LayerSteps(self.bench, self.path.one_by_one, batches, entering.round)
+        if self._by_layers is not None:
+            return LayerSteps(self.bench, self._by_layers, batches, entering.round)
         seeds = _seeds(entering) if self.draws else None
-        make = AloneSteps if isinstance(self.path, PlainPath) and on_cpu else Steps
+        make = AloneSteps if isinstance(self.path, PlainPath) and self._on_cpu else Steps
         return make(self.bench, batches, entering.round, seeds)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.bench.device.type == "cpu"
+
+    @cached_property
+    def _by_layers(self) -> AlonePath | None:
+        """The path of clients that go alone, layer by layer."""
+        if isinstance(self.path, StackedPath) and self.path.alone:
+            return AlonePath(self.path)
+        if isinstance(self.path, LayeredPath) and self._on_cpu:
+            return self.path.one_by_one
+        return None
 
 
 @dataclass(frozen=True)
@@ -132,7 +147,7 @@ class ReleasedStepping:
         """See `Stepping`."""
         return self.privacy.unprotected_metrics
 
-    def ahead(self, client_ids: Ints) -> int:
+    def ahead(self, client_ids: Ints, size: int) -> int:
         """Nobody: a client's ledger line is on disk before anything of its round is drawn."""
         return 0
 

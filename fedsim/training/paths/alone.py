@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim.clients.gradients import Dense, Factor, Factored, Gradient, Parts
@@ -111,13 +110,16 @@ class AlonePath:
     def __init__(self, path: StackedPath, front: ConvFront | None = None) -> None:
         self.layers: Sequence[DenseLayer] = path.layers
         self.packing = path.packing
-        self._stem, self._loss, self._front = path.stem, path.loss, front
+        self._path, self._front = path, front
+        self._stem, self._loss = path.stem, path.loss
+        self._of_classes = path.loss == CrossEntropy()
         self._dense = DenseLayers(path.layers)
         self._named: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def losses(self, y: Tensor, weight: Tensor) -> BatchLosses:
         """Of batches of targets ``y [S, B, ...]`` and weights ``[S, B]``."""
-        return BatchLosses(self._loss, y, weight, self.layers[-1].module.out_features)
+        classes = self.layers[-1].module.out_features if self._of_classes and y.dim() == 2 else None
+        return BatchLosses(self._loss, y, weight, classes)
 
     def features(self, x: Tensor) -> Sequence[Tensor]:
         """Inputs ``[B, ...]`` of what is trained, for each batch of ``x [S, B, ...]``."""
@@ -141,6 +143,15 @@ class AlonePath:
         assert delta is not None
         return OneFactored(way, self, self._front.backward(delta.view(features.shape), passed))
 
+    def leave(self) -> None:
+        """Let go of where it has been last."""
+        self._named = None
+        self._dense.leave()
+
+    def __reduce__(self) -> tuple[type[AlonePath], tuple[StackedPath, ConvFront | None]]:
+        # What is compiled stays in its process.
+        return AlonePath, (self._path, self._front)
+
     def named(self, theta: Tensor) -> dict[str, Tensor]:
         """All parameters at ``theta [1, D]``, by name."""
         if self._named is None or self._named[0] is not theta:
@@ -149,50 +160,51 @@ class AlonePath:
 
 
 class BatchLosses:
-    """Losses of batches that are gone through in some order, and where they lead.
+    """Losses of batches, each gone through at most once, and where they lead.
 
     Parameters
     ----------
     loss : Loss
     y : Tensor ``[S, B, ...]``
     weight : Tensor ``[S, B]``
-    outputs : int
-        Of the model.
+    classes : int or None
+        How many there are, where the loss is the cross-entropy of classes ``y [S, B]``.
     """
 
-    def __init__(self, loss: Loss, y: Tensor, weight: Tensor, outputs: int) -> None:
+    def __init__(self, loss: Loss, y: Tensor, weight: Tensor, classes: int | None) -> None:
         self._loss, self._y, self._weight = loss, y, weight
-        self._order: list[int] = []
-        self._seen: list[Tensor] = []
+        self._seen: dict[int, Tensor] = {}
         self._minus_weights: Sequence[Tensor] | None = None
-        if loss == CrossEntropy() and y.dim() == 2:
-            counts = y != IGNORED
-            self._classes = torch.where(counts, y, 0).unsqueeze(-1)
-            minus = torch.where(counts, weight, 0.0).neg_().unsqueeze(-1)
-            zeros = weight.new_zeros(*y.shape, outputs)
+        if classes is not None:
+            self._counts = y != IGNORED
+            self._classes = torch.where(self._counts, y, 0).unsqueeze(-1)
+            minus = torch.where(self._counts, weight, 0.0).neg_().unsqueeze(-1)
+            zeros = weight.new_zeros(*y.shape, classes)
             self._minus_weights = zeros.scatter_(-1, self._classes, minus).unbind(0)
+            self._log_p = torch.zeros_like(zeros)
+            self._log_ps = self._log_p.unbind(0)
 
     def delta(self, outputs: Tensor, batch: int) -> Tensor:
         """Gradient of the weighted loss of a batch with respect to its outputs."""
-        self._order.append(batch)
         if self._minus_weights is not None:
-            log_p = F.log_softmax(outputs, dim=-1)
-            self._seen.append(log_p)
             # What autograd would call, from the gradient of ``sum_j weight_j loss_j``.
-            minus = self._minus_weights[batch]
+            log_p, minus = self._log_ps[batch], self._minus_weights[batch]
+            torch._log_softmax(outputs, -1, False, out=log_p)
             return torch._log_softmax_backward_data(minus, log_p, -1, outputs.dtype)
         leaf = outputs.requires_grad_()
         with torch.enable_grad():
             losses = self._loss(leaf, self._y[batch])
             (delta,) = torch.autograd.grad((losses * self._weight[batch]).sum(), leaf)
-        self._seen.append(losses.detach())
+        self._seen[batch] = losses.detach()
         return delta
 
     def seen(self) -> Tensor:
-        """Loss of each example of the batches gone through, ``[s, B]``, unweighted."""
-        seen = torch.stack(self._seen)
-        if self._minus_weights is None:
-            return seen
-        order = torch.tensor(self._order)
-        losses = seen.gather(-1, self._classes[order]).squeeze(-1).neg_()
-        return torch.where(self._y[order] != IGNORED, losses, 0.0)
+        """Loss of each example, ``[S, B]``, unweighted; 0 of batches not gone through."""
+        if self._minus_weights is not None:
+            losses = self._log_p.gather(-1, self._classes).squeeze(-1).neg_()
+            return losses.masked_fill_(~self._counts, 0.0)
+        some = next(iter(self._seen.values()))
+        seen = some.new_zeros(len(self._y), *some.shape)
+        for batch, losses in self._seen.items():
+            seen[batch] = losses
+        return seen

@@ -98,6 +98,10 @@ class DenseLayers:
             self._batches[batch] = None if shapes is None else batch_of(shapes, batch, theta)
         return self._batches[batch]
 
+    def leave(self) -> None:
+        """Let go of the parameters that were viewed last."""
+        self._views = None
+
     def subtract(
         self, factors: Sequence[LayerFactors], theta: Tensor, rate: float, out: Tensor
     ) -> None:
