@@ -150,23 +150,21 @@ class AdadpLR(LocalAlgorithm):
         theta, eta, first = state["theta"], state["eta"], state.pop("first")
         hat = state["half"]
         gradient.subtract_from(hat, eta / 2)
-        reach = eta * first.peak()
-        err, peak = _error(theta, eta, first, gradient, state["peak"], reach)
-        finite = torch.isfinite(err)
-        undo = self.discard is not False
-        accept = finite & (err <= state["tol"]) if undo else finite
+        err, peak, moved = _error(theta, eta, first, gradient, state["peak"])
+        accept = err < torch.inf  # and no NaN
+        if self.discard is not False:
+            accept = accept & (err <= state["tol"])
         if self.keep == "full":
             first.subtract_from(theta, eta, out=hat)
         state["theta"], state["spare"] = _select(accept, hat, theta)
         state["half"] = state["theta"]
-        moved = peak + reach + eta * gradient.peak()
         state["peak"] = torch.where(accept, moved, peak)
         state["accepted"] = state["accepted"] + accept
         state["rejected"] = state["rejected"] + ~accept
         # tol / 0 is infinity, clamped; NaN means a step that was not finite.
-        ratio = torch.where(finite, power(state["tol"] / err, self.exponent), 0.0)
-        eta = eta * ratio.clamp(self.alpha_min, self.alpha_max)
-        state["eta"] = torch.minimum(eta.clamp(min=self.eta_min), state["eta_max"])
+        ratio = power(state["tol"] / err, self.exponent).nan_to_num_(nan=0.0)
+        eta = eta * ratio.clamp_(self.alpha_min, self.alpha_max)
+        state["eta"] = torch.minimum(eta.clamp_(min=self.eta_min), state["eta_max"])
 
     def finish(self, state: State) -> Tensor:
         """``theta``: a half step that waits for its second is dropped."""
@@ -182,36 +180,35 @@ def _select(accept: Tensor, new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
     """``new`` where accepted, else ``old``, bit for bit; and a buffer that is free again."""
     if accept.is_cuda:
         return torch.where(accept.unsqueeze(1), new, old), new
-    if bool(accept.all()):
+    taken: list[bool] = accept.tolist()
+    if all(taken):
         return new, old
-    for k in accept.nonzero().flatten().tolist():
-        old[k].copy_(new[k])
+    for k, client_takes in enumerate(taken):
+        if client_takes:
+            old[k].copy_(new[k])
     return old, new
 
 
 def _error(
-    theta: Tensor,
-    eta: Tensor,
-    first: Gradient,
-    second: Gradient,
-    peak: Tensor,
-    reach: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """``err [n]``, and a bound of ``|theta|`` no worse than ``peak [n]``.
+    theta: Tensor, eta: Tensor, first: Gradient, second: Gradient, peak: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``err [n]``, a bound of ``|theta|`` no worse than ``peak [n]``, and one of what is kept.
 
     ``full - hat`` is ``eta/2 (G2 - G1)``. Where no coordinate of ``full`` can exceed 1 its
     denominators are all 1, and the norm of the difference is all that is needed.
     """
     if theta.is_cuda:
-        return _dense_error(theta, eta, first, second), peak
+        return _dense_error(theta, eta, first, second), peak, peak
     err: Tensor = eta / 2 * second.distance(first)
-    bound = peak + reach
-    for k in (~(bound <= 1)).nonzero().flatten().tolist():
-        one = slice(k, k + 1)
-        peak[one] = _largest(theta[one])
-        if not bool(peak[k] + reach[k] <= 1):
-            err[one] = _dense_error(theta[one], eta[one], first[one], second[one])
-    return err, peak
+    reach = eta * first.peak()
+    within = peak + reach <= 1
+    if not bool(within.all()):
+        for k in (~within).nonzero().flatten().tolist():
+            one = slice(k, k + 1)
+            peak[one] = _largest(theta[one])
+            if not bool(peak[k] + reach[k] <= 1):
+                err[one] = _dense_error(theta[one], eta[one], first[one], second[one])
+    return err, peak, peak + reach + eta * second.peak()
 
 
 def _largest(theta: Tensor) -> Tensor:

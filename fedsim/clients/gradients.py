@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from fedsim.lazy import Tensor, torch
-from fedsim.rows.alignment import aligned_empty
+from fedsim.rows.alignment import aligned_empty, product
 from fedsim.rows.packing import Packing
 
-__all__ = ["Dense", "Factor", "Factored", "Gradient", "Parts"]
+__all__ = ["Dense", "Factor", "Factored", "Gradient", "Parts", "apart", "inner"]
 
 LARGE = 2**17  # bytes
 
@@ -171,9 +171,9 @@ class Factor:
 
     Attributes
     ----------
-    x : Tensor ``[n, B, in]``
-        Inputs of the layer.
-    delta : Tensor ``[n, B, out]``
+    x : Tensor ``[..., B, in]``
+        Inputs of the layer, of one client or of ``n``.
+    delta : Tensor ``[..., B, out]``
         Gradients of the loss with respect to its outputs, weighted.
     weight, bias : slice or None
         Where the parameters lie in a packed row; None for one that is not trained.
@@ -184,9 +184,43 @@ class Factor:
     weight: slice | None
     bias: slice | None
 
-    def __getitem__(self, clients: slice) -> Factor:
-        """Of these clients."""
+    def __getitem__(self, clients: slice | None) -> Factor:
+        """Of these clients; with None one client's as those of a block of one."""
         return Factor(self.x[clients], self.delta[clients], self.weight, self.bias)
+
+
+def inner(one: Sequence[Factor], other: Sequence[Factor]) -> Tensor:
+    """Inner products of two batches' examples' gradients, from their factors, ``[..., B, B]``.
+
+    ``(x_i . x_j) (delta_i . delta_j)``, added up over the layers: no weight gradient is written
+    down.
+    """
+    total, *others = [_of_layer(mine, theirs) for mine, theirs in zip(one, other, strict=True)]
+    for products in others:
+        total += products
+    return total
+
+
+def apart(square: Tensor, other: Tensor, between: Tensor) -> Tensor:
+    """How far two gradients are apart, from their squares and what is between them, ``[...]``.
+
+    The relative error grows with ``(|gradient| / distance)^2``: what is lost is far below what
+    moves a step.
+    """
+    return (square + other - 2 * between).clamp_(min=0).sqrt_()
+
+
+def _of_layer(one: Factor, other: Factor) -> Tensor:
+    products = _products(one.delta, other.delta)
+    if one.weight is not None:
+        inputs = _products(one.x, other.x)
+        products *= inputs if one.bias is None else inputs.add_(1)
+    return products
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """``a b^T``."""
+    return product(a, b.transpose(-1, -2))
 
 
 @dataclass(frozen=True)
@@ -241,35 +275,18 @@ class Factored:
                 torch.sub(theta[:, factor.bias], scaled.sum(1), out=into)
 
     def distance(self, other: Gradient) -> Tensor:
-        """From the factors: ``sum_ij (x_i . x_j) (delta_i . delta_j)`` over both batches.
-
-        A weight gradient is never written down. Its relative error grows with
-        ``(|self| / distance)^2``: what is lost is far below what moves a step.
-        """
+        """From the factors: see `inner`."""
         if not isinstance(other, Factored):
             return Dense(self.dense()).distance(other)
-        first = self.factors[0].delta
-        square = first.new_zeros(len(first))
-        for mine, theirs in zip(self.factors, other.factors, strict=True):
-            delta = _stacked(mine.delta, -theirs.delta)
-            if mine.weight is not None:
-                products = _gram(delta).mul_(_gram(_stacked(mine.x, theirs.x)))
-                square += products.flatten(1).sum(1)
-            if mine.bias is not None:
-                square += delta.sum(1).square().sum(1)
-        return square.clamp_(min=0).sqrt_()
+        return apart(self._inner(self), other._inner(other), self._inner(other))
 
     def norms(self) -> Tensor:
-        """From the factors, as `distance`: ``sum_ij (x_i . x_j) (delta_i . delta_j)``."""
-        first = self.factors[0].delta
-        square = first.new_zeros(len(first))
-        for factor in self.factors:
-            if factor.weight is not None:
-                products = _gram(_aligned(factor.delta)).mul_(_gram(_aligned(factor.x)))
-                square += products.flatten(1).sum(1)
-            if factor.bias is not None:
-                square += factor.delta.sum(1).square().sum(1)
-        return square.clamp_(min=0).sqrt_()
+        """From the factors: see `inner`."""
+        return self._inner(self).clamp_(min=0).sqrt_()
+
+    def _inner(self, other: Factored) -> Tensor:
+        """Inner product of the two gradients, ``[n]``."""
+        return inner(self.factors, other.factors).flatten(1).sum(1)
 
     def scaled(self, factors: Tensor) -> Factored:
         """The output gradients times the factors."""
@@ -294,21 +311,3 @@ def _pieces(block: Tensor) -> list[slice]:
     if block.is_cuda or block[0].numel() * block.element_size() < LARGE:
         return [slice(None)]
     return [slice(k, k + 1) for k in range(len(block))]
-
-
-def _aligned(a: Tensor) -> Tensor:
-    """A copy of ``a [n, B, w]``, each client on its line."""
-    return aligned_empty(a, *a.shape).copy_(a)
-
-
-def _stacked(a: Tensor, b: Tensor) -> Tensor:
-    """Two batches ``[n, B, w]`` one after the other, each client on its line."""
-    n, B, w = a.shape
-    out = aligned_empty(a, n, B + b.shape[1], w)
-    out[:, :B], out[:, B:] = a, b
-    return out
-
-
-def _gram(a: Tensor) -> Tensor:
-    """``a a^T [n, B, B]`` of ``a [n, B, w]``."""
-    return torch.bmm(a, a.transpose(1, 2), out=aligned_empty(a, len(a), a.shape[1], a.shape[1]))

@@ -6,7 +6,8 @@
 #include <stddef.h>
 #include <string.h>
 
-/* A product and its sum are one rounding, as they are in the library. */
+/* In products made here a product and its sum are one rounding, as they are in the library. */
+#pragma GCC push_options
 #pragma GCC optimize("fp-contract=fast")
 
 #define INLINE static inline __attribute__((always_inline))
@@ -195,6 +196,8 @@ static void inputs_of(const layer *l, int batch, const float *row, const float *
     }
 }
 
+#pragma GCC pop_options
+
 /* In float64 all products are the library's. */
 #define FLOAT(MADE) MADE
 #define DOUBLE(MADE)
@@ -282,6 +285,30 @@ static void inputs_of(const layer *l, int batch, const float *row, const float *
                 vector_product("n", &l->outputs, &batch, &alpha, deltas, &l->outputs, ones,       \
                                &next, &one, row + l->bias, &next);                                \
             x = buffer + l->values;                                                               \
+        }                                                                                         \
+    }                                                                                             \
+                                                                                                  \
+    /* Inner products of the examples' gradients of two batches, [batch, batch]: those of their   \
+       deltas times those of the layer's inputs (and a 1, for the bias), added up over the layers.\
+       They are the last of three matrices, `stride` apart; the others are room to work in. */    \
+    void inner_##TYPE(product_##TYPE *product, const layer *layers, int count, int batch,         \
+                      const TYPE *x, const TYPE *buffer, const TYPE *other_x,                     \
+                      const TYPE *other_buffer, TYPE *matrices, ptrdiff_t stride)                 \
+    {                                                                                             \
+        const TYPE one = 1, zero = 0;                                                             \
+        const size_t size = (size_t)batch * (size_t)batch;                                        \
+        TYPE *of_deltas = matrices, *of_inputs = matrices + stride, *total = of_inputs + stride;  \
+        for (const layer *last = layers + count - 1, *l = last; l >= layers; l--) {               \
+            const TYPE *inputs = l > layers ? buffer + (l - 1)->values : x;                       \
+            const TYPE *other_inputs = l > layers ? other_buffer + (l - 1)->values : other_x;     \
+            product("t", "n", &batch, &batch, &l->outputs, &one, other_buffer + l->deltas,        \
+                    &l->outputs, buffer + l->deltas, &l->outputs, &zero, of_deltas, &batch);      \
+            product("t", "n", &batch, &batch, &l->inputs, &one, other_inputs, &l->inputs, inputs, \
+                    &l->inputs, &zero, of_inputs, &batch);                                        \
+            for (size_t i = 0; i < size; i++) {                                                   \
+                TYPE inner = of_deltas[i] * (l->bias >= 0 ? of_inputs[i] + 1 : of_inputs[i]);     \
+                total[i] = l == last ? inner : total[i] + inner;                                  \
+            }                                                                                     \
         }                                                                                         \
     }
 

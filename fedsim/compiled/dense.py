@@ -127,6 +127,22 @@ class DenseBatch:
         """Of the last layer, ``[batch, outputs]``."""
         return buffer.as_strided(*self._last)
 
+    def inner(self, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
+        """Inner products of two batches' examples' gradients, ``[batch, batch]``.
+
+        Of each batch its inputs and its buffer.
+        """
+        stride = _rounded_up(self.batch**2, self.ones)
+        matrices = self.ones.new_empty(3 * stride)
+        self.blas.inner(
+            self.blas.product,
+            *self._layers,
+            *(tensor.data_ptr() for tensor in (*one, *other)),
+            matrices.data_ptr(),
+            stride,
+        )
+        return matrices.as_strided((self.batch, self.batch), (self.batch, 1), 2 * stride)
+
     def values(self, buffer: Tensor, layer: int) -> Tensor:
         """A layer's outputs ``[batch, outputs]``."""
         return self._part(buffer, layer, self.layers[layer].values)
@@ -147,6 +163,7 @@ class _Blas:
     forward: Callable[..., None]
     backward: Callable[..., None]
     update: Callable[..., None]
+    inner: Callable[..., None]
     product: int
     vector_product: int
     makes_few: bool
@@ -183,15 +200,20 @@ def _batch(
     shapes: Sequence[DenseShape], batch: int, like: Tensor, blas: _Blas, runs: Sequence[_Runs]
 ) -> DenseBatch:
     layers, size = (_Layer * len(shapes))(), 0
-    per_line = LINE // like.element_size()
     for layer, shape, run in zip(layers, shapes, runs, strict=True):
         layer.inputs, layer.outputs, layer.relu = shape.inputs, shape.outputs, shape.relu
         layer.run, layer.run_back = run
         layer.weight, layer.bias = shape.weight, shape.bias
-        length = -(-batch * shape.outputs // per_line) * per_line
+        length = _rounded_up(batch * shape.outputs, like)
         layer.values, layer.deltas = size, size + length
         size += 2 * length
     return DenseBatch(tuple(shapes), batch, layers, size, like.new_ones(batch), blas)
+
+
+def _rounded_up(size: int, like: Tensor) -> int:
+    """To whole lines of numbers as in ``like``."""
+    per_line = LINE // like.element_size()
+    return -(-size // per_line) * per_line
 
 
 @functools.cache
@@ -252,13 +274,15 @@ def _compiled() -> dict[bool, _Blas]:
 
 
 def _functions(compiled: ctypes.CDLL, products: ctypes.CDLL, name: str, letter: str) -> _Blas:
-    forward, backward, update = (
-        getattr(compiled, f"{function}_{name}") for function in ("forward", "backward", "update")
-    )
+    functions = forward, backward, update, inner = [
+        getattr(compiled, f"{function}_{name}")
+        for function in ("forward", "backward", "update", "inner")
+    ]
     forward.argtypes = (_POINTER, *_LAYERS, *[_POINTER] * 3)
     backward.argtypes = (_POINTER, *_LAYERS, *[_POINTER] * 4)
     update.argtypes = (*[_POINTER] * 2, *_LAYERS, *[_POINTER] * 5, _REALS[name])
-    for function in (forward, backward, update):
+    inner.argtypes = (_POINTER, *_LAYERS, *[_POINTER] * 5, ctypes.c_ssize_t)
+    for function in functions:
         function.restype = None
     product, vector_product = (
         ctypes.cast(getattr(products, f"{letter}{routine}_"), _POINTER).value
@@ -267,7 +291,7 @@ def _functions(compiled: ctypes.CDLL, products: ctypes.CDLL, name: str, letter: 
     assert product is not None
     assert vector_product is not None
     makes_few = name == "float" and bool(compiled.wide())
-    return _Blas(forward, backward, update, product, vector_product, makes_few)
+    return _Blas(forward, backward, update, inner, product, vector_product, makes_few)
 
 
 def _agrees(blas: _Blas, dtype: torch.dtype) -> bool:
@@ -309,6 +333,14 @@ def _agrees(blas: _Blas, dtype: torch.dtype) -> bool:
                 moved_bias = torch.addmv(bias, delta.t(), batch.ones, alpha=-0.3)
                 same.append(torch.equal(ended_bias, moved_bias))
         delta = torch.mm(delta, weights[i])
+    other_x, other = 2 * x, batch.forward(new, 2 * x)
+    batch.backward(new, other, drawn(12, 10), below=False)
+    total = x.new_zeros(len(x), len(x))
+    for i in range(len(shapes) - 1, -1, -1):
+        h, other_h = (batch.values(b, i - 1) for b in (buffer, other)) if i else (x, other_x)
+        inputs = torch.mm(h, other_h.t()).add_(shapes[i].bias >= 0)
+        total += torch.mm(batch.deltas(buffer, i), batch.deltas(other, i).t()) * inputs
+    same.append(torch.equal(batch.inner((x, buffer), (other_x, other)), total))
     return all(same) and below is not None and torch.equal(below, delta)
 
 

@@ -66,9 +66,9 @@ def test_rejection_restores_parameters_bit_for_bit():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("discard", [True, False])
-def test_a_step_that_is_not_finite_is_rejected_and_lowers_the_rate(bad, discard):
-    state = iterate(AdadpLR(lr=0.3, discard=discard), (0.5, 0.25), [(0.1, 0.1), (bad, 0.1)])
+@pytest.mark.parametrize("settings", [{}, {"discard": False}, {"tol": float("inf")}])
+def test_a_step_that_is_not_finite_is_rejected_and_lowers_the_rate(bad, settings):
+    state = iterate(AdadpLR(lr=0.3, **settings), (0.5, 0.25), [(0.1, 0.1), (bad, 0.1)])
     assert state["theta"][0].tolist() == [0.5, 0.25]
     assert state["eta"].item() == pytest.approx(0.27)
     assert state["rejected"].item() == 1

@@ -65,7 +65,7 @@ def batches(draw):
 
 
 def there_and_back(layers, row, x, delta):
-    """Kind of pass, and all that it leaves."""
+    """Kind of pass, all that it leaves, and what it makes of it beside another batch."""
     way = DenseLayers(layers).forward(row, x)
     outputs = way.outputs.clone()
     below = way.backward(delta, below=True)
@@ -73,8 +73,11 @@ def there_and_back(layers, row, x, delta):
     way.subtract_from(row, 0.3, into)
     way.subtract_from(inside, 0.3, inside)
     half = way.scaled(torch.full((1,), 0.5, dtype=row.dtype))
+    other = way.dense.forward(into, x.flip(0))
+    other.backward(delta, below=False)
+    products = [way.inner(way), way.inner(other), other.inner(half)]
     shares = [t for way in (way, half) for _, *factors in way.factors for t in factors]
-    return type(way), [outputs, below, into, inside, *shares]
+    return type(way), [outputs, below, into, inside, *products, *shares]
 
 
 @compiled

@@ -10,8 +10,12 @@ from torch import nn
 
 from fedsim.clients import SGD, AdadpLR, Adam, LocalAlgorithm
 from fedsim.randomness import Randomness
+from fedsim.rows import Layout
+from fedsim.rows.packing import Packing
+from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import ClientData, Trainer
 from fedsim.training.paths import passes, stacked
+from fedsim.training.paths.alone import AlonePath
 
 SIZES = [9, 0, 4, 1, 12, 7, 4]
 IDS = np.arange(len(SIZES))
@@ -112,12 +116,43 @@ def test_any_loss_and_targets_that_do_not_count_train_as_on_the_plain_path(
         )
 
 
-def test_frozen_parameters_stay_put_where_clients_train_alone() -> None:
+@pytest.mark.parametrize("algorithm", [SGD(lr=0.3), AdadpLR(lr=0.2, tol=0.5)], ids=repr)
+def test_frozen_parameters_stay_put_where_clients_train_alone(algorithm: LocalAlgorithm) -> None:
     changed = []
     for path in ("stacked", "plain"):
         model = make_mlp(dtype=torch.float64)
         linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
         linear[0].weight.requires_grad_(False)
         linear[-1].bias.requires_grad_(False)
-        changed.append(trained(path, SGD(lr=0.3), model=model)[0])
+        changed.append(trained(path, algorithm, model=model)[0])
     torch.testing.assert_close(*changed, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "a layer in between", "a bias"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_lengths_and_distances_from_factors_are_those_of_gradients_written_down(
+    frozen: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(passes, "batch_of", lambda *_: None)
+    model = nn.Sequential(
+        nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 8, bias=False), nn.ReLU(), nn.Linear(8, 5)
+    ).double()
+    model[2].requires_grad_(frozen != "a layer in between")
+    model[4].bias.requires_grad_(frozen != "a bias")
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    packing = Packing(Layout.of(trainable))
+    path = stacked.stack(model, packing, CrossEntropy(), 1)
+    assert path is not None
+    alone, generator = AlonePath(path), torch.Generator().manual_seed(0)
+    x = torch.randn(2, 6, 12, dtype=torch.float64, generator=generator)
+    losses = alone.losses(torch.arange(12).view(2, 6) % 5, torch.full((2, 6), 1 / 6).double())
+    theta = packing.pack(packing.layout.flatten(trainable).detach()[None])
+    first, second = (
+        alone.gradient(theta, features, losses, batch)
+        for batch, features in enumerate(alone.features(x))
+    )
+    difference = second.dense() - first.dense()
+    torch.testing.assert_close(second.distance(first), torch.linalg.vector_norm(difference, dim=1))
+    torch.testing.assert_close(first.norms(), torch.linalg.vector_norm(first.dense(), dim=1))
+    assert second.distance(second) == 0

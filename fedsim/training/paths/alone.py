@@ -7,12 +7,12 @@ client's nearly fill the cache, it takes its steps alone, by plain products of m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from fedsim.clients.gradients import Dense, Factor, Factored, Gradient, Parts
+from fedsim.clients.gradients import Dense, Factored, Gradient, Parts, apart
 from fedsim.tasks.losses import IGNORED, CrossEntropy, Loss
 from fedsim.training.paths.front import ConvFront
 from fedsim.training.paths.passes import DenseLayers, Pass
@@ -38,19 +38,11 @@ class OneFactored:
     way: Pass
     path: AlonePath
     convolved: Mapping[str, Tensor]
+    _known_square: Tensor | None = field(default=None, init=False)
 
     def __getitem__(self, clients: slice) -> Gradient:
         """Of this client, or of none."""
         return Dense(self.dense())[clients]
-
-    def _factored(self) -> Factored:
-        """Of the dense layers, as the gradient of a block of one."""
-        layers = self.path.layers
-        factors = [
-            Factor(x[None], delta[None], layers[i].weight, layers[i].bias)
-            for i, x, delta in self.way.factors
-        ]
-        return Factored(factors, self.path.packing)
 
     def _parts(self) -> Parts:
         """Of the convolutions, as the gradient of a block of one."""
@@ -58,7 +50,8 @@ class OneFactored:
 
     def dense(self) -> Tensor:
         """Write it out, ``[1, D]``."""
-        out = self._factored().dense()
+        factors = [factor[None] for factor in self.path.dense.trained(self.way.factors)]
+        out = Factored(factors, self.path.packing).dense()
         for name, part in self.convolved.items():
             out[0, self.path.packing.slices[name]].view(part.shape).copy_(part)
         return out
@@ -76,25 +69,34 @@ class OneFactored:
         """See `Factored`."""
         if not isinstance(other, OneFactored):
             return Dense(self.dense()).distance(other)
-        distance = self._factored().distance(other._factored())
+        distance = apart(self._square, other._square, self._inner(other))
         if self.convolved:
             distance = torch.hypot(distance, self._parts().distance(other._parts()))
         return distance
 
     def norms(self) -> Tensor:
         """See `Factored`."""
-        norms = self._factored().norms()
+        norms = self._square.clamp(min=0).sqrt_()
         return torch.hypot(norms, self._parts().norms()) if self.convolved else norms
+
+    def peak(self) -> Tensor:
+        """The norm, which is at hand: no coordinate is larger."""
+        return self.norms()
+
+    @property
+    def _square(self) -> Tensor:
+        if self._known_square is None:
+            self._known_square = self._inner(self)
+        return self._known_square
+
+    def _inner(self, other: OneFactored) -> Tensor:
+        """Inner product of the dense layers' gradients, ``[1]``."""
+        return self.way.inner(other.way).flatten().sum(0, keepdim=True)
 
     def scaled(self, factors: Tensor) -> OneFactored:
         """The output gradients times the one factor."""
         convolved = {name: part * factors for name, part in self.convolved.items()}
         return replace(self, way=self.way.scaled(factors), convolved=convolved)
-
-    def peak(self) -> Tensor:
-        """See `Factored`."""
-        peak = self._factored().peak()
-        return torch.maximum(peak, self._parts().peak()) if self.convolved else peak
 
 
 class AlonePath:
@@ -113,7 +115,7 @@ class AlonePath:
         self._path, self._front = path, front
         self._stem, self._loss = path.stem, path.loss
         self._of_classes = path.loss == CrossEntropy()
-        self._dense = DenseLayers(path.layers)
+        self.dense = DenseLayers(path.layers)
         self._named: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def losses(self, y: Tensor, weight: Tensor) -> BatchLosses:
@@ -134,11 +136,11 @@ class AlonePath:
         ``x`` are its `features`.
         """
         if self._front is None:
-            way = self._dense.forward(theta, x)
+            way = self.dense.forward(theta, x)
             way.backward(losses.delta(way.outputs, batch), below=False)
             return OneFactored(way, self, {})
         features, passed = self._front.forward(self.named(theta), x)
-        way = self._dense.forward(theta, features.flatten(1))
+        way = self.dense.forward(theta, features.flatten(1))
         delta = way.backward(losses.delta(way.outputs, batch), below=True)
         assert delta is not None
         return OneFactored(way, self, self._front.backward(delta.view(features.shape), passed))
@@ -146,7 +148,7 @@ class AlonePath:
     def leave(self) -> None:
         """Let go of where it has been last."""
         self._named = None
-        self._dense.leave()
+        self.dense.leave()
 
     def __reduce__(self) -> tuple[type[AlonePath], tuple[StackedPath, ConvFront | None]]:
         # What is compiled stays in its process.

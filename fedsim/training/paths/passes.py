@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from fedsim.clients.gradients import Factor, inner
 from fedsim.compiled.dense import DenseBatch, DenseShape, batch_of
 from fedsim.training.paths.stacked import ACTIVATIONS, DenseLayer
 
@@ -45,6 +46,9 @@ class Pass(Protocol):
 
     def subtract_from(self, theta: Tensor, rate: float, out: Tensor) -> None:
         """``theta [1, D] - rate * gradient`` of these layers, into ``out``."""
+
+    def inner(self, other: Pass) -> Tensor:
+        """Inner products of the examples' gradients with those of another batch, ``[B, B]``."""
 
     def scaled(self, factor: Tensor) -> Pass:
         """The same, with a gradient times ``factor [1]``."""
@@ -116,6 +120,19 @@ class DenseLayers:
                 ones = delta.new_ones(len(delta))
                 torch.addmv(bias, by_output, ones, alpha=-rate, out=new_bias)
 
+    def inner(self, one: Sequence[LayerFactors], other: Sequence[LayerFactors]) -> Tensor:
+        """See `Pass`."""
+        return inner(self.trained(one), self.trained(other))
+
+    def trained(self, factors: Sequence[LayerFactors]) -> list[Factor]:
+        """Those of layers that are trained, with where these lie in a row."""
+        layers = [(self.layers[i], x, delta) for i, x, delta in factors]
+        return [
+            Factor(x, delta, layer.weight, layer.bias)
+            for layer, x, delta in layers
+            if layer.weight or layer.bias
+        ]
+
     def viewed(self, theta: Tensor) -> list[Viewed]:
         """Parameters of each layer at ``theta [1, D]``."""
         # Most algorithms take one step after another in the same tensor.
@@ -178,6 +195,12 @@ class CompiledPass:
         else:
             self.dense.subtract(self.factors, theta, rate, out)
 
+    def inner(self, other: Pass) -> Tensor:
+        """See `Pass`."""
+        if isinstance(other, CompiledPass) and other.batch is self.batch:
+            return self.batch.inner((self.x, self.buffer), (other.x, other.buffer))
+        return self.dense.inner(self.factors, other.factors)
+
     def scaled(self, factor: Tensor) -> CompiledPass:
         """See `Pass`."""
         buffer = self.buffer.clone()
@@ -226,6 +249,10 @@ class LaunchedPass:
     def subtract_from(self, theta: Tensor, rate: float, out: Tensor) -> None:
         """See `Pass`."""
         self.dense.subtract(self.factors, theta, rate, out)
+
+    def inner(self, other: Pass) -> Tensor:
+        """See `Pass`."""
+        return self.dense.inner(self.factors, other.factors)
 
     def scaled(self, factor: Tensor) -> LaunchedPass:
         """See `Pass`."""
