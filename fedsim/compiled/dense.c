@@ -10,14 +10,6 @@
 #pragma GCC push_options
 #pragma GCC optimize("fp-contract=fast")
 
-#define INLINE static inline __attribute__((always_inline))
-
-enum { LANES = 16, EXAMPLES = 12, COLUMNS = 2 * LANES };
-
-typedef float lanes_t __attribute__((vector_size(64)));
-typedef float loose_t __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int places_t __attribute__((vector_size(64)));
-
 /* A linear layer and what follows it. `weight` (row by row, [outputs, inputs]) and `bias` (-1:
    none) are places in a client's row; `values` and `deltas` are places in the buffer, of a batch's
    outputs and of their gradients before the activation, both [batch, outputs]. A sum of products
@@ -28,15 +20,18 @@ typedef struct {
     ptrdiff_t weight, bias, values, deltas;
 } layer;
 
-/* Whether a processor has the registers that the products below are made for. */
-int wide(void)
-{
-#ifdef __AVX512F__
-    return 1;
-#else
-    return 0;
-#endif
-}
+#if defined(__AVX512F__) && !defined(__clang__)
+/* Products of 4 to 12 examples, for processors that have the registers. */
+
+#define INLINE static inline __attribute__((always_inline))
+#define MAKES_FEW 1
+#define FLOAT(MADE) MADE
+
+enum { LANES = 16, EXAMPLES = 12, COLUMNS = 2 * LANES };
+
+typedef float lanes_t __attribute__((vector_size(64)));
+typedef float loose_t __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int places_t __attribute__((vector_size(64)));
 
 INLINE lanes_t from(const float *x) { return *(const loose_t *)x; }
 INLINE void put(float *x, lanes_t values) { *(loose_t *)x = values; }
@@ -169,7 +164,7 @@ INLINE void some_inputs(const int examples, const float *weight, const float *de
     case 12: CALL(12); break;                                                                     \
     }
 
-/* Outputs [batch, outputs] of 4 to 12 examples, sixteen at a time; the last ones along with some
+/* Outputs [batch, outputs], sixteen at a time; the last ones along with some
    before them. */
 static void outputs_of(const layer *l, int batch, const float *row, const float *x, float *outputs)
 {
@@ -196,11 +191,21 @@ static void inputs_of(const layer *l, int batch, const float *row, const float *
     }
 }
 
+#else
+#define MAKES_FEW 0
+#define FLOAT(MADE)
+#endif
+
 #pragma GCC pop_options
 
 /* In float64 all products are the library's. */
-#define FLOAT(MADE) MADE
 #define DOUBLE(MADE)
+
+/* Whether products of few examples are made here, of float32. */
+int makes_few(void)
+{
+    return MAKES_FEW;
+}
 
 #define LAYERS_OF(TYPE, ONLY)                                                                     \
     typedef void product_##TYPE(const char *, const char *, const int *, const int *, const int *, \

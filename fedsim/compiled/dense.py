@@ -290,7 +290,7 @@ def _functions(compiled: ctypes.CDLL, products: ctypes.CDLL, name: str, letter: 
     )
     assert product is not None
     assert vector_product is not None
-    makes_few = name == "float" and bool(compiled.wide())
+    makes_few = name == "float" and bool(compiled.makes_few())
     return _Blas(forward, backward, update, inner, product, vector_product, makes_few)
 
 
