@@ -28,7 +28,7 @@ from fedsim.mechanisms.base import (
 )
 from fedsim.mechanisms.drawing import NoiseSource, normals
 from fedsim.mechanisms.partial import PartialSum, SegmentSum, Terms
-from fedsim.privacy.noise import Noise, NoiseState, top_up_multiplier
+from fedsim.privacy.noise import Noise, NoiseState, check_split, top_up_multiplier
 from fedsim.rows.exact import GridSum
 from fedsim.rows.layout import Layout
 
@@ -84,8 +84,8 @@ class Releaser:
     Raises
     ------
     FedsimError
-        If a denominator is not positive, the noise cannot be split among the segments, or it is
-        correlated over rounds and the mechanism changes with them.
+        If a denominator is not positive, the noise cannot be split among the segments or is split
+        into less, or it is correlated over rounds and the mechanism changes with them.
     """
 
     def __init__(
@@ -108,10 +108,14 @@ class Releaser:
             )
         self.mechanism, self.layout, self.noise = mechanism, layout, noise
         splits = {r: mechanism.noise_multipliers(noise.multiplier, r, layout) for r in numbers}
+        segments = mechanism.cover(layout)
+        for split in splits.values():
+            vectors = [f"{segment.prefix}sum" for segment in segments]
+            check_split(noise.multiplier, split, vectors, mechanism)
         self._splits = [splits[r] for r in numbers]
         self._one = np.ndim(denominator) == 0
         self._terms = Terms(
-            segments=mechanism.cover(layout),
+            segments=segments,
             sides=mechanism.sides,
             split=self._splits[0],
             owners=None if self._one else len(numbers),

@@ -8,7 +8,7 @@ in float64, before any rounding to a grid: rounding errors must never enter a re
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ __all__ = [
     "Noise",
     "NoiseState",
     "Sampled",
+    "check_split",
     "part_multiplier",
     "share_multiplier",
     "top_up_multiplier",
@@ -132,6 +133,41 @@ def part_multiplier(noise_multiplier: float, shares: tuple[float, ...]) -> float
     for share in shares:
         noise_multiplier = noise_multiplier / math.sqrt(share) if share > 0 else math.inf
     return noise_multiplier
+
+
+def check_split(
+    noise_multiplier: float, split: Mapping[str, float], vectors: Iterable[str], of: object
+) -> None:
+    """Raise unless what a release consists of is, taken together, as noisy as is charged for.
+
+    Parameters
+    ----------
+    noise_multiplier : float
+        What is charged.
+    split : mapping of name to float
+        Noise multipliers; infinite for what is not released.
+    vectors : iterable of str
+        Those of them that always are.
+    of : object
+        Whose split it is.
+
+    Raises
+    ------
+    FedsimError
+        If ``sum_j 1/z_j^2`` exceeds ``1/z^2``, or a vector is not released.
+    """
+    for name in vectors:
+        if not split.get(name, math.inf) < math.inf:
+            raise FedsimError(f"split of {of} gives no noise multiplier to '{name}'; it must.")
+    if noise_multiplier == 0:
+        return
+    squares = sum(z**-2 if z > 0 else math.inf for z in split.values())
+    if not squares <= noise_multiplier**-2 * (1 + 1e-9):
+        raise FedsimError(
+            f"split of {of} makes {dict(split)} of a noise multiplier of {noise_multiplier:g}; "
+            f"they protect no better than one of {squares**-0.5:g} (the sum of their 1/z^2 may "
+            "not exceed its)."
+        )
 
 
 def share_multiplier(noise_multiplier: float, asked: int) -> float:

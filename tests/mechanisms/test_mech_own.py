@@ -85,3 +85,27 @@ def test_a_scalar_cannot_have_the_name_of_what_is_released_beside_it():
         mechanism = PrivateScalar(QuantileClipping(bit_noise=0.5), name=name)
         with pytest.raises(FedsimError, match=f"the scalar '{name}' has the name"):
             Releaser(mechanism, layout, noise=Independent(1.0), denominator=20.0)
+
+
+@pytest.mark.parametrize(
+    ("split", "told"),
+    [
+        ({"sum": 0.2}, "protect no better than one of 0.2"),
+        ({"sum": 0.0}, "protect no better than one of 0 "),
+        ({"sum": 1.0, "bit": 1.0}, "protect no better than one of 0.707107"),
+        ({"sum": float("nan")}, "no noise multiplier to 'sum'"),
+        ({"sum": float("inf")}, "no noise multiplier to 'sum'"),
+        ({"bit": 1.0}, "no noise multiplier to 'sum'"),
+    ],
+)
+def test_a_bound_that_splits_noise_into_less_than_is_charged_is_refused(split, told):
+    class Splitting(Clipping):
+        def split(self, noise_multiplier, denominator):
+            return split
+
+    layout = Layout.of({"row": torch.zeros(3)})
+    with pytest.raises(FedsimError, match=told):
+        Releaser(Splitting(1.0), layout, noise=Independent(1.0), denominator=20.0)
+    inside = PerLayer(Splitting(1.0))
+    with pytest.raises(FedsimError, match=told.replace("'sum'", "'0.sum'")):
+        Releaser(inside, layout, noise=Independent(1.0), denominator=20.0)
