@@ -6,9 +6,11 @@ given, so a client's bits would depend on where in a block it lies.
 
 from __future__ import annotations
 
+import numpy as np
+
 from fedsim.lazy import Tensor, torch
 
-__all__ = ["LINE", "aligned_double", "aligned_empty", "product"]
+__all__ = ["LINE", "aligned_double", "aligned_empty", "empty_rows", "product"]
 
 LINE = 64  # bytes
 
@@ -36,3 +38,16 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if a.dim() == 2:
         return a @ b
     return torch.bmm(a, b, out=aligned_empty(a, len(a), a.shape[1], b.shape[2]))
+
+
+def empty_rows(n: int, d: int, dtype: torch.dtype) -> Tensor:
+    """Rows ``[n, d]`` in a CPU's memory, uninitialised, that start on a cache line.
+
+    Blocks of rows come and go. What one leaves the next one of its size fits into, as numpy asks
+    for no more than that; torch asks for room to align it besides, which there is not, so that
+    glibc finds ever new memory. And numpy asks for large pages where there are any.
+    """
+    size = n * d * dtype.itemsize
+    room = torch.from_numpy(np.empty(size + LINE, dtype=np.uint8))
+    first = -room.data_ptr() % LINE
+    return room[first : first + size].view(dtype).view(n, d)

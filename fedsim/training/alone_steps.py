@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedsim.clients.base import State, Step
+from fedsim.rows.alignment import empty_rows
 from fedsim.training.batches import Batches
 from fedsim.training.hidden_draws import Seeds
 from fedsim.training.local_step import LocalStep
@@ -35,7 +36,7 @@ class AloneSteps(Steps):
     ) -> Ended:
         """See `Steps`."""
         ended, step = [], self.bench.step
-        theta = torch.empty_like(start, memory_format=torch.contiguous_format)
+        theta = empty_rows(len(start), start.shape[1], start.dtype)
         assert isinstance(step, LocalStep)  # it is captured on a GPU only
         for k, steps in enumerate(self.batches.steps.tolist()):
             client, row = slice(k, k + 1), theta[k : k + 1]
