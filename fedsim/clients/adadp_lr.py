@@ -132,9 +132,12 @@ class AdadpLR(LocalAlgorithm):
             gradient.subtract_from(theta, eta * at.number(self._post))
         elif at.index % 2 == 0:
             # The old theta stays as it is: it is what a rejected iteration returns to.
-            spare = state.pop("spare", None)
-            half = torch.zeros_like(theta) if spare is None else spare
-            gradient.subtract_from(theta, eta / 2, out=half)
+            half = state.pop("spare", None)
+            if half is None:
+                half = theta.clone()
+                gradient.subtract_from(half, eta / 2)
+            else:
+                gradient.subtract_from(theta, eta / 2, out=half)
             state["half"], state["first"] = half, gradient
         else:
             self._second(state, gradient)
