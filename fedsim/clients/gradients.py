@@ -8,15 +8,15 @@ and output gradients of each layer) and folds them into whatever they are subtra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from fedsim.lazy import Tensor, torch
 from fedsim.rows.alignment import aligned_empty, product
 from fedsim.rows.packing import Packing
 
-__all__ = ["Dense", "Factor", "Factored", "Gradient", "Parts", "apart", "inner"]
+__all__ = ["Dense", "Factor", "Factored", "Gradient", "Held", "OfOne", "Parts", "apart", "inner"]
 
 LARGE = 2**17  # bytes
 
@@ -87,6 +87,37 @@ class Dense:
         torch.addcmul(theta, self.values, rate.unsqueeze(1), value=-1, out=into)
 
 
+class OfOne(Mapping[str, Tensor]):
+    """One client's tensors ``[*shape]`` by name, as those of a block of one: ``[1, *shape]``."""
+
+    def __init__(self, named: Mapping[str, Tensor]) -> None:
+        self.named = named
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.named[name].unsqueeze(0)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.named)
+
+    def __len__(self) -> int:
+        return len(self.named)
+
+
+class Held(NamedTuple):
+    """One client's packed row ``[1, D]``, whose parameters are at hand as views of it.
+
+    Attributes
+    ----------
+    row : Tensor ``[1, D]``
+    views, gradients : list of Tensor ``[*shape]``
+        Of the parameters that have a gradient.
+    """
+
+    row: Tensor
+    views: list[Tensor]
+    gradients: list[Tensor]
+
+
 @dataclass(frozen=True)
 class Parts:
     """Gradients written out parameter by parameter, as autograd gives them.
@@ -96,13 +127,13 @@ class Parts:
     parts : mapping of name to Tensor ``[n, *shape]``
         A parameter that is missing has no gradient.
     packing : Packing
-    held : (Tensor ``[1, D]``, mapping of name to Tensor ``[1, *shape]``), optional
-        One client's packed row, and the parameters as views of it, where they are at hand.
+    held : Held, optional
+        The row that they are gradients at, if its parameters are at hand.
     """
 
     parts: Mapping[str, Tensor]
     packing: Packing
-    held: tuple[Tensor, Mapping[str, Tensor]] | None = None
+    held: Held | None = None
 
     def __getitem__(self, clients: slice) -> Parts:
         """Of these clients."""
@@ -118,9 +149,8 @@ class Parts:
 
     def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
         """One multiply-add for each parameter."""
-        if out is None and self.held is not None and theta is self.held[0]:
-            views = [self.held[1][name] for name in self.parts]
-            torch._foreach_add_(views, list(self.parts.values()), alpha=-float(rate))
+        if out is None and self.held is not None and theta is self.held.row:
+            torch._foreach_add_(self.held.views, self.held.gradients, alpha=-float(rate))
             return
         into = theta if out is None else out
         for name, packed in self.packing.slices.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -57,13 +57,27 @@ class AloneSteps(Steps):
 
     def _walk(self, state: State, k: int, steps: int) -> None:
         """All steps of client ``k``."""
-        client = slice(k, k + 1)
+        data, dtype, step = self.bench.data, self.bench.dtype, self.bench.step
+        assert isinstance(step, LocalStep)  # it is captured on a GPU only
         client_seeds = None if self.seeds is None else self.seeds.of_client(k)
-        for index in range(steps):
-            seeds = None if client_seeds is None else client_seeds.of_step(index, 1)[:, 0].tolist()
-            examples, weight = self.index[client, index], self.weight[client, index]
-            step = Step(self.round, index)
-            self._seen[client, index] = self.bench.step(state, examples, weight, step, seeds)
+        seeds: list[int] | None = None
+        for together in self._gathered(steps):
+            index, weight = self.index[k : k + 1, together], self.weight[k : k + 1, together]
+            x, y = data.inputs(index, dtype), data.targets(index, dtype)
+            losses = []
+            batches = zip(x.unbind(1), y.unbind(1), weight.unbind(1), strict=True)
+            for number, batch in enumerate(batches, together.start):
+                if client_seeds is not None:
+                    seeds = client_seeds.of_step(number, 1)[:, 0].tolist()
+                losses.append(step.on(state, *batch, Step(self.round, number), seeds))
+            self._seen[k, together] = torch.cat(losses).double()
+
+    def _gathered(self, steps: int) -> Iterator[slice]:
+        """Which of a client's batches are gathered at once."""
+        batch_bytes = self.bench.data.x[:1].nbytes * self.index.shape[2]
+        at_once = max(1, GATHERED // max(batch_bytes, 1))
+        for start in range(0, steps, at_once):
+            yield slice(start, min(start + at_once, steps))
 
     @property
     def seen(self) -> Tensor:
@@ -105,13 +119,9 @@ class LayerSteps(AloneSteps):
         """All steps of client ``k``."""
         bench, algorithm, path, step = self.bench, self.bench.algorithm, self.path, self.bench.step
         assert isinstance(step, LocalStep)  # it is captured on a GPU only
-        first_batch, batch_bytes = (
-            k * self.index.shape[1],
-            bench.data.x[:1].nbytes * self.index.shape[2],
-        )
-        at_once = max(1, GATHERED // max(batch_bytes, 1))
-        for start in range(0, steps, at_once):
-            index = self.index[k, start : min(start + at_once, steps)]
+        first_batch = k * self.index.shape[1]
+        for together in self._gathered(steps):
+            index, start = self.index[k, together], together.start
             for number, x in enumerate(path.features(bench.data.inputs(index, bench.dtype)), start):
                 point = algorithm.point(state)
                 gradient = path.gradient(point, x, self.batch_losses, first_batch + number)

@@ -69,7 +69,20 @@ class LocalStep:
         Tensor ``[n, B]``
             Loss of each example, unweighted.
         """
-        gradient, losses = self.gradient(self.algorithm.point(state), index, weight, seeds)
+        x, y = self.data.inputs(index, self.dtype), self.data.targets(index, self.dtype)
+        return self.on(state, x, y, weight, step, seeds)
+
+    def on(
+        self,
+        state: State,
+        x: Tensor,
+        y: Tensor,
+        weight: Tensor,
+        step: Step,
+        seeds: Sequence[int] | None = None,
+    ) -> Tensor:
+        """The same, of examples that are there, ``[n, B, ...]``."""
+        gradient, losses = self.gradient(self.algorithm.point(state), x, y, weight, seeds)
         if self.statistics is None:
             self.take(state, gradient, step)
             return losses
@@ -90,10 +103,9 @@ class LocalStep:
         self.algorithm.step(state, gradient, step)
 
     def gradient(
-        self, point: Tensor, index: Tensor, weight: Tensor, seeds: Sequence[int] | None = None
+        self, point: Tensor, x: Tensor, y: Tensor, weight: Tensor, seeds: Sequence[int] | None
     ) -> tuple[Gradient, Tensor]:
         """Gradients and losses of these examples, each client's at its own ``point [n, D]``."""
-        x, y = self.data.inputs(index, self.dtype), self.data.targets(index, self.dtype)
         if seeds is not None:
             assert isinstance(self.path, PlainPath)
             return self.path.gradient(point, x, y, weight, seeds)

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients.gradients import Gradient, Parts
+from fedsim.clients.gradients import Gradient, Held, OfOne, Parts
 from fedsim.models.calling import call_with
 from fedsim.models.local_norm import statistics_of
 from fedsim.rows.packing import Packing, channels_last
@@ -26,7 +26,7 @@ __all__ = ["PlainPath"]
 Views = dict[str, Tensor]
 
 
-class Held:
+class Lending:
     """Lends a model's trained parameters to one client's packed row.
 
     They are views of the row meanwhile: what is subtracted from it is subtracted from the model,
@@ -40,25 +40,27 @@ class Held:
         self._viewed: tuple[Tensor, Views] | None = None
         self._lent: tuple[Tensor, Views] | None = None
 
-    @contextmanager
-    def at(self, theta: Tensor) -> Iterator[Views]:
+    def at(self, theta: Tensor) -> AbstractContextManager[Views]:
         """With the parameters in ``theta [1, D]``; after it they are what they were before.
 
         Yields
         ------
-        mapping of name to Tensor ``[1, *shape]``
+        mapping of name to Tensor ``[*shape]``
             Views of the row.
         """
         if self._lent is not None and self._lent[0] is theta:
-            yield self._lent[1]
-            return
+            return nullcontext(self._lent[1])
+        return self._lending(theta)
+
+    @contextmanager
+    def _lending(self, theta: Tensor) -> Iterator[Views]:
         if self._viewed is None or self._viewed[0] is not theta:
-            self._viewed = theta, self._packing.named(theta)
+            self._viewed = theta, self._packing.named(theta[0])
         lent_before, self._lent = self._lent, self._viewed
         views = self._viewed[1]
         values_before = [parameter.data for parameter in self.parameters.values()]
         for name, parameter in self.parameters.items():
-            parameter.data = views[name][0]
+            parameter.data = views[name]
         try:
             yield views
         finally:
@@ -122,33 +124,35 @@ class PlainPath:
 
     def lent(self, theta: Tensor) -> AbstractContextManager[object]:
         """Let the model hold ``theta [1, D]`` for many gradients there, if it does so at all."""
-        return self._held.at(theta) if self._holds(theta) else nullcontext()
+        return self._lending.at(theta) if self._holds(theta) else nullcontext()
 
     @cached_property
-    def _held(self) -> Held:
-        return Held(self.model, self.packing)
+    def _lending(self) -> Lending:
+        return Lending(self.model, self.packing)
 
     def _held_gradient(
         self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor, seed: int | None
     ) -> tuple[Gradient, Tensor]:
         """`gradient` of one client on a CPU, whose row the model holds."""
-        held = self._held
-        parameters = held.parameters
-        with held.at(theta) as views, torch.enable_grad(), seeded(seed, theta.device):
-            real = self._real(weight)
-            real_losses = self.loss(self.model(self._placed(x[real])), y[real])
+        parameters = self._lending.parameters
+        drawing = nullcontext() if seed is None else seeded(seed, theta.device)
+        with self._lending.at(theta) as views, torch.enable_grad(), drawing:
+            inputs, targets, weights = x, y, weight
+            if self._mixes:
+                real = weight > 0
+                inputs, targets, weights = x[real], y[real], weight[real]
+            losses = self.loss(self.model(self._placed(inputs)), targets)
+            # Of their sum, each times its weight.
             gradients = torch.autograd.grad(
-                (real_losses * weight[real]).sum(), list(parameters.values()), allow_unused=True
+                losses, list(parameters.values()), weights, allow_unused=True
             )
-        losses = real_losses.detach()
+        losses = losses.detach()
         if self._mixes:
             losses = torch.zeros_like(weight).masked_scatter(weight > 0, losses)
-        parts = {
-            name: gradient.unsqueeze(0)
-            for name, gradient in zip(parameters, gradients, strict=True)
-            if gradient is not None
-        }
-        return Parts(parts, self.packing, (theta, views)), losses.unsqueeze(0)
+        pairs = zip(parameters, gradients, strict=True)
+        named = {name: gradient for name, gradient in pairs if gradient is not None}
+        held = Held(theta, [views[name] for name in named], list(named.values()))
+        return Parts(OfOne(named), self.packing, held), losses.unsqueeze(0)
 
     def outputs(
         self, theta: Tensor, x: Tensor, seeds: Sequence[int | None] | None = None
