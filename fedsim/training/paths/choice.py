@@ -52,7 +52,7 @@ PathName = Literal["auto", "plain", "func", "stacked", "layered"]
 CAPTURED = ("stacked", "func")
 
 # What a block may take: about what a core's share of the cache holds, and a corner of a GPU.
-CPU_BYTES = 6 * 2**20
+CPU_BYTES = 8 * 2**20
 CUDA_BYTES = 2**31
 SMALL_BYTES = 2**18
 MOST_CLIENTS = {"cpu": 256, "cuda": 4096}
