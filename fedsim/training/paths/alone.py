@@ -205,8 +205,7 @@ class BatchLosses:
         if self._minus_weights is not None:
             losses = self._log_p.gather(-1, self._classes).squeeze(-1).neg_()
             return losses.masked_fill_(~self._counts, 0.0)
-        some = next(iter(self._seen.values()))
-        seen = some.new_zeros(len(self._y), *some.shape)
+        seen = self._weight.new_zeros(self._weight.shape)
         for batch, losses in self._seen.items():
             seen[batch] = losses
         return seen
