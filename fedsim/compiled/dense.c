@@ -11,14 +11,22 @@
 #pragma GCC optimize("fp-contract=fast")
 
 /* A linear layer and what follows it. `weight` (row by row, [outputs, inputs]) and `bias` (-1:
-   none) are places in a client's row; `values` and `deltas` are places in the buffer, of a batch's
+   none) are places in a client's row; `values` and `deltas` are places in its buffer, of a batch's
    outputs and of their gradients before the activation, both [batch, outputs]. A sum of products
    is made in runs of `run` products, and of `run_back` on the way back, each added to those before
-   it (0: by the library). */
+   it (0: by the library); `folds`: so is what is subtracted. */
 typedef struct {
-    int inputs, outputs, relu, run, run_back;
+    int inputs, outputs, relu, run, run_back, folds;
     ptrdiff_t weight, bias, values, deltas;
 } layer;
+
+/* Layers that batches of one size go through; of a client's buffer its size, and where there is
+   room for [batch, outputs] of any layer. */
+typedef struct {
+    const layer *layers;
+    int count, batch;
+    ptrdiff_t size, room;
+} network;
 
 #if defined(__AVX512F__) && !defined(__clang__)
 /* Products of 4 to 12 examples, for processors that have the registers. */
@@ -52,21 +60,22 @@ INLINE lanes_t everywhere(float x) { return x - (lanes_t){0}; }
 #define ODD_QUARTERS(a, b)                                                                        \
     __builtin_shuffle(a, b, (places_t){4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31})
 
-/* Sixteen columns of sixteen rows that lie `stride` apart. */
-INLINE void transpose(const float *rows, ptrdiff_t stride, lanes_t *columns)
+/* Sixteen columns of sixteen rows that lie `stride` apart; of fewer rows with the last one in the
+   place of those that are missing. */
+INLINE void transpose(const float *rows, int count, ptrdiff_t stride, lanes_t *columns)
 {
     lanes_t four[4][4]; /* of four rows columns j, 4 + j, 8 + j and 12 + j, a quarter each */
+#define ROW(i) from(rows + ((i) < count ? (i) : count - 1) * stride)
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-        const float *row = rows + 4 * i * stride;
-        lanes_t a = from(row), b = from(row + stride);
-        lanes_t c = from(row + 2 * stride), d = from(row + 3 * stride);
+        lanes_t a = ROW(4 * i), b = ROW(4 * i + 1), c = ROW(4 * i + 2), d = ROW(4 * i + 3);
         lanes_t low = LOW(a, b), high = HIGH(a, b), low_next = LOW(c, d), high_next = HIGH(c, d);
         four[i][0] = LOW_PAIRS(low, low_next);
         four[i][1] = HIGH_PAIRS(low, low_next);
         four[i][2] = LOW_PAIRS(high, high_next);
         four[i][3] = HIGH_PAIRS(high, high_next);
     }
+#undef ROW
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
         lanes_t even = EVEN_QUARTERS(four[0][j], four[1][j]);
@@ -80,8 +89,9 @@ INLINE void transpose(const float *rows, ptrdiff_t stride, lanes_t *columns)
     }
 }
 
-/* The sixteen outputs of rows `weight` [16, inputs], for x [examples, inputs]. */
-INLINE void some_outputs(const int examples, const float *weight, const float *bias,
+/* Outputs of `rows` rows `weight` [rows, inputs], sixteen or fewer, for x [examples, inputs]; of
+   sixteen numbers at `bias`, and into as many at `outputs`. */
+INLINE void some_outputs(const int examples, int rows, const float *weight, const float *bias,
                          const float *x, ptrdiff_t inputs, ptrdiff_t run, float *outputs,
                          ptrdiff_t stride)
 {
@@ -92,7 +102,7 @@ INLINE void some_outputs(const int examples, const float *weight, const float *b
         for (int i = 0; i < examples; i++)
             sum[i] = (lanes_t){0};
         for (; k + LANES <= end; k += LANES) {
-            transpose(weight + k, inputs, columns);
+            transpose(weight + k, rows, inputs, columns);
 #pragma GCC unroll 16
             for (int j = 0; j < LANES; j++)
 #pragma GCC unroll 12
@@ -101,7 +111,7 @@ INLINE void some_outputs(const int examples, const float *weight, const float *b
         }
         if (k < end) {
             /* A whole register's, of which those before have been added. */
-            transpose(weight + end - LANES, inputs, last);
+            transpose(weight + end - LANES, rows, inputs, last);
             for (; k < end; k++)
 #pragma GCC unroll 12
                 for (int i = 0; i < examples; i++)
@@ -164,15 +174,41 @@ INLINE void some_inputs(const int examples, const float *weight, const float *de
     case 12: CALL(12); break;                                                                     \
     }
 
-/* Outputs [batch, outputs], sixteen at a time; the last ones along with some
-   before them. */
+/* Fewer than sixteen outputs, of any batch that is not smaller than 4. */
+static void narrow_outputs_of(const layer *l, int batch, const float *row, const float *x,
+                              float *outputs)
+{
+    const size_t bytes = (size_t)l->outputs * sizeof(float);
+    float bias[LANES] = {0}, wide[EXAMPLES * LANES];
+    if (l->bias >= 0)
+        memcpy(bias, row + l->bias, bytes);
+    for (int left = batch, pieces = (batch + EXAMPLES - 1) / EXAMPLES; left; pieces--) {
+        int examples = left / pieces;
+#define CALL(N)                                                                                   \
+    some_outputs(N, l->outputs, row + l->weight, l->bias < 0 ? NULL : bias, x, l->inputs, l->run, \
+                 wide, LANES)
+        OF_EXAMPLES(examples, CALL)
+#undef CALL
+        for (int i = 0; i < examples; i++, outputs += l->outputs)
+            memcpy(outputs, wide + i * LANES, bytes);
+        x += (ptrdiff_t)examples * l->inputs;
+        left -= examples;
+    }
+}
+
+/* Outputs [batch, outputs], sixteen at a time; the last ones along with some before them. */
 static void outputs_of(const layer *l, int batch, const float *row, const float *x, float *outputs)
 {
+    if (l->outputs < LANES) {
+        narrow_outputs_of(l, batch, row, x, outputs);
+        return;
+    }
     for (int first = 0; first < l->outputs; first += LANES) {
         int o = first + LANES <= l->outputs ? first : l->outputs - LANES;
         const float *weight = row + l->weight + (ptrdiff_t)o * l->inputs;
         const float *bias = l->bias < 0 ? NULL : row + l->bias + o;
-#define CALL(N) some_outputs(N, weight, bias, x, l->inputs, l->run, outputs + o, l->outputs)
+#define CALL(N)                                                                                   \
+    some_outputs(N, LANES, weight, bias, x, l->inputs, l->run, outputs + o, l->outputs)
         OF_EXAMPLES(batch, CALL)
 #undef CALL
     }
@@ -189,6 +225,43 @@ static void inputs_of(const layer *l, int batch, const float *row, const float *
         OF_EXAMPLES(batch, CALL)
 #undef CALL
     }
+}
+
+/* `weight` [outputs, inputs] less the products of deltas [examples, outputs] and x [examples,
+   inputs], summed over the examples: into `into`, which may be `weight`. */
+INLINE void some_folded(const int examples, ptrdiff_t inputs, ptrdiff_t outputs, const float *x,
+                        const float *deltas, const float *weight, float *into)
+{
+    ptrdiff_t k = 0;
+    for (; k + LANES <= inputs; k += LANES) {
+        lanes_t columns[EXAMPLES];
+#pragma GCC unroll 12
+        for (int i = 0; i < examples; i++)
+            columns[i] = from(x + i * inputs + k);
+        for (ptrdiff_t o = 0; o < outputs; o++) {
+            lanes_t sum = {0};
+#pragma GCC unroll 12
+            for (int i = 0; i < examples; i++)
+                sum += everywhere(deltas[i * outputs + o]) * columns[i];
+            put(into + o * inputs + k, from(weight + o * inputs + k) - sum);
+        }
+    }
+    for (; k < inputs; k++)
+        for (ptrdiff_t o = 0; o < outputs; o++) {
+            float sum = 0;
+            for (int i = 0; i < examples; i++)
+                sum += deltas[i * outputs + o] * x[i * inputs + k];
+            into[o * inputs + k] = weight[o * inputs + k] - sum;
+        }
+}
+
+static void fold(const layer *l, int batch, const float *x, const float *deltas, const float *old,
+                 float *row)
+{
+#define CALL(N)                                                                                   \
+    some_folded(N, l->inputs, l->outputs, x, deltas, old + l->weight, row + l->weight)
+    OF_EXAMPLES(batch, CALL)
+#undef CALL
 }
 
 #else
@@ -208,46 +281,53 @@ int makes_few(void)
 }
 
 #define LAYERS_OF(TYPE, ONLY)                                                                     \
-    typedef void product_##TYPE(const char *, const char *, const int *, const int *, const int *, \
+    typedef void product_##TYPE(const char *, const char *, const int *, const int *, const int *,\
                                 const TYPE *, const TYPE *, const int *, const TYPE *,            \
                                 const int *, const TYPE *, TYPE *, const int *);                  \
     typedef void vector_product_##TYPE(const char *, const int *, const int *, const TYPE *,      \
                                        const TYPE *, const int *, const TYPE *, const int *,      \
                                        const TYPE *, TYPE *, const int *);                        \
                                                                                                   \
-    /* Outputs of all layers for inputs x [batch, inputs]. */                                     \
-    void forward_##TYPE(product_##TYPE *product, const layer *layers, int count, int batch,       \
-                        const TYPE *row, const TYPE *x, TYPE *buffer)                             \
+    /* Outputs of all layers for inputs xs [clients, batch, inputs], which lie `x_stride` apart,  \
+       as rows lie `stride` apart. */                                                             \
+    void forward_##TYPE(product_##TYPE *product, const network *net, int clients,                 \
+                        const TYPE *row, ptrdiff_t stride, const TYPE *xs, ptrdiff_t x_stride,    \
+                        TYPE *buffer)                                                             \
     {                                                                                             \
         const TYPE one = 1, zero = 0;                                                             \
-        for (const layer *l = layers; l < layers + count; l++) {                                  \
-            TYPE *outputs = buffer + l->values;                                                   \
-            size_t size = (size_t)batch * (size_t)l->outputs;                                     \
-            if (l->run) {                                                                         \
-                ONLY(outputs_of(l, batch, row, x, outputs);)                                      \
-            } else {                                                                              \
-                if (l->bias >= 0)                                                                 \
-                    for (int example = 0; example < batch; example++)                             \
-                        memcpy(outputs + (size_t)example * (size_t)l->outputs, row + l->bias,     \
-                               (size_t)l->outputs * sizeof(TYPE));                                \
-                product("t", "n", &l->outputs, &batch, &l->inputs, &one, row + l->weight,         \
-                        &l->inputs, x, &l->inputs, l->bias >= 0 ? &one : &zero, outputs,          \
-                        &l->outputs);                                                             \
+        const int batch = net->batch;                                                             \
+        for (; clients; clients--, row += stride, xs += x_stride, buffer += net->size) {          \
+            const TYPE *x = xs;                                                                   \
+            for (const layer *l = net->layers; l < net->layers + net->count; l++) {               \
+                TYPE *outputs = buffer + l->values;                                               \
+                size_t size = (size_t)batch * (size_t)l->outputs;                                 \
+                if (l->run) {                                                                     \
+                    ONLY(outputs_of(l, batch, row, x, outputs);)                                  \
+                } else {                                                                          \
+                    if (l->bias >= 0)                                                             \
+                        for (int example = 0; example < batch; example++)                         \
+                            memcpy(outputs + (size_t)example * (size_t)l->outputs,                \
+                                   row + l->bias, (size_t)l->outputs * sizeof(TYPE));             \
+                    product("t", "n", &l->outputs, &batch, &l->inputs, &one, row + l->weight,     \
+                            &l->inputs, x, &l->inputs, l->bias >= 0 ? &one : &zero, outputs,      \
+                            &l->outputs);                                                         \
+                }                                                                                 \
+                if (l->relu)                                                                      \
+                    for (size_t i = 0; i < size; i++)                                             \
+                        outputs[i] = outputs[i] < 0 ? 0 : outputs[i];                             \
+                x = outputs;                                                                      \
             }                                                                                     \
-            if (l->relu)                                                                          \
-                for (size_t i = 0; i < size; i++)                                                 \
-                    outputs[i] = outputs[i] < 0 ? 0 : outputs[i];                                 \
-            x = outputs;                                                                          \
         }                                                                                         \
     }                                                                                             \
                                                                                                   \
-    /* Gradients of all layers' outputs, from `delta` [batch, outputs] of what the last one gives;\
-       and of the inputs, where `below` [batch, inputs] is given. */                              \
-    void backward_##TYPE(product_##TYPE *product, const layer *layers, int count, int batch,      \
-                         const TYPE *row, TYPE *buffer, const TYPE *delta, TYPE *below)           \
+    /* Gradients of one client's outputs of all layers, from `delta` [batch, outputs] of what the \
+       last one gives; and of the inputs, where `below` [batch, inputs] is given. */              \
+    static void back_##TYPE(product_##TYPE *product, const network *net, const TYPE *row,         \
+                            TYPE *buffer, const TYPE *delta, TYPE *below)                         \
     {                                                                                             \
         const TYPE one = 1, zero = 0;                                                             \
-        for (const layer *l = layers + count - 1; l >= layers; l--) {                             \
+        const int batch = net->batch;                                                             \
+        for (const layer *l = net->layers + net->count - 1; l >= net->layers; l--) {              \
             TYPE *deltas = buffer + l->deltas;                                                    \
             const TYPE *values = buffer + l->values;                                              \
             size_t size = (size_t)batch * (size_t)l->outputs;                                     \
@@ -256,7 +336,7 @@ int makes_few(void)
                     deltas[i] = values[i] <= 0 ? 0 : delta[i];                                    \
             else if (delta != deltas)                                                             \
                 memcpy(deltas, delta, size * sizeof(TYPE));                                       \
-            TYPE *next = l > layers ? buffer + (l - 1)->deltas : below;                           \
+            TYPE *next = l > net->layers ? buffer + (l - 1)->deltas : below;                      \
             if (!next)                                                                            \
                 break;                                                                            \
             if (l->run_back) {                                                                    \
@@ -268,15 +348,27 @@ int makes_few(void)
         }                                                                                         \
     }                                                                                             \
                                                                                                   \
-    /* What is left of a row, `old`, less a gradient times -`alpha`: into `row`, which may be     \
-       `old`. `ones` has `batch` of them. */                                                      \
+    /* The same of all clients, whose `delta` and `below` lie one after another. */               \
+    void backward_##TYPE(product_##TYPE *product, const network *net, int clients,                \
+                         const TYPE *row, ptrdiff_t stride, TYPE *buffer, const TYPE *delta,      \
+                         TYPE *below)                                                             \
+    {                                                                                             \
+        const int outputs = net->layers[net->count - 1].outputs, inputs = net->layers->inputs;    \
+        for (int c = 0; c < clients; c++)                                                         \
+            back_##TYPE(product, net, row + c * stride, buffer + c * net->size,                   \
+                        delta + (ptrdiff_t)c * net->batch * outputs,                              \
+                        below ? below + (ptrdiff_t)c * net->batch * inputs : NULL);               \
+    }                                                                                             \
+                                                                                                  \
+    /* What is left of one client's row, `old`, less a gradient times -`alpha`: into `row`, which \
+       may be `old`. `ones` has `batch` of them. */                                               \
     void update_##TYPE(product_##TYPE *product, vector_product_##TYPE *vector_product,            \
-                       const layer *layers, int count, int batch, const TYPE *old, TYPE *row,     \
-                       const TYPE *x, const TYPE *buffer, const TYPE *ones, TYPE alpha)           \
+                       const network *net, const TYPE *old, TYPE *row, const TYPE *x,             \
+                       const TYPE *buffer, const TYPE *ones, TYPE alpha)                          \
     {                                                                                             \
         const TYPE one = 1;                                                                       \
-        const int next = 1;                                                                       \
-        for (const layer *l = layers; l < layers + count; l++) {                                  \
+        const int next = 1, batch = net->batch;                                                   \
+        for (const layer *l = net->layers; l < net->layers + net->count; l++) {                   \
             const TYPE *deltas = buffer + l->deltas;                                              \
             if (old != row) {                                                                     \
                 memcpy(row + l->weight, old + l->weight,                                          \
@@ -293,17 +385,61 @@ int makes_few(void)
         }                                                                                         \
     }                                                                                             \
                                                                                                   \
+    /* The sum of `count` numbers that lie `stride` apart. */                                     \
+    static TYPE sum_##TYPE(const TYPE *x, int count, ptrdiff_t stride)                            \
+    {                                                                                             \
+        TYPE sum = 0;                                                                             \
+        for (; count; count--, x += stride)                                                       \
+            sum += *x;                                                                            \
+        return sum;                                                                               \
+    }                                                                                             \
+                                                                                                  \
+    /* Rows of all clients, each less its rate times its gradient; likewise. */                   \
+    void subtract_##TYPE(product_##TYPE *product, const network *net, int clients,                \
+                         const TYPE *rates, const TYPE *old, ptrdiff_t old_stride, TYPE *row,     \
+                         ptrdiff_t stride, const TYPE *xs, ptrdiff_t x_stride, TYPE *buffer)      \
+    {                                                                                             \
+        const TYPE one = 1, minus = -1;                                                           \
+        const int batch = net->batch;                                                             \
+        for (int c = 0; c < clients; c++, old += old_stride, row += stride, buffer += net->size) {\
+            const TYPE *x = xs + c * x_stride;                                                    \
+            TYPE *scaled = buffer + net->room;                                                    \
+            for (const layer *l = net->layers; l < net->layers + net->count; l++) {               \
+                const TYPE *deltas = buffer + l->deltas;                                          \
+                size_t size = (size_t)batch * (size_t)l->outputs;                                 \
+                for (size_t i = 0; i < size; i++)                                                 \
+                    scaled[i] = deltas[i] * rates[c];                                             \
+                if (l->folds) {                                                                   \
+                    ONLY(fold(l, batch, x, scaled, old, row);)                                    \
+                } else {                                                                          \
+                    if (old != row)                                                               \
+                        memcpy(row + l->weight, old + l->weight,                                  \
+                               (size_t)l->inputs * (size_t)l->outputs * sizeof(TYPE));            \
+                    product("n", "t", &l->inputs, &l->outputs, &batch, &minus, x, &l->inputs,     \
+                            scaled, &l->outputs, &one, row + l->weight, &l->inputs);              \
+                }                                                                                 \
+                if (l->bias >= 0)                                                                 \
+                    for (int o = 0; o < l->outputs; o++)                                          \
+                        row[l->bias + o] = old[l->bias + o]                                       \
+                            - sum_##TYPE(scaled + o, batch, l->outputs);                          \
+                x = buffer + l->values;                                                           \
+            }                                                                                     \
+        }                                                                                         \
+    }                                                                                             \
+                                                                                                  \
     /* Inner products of the examples' gradients of two batches, [batch, batch]: those of their   \
        deltas times those of the layer's inputs (and a 1, for the bias), added up over the layers.\
        They are the last of three matrices, `stride` apart; the others are room to work in. */    \
-    void inner_##TYPE(product_##TYPE *product, const layer *layers, int count, int batch,         \
-                      const TYPE *x, const TYPE *buffer, const TYPE *other_x,                     \
-                      const TYPE *other_buffer, TYPE *matrices, ptrdiff_t stride)                 \
+    void inner_##TYPE(product_##TYPE *product, const network *net, const TYPE *x,                 \
+                      const TYPE *buffer, const TYPE *other_x, const TYPE *other_buffer,          \
+                      TYPE *matrices, ptrdiff_t stride)                                           \
     {                                                                                             \
         const TYPE one = 1, zero = 0;                                                             \
+        const layer *layers = net->layers, *last = layers + net->count - 1;                       \
+        const int batch = net->batch;                                                             \
         const size_t size = (size_t)batch * (size_t)batch;                                        \
         TYPE *of_deltas = matrices, *of_inputs = matrices + stride, *total = of_inputs + stride;  \
-        for (const layer *last = layers + count - 1, *l = last; l >= layers; l--) {               \
+        for (const layer *l = last; l >= layers; l--) {                                           \
             const TYPE *inputs = l > layers ? buffer + (l - 1)->values : x;                       \
             const TYPE *other_inputs = l > layers ? other_buffer + (l - 1)->values : other_x;     \
             product("t", "n", &batch, &batch, &l->outputs, &one, other_buffer + l->deltas,        \

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,18 +19,20 @@ from typing import NamedTuple
 from fedsim.compiled.building import library
 from fedsim.lazy import Tensor, torch
 
-__all__ = ["DenseBatch", "DenseShape", "batch_of"]
+__all__ = ["NARROW", "DenseBatch", "DenseShape", "batch_of", "blocks_of"]
 
 FEW = range(4, 13)
 """Examples of which products are made here, where the processor has the registers."""
 COLUMNS = 32
 """Fewest inputs and outputs of these."""
+NARROW = 16
+"""In a block, layers with fewer outputs have as many all the same, which nobody looks at: libraries
+have better products for these."""
 RUN = 192
 """Longest run of a sum's products that the usual library adds up at once, of float32."""
 LINE = 64  # bytes: a library picks its kernel by where a matrix lies, and torch's lie on a line
 
-_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int
-_LAYERS = (_POINTER, _NUMBER, _NUMBER)
+_POINTER = ctypes.c_void_p
 _REALS = {"float": ctypes.c_float, "double": ctypes.c_double}
 
 
@@ -46,8 +48,19 @@ class DenseShape(NamedTuple):
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int) for name in ("inputs", "outputs", "relu", "run", "run_back")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("inputs", "outputs", "relu", "run", "run_back", "folds")
+        ),
         *((name, ctypes.c_ssize_t) for name in ("weight", "bias", "values", "deltas")),
+    ]
+
+
+class _Network(ctypes.Structure):
+    _fields_ = [
+        ("layers", ctypes.POINTER(_Layer)),
+        *((name, ctypes.c_int) for name in ("count", "batch")),
+        *((name, ctypes.c_ssize_t) for name in ("size", "room")),
     ]
 
 
@@ -61,13 +74,13 @@ class DenseBatch:
     shapes: Sequence[DenseShape]
     batch: int
     layers: ctypes.Array[_Layer]
-    size: int
+    network: _Network
     ones: Tensor
     blas: _Blas
 
     @cached_property
-    def _layers(self) -> tuple[int, int, int]:
-        return ctypes.addressof(self.layers), len(self.layers), self.batch
+    def _network(self) -> int:
+        return ctypes.addressof(self.network)
 
     @cached_property
     def _last(self) -> tuple[tuple[int, int], tuple[int, int], int]:
@@ -83,15 +96,30 @@ class DenseBatch:
                 return False
         return True
 
+    def takes_all(self, *blocks: Tensor) -> bool:
+        """The same of blocks ``[n, ...]``, which may have gaps between clients."""
+        dtype = self.ones.dtype
+        return all(block.dtype is dtype and block[0].is_contiguous() for block in blocks)
+
     def forward(self, row: Tensor, x: Tensor) -> Tensor:
         """All outputs for ``x [batch, inputs]`` at a packed ``row [1, D]``: a buffer."""
+        buffer = self.ones.new_empty(self.network.size)
+        self._forward(1, row, 0, x, 0, buffer)
+        return buffer
+
+    def forward_all(self, rows: Tensor, x: Tensor) -> Tensor:
+        """For ``x [n, batch, inputs]`` at packed ``rows [n, D]``: their buffers, ``[n, size]``."""
+        buffers = self.ones.new_empty(len(rows), self.network.size)
+        self._forward(len(rows), rows, rows.stride(0), x, x.stride(0), buffers)
+        return buffers
+
+    def _forward(
+        self, n: int, rows: Tensor, stride: int, x: Tensor, x_stride: int, buffers: Tensor
+    ) -> None:
         # Asking tells the library, in this thread, how many threads torch lets products take.
         torch.get_num_threads()
-        buffer = self.ones.new_empty(self.size)
-        self.blas.forward(
-            self.blas.product, *self._layers, row.data_ptr(), x.data_ptr(), buffer.data_ptr()
-        )
-        return buffer
+        places = rows.data_ptr(), stride, x.data_ptr(), x_stride, buffers.data_ptr()
+        self.blas.forward(self.blas.product, self._network, n, *places)
 
     def backward(self, row: Tensor, buffer: Tensor, delta: Tensor, *, below: bool) -> Tensor | None:
         """Put gradients of all outputs into the buffer, from ``delta`` of the last ones.
@@ -99,28 +127,49 @@ class DenseBatch:
         ``below``: give that of the inputs, ``[batch, inputs]``.
         """
         inputs = delta.new_empty(self.batch, self.shapes[0].inputs) if below else None
-        self.blas.backward(
-            self.blas.product,
-            *self._layers,
-            row.data_ptr(),
-            buffer.data_ptr(),
-            delta.data_ptr(),
-            None if inputs is None else inputs.data_ptr(),
-        )
+        self._backward(1, row, 0, buffer, delta, None if inputs is None else inputs.data_ptr())
         return inputs
+
+    def backward_all(self, rows: Tensor, buffers: Tensor, delta: Tensor) -> None:
+        """The same, of n clients: ``delta [n, batch, outputs]``."""
+        self._backward(len(rows), rows, rows.stride(0), buffers, delta, None)
+
+    def _backward(
+        self, n: int, rows: Tensor, stride: int, buffers: Tensor, delta: Tensor, below: int | None
+    ) -> None:
+        places = rows.data_ptr(), stride, buffers.data_ptr(), delta.data_ptr(), below
+        self.blas.backward(self.blas.product, self._network, n, *places)
 
     def update(self, old: Tensor, row: Tensor, x: Tensor, buffer: Tensor, alpha: float) -> None:
         """Put the layers at ``old [1, D]`` plus ``alpha`` times their gradient into ``row``."""
         self.blas.update(
             self.blas.product,
             self.blas.vector_product,
-            *self._layers,
+            self._network,
             old.data_ptr(),
             row.data_ptr(),
             x.data_ptr(),
             buffer.data_ptr(),
             self.ones.data_ptr(),
             alpha,
+        )
+
+    def subtract_all(
+        self, rates: Tensor, old: Tensor, rows: Tensor, x: Tensor, buffers: Tensor
+    ) -> None:
+        """Put the layers at ``old [n, D]`` less ``rates [n]`` times gradients into ``rows``."""
+        self.blas.subtract(
+            self.blas.product,
+            self._network,
+            len(rows),
+            rates.data_ptr(),
+            old.data_ptr(),
+            old.stride(0),
+            rows.data_ptr(),
+            rows.stride(0),
+            x.data_ptr(),
+            x.stride(0),
+            buffers.data_ptr(),
         )
 
     def outputs(self, buffer: Tensor) -> Tensor:
@@ -136,7 +185,7 @@ class DenseBatch:
         matrices = self.ones.new_empty(3 * stride)
         self.blas.inner(
             self.blas.product,
-            *self._layers,
+            self._network,
             *(tensor.data_ptr() for tensor in (*one, *other)),
             matrices.data_ptr(),
             stride,
@@ -144,7 +193,7 @@ class DenseBatch:
         return matrices.as_strided((self.batch, self.batch), (self.batch, 1), 2 * stride)
 
     def values(self, buffer: Tensor, layer: int) -> Tensor:
-        """A layer's outputs ``[batch, outputs]``."""
+        """A layer's outputs ``[batch, outputs]``, or of n clients' buffers ``[n, ...]``."""
         return self._part(buffer, layer, self.layers[layer].values)
 
     def deltas(self, buffer: Tensor, layer: int) -> Tensor:
@@ -152,8 +201,9 @@ class DenseBatch:
         return self._part(buffer, layer, self.layers[layer].deltas)
 
     def _part(self, buffer: Tensor, layer: int, first: int) -> Tensor:
-        outputs = self.shapes[layer].outputs
-        return buffer.as_strided((self.batch, outputs), (outputs, 1), first)
+        outputs, lead = self.shapes[layer].outputs, buffer.shape[:-1]
+        strides = (*buffer.stride()[:-1], outputs, 1)
+        return buffer.as_strided((*lead, self.batch, outputs), strides, first)
 
 
 @dataclass(frozen=True)
@@ -163,6 +213,7 @@ class _Blas:
     forward: Callable[..., None]
     backward: Callable[..., None]
     update: Callable[..., None]
+    subtract: Callable[..., None]
     inner: Callable[..., None]
     product: int
     vector_product: int
@@ -174,6 +225,7 @@ class _Runs(NamedTuple):
 
     forward: int = 0
     back: int = 0
+    folds: bool = False
 
 
 def batch_of(shapes: Sequence[DenseShape], batch: int, like: Tensor) -> DenseBatch | None:
@@ -182,9 +234,7 @@ def batch_of(shapes: Sequence[DenseShape], batch: int, like: Tensor) -> DenseBat
     A matrix of one row or one column can be said in two ways; those are left to torch.
     """
     narrow = min(batch, *(min(shape.inputs, shape.outputs) for shape in shapes)) < 2
-    if narrow or like.is_cuda or like.dtype not in (torch.float32, torch.float64):
-        return None
-    blas = _compiled().get(like.dtype == torch.float64)
+    blas = None if narrow or like.is_cuda else _compiled().get(like.dtype)
     if blas is None:
         return None
     runs = [
@@ -196,18 +246,46 @@ def batch_of(shapes: Sequence[DenseShape], batch: int, like: Tensor) -> DenseBat
     return _batch(shapes, batch, like, blas, runs)
 
 
+def blocks_of(shapes: Sequence[DenseShape], batch: int, like: Tensor) -> Iterator[DenseBatch]:
+    """Ways through these layers for so many examples of each of a block's clients, fastest first.
+
+    Where a layer has few outputs (`NARROW`) they are made as if there were that many. Which way
+    gives the library's bytes is for the caller to try.
+    """
+    blas = None if like.is_cuda else _compiled().get(like.dtype)
+    # A library makes no sum over more examples than that at once.
+    if blas is None or not 2 <= batch <= RUN:
+        return
+    few = blas.makes_few and torch.get_num_threads() == 1
+    narrow = [like.dtype == torch.float32 and shape.outputs < NARROW for shape in shapes]
+    if any(narrow) and not (few and batch >= FEW.start and all(s.inputs >= NARROW for s in shapes)):
+        return
+    runs = [
+        _Runs(RUN)
+        if is_narrow
+        else _runs(shape.inputs, shape.outputs, batch, shape.bias >= 0)
+        if few
+        else _Runs()
+        for is_narrow, shape in zip(narrow, shapes, strict=True)
+    ]
+    if few and batch in FEW:
+        yield _batch(shapes, batch, like, blas, [run._replace(folds=True) for run in runs])
+    yield _batch(shapes, batch, like, blas, runs)
+
+
 def _batch(
     shapes: Sequence[DenseShape], batch: int, like: Tensor, blas: _Blas, runs: Sequence[_Runs]
 ) -> DenseBatch:
-    layers, size = (_Layer * len(shapes))(), 0
+    layers, size, room = (_Layer * len(shapes))(), 0, 0
     for layer, shape, run in zip(layers, shapes, runs, strict=True):
         layer.inputs, layer.outputs, layer.relu = shape.inputs, shape.outputs, shape.relu
-        layer.run, layer.run_back = run
+        layer.run, layer.run_back, layer.folds = run
         layer.weight, layer.bias = shape.weight, shape.bias
         length = _rounded_up(batch * shape.outputs, like)
         layer.values, layer.deltas = size, size + length
-        size += 2 * length
-    return DenseBatch(tuple(shapes), batch, layers, size, like.new_ones(batch), blas)
+        size, room = size + 2 * length, max(room, length)
+    network = _Network(layers, len(shapes), batch, size + room, size)
+    return DenseBatch(tuple(shapes), batch, layers, network, like.new_ones(batch), blas)
 
 
 def _rounded_up(size: int, like: Tensor) -> int:
@@ -233,7 +311,7 @@ def _runs(inputs: int, outputs: int, batch: int, biased: bool) -> _Runs:
         for width in (inputs, outputs)
         for flat in [torch.randn(batch * width + 1, generator=generator)]
     )
-    blas = _compiled()[False]
+    blas = _compiled()[torch.float32]
 
     def outputs_by(run: int) -> list[Tensor]:
         made = _batch([shape], batch, row, blas, [_Runs(run, 0)])
@@ -258,15 +336,16 @@ def _library_run(products: int, made_by: Callable[[int], list[Tensor]]) -> int:
 
 
 @functools.cache
-def _compiled() -> dict[bool, _Blas]:
-    """By whether they are of float64."""
-    found: dict[bool, _Blas] = {}
+def _compiled() -> dict[torch.dtype, _Blas]:
+    """By what they compute with."""
+    found: dict[torch.dtype, _Blas] = {}
 
     def right(compiled: ctypes.CDLL) -> bool:
         products = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         for name, letter in (("float", "s"), ("double", "d")):
-            found[name == "double"] = blas = _functions(compiled, products, name, letter)
-            if not _agrees(blas, torch.float64 if name == "double" else torch.float32):
+            dtype = torch.float64 if name == "double" else torch.float32
+            found[dtype] = blas = _functions(compiled, products, name, letter)
+            if not _agrees(blas, dtype):
                 return False
         return True
 
@@ -274,14 +353,16 @@ def _compiled() -> dict[bool, _Blas]:
 
 
 def _functions(compiled: ctypes.CDLL, products: ctypes.CDLL, name: str, letter: str) -> _Blas:
-    functions = forward, backward, update, inner = [
+    functions = forward, backward, update, subtract, inner = [
         getattr(compiled, f"{function}_{name}")
-        for function in ("forward", "backward", "update", "inner")
+        for function in ("forward", "backward", "update", "subtract", "inner")
     ]
-    forward.argtypes = (_POINTER, *_LAYERS, *[_POINTER] * 3)
-    backward.argtypes = (_POINTER, *_LAYERS, *[_POINTER] * 4)
-    update.argtypes = (*[_POINTER] * 2, *_LAYERS, *[_POINTER] * 5, _REALS[name])
-    inner.argtypes = (_POINTER, *_LAYERS, *[_POINTER] * 5, ctypes.c_ssize_t)
+    clients, strided = (*[_POINTER] * 2, ctypes.c_int), (_POINTER, ctypes.c_ssize_t)
+    forward.argtypes = (*clients, *strided * 2, _POINTER)
+    backward.argtypes = (*clients, *strided, *[_POINTER] * 3)
+    update.argtypes = (*[_POINTER] * 8, _REALS[name])
+    subtract.argtypes = (*clients, _POINTER, *strided * 3, _POINTER)
+    inner.argtypes = (*[_POINTER] * 7, ctypes.c_ssize_t)
     for function in functions:
         function.restype = None
     product, vector_product = (
@@ -291,7 +372,7 @@ def _functions(compiled: ctypes.CDLL, products: ctypes.CDLL, name: str, letter: 
     assert product is not None
     assert vector_product is not None
     makes_few = name == "float" and bool(compiled.makes_few())
-    return _Blas(forward, backward, update, inner, product, vector_product, makes_few)
+    return _Blas(forward, backward, update, subtract, inner, product, vector_product, makes_few)
 
 
 def _agrees(blas: _Blas, dtype: torch.dtype) -> bool:

@@ -29,7 +29,7 @@ class AloneSteps(Steps):
         self, bench: Bench, batches: Batches, round: int, seeds: Seeds | None = None
     ) -> None:
         super().__init__(bench, batches, round, seeds)
-        self._seen = torch.zeros(batches.weight.shape, dtype=torch.float64)
+        self._seen = np.zeros(batches.weight.shape)
 
     def run(
         self, start: Tensor, numbers: State, kept: Mapping[str, Tensor], present: Tensor
@@ -70,7 +70,7 @@ class AloneSteps(Steps):
                 if client_seeds is not None:
                     seeds = client_seeds.of_step(number, 1)[:, 0].tolist()
                 losses.append(step.on(state, *batch, Step(self.round, number), seeds))
-            self._seen[k, together] = torch.cat(losses).double()
+            self._seen[k, together] = torch.cat(losses).double().numpy()
 
     def _gathered(self, steps: int) -> Iterator[slice]:
         """Which of a client's batches are gathered at once."""
@@ -80,21 +80,9 @@ class AloneSteps(Steps):
             yield slice(start, min(start + at_once, steps))
 
     @property
-    def seen(self) -> Tensor:
-        """Loss of each example of the steps taken, float64 ``[n, S, B]``, unweighted."""
-        return self._seen
-
-    def mean_losses(self) -> Floats:
+    def seen(self) -> Floats:
         """See `Steps`."""
-        weight, steps = self.batches.weight, self.batches.steps
-        sums = (self.seen.numpy() * weight).sum(axis=2)
-        means = sums / np.maximum(weight.sum(axis=2), 1)
-        total = np.zeros(len(steps))
-        for count in set(steps.tolist()):
-            alike = steps == count
-            # Row by row in numpy, over its own steps: the same bytes whoever shares the block.
-            total[alike] = np.ascontiguousarray(means[alike, :count]).sum(axis=1) / max(count, 1)
-        return total
+        return self._seen
 
 
 class LayerSteps(AloneSteps):
@@ -128,6 +116,7 @@ class LayerSteps(AloneSteps):
                 step.take(state, gradient, Step(self.round, number))
 
     @property
-    def seen(self) -> Tensor:
-        """See `AloneSteps`."""
-        return self.batch_losses.seen().double().view(self.weight.shape)
+    def seen(self) -> Floats:
+        """See `Steps`."""
+        seen: Floats = self.batch_losses.seen().double().numpy()
+        return seen.reshape(self.weight.shape)

@@ -12,9 +12,11 @@ import numpy as np
 from fedsim.randomness import Randomness
 from fedsim.training.alone_steps import AloneSteps, LayerSteps
 from fedsim.training.batches import Batches, Ints, plan_batches, width
+from fedsim.training.block_steps import BlockSteps
 from fedsim.training.entering import Entering
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.hidden_draws import Seeds
+from fedsim.training.local_step import LocalStep
 from fedsim.training.paths.alone import AlonePath
 from fedsim.training.paths.choice import Path
 from fedsim.training.paths.examples import Way
@@ -100,6 +102,10 @@ class OpenStepping:
         """See `Stepping`."""
         if self._by_layers is not None:
             return LayerSteps(self.bench, self._by_layers, batches, entering.round)
+        # A GPU's steps are captured, and bound by launches: they are made kernel by kernel.
+        launched = isinstance(self.bench.step, LocalStep)
+        if isinstance(self.path, StackedPath) and self._on_cpu and launched:
+            return BlockSteps(self.bench, self.path, batches, entering.round)
         seeds = _seeds(entering) if self.draws else None
         make = AloneSteps if isinstance(self.path, PlainPath) and self._on_cpu else Steps
         return make(self.bench, batches, entering.round, seeds)

@@ -176,19 +176,31 @@ class Steps:
         """State of the mechanism of the clients that end, from position ``first``."""
         return {}
 
-    def mean_losses(self) -> Floats:
-        """Mean over each client's steps of its batch's mean loss, ``[n]``."""
-        total = np.zeros(len(self.batches.steps))
+    @property
+    def seen(self) -> Floats:
+        """Loss of each example of the steps taken, shaped as the batches' weights; unweighted."""
+        seen = np.zeros(self.batches.weight.shape)
         # A GPU is asked once, not once a step.
         values = torch.cat([losses.flatten() for losses in self.losses]).double().cpu().numpy()
         for index, losses in enumerate(self.losses):
-            active = len(losses)
-            step_losses, values = values[: losses.numel()], values[losses.numel() :]
-            weight = self.batches.weight[:active, index].reshape(active, -1)
-            # Row by row in numpy: the same bytes whoever shares the block.
-            means = (step_losses.reshape(weight.shape) * weight).sum(axis=1)
-            total[:active] += means / np.maximum(weight.sum(axis=1), 1)
-        return total / np.maximum(self.batches.steps, 1)
+            of_step, values = values[: losses.numel()], values[losses.numel() :]
+            active = seen[: len(losses), index]
+            active[:] = of_step.reshape(active.shape)
+        return seen
+
+    def mean_losses(self) -> Floats:
+        """Mean over each client's steps of its batch's mean loss, ``[n]``."""
+        steps = self.batches.steps
+        by_step = (*self.batches.weight.shape[:2], -1)
+        weight = self.batches.weight.reshape(by_step)
+        sums = (self.seen.reshape(by_step) * weight).sum(axis=2)
+        means = sums / np.maximum(weight.sum(axis=2), 1)
+        total = np.zeros(len(steps))
+        for count in set(steps.tolist()):
+            alike = steps == count
+            # Row by row in numpy, over its own steps: the same bytes whoever shares the block.
+            total[alike] = np.ascontiguousarray(means[alike, :count]).sum(axis=1) / max(count, 1)
+        return total
 
 
 class PrivateSteps(Steps):

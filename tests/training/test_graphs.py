@@ -46,17 +46,39 @@ def test_replayed_steps_are_the_launched_ones_to_the_byte(monkeypatch, path, nam
     assert tape.recordings >= len(trainer.bench.step.graphs) > 0
 
 
-def taped(algorithm, sizes=SIZES, tape=None):
-    trainer = make_trainer(make_mlp(36, 5, 3), algorithm, make_data(sizes, features=36), "auto")
-    trainer.bench.step = StepGraphs(trainer.bench.step, tape or Tape())
-    return trainer
+@pytest.fixture
+def launched(monkeypatch):
+    """Makes trainers as on a GPU, and an algorithm's rounds by them."""
+
+    def make(algorithm, sizes=SIZES):
+        data = make_data(sizes, features=36)
+        trainer = make_trainer(make_mlp(36, 5, 3), algorithm, data, "stacked")
+        return as_if_on_a_gpu(monkeypatch, trainer)
+
+    return make
 
 
-def test_a_later_round_of_the_same_shapes_captures_nothing():
+@pytest.fixture
+def taped(launched):
+    """The same, whose steps are captured by a tape."""
+
+    def make(algorithm, sizes=SIZES, tape=None):
+        trainer = launched(algorithm, sizes)
+        trainer.bench.step = StepGraphs(trainer.bench.step, tape or Tape())
+        return trainer
+
+    return make
+
+
+def start(trainer):
+    return pretend(trainer.initial())
+
+
+def test_a_later_round_of_the_same_shapes_captures_nothing(taped):
     trainer = taped(SGD(lr=0.1, momentum=0.9))
     recordings = []
     for _ in range(3):  # memory grows in the first, from the narrow batches' clients to the others'
-        rounds(trainer, trainer.initial(), [range(11)])
+        rounds(trainer, start(trainer), [range(11)])
         recordings.append(trainer.bench.step.recorder.recordings)
     assert recordings[1] == recordings[2]
 
@@ -68,11 +90,11 @@ def test_the_number_of_clients_is_rounded_up_by_less_than_a_quarter():
     assert len(found) == 44
 
 
-def test_graphs_are_bounded_in_number_and_the_oldest_goes(monkeypatch):
+def test_graphs_are_bounded_in_number_and_the_oldest_goes(launched, taped, monkeypatch):
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 3)
-    plain = make_trainer(make_mlp(36, 5, 3), SGD(lr=0.1), make_data(SIZES, features=36), "stacked")
+    plain = launched(SGD(lr=0.1))
     bounded = taped(SGD(lr=0.1))
-    expected, got = (rounds(t, t.initial(), COHORTS) for t in (plain, bounded))
+    expected, got = (rounds(t, start(t), COHORTS) for t in (plain, bounded))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     assert len(bounded.bench.step.graphs) == 3 < bounded.bench.step.recorder.recordings
 
@@ -94,39 +116,39 @@ class Fails(Tape):
 @pytest.mark.parametrize("good", [0, 1, 2, 5])
 @pytest.mark.parametrize("algorithm", [SGD(lr=0.2, momentum=0.5), AdadpLR(lr=0.2)])
 def test_after_a_capture_that_fails_training_goes_on_without_and_nothing_is_lost(
-    algorithm, good, caplog
+    algorithm, good, launched, taped, caplog
 ):
-    plain = make_trainer(make_mlp(36, 5, 3), algorithm, make_data(SIZES, features=36), "stacked")
+    plain = launched(algorithm)
     tried = taped(algorithm, tape=Fails(good))
     with caplog.at_level(logging.WARNING):
-        expected, got = (rounds(t, t.initial(), COHORTS) for t in (plain, tried))
+        expected, got = (rounds(t, start(t), COHORTS) for t in (plain, tried))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     assert not tried.bench.step.works
     assert not tried.bench.step.graphs
     assert sum("going on without" in record.message for record in caplog.records) == 1
 
 
-def test_a_step_that_reads_a_value_back_is_not_captured():
+def test_a_step_that_reads_a_value_back_is_not_captured(taped):
     trainer = taped(Reads(lr=0.1))
     plain = taped(SGD(lr=0.1))
-    got, expected = (rounds(t, t.initial(), COHORTS) for t in (trainer, plain))
+    got, expected = (rounds(t, start(t), COHORTS) for t in (trainer, plain))
     assert not trainer.bench.step.works
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-def test_an_algorithm_that_promises_nothing_is_launched():
+def test_an_algorithm_that_promises_nothing_is_launched(taped):
     class Warming(SGD):
         def step(self, state, gradient, at):
             gradient.subtract_from(state["theta"], state["lr"] * (at.index + 1))
 
     trainer = taped(Warming(lr=0.1))
-    rounds(trainer, trainer.initial(), COHORTS)
+    rounds(trainer, start(trainer), COHORTS)
     assert Warming(lr=0.1).phase(None) is None
     assert trainer.bench.step.recorder.recordings == 0
     assert trainer.bench.step.works
 
 
-def test_entries_that_change_places_or_are_one_tensor_stay_what_they_are():
+def test_entries_that_change_places_or_are_one_tensor_stay_what_they_are(launched, taped):
     class Swaps(SGD):
         """Two copies of the parameters that change places, and a name for the first."""
 
@@ -143,8 +165,7 @@ def test_entries_that_change_places_or_are_one_tensor_stay_what_they_are():
             state["same"] = state["theta"]
 
     sizes = [12, 12, 12]
-    data = make_data(sizes, features=36)
-    plain = make_trainer(make_mlp(36, 5, 3), Swaps(lr=0.1), data, "stacked")
+    plain = launched(Swaps(lr=0.1), sizes)
 
     class Again(Tape):
         """Does the work again, checks in Python included."""
@@ -155,14 +176,14 @@ def test_entries_that_change_places_or_are_one_tensor_stay_what_they_are():
             return lambda: losses.copy_(work()[1]), result
 
     tried = taped(Swaps(lr=0.1), sizes, Again())
-    expected, got = (rounds(t, t.initial(), [range(3)] * 2) for t in (plain, tried))
+    expected, got = (rounds(t, start(t), [range(3)] * 2) for t in (plain, tried))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     assert tried.bench.step.recorder.recordings > 0
 
 
-def test_what_a_round_returned_stays_when_the_next_one_trains():
+def test_what_a_round_returned_stays_when_the_next_one_trains(taped):
     trainer = taped(SGD(lr=0.1, momentum=0.9))
-    first = next(trainer.train(trainer.initial(), np.arange(11), 1))
+    first = next(trainer.train(start(trainer), np.arange(11), 1))
     kept = first.rows.clone()
-    next(trainer.train(trainer.initial() + 1, np.arange(11), 2))
+    next(trainer.train(start(trainer) + 1, np.arange(11), 2))
     assert torch.equal(first.rows, kept)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from fedsim.clients.gradients import Dense, Factored, Gradient, Parts, apart
-from fedsim.tasks.losses import IGNORED, CrossEntropy, Loss
 from fedsim.training.paths.front import ConvFront
+from fedsim.training.paths.layers import DenseLayer
+from fedsim.training.paths.losses import BatchLosses
 from fedsim.training.paths.passes import DenseLayers, Pass
-from fedsim.training.paths.stacked import DenseLayer, StackedPath
+from fedsim.training.paths.stacked import StackedPath
 
 __all__ = ["AlonePath", "OneFactored"]
 
@@ -113,15 +114,13 @@ class AlonePath:
         self.layers: Sequence[DenseLayer] = path.layers
         self.packing = path.packing
         self._path, self._front = path, front
-        self._stem, self._loss = path.stem, path.loss
-        self._of_classes = path.loss == CrossEntropy()
+        self._stem = path.stem
         self.dense = DenseLayers(path.layers)
         self._named: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def losses(self, y: Tensor, weight: Tensor) -> BatchLosses:
-        """Of batches of targets ``y [S, B, ...]`` and weights ``[S, B]``."""
-        classes = self.layers[-1].module.out_features if self._of_classes and y.dim() == 2 else None
-        return BatchLosses(self._loss, y, weight, classes)
+        """See `StackedPath`."""
+        return self._path.losses(y, weight)
 
     def features(self, x: Tensor) -> Sequence[Tensor]:
         """Inputs ``[B, ...]`` of what is trained, for each batch of ``x [S, B, ...]``."""
@@ -159,53 +158,3 @@ class AlonePath:
         if self._named is None or self._named[0] is not theta:
             self._named = theta, self.packing.named(theta[0])
         return self._named[1]
-
-
-class BatchLosses:
-    """Losses of batches, each gone through at most once, and where they lead.
-
-    Parameters
-    ----------
-    loss : Loss
-    y : Tensor ``[S, B, ...]``
-    weight : Tensor ``[S, B]``
-    classes : int or None
-        How many there are, where the loss is the cross-entropy of classes ``y [S, B]``.
-    """
-
-    def __init__(self, loss: Loss, y: Tensor, weight: Tensor, classes: int | None) -> None:
-        self._loss, self._y, self._weight = loss, y, weight
-        self._seen: dict[int, Tensor] = {}
-        self._minus_weights: Sequence[Tensor] | None = None
-        if classes is not None:
-            self._counts = y != IGNORED
-            self._classes = torch.where(self._counts, y, 0).unsqueeze(-1)
-            minus = torch.where(self._counts, weight, 0.0).neg_().unsqueeze(-1)
-            zeros = weight.new_zeros(*y.shape, classes)
-            self._minus_weights = zeros.scatter_(-1, self._classes, minus).unbind(0)
-            self._log_p = torch.zeros_like(zeros)
-            self._log_ps = self._log_p.unbind(0)
-
-    def delta(self, outputs: Tensor, batch: int) -> Tensor:
-        """Gradient of the weighted loss of a batch with respect to its outputs."""
-        if self._minus_weights is not None:
-            # What autograd would call, from the gradient of ``sum_j weight_j loss_j``.
-            log_p, minus = self._log_ps[batch], self._minus_weights[batch]
-            torch._log_softmax(outputs, -1, False, out=log_p)
-            return torch._log_softmax_backward_data(minus, log_p, -1, outputs.dtype)
-        leaf = outputs.requires_grad_()
-        with torch.enable_grad():
-            losses = self._loss(leaf, self._y[batch])
-            (delta,) = torch.autograd.grad((losses * self._weight[batch]).sum(), leaf)
-        self._seen[batch] = losses.detach()
-        return delta
-
-    def seen(self) -> Tensor:
-        """Loss of each example, ``[S, B]``, unweighted; 0 of batches not gone through."""
-        if self._minus_weights is not None:
-            losses = self._log_p.gather(-1, self._classes).squeeze(-1).neg_()
-            return losses.masked_fill_(~self._counts, 0.0)
-        seen = self._weight.new_zeros(self._weight.shape)
-        for batch, losses in self._seen.items():
-            seen[batch] = losses
-        return seen

@@ -17,8 +17,9 @@ from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.paths.alone import AlonePath
 from fedsim.training.paths.front import ConvFront, front_of
+from fedsim.training.paths.layers import covered, dense_layers, leaves
 from fedsim.training.paths.plain import PlainPath
-from fedsim.training.paths.stacked import StackedPath, covered, dense_layers, leaves
+from fedsim.training.paths.stacked import StackedPath
 
 __all__ = ["LayeredPath", "layered"]
 

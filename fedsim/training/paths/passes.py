@@ -10,16 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsim.clients.gradients import Factor, inner
-from fedsim.compiled.dense import DenseBatch, DenseShape, batch_of
-from fedsim.training.paths.stacked import ACTIVATIONS, DenseLayer
+from fedsim.compiled.dense import DenseBatch, batch_of
+from fedsim.training.paths.layers import ACTIVATIONS, DenseLayer, shapes_of
 
 __all__ = ["DenseLayers", "LayerFactors", "Pass"]
-
-COMPILED = (None, nn.ReLU)
-"""Activations of layers that are gone through in one call."""
 
 
 class LayerFactors(NamedTuple):
@@ -77,7 +74,7 @@ class DenseLayers:
         self.activations = [
             None if layer.activation is None else ACTIVATIONS[layer.activation] for layer in layers
         ]
-        self._shapes = _shapes(layers)
+        self._shapes = shapes_of(layers)
         self._batches: dict[int, DenseBatch | None] = {}
         self._views: tuple[Tensor, list[Viewed]] | None = None
 
@@ -143,22 +140,6 @@ class DenseLayers:
                 views.append(Viewed(weight[0], weight[0].t(), None if bias is None else bias[0, 0]))
             self._views = theta, views
         return self._views[1]
-
-
-def _shapes(layers: Sequence[DenseLayer]) -> list[DenseShape] | None:
-    """What compiled functions are told of the layers; None where they do not take them."""
-    shapes = []
-    for layer in layers:
-        module = layer.module
-        frozen_bias = module.bias is not None and layer.bias is None
-        if layer.weight is None or frozen_bias or layer.activation not in COMPILED:
-            return None
-        bias = -1 if layer.bias is None else layer.bias.start
-        relu = layer.activation is nn.ReLU
-        shapes.append(
-            DenseShape(module.in_features, module.out_features, layer.weight.start, bias, relu)
-        )
-    return shapes
 
 
 @dataclass(slots=True)

@@ -1,0 +1,38 @@
+"""Local steps of a block of clients with small dense models, on a CPU."""
+
+from __future__ import annotations
+
+from fedsim.clients.base import State, Step
+from fedsim.training.batches import Batches
+from fedsim.training.local_step import LocalStep
+from fedsim.training.paths.stacked import StackedPath
+from fedsim.training.steps import Bench, Floats, Steps
+
+__all__ = ["BlockSteps"]
+
+
+class BlockSteps(Steps):
+    """As `Steps`; what losses need of all steps is prepared at once."""
+
+    def __init__(self, bench: Bench, path: StackedPath, batches: Batches, round: int) -> None:
+        super().__init__(bench, batches, round)
+        self.path = path
+        targets = bench.data.targets(self.index.transpose(0, 1), bench.dtype)
+        weight = self.weight.transpose(0, 1)
+        self.batch_losses = path.losses(targets.flatten(0, 1), weight.flatten(0, 1))
+
+    def step(self, state: State, index: int, active: int) -> None:
+        """See `Steps`."""
+        bench, step = self.bench, self.bench.step
+        assert isinstance(step, LocalStep)  # it is captured on a GPU only
+        x = bench.data.inputs(self.index[:active, index], bench.dtype)
+        point, first = bench.algorithm.point(state), index * len(self.index)
+        gradient = self.path.gradient_of(point, x, self.batch_losses, first)
+        step.take(state, gradient, Step(self.round, index))
+
+    @property
+    def seen(self) -> Floats:
+        """See `Steps`."""
+        clients, steps = self.weight.shape[:2]
+        seen: Floats = self.batch_losses.seen().double().numpy()
+        return seen.reshape(steps, clients, -1).swapaxes(0, 1)

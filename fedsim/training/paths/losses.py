@@ -1,0 +1,118 @@
+"""Losses of batches from what a model puts out, and gradients of the outputs."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedsim.compiled.classes import ClassBatches
+from fedsim.tasks.losses import IGNORED, CrossEntropy, Loss
+
+__all__ = ["BatchLosses", "losses_of"]
+
+
+class BatchLosses(Protocol):
+    """Losses of batches, each gone through at most once, and where they lead."""
+
+    def delta(self, outputs: Tensor, batch: int) -> Tensor:
+        """Gradient of the weighted loss of a batch with respect to its outputs ``[B, ...]``."""
+
+    def deltas(self, outputs: Tensor, first: int) -> Tensor:
+        """The same, of as many batches as there are outputs ``[n, B, ...]``."""
+
+    def seen(self) -> Tensor:
+        """Loss of each example, ``[S, B]``, unweighted; 0 of batches not gone through."""
+
+
+def losses_of(loss: Loss, y: Tensor, weight: Tensor) -> BatchLosses:
+    """Losses of batches of targets ``y [S, B, ...]`` and weights ``[S, B]``."""
+    if loss != CrossEntropy() or y.dim() != 2:
+        return LossesByAutograd(loss, y, weight)
+    counts = y != IGNORED
+    classes, weight = torch.where(counts, y, 0), torch.where(counts, weight, 0.0)
+    if weight.dtype == torch.float32 and not weight.is_cuda:
+        return ClassLosses(classes, weight, counts)
+    return LaunchedClassLosses(classes, weight, counts)
+
+
+class ClassLosses:
+    """Cross-entropy of float32 on a CPU.
+
+    Parameters
+    ----------
+    classes : int64 Tensor ``[S, B]``
+    weight : Tensor ``[S, B]``
+    counts : bool Tensor ``[S, B]``
+        Whether an example does; the weight of one that does not is 0.
+    """
+
+    def __init__(self, classes: Tensor, weight: Tensor, counts: Tensor) -> None:
+        self._batches, self._counts = ClassBatches(classes, weight), counts
+        self.delta = self.deltas = self._batches.gradients
+
+    def seen(self) -> Tensor:
+        """See `BatchLosses`."""
+        return self._batches.losses().masked_fill_(~self._counts, 0.0)
+
+
+class LaunchedClassLosses:
+    """Cross-entropy by torch's own softmax: on a GPU, and of float64. Parameters as above."""
+
+    def __init__(self, classes: Tensor, weight: Tensor, counts: Tensor) -> None:
+        self._classes, self._counts = classes.unsqueeze(-1), counts
+        self._minus_weight = -weight.unsqueeze(-1)
+        self._losses = torch.zeros_like(weight)
+
+    def delta(self, outputs: Tensor, batch: int) -> Tensor:
+        """See `BatchLosses`."""
+        return self.deltas(outputs[None], batch)[0]
+
+    def deltas(self, outputs: Tensor, first: int) -> Tensor:
+        """See `BatchLosses`."""
+        together = slice(first, first + len(outputs))
+        log_p, classes = torch.log_softmax(outputs, -1), self._classes[together]
+        self._losses[together] = log_p.gather(-1, classes).squeeze(-1).neg_()
+        # What autograd would call, from the gradient of ``sum_j weight_j loss_j``.
+        weights = torch.zeros_like(log_p).scatter_(-1, classes, self._minus_weight[together])
+        return torch._log_softmax_backward_data(weights, log_p, -1, outputs.dtype)
+
+    def seen(self) -> Tensor:
+        """See `BatchLosses`."""
+        return self._losses.masked_fill_(~self._counts, 0.0)
+
+
+class LossesByAutograd:
+    """Any loss. Parameters as `losses_of`."""
+
+    def __init__(self, loss: Loss, y: Tensor, weight: Tensor) -> None:
+        self._loss, self._y, self._weight = loss, y, weight
+        self._losses = torch.zeros_like(weight)
+
+    def delta(self, outputs: Tensor, batch: int) -> Tensor:
+        """See `BatchLosses`."""
+        return self._of_some(outputs[None], batch)[0]
+
+    def deltas(self, outputs: Tensor, first: int) -> Tensor:
+        """See `BatchLosses`."""
+        # On a GPU the whole block at once: each example has a loss of its own, so that no client's
+        # gradient has another's part. On a CPU an exponential's last bit may depend on where in
+        # memory its number lies.
+        n = len(outputs)
+        runs = [slice(0, n)] if outputs.is_cuda else [slice(k, k + 1) for k in range(n)]
+        copies = ((outputs[run].clone(), first + run.start) for run in runs)
+        return torch.cat([self._of_some(*copy) for copy in copies])
+
+    def _of_some(self, outputs: Tensor, first: int) -> Tensor:
+        together, leaf = slice(first, first + len(outputs)), outputs.requires_grad_()
+        y, weight = self._y[together].flatten(0, 1), self._weight[together].flatten()
+        with torch.enable_grad():
+            losses = self._loss(leaf.flatten(0, 1), y)
+            (delta,) = torch.autograd.grad((losses * weight).sum(), leaf)
+        self._losses[together] = losses.detach().view(-1, self._weight.shape[1])
+        return delta
+
+    def seen(self) -> Tensor:
+        """See `BatchLosses`."""
+        return self._losses
