@@ -96,10 +96,9 @@ class DenseBatch:
                 return False
         return True
 
-    def takes_all(self, *blocks: Tensor) -> bool:
-        """The same of blocks ``[n, ...]``, which may have gaps between clients."""
-        dtype = self.ones.dtype
-        return all(block.dtype is dtype and block[0].is_contiguous() for block in blocks)
+    def takes_all(self, *rows: Tensor) -> bool:
+        """The same of packed rows ``[n, D]``, which may have gaps between clients."""
+        return all(block.dtype is self.ones.dtype and block.stride(1) == 1 for block in rows)
 
     def forward(self, row: Tensor, x: Tensor) -> Tensor:
         """All outputs for ``x [batch, inputs]`` at a packed ``row [1, D]``: a buffer."""
@@ -109,8 +108,9 @@ class DenseBatch:
 
     def forward_all(self, rows: Tensor, x: Tensor) -> Tensor:
         """For ``x [n, batch, inputs]`` at packed ``rows [n, D]``: their buffers, ``[n, size]``."""
-        buffers = self.ones.new_empty(len(rows), self.network.size)
-        self._forward(len(rows), rows, rows.stride(0), x, x.stride(0), buffers)
+        n = rows.shape[0]
+        buffers = self.ones.new_empty(n, self.network.size)
+        self._forward(n, rows, rows.stride(0), x, x.stride(0), buffers)
         return buffers
 
     def _forward(
@@ -132,7 +132,7 @@ class DenseBatch:
 
     def backward_all(self, rows: Tensor, buffers: Tensor, delta: Tensor) -> None:
         """The same, of n clients: ``delta [n, batch, outputs]``."""
-        self._backward(len(rows), rows, rows.stride(0), buffers, delta, None)
+        self._backward(rows.shape[0], rows, rows.stride(0), buffers, delta, None)
 
     def _backward(
         self, n: int, rows: Tensor, stride: int, buffers: Tensor, delta: Tensor, below: int | None
@@ -161,7 +161,7 @@ class DenseBatch:
         self.blas.subtract(
             self.blas.product,
             self._network,
-            len(rows),
+            rows.shape[0],
             rates.data_ptr(),
             old.data_ptr(),
             old.stride(0),

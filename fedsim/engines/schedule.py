@@ -9,7 +9,9 @@ from fedsim.rows.block import Ids
 
 __all__ = ["LEAST_SHARE", "chunks"]
 
-LEAST_SHARE = 16
+SHARE = 0.75
+"""A chunk is this part of what would be a worker's share of the clients that are left."""
+LEAST_SHARE = 12
 """No chunk is planned smaller than this part of what a worker has to do."""
 
 
@@ -18,10 +20,10 @@ def chunks(
 ) -> list[Ids]:
     """Chunks of clients in decreasing order of cost, at most ``largest`` clients each.
 
-    Handed out one after another to whichever worker is free, they keep workers busy to the end:
-    each is half of what would be a worker's share of the clients that are left, so that the first
-    are few and large and the last ones small enough to even out. Clients with as many steps stand
-    together, as a block wants them. Which worker trains a client changes no byte of it.
+    Handed out one after another to whichever worker is free, they keep workers busy to the end,
+    also where one is only three quarters as fast as the others: the first are few and large, and the
+    last ones small enough to even out. Clients with as many steps stand together, as a block wants
+    them. Which worker trains a client changes no byte of it.
 
     Parameters
     ----------
@@ -34,7 +36,7 @@ def chunks(
     cut: list[Ids] = []
     start = 0
     while start < len(order):
-        target = max((done[-1] - done[start]) / (2 * workers), least)
+        target = max(SHARE * (done[-1] - done[start]) / workers, least)
         # The client that reaches the target still belongs to the chunk.
         stop = int(np.searchsorted(done, done[start] + target))
         stop = min(max(stop, start + 1), start + largest, len(order))

@@ -17,22 +17,23 @@ class BlockSteps(Steps):
     def __init__(self, bench: Bench, path: StackedPath, batches: Batches, round: int) -> None:
         super().__init__(bench, batches, round)
         self.path = path
-        targets = bench.data.targets(self.index.transpose(0, 1), bench.dtype)
-        weight = self.weight.transpose(0, 1)
-        self.batch_losses = path.losses(targets.flatten(0, 1), weight.flatten(0, 1))
+        # Step by step, as they are taken.
+        self._index = self.index.transpose(0, 1).contiguous()
+        targets = bench.data.targets(self._index.flatten(0, 1), bench.dtype)
+        self.batch_losses = path.losses(targets, self.weight.transpose(0, 1).flatten(0, 1))
 
     def step(self, state: State, index: int, active: int) -> None:
         """See `Steps`."""
         bench, step = self.bench, self.bench.step
         assert isinstance(step, LocalStep)  # it is captured on a GPU only
-        x = bench.data.inputs(self.index[:active, index], bench.dtype)
-        point, first = bench.algorithm.point(state), index * len(self.index)
+        examples = self._index[index]
+        x = bench.data.inputs(examples[:active], bench.dtype)
+        point, first = bench.algorithm.point(state), index * examples.shape[0]
         gradient = self.path.gradient_of(point, x, self.batch_losses, first)
         step.take(state, gradient, Step(self.round, index))
 
     @property
     def seen(self) -> Floats:
         """See `Steps`."""
-        clients, steps = self.weight.shape[:2]
         seen: Floats = self.batch_losses.seen().double().numpy()
-        return seen.reshape(steps, clients, -1).swapaxes(0, 1)
+        return seen.reshape(self._index.shape).swapaxes(0, 1)
