@@ -21,7 +21,7 @@ def chunks(
     """Chunks of clients in decreasing order of cost, at most ``largest`` clients each.
 
     Handed out one after another to whichever worker is free, they keep workers busy to the end,
-    also where one is only three quarters as fast as the others: the first are few and large, and the
+    also where one is only three quarters as fast as the others: the first are few and large, the
     last ones small enough to even out. Clients with as many steps stand together, as a block wants
     them. Which worker trains a client changes no byte of it.
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensor_bytes import same_bytes
 
-from fedsim.compiled import building, convolutions, dense, normals, rows
+from fedsim.compiled import building, classes, convolutions, dense, normals, rows
 from fedsim.compiled.normals import sums_of_normals
 from fedsim.compiled.rows import TILE, add_rounded, by_halves, squared_norms, taken
 from fedsim.mechanisms import Clipping, NoPrivacy, Normalization, PerLayer, Releaser
@@ -23,7 +23,11 @@ from fedsim.mechanisms.drawing import NoiseSource
 from fedsim.privacy import Independent
 from fedsim.rows import DenseRows, Layout
 from fedsim.rows.norms import norms_of
+from fedsim.rows.packing import Packing
 from fedsim.strategies.drawing_ahead import drawn_ahead
+from fedsim.tasks.losses import CrossEntropy
+from fedsim.training.paths.blocks import CompiledBlock, LaunchedBlock
+from fedsim.training.paths.stacked import stack
 
 compiled = pytest.mark.skipif(
     rows._compiled() is None or normals._compiled() is None, reason="there is no C compiler"
@@ -226,9 +230,15 @@ def test_where_there_is_a_compiler_the_compiled_parts_are_in_use() -> None:
         ("dense.c", "outputs[i] < 0 ? 0 : outputs[i]", "outputs[i]"),
         ("dense.c", "values[i] <= 0 ? 0 : delta[i]", "values[i] < 0 ? 0 : delta[i]"),
         ("dense.c", "&alpha, deltas, &l->outputs, ones", "&one, deltas, &l->outputs, ones"),
-        ("dense.c", "if (old != row)", "if (0)"),
+        ("dense.c", "if (old != row) {", "if (0) {"),
         ("dense.c", "x = buffer + l->values;", ""),
         ("dense.c", "(l - 1)->deltas : below", "(l - 1)->values : below"),
+        ("classes.c", "1.0f / 720", "1.0f / 721"),
+        ("classes.c", "x < LEAST ? 0 : x", "series * power"),
+        ("classes.c", "row[k] > largest", "row[k] < largest"),
+        ("classes.c", "row[targets[i]] -= 1;", ""),
+        ("classes.c", "outputs += stride;", "outputs += size;"),
+        ("classes.c", "b->targets + batch * rows", "b->targets"),
     ],
 )
 def test_a_bug_in_what_is_compiled_is_seen_as_it_is_loaded(
@@ -243,6 +253,7 @@ def test_a_bug_in_what_is_compiled_is_seen_as_it_is_loaded(
         "normals.c": normals,
         "convolutions.c": convolutions,
         "dense.c": dense,
+        "classes.c": classes,
     }[source]
     module._compiled.cache_clear()
     try:
@@ -281,6 +292,46 @@ def test_a_bug_in_products_of_few_examples_leaves_them_to_the_library(
     finally:
         for cached in (dense._compiled, dense._runs):
             cached.cache_clear()
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        ("l->bias < 0 ? NULL : bias, x", "NULL, x", LaunchedBlock),
+        ("(i) < count ? (i) : count - 1", "0", LaunchedBlock),
+        ("deltas[i] * rates[c]", "deltas[i] * rates[0]", LaunchedBlock),
+        ("xs + c * x_stride", "xs", LaunchedBlock),
+        ("sum += *x;", "sum = *x;", LaunchedBlock),
+        ("from(weight + o * inputs + k) - sum", "from(into + o * inputs + k) - sum", CompiledBlock),
+        ("weight[o * inputs + k] - sum", "weight[o * inputs + k]", CompiledBlock),
+    ],
+)
+def test_a_bug_in_a_blocks_layers_leaves_them_to_torch(
+    cache, tmp_path, monkeypatch, before, after, kind
+) -> None:
+    """Or what is folded in to the library, where that alone is wrong."""
+    if not dense._compiled()[torch.float32].makes_few:
+        pytest.skip("this processor has other products")
+    text = Path(building.__file__).with_name("dense.c").read_text()
+    assert before in text
+    (tmp_path / "dense.c").write_text(text.replace(before, after))
+    monkeypatch.setattr(building, "__file__", str(tmp_path / "building.py"))
+    model = torch.nn.Sequential(torch.nn.Linear(40, 10))
+    packing = Packing(Layout.of(dict(model.named_parameters())))
+    path = stack(model, packing, CrossEntropy(), 1)
+    assert path is not None
+    for cached in (dense._compiled, dense._runs):
+        cached.cache_clear()
+    try:
+        theta, x = torch.randn(3, packing.width), torch.randn(3, 10, 40)
+        way = path.dense.forward(theta, x)
+    finally:
+        for cached in (dense._compiled, dense._runs):
+            cached.cache_clear()
+    assert isinstance(way, kind)
+    if isinstance(way, CompiledBlock):
+        assert not way.batch.layers[0].folds
 
 
 @compiled

@@ -15,7 +15,8 @@ from tensor_bytes import same_bytes
 from torch import nn
 
 from fedsim.compiled import dense
-from fedsim.compiled.dense import DenseShape, batch_of
+from fedsim.compiled.dense import batch_of
+from fedsim.compiled.dense_calls import DenseShape
 from fedsim.rows import Layout
 from fedsim.rows.packing import Packing
 from fedsim.training.paths import passes
@@ -197,7 +198,8 @@ def test_layers_that_no_compiled_function_takes_are_left_to_torch(change) -> Non
 IN_A_NEW_THREAD = """
 import os, threading
 import torch
-from fedsim.compiled.dense import DenseShape, batch_of
+from fedsim.compiled.dense import batch_of
+from fedsim.compiled.dense_calls import DenseShape
 torch.set_num_threads(1)
 row, x = torch.randn(1, 2000 * 2001), torch.randn(200, 2000)
 batch = batch_of([DenseShape(2000, 2000, 0, 2000 * 2000, True)], 200, row)

@@ -18,6 +18,7 @@ from fedsim.clients.proximal import Proximal
 from fedsim.clients.schedules import Schedule
 from fedsim.compiled import dense
 from fedsim.compiled.classes import ClassBatches
+from fedsim.compiled.dense_calls import DenseBatch
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.packing import Packing
@@ -180,9 +181,9 @@ def test_what_gives_other_bytes_than_torch_is_launched(wrong: str, monkeypatch) 
     if wrong == "outputs":
         monkeypatch.setattr(blocks.CompiledBlock, "outputs", property(lambda self: self.x))
     elif wrong == "factors":
-        forward = dense.DenseBatch.backward_all
+        forward = DenseBatch.backward_all
         monkeypatch.setattr(
-            dense.DenseBatch, "backward_all", lambda self, *a: forward(self, *a[:2], 2 * a[2])
+            DenseBatch, "backward_all", lambda self, *a: forward(self, *a[:2], 2 * a[2])
         )
     else:
         monkeypatch.setattr(blocks.CompiledBlock, "_subtract", subtract)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fedsim.clients.gradients import Factor, Factored
-from fedsim.compiled.dense import NARROW, DenseBatch, blocks_of
+from fedsim.compiled.dense import NARROW, blocks_of
+from fedsim.compiled.dense_calls import DenseBatch
 from fedsim.rows.alignment import LINE, aligned_empty
 from fedsim.rows.packing import Packing
 from fedsim.training.paths.layers import ACTIVATIONS, DenseLayer, shapes_of

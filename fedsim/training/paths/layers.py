@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from fedsim.compiled.dense import DenseShape
+from fedsim.compiled.dense_calls import DenseShape
 from fedsim.rows.elementwise import sigmoid_
 
 __all__ = ["ACTIVATIONS", "DenseLayer", "covered", "dense_layers", "leaves", "shapes_of"]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fedsim.clients.gradients import Factor, inner
-from fedsim.compiled.dense import DenseBatch, batch_of
+from fedsim.compiled.dense import batch_of
+from fedsim.compiled.dense_calls import DenseBatch
 from fedsim.training.paths.layers import ACTIVATIONS, DenseLayer, shapes_of
 
 __all__ = ["DenseLayers", "LayerFactors", "Pass"]
