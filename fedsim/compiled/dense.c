@@ -14,14 +14,14 @@
    none) are places in a client's row; `values` and `deltas` are places in its buffer, of a batch's
    outputs and of their gradients before the activation, both [batch, outputs]. A sum of products
    is made in runs of `run` products, and of `run_back` on the way back, each added to those before
-   it (0: by the library); `folds`: so is what is subtracted. */
+   it (0: by the library); `folds`: what is subtracted is made here. */
 typedef struct {
     int inputs, outputs, relu, run, run_back, folds;
     ptrdiff_t weight, bias, values, deltas;
 } layer;
 
 /* Layers that batches of one size go through; of a client's buffer its size, and where there is
-   room for [batch, outputs] of any layer. */
+   room for [batch, outputs] and [batch, inputs] of any layer. */
 typedef struct {
     const layer *layers;
     int count, batch;
@@ -35,7 +35,7 @@ typedef struct {
 #define MAKES_FEW 1
 #define FLOAT(MADE) MADE
 
-enum { LANES = 16, EXAMPLES = 12, COLUMNS = 2 * LANES };
+enum { LANES = 16, EXAMPLES = 12, COLUMNS = 2 * LANES, FOLDED = 8 };
 
 typedef float lanes_t __attribute__((vector_size(64)));
 typedef float loose_t __attribute__((vector_size(64), aligned(4), may_alias));
@@ -227,10 +227,10 @@ static void inputs_of(const layer *l, int batch, const float *row, const float *
     }
 }
 
-/* `weight` [outputs, inputs] less the products of deltas [examples, outputs] and x [examples,
-   inputs], summed over the examples: into `into`, which may be `weight`. */
-INLINE void some_folded(const int examples, ptrdiff_t inputs, ptrdiff_t outputs, const float *x,
-                        const float *deltas, const float *weight, float *into)
+/* `count` rows `weight` [count, inputs] plus the products of deltas [examples, outputs] and x
+   [examples, inputs], summed over the examples: into `into`, which may be `weight`. */
+INLINE void some_folded(const int examples, ptrdiff_t inputs, int count, const float *x,
+                        const float *deltas, ptrdiff_t outputs, const float *weight, float *into)
 {
     ptrdiff_t k = 0;
     for (; k + LANES <= inputs; k += LANES) {
@@ -238,30 +238,44 @@ INLINE void some_folded(const int examples, ptrdiff_t inputs, ptrdiff_t outputs,
 #pragma GCC unroll 12
         for (int i = 0; i < examples; i++)
             columns[i] = from(x + i * inputs + k);
-        for (ptrdiff_t o = 0; o < outputs; o++) {
+        for (int o = 0; o < count; o++) {
             lanes_t sum = {0};
 #pragma GCC unroll 12
             for (int i = 0; i < examples; i++)
                 sum += everywhere(deltas[i * outputs + o]) * columns[i];
-            put(into + o * inputs + k, from(weight + o * inputs + k) - sum);
+            put(into + o * inputs + k, from(weight + o * inputs + k) + sum);
         }
     }
     for (; k < inputs; k++)
-        for (ptrdiff_t o = 0; o < outputs; o++) {
+        for (int o = 0; o < count; o++) {
             float sum = 0;
             for (int i = 0; i < examples; i++)
                 sum += deltas[i * outputs + o] * x[i * inputs + k];
-            into[o * inputs + k] = weight[o * inputs + k] - sum;
+            into[o * inputs + k] = weight[o * inputs + k] + sum;
         }
 }
 
+/* A layer's weights at `old` plus such products, to `row`: a few outputs at a time, whose weights
+   are at hand when they are written. */
 static void fold(const layer *l, int batch, const float *x, const float *deltas, const float *old,
                  float *row)
 {
+    for (int o = 0; o < l->outputs; o += FOLDED) {
+        int count = o + FOLDED <= l->outputs ? FOLDED : l->outputs - o;
+        ptrdiff_t first = l->weight + (ptrdiff_t)o * l->inputs;
 #define CALL(N)                                                                                   \
-    some_folded(N, l->inputs, l->outputs, x, deltas, old + l->weight, row + l->weight)
-    OF_EXAMPLES(batch, CALL)
+    some_folded(N, l->inputs, count, x, deltas + o, l->outputs, old + first, row + first)
+        OF_EXAMPLES(batch, CALL)
 #undef CALL
+    }
+}
+
+/* `alpha` times x, as the library multiplies it first. */
+static const float *times(float alpha, const float *x, ptrdiff_t count, float *room)
+{
+    for (ptrdiff_t i = 0; i < count; i++)
+        room[i] = alpha * x[i];
+    return room;
 }
 
 #else
@@ -364,20 +378,24 @@ int makes_few(void)
        may be `old`. `ones` has `batch` of them. */                                               \
     void update_##TYPE(product_##TYPE *product, vector_product_##TYPE *vector_product,            \
                        const network *net, const TYPE *old, TYPE *row, const TYPE *x,             \
-                       const TYPE *buffer, const TYPE *ones, TYPE alpha)                          \
+                       TYPE *buffer, const TYPE *ones, TYPE alpha)                                \
     {                                                                                             \
         const TYPE one = 1;                                                                       \
         const int next = 1, batch = net->batch;                                                   \
         for (const layer *l = net->layers; l < net->layers + net->count; l++) {                   \
             const TYPE *deltas = buffer + l->deltas;                                              \
-            if (old != row) {                                                                     \
-                memcpy(row + l->weight, old + l->weight,                                          \
-                       (size_t)l->inputs * (size_t)l->outputs * sizeof(TYPE));                    \
-                if (l->bias >= 0)                                                                 \
-                    memcpy(row + l->bias, old + l->bias, (size_t)l->outputs * sizeof(TYPE));      \
+            if (old != row && l->bias >= 0)                                                       \
+                memcpy(row + l->bias, old + l->bias, (size_t)l->outputs * sizeof(TYPE));          \
+            if (l->folds && alpha != 0) {                                                         \
+                ONLY(x = times(alpha, x, (ptrdiff_t)batch * l->inputs, buffer + net->room);       \
+                     fold(l, batch, x, deltas, old, row);)                                        \
+            } else {                                                                              \
+                if (old != row)                                                                   \
+                    memcpy(row + l->weight, old + l->weight,                                      \
+                           (size_t)l->inputs * (size_t)l->outputs * sizeof(TYPE));                \
+                product("n", "t", &l->inputs, &l->outputs, &batch, &alpha, x, &l->inputs, deltas, \
+                        &l->outputs, &one, row + l->weight, &l->inputs);                          \
             }                                                                                     \
-            product("n", "t", &l->inputs, &l->outputs, &batch, &alpha, x, &l->inputs, deltas,     \
-                    &l->outputs, &one, row + l->weight, &l->inputs);                              \
             if (l->bias >= 0)                                                                     \
                 vector_product("n", &l->outputs, &batch, &alpha, deltas, &l->outputs, ones,       \
                                &next, &one, row + l->bias, &next);                                \
@@ -385,12 +403,12 @@ int makes_few(void)
         }                                                                                         \
     }                                                                                             \
                                                                                                   \
-    /* The sum of `count` numbers that lie `stride` apart. */                                     \
-    static TYPE sum_##TYPE(const TYPE *x, int count, ptrdiff_t stride)                            \
+    /* Minus the sum of `count` numbers that lie `stride` apart. */                               \
+    static TYPE minus_sum_##TYPE(const TYPE *x, int count, ptrdiff_t stride)                      \
     {                                                                                             \
         TYPE sum = 0;                                                                             \
         for (; count; count--, x += stride)                                                       \
-            sum += *x;                                                                            \
+            sum -= *x;                                                                            \
         return sum;                                                                               \
     }                                                                                             \
                                                                                                   \
@@ -399,7 +417,7 @@ int makes_few(void)
                          const TYPE *rates, const TYPE *old, ptrdiff_t old_stride, TYPE *row,     \
                          ptrdiff_t stride, const TYPE *xs, ptrdiff_t x_stride, TYPE *buffer)      \
     {                                                                                             \
-        const TYPE one = 1, minus = -1;                                                           \
+        const TYPE one = 1;                                                                       \
         const int batch = net->batch;                                                             \
         for (int c = 0; c < clients; c++, old += old_stride, row += stride, buffer += net->size) {\
             const TYPE *x = xs + c * x_stride;                                                    \
@@ -408,20 +426,20 @@ int makes_few(void)
                 const TYPE *deltas = buffer + l->deltas;                                          \
                 size_t size = (size_t)batch * (size_t)l->outputs;                                 \
                 for (size_t i = 0; i < size; i++)                                                 \
-                    scaled[i] = deltas[i] * rates[c];                                             \
+                    scaled[i] = -(deltas[i] * rates[c]);                                          \
                 if (l->folds) {                                                                   \
                     ONLY(fold(l, batch, x, scaled, old, row);)                                    \
                 } else {                                                                          \
                     if (old != row)                                                               \
                         memcpy(row + l->weight, old + l->weight,                                  \
                                (size_t)l->inputs * (size_t)l->outputs * sizeof(TYPE));            \
-                    product("n", "t", &l->inputs, &l->outputs, &batch, &minus, x, &l->inputs,     \
+                    product("n", "t", &l->inputs, &l->outputs, &batch, &one, x, &l->inputs,       \
                             scaled, &l->outputs, &one, row + l->weight, &l->inputs);              \
                 }                                                                                 \
                 if (l->bias >= 0)                                                                 \
                     for (int o = 0; o < l->outputs; o++)                                          \
                         row[l->bias + o] = old[l->bias + o]                                       \
-                            - sum_##TYPE(scaled + o, batch, l->outputs);                          \
+                            - minus_sum_##TYPE(scaled + o, batch, l->outputs);                    \
                 x = buffer + l->values;                                                           \
             }                                                                                     \
         }                                                                                         \

@@ -68,9 +68,8 @@ def blocks_of(shapes: Sequence[DenseShape], batch: int, like: Tensor) -> Iterato
         else Runs()
         for is_narrow, shape in zip(narrow, shapes, strict=True)
     ]
-    if few and batch in FEW:
-        yield dense_batch(shapes, batch, like, blas, [run._replace(folds=True) for run in runs])
-    yield dense_batch(shapes, batch, like, blas, runs)
+    for folds in (True, False) if few and batch in FEW else (False,):
+        yield dense_batch(shapes, batch, like, blas, [run._replace(folds=folds) for run in runs])
 
 
 @functools.cache
@@ -102,7 +101,22 @@ def _runs(inputs: int, outputs: int, batch: int, biased: bool) -> Runs:
         below = [made.backward(row, buffer, delta, below=True) for delta in deltas]
         return [gradient for gradient in below if gradient is not None]
 
-    return Runs(_library_run(inputs, outputs_by), _library_run(outputs, gradients_by))
+    def updated_by(folds: bool) -> list[Tensor]:
+        made = dense_batch([shape], batch, row, blas, [Runs(folds=folds)])
+        ended = []
+        for x, delta in zip(xs, deltas, strict=True):
+            buffer, inside, other = made.forward(row, x), row.clone(), torch.zeros_like(row)
+            made.backward(row, buffer, delta, below=False)
+            for old, into in ((inside, inside), (row, other)):
+                made.update(old, into, x, buffer, -0.3)
+            ended += [inside, other]
+        return ended
+
+    return Runs(
+        _library_run(inputs, outputs_by),
+        _library_run(outputs, gradients_by),
+        all(map(torch.equal, updated_by(True), updated_by(False))),
+    )
 
 
 def _library_run(products: int, made_by: Callable[[int], list[Tensor]]) -> int:

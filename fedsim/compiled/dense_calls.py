@@ -225,7 +225,8 @@ def dense_batch(
         layer.weight, layer.bias = shape.weight, shape.bias
         length = _rounded_up(batch * shape.outputs, like)
         layer.values, layer.deltas = size, size + length
-        size, room = size + 2 * length, max(room, length)
+        size += 2 * length
+        room = max(room, length, _rounded_up(batch * shape.inputs, like) if run.folds else 0)
     network = _Network(layers, len(shapes), batch, size + room, size)
     return DenseBatch(tuple(shapes), batch, layers, network, like.new_ones(batch), blas)
 

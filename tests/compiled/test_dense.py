@@ -106,17 +106,26 @@ def test_products_of_few_examples_are_the_librarys(inputs, outputs, count, biase
     layers, packing = layers_of([inputs, outputs], [biased], [False], torch.float32)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32 - 1)))
     row = torch.randn(1, packing.width, generator=generator)
+    row[:, ::7] = -0.0
     first = data.draw(st.integers(0, 16))
     flat = torch.randn(first + count * inputs, generator=generator)
     x, delta = (
         flat[first:].view(count, inputs),
         torch.randn(count, outputs, generator=generator),
     )
+    x[:, ::3], delta[:, ::4] = 0.0, -0.0
     way = DenseLayers(layers).forward(row, x)
     ((weight, by_input, bias),) = DenseLayers(layers).viewed(row)
     wanted = torch.mm(x, by_input) if bias is None else torch.addmm(bias, x, by_input)
     assert same_bytes(way.outputs, wanted)
     assert same_bytes(way.backward(delta, below=True), torch.mm(delta, weight))
+    into, inside = torch.zeros_like(row), row.clone()
+    rate = data.draw(st.sampled_from([0.3, -0.3, 1.0, 0.0]))
+    way.subtract_from(row, rate, into)
+    way.subtract_from(inside, rate, inside)
+    wanted = torch.addmm(weight, delta.t(), x, alpha=-rate)
+    for ended in (into, inside):
+        assert same_bytes(DenseLayers(layers).viewed(ended)[0].weight, wanted)
 
 
 @pytest.mark.parametrize(("runs_of_the_library", "run"), [({192}, 192), ({50, 100}, 50), ({7}, 0)])
