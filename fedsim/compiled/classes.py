@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsim.compiled.building import library
+from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 
 __all__ = ["ClassBatches"]
@@ -49,6 +50,7 @@ class ClassBatches:
 
     def __init__(self, targets: Tensor, weights: Tensor) -> None:
         self._targets, self._weights = targets.contiguous(), weights.contiguous()
+        self._least, self._largest = (int(bound) for bound in targets.aminmax())
         # As where there is one class: a loss of 0.
         self._sums, self._below = torch.ones_like(self._weights), torch.zeros_like(self._weights)
         self._kept = self._targets, self._weights, self._sums, self._below
@@ -63,9 +65,19 @@ class ClassBatches:
         ----------
         outputs : float32 Tensor ``[n, B, K]`` or ``[B, K]``
             Of the batches from the ``first`` on, or of that one; each without gaps.
+
+        Raises
+        ------
+        FedsimError
+            If a target is no class of the outputs.
         """
         shape = outputs.shape
         count = shape[0] if len(shape) == 3 else 1
+        if self._least < 0 or self._largest >= shape[-1]:
+            wrong = self._least if self._least < 0 else self._largest
+            raise FedsimError(
+                f"a target is class {wrong}; the model has outputs for 0 to {shape[-1] - 1}."
+            )
         if self._compiled is None:
             return self._by_arrays(outputs.reshape(count, *shape[-2:]), first).view(shape)
         gradients = outputs.new_empty(shape)

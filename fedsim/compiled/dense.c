@@ -1,5 +1,5 @@
-/* One client's dense layers, all of them in a call: the bytes that torch gives. Most products are
-   its library's, called with the arguments that torch calls it with. Those of a few examples, for
+/* One client's dense layers, or a block's, all of them in a call: the bytes that torch gives. Many
+   products are its library's, called with the arguments that torch calls it with. Those of a few examples, for
    which a library is slow, are made here: in the library's own order, where trials found it out.
    What is between the products takes longer to launch than to do. */
 

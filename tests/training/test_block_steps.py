@@ -20,13 +20,14 @@ from fedsim.clients.schedules import Schedule
 from fedsim.compiled import dense
 from fedsim.compiled.classes import ClassBatches
 from fedsim.compiled.dense_calls import DenseBatch
+from fedsim.engines.blocks import guarded_blocks
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import Trainer
 from fedsim.training.block_steps import BlockSteps
-from fedsim.training.paths import blocks
+from fedsim.training.paths import blocks, stacked
 from fedsim.training.paths.blocks import CompiledBlock, LaunchedBlock
 from fedsim.training.paths.stacked import stack
 
@@ -95,6 +96,35 @@ def test_they_have_the_same_bytes_in_any_block_with_and_without_a_compiler(
     found += [trained(algorithm, block_size=size, **changes) for size in (9, 1)]
     first, *others = ([np.asarray(values).tobytes() for values in ended] for ended in found)
     assert others == [first] * len(others)
+
+
+@pytest.mark.parametrize("target", [3, 10**6, -1])
+@pytest.mark.parametrize("alone_bytes", [0, 2**40])
+def test_a_target_that_is_no_class_fails_its_client_alone(target, alone_bytes, monkeypatch) -> None:
+    monkeypatch.setattr(stacked, "ALONE_BYTES", alone_bytes)
+    data = make_data(SIZES, features=20)
+    found = []
+    for wrong in (False, True):
+        y = data.y.clone()
+        if wrong:
+            y[data.indices[4][0]] = target
+        clients = type(data)(data.x, y, data.indices)
+        model = make_mlp(20, 17, 3)
+        trainer = Trainer(
+            model, SGD(lr=0.1), clients, batch_size=5, path="stacked", randomness=Randomness(3)
+        )
+        found.append(list(guarded_blocks(trainer, "train", trainer.initial(), IDS, 1)))
+    rows = [
+        {
+            client: row
+            for block in blocks_found
+            if block.rows is not None
+            for client, row in zip(block.client_ids.tolist(), block.rows, strict=True)
+        }
+        for blocks_found in found
+    ]
+    assert set(rows[0]) - set(rows[1]) == {4}
+    assert all(torch.equal(rows[0][client], row) for client, row in rows[1].items())
 
 
 def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
