@@ -64,7 +64,7 @@ class DenseBatch:
     blas: Blas
 
     @cached_property
-    def _network(self) -> int:
+    def _address(self) -> int:
         return ctypes.addressof(self.network)
 
     @cached_property
@@ -104,7 +104,7 @@ class DenseBatch:
         # Asking tells the library, in this thread, how many threads torch lets products take.
         torch.get_num_threads()
         places = rows.data_ptr(), stride, x.data_ptr(), x_stride, buffers.data_ptr()
-        self.blas.forward(self.blas.product, self._network, n, *places)
+        self.blas.forward(self.blas.product, self._address, n, *places)
 
     def backward(self, row: Tensor, buffer: Tensor, delta: Tensor, *, below: bool) -> Tensor | None:
         """Put gradients of all outputs into the buffer, from ``delta`` of the last ones.
@@ -123,14 +123,14 @@ class DenseBatch:
         self, n: int, rows: Tensor, stride: int, buffers: Tensor, delta: Tensor, below: int | None
     ) -> None:
         places = rows.data_ptr(), stride, buffers.data_ptr(), delta.data_ptr(), below
-        self.blas.backward(self.blas.product, self._network, n, *places)
+        self.blas.backward(self.blas.product, self._address, n, *places)
 
     def update(self, old: Tensor, row: Tensor, x: Tensor, buffer: Tensor, alpha: float) -> None:
         """Put the layers at ``old [1, D]`` plus ``alpha`` times their gradient into ``row``."""
         self.blas.update(
             self.blas.product,
             self.blas.vector_product,
-            self._network,
+            self._address,
             old.data_ptr(),
             row.data_ptr(),
             x.data_ptr(),
@@ -145,7 +145,7 @@ class DenseBatch:
         """Put the layers at ``old [n, D]`` less ``rates [n]`` times gradients into ``rows``."""
         self.blas.subtract(
             self.blas.product,
-            self._network,
+            self._address,
             rows.shape[0],
             rates.data_ptr(),
             old.data_ptr(),
@@ -170,7 +170,7 @@ class DenseBatch:
         matrices = self.ones.new_empty(3 * stride)
         self.blas.inner(
             self.blas.product,
-            self._network,
+            self._address,
             *(tensor.data_ptr() for tensor in (*one, *other)),
             matrices.data_ptr(),
             stride,

@@ -21,6 +21,7 @@ from fedsim.compiled import dense
 from fedsim.compiled.classes import ClassBatches
 from fedsim.compiled.dense_calls import DenseBatch
 from fedsim.engines.blocks import guarded_blocks
+from fedsim.errors import FedsimError
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.packing import Packing
@@ -125,6 +126,14 @@ def test_a_target_that_is_no_class_fails_its_client_alone(target, alone_bytes, m
     ]
     assert set(rows[0]) - set(rows[1]) == {4}
     assert all(torch.equal(rows[0][client], row) for client, row in rows[1].items())
+
+
+@pytest.mark.parametrize("alone_bytes", [0, 2**40])
+def test_targets_that_are_numbers_are_refused_for_classes(alone_bytes, monkeypatch) -> None:
+    monkeypatch.setattr(stacked, "ALONE_BYTES", alone_bytes)
+    data = make_data(SIZES, features=20)
+    with pytest.raises(FedsimError, match="logits"):
+        trained(SGD(lr=0.1), data=type(data)(data.x, data.y.float(), data.indices), metrics={})
 
 
 def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -238,6 +247,13 @@ def test_rows_with_gaps_and_one_rate_for_all_are_taken_as_they_are() -> None:
             ended.append(path.packing.unpack(out))
     for other in ended[1:]:
         torch.testing.assert_close(other, ended[0])
+
+
+def test_inputs_with_gaps_are_read_where_they_are() -> None:
+    path = path_of([16, 16], True, False, torch.float32)
+    theta, x = torch.randn(3, path.packing.width), torch.randn(3, 16, 6).transpose(1, 2)
+    outputs = path.dense.forward(theta, x).outputs
+    torch.testing.assert_close(outputs, path.dense.forward(theta, x.contiguous()).outputs)
 
 
 def test_a_path_can_be_sent_after_it_was_used() -> None:

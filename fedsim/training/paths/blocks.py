@@ -56,7 +56,8 @@ class BlockLayers:
     def forward(self, theta: Tensor, x: Tensor) -> BlockPass:
         """Go through the layers at ``theta [n, D]`` with inputs ``x [n, B, in]``."""
         compiled = self._compiled(theta, x)
-        if compiled is not None and x.dtype is theta.dtype and compiled.takes_all(theta):
+        without_gaps = x.dtype is theta.dtype and x.stride()[1:] == (x.shape[2], 1)
+        if compiled is not None and without_gaps and compiled.takes_all(theta):
             return CompiledBlock(self, compiled, theta, x, compiled.forward_all(theta, x))
         return self.launched(theta, x)
 

@@ -28,7 +28,7 @@ class BatchLosses(Protocol):
 
 def losses_of(loss: Loss, y: Tensor, weight: Tensor) -> BatchLosses:
     """Losses of batches of targets ``y [S, B, ...]`` and weights ``[S, B]``."""
-    if loss != CrossEntropy() or y.dim() != 2:
+    if loss != CrossEntropy() or y.dim() != 2 or y.is_floating_point():
         return LossesByAutograd(loss, y, weight)
     counts = y != IGNORED
     classes, weight = torch.where(counts, y, 0), torch.where(counts, weight, 0.0)
