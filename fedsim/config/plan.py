@@ -78,9 +78,14 @@ def extrapolation(config: RunConfig, releases: int) -> Extrapolation | None:
 
 
 def entropy(config: RunConfig) -> Literal["config", "system"]:
-    """Where cohorts and noise come from; in a deployment from the system by default."""
+    """Where all draws of a run come from but its partition and its initial model.
+
+    By default from the system in a deployment that draws any noise, a guarantee's or not, and from
+    the seed elsewhere: without noise there is nothing to hide, and runs of one seed compare.
+    """
+    noisy = config.noise.adds_noise or config.client.mechanism.name != "none"
     deployed = config.engine.name == "deployment"
-    return config.noise.entropy or ("system" if deployed else "config")
+    return config.noise.entropy or ("system" if deployed and noisy else "config")
 
 
 def stop_times(flat: Mapping[str, Scalar], ended: str, releases: Sequence[Entry]) -> int:

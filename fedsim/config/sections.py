@@ -252,8 +252,9 @@ class NoiseSection(Section):
     entropy: Annotated[
         Literal["", "config", "system"],
         Doc(
-            "Where noise and cohorts come from: the seed, so that runs repeat, or the operating "
-            "system, as real clients need; empty for system in deployment and config elsewhere."
+            "Where noise, cohorts and batches come from: the seed, so that runs repeat, or the "
+            "operating system, as real clients need; empty for system in a deployment that draws "
+            "noise, and config elsewhere."
         ),
     ] = ""
     placement: Annotated[

@@ -70,8 +70,25 @@ def test_virtual_clients_of_one_process_share_one_trainer():
     assert first is second
 
 
-def test_with_system_entropy_a_nodes_draws_do_not_follow_from_the_seed():
+def test_a_node_of_a_run_without_noise_draws_by_the_seed_and_trains_to_the_same_bytes(whole):
     config = config_for("deployment", noise={})
+    node = trainer_for(context_of(config, **{"partition-id": 0}))
+    assert row_of(node, 0) == row_of(whole, 0)
+
+
+NOISY_EXAMPLES = {"mechanism": {"name": "clipping"}, "noise": {"multiplier": 1.0}}
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        {"mechanism": {"name": "clipping"}, "noise": {"multiplier": 1.0}},
+        {"client": {"batch-size": 8, "lr": 0.3, **NOISY_EXAMPLES}, "noise": {}},
+        {"noise": {"entropy": "system"}},
+    ],
+)
+def test_with_system_entropy_a_nodes_draws_do_not_follow_from_the_seed(noise, tmp_path):
+    config = config_for("deployment", **noise).replace(**{"client.state-dir": str(tmp_path)})
     trainer = trainer_for(context_of(config, **{"partition-id": 0}))
     assert trainer.randomness.seed is None
     assert row_of(trainer, 0) != row_of(trainer, 0)

@@ -28,6 +28,13 @@ SERVER_STATE = {
     "mechanism": {"name": "none"},
     "noise": {"entropy": "config"},
 }
+# Who replies, which examples are in a batch, who evaluates: all by chance, and none of it noise.
+WITHOUT_PRIVACY = {
+    **RUN,
+    "mechanism": {"name": "none"},
+    "noise": {},
+    "evaluate": {"clients-every": 1, "fraction": 0.5},
+}
 # Different on every engine, and meant to be: how fast, and when and where, which no hash covers.
 SPEEDS = {"seconds", "clients-per-second"}
 
@@ -89,6 +96,17 @@ def test_state_that_the_server_sends_is_the_same_on_flowers_runtimes(
     engine, tmp_path, expected_with_server_state
 ):
     assert facts(run(engine, tmp_path, SERVER_STATE)) == expected_with_server_state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["simulation", "deployment"])
+def test_without_privacy_the_seed_gives_the_local_engines_bytes_with_default_entropy(
+    engine, tmp_path
+):
+    rounds = {**WITHOUT_PRIVACY, "rounds": 4}
+    expected = facts(run("local", tmp_path / "local", rounds))
+    assert facts(run(engine, tmp_path / engine, rounds)) == expected
+    assert facts(run("local", tmp_path / "other", {**rounds, "seed": 12}))[0] != expected[0]
 
 
 @pytest.mark.slow
