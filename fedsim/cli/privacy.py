@@ -240,7 +240,7 @@ def _spent(read: Source, delta: float, as_json: bool, prv: bool, group: int | No
         if statement.private and statement.cost.releases:
             console.print(tradeoff_table(statement.tradeoff))
     if read.ledger is not None:
-        console.print(history(read.ledger, delta))
+        console.print(history(read.ledger, delta, read.question.stopping))
         if prv:
             said = prv_says([entry.event for entry in read.ledger.charged], delta)
             console.print(f"Opacus's PRV accountant says {said}.")
@@ -256,6 +256,7 @@ def _verify(read: Source, public_key: Path | None) -> None:
         read.clients,
         public_key,
         examples_delta=read.examples_delta,
+        stopping=read.question.stopping,
     )
     console = Output()
     console.print(checks_table(checks))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedsim.config import RunConfig
-from fedsim.config.plan import beside, cohort, entropy, extrapolation, realised, stop_times
+from fedsim.config.plan import beside, cohort, entropy, extrapolation, realised, stopping
 from fedsim.config.things import make
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Question, Statement, claimed
@@ -16,6 +16,7 @@ from fedsim.privacy.archive import archived
 from fedsim.privacy.extrapolation import Extrapolation
 from fedsim.privacy.inclusion import declared_by_user, of_user
 from fedsim.privacy.parallel import dearest
+from fedsim.privacy.stopping import FIXED, Stopping
 from fedsim.reports.record import clients_ledgers, ending, read_config
 
 __all__ = ["Source", "read_source"]
@@ -60,10 +61,10 @@ class Source:
     def statements(self, delta: float) -> list[Statement]:
         """What its ledgers say: of the server's releases where it made private ones, and of the
         clients' own where they have any."""
-        stops = self._stops
+        end = self._end
         kept = None if self.clients is None else _clients(self.clients, self.examples_delta)
-        server = None if self.server is None else self._of_server(self.server, delta, stops)
-        return claimed(server, None if kept is None else kept.statement(stops=stops))
+        server = None if self.server is None else self._of_server(self.server, delta)
+        return claimed(server, None if kept is None else kept.statement(stopping=end))
 
     @property
     def _config(self) -> Path | None:
@@ -72,15 +73,15 @@ class Source:
         return path if path is not None and path.is_file() else None
 
     @property
-    def _stops(self) -> int:
-        """After how many rounds what was released might have ended the run."""
+    def _end(self) -> Stopping:
+        """Whether what was released might end the run."""
         if self.directory is None or self._config is None or self.server is None:
-            return 1
+            return FIXED
         flat, (ended, _) = read_config(self._config), ending(self.directory)
-        return stop_times(flat, ended, self.server.of_this_run)
+        return stopping(flat, self.server.rounds_made, ended)
 
-    def _of_server(self, server: Ledger, delta: float, stops: int) -> Statement:
-        statement = server.statement(delta, stops=stops)
+    def _of_server(self, server: Ledger, delta: float) -> Statement:
+        statement = server.statement(delta, stopping=self._end)
         return (
             statement if self._config is None else beside(RunConfig.load(self._config), statement)
         )
@@ -118,7 +119,10 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
     clients = _clients_of(source)
     if clients is not None and not server.statement(delta).private:
         return replace(_of_clients(clients, examples_delta), server=server, directory=source)
-    return Source(_continued(server, delta), server, server, clients, examples_delta, source)
+    question = _continued(server, delta)
+    if (settings := source / "config.toml").is_file():
+        question = replace(question, stopping=stopping(read_config(settings)))
+    return Source(question, server, server, clients, examples_delta, source)
 
 
 def _of_clients(directory: Path, delta: float) -> Source:
@@ -179,6 +183,7 @@ def _configured(config: RunConfig) -> Question:
         rounds=config.rounds,
         delta=noise.delta,
         simulated=entropy(config) == "config",
+        stopping=stopping(config.to_run_config()),
     ).about(cohort(config).event(noise.multiplier or 0.0))
 
 
@@ -206,4 +211,5 @@ def _examples(config: RunConfig) -> Question:
         delta=config.client.noise.delta,
         level="example",
         simulated=entropy(config) == "config",
+        stopping=stopping(config.to_run_config()),
     ).about(replace(worst.event, count=worst.event.count // config.rounds))

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedsim.privacy import Accountant, Answer, Event, Ledger, Question, TradeOff
+from fedsim.privacy.stopping import Stopping
 from fedsim.privacy.verification import Verified
 
 __all__ = ["checks_table", "history", "over_table", "prv_says", "report", "tradeoff_table"]
@@ -37,6 +38,8 @@ def report(answer: Answer, prv: bool = False) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     table.add_row("delta", f"{question.delta:g}")
+    if question.stopping.times:
+        table.add_row("", "half of it for an earlier end (stop.metric, stop.callbacks)")
     table.add_row("level, neighbours", f"{question.level}, {cost.adjacency}")
     table.add_row("sampling", sampling)
     if question.level == "example":
@@ -92,7 +95,7 @@ def over_table(question: Question, key: str, answers: list[Answer], prv: bool = 
     return table
 
 
-def history(ledger: Ledger, delta: float) -> Table:
+def history(ledger: Ledger, delta: float, stopping: Stopping) -> Table:
     """Epsilon as it grew, in about ten steps."""
     table = Table(title=f"epsilon at delta = {delta:g}")
     for name in ("releases", "round", "epsilon"):
@@ -104,7 +107,9 @@ def history(ledger: Ledger, delta: float) -> Table:
         accountant.add(entry.event)
         if number % every == 0 or number == len(entries):
             label = "" if entry.round is None else str(entry.round)
-            table.add_row(f"{accountant.releases:,}", label, _number(accountant.epsilon(delta)))
+            end = stopping.after(entry.round or 0)
+            epsilon = end.epsilon(accountant, entry.event, delta)
+            table.add_row(f"{accountant.releases:,}", label, _number(epsilon))
     return table
 
 

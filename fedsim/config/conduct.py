@@ -54,6 +54,13 @@ class StopSection(Section):
     metric: Annotated[
         str, Doc("The column of the metrics that must improve for a run to go on; empty for none.")
     ] = ""
+    callbacks: Annotated[
+        bool,
+        Doc(
+            "Whether callbacks from Python may end the run by what it has released: with either, "
+            "half of delta is for that. Undeclared, such an end costs all planned rounds."
+        ),
+    ] = False
     patience: Annotated[int, Doc("Rounds without an improvement after which the run ends.")] = (
         Field(10, ge=1)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -11,22 +11,21 @@ from fedsim.config.run_config import RunConfig, Scalar
 from fedsim.config.sections import DevicesSection
 from fedsim.config.things import make
 from fedsim.errors import FedsimError
-from fedsim.privacy.accountant import Accountant
-from fedsim.privacy.entry import Entry
 from fedsim.privacy.extrapolation import Extrapolation
 from fedsim.privacy.plan import LocalWork
 from fedsim.privacy.statement import Statement
+from fedsim.privacy.stopping import FIXED, Stopping
 
 __all__ = [
     "beside",
     "cohort",
-    "ends_by_releases",
+    "declares_stops",
     "entropy",
     "extrapolation",
     "has_devices",
     "local_work",
     "realised",
-    "stop_times",
+    "stopping",
 ]
 
 _BY_WHAT_IS_RELEASED = ("stopped", "dropped")
@@ -88,27 +87,32 @@ def entropy(config: RunConfig) -> Literal["config", "system"]:
     return config.noise.entropy or ("system" if deployed and noisy else "config")
 
 
-def stop_times(flat: Mapping[str, Scalar], ended: str, releases: Sequence[Entry]) -> int:
-    """After how many rounds what was released might have ended a run, if it did; otherwise 1.
+def stopping(flat: Mapping[str, Scalar], made: int = 0, ended: str = "") -> Stopping:
+    """How far a run was to go, and whether what it has released may end it before.
 
     Parameters
     ----------
     flat : mapping
         Its config by dotted keys.
+    made : int
+        Rounds that it has gone through.
     ended : str
-        As in `RunResult`.
-    releases : sequence of Entry
-        What it has released itself.
+        As in `RunResult`, once it has.
     """
-    rounds = flat.get("rounds", 1)
-    made = max((entry.round or 0 for entry in releases), default=0)
-    decided = ends_by_releases(flat, ended)
-    return rounds if decided and isinstance(rounds, int) and made < rounds else 1
+    declared, rounds = declares_stops(flat), flat.get("rounds")
+    if not isinstance(rounds, int) or not (declared or ended in _BY_WHAT_IS_RELEASED):
+        return FIXED
+    budget = flat.get("noise.max-epsilon")
+    return Stopping(
+        times=rounds if declared else 0,
+        left=rounds,
+        max_epsilon=budget if isinstance(budget, int | float) else None,
+    ).after(made)
 
 
-def ends_by_releases(flat: Mapping[str, Scalar], ended: str) -> bool:
-    """Whether what was released may end such a run, or has ended it; parameters as there."""
-    return bool(flat.get("stop.metric")) or ended in _BY_WHAT_IS_RELEASED
+def declares_stops(flat: Mapping[str, Scalar]) -> bool:
+    """Whether a config by dotted keys says that what is released may end the run."""
+    return bool(flat.get("stop.metric") or flat.get("stop.callbacks"))
 
 
 def beside(config: RunConfig, statement: Statement) -> Statement:
@@ -117,26 +121,8 @@ def beside(config: RunConfig, statement: Statement) -> Statement:
     These are the figures that it asks for, and what it takes to say nothing of clients' data.
     """
     figure = extrapolation(config, statement.of_run)
-    statement = _within_plan(config, statement)
     note = _DEVICES if config.private and has_devices(config.to_run_config()) else statement.note
     return replace(statement, extrapolated=figure, note=note).of_group(config.privacy.group)
-
-
-def _within_plan(config: RunConfig, statement: Statement) -> Statement:
-    """Epsilon of all rounds that were planned holds too, whatever ended them, and so does a budget.
-
-    Where releases have ended the run, the least of these figures counts.
-    """
-    if statement.stops == 1 or not statement.private or not statement.charged:
-        return statement
-    planned = Accountant(entry.event for entry in statement.charged)
-    left = statement.stops - statement.of_run
-    if left > 0:
-        planned.add(statement.charged[-1].event, left)
-    least = min(statement.epsilon, planned.epsilon(statement.delta))
-    if config.noise.max_epsilon is not None:
-        least = min(least, config.noise.max_epsilon)
-    return replace(statement, cost=replace(statement.cost, epsilon=least))
 
 
 def has_devices(flat: Mapping[str, Scalar]) -> bool:

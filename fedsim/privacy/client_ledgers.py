@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from fedsim.privacy.fingerprint import Fingerprints
 from fedsim.privacy.ledger import Ledger
 from fedsim.privacy.parallel import Spending, dearest
 from fedsim.privacy.statement import Statement
+from fedsim.privacy.stopping import FIXED, Stopping
 
 __all__ = ["ClientLedgers", "ClientRelease"]
 
@@ -72,6 +73,8 @@ class ClientLedgers:
         At which epsilon is asked.
     max_epsilon : float or None
         What no client may spend more than.
+    stopping : Stopping
+        Whether what is released may end the run, and at which delta the budget holds.
     read_only : bool
         Whether they are other processes', to look at.
     """
@@ -82,11 +85,13 @@ class ClientLedgers:
         *,
         delta: float,
         max_epsilon: float | None = None,
+        stopping: Stopping = FIXED,
         read_only: bool = False,
     ) -> None:
         self.directory = directory
         self.delta = delta
         self.max_epsilon = max_epsilon
+        self._budget_delta = stopping.planned_delta(delta)
         self._read_only = read_only
         self._open: dict[int, Ledger] = {}
         self._fingerprints = Fingerprints(directory)
@@ -129,10 +134,12 @@ class ClientLedgers:
         if self.max_epsilon is None:
             return None
         for release in releases:
-            if self.of(release.client).would_exceed(release.event, **release.names(round)):
+            if self.of(release.client).would_exceed(
+                release.event, delta=self._budget_delta, **release.names(round)
+            ):
                 return (
                     f"round {round} would exceed client.noise.max-epsilon = {self.max_epsilon} of "
-                    f"client {release.client} at delta = {self.delta}"
+                    f"client {release.client} at delta = {self._budget_delta}"
                 )
         return None
 
@@ -164,18 +171,27 @@ class ClientLedgers:
         for client, state in states.items():
             self.of(int(client)).restore(state)
 
-    def epsilon(self, round: int | None = None, release: str | None = None) -> float:
+    def epsilon(
+        self,
+        round: int | None = None,
+        release: str | None = None,
+        stopping: Stopping = FIXED,
+    ) -> float:
         """What the client that has spent most has spent; as of a round, see `Ledger.as_of`."""
         everyone = self.everyone()
         spent: list[Spending] = [*everyone]
         if round is not None:
             spent = [ledger.as_of(round, release) for ledger in everyone]
-        return dearest(spent, self.delta).epsilon(self.delta) if spent else 0.0
+        if not spent:
+            return 0.0
+        stopping = replace(stopping, max_epsilon=None)  # the server's
+        worst = dearest(spent, self.delta, stopping)
+        return stopping.epsilon(worst.accountant(), worst.last_event, self.delta)
 
-    def statement(self, *, stops: int = 1) -> Statement | None:
+    def statement(self, *, stopping: Stopping = FIXED) -> Statement | None:
         """What holds for every client; None if none has released anything.
 
-        ``stops`` as of `Statement.of`.
+        ``stopping`` as of `Statement.of`.
         """
         everyone = self.everyone()
         if not everyone:
@@ -186,7 +202,7 @@ class ClientLedgers:
             everyone,
             self.delta,
             f"{place}, one for each of {many} client{'s' * (many > 1)}",
-            stops=stops,
+            stopping=replace(stopping, max_epsilon=None),  # the server's
         )
 
     def _found(self) -> list[int]:

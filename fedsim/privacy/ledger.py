@@ -27,6 +27,7 @@ from fedsim.privacy.events import Event, Level
 from fedsim.privacy.ledger_file import LedgerFile
 from fedsim.privacy.parallel import Spending
 from fedsim.privacy.statement import Statement
+from fedsim.privacy.stopping import FIXED, Stopping
 
 if TYPE_CHECKING:
     from flwr.serverapp import GaussianPrivacyEvent, PrivacyConfig, PrivacySpent
@@ -171,9 +172,20 @@ class Ledger:
         return self._file.history.of_this_run
 
     @property
+    def rounds_made(self) -> int:
+        """The last round that this run has recorded."""
+        return max((entry.round or 0 for entry in self.of_this_run), default=0)
+
+    @property
     def counts(self) -> Counter[Event]:
         """How often each event is charged."""
         return Counter(self._file.history.counts)
+
+    @property
+    def last_event(self) -> Event | None:
+        """What the release charged last has cost; None without any."""
+        charged = self._file.history.charged
+        return charged[-1].event if charged else None
 
     @property
     def level(self) -> Level:
@@ -246,9 +258,9 @@ class Ledger:
             planned = replace(planned, settles=True)
         return self._file.history.after(planned).epsilon(self._delta(delta)) > budget
 
-    def statement(self, delta: float | None = None, *, stops: int = 1) -> Statement:
-        """The privacy statement in words and numbers; ``stops`` as of `Statement.of`."""
-        return Statement.of([self], self._delta(delta), stops=stops)
+    def statement(self, delta: float | None = None, *, stopping: Stopping = FIXED) -> Statement:
+        """The privacy statement in words and numbers; ``stopping`` as of `Statement.of`."""
+        return Statement.of([self], self._delta(delta), stopping=stopping)
 
     def accountant(self) -> Accountant:
         """What is charged, to go on with elsewhere."""
@@ -370,10 +382,15 @@ class _Spent:
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._accountant = Accountant()
         self.counts: Counter[Event] = Counter()
+        self._last: Event | None = None
         for entry in entries:
             self._accountant.add(entry.event)
             self.counts[entry.event.once] += entry.event.count
+            self._last = entry.event
 
-    def epsilon(self, delta: float | None = None) -> float:
-        assert delta is not None
-        return self._accountant.epsilon(delta)
+    @property
+    def last_event(self) -> Event | None:
+        return self._last
+
+    def accountant(self) -> Accountant:
+        return self._accountant.copy()

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.events import Event
+from fedsim.privacy.stopping import FIXED, Stopping
 
 __all__ = ["Spending", "WorstClient", "dearest", "worst_client"]
 
@@ -51,15 +52,19 @@ class Spending(Protocol):
     def counts(self) -> Counter[Event]:
         """How often each event is charged."""
 
-    def epsilon(self, delta: float | None = None) -> float:
-        """What they cost together."""
+    @property
+    def last_event(self) -> Event | None:
+        """What the release charged last has cost; None without any."""
+
+    def accountant(self) -> Accountant:
+        """All that is charged, to ask and to add to."""
 
 
 Spender = TypeVar("Spender", bound=Spending)
 
 
-def dearest(ledgers: Sequence[Spender], delta: float) -> Spender:
-    """The ledger with the largest epsilon.
+def dearest(ledgers: Sequence[Spender], delta: float, stopping: Stopping = FIXED) -> Spender:
+    """The ledger with the largest epsilon that may be claimed.
 
     Only one of those that say the same is accounted for, and of those with one kind of event
     only the Pareto front.
@@ -73,7 +78,11 @@ def dearest(ledgers: Sequence[Spender], delta: float) -> Spender:
     front = _pareto_front(single)
     candidates = [distinct[single[event]] for event in front]
     candidates += [ledger for counts, ledger in distinct.items() if len(counts) != 1]
-    return max(candidates, key=lambda ledger: ledger.epsilon(delta))
+
+    def epsilon(ledger: Spender) -> float:
+        return stopping.epsilon(ledger.accountant(), ledger.last_event, delta)
+
+    return max(candidates, key=epsilon)
 
 
 def _pareto_front(events: Iterable[Event]) -> list[Event]:

@@ -203,7 +203,7 @@ class ReleasePlan:
         return self.cost(delta, after=after).epsilon
 
     def calibrated(self, target_epsilon: float, delta: float) -> ReleasePlan:
-        """The same plan with the least noise at which all its rounds cost the target.
+        """The same plan with the least noise at which all its rounds cost the target at delta.
 
         Raises
         ------

@@ -9,6 +9,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.calibration import calibrate_events, rounds_within_events
 from fedsim.privacy.events import Adjacency, Event, Level, Sampling
+from fedsim.privacy.stopping import FIXED, Stopping
 
 __all__ = ["Answer", "Question"]
 
@@ -37,6 +38,9 @@ class Question:
         What has been released already.
     simulated : bool
         Whether noise follows from a config's seed, which is no secret.
+    stopping : Stopping
+        Whether what is released may end the run: of all rounds, epsilon is then that at half of
+        delta.
     """
 
     noise_multiplier: float | None = None
@@ -53,6 +57,7 @@ class Question:
     level: Level = "client"
     past: tuple[Event, ...] = ()
     simulated: bool = False
+    stopping: Stopping = FIXED
 
     @property
     def asks(self) -> Literal["epsilon", "noise multiplier", "rounds"]:
@@ -111,7 +116,7 @@ class Question:
         noise = self._given("noise multiplier", self.noise_multiplier)
         if self.max_epsilon is not None:
             rounds = rounds_within_events(
-                self.past, self.event(noise), max_epsilon=self.max_epsilon, delta=self.delta
+                self.past, self.event(noise), max_epsilon=self.max_epsilon, delta=self._at
             )
             return self._answered(noise, rounds)
         return self._answered(noise, self._given("rounds", self.rounds))
@@ -125,7 +130,7 @@ class Question:
         noise = calibrate_events(
             lambda z: [*self.past, self.event(z).times(self._positive(rounds))],
             target_epsilon=self._given("target epsilon", self.target_epsilon),
-            delta=self.delta,
+            delta=self._at,
             adaptive=bool(self.past),
         )
         answer = self._answered(noise, rounds)
@@ -139,7 +144,12 @@ class Question:
         accountant = Accountant(self.past)
         if rounds or self.asks == "epsilon":
             accountant.add(self.event(noise), self._positive(rounds))
-        return Answer(self, noise, rounds, accountant.cost(self.delta))
+        cost = replace(accountant.cost(self._at), delta=self.delta)
+        return Answer(self, noise, rounds, cost)
+
+    @property
+    def _at(self) -> float:
+        return self.stopping.planned_delta(self.delta)
 
     @staticmethod
     def _positive(rounds: int) -> int:

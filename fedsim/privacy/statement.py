@@ -15,6 +15,7 @@ from fedsim.privacy.events import Adjacency, Level, Sampling
 from fedsim.privacy.extrapolation import Extrapolation
 from fedsim.privacy.groups import GroupCost, group_cost
 from fedsim.privacy.parallel import Spending, dearest
+from fedsim.privacy.stopping import FIXED, Stopping
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
 
 __all__ = ["NOT_COVERED", "Statement", "claimed"]
@@ -69,12 +70,6 @@ class Recorded(Spending, Protocol):
     def heads(self) -> tuple[str, ...]:
         """Hash after each line."""
 
-    def cost(self, delta: float | None = None) -> Cost:
-        """What all of it has cost."""
-
-    def accountant(self) -> Accountant:
-        """The same, to ask more of."""
-
 
 @dataclass(frozen=True)
 class Statement:
@@ -105,9 +100,8 @@ class Statement:
         How many there are.
     note : str
         A sentence on what is accounted for elsewhere.
-    stops : int
-        After any of so many rounds what had been released might have ended the run, and did; 1
-        where the number of rounds was fixed in advance.
+    stopping : Stopping
+        Whether what was released might end the run, and how far it was to go.
     extrapolated : Extrapolation or None
         What a larger cohort would have cost, whose noise the run has simulated.
     group : GroupCost or None
@@ -125,19 +119,22 @@ class Statement:
     head: str = ""
     lines: int = 0
     note: str = ""
-    stops: int = 1
+    stopping: Stopping = FIXED
     extrapolated: Extrapolation | None = None
     group: GroupCost | None = None
 
     @classmethod
     def of(
-        cls, ledgers: Sequence[Recorded], delta: float, place: str | None = None, *, stops: int = 1
+        cls,
+        ledgers: Sequence[Recorded],
+        delta: float,
+        place: str | None = None,
+        *,
+        stopping: Stopping = FIXED,
     ) -> Self:
         """The statement over ledgers whose owners hold disjoint data, at least one.
 
-        Where releases decide when a run ends, epsilon after a number of rounds holds only if that
-        was fixed in advance. After whichever of m rounds it ends, it has spent what that many cost
-        at ``delta / m``: over all of them the deltas add up to delta.
+        What is said of an attacker, and of groups, is of all the rounds that were planned.
 
         Parameters
         ----------
@@ -146,34 +143,37 @@ class Statement:
         delta : float
         place : str, optional
             Where several of them are.
-        stops : int
-            m, 1 for a number of rounds that is fixed in advance.
+        stopping : Stopping
+            Whether what was released might end the run; by default its rounds were fixed in
+            advance.
         """
-        worst = dearest(ledgers, delta / stops)
+        worst = dearest(ledgers, delta, stopping)
         alone = len(ledgers) == 1 and place is None
+        spent, last = worst.accountant(), worst.last_event
         this_run = Accountant(entry.event for entry in worst.of_this_run) if worst.before else None
         return cls(
-            cost=replace(worst.cost(delta / stops), delta=delta),
+            cost=stopping.cost(spent, last, delta),
             level=worst.level,
             charged=worst.charged,
-            tradeoff=tradeoff(worst.accountant()),
+            tradeoff=tradeoff(stopping.planned(spent, last)),
             ledgers=len(ledgers),
             before=sum(entry.event.count for entry in worst.before),
-            this_run=this_run.cost(delta / stops) if this_run is not None else None,
+            this_run=None if this_run is None else stopping.cost(this_run, last, delta),
             ledger=str(worst.path) if alone and worst.path is not None else place,
             head=worst.heads[-1] if alone and worst.heads else "",
             lines=len(worst.heads) if alone else 0,
-            stops=stops,
+            stopping=stopping,
         )
 
     def of_group(self, size: int) -> Self:
         """With what the same releases promise an owner of up to ``size`` rows; 1 adds nothing."""
         if size == 1:
             return self
-        events = (entry.event for entry in self.charged)
+        last = self.charged[-1].event if self.charged else None
+        planned = self.stopping.planned(Accountant(e.event for e in self.charged), last)
         # A user's own sampler may draw rows of one owner together.
         declared = any(entry.declared_by_user for entry in self.charged)
-        return replace(self, group=group_cost(events, size, self.delta, chained=declared))
+        return replace(self, group=group_cost(planned, size, self.delta, chained=declared))
 
     def of_operator(self) -> Self:
         """At example level, of a run that protects whole clients too: it is not for everybody."""
@@ -270,13 +270,7 @@ class Statement:
             sentences.append(self.group.sentence(self.level))
         if self.extrapolated is not None:
             sentences.append(self.extrapolated.sentence())
-        if self.stops > 1:
-            sentences.append(
-                f"What had been released decided when to end, after any of {self.stops:,} rounds: "
-                f"epsilon is that at delta / {self.stops:,}, or of all of them, and holds at delta "
-                "whichever it was; what is said of an attacker and of groups is of a number of "
-                "rounds fixed in advance."
-            )
+        sentences += self._end()
         if self.simulated:
             sentences.append(
                 "Simulated: noise and samples follow from the config's seed, so the guarantee "
@@ -284,6 +278,23 @@ class Statement:
                 "come from the operating system, and it holds against all who are named here."
             )
         return sentences
+
+    def _end(self) -> list[str]:
+        times, left = self.stopping.times, self.stopping.left
+        if times:
+            return [
+                f"What is released may end the run after any of {times:,} rounds: epsilon is the "
+                f"lesser of that of the rounds made, at delta / {2 * times:,}, and that of all "
+                "planned rounds, or a smaller budget, at delta / 2, and holds whichever round is "
+                "the last; what is said of an attacker and of groups is of all planned rounds."
+            ]
+        if left:
+            return [
+                f"What had been released ended the run, {left:,} rounds before its planned end "
+                "(not declared before by stop.metric or stop.callbacks): epsilon, and what is said "
+                "of an attacker and of groups, is of all planned rounds, or a smaller budget."
+            ]
+        return []
 
     def _no_guarantee(self) -> list[str]:
         return [
@@ -360,7 +371,7 @@ class Statement:
             "samplers": list(self.samplers),
             "entropies": sorted({entry.entropy for entry in self.charged}),
             "torn": self.torn,
-            "stops": self.stops,
+            "stops": self.stopping.times,
             "covers": "the sequence of global models",
             "adversary": adversary(self.charged, self.level, self.delta) if self.private else [],
             "public": public_facts(self.charged, self.level),

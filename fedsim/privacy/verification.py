@@ -16,6 +16,7 @@ from fedsim.privacy.client_ledgers import ClientLedgers
 from fedsim.privacy.ledger import Ledger
 from fedsim.privacy.parallel import dearest
 from fedsim.privacy.signing import check_signature
+from fedsim.privacy.stopping import FIXED, Stopping
 
 __all__ = ["METADATA", "Verified", "model_metadata", "verify"]
 
@@ -49,6 +50,7 @@ def verify(
     public_key: Path | None = None,
     *,
     examples_delta: float | None = None,
+    stopping: Stopping = FIXED,
 ) -> list[Verified]:
     """Hold a run's ledger against its model, its metrics, its clients' ledgers and a signature.
 
@@ -64,6 +66,8 @@ def verify(
         Whose signature there must be.
     examples_delta : float, optional
         At which they say the examples' epsilon, if at another delta.
+    stopping : Stopping
+        Whether what was released might end the run, as its config says.
 
     Raises
     ------
@@ -74,12 +78,12 @@ def verify(
     lines, head = len(ledger.heads), ledger.head
     checks = [Verified("chain", True, f"{lines} lines, head {head}")]
     checks.append(_of_model(directory / "model.safetensors", ledger))
-    checks += _of_metrics(directory / "metrics.csv", ledger, delta)
+    checks += _of_metrics(directory / "metrics.csv", ledger, delta, stopping)
     if clients is not None and clients.is_dir():
         delta = delta if examples_delta is None else examples_delta
         ledgers = ClientLedgers(clients, delta=delta, read_only=True).everyone()
         checks.append(Verified("clients' chains", True, f"{len(ledgers)} ledgers in {clients}"))
-        checks += _of_client_metrics(directory / "metrics.csv", ledgers, delta)
+        checks += _of_client_metrics(directory / "metrics.csv", ledgers, delta, stopping)
     if public_key is not None:
         checks.append(_of_signature(directory / "ledger.sig", public_key, head, lines))
     return checks
@@ -100,7 +104,7 @@ def _of_model(path: Path, ledger: Ledger) -> Verified:
     return Verified(subject, False, f"names {lines} lines and the head {head}, which is not in it")
 
 
-def _of_metrics(path: Path, ledger: Ledger, delta: float) -> Iterator[Verified]:
+def _of_metrics(path: Path, ledger: Ledger, delta: float, stopping: Stopping) -> Iterator[Verified]:
     """What metrics.csv says was spent up to its last round, against the lines up to it."""
     rows = [row for row in _rows(path) if row.get("epsilon")]
     if not rows:
@@ -114,17 +118,21 @@ def _of_metrics(path: Path, ledger: Ledger, delta: float) -> Iterator[Verified]:
         entry.identity or id(entry) for entry in ledger.of_this_run if (entry.round or 0) > last
     }
     upto = [entry for entry in ledger.charged if (entry.identity or id(entry)) not in late]
-    spent = Accountant(entry.event for entry in upto).epsilon(delta)
+    accountant, event = Accountant(entry.event for entry in upto), upto[-1].event if upto else None
+    spent = stopping.after(last).epsilon(accountant, event, delta)
     holds = shown == spent or math.isclose(shown, spent, rel_tol=1e-6)
     stored = f"epsilon {shown:.6g} after round {last}"
     yield Verified("metrics", holds, stored if holds else f"{stored}; the ledger says {spent:.6g}")
 
 
-def _of_client_metrics(path: Path, ledgers: Sequence[Ledger], delta: float) -> Iterator[Verified]:
+def _of_client_metrics(
+    path: Path, ledgers: Sequence[Ledger], delta: float, stopping: Stopping
+) -> Iterator[Verified]:
     """What metrics.csv says that examples had spent: ledgers may have gone on, not back."""
     shown = [float(row["example-epsilon"]) for row in _rows(path) if row.get("example-epsilon")]
     if shown and ledgers:
-        spent = dearest(ledgers, delta).epsilon(delta)
+        worst = dearest(ledgers, delta, stopping)
+        spent = stopping.epsilon(worst.accountant(), worst.last_event, delta)
         stored = f"examples' epsilon {shown[-1]:.6g}"
         holds = shown[-1] <= spent * (1 + 1e-6)
         yield Verified(

@@ -14,10 +14,11 @@ from typing import Any
 
 from fedsim.config import Scalar
 from fedsim.config.past import past_config
-from fedsim.config.plan import beside, has_devices, stop_times
+from fedsim.config.plan import beside, has_devices, stopping
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Statement, claimed
 from fedsim.privacy.archive import archived
+from fedsim.privacy.stopping import FIXED
 
 __all__ = [
     "MARKER",
@@ -263,18 +264,18 @@ def ending(path: Path) -> tuple[str, str]:
 
 
 def _statements(path: Path, config: Mapping[str, Scalar]) -> list[Statement]:
-    server, examples, stops = None, None, 1
+    server, examples, end = None, None, FIXED
     if (path / "ledger.jsonl").is_file():
         delta = _number(config.get("noise.delta"))
         ledger = Ledger.read(path / "ledger.jsonl", delta=delta)
-        stops = stop_times(config, ending(path)[0], ledger.of_this_run)
-        server = ledger.statement(delta, stops=stops)
+        end = stopping(config, ledger.rounds_made, ending(path)[0])
+        server = ledger.statement(delta, stopping=end)
         grouped = config.get("privacy.group", 1) != 1
-        if grouped or stops > 1 or config.get("noise.cohort-size") or has_devices(config):
+        if grouped or config.get("noise.cohort-size") or has_devices(config):
             server = beside(past_config(path / "config.toml", dict(config)), server)
     if (kept := clients_ledgers(path, config)) is not None:
         delta = _number(config.get("client.noise.delta"))
-        examples = ClientLedgers(kept, delta=delta, read_only=True).statement(stops=stops)
+        examples = ClientLedgers(kept, delta=delta, read_only=True).statement(stopping=end)
     return claimed(server, examples)
 
 

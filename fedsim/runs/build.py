@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedsim import datasets, models, partitions
 from fedsim.config import RunConfig
 from fedsim.config.digest import release_digest
-from fedsim.config.plan import cohort, entropy, local_work, realised
+from fedsim.config.plan import cohort, entropy, local_work, realised, stopping
 from fedsim.devices import Devices
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
@@ -23,6 +23,7 @@ from fedsim.privacy import ClientLedgers, WorstClient, worst_client
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan
+from fedsim.privacy.stopping import Stopping
 from fedsim.randomness import Randomness
 from fedsim.runs import objects
 from fedsim.runs.dealing import Dealt, deal, load_dataset, refuse_found
@@ -230,7 +231,8 @@ class Build:
         if privacy is None or not rounds:
             return None
         events = example_events(privacy, local_work(self.config), self._sizes, rounds)
-        return worst_client(events, privacy.delta) if events else None
+        delta = privacy.stopping.planned_delta(privacy.delta)
+        return worst_client(events, delta) if events else None
 
     @cached_property
     def client_ledgers(self) -> ClientLedgers | None:
@@ -308,7 +310,12 @@ class Build:
         )
         if noise.target_epsilon is None:
             return plan
-        return plan.calibrated(noise.target_epsilon, noise.delta)
+        return plan.calibrated(noise.target_epsilon, self.stopping.planned_delta(noise.delta))
+
+    @property
+    def stopping(self) -> Stopping:
+        """Whether what is released may end the run before its last round."""
+        return stopping(self.config.to_run_config())
 
     @property
     def noise_multiplier(self) -> float:
@@ -334,6 +341,7 @@ class Build:
             noise_multiplier=self.noise_multiplier,
             delta=config.noise.delta,
             max_epsilon=config.noise.max_epsilon,
+            stopping=self.stopping,
             ledger=ledger,
             seed=self.randomness.seed,
             release=self.release,

@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from fedsim.config.plan import entropy
+from fedsim.config.plan import entropy, stopping
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.models import values_of
 from fedsim.privacy.signing import LEDGER_KEY, private_key, signature
@@ -249,12 +249,13 @@ class Session:
         row |= _numbers(result.evaluate_metrics_serverapp.get(server_round))
         row |= _numbers(result.train_metrics_clientapp.get(server_round), "train-")
         row |= _numbers(result.evaluate_metrics_clientapp.get(server_round), "clients-")
+        end = stopping(self._config, server_round)
         if self.strategy.private:
             spent = self.strategy.ledger.as_of(server_round, self.build.release)
-            row["epsilon"] = spent.epsilon(self.strategy.delta)
+            row["epsilon"] = end.epsilon(spent.accountant(), spent.last_event, self.strategy.delta)
         if self.build.client_ledgers is not None:
             row["example-epsilon"] = self.build.client_ledgers.epsilon(
-                server_round, self.build.release
+                server_round, self.build.release, end
             )
         if row.keys() & {"epsilon", "example-epsilon"}:
             row["simulated"] = int(entropy(self.build.config) == "config")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedsim.config import RunConfig
-from fedsim.config.plan import local_work
+from fedsim.config.plan import local_work, stopping
 from fedsim.errors import FedsimError
 from fedsim.runs import objects
 from fedsim.training import ExamplePrivacy
@@ -46,6 +46,7 @@ def example_privacy(
             "batch is drawn at a rate of batch size over examples, it must be at most "
             f"{smallest}, what the smallest client has."
         )
+    end = stopping(config.to_run_config())
     unnoised = ExamplePrivacy(
         mechanism=objects.mechanism(client.mechanism),
         noise_multiplier=client.noise.multiplier or 0.0,
@@ -54,6 +55,7 @@ def example_privacy(
         hardened=client.noise.hardened,
         delta=client.noise.delta,
         max_epsilon=client.noise.max_epsilon,
+        stopping=end,
         ledger_dir=ledger_dir,
         unprotected_metrics=config.evaluate.unprotected,
     )
@@ -62,6 +64,7 @@ def example_privacy(
         return unnoised
     work = local_work(config)
     plans = (unnoised.plan(work, size, config.rounds) for size in calibrated_sizes)
-    needed = (plan.calibrated(target, client.noise.delta) for plan in plans if plan is not None)
+    delta = end.planned_delta(client.noise.delta)
+    needed = (plan.calibrated(target, delta) for plan in plans if plan is not None)
     noise_multiplier = max((plan.noise.multiplier for plan in needed), default=0.0)
     return replace(unnoised, noise_multiplier=noise_multiplier)

@@ -9,9 +9,10 @@ from fedsim.config import RunConfig, Scalar
 from fedsim.config.digest import affects_release
 from fedsim.config.keys import shown
 from fedsim.config.past import past_config
-from fedsim.config.plan import ends_by_releases
+from fedsim.config.plan import declares_stops, stopping
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
+from fedsim.privacy.stopping import FIXED
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.given import Given
@@ -59,8 +60,9 @@ def resumed_config(
             f"rounds = {resumed.rounds}; it must be at least {state.round}, which the run in "
             f"{directory.path} has gone through."
         )
-    if ends_by_releases(began, directory.ending()[0]):
+    if stopping(began, ended=directory.ending()[0]) != FIXED:
         _refuse_lowered(began, wanted, directory.path)
+    _refuse_undeclared(began, wanted, resumed)
     kept = resumed.client.private or resumed.client.state == "client"
     for key in ("name", "client.state-dir"):
         # What clients keep lies there.
@@ -76,6 +78,18 @@ def resumed_config(
             "keep is not on those nodes."
         )
     return resumed
+
+
+def _refuse_undeclared(began: Flat, wanted: Flat, config: RunConfig) -> None:
+    """Refuse to say afterwards that releases were not to end the run: delta is shared by then."""
+    private = config.private or config.client.private
+    if private and declares_stops(began) and not declares_stops(wanted):
+        key = "stop.metric" if began.get("stop.metric") else "stop.callbacks"
+        raise FedsimError(
+            f"{key} = {_told(wanted.get(key) or None)}; it must be {_told(began[key])} as it was "
+            "when the run began: what is released might have ended it, and half of delta is for "
+            "that; a larger stop.patience lets it go on."
+        )
 
 
 def _refuse_lowered(began: Flat, wanted: Flat, path: Path) -> None:
@@ -111,10 +125,11 @@ def _resolved(config: RunConfig, began: Flat, given: Given | None) -> Flat:
             wanted[key] = began[key]
     if config.noise.target_epsilon is None and config.client.noise.target_epsilon is None:
         return wanted
-    # Calibrated as it was, to the rounds that there were then.
-    calibrated = RunConfig.from_run_config({**wanted, "rounds": began["rounds"]})
+    # Calibrated as it was, to the rounds, and at the delta, that there were then.
+    as_then = {key: began[key] for key in ("rounds", "stop.metric", "stop.callbacks")}
+    calibrated = RunConfig.from_run_config({**wanted, **as_then})
     released = Build(calibrated, given=given).released.to_run_config()
-    return {**released, "rounds": wanted["rounds"]}
+    return {**released, **{key: wanted[key] for key in as_then}}
 
 
 def _told(value: Scalar | None) -> str:

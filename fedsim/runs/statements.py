@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fedsim.config import RunConfig
-from fedsim.config.plan import beside, stop_times
+from fedsim.config.plan import beside, stopping
 from fedsim.privacy import ClientLedgers, Ledger, Statement, claimed
 
 __all__ = ["statements"]
@@ -26,9 +26,9 @@ def statements(
     ended : str
         As in `RunResult`.
     """
-    stops = stop_times(config.to_run_config(), ended, ledger.of_this_run)
-    examples = None if of_clients is None else of_clients.statement(stops=stops)
-    server = beside(config, ledger.statement(config.noise.delta, stops=stops))
+    end = stopping(config.to_run_config(), ledger.rounds_made, ended)
+    examples = None if of_clients is None else of_clients.statement(stopping=end)
+    server = beside(config, ledger.statement(config.noise.delta, stopping=end))
     if examples is not None:
         of_run = claimed(server if config.private else None, examples)
         return of_run[0], of_run[-1]

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedsim.errors import FedsimError
-from fedsim.privacy import Accountant, Ledger
+from fedsim.privacy import Accountant, Cost, Ledger
 from fedsim.privacy.chain import GENESIS
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.plan import ReleasePlan
+from fedsim.privacy.stopping import Stopping
 from fedsim.randomness import Randomness
 from fedsim.strategies.contributions import Placement
 
@@ -49,6 +50,8 @@ class Accounting:
     delta : float
     max_epsilon : float or None
         Budget.
+    stopping : Stopping
+        Whether what is released may end the run, and how far it was to go.
     ledger : Ledger
     release : str or None
         The config's digest; without one no release is taken for one that was made before.
@@ -59,17 +62,22 @@ class Accounting:
     plan: ReleasePlan
     delta: float
     max_epsilon: float | None
+    stopping: Stopping
     ledger: Ledger
     release: str | None
     placement: Placement
     randomness: Randomness
+
+    @property
+    def _budget_delta(self) -> float:
+        return self.stopping.planned_delta(self.delta)
 
     def stops(self, server_round: int) -> str | None:
         """Why this round may not be made, if so."""
         if self.max_epsilon is None or not self.ledger.would_exceed(
             self.plan.event(),
             self.max_epsilon,
-            delta=self.delta,
+            delta=self._budget_delta,
             round=server_round,
             entropy=self.randomness.entropy,
             release=self.release,
@@ -77,7 +85,7 @@ class Accounting:
             return None
         return (
             f"round {server_round} would exceed max-epsilon = {self.max_epsilon} "
-            f"at delta = {self.delta}"
+            f"at delta = {self._budget_delta}"
         )
 
     def record(self, server_round: int, clip_norm: float) -> None:
@@ -104,16 +112,21 @@ class Accounting:
         """
         if self.max_epsilon is None:
             return
-        least = Accountant([self.plan.event()]).epsilon(self.delta)
+        least = Accountant([self.plan.event()]).epsilon(self._budget_delta)
         if least > self.max_epsilon:
             raise FedsimError(
-                f"max_epsilon = {self.max_epsilon} (noise.max-epsilon) at delta = {self.delta}"
-                f"; it must be at least {least:.4g}, what one round costs."
+                f"max_epsilon = {self.max_epsilon} (noise.max-epsilon) at delta = "
+                f"{self._budget_delta}; it must be at least {least:.4g}, what one round costs."
             )
 
-    def spent(self) -> str:
-        """What has been spent, in a few words."""
-        cost = self.ledger.cost(self.delta)
+    def cost(self, rounds_done: int) -> Cost:
+        """What may be claimed after so many rounds."""
+        stopping = self.stopping.after(rounds_done)
+        return stopping.cost(self.ledger.accountant(), self.ledger.last_event, self.delta)
+
+    def spent(self, rounds_done: int) -> str:
+        """The same in a few words."""
+        cost = self.cost(rounds_done)
         simulated = "simulated " if self.randomness.entropy == "config" else ""
         return (
             f"{simulated}epsilon {cost.epsilon:.4g} at delta {cost.delta:g} "

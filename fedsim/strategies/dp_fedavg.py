@@ -18,8 +18,10 @@ from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism, NoPrivacy, State
 from fedsim.mechanisms.base import state_on
 from fedsim.privacy import Ledger, Statement
+from fedsim.privacy.flower_records import privacy_spent
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan
+from fedsim.privacy.stopping import FIXED, Stopping
 from fedsim.robust import RobustMean
 from fedsim.rows import Layout
 from fedsim.rows.exchange import Instructions
@@ -78,6 +80,9 @@ class DPFedAvg(ResumableStrategy):
         Where epsilon is reported.
     max_epsilon : float, optional
         Budget: no release is made that would exceed it.
+    stopping : Stopping
+        Whether what is released may end the run before its planned rounds are made: the budget
+        then holds at half of delta.
     ledger : Ledger or path, optional
         Where releases are written down; in memory by default.
     seed : int, optional
@@ -156,6 +161,7 @@ evaluate_metrics_aggr_fn
         noise_multiplier: float = 0.0,
         delta: float = 1e-5,
         max_epsilon: float | None = None,
+        stopping: Stopping = FIXED,
         ledger: Ledger | str | PathLike[str] | None = None,
         seed: int | None = None,
         release: str | None = None,
@@ -220,7 +226,14 @@ evaluate_metrics_aggr_fn
         self.server_optimizer = server_optimizer
         self.placement = placement
         self._accounting = Accounting(
-            self.plan, delta, max_epsilon, ledger, release, placement, self.randomness
+            self.plan,
+            delta,
+            max_epsilon,
+            stopping,
+            ledger,
+            release,
+            placement,
+            self.randomness,
         )
         self.replying = replying
         # A client's budget follows from public numbers only where nobody's cohort is secret.
@@ -450,11 +463,12 @@ evaluate_metrics_aggr_fn
 
     def privacy_statement(self) -> Statement:
         """What has been released so far, and what it cost."""
-        return self.ledger.statement(self.delta)
+        stopping = self._accounting.stopping.after(self.rounds_done)
+        return self.ledger.statement(self.delta, stopping=stopping)
 
     def privacy_spent(self) -> PrivacySpent:
         """The same, as Flower's own strategies report it."""
-        return self.ledger.get_privacy_spent(self.delta)
+        return privacy_spent(self._accounting.cost(self.rounds_done))
 
     # -- state ------------------------------------------------------------------------
 
@@ -533,7 +547,7 @@ evaluate_metrics_aggr_fn
             return []
         lines = [f"aggregate_train: {report}"]
         if self.private:
-            lines.append(f"\t└──> {self._accounting.spent()}")
+            lines.append(f"\t└──> {self._accounting.spent(self.rounds_done)}")
         return lines
 
     def summary(self) -> None:

@@ -14,6 +14,7 @@ from fedsim.privacy import ClientLedgers, Event, worst_client
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import LocalWork, ReleasePlan
+from fedsim.privacy.stopping import FIXED, Stopping
 from fedsim.randomness import Randomness
 from fedsim.tasks.losses import Loss
 from fedsim.training.batches import Batches, Ints, plan_batches, plan_poisson
@@ -50,6 +51,8 @@ class ExamplePrivacy:
     delta : float
     max_epsilon : float, optional
         What no client spends more than.
+    stopping : Stopping
+        Whether what is released may end the run: the budget then holds at half of delta.
     ledger_dir : path, optional
         Where each client's ledger is; in memory otherwise.
     unprotected_metrics : bool
@@ -63,6 +66,7 @@ class ExamplePrivacy:
     hardened: bool = False
     delta: float = 1e-5
     max_epsilon: float | None = None
+    stopping: Stopping = FIXED
     ledger_dir: Path | None = None
     unprotected_metrics: bool = False
 
@@ -81,7 +85,12 @@ class ExamplePrivacy:
 
     def ledgers(self) -> ClientLedgers:
         """Where clients write their releases down, and what they have spent."""
-        return ClientLedgers(self.ledger_dir, delta=self.delta, max_epsilon=self.max_epsilon)
+        return ClientLedgers(
+            self.ledger_dir,
+            delta=self.delta,
+            max_epsilon=self.max_epsilon,
+            stopping=self.stopping,
+        )
 
     @property
     def private(self) -> bool:

@@ -10,8 +10,10 @@ import pytest
 import fedsim
 from fedsim import RunConfig
 from fedsim.cli.privacy_source import read_source
+from fedsim.config.plan import cohort
 from fedsim.errors import FedsimError
-from fedsim.privacy import Ledger
+from fedsim.privacy import Accountant, Ledger
+from fedsim.privacy.verification import verify
 from fedsim.reports.record import read_all
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.callbacks import Callback, RunStatus
@@ -246,27 +248,70 @@ def test_a_callback_stops_the_run_and_keeps_what_it_knew(tmp_path):
     assert second.seen == first.seen + 1
 
 
-def test_where_releases_decide_when_to_end_epsilon_holds_whenever_that_is(tmp_path):
-    config = CONFIG.replace(**{"noise.multiplier": 20.0, "rounds": 50})
+def test_what_is_claimed_of_an_ended_run_is_one_figure_wherever_it_is_shown(tmp_path):
+    settings = {"noise.multiplier": 20.0, "rounds": 50, "stop.callbacks": True}
+    config = CONFIG.replace(**settings)
     stopped = fedsim.run(config, out=tmp_path / "run", callbacks=[StopAt(2)])
-    fixed = fedsim.run(config.replace(rounds=2), out=tmp_path / "fixed")
-    ledger = Ledger.read(tmp_path / "run" / "ledger.jsonl")
-    delta = config.noise.delta
-    assert fixed.privacy.epsilon == ledger.epsilon(delta) == stopped.metrics[-1]["epsilon"]
-    assert stopped.privacy.epsilon == ledger.epsilon(delta / 50) > fixed.privacy.epsilon
-    assert stopped.privacy.delta == delta
+    ledger, delta = Ledger.read(tmp_path / "run" / "ledger.jsonl"), config.noise.delta
+    planned = Accountant([ledger.charged[-1].event.times(50)])
+    claimed = ledger.epsilon(delta / 100)
+    assert stopped.privacy.epsilon == claimed == stopped.metrics[-1]["epsilon"]
+    assert ledger.epsilon(delta) < claimed < planned.epsilon(delta / 2)
+    assert (stopped.privacy.delta, stopped.privacy.stopping.times) == (delta, 50)
     assert "after any of 50 rounds" in str(stopped.privacy)
-    assert "after any of" not in str(fixed.privacy)
-    assert fedsim.load(tmp_path / "run").privacy.epsilon == stopped.privacy.epsilon
-    (told,) = read_source(tmp_path / "run", [], None).statements(delta)
-    assert told.epsilon == stopped.privacy.epsilon
+    assert stopped.privacy.tradeoff.mu == planned.gaussian_mu
+    assert fedsim.load(tmp_path / "run").privacy.epsilon == claimed
+    source = read_source(tmp_path / "run", [], None)
+    (told,) = source.statements(delta)
+    record = whole_record(tmp_path / "run")
+    (shown,) = record.statements
+    assert told.epsilon == shown.epsilon == claimed
+    checks = verify(tmp_path / "run", delta, stopping=source.question.stopping)
+    assert all(check.holds for check in checks)
     # All the rounds of the plan cost less than that where most of them were made.
     late = fedsim.run(config, out=tmp_path / "late", callbacks=[StopAt(49)])
     finished = fedsim.run(config, out=tmp_path / "late", resume=True)
-    assert late.privacy.epsilon == pytest.approx(finished.privacy.epsilon)
-    budget = config.replace(**{"noise.max-epsilon": 1.001 * fixed.privacy.epsilon})
-    within = fedsim.run(budget, out=tmp_path / "within", callbacks=[StopAt(2)])
-    assert within.privacy.epsilon == budget.noise.max_epsilon
+    assert late.privacy.epsilon == finished.privacy.epsilon == planned.epsilon(delta / 2)
+    assert late.metrics[-1]["epsilon"] == finished.metrics[-1]["epsilon"]
+    # A longer plan is another one: more rounds may end it, and more are planned.
+    longer = config.replace(rounds=60)
+    again = fedsim.run(longer, out=tmp_path / "run", resume=True, callbacks=[StopAt(3)])
+    ledger = Ledger.read(tmp_path / "run" / "ledger.jsonl")
+    assert again.privacy.epsilon == ledger.epsilon(delta / 120) == again.metrics[-1]["epsilon"]
+
+
+def test_an_end_by_a_callback_that_was_not_declared_costs_all_planned_rounds(tmp_path):
+    config = CONFIG.replace(**{"noise.multiplier": 20.0, "rounds": 50})
+    stopped = fedsim.run(config, out=tmp_path / "run", callbacks=[StopAt(2)])
+    finished = fedsim.run(config.replace(rounds=2), out=tmp_path / "fixed")
+    event = Ledger.read(tmp_path / "run" / "ledger.jsonl").charged[-1].event
+    assert finished.privacy.epsilon == Accountant([event.times(2)]).epsilon(config.noise.delta)
+    planned = Accountant([event.times(50)]).epsilon(config.noise.delta)
+    assert stopped.privacy.epsilon == planned
+    assert "was not declared" not in str(finished.privacy)
+    assert "48 rounds before its planned end (not declared" in str(stopped.privacy)
+
+
+def test_a_budget_and_a_target_leave_half_of_delta_for_an_earlier_end(tmp_path):
+    """The budget's check is a filter: events alone decide it, and they are fixed in advance."""
+    delta = CONFIG.noise.delta
+    config = CONFIG.replace(**{"noise.multiplier": 20.0, "rounds": 50, "stop.callbacks": True})
+    event = cohort(config).event(20.0)
+    budget = 1.001 * Accountant([event.times(5)]).epsilon(delta / 2)
+    within = config.replace(**{"noise.max-epsilon": budget})
+    spent = fedsim.run(within, out=tmp_path / "spent")
+    assert (spent.ended, spent.metrics[-1]["round"]) == ("budget", 5)
+    assert spent.privacy.epsilon == budget
+    target = config.replace(**{"noise.multiplier": "", "noise.target-epsilon": 3.0, "rounds": 4})
+    met = fedsim.run(target, out=tmp_path / "met")
+    assert met.ended == "finished"
+    assert met.privacy.epsilon == pytest.approx(3.0, rel=1e-3)
+    assert met.privacy.epsilon <= 3.0
+    path = tmp_path / "target.toml"
+    path.write_text(target.to_toml(), encoding="utf-8")
+    before = read_source(path, [], None).question.answer()
+    assert before.cost.epsilon == pytest.approx(met.privacy.epsilon)
+    assert before.cost.delta == delta
 
 
 def test_a_run_stops_early_by_a_central_metric_also_after_a_resume(tmp_path):
@@ -276,7 +321,7 @@ def test_a_run_stops_early_by_a_central_metric_also_after_a_resume(tmp_path):
     )  # fmt: skip
     result = fedsim.run(config, out=tmp_path / "run")
     assert result.ended == "stopped"
-    assert result.privacy.stops == 9
+    assert result.privacy.stopping.times == 9
     assert "validation-accuracy has not been better than" in result.why
     assert result.metrics[-1]["round"] == 3
     assert len(fedsim.run(config, out=tmp_path / "run", resume=True).metrics) == 4
@@ -301,5 +346,7 @@ def test_what_releases_have_ended_was_not_to_end_there_all_along(lowered, tmp_pa
     for settings in (lowered, lowered | {"stop.metric": ""}):
         with pytest.raises(FedsimError, match="has released may decide when it ends"):
             resume(RunDirectory(tmp_path / "run"), **settings)
-    longer = resume(RunDirectory(tmp_path / "run"), **{"rounds": 10, "stop.metric": ""})
+    with pytest.raises(FedsimError, match=r"stop\.metric = unset; it must be 'validation-loss'"):
+        resume(RunDirectory(tmp_path / "run"), **{"rounds": 10, "stop.metric": ""})
+    longer = resume(RunDirectory(tmp_path / "run"), **{"rounds": 10, "stop.patience": 20})
     assert longer.ended == "finished"
