@@ -144,7 +144,7 @@ class StepGraphs:
             return self._hold(state, rows)[0], losses
 
         try:
-            again, (state, losses) = self.recorder.record(work)
+            again, (state, losses) = self.recorder.record(lambda: clock.run(work))
         finally:
             for tensor, value in before:
                 tensor.copy_(value)
@@ -197,24 +197,40 @@ def rounded(n: int) -> int:
 
 @dataclass(frozen=True)
 class _Clock(Step):
-    """A step as a graph sees it: what depends on where it stands lies in tensors."""
+    """A step as a graph sees it: what depends on where it stands lies in tensors.
+
+    A number is known by its place among those that the step asks for: an algorithm may make a new
+    function each time. The first run makes the tensors; one that were made while the graph is
+    captured would be filled by every replay, with the value of the step that was captured.
+    """
 
     device: torch.device
-    numbers: dict[Callable[[Step], float], tuple[Tensor, float]] = field(default_factory=dict)
+    numbers: list[tuple[Callable[[Step], float], Tensor, float]] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+
+    def run(self, work: Work) -> tuple[State, Tensor]:
+        """Do the work once, which asks for as many numbers each time."""
+        self.asked.append(0)
+        result = work()
+        if self.asked[-1] != self.asked[0]:
+            raise RuntimeError(f"the step asked for {self.asked[0]} numbers, then {self.asked[-1]}")
+        return result
 
     def number(self, function: Callable[[Step], float]) -> Tensor:
         # A Python float would be frozen into the graph as the value of the step captured.
-        if function not in self.numbers:
+        place = self.asked[-1]
+        self.asked[-1] += 1
+        if place == len(self.numbers):
             value = function(Step(self.round, self.index))
             tensor = torch.full((), value, dtype=torch.float64, device=self.device)
-            self.numbers[function] = tensor, value
-        return self.numbers[function][0]
+            self.numbers.append((function, tensor, value))
+        return self.numbers[place][1]
 
     def set(self, step: Step) -> None:
-        for function, (tensor, value) in self.numbers.items():
+        for place, (function, tensor, value) in enumerate(self.numbers):
             now = function(step)
             if now != value:
-                self.numbers[function] = tensor.fill_(now), now
+                self.numbers[place] = function, tensor.fill_(now), now
 
 
 @dataclass(frozen=True)
@@ -272,18 +288,26 @@ class CudaRecorder:
         """See `GraphRecorder`."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            # Libraries allocate their workspaces and pick their kernels in the first runs, which
-            # a capture does not survive.
-            for _ in range(WARM_UP):
-                work()
-            with _no_reading_back():
-                work()
-        current.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                # Libraries allocate their workspaces and pick their kernels in the first runs,
+                # which a capture does not survive.
+                for _ in range(WARM_UP):
+                    work()
+                with _no_reading_back():
+                    work()
+        finally:
+            # Also where a run failed: kernels that it launched may still be writing to the
+            # buffers, which are put back and trained on from this stream.
+            current.wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
         # One pool for all graphs: they run one after another, and what a kernel leaves in it for
-        # the next one is of no use to the next graph.
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+        # the next one is of no use to the next graph. A capture that fails leaves its stream the
+        # current one in some releases of torch.
+        with (
+            torch.cuda.stream(current),
+            torch.cuda.graph(graph, pool=self.pool, stream=self.stream),
+        ):
             result = work()
         return graph.replay, result
 

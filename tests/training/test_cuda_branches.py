@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,9 +28,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fedsim.randomness import Randomness
 from fedsim.training import ClientData
 from fedsim.training.batches import plan_batches
-from fedsim.training.graphs import StepGraphs
+from fedsim.training.graphs import CudaRecorder, StepGraphs
 from fedsim.training.local_step import exact
 from fedsim.training.paths.choice import choose
+from fedsim.training.paths.frozen import past_frozen
 from fedsim.training.steps import Steps
 
 SIZES = [9, 5, 7, 1, 14, 0, 12]
@@ -137,3 +141,95 @@ def test_a_gpu_computes_exactly_and_the_same_every_time_while_clients_train():
         assert not products.allow_tf32
     after = (cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark, products.allow_tf32)
     assert after == before
+
+
+def test_a_frozen_stem_is_gone_through_as_exactly_as_the_rest(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "fedsim.training.paths.frozen.exact",
+        lambda device: asked.append(device) or exact(torch.device("cuda")),
+    )
+    stem = nn.Conv2d(1, 2, 3).requires_grad_(False)
+    stem.register_forward_hook(lambda *_: asked.append(torch.backends.cudnn.allow_tf32))
+    data = make_data([3, 3], features=36, shape=(1, 6, 6))
+    rest, _ = past_frozen(nn.Sequential(stem, nn.Flatten(), nn.Linear(32, 3)), data)
+    assert len(rest) == 1
+    assert asked == [data.x.device] + [False] * 6
+
+
+def test_workspaces_of_a_gpus_products_are_fixed_before_any_product_unless_the_user_chose(
+    monkeypatch,
+):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with exact(torch.device("cpu")):
+        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    with exact(torch.device("cuda")):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with exact(torch.device("cuda")):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+class FakeCuda:
+    """What a recorder calls of `torch.cuda`: two streams, and who has waited for whom."""
+
+    def __init__(self, monkeypatch):
+        self.main, self.side = FakeStream(self, "main"), FakeStream(self, "side")
+        self.current, self.debug, self.events = self.main, "default", []
+        for name, value in {
+            "Stream": lambda device: self.side,
+            "current_stream": lambda device: self.current,
+            "stream": self.stream,
+            "graph": self.graph,
+            "graph_pool_handle": lambda: "pool",
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+            "get_sync_debug_mode": lambda: self.debug,
+            "set_sync_debug_mode": lambda mode: setattr(self, "debug", mode),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph, pool, stream):
+        self.current = stream
+        yield  # as releases of torch that leave it so after a capture that failed
+        self.current = self.main
+
+
+class FakeStream:
+    def __init__(self, cuda, name):
+        self.cuda, self.name = cuda, name
+
+    def wait_stream(self, other):
+        self.cuda.events.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.mark.parametrize("fails", range(1, 6))
+def test_a_recording_that_fails_anywhere_leaves_its_stream_joined_and_the_callers_current(
+    monkeypatch, fails
+):
+    cuda = FakeCuda(monkeypatch)
+    recorder = CudaRecorder(torch.device("cuda"))
+    runs = []
+
+    def work():
+        assert cuda.current is cuda.side
+        cuda.events.append("launched")
+        runs.append(cuda.debug)
+        if len(runs) == fails:
+            raise RuntimeError("out of memory")
+        return {}, torch.zeros(1)
+
+    with pytest.raises(RuntimeError, match="out of memory") if fails < 5 else nullcontext():
+        recorder.record(work)
+    assert (cuda.current, cuda.debug) == (cuda.main, "default")
+    assert runs == ["default", "default", "error", "default"][:fails]
+    joined = ["side waits for main", *["launched"] * min(fails, 3), "main waits for side"]
+    assert cuda.events == joined + ["launched"] * (fails > 3)

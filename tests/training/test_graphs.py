@@ -148,6 +148,46 @@ def test_an_algorithm_that_promises_nothing_is_launched(taped):
     assert trainer.bench.step.works
 
 
+class Lambdas(SGD):
+    """Makes the functions of its step's numbers in the step, two of them alike."""
+
+    def phase(self, at):
+        return "step"
+
+    def step(self, state, gradient, at):
+        rate = at.number(lambda s: 1 / (s.round + s.index)) + at.number(lambda s: 0.1 * s.index)
+        gradient.subtract_from(state["theta"], state["lr"] * rate)
+
+
+def test_a_number_whose_function_is_made_in_the_step_follows_the_step(launched, taped):
+    plain, captured = launched(Lambdas(lr=0.1)), taped(Lambdas(lr=0.1))
+    expected, got = (rounds(t, start(t), COHORTS) for t in (plain, captured))
+    # A float multiplies in float32 and a tensor here in float64: the last bit may differ.
+    for one, other in zip(expected, got, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    assert captured.bench.step.works
+    steps = captured.bench.step.graphs.values()
+    assert {len(step.clock.numbers) for step in steps} == {2}
+
+
+def test_a_step_that_asks_for_other_numbers_when_it_is_run_again_is_not_captured(launched, taped):
+    class Forgets(SGD):
+        def phase(self, at):
+            return "step"
+
+        def step(self, state, gradient, at):
+            runs.append(at)
+            if len(runs) % 2 == 0:
+                at.number(lambda s: 2.0 * s.index)
+            gradient.subtract_from(state["theta"], state["lr"])
+
+    runs = []
+    plain, tried = launched(SGD(lr=0.1)), taped(Forgets(lr=0.1))
+    expected, got = (rounds(t, start(t), COHORTS) for t in (plain, tried))
+    assert not tried.bench.step.works
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
 def test_entries_that_change_places_or_are_one_tensor_stay_what_they_are(launched, taped):
     class Swaps(SGD):
         """Two copies of the parameters that change places, and a name for the first."""

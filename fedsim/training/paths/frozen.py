@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedsim.rows.packing import channels_last
 from fedsim.training.data import ClientData
+from fedsim.training.local_step import exact
 
 __all__ = ["past_frozen"]
 
@@ -100,7 +101,8 @@ def _kept_outputs(
     key = _digest(stem, data, examples, dtype)
     outputs = _LATEST.pop(key, None)
     if outputs is None:
-        outputs = _outputs(stem, data, examples, dtype)
+        with exact(data.x.device):
+            outputs = _outputs(stem, data, examples, dtype)
     if outputs is not None:
         _LATEST[key] = outputs
         while len(_LATEST) > _KEPT:
