@@ -32,8 +32,8 @@ from fedsim.clients import SGD, AdadpLR
 from fedsim.engines.process import settle
 from fedsim.randomness import Draws, Randomness
 from fedsim.training import ClientData, Trainer
+from fedsim.training.exact_arithmetic import exact
 from fedsim.training.graphs import StepGraphs
-from fedsim.training.local_step import exact
 
 __all__ = ["main"]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 
@@ -182,7 +183,7 @@ def read_work(path: Path, population: int) -> Ints:
     try:
         if path.stat().st_size > LARGEST_FILE:
             raise ValueError
-        counts = [int(line) for line in path.read_text(encoding="utf-8").split()]
+        counts = [int(line) for line in regular_files.read_text(path).split()]
     except OSError as error:
         raise FedsimError(f"client.work = '{path}' cannot be read ({error.strerror}).") from None
     except ValueError:  # whose words would tell what is in the file
@@ -206,7 +207,7 @@ def read_trace(path: Path, population: int) -> Bools:
     FedsimError
     """
     try:
-        trace = np.load(path, mmap_mode="r", allow_pickle=False)
+        trace = np.load(regular_files.require(path), mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise FedsimError(f"devices.trace = '{path}' cannot be read ({error.strerror}).") from None
     except Exception:  # whatever a parser of somebody else's bytes may raise

@@ -9,6 +9,10 @@ from types import TracebackType
 __all__ = ["FedsimError", "RunFailedError", "printable", "users_place"]
 
 
+INSTALLED = {"site-packages", "dist-packages"}
+"""Folders of installed packages, which need not be this interpreter's own (``pip --user``)."""
+
+
 class FedsimError(ValueError):
     """A user's mistake, in one sentence: what was wrong and what is allowed.
 
@@ -46,8 +50,10 @@ def users_place(trace: TracebackType | None) -> str:
     place = ""
     while trace is not None:
         path = trace.tb_frame.f_code.co_filename
-        known = path.startswith("<") or any(
-            Path(path).is_relative_to(directory) for directory in (*ours, *libraries)
+        known = (
+            path.startswith("<")
+            or not INSTALLED.isdisjoint(Path(path).parts)
+            or any(Path(path).is_relative_to(directory) for directory in (*ours, *libraries))
         )
         if not known:
             place = f"{path}:{trace.tb_lineno}"

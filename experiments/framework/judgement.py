@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from experiments.framework.base import Experiment, PaperClaim, Report
+from fedsim import regular_files
 from fedsim.config.keys import Section
 from fedsim.config.sentences import sentence
 from fedsim.errors import FedsimError
@@ -103,7 +104,7 @@ class Judgement(Section):
         """
         path = directory / "judgement.toml"
         try:
-            return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+            return cls.model_validate(tomllib.loads(regular_files.read_text(path)))
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise FedsimError(f"{path} cannot be read: {error}.") from None
         except ValidationError as error:

@@ -24,6 +24,7 @@ from experiments.framework.judgement import Judgement, faults
 from experiments.framework.pages import readme
 from experiments.framework.store import Store
 from experiments.framework.stored import Stored, digest
+from fedsim import regular_files
 from fedsim.config.sentences import sentence
 from fedsim.engines.process import settle
 from fedsim.errors import FedsimError
@@ -158,7 +159,7 @@ def load(
     """
     path = directory / "experiment.toml"
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(regular_files.read_text(path))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise FedsimError(f"{path} cannot be read: {error}.") from None
     smaller = tree.pop("quick", {})
@@ -243,7 +244,7 @@ def check(directory: Path, *, data: Path = Path("data")) -> Checked:
     checked = _judged(directory, data)
     page, written = directory / "README.md", None
     if page.is_file():
-        written = page.read_text(encoding="utf-8")
+        written = regular_files.read_text(page)
     wrong = list(checked.faults)
     if written != checked.page:
         wrong.append(f"{page} is not what results and judgement say; --store writes it.")

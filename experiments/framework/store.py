@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.framework.base import ExperimentMember, Result
+from fedsim import regular_files
 
 __all__ = ["Store"]
 
@@ -41,7 +42,7 @@ class Store:
 
     def _read(self, member: ExperimentMember) -> dict[str, Any]:
         try:
-            stored = json.loads(self.path(member).read_text(encoding="utf-8"))
+            stored = json.loads(regular_files.read_text(self.path(member)))
         except (OSError, ValueError):
             return {}
         usable = isinstance(stored, dict) and stored.get("settings") == _plain(member.settings)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.framework.base import Experiment, ExperimentMember, Result
+from fedsim import regular_files
 from fedsim.errors import FedsimError
 
 __all__ = ["FILE", "Stored", "digest"]
@@ -49,7 +50,7 @@ class Stored:
         if not path.is_file():
             return None
         try:
-            tree = json.loads(path.read_text(encoding="utf-8"))
+            tree = json.loads(regular_files.read_text(path))
             members = tree["members"]
             return cls(
                 {name: member["result"] for name, member in members.items()},

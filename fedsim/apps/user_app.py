@@ -14,6 +14,7 @@ from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
+from fedsim import regular_files
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 
@@ -82,7 +83,7 @@ def run_app(app: FlowerApp, nodes: int) -> None:
 def _app_table(directory: Path) -> dict[str, Any]:
     path = directory / "pyproject.toml"
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]
+        table = tomllib.loads(regular_files.read_text(path))["tool"]["flwr"]["app"]
     except OSError as error:
         raise FedsimError(f"cannot read {path}: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

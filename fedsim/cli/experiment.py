@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedsim import regular_files
 from fedsim.cli.console import Output
 from fedsim.errors import FedsimError
 
@@ -135,7 +136,7 @@ def _end(console: Output, faults: list[str]) -> None:
 def _about(directory: Path) -> str:
     """First heading of an experiment's README."""
     path = directory / "README.md"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    lines = regular_files.read_text(path).splitlines() if path.is_file() else []
     return next((line.removeprefix("# ") for line in lines if line.startswith("# ")), "")
 
 

@@ -16,6 +16,7 @@ import tomli_w
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from fedsim import regular_files
 from fedsim.config.choices import Choice, own_settings, prepared, switched
 from fedsim.config.client_sections import ClientSection
 from fedsim.config.conduct import (
@@ -171,9 +172,9 @@ class RunConfig(Section):
 
 
 def _read(path: str | Path) -> dict[str, Any]:
-    """The tree of a TOML file, which may be a pipe."""
+    """The tree of a TOML file."""
     try:
-        with Path(path).open("rb") as file:
+        with open(path, "rb", opener=regular_files.opener) as file:
             content = file.read(LARGEST_FILE + 1)
     except OSError as error:
         raise FedsimError(f"cannot read the config {path}: {error.strerror}.") from None

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedsim import regular_files
 from fedsim.datasets.checks import require_targets
 from fedsim.errors import FedsimError
 from fedsim.machine import refuse_larger_than_memory
@@ -91,17 +92,17 @@ def read_npz(path: Path) -> Arrays:
         more than it can hold, or is larger than memory.
     """
     try:
-        with path.open("rb") as file:
-            start = file.read(6)
-        if start == b"\x93NUMPY":
-            raise FedsimError(f"{path} holds one array; it must be an .npz with {_wanted()}.")
-        with zipfile.ZipFile(path) as archive:
-            names = _used(path, (name.removesuffix(".npy") for name in archive.namelist()))
-            claims = {key: _claimed(archive, key) for key in names}
-        _require_one_length({key: shape for key, (shape, _) in claims.items()}, path)
-        refuse_larger_than_memory(sum(size for _, size in claims.values()), f"{path}")
-        with np.load(path, allow_pickle=False) as arrays:
-            return Arrays.of({key: arrays[key] for key in names})
+        with open(path, "rb", opener=regular_files.opener) as file:
+            if file.read(6) == b"\x93NUMPY":
+                raise FedsimError(f"{path} holds one array; it must be an .npz with {_wanted()}.")
+            with zipfile.ZipFile(file) as archive:
+                names = _used(path, (name.removesuffix(".npy") for name in archive.namelist()))
+                claims = {key: _claimed(archive, key) for key in names}
+            _require_one_length({key: shape for key, (shape, _) in claims.items()}, path)
+            refuse_larger_than_memory(sum(size for _, size in claims.values()), f"{path}")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as arrays:
+                return Arrays.of({key: arrays[key] for key in names})
     except FedsimError:
         raise
     except Exception as error:
@@ -127,7 +128,7 @@ def read_folder(path: Path) -> Arrays:
         for name in names:
             file = path / f"{name}.npy"
             # "c": torch wants memory that it may write to; what it wrote would not reach the file.
-            arrays[name] = np.load(file, mmap_mode="c", allow_pickle=False)
+            arrays[name] = np.load(regular_files.require(file), mmap_mode="c", allow_pickle=False)
             _expect_batches(arrays[name])
             _require_small(name, arrays[name].shape)
     except Exception as error:

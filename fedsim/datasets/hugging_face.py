@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedsim import regular_files
 from fedsim.datasets.arrays import Arrays
 from fedsim.errors import FedsimError
 
@@ -41,7 +42,7 @@ def read_saved(path: Path, columns: str) -> Arrays:
             "pip install 'fedsim[flwr-datasets]' has it."
         ) from None
     try:
-        saved = datasets.load_from_disk(str(path))
+        saved = datasets.load_from_disk(str(regular_files.require_all(path)))
     except Exception as error:
         cause = str(error).strip().replace("\n", " ").rstrip(".")[:200]
         raise FedsimError(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from fedsim import regular_files
 from fedsim.datasets.arrays import read_npz
 from fedsim.datasets.dataset import Dataset
 from fedsim.errors import FedsimError
@@ -59,10 +60,18 @@ class Published:
     def _read(self, directory: Path, download: bool, train: bool) -> Split:
         from torchvision import datasets  # seconds to import, and most runs need none of it
 
+        kind = getattr(datasets, self.torchvision)
         try:
-            kept = getattr(datasets, self.torchvision)(
-                root=str(directory), train=train, download=download
+            regular_files.require_all(
+                directory / getattr(kind, "base_folder", f"{self.torchvision}/raw")
             )
+        except OSError as error:
+            raise FedsimError(
+                f"data.name is '{self.name}', but {error.filename} cannot be read "
+                f"({error.strerror})."
+            ) from None
+        try:
+            kept = kind(root=str(directory), train=train, download=download)
         except (RuntimeError, OSError, EOFError) as error:
             raise FedsimError(_sentence(self.name, directory, download, error)) from error
         return {"x": np.asarray(kept.data), "y": np.asarray(kept.targets)}

@@ -14,6 +14,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from fedsim import regular_files
+
 __all__ = ["Authority", "node_key", "write_private", "write_public"]
 
 _PEM = serialization.Encoding.PEM
@@ -53,9 +55,13 @@ class Authority:
     @classmethod
     def load(cls, directory: Path) -> Authority:
         """Read ``ca.key`` and ``ca.crt``."""
-        key = serialization.load_pem_private_key((directory / "ca.key").read_bytes(), None)
+        key = serialization.load_pem_private_key(
+            regular_files.read_bytes(directory / "ca.key"), None
+        )
         assert isinstance(key, ec.EllipticCurvePrivateKey)
-        return cls(key, x509.load_pem_x509_certificate((directory / "ca.crt").read_bytes()))
+        return cls(
+            key, x509.load_pem_x509_certificate(regular_files.read_bytes(directory / "ca.crt"))
+        )
 
     def save(self, directory: Path) -> None:
         """Write ``ca.key`` (for its owner only) and ``ca.crt``."""

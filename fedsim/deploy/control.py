@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedsim import regular_files
+
 if TYPE_CHECKING:
     from flwr.supercore.auth.typing import AccountInfo
     from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
@@ -82,7 +84,7 @@ def main(digest_file: Path, arguments: Sequence[str]) -> None:
     from flwr.superlink import config_loader
     from flwr.superlink.cli.flower_superlink import flower_superlink
 
-    digest = digest_file.read_text(encoding="ascii").strip()
+    digest = regular_files.read_text(digest_file).strip()
     if len(digest) != 64:
         sys.exit(f"{digest_file} holds no SHA-256 of the operator's token.")
     plugin = operator_plugin(digest)

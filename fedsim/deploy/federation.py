@@ -22,6 +22,7 @@ from pathlib import Path
 
 import tomli_w
 
+from fedsim import regular_files
 from fedsim.deploy.certificates import Authority, node_key, write_private, write_public
 from fedsim.deploy.control import credentials, new_token, token_digest
 from fedsim.deploy.parties import Node, SuperLink
@@ -132,7 +133,7 @@ class Federation:
             If there is no federation.
         """
         try:
-            tree = tomllib.loads((directory / "federation.toml").read_text(encoding="utf-8"))
+            tree = tomllib.loads(regular_files.read_text(directory / "federation.toml"))
         except OSError:
             raise FedsimError(
                 f"{directory} holds no federation; make one with `fedsim deploy init`."
@@ -186,7 +187,7 @@ class Federation:
     def _make_certificates(self, days: int) -> None:
         authority = Authority.create(days=max(days, 3650))
         authority.save(self.directory / "authority")
-        certificate = (self.directory / "authority" / "ca.crt").read_bytes()
+        certificate = regular_files.read_bytes(self.directory / "authority" / "ca.crt")
         for party in (self.superlink, self.operator):
             write_public(party / "ca.crt", certificate)
         self.issue(days)
@@ -206,7 +207,7 @@ class Federation:
         write_private(files / "superexec.secret", secrets.token_hex(32).encode())
         if not self.insecure:
             authority = self.directory / "authority" / "ca.crt"
-            write_public(files / "ca.crt", authority.read_bytes())
+            write_public(files / "ca.crt", regular_files.read_bytes(authority))
         address = f"{self.hosts[0]}:{self.fleet_port}"
         Node(files, address, node, self.nodes, self.insecure).save()
 

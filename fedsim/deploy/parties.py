@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import tomli_w
 
+from fedsim import regular_files
 from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.certificates import write_public
 from fedsim.deploy.looking import look_seconds
@@ -78,17 +79,17 @@ class SuperLink:
         if speaks_grpc():
             link += ["--fleet-api-type", "grpc-rere"]
             link += ["--fleet-api-address", f"{host}:{self.fleet_port}"]
-        secret = ["--superexec-auth-secret-file", str(files / "superexec.secret")]
+        secret = ["--superexec-auth-secret-file", _file(files / "superexec.secret")]
         execute = ["--runtime-api-address", f"127.0.0.1:{self.port}"]
         if self.insecure:
             command = [program("flower-superlink"), "--insecure", *link]
             execute += ["--insecure"]
         else:
-            link += ["--ssl-ca-certfile", str(files / "ca.crt"), "--enable-supernode-auth"]
-            link += ["--ssl-certfile", str(files / "server.pem")]
-            link += ["--ssl-keyfile", str(files / "server.key"), *secret]
-            command = [*_module("control"), str(files / "operator.sha256"), *link]
-            execute += ["--root-certificates", str(files / "ca.crt"), *secret]
+            link += ["--ssl-ca-certfile", _file(files / "ca.crt"), "--enable-supernode-auth"]
+            link += ["--ssl-certfile", _file(files / "server.pem")]
+            link += ["--ssl-keyfile", _file(files / "server.key"), *secret]
+            command = [*_module("control"), _file(files / "operator.sha256"), *link]
+            execute += ["--root-certificates", _file(files / "ca.crt"), *secret]
         roster = {CLIENTS: "" if self.insecure else str(files / "clients.toml")}
         signing = files / "ledger.key"
         keys = {LEDGER_KEY: str(signing)} if signing.is_file() else {}
@@ -159,7 +160,7 @@ class Node:
         files, name = self.directory, f"supernode-{self.client}"
         settings = {"partition-id": self.client, "num-partitions": self.clients, **(config or {})}
         written = " ".join(f"{key}={_word(value)}" for key, value in settings.items())
-        secret = ["--superexec-auth-secret-file", str(files / "superexec.secret")]
+        secret = ["--superexec-auth-secret-file", _file(files / "superexec.secret")]
         command = [*_module("looking"), f"{look_seconds(self.clients):g}"]
         command += ["--grpc-rere"] if speaks_grpc() else []
         command += ["--superlink", self.superlink, "--isolation", "process", *secret]
@@ -167,8 +168,8 @@ class Node:
         if self.insecure:
             command += ["--insecure"]
         else:
-            command += ["--root-certificates", str(files / "ca.crt")]
-            command += ["--auth-supernode-private-key", str(files / "node.key")]
+            command += ["--root-certificates", _file(files / "ca.crt")]
+            command += ["--auth-supernode-private-key", _file(files / "node.key")]
         # The SuperNode's own API is plaintext on loopback; the secret is never sent, it signs.
         execute = ["--runtime-api-address", f"127.0.0.1:{port}", "--insecure", *secret]
         execute = [*_module("executor"), "client", self.app, f"{self.task_seconds:g}", *execute]
@@ -189,6 +190,11 @@ def _private(directory: Path) -> str:
     return str(directory.absolute())
 
 
+def _file(path: Path) -> str:
+    """A file that another process opens; one that lacks is that process's to name."""
+    return str(regular_files.require(path) if path.exists() else path)
+
+
 def _word(value: str | int) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
@@ -204,7 +210,7 @@ def _write(path: Path, party: SuperLink | Node, tables: Mapping[str, Any] | None
 
 def _read(path: Path, party: type[SuperLink | Node]) -> dict[str, Any]:
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(regular_files.read_text(path))
     except OSError:
         raise FedsimError(f"{path} is not there; `fedsim deploy init` makes it.") from None
     except (ValueError, RecursionError) as error:

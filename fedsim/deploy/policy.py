@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from flwr.app import ConfigRecord
 
+from fedsim import regular_files
 from fedsim.config import RunConfig
 from fedsim.config.plan import entropy, realised
 from fedsim.config.sections import DataSection
@@ -99,7 +100,7 @@ class Policy:
             If it cannot be read, or has a key or a value that is none.
         """
         try:
-            table = tomllib.loads(path.read_text(encoding="utf-8")).get("policy", {})
+            table = tomllib.loads(regular_files.read_text(path)).get("policy", {})
         except (OSError, ValueError, RecursionError) as error:
             raise FedsimError(f"this node's policy cannot be read: {error}.") from None
         if not isinstance(table, dict):
@@ -237,7 +238,9 @@ class Policy:
         if not self.most_rounds:
             return
         self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(self.state / f"{_ROUNDS}-{client}", os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = regular_files.opener(
+            self.state / f"{_ROUNDS}-{client}", os.O_RDWR | os.O_CREAT, 0o600
+        )
         with open(descriptor, "r+", encoding="ascii") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             text = file.read().strip()

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from fedsim import regular_files
 from fedsim.closing import Closed
 from fedsim.errors import FedsimError
 
@@ -46,7 +47,7 @@ class Running:
 
     def tail(self, lines: int = 12) -> str:
         """The last lines of its log."""
-        text = self.log.read_text(encoding="utf-8", errors="replace")
+        text = regular_files.read_text(self.log, errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
 
@@ -134,7 +135,7 @@ class Processes(Closed):
 
 def _private(path: str, flags: int) -> int:
     """Open a file that, if it is new, nobody but its owner can read."""
-    return os.open(path, flags, 0o600)
+    return regular_files.opener(path, flags, 0o600)
 
 
 def _stream(pipe: IO[str] | None) -> IO[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tomli_w
 
+from fedsim import regular_files
 from fedsim.deploy.certificates import write_public
 from fedsim.errors import FedsimError
 
@@ -38,7 +39,7 @@ def read_roster(path: Path) -> dict[str, int]:
         If the file is none, or gives two keys one client id.
     """
     try:
-        clients = tomllib.loads(path.read_text(encoding="utf-8"))["clients"]
+        clients = tomllib.loads(regular_files.read_text(path))["clients"]
         if not isinstance(clients, dict):
             raise ValueError("clients is no table")
     except (OSError, ValueError, KeyError, RecursionError) as error:

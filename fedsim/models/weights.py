@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.models.patterns import matching
 
@@ -53,7 +54,7 @@ def load_weights(model: nn.Module, path: str | Path, patterns: str = "") -> list
             "model.safetensors that a run leaves."
         )
     try:
-        found = load_file(path)
+        found = load_file(regular_files.require(Path(path)))
     except (SafetensorError, OSError) as error:
         raise FedsimError(f"{where} is not a readable safetensors file ({error}).") from None
     own = values_of(model)

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from fedsim import regular_files
+
 __all__ = ["append", "create", "locked", "replace", "sync_directory"]
 
 
@@ -56,7 +58,7 @@ def locked(path: Path, *, write: bool = True) -> Iterator[BinaryIO]:
         If it is not there or may not be opened.
     """
     while True:
-        with path.open("r+b" if write else "rb") as file:
+        with open(path, "r+b" if write else "rb", opener=regular_files.opener) as file:
             fcntl.flock(file, fcntl.LOCK_EX if write else fcntl.LOCK_SH)
             # While we waited, a repair may have put another file in its place.
             if os.fstat(file.fileno()).st_ino == path.stat().st_ino:

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
+from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.privacy import durable
 from fedsim.privacy.archive import archived
@@ -52,9 +53,9 @@ def _key_in(directory: Path) -> bytes:
     if not path.exists():
         # Of a run that was overwritten: the same data must be known again.
         before = archived(path)
-        key = before[-1].read_bytes() if before else secrets.token_bytes(_BYTES)
+        key = regular_files.read_bytes(before[-1]) if before else secrets.token_bytes(_BYTES)
         durable.create(path, key, mode=0o600)
-    key = path.read_bytes()
+    key = regular_files.read_bytes(path)
     if len(key) != _BYTES:
         raise FedsimError(
             f"{path} has {len(key)} bytes; a client's key must have {_BYTES}: remove it to have a "

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import (
     Ed25519PublicKey,
 )
 
+from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.privacy import durable
 
@@ -58,7 +59,7 @@ def private_key(path: Path) -> Ed25519PrivateKey:
         If there is none.
     """
     try:
-        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+        key = serialization.load_pem_private_key(regular_files.read_bytes(path), password=None)
     except (OSError, ValueError, TypeError) as error:
         raise _no_key("noise.ledger-key", path) from error
     if not isinstance(key, Ed25519PrivateKey):
@@ -81,7 +82,7 @@ def check_signature(text: str, public: Path, head: str, lines: int) -> str | Non
         If there is no public key in the file.
     """
     try:
-        key: Any = serialization.load_pem_public_key(public.read_bytes())
+        key: Any = serialization.load_pem_public_key(regular_files.read_bytes(public))
     except (OSError, ValueError) as error:
         raise _no_key("--public-key", public) from error
     if not isinstance(key, Ed25519PublicKey):

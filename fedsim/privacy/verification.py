@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.client_ledgers import ClientLedgers
@@ -142,15 +143,14 @@ def _of_client_metrics(
 
 def _rows(path: Path) -> list[dict[str, str]]:
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
+        return list(csv.DictReader(regular_files.read_text(path).splitlines()))
     except (OSError, ValueError, csv.Error):
         return []
 
 
 def _of_signature(path: Path, public_key: Path, head: str, lines: int) -> Verified:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = regular_files.read_text(path)
     except (OSError, UnicodeDecodeError):
         return Verified("signature", False, f"there is none at {path}")
     wrong = check_signature(text, public_key, head, lines)
@@ -166,7 +166,7 @@ def model_metadata(path: Path) -> dict[str, Any]:
         If it is no model file, or of no run.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular_files.opener) as file:
             size = int.from_bytes(file.read(8), "little")
             if size > LARGEST_HEADER:
                 raise ValueError(size)

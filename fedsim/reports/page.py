@@ -8,6 +8,7 @@ import os
 from importlib.resources import files
 from pathlib import Path
 
+from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.reports.charts import Chart, figure
 from fedsim.reports.markup import Markup, inert_json, tag
@@ -101,7 +102,7 @@ def write(html: str, path: Path) -> None:
         If there is a file that is no page of fedsim's.
     """
     if path.exists():
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular_files.opener) as file:
             if _GENERATOR.encode() not in file.read(4096):
                 raise FedsimError(
                     f"{path} is there and is no page that fedsim made; choose another --out."

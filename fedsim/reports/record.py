@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedsim import regular_files
 from fedsim.config import Scalar
 from fedsim.config.past import past_config
 from fedsim.config.plan import beside, has_devices, stopping
@@ -166,7 +167,7 @@ def is_marked(directory: Path) -> bool:
     """
     marker = directory / MARKER
     try:
-        content = json.loads(marker.read_text(encoding="utf-8") or "{}")
+        content = json.loads(regular_files.read_text(marker) or "{}")
         written = int(content.get("format", RUN_FORMAT))
     except (FileNotFoundError, NotADirectoryError):
         return False
@@ -191,7 +192,7 @@ def read_metrics(path: Path) -> list[Row]:
         If something in it is no number.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = regular_files.read_text(path)
         whole = text[: text.rfind("\n") + 1]  # the last line may still be written
         return [
             {key: float(number) for key, number in row.items() if key and number}
@@ -222,7 +223,7 @@ def read_config(path: Path) -> dict[str, Scalar]:
         If it is not TOML.
     """
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(regular_files.read_text(path))
     except ValueError as error:
         raise FedsimError(f"{path} is not valid TOML: {error}.") from None
     return dict(_flat(tree, ""))
@@ -240,7 +241,7 @@ def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Scalar]:
 
 def _read_summary(path: Path) -> dict[str, Any]:
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = json.loads(regular_files.read_text(path))
     except FileNotFoundError:
         return {}
     except ValueError:
@@ -257,7 +258,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
 def ending(path: Path) -> tuple[str, str]:
     """How the run in a directory has ended, and a sentence if that was early."""
     try:
-        told = json.loads((path / "done").read_text(encoding="utf-8"))
+        told = json.loads(regular_files.read_text(path / "done"))
         return str(told["ended"]), str(told["why"])
     except (OSError, ValueError, KeyError, TypeError):
         return "interrupted", "The run has not come to its end."

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedsim import regular_files
 from fedsim.config import Scalar
 from fedsim.privacy import Accountant, ClientLedgers, Cost, Ledger
 from fedsim.privacy.parallel import dearest
@@ -97,8 +98,7 @@ def read_line(
 ) -> MemberLine:
     """The line of a member whose artefacts are in ``directory``; parameters as `MemberLine`'s."""
     try:
-        with (directory / "metrics.csv").open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+        rows = list(csv.DictReader(regular_files.read_text(directory / "metrics.csv").splitlines()))
     except FileNotFoundError:  # it failed before its first row
         rows = []
     tests, losses = (_numbers(rows, f"test-{name}") for name in (measure.name, "loss"))

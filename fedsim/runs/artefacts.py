@@ -35,6 +35,7 @@ from typing import Literal, cast
 from safetensors.torch import save as serialise
 from torch import Tensor
 
+from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.privacy.verification import METADATA
 from fedsim.reports.record import ending, is_marked
@@ -246,7 +247,7 @@ class RunDirectory:
             If something in it is no number.
         """
         try:
-            text = self.metrics.read_bytes().decode()
+            text = regular_files.read_bytes(self.metrics).decode()
             whole = text[: text.rfind("\n") + 1]
             return [
                 {key: _number(value) for key, value in row.items() if value}
@@ -266,12 +267,12 @@ class RunDirectory:
         if unknown:
             raise ValueError(f"metrics.csv has no column {unknown[0]!r}.")
         line = _csv_line([row.get(column, "") for column in self._columns])
-        with _named(self.metrics), self.metrics.open("ab") as file:
+        with _named(self.metrics), open(self.metrics, "ab", opener=regular_files.opener) as file:
             file.write(line)
 
     def sync_metrics(self) -> None:
         """Let the rows that are there outlive the machine, as the checkpoint after them does."""
-        with _named(self.metrics), self.metrics.open("ab") as file:
+        with _named(self.metrics), open(self.metrics, "ab", opener=regular_files.opener) as file:
             os.fsync(file.fileno())
 
     def save_model(
@@ -309,7 +310,7 @@ class RunDirectory:
         """Take over what a run has left in a directory on this machine."""
         for mine, theirs in zip(self._own, source._own, strict=True):
             if theirs.is_file():
-                _replace(mine, theirs.read_bytes())
+                _replace(mine, regular_files.read_bytes(theirs))
 
     @property
     def _own(self) -> tuple[Path, ...]:

@@ -26,6 +26,7 @@ from typing import Literal
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
+from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.runs.state import RunState
 
@@ -122,7 +123,7 @@ class Checkpoints:
         files = [entry for entry in path.iterdir() if entry.suffix == _SUFFIX]
         if len(files) != 1:
             raise FedsimError(f"checkpoint {path} is not whole; one file must be in it.")
-        content = files[0].read_bytes()
+        content = regular_files.read_bytes(files[0])
         if hashlib.sha256(content).hexdigest() != files[0].stem:
             raise FedsimError(
                 f"checkpoint {path} was cut off or changed after it was written; its file's "

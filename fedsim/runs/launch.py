@@ -13,6 +13,7 @@ from typing import Any
 from flwr.app import ArrayRecord
 from safetensors.torch import load_file
 
+from fedsim import regular_files
 from fedsim.config.things import modules_named
 from fedsim.deploy.bundle import write_app
 from fedsim.deploy.federation import CONNECTION, Federation
@@ -218,7 +219,7 @@ def _read(build: Build, directory: RunDirectory) -> RunResult:
     delta = build.config.noise.delta
     written = directory.ledger.exists()
     ledger = Ledger.read(directory.ledger, delta=delta) if written else Ledger(delta=delta)
-    saved = load_file(directory.model)
+    saved = load_file(regular_files.require(directory.model))
     rows = directory.rows()
     ended, why = directory.ending()
     return RunResult(

@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+from fedsim import regular_files
 from fedsim.reports.record import MARKER, RUN_FORMAT
 
 __all__ = ["Marker"]
@@ -44,7 +45,7 @@ class Marker:
             False if another run holds it.
         """
         while True:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = regular_files.opener(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -65,7 +66,7 @@ class Marker:
     def free(self) -> bool:
         """Whether nobody holds it."""
         try:
-            probe = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            probe = regular_files.opener(self.path, os.O_RDONLY)
         except FileNotFoundError:
             return True
         try:

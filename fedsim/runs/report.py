@@ -8,6 +8,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from fedsim import regular_files
 from fedsim.config import RunConfig
 from fedsim.engines.arrays import tensors
 from fedsim.errors import FedsimError
@@ -97,7 +98,7 @@ def whole_record(path: Path) -> RunRecord:
         if model_metadata(model).get("round") != record.rounds:
             return record  # what an earlier model got wrong is not what the last row is about
         build = Build(RunConfig.load(path / "config.toml"))
-        saved = load_file(model)
+        saved = load_file(regular_files.require(model))
         summary = measured(build, {name: saved[name] for name in build.initial_arrays})
     except Exception as error:  # of data that is gone, or of the user's own code
         _log.warning("what the model gets wrong cannot be measured: %s", error)

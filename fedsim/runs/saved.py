@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fedsim import regular_files
 from fedsim.config import RunConfig
 from fedsim.datasets import Dataset, Split
 from fedsim.datasets.load import kind_of
@@ -156,7 +157,7 @@ class SavedRun:
     @property
     def weights(self) -> dict[str, Tensor]:
         """The model's parameters and buffers, by name."""
-        return load_file(self.directory.model) | dict(
+        return load_file(regular_files.require(self.directory.model)) | dict(
             {} if self.best is None else self.best.parameters
         )
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fedsim.tasks.metrics import Metric
 from fedsim.training.data import ClientData
+from fedsim.training.exact_arithmetic import exact
 from fedsim.training.hidden_draws import EVALUATION, Seeds
-from fedsim.training.local_step import exact
 from fedsim.training.paths.choice import Path
 from fedsim.training.paths.plain import PlainPath
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fedsim import regular_files
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.privacy import ClientRelease
 from fedsim.privacy.plan import LocalWork
@@ -170,7 +171,7 @@ def _files_of(things: Iterable[object]) -> Iterator[bytes]:
     for name in sorted({str(thing.__module__) for thing in callables}):
         file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
         if file.is_file() and name.partition(".")[0] not in ("fedsim", "torch"):
-            yield file.read_bytes()
+            yield regular_files.read_bytes(file)
 
 
 def _tensor_parts(tensors: Mapping[str, Tensor | None]) -> Iterator[bytes]:

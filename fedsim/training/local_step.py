@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from fedsim.training.data import ClientData
 from fedsim.training.paths.choice import Path
 from fedsim.training.paths.plain import PlainPath
 
-__all__ = ["LocalStep", "exact"]
+__all__ = ["LocalStep"]
 
 
 @dataclass(frozen=True)
@@ -111,27 +110,3 @@ class LocalStep:
             assert isinstance(self.path, PlainPath)
             return self.path.gradient(point, x, y, weight, seeds)
         return self.path.gradient(point, x, y, weight)
-
-
-@contextmanager
-def exact(device: torch.device) -> Iterator[None]:
-    """Arithmetic as on a CPU, and the same every time, where ``device`` is a GPU.
-
-    By default a GPU rounds the factors of a convolution's products to ten bits (TF32), and may
-    sum them in any order: cuDNN by the algorithm it picks, cuBLAS by the workspace it finds free
-    where several streams are in use. cuBLAS reads the size of its workspaces from the environment
-    when it is first called in a process; a value that is set already stays.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    products, allowed = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
-    with torch.backends.cudnn.flags(
-        enabled=True, benchmark=False, deterministic=True, allow_tf32=False
-    ):
-        products.allow_tf32 = False
-        try:
-            yield
-        finally:
-            products.allow_tf32 = allowed

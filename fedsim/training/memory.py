@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fedsim import regular_files
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.rows.block import Ids
@@ -213,7 +214,7 @@ class FileMemory:
             earlier = [path for number, path in rounds if round is None or number < round]
             if earlier:
                 present[k] = True
-                for name, row in load_file(earlier[-1]).items():
+                for name, row in load_file(regular_files.require(earlier[-1])).items():
                     rows.setdefault(name, row.new_zeros(len(client_ids), *row.shape))[k] = row
         return present, rows
 

@@ -20,8 +20,8 @@ from fedsim.models.calling import call_with
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
+from fedsim.training.exact_arithmetic import exact
 from fedsim.training.hidden_draws import HiddenDraws, seeded
-from fedsim.training.local_step import exact
 from fedsim.training.paths.examples import Way, ways
 from fedsim.training.paths.stacked import stack
 

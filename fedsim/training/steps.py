@@ -19,10 +19,11 @@ from fedsim.rows.packing import Packing
 from fedsim.training.batches import Batches
 from fedsim.training.data import ClientData
 from fedsim.training.entering import Entering
+from fedsim.training.exact_arithmetic import exact
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.graphs import StepGraphs
 from fedsim.training.hidden_draws import Seeds
-from fedsim.training.local_step import LocalStep, exact
+from fedsim.training.local_step import LocalStep
 from fedsim.training.paths.examples import ExampleRows
 
 __all__ = ["Bench", "Ended", "PrivateSteps", "Steps"]

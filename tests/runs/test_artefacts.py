@@ -4,7 +4,6 @@ import csv
 import errno
 import multiprocessing
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.runs.artefacts import RunDirectory
 
@@ -217,15 +217,14 @@ def test_a_row_costs_one_line_however_many_there_are(
     directory = RunDirectory(tmp_path)
     directory.start_metrics(["round", "loss", "asked"])
     written: list[int] = []
-    opened: Callable[..., object] = Path.open
+    opener = regular_files.opener
 
-    def counting(path: Path, mode: str = "r", **keywords: object) -> object:
-        assert mode == "ab"
-        size = path.stat().st_size
-        written.append(size)
-        return opened(path, mode, **keywords)
+    def counting(path: Path, flags: int) -> int:
+        assert flags & os.O_APPEND
+        written.append(Path(path).stat().st_size)
+        return opener(path, flags)
 
-    monkeypatch.setattr(Path, "open", counting)
+    monkeypatch.setattr(regular_files, "opener", counting)
     for number in range(100):
         directory.add_row({"round": number, "loss": 0.5})
     monkeypatch.undo()

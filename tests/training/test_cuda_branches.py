@@ -28,8 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fedsim.randomness import Randomness
 from fedsim.training import ClientData
 from fedsim.training.batches import plan_batches
+from fedsim.training.exact_arithmetic import exact
 from fedsim.training.graphs import CudaRecorder, StepGraphs
-from fedsim.training.local_step import exact
 from fedsim.training.paths.choice import choose
 from fedsim.training.paths.frozen import past_frozen
 from fedsim.training.steps import Steps

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedsim.rows.packing import channels_last
 from fedsim.training.data import ClientData
-from fedsim.training.local_step import exact
+from fedsim.training.exact_arithmetic import exact
 
 __all__ = ["past_frozen"]
 
