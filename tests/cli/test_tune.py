@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from clients_helpers import make_cnn, make_data, make_mlp
 from rich.console import Console
 
-from fedsim.cli.tune import Timing, measure, report
+import fedsim
+from fedsim import RunConfig
+from fedsim.cli.tune import Timing, measure, report, tune
 from fedsim.clients import SGD
 from fedsim.randomness import Randomness
 from fedsim.training import Trainer
@@ -36,3 +39,33 @@ def test_the_proposal_is_written_as_set_options():
     console = Console(record=True, width=100)
     report(console, [Timing("func", 2, 0.1, 0.1), Timing("plain", 1, 0.2, 0.2)], trainer)
     assert "--set client.path=func --set client.block-size=2" in console.export_text()
+
+
+@pytest.mark.parametrize("state", ["reset", "client"])
+def test_what_clients_keep_is_neither_written_nor_spent(state, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept, path = tmp_path / "kept", tmp_path / "run.toml"
+    config = RunConfig.parse(
+        {
+            "rounds": 1,
+            "partition": {"clients": 3, "max-examples": 60},
+            "client": {
+                "name": "adadp-lr", "lr": 0.1, "batch-size": 30, "state": state,
+                "state-dir": str(kept), "mechanism": {"name": "clipping"},
+                "noise": {"multiplier": 2.0, "max-epsilon": 30.0},
+            },
+            "mechanism": {"name": "none"},
+            "engine": {"device": "cpu"},
+        }
+    )  # fmt: skip
+    path.write_text(config.to_toml(), encoding="utf-8")
+    fedsim.run(config, out=tmp_path / "run")
+
+    def contents():
+        files = sorted(file for file in kept.rglob("*") if file.is_file())
+        return {str(file.relative_to(kept)): file.read_bytes() for file in files}
+
+    before = contents()
+    assert before
+    tune(path, None, clients=3, repeats=1)
+    assert contents() == before
