@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from fedsim.cli.console import Output
 from fedsim.config import RunConfig
+from fedsim.config.plan import dealing
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
@@ -118,7 +120,7 @@ def sweep(
     save(draw(settings, axis, title, joined=random is None), where / "sweep.png")
     console.print(_members_table(lines) if len(settings) == len(lines) else _seeds_table(settings))
     _say_best(console, settings)
-    _say_price(console, grid, lines, where)
+    _say_price(console, grid, lines, where, halved)
     console.print(*(str(where / name) for name in ("sweep.csv", "sweep-seeds.csv", "sweep.png")))
     _end_by_failures(console, outcomes)
 
@@ -238,41 +240,47 @@ def _epsilon(line: MemberLine) -> str:
 
 
 def _say_price(
-    console: Console, grid: Sequence[Member], lines: Sequence[MemberLine], where: Path
+    console: Console,
+    grid: Sequence[Member],
+    lines: Sequence[MemberLine],
+    where: Path,
+    halving: Halving | None,
 ) -> None:
     """What choosing among private members costs."""
     from fedsim.privacy.archive import archived
     from fedsim.reports.sweep import examples_price
+    from fedsim.runs.sweep import outcomes
 
     protecting = [member for member in grid if member.config.client.private]
     if len(protecting) > 1:
         delta = max(member.config.client.noise.delta for member in protecting)
-        kept = [
-            Path(member.config.client.state_dir or where / member.label / "clients")
-            for member in protecting
-        ]
-        dealt = {str(_dealing(member.config)) for member in protecting}
-        cost = examples_price(kept, delta, same=len(dealt) == 1)
+        left = Counter[Path]()
+        for member in protecting:
+            directory = Path(member.config.client.state_dir or where / member.label / "clients")
+            left[directory] += member.config.rounds - _rounds_made(where / member.label)
+        dealt = {dealing(member.config) for member in protecting}
+        ways = outcomes(protecting, halving)
+        cost = examples_price(left, delta, ways, same=len(dealt) == 1)
         console.print(
             f"Whoever sees all {len(protecting)} members whose clients protect their examples has "
             f"seen their composition: epsilon = {cost.epsilon:.4g} at delta = {delta} (example "
-            "level), for the example that pays most."
+            f"level), for the example that pays most.{_shared(ways)}"
         )
     private = [member for member in grid if member.config.private]
     # One that failed before its first row may have released, and written that down.
-    ledgers = [where / member.label / "ledger.jsonl" for member in private]
-    ledgers = [path for path in ledgers if path.exists() or archived(path)]
-    if len(ledgers) < 2:
+    ledgers = {where / member.label / "ledger.jsonl": member for member in private}
+    made = {path: m for path, m in ledgers.items() if path.exists() or archived(path)}
+    if len(made) < 2:
         return
     delta = max(member.config.noise.delta for member in private)
     console.print(
         f"Each private member is (epsilon, {delta:g})-differentially private with the epsilon of "
-        f"its line. {_together(ledgers, delta)}"
+        f"its line. {_together(made, delta, halving)}"
     )
-    if any(line.outcome in ("stopped", "dropped") for line in lines):
+    if any(line.outcome == "dropped" for line in lines):
         console.print(
-            "Members that ended by what they had released have that epsilon for a number of rounds "
-            "fixed in advance; their own statements say what holds for theirs."
+            "Members that were dropped have that epsilon for a number of rounds fixed in advance; "
+            "their own statements say what holds for theirs."
         )
     if any(line.simulated for line in lines):
         console.print(
@@ -282,18 +290,38 @@ def _say_price(
         )
 
 
-def _dealing(config: RunConfig) -> list[object]:
-    """What decides whose examples are whose."""
-    flat = config.to_run_config()
-    return [config.seed, *(v for k, v in flat.items() if k.startswith(("data.", "partition.")))]
+def _rounds_made(directory: Path) -> int:
+    from fedsim.privacy import Ledger
+
+    path = directory / "ledger.jsonl"
+    return Ledger.read(path).rounds_made if path.exists() else 0
 
 
-def _together(ledgers: Sequence[Path], delta: float) -> str:
-    """What all members cost whoever sees them."""
+def _shared(ways: int) -> str:
+    if ways == 1:
+        return ""
+    return (
+        " Which members went on, or ended, follows from what was released: half of delta is shared "
+        "among all that might have been."
+    )
+
+
+def _together(made: Mapping[Path, Member], delta: float, halving: Halving | None) -> str:
+    """What all members cost a client whose releases all of them are about."""
     from fedsim.reports.sweep import price
+    from fedsim.runs.sweep import outcomes
 
-    seen = f"Whoever sees all {len(ledgers)} of them, as choosing the best does, has seen their"
+    if len({dealing(member.config) for member in made.values()}) > 1:
+        return (
+            "There is no figure for all of them: they deal examples to clients differently (seed, "
+            "data or partition), so that one client's examples are many clients' in another "
+            "member. Choose within one dealing, or deal by owners."
+        )
+    seen = f"Whoever sees all {len(made)} of them, as choosing the best does, has seen their"
+    ways = outcomes(list(made.values()), halving)
+    planned = {path: member.config.rounds for path, member in made.items()}
     try:
-        return f"{seen} composition: epsilon = {price(ledgers, delta).epsilon:.4g}."
+        cost = price(planned, delta, ways)
     except FedsimError as error:
         return f"{seen} releases together, for which there is no figure: {error}"
+    return f"{seen} composition: epsilon = {cost.epsilon:.4g}.{_shared(ways)}"

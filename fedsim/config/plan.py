@@ -9,7 +9,7 @@ from typing import Literal
 from fedsim.cohorts import Cohort
 from fedsim.config.run_config import RunConfig, Scalar
 from fedsim.config.sections import DevicesSection
-from fedsim.config.things import make
+from fedsim.config.things import find, make
 from fedsim.errors import FedsimError
 from fedsim.privacy.extrapolation import Extrapolation
 from fedsim.privacy.plan import LocalWork
@@ -19,6 +19,7 @@ from fedsim.privacy.stopping import FIXED, Stopping
 __all__ = [
     "beside",
     "cohort",
+    "dealing",
     "declares_stops",
     "entropy",
     "extrapolation",
@@ -123,6 +124,22 @@ def beside(config: RunConfig, statement: Statement) -> Statement:
     figure = extrapolation(config, statement.of_run)
     note = _DEVICES if config.private and has_devices(config.to_run_config()) else statement.note
     return replace(statement, extrapolated=figure, note=note).of_group(config.privacy.group)
+
+
+def dealing(config: RunConfig) -> tuple[tuple[str, Scalar], ...]:
+    """What decides which example is whose, by dotted keys.
+
+    Releases of two runs are about the same clients, and add up, only where it is the same. In a
+    deployment nothing is dealt: examples are the nodes' own.
+    """
+    if config.engine.name == "deployment":
+        return ()
+    seed = ("seed",) if getattr(find(config.partition), "drawn", True) else ()
+    return tuple(
+        (key, value)
+        for key, value in config.to_run_config().items()
+        if key in seed or key.startswith(("data.", "partition."))
+    )
 
 
 def has_devices(flat: Mapping[str, Scalar]) -> bool:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -104,8 +104,15 @@ class Partition(ABC):
 
     Subclasses are frozen dataclasses with the fields ``clients`` (how many there are) and
     ``seed`` (of every draw), and say in `deal` whose each example is.
+
+    Attributes
+    ----------
+    drawn : bool
+        Whether the seed decides whose an example is. Runs of other seeds have other clients then,
+        and what they release about a client does not add up.
     """
 
+    drawn: ClassVar[bool] = True
     clients: int
     seed: int
 

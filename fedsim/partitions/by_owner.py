@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ class ByOwner(Partition):
         Of no use here: nothing is drawn.
     """
 
+    drawn: ClassVar[bool] = False
     clients: int = 100
     column: Annotated[str, Doc("The column of the data that says whose an example is.")] = "owner"
     seed: int = 0

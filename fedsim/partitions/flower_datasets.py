@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -72,6 +72,7 @@ class FromFlower(Partition):
         The column in which it looks for labels.
     """
 
+    drawn: ClassVar[bool] = False
     partitioner: Any
     clients: int
     partition_by: str = "label"

@@ -15,6 +15,7 @@ from fedsim import regular_files
 from fedsim.config import Scalar
 from fedsim.privacy import Accountant, ClientLedgers, Cost, Ledger
 from fedsim.privacy.parallel import dearest
+from fedsim.privacy.stopping import shared_cost
 
 __all__ = [
     "Measure",
@@ -259,27 +260,66 @@ def _csv(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return text.getvalue()
 
 
-def price(ledgers: Sequence[Path], delta: float) -> Cost:
-    """What all members together cost: the composition of all their releases at ``delta``."""
-    accountant = Accountant()
-    for path in ledgers:
-        for entry in Ledger.read(path).charged:
-            accountant.add(entry.event)
-    return accountant.cost(delta)
+def price(planned: Mapping[Path, int], delta: float, outcomes: int = 1) -> Cost:
+    """What all members together cost: the composition of all their releases at ``delta``.
 
-
-def examples_price(directories: Sequence[Path], delta: float, *, same: bool = True) -> Cost:
-    """The same at example level, of the client that pays most; from clients' ledgers.
-
-    ``same``: whether a client has the same examples in all of these directories. Otherwise an
-    example may have been the dearest client's in each of them.
+    Parameters
+    ----------
+    planned : mapping of path to int
+        Their ledgers, and how many rounds each might have made.
+    delta : float
+    outcomes : int
+        Out of how many compositions releases have chosen this one; see `shared_cost`.
     """
-    clients: dict[int | None, Accountant] = {}
-    for directory in dict.fromkeys(directories):
+    together = _Together()
+    for path, rounds in planned.items():
+        ledger = Ledger.read(path)
+        together.take(ledger, rounds - ledger.rounds_made)
+    return together.cost(delta, outcomes)
+
+
+def examples_price(
+    planned: Mapping[Path, int], delta: float, outcomes: int = 1, *, same: bool = True
+) -> Cost:
+    """The same at example level, of the client that pays most.
+
+    Parameters
+    ----------
+    planned : mapping of path to int
+        The directories of clients' ledgers, and how many more rounds there might have been.
+    delta : float
+    outcomes : int
+        As for `price`.
+    same : bool
+        Whether a client has the same examples in all of these directories. Otherwise an example
+        may have been the dearest client's in each of them.
+    """
+    clients: dict[int | None, _Together] = {}
+    for directory, left in planned.items():
         ledgers = ClientLedgers(directory, delta=delta, read_only=True).everyone()
         for ledger in ledgers if same or not ledgers else [dearest(ledgers, delta)]:
-            for entry in ledger.charged:
-                key = entry.client if same else None
-                clients.setdefault(key, Accountant()).add(entry.event)
-    costs = [accountant.cost(delta) for accountant in clients.values()]
+            key = ledger.charged[-1].client if same else None
+            clients.setdefault(key, _Together()).take(ledger, left)
+    costs = [together.cost(delta, outcomes) for together in clients.values()]
     return max(costs, key=lambda cost: cost.epsilon, default=Accountant().cost(delta))
+
+
+class _Together:
+    """Ledgers as one composition, and all that might have been in it."""
+
+    def __init__(self) -> None:
+        self._spent, self._planned = Accountant(), Accountant()
+
+    def take(self, ledger: Ledger, left: int) -> None:
+        """Add a ledger, and so many more rounds to what might have been."""
+        for entry in ledger.charged:
+            self._spent.add(entry.event)
+            self._planned.add(entry.event)
+        if ledger.last_event is not None and left > 0:
+            self._planned.add(ledger.last_event, left)
+
+    def cost(self, delta: float, outcomes: int) -> Cost:
+        """Of all of them."""
+        if outcomes == 1:
+            return self._spent.cost(delta)
+        return shared_cost(self._spent, self._planned, delta, outcomes)

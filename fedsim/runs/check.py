@@ -10,7 +10,9 @@ from torch import Tensor
 
 from fedsim.clients.proximal import told_numbers
 from fedsim.config import RunConfig
+from fedsim.config.keys import shown
 from fedsim.config.past import past_config
+from fedsim.config.plan import dealing
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.privacy.archive import archived
@@ -72,8 +74,9 @@ def check_past(build: Build, directory: RunDirectory) -> None:
     ------
     FedsimError
         If their ledgers cannot be read or do not compose; if clients protect their examples in
-        this run and did not in one of them, or the other way round; or if their ledgers were
-        kept elsewhere: an example-level statement over one of the two alone would be false.
+        this run and did not in one of them, or the other way round; if their ledgers were kept
+        elsewhere: an example-level statement over one of the two alone would be false; or if a
+        private one of them dealt examples to other clients.
     """
     ledgers = archived(directory.ledger)
     if directory.ledger.exists():
@@ -85,6 +88,22 @@ def check_past(build: Build, directory: RunDirectory) -> None:
         config = path.with_name(directory.config.name)
         if config.exists():
             _check_clients_past(build, directory, past_config(config))
+            _check_dealing(build.config, directory, past_config(config))
+
+
+def _check_dealing(config: RunConfig, directory: RunDirectory, past: RunConfig) -> None:
+    """Refuse to add up private runs that have dealt examples to other clients."""
+    if not all(run.private or run.client.private for run in (config, past)):
+        return
+    now, before = dict(dealing(config)), dict(dealing(past))
+    for key in {**before, **now}:
+        if now.get(key) != before.get(key):
+            raise FedsimError(
+                f"{key} = {shown(now.get(key, 'unset'))}; it must be "
+                f"{shown(before.get(key, 'unset'))}, as in the private run in {directory.path}: "
+                "with another value examples are dealt to other clients, and what the two runs "
+                "cost a client cannot be added up; choose another --out."
+            )
 
 
 def _check_clients_past(build: Build, directory: RunDirectory, past: RunConfig) -> None:

@@ -88,8 +88,9 @@ def test_run_trains_and_says_what_it_reached(config: Path, tmp_path: Path) -> No
     again = fedsim("run", "small.toml", cwd=tmp_path)
     assert again.returncode == 2
     assert "already holds a run" in again.stderr
-    assert fedsim("run", "small.toml", "--overwrite", "--seed", "3", cwd=tmp_path).returncode == 0
-    assert "seed = 3" in (tmp_path / "runs" / "small" / "config.toml").read_text()
+    changed = ("--overwrite", "--set", "client.lr=0.3")
+    assert fedsim("run", "small.toml", *changed, cwd=tmp_path).returncode == 0
+    assert "lr = 0.3" in (tmp_path / "runs" / "small" / "config.toml").read_text()
 
 
 def test_a_mistake_is_one_sentence_and_status_2_and_writes_nothing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -81,17 +82,40 @@ def test_no_run_takes_the_place_of_one_that_protected_others(first, second, tmp_
         fedsim.run(second, out=out, overwrite=True)
     assert files == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     # Nor later, once it has been replaced by one of its own sort.
-    fedsim.run(own(first, seed=5), out=out, overwrite=True)
+    fedsim.run(own(first, client__lr=0.2), out=out, overwrite=True)
     with pytest.raises(FedsimError, match="choose another --out"):
         fedsim.run(second, out=out, overwrite=True)
 
 
+@pytest.mark.parametrize("config", [CLIENTS, EXAMPLES])
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"seed": 5}, "seed = 5; it must be 1, "),
+        ({"partition__max_examples": 90}, "partition.max-examples = 90; it must be "),
+        ({"partition__name": "shards"}, "partition.name = 'shards'; it must be "),
+        ({"data__train": "0:1200"}, "data.train = '0:1200'; it must be "),
+    ],
+)
+def test_no_run_takes_the_place_of_one_that_dealt_to_other_clients(config, changes, key, tmp_path):
+    """What the two cost a client does not add up: its examples are in many of the other's."""
+    config = own(config, seed=1, rounds=1)
+    fedsim.run(config, out=tmp_path / "run")
+    with pytest.raises(FedsimError, match=f"^{re.escape(key)}.* choose another --out"):
+        fedsim.run(own(config, **changes), out=tmp_path / "run", overwrite=True)
+    # Who claims nothing adds nothing up.
+    free = own(config, **changes, mechanism__name="none", noise__multiplier="")
+    free = own(free, client__mechanism__name="none", client__noise__multiplier="")
+    if config is CLIENTS:
+        fedsim.run(free, out=tmp_path / "run", overwrite=True)
+
+
 def test_clients_ledgers_are_not_left_behind_by_a_run_that_keeps_them_elsewhere(tmp_path):
     fedsim.run(EXAMPLES, out=tmp_path / "run")
-    elsewhere = own(EXAMPLES, seed=5, client__state_dir=str(tmp_path / "state"))
+    elsewhere = own(EXAMPLES, client__lr=0.2, client__state_dir=str(tmp_path / "state"))
     with pytest.raises(FedsimError, match=r"ledgers are in .*run/clients; this run's would be in"):
         fedsim.run(elsewhere, out=tmp_path / "run", overwrite=True)
-    kept = own(EXAMPLES, seed=5, client__state_dir=str(tmp_path / "run" / "clients"))
+    kept = own(EXAMPLES, client__lr=0.2, client__state_dir=str(tmp_path / "run" / "clients"))
     result = fedsim.run(kept, out=tmp_path / "run", overwrite=True)
     assert result.privacy.before > 0
 

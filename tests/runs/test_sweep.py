@@ -7,8 +7,10 @@ import pytest
 
 import fedsim
 from fedsim import RunConfig
+from fedsim.cli import main
 from fedsim.cli.sweep import _together
 from fedsim.cohorts import FixedCohort, PoissonCohort
+from fedsim.config.plan import dealing
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, ClientLedgers, Event, Ledger, epsilon
 from fedsim.reports.sweep import examples_price, price, read_line
@@ -147,14 +149,64 @@ def test_members_whose_clients_would_share_what_they_keep_are_refused(tmp_path: 
 
 
 def test_choosing_among_members_costs_their_composition(tmp_path: Path) -> None:
-    grid = members(BASE, parse_axes(["seed=1,2,3"]))
+    grid = members(BASE, parse_axes(["client.lr=0.1,0.2,0.3"]))
     run_sweep(grid, tmp_path)
-    ledgers = [RunDirectory(tmp_path / member.label).ledger for member in grid]
+    ledgers = {RunDirectory(tmp_path / member.label).ledger: 3 for member in grid}
     together = epsilon(noise_multiplier=1.0, cohort=PoissonCohort(rate=0.4), rounds=9, delta=1e-5)
     assert price(ledgers, 1e-5).epsilon == pytest.approx(together, rel=1e-6)
     alone = epsilon(noise_multiplier=1.0, cohort=PoissonCohort(rate=0.4), rounds=3, delta=1e-5)
     line = read_line(grid[0].point, tmp_path / grid[0].label, measure_of(BASE))
     assert line.epsilon == pytest.approx(alone, rel=1e-6)
+    # Where releases have chosen this composition among several, they share delta.
+    spent = Accountant([PoissonCohort(rate=0.4).event(1.0).times(9)])
+    planned = Accountant([PoissonCohort(rate=0.4).event(1.0).times(12)])
+    shared = price(dict.fromkeys(ledgers, 4), 1e-5, 6)
+    assert shared.epsilon == min(spent.epsilon(1e-5 / 12), planned.epsilon(1e-5 / 2))
+    assert shared.delta == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("over", "composes"),
+    [
+        (["client.lr=0.1,0.2"], True),
+        (["seed=1,2"], False),
+        (["partition.max-examples=20,30"], False),
+        (["data.validation=0.1,0.2"], False),
+    ],
+)
+def test_what_members_cost_together_is_said_only_where_their_clients_are_the_same(
+    over, composes, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.toml").write_text(BASE.replace(rounds=1).to_toml())
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", "c.toml", "--out", "out", *(word for o in over for word in ("--over", o))])
+    assert ended.value.code in (0, None)
+    told = " ".join(capsys.readouterr().out.split())
+    assert ("composition: epsilon = " in told) == composes
+    assert ("no figure for all of them: they deal examples to clients differently" in told) == (
+        not composes
+    )
+
+
+def test_partitions_that_no_seed_deals_have_the_same_clients_in_every_member() -> None:
+    changes = {"partition.name": "by-owner", "partition.clients": 9}
+    grid = members(BASE.replace(**changes), parse_axes(["seed=1,2"]))
+    assert len({dealing(member.config) for member in grid}) == 1
+    others = members(BASE.replace(**changes), parse_axes(["partition.column=owner,work"]))
+    assert len({dealing(member.config) for member in others}) == 2
+    dealt = members(BASE, parse_axes(["seed=1,2"]))
+    assert len({dealing(member.config) for member in dealt}) == 2
+
+
+def test_clients_that_are_dealt_differently_keep_no_ledgers_in_one_place(tmp_path: Path) -> None:
+    protected = {"client.mechanism.name": "clipping", "client.noise.multiplier": 2.0}
+    free = {"mechanism.name": "none", "noise.multiplier": ""}
+    kept = {"client.state-dir": str(tmp_path / "kept")}
+    grid = members(BASE.replace(**free, **protected, **kept), parse_axes(["seed=1,2"]))
+    with pytest.raises(FedsimError, match="ledger there says would be about several clients'"):
+        run_sweep(grid, tmp_path / "out")
+    assert not any(tmp_path.iterdir())
 
 
 def test_choosing_among_members_costs_every_clients_examples_their_composition(
@@ -164,18 +216,19 @@ def test_choosing_among_members_costs_every_clients_examples_their_composition(
     free = {"mechanism.name": "none", "noise.multiplier": "", "rounds": 2, "cohort.rate": 1.0}
     grid = members(BASE.replace(**free, **protected), parse_axes(["client.lr=0.1,0.5"]))
     run_sweep(grid, tmp_path)
-    kept = [tmp_path / member.label / "clients" for member in grid]
-    one = examples_price(kept[:1], 1e-5)
+    kept = {tmp_path / member.label / "clients": 0 for member in grid}
+    one = examples_price(dict([*kept.items()][:1]), 1e-5)
     both = examples_price(kept, 1e-5)
     assert both.releases == 2 * one.releases
     assert both.epsilon > one.epsilon > 0
-    assert examples_price([*kept, *kept], 1e-5) == both
+    shared = examples_price(dict.fromkeys(kept, 3), 1e-5, 4)
+    assert both.epsilon < examples_price(kept, 1e-5 / 2).epsilon < shared.epsilon
 
 
 def test_where_members_deal_differently_an_example_may_be_the_dearest_clients_in_each(
     tmp_path: Path,
 ) -> None:
-    kept = [tmp_path / "1", tmp_path / "2"]
+    kept = {tmp_path / "1": 0, tmp_path / "2": 0}
     for directory, few, many in zip(kept, (0, 1), (1, 0), strict=True):
         ledgers = ClientLedgers(directory, delta=1e-5)
         for client, count in ((few, 1), (many, 9)):
@@ -191,7 +244,9 @@ def test_releases_that_cannot_be_added_up_are_said_not_to_be(tmp_path: Path) -> 
     ledgers = [tmp_path / "poisson.jsonl", tmp_path / "fixed.jsonl"]
     for path, cohort in zip(ledgers, (PoissonCohort(0.5, 4), FixedCohort(2, 4)), strict=True):
         Ledger(path).record(event=cohort.event(1.0))
-    assert "for which there is no figure: events are accounted for" in _together(ledgers, 1e-5)
+    (member,) = members(BASE, parse_axes(["seed=1"]))
+    told = _together(dict.fromkeys(ledgers, member), 1e-5, None)
+    assert "for which there is no figure: events are accounted for" in told
 
 
 def test_axes_take_any_values_and_refuse_nonsense() -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fedsim.config.plan import stopping
 from fedsim.errors import FedsimError
 from fedsim.reports.sweep import Measure, Spread, validated
 from fedsim.runs.artefacts import Row
@@ -18,7 +19,10 @@ from fedsim.runs.stopping import Judge
 from fedsim.runs.sweep.building import Builder
 from fedsim.runs.sweep.members import Member, measure_of
 
-__all__ = ["Halving"]
+__all__ = ["Halving", "outcomes"]
+
+MOST_OUTCOMES = 10**100
+"""Of more, delta's share could not be written down."""
 
 Setting = tuple[tuple[str, object], ...]
 
@@ -79,6 +83,14 @@ class Halving:
             measure = f"validation-{measure_of(config).name}"
             Judge.of(builder.build(member), "--halving by", measure)
 
+    def outcomes(self, grid: Sequence[Member]) -> int:
+        """In how many ways the settings that go on at each rung may be chosen."""
+        left, ways = len({_setting(member) for member in grid}), 1
+        for _ in self.rungs(grid[0].config.rounds)[:-1]:
+            keep = max(left // self.factor, 1)
+            ways, left = ways * math.comb(left, keep), keep
+        return ways
+
     def dropped(
         self, rows: Sequence[tuple[Member, Sequence[Row] | None]], rung: int
     ) -> dict[str, str]:
@@ -93,8 +105,7 @@ class Halving:
         """
         settings: dict[Setting, list[tuple[Member, Sequence[Row] | None]]] = {}
         for member, of_member in rows:
-            point = tuple((key, value) for key, value in member.point.items() if key != "seed")
-            settings.setdefault(point, []).append((member, of_member))
+            settings.setdefault(_setting(member), []).append((member, of_member))
         scores = {point: _score(of_point) for point, of_point in settings.items()}
         keep = max(len(settings) // self.factor, 1)
         # Sorting is stable: of equals the first goes on.
@@ -109,6 +120,18 @@ class Halving:
             for member, of_member in settings[point]
             if place >= keep or of_member is None
         }
+
+
+def outcomes(grid: Sequence[Member], halving: Halving | None) -> int:
+    """Out of how many sets of releases those of members may have chosen one; an upper bound."""
+    ways = 1 if halving is None else halving.outcomes(grid)
+    for member in grid:
+        ways *= max(stopping(member.config.to_run_config()).times, 1)
+    return min(ways, MOST_OUTCOMES)
+
+
+def _setting(member: Member) -> Setting:
+    return tuple((key, value) for key, value in member.point.items() if key != "seed")
 
 
 def _told(score: float, measure: Measure) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedsim.config import RunConfig, Scalar
+from fedsim.config.plan import dealing
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError, RunFailedError
 from fedsim.runs.artefacts import Ended, Row, RunDirectory
@@ -91,6 +92,7 @@ def run_sweep(
                 "client.state = 'client', or clients of a member would go on from what those of "
                 "another keep there."
             )
+    _check_clients_kept(grid)
     builder = Builder(out)
     if halving is not None:
         halving.check(grid, builder)
@@ -101,6 +103,20 @@ def run_sweep(
     if halving is None:
         return _run_members(grid, builder, observer)
     return _halved(grid, builder, observer, halving)
+
+
+def _check_clients_kept(grid: Sequence[Member]) -> None:
+    """Refuse one place for the ledgers of clients that are not the same in all members."""
+    dealt = {
+        dealing(member.config): member.config for member in grid if member.config.client.private
+    }
+    kept = {config.client.state_dir for config in dealt.values()} - {""}
+    if len(dealt) > 1 and kept:
+        raise FedsimError(
+            f"client.state-dir = '{min(kept)}'; in this sweep it must be empty: members deal "
+            "examples to clients differently (seed, data or partition), and what one client's "
+            "ledger there says would be about several clients' examples."
+        )
 
 
 def _halved(
