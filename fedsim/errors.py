@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["FedsimError", "RunFailedError", "printable", "users_place"]
+__all__ = ["FedsimError", "RunFailedError", "printable", "readable", "users_place"]
 
 
 INSTALLED = {"site-packages", "dist-packages"}
 """Folders of installed packages, which need not be this interpreter's own (``pip --user``)."""
+
+
+LONGEST_WORD, LONGEST_LINE = 300, 1200
+
+
+def readable(text: object) -> str:
+    """A sentence as a terminal may have it, whatever names and values of a user's it quotes.
+
+    Nothing in it moves a cursor, and what is very long is shortened in its middle.
+    """
+    lines = []
+    for line in str(text).split("\n"):
+        plain = "".join(sign if sign.isprintable() else "?" for sign in line)
+        plain = re.sub(rf"(\S{{{LONGEST_WORD}}})\S+(\S)", r"\1...\2", plain)
+        if len(plain) > LONGEST_LINE:
+            plain = f"{plain[: LONGEST_LINE // 2]} ... {plain[-LONGEST_LINE // 3 :]}"
+        lines.append(plain)
+    return "\n".join(lines)
 
 
 class FedsimError(ValueError):
@@ -18,6 +37,9 @@ class FedsimError(ValueError):
 
     The command line prints it without a traceback and exits with status 2.
     """
+
+    def __init__(self, sentence: object = "") -> None:
+        super().__init__(readable(sentence))
 
 
 class BudgetSpentError(FedsimError):

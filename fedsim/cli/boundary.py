@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
-from fedsim.errors import FedsimError, RunFailedError, users_place
+from fedsim.errors import FedsimError, RunFailedError, readable, users_place
 
 __all__ = ["guarded", "open_standard_streams", "tell_end_to"]
 
@@ -97,10 +98,11 @@ def _ending_by(error: BaseException) -> tuple[int, str] | None:
         return 2, str(error)
     if isinstance(error, RunFailedError):
         return 1, f"the run failed: {error}"
-    if isinstance(error, OSError | MemoryError | RuntimeError):
+    if isinstance(error, OSError | MemoryError | RuntimeError | ImportError):
         sentence = _of_the_machine(error)
         if sentence is not None and not users_place(error.__traceback__):
-            return 1, sentence
+            # What a run's directory keeps.
+            return 1, " ".join([sentence, *getattr(error, "__notes__", ())])
     return None
 
 
@@ -112,11 +114,19 @@ def _on_termination(handler: Handler) -> Handler | int | None:
         return None
 
 
-def _of_the_machine(error: OSError | MemoryError | RuntimeError) -> str | None:
+def _of_the_machine(error: OSError | MemoryError | RuntimeError | ImportError) -> str | None:
     """What the machine could not do, in a sentence; None for an error of another sort."""
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         return f"{error.filename}: {reason}." if error.filename else f"{reason}."
+    if isinstance(error, ImportError):
+        # The system's words where a library has no room, and no other fault.
+        if re.search("map segment|allocate memory", str(error)) is None:
+            return None
+        return (
+            f"a library could not be loaded ({error}): the memory, or the limit that `ulimit -v` "
+            "sets, does not suffice; nothing has been begun."
+        )
     # torch's allocators raise RuntimeError.
     if isinstance(error, MemoryError) or "memory" in str(error):
         detail = str(error).strip().splitlines()
@@ -126,7 +136,7 @@ def _of_the_machine(error: OSError | MemoryError | RuntimeError) -> str | None:
 
 def _say(sentence: str) -> None:
     with suppress(OSError, ValueError, AttributeError):  # there may be nobody to tell
-        print(f"fedsim: {sentence}", file=sys.stderr, flush=True)
+        print(f"fedsim: {readable(sentence)}", file=sys.stderr, flush=True)
 
 
 def _finish_output() -> None:

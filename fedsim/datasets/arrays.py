@@ -128,7 +128,7 @@ def read_folder(path: Path) -> Arrays:
         for name in names:
             file = path / f"{name}.npy"
             # "c": torch wants memory that it may write to; what it wrote would not reach the file.
-            arrays[name] = np.load(regular_files.require(file), mmap_mode="c", allow_pickle=False)
+            arrays[name] = np.lib.format.open_memmap(regular_files.require(file), mode="c")
             _expect_batches(arrays[name])
             _require_small(name, arrays[name].shape)
     except Exception as error:

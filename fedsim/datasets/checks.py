@@ -257,6 +257,9 @@ def _pieces(array: Array, mask: Array | None) -> Iterator[tuple[Array, Array | N
         yield piece, None if mask is None else mask[start : start + rows]
 
 
+TINY = 1e-20
+
+
 def statistics(
     mean: Sequence[float] | None, std: Sequence[float] | None, inputs: Array, where: str
 ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
@@ -272,12 +275,13 @@ def statistics(
     normal = inputs.ndim in (2, 4) and inputs.dtype.kind != "i"
     channels = inputs.shape[1]
     given = [np.asarray(() if one is None else one, dtype=np.float64) for one in (mean, std)]
-    usable = all(one.shape == (channels,) and np.isfinite(one).all() for one in given)
-    if not normal or not usable or not (given[1] > 0).all():
+    # Of a size that float32 holds, and what is divided by it too.
+    usable = all(one.shape == (channels,) and (abs(one) <= 1 / TINY).all() for one in given)
+    if not normal or not usable or not (given[1] >= TINY).all():
         shown = [None if one is None else list(one)[:8] for one in (mean, std)]
         raise FedsimError(
             f"{where} has mean {shown[0]} and std {shown[1]}; normalising needs images or features "
-            f"[N, d], and of both one finite number for each of the {channels} channels or "
-            "features, std above 0."
+            f"[N, d], and of both one number for each of the {channels} channels or features, of "
+            f"{1 / TINY:g} at most, and std at least {TINY:g}."
         )
     return tuple(given[0].tolist()), tuple(given[1].tolist())

@@ -16,10 +16,10 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-__all__ = ["LazyArray", "array_record", "own_content", "tensors"]
+__all__ = ["NUMPY", "LazyArray", "array_record", "own_content", "tensors"]
 
 # `Array.stype` of an array that `numpy.load` can read.
-_NUMPY = "numpy.ndarray"
+NUMPY = "numpy.ndarray"
 
 
 class LazyArray(Array):
@@ -38,7 +38,7 @@ class LazyArray(Array):
         self.__dict__.update(
             dtype=str(tensor.dtype).removeprefix("torch."),
             shape=tuple(tensor.shape),
-            stype=_NUMPY,
+            stype=NUMPY,
             _tensor=tensor.detach(),
         )
 

@@ -15,7 +15,7 @@ from fedsim.engines.local import LocalGrid, require_trainer
 from fedsim.engines.parcel import Parcel
 from fedsim.engines.process import settle
 from fedsim.engines.training_worker import Call, TrainingWorker, Work, WorkerReply
-from fedsim.errors import FedsimError
+from fedsim.errors import FedsimError, RunFailedError
 from fedsim.rows.block import Block
 from fedsim.rows.exchange import Collection, Instructions
 from fedsim.rows.trainers import BlockTrainer
@@ -244,12 +244,24 @@ def _start_ray(address: str | None, workers: int) -> bool:
             "_node_ip_address": "127.0.0.1",
         }
     before = signal.getsignal(signal.SIGTERM)
-    # Without an address Ray would join one that runs here, whosever it is.
-    ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **here)
-    # Ray's own handler ends its processes and this one in the middle of a round. They end with this
-    # one in any case.
-    if before is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
+    try:
+        # Without an address Ray would join one that runs here, whosever it is.
+        ray.init(
+            address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **here
+        )
+    except Exception as error:  # Ray raises anything, a bare Exception too
+        cause = " ".join(str(error).split()).rstrip(".")[:300] or type(error).__name__
+        if address is None:
+            raise RunFailedError(f"Ray did not start ({cause}).") from error
+        raise FedsimError(
+            f"engine.address = {address!r} could not be joined ({cause}); it must be the address "
+            "of a Ray cluster that runs, or '' for one of this machine's own."
+        ) from error
+    finally:
+        # Ray's own handler ends its processes and this one in the middle of a round. They end with
+        # this one in any case.
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
     return True
 
 

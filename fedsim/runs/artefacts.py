@@ -306,6 +306,21 @@ class RunDirectory:
         """Write report.html."""
         _replace(self.report, html.encode())
 
+    def remains(self) -> str:
+        """What a run that has failed here leaves, in a sentence."""
+        try:
+            files = [path.name for path in self._own if path != self.config and path.exists()]
+            rounds = self.checkpoints.rounds()
+        except OSError:
+            files, rounds = [], []
+        if not files:
+            return f"Nothing of the run is left in {self.path}."
+        goes_on = f"from round {rounds[-1] + 1}" if rounds else "from its first round"
+        return (
+            f"{self.path} keeps {', '.join(files)}; `fedsim run {self.path} --resume` goes on "
+            f"{goes_on}."
+        )
+
     def copy_from(self, source: RunDirectory) -> None:
         """Take over what a run has left in a directory on this machine."""
         for mine, theirs in zip(self._own, source._own, strict=True):

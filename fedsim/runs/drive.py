@@ -322,14 +322,19 @@ def drive(
     whole = False
     with asked_to_end(session.end):
         try:
-            run_to_end(session.rounds(grid), grid, session.timeout(grid))
-            whole = True
-        except KeyboardInterrupt:
-            pass
-        except RunFailedError as error:
-            failure = error
-        finally:
-            session.finish(whole=whole)
+            try:
+                run_to_end(session.rounds(grid), grid, session.timeout(grid))
+                whole = True
+            except KeyboardInterrupt:
+                pass
+            except RunFailedError as error:
+                failure = error
+            finally:
+                session.finish(whole=whole)
+        except Exception as error:
+            if directory is not None:
+                error.add_note(directory.remains())
+            raise
     result = session.result(interrupted=not whole)
     if result.ended != "interrupted" or failure is not None:
         leave_report(build, result, str(failure or ""))

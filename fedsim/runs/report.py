@@ -59,6 +59,8 @@ def leave_report(build: Build, result: RunResult, failure: str = "") -> None:
             summary=summary,
         )
         directory.save_report(run_page(record))
+    except (OSError, FedsimError) as error:
+        _log.error("the run is whole, but its report could not be written: %s", error)
     except Exception:
         _log.exception("the run is whole, but its report could not be made")
 
@@ -78,8 +80,8 @@ def tell_ending(directory: RunDirectory, ended: Ended, why: str) -> None:
         if told != record.summary:
             directory.save_summary(told)
             directory.save_report(run_page(replace(record, summary=told)))
-    except (OSError, FedsimError):
-        _log.exception("%s is whole, but its report could not be made", directory.path)
+    except (OSError, FedsimError) as error:
+        _log.error("%s is whole, but its report could not be written: %s", directory.path, error)
 
 
 def whole_record(path: Path) -> RunRecord:

@@ -16,7 +16,7 @@ import torch
 from flwr.app import Array
 from torch import Tensor
 
-from fedsim.engines.arrays import LazyArray
+from fedsim.engines.arrays import NUMPY, LazyArray
 
 __all__ = ["MalformedArrayError", "floats"]
 
@@ -48,6 +48,8 @@ def floats(array: Array, shape: tuple[int, ...], dtype: torch.dtype | None = Non
     MalformedArrayError
         If it is anything else.
     """
+    if array.stype != NUMPY:
+        raise MalformedArrayError(f"it is serialised as {array.stype!r:.60}, not {NUMPY!r}.")
     values = array.tensor if isinstance(array, LazyArray) else _read(array.data, shape)
     if values.shape != shape:
         raise MalformedArrayError(f"its shape is {_short(values.shape)}, not {_short(shape)}.")

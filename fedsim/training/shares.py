@@ -77,7 +77,8 @@ def share(
     Raises
     ------
     FedsimError
-        If the mechanism or the noise leaves nothing to share, or if what a client is told of the
+        If the mechanism or the noise leaves nothing to share, if ``bounding`` is not of the entries
+        and shapes that the mechanism has, or if what a client is told of the
         mechanism's state makes its row longer than the bound that its noise is for.
     """
     if mechanism.guarantee == "none":
@@ -88,6 +89,7 @@ def share(
         raise FedsimError(
             "noise placement is 'client'; noise that is correlated over rounds needs 'server'."
         )
+    _require_state(bounding, mechanism.bounding_state(mechanism.init(layout), layout))
     n = len(block)
     releaser = Releaser(
         mechanism, layout, noise=noise, denominator=[denominator] * n, device=block.device
@@ -105,6 +107,18 @@ def share(
     rows = total.joined([values.pop(s.segment.prefix + "sum") for s in total.segments])
     scalars = {name: column[:, 0] for name, column in values.items()}
     return Shares(rows, scalars, masks.usable[:, 0])
+
+
+def _require_state(bounding: State, own: State) -> None:
+    """Refuse a mechanism's state that is another's: the server's word, taken from a message."""
+    for name, tensor in own.items():
+        found = bounding.get(name)
+        if found is None or found.numel() != tensor.numel():
+            what = "lacks" if found is None else f"has the shape {tuple(found.shape)} for"
+            raise FedsimError(
+                f"the mechanism-state of the message {what} '{name}'; it must have "
+                f"{', '.join(own)}, '{name}' of shape {tuple(tensor.shape)}."
+            )
 
 
 def _require_bounded(total: PartialSum) -> None:

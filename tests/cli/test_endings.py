@@ -119,6 +119,24 @@ def test_json_says_that_the_run_was_terminated(
     assert end["status"] == done.returncode == 143
 
 
+def test_a_limit_on_the_size_of_files_ends_a_run_with_what_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text(PLAIN)
+    (tmp_path / "c.toml").write_text(TOML + '[model]\nname = "mlp"\nwidths = "200"\n')
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -f 40; {sys.executable} code.py run c.toml --out run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "fedsim: run/model.safetensors: File too large. run keeps metrics.csv, ledger.jsonl; "
+        "`fedsim run run --resume` goes on from its first round.\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("redirection", "status", "sentence"),
     [

@@ -6,6 +6,8 @@ import errno
 import io
 import os
 import runpy
+import shutil
+import signal
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -266,7 +268,115 @@ def test_a_disk_that_fails_in_mid_run(
     failing = Mock(side_effect=OSError(code, os.strerror(code), "runs/small/some.file"))
     monkeypatch.setattr(RunDirectory, method, failing)
     assert status("run", "c.toml") == 1
-    assert capsys.readouterr().err == f"fedsim: runs/small/some.file: {os.strerror(code)}.\n"
+    told = capsys.readouterr().err
+    assert told.startswith(f"fedsim: runs/small/some.file: {os.strerror(code)}.")
+    if method == "save_model":  # rounds were made before
+        assert "runs/small keeps metrics.csv" in told
+        assert "`fedsim run runs/small --resume` goes on from its first round.\n" in told
+    assert told.count("\n") == 1
+
+
+def test_a_disk_that_is_full_when_the_report_is_written(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device", "report.html"))
+    monkeypatch.setattr(RunDirectory, "save_report", failing)
+    assert status("run", "c.toml", "-q") == 0
+    (record,) = caplog.records
+    assert record.exc_info is None
+    assert record.getMessage() == (
+        "the run is whole, but its report could not be written: [Errno 28] No space left on "
+        "device: 'report.html'"
+    )
+
+
+def test_a_directory_that_is_removed_in_mid_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_row = RunDirectory.add_row
+
+    def then_remove(directory: RunDirectory, row: Any) -> None:
+        add_row(directory, row)
+        if row["round"] == 1:
+            shutil.rmtree(directory.path)
+
+    monkeypatch.setattr(RunDirectory, "add_row", then_remove)
+    assert status("run", "c.toml", "-q") == 1
+    assert capsys.readouterr().err == (
+        "fedsim: runs/small/model.safetensors: No such file or directory. "
+        "Nothing of the run is left in runs/small.\n"
+    )
+
+
+def test_a_library_that_the_memory_has_no_room_for(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    failing = Mock(side_effect=ImportError("libtorch_cpu.so: failed to map segment"))
+    monkeypatch.setattr(RunConfig, "load", failing)
+    told = refused("run", "c.toml", expected=1)
+    assert "libtorch_cpu.so" in told
+    assert "nothing has been begun" in told
+    failing.side_effect = ImportError("cannot import name 'x'")
+    with pytest.raises(ImportError, match="cannot import name"):
+        main(["run", "c.toml"])
+
+
+@pytest.mark.parametrize(("address", "expected"), [("", 1), ("10.0.0.1:6379", 2)])
+def test_a_ray_that_does_not_start(
+    address: str, expected: int, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", Mock(side_effect=Exception("The process died\nunexpectedly")))
+    handler = signal.getsignal(signal.SIGTERM)
+    told = refused(
+        "run", "c.toml", "--engine", "ray", "--set", f"engine.address={address}", expected=expected
+    )
+    assert "(The process died unexpectedly)" in told
+    assert ("engine.address" if address else "Ray did not start") in told
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+# -- what a terminal gets -----------------------------------------------------------------
+
+HOSTILE = "\x1b[2J\x07\rfedsim"
+
+
+@pytest.mark.parametrize(
+    "words", [HOSTILE, "x" * 5000, "x y " * 1250], ids=["control", "long", "long words"]
+)
+def test_names_and_values_reach_a_terminal_as_text_and_shortened(
+    words: str, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    for arguments in (
+        ["run", words],
+        ["run", "c.toml", "--set", f"data.name={words}"],
+        ["run", "c.toml", "--set", f"data.options={words}"],
+        ["run", "c.toml", "--set", f"log.to={words}"],
+        ["run", "c.toml", "--set", f"{words}=1"],
+    ):
+        assert refused(*arguments, expected=_status_of(arguments, words))[:-1].isprintable()
+    name = words.replace("/", "")
+    np.savez(tmp_path / "own.npz", **USABLE, **{f"{name}_train": np.zeros(2)})
+    told = refused("run", "c.toml", "--set", "data.name=./own.npz")
+    assert " of shape (2,)" in told
+    assert told[:-1].isprintable()
+
+
+def _status_of(arguments: list[str], words: str) -> int:
+    # A path that is too long is the system's to refuse.
+    is_path = words in arguments or arguments[-1].startswith("data.name=")
+    return 1 if is_path and len(words) > 1000 else 2
+
+
+def test_nothing_advises_to_unpickle(tmp_path: Path, refused: Callable[..., str]) -> None:
+    (tmp_path / "own").mkdir()
+    for key, array in USABLE.items():
+        np.save(tmp_path / "own" / f"{key}.npy", array)
+    (tmp_path / "own" / "x_test.npy").write_bytes(b"\x80\x04N.")
+    told = refused("run", "c.toml", "--set", "data.name=./own")
+    assert "own/x_test.npy could not be read" in told
+    assert "pickle" not in told
 
 
 @pytest.mark.parametrize(

@@ -243,6 +243,9 @@ def test_an_own_file_is_normalised_by_its_own_numbers(tmp_path: Path) -> None:
         {"mean": np.zeros(1)},
         {"mean": np.zeros(2), "std": np.ones(2)},
         {"mean": np.zeros(1), "std": np.zeros(1)},
+        {"mean": np.zeros(1), "std": np.full(1, 1e-320)},
+        {"mean": np.zeros(1), "std": np.full(1, np.inf)},
+        {"mean": np.full(1, 1e39), "std": np.ones(1)},
     ],
 )
 def test_unusable_numbers_for_normalising_end_with_a_sentence(

@@ -97,6 +97,15 @@ def test_anything_else_is_refused_and_costs_no_memory(what):
     tracemalloc.stop()
 
 
+@pytest.mark.parametrize("stype", ["torch.save", "numpy", "", 3])
+def test_an_array_that_says_it_is_serialised_otherwise_is_refused(stype):
+    array = Array(dtype="float32", shape=(3,), stype="numpy.ndarray", data=with_header(header()))
+    assert floats(array, (3,)).shape == (3,)
+    array.stype = stype
+    with pytest.raises(MalformedArrayError, match="serialised as"):
+        floats(array, (3,))
+
+
 @given(position=st.integers(0, 90), value=st.integers(0, 255), cut=st.integers(0, 92))
 def test_a_byte_changed_or_lost_gives_an_array_of_that_shape_or_none(position, value, cut):
     data = bytearray(with_header(header()))

@@ -275,3 +275,24 @@ def test_no_state_that_a_server_sends_takes_a_row_out_of_its_ball():
     for factor in (1.01, 1e6):
         with pytest.raises(FedsimError, match="makes rows longer than the bound"):
             shared({**honest, "stretch": honest["stretch"] * factor})
+
+
+def test_a_message_without_the_mechanisms_state_is_refused_in_a_sentence():
+    mechanism, layout = AdaClip(), Layout.of({"w": torch.zeros(4)})
+    own = mechanism.bounding_state(mechanism.init(layout), layout)
+    for bounding, told in [
+        ({}, "lacks 'scale'"),
+        ({"scale": own["scale"]}, "lacks 'm'"),
+        ({**own, "m": torch.zeros(7)}, r"has the shape \(7,\) for 'm'"),
+    ]:
+        with pytest.raises(FedsimError, match=f"mechanism-state of the message {told}"):
+            share(
+                mechanism,
+                torch.ones(1, 4),
+                bounding,
+                layout,
+                noise=Independent(1.0),
+                denominator=10.0,
+                asked=10,
+                sources=[NoiseSource(np.random.default_rng(1))],
+            )
