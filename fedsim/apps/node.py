@@ -58,8 +58,11 @@ class NodeBuild(Build):
             # What a config declares of files holds for every client's: all but how they are saved.
             declared = settings.values() if settings.registered(settings.name) == "files" else {}
             declared.pop("columns", None)
-            dataset = datasets.load(self._file, normalize=settings.normalize, **declared)
-            if self.config.private or self.config.client.private:
+            protected = self.config.private or self.config.client.private
+            dataset = datasets.load(
+                self._file, normalize=settings.normalize, protected=protected, **declared
+            )
+            if protected:
                 refuse_found(dataset, self._partition)
             train, test = dataset.train, dataset.test
             tests = self._partition.test_indices(train.columns, test.columns)

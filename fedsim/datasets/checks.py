@@ -23,7 +23,9 @@ MOST_CHANNELS = 4
 PIECE_BYTES = 2**26
 
 
-def checked_split(split: str, arrays: Mapping[str, Array], layout: Layout, where: str) -> _Arrays:
+def checked_split(
+    split: str, arrays: Mapping[str, Array], layout: Layout, where: str, protected: bool = False
+) -> _Arrays:
     """Arrays of one split in shapes and dtypes that torch takes.
 
     Parameters
@@ -31,6 +33,8 @@ def checked_split(split: str, arrays: Mapping[str, Array], layout: Layout, where
     split : "train" or "test"
     arrays : mapping of name to array
         See `Dataset.of`.
+    protected : bool
+        Whether its numbers need not be finite.
 
     Raises
     ------
@@ -43,10 +47,14 @@ def checked_split(split: str, arrays: Mapping[str, Array], layout: Layout, where
     checked = {key: np.asanyarray(array) for key, array in arrays.items()}
     x, y = checked["x"], checked["y"]
     checked["x"] = _inputs(f"x_{split}", x, layout, where)
+    if not protected:
+        _require_finite(f"x_{split}", checked["x"], None, where)
     mask = checked.get("mask")
     if mask is not None:
         checked["mask"] = mask = _mask(f"mask_{split}", mask, y, where)
-    checked["y"] = _targets(f"y_{split}", y, mask, where)
+    checked["y"] = _targets(f"y_{split}", y, where)
+    if not protected:
+        _require_finite(f"y_{split}", checked["y"], mask, where)
     require_targets(split, len(x), len(y), where)
     for name in checked.keys() - {"x", "y", "mask"}:
         checked[name] = _column(f"{name}_{split}", checked[name], len(x), where)
@@ -92,8 +100,6 @@ def _inputs(key: str, array: Array, layout: Layout, where: str) -> Array:
             "be [N, H, W] or [N, H, W, C], channels last."
         )
     array = _plain(key, array, where)
-    if floating:
-        _require_finite(key, array, None, where)
     if pictures and array.ndim == 3:
         array = array[:, None]
     elif pictures and array.ndim == 4:
@@ -101,7 +107,7 @@ def _inputs(key: str, array: Array, layout: Layout, where: str) -> Array:
     return _contiguous(array)
 
 
-def _targets(key: str, array: Array, mask: Array | None, where: str) -> Array:
+def _targets(key: str, array: Array, where: str) -> Array:
     """Classes as int64, numbers floating."""
     if array.dtype.kind not in "uifb":
         raise FedsimError(
@@ -115,10 +121,7 @@ def _targets(key: str, array: Array, mask: Array | None, where: str) -> Array:
         )
     if array.dtype.kind == "b":
         return array.astype(np.float32)
-    floating, array = array.dtype.kind == "f", _plain(key, array, where)
-    if floating:
-        _require_finite(key, array, mask, where)
-    return _contiguous(array)
+    return _contiguous(_plain(key, array, where))
 
 
 def _mask(key: str, array: Array, y: Array, where: str) -> Array:
@@ -240,6 +243,8 @@ def _extremes(array: Array, mask: Array | None) -> tuple[int, int]:
 
 
 def _require_finite(key: str, array: Array, mask: Array | None, where: str) -> None:
+    if array.dtype.kind != "f":
+        return
     for piece, counts in _pieces(array, mask):
         if not np.isfinite(piece if counts is None else piece[counts]).all():
             raise FedsimError(

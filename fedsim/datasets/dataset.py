@@ -179,6 +179,7 @@ class Dataset:
         vocabulary: int = 0,
         layout: Layout = "auto",
         source: str = "",
+        protected: bool = False,
     ) -> Dataset:
         """Data set of plain arrays, after checking them; what needs no conversion is not copied.
 
@@ -202,6 +203,8 @@ class Dataset:
             dimensions of floating inputs as they are.
         source : str
             What sentences call it.
+        protected : bool
+            Whether training examples are taken whose numbers are not finite; see `load`.
 
         Raises
         ------
@@ -211,7 +214,7 @@ class Dataset:
         """
         where = source or name
         splits = {
-            split: checked_split(split, arrays, layout, where)
+            split: checked_split(split, arrays, layout, where, protected and split == "train")
             for split, arrays in (("train", train), ("test", test))
         }
         first, second = splits["train"], splits["test"]

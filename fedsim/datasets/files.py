@@ -48,8 +48,8 @@ class Files:
         Doc("Of what datasets has saved: inputs, targets and others, as in 'x=image,y=label'."),
     ] = ""
 
-    def __call__(self, directory: Path, normalize: bool) -> Dataset:
-        """Read them, or map them where they are ``.npy`` files.
+    def __call__(self, directory: Path, normalize: bool, protected: bool = False) -> Dataset:
+        """Read them, or map them where they are ``.npy`` files; parameters as of `load`.
 
         Raises
         ------
@@ -73,6 +73,7 @@ class Files:
             vocabulary=self.vocabulary or arrays.vocabulary,
             layout=self.layout,
             source=str(path),
+            protected=protected,
         )
 
 

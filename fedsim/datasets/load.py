@@ -28,6 +28,7 @@ def load(
     normalize: bool = False,
     train: str = "",
     test: str = "",
+    protected: bool = False,
     **settings: Any,
 ) -> Dataset:
     """Load a data set: into memory, or mapped where it is a folder of ``.npy`` files.
@@ -52,6 +53,10 @@ def load(
     train, test : str
         Which examples there are, as ``start:stop`` of the file's order; either may be
         left out. ``"10000:"`` is all but the first 10,000, say because those are public.
+    protected : bool
+        Whether a run protects the training examples: a number of theirs that is not finite is then
+        no reason to refuse all of them. The update that it spoils is not finite, and its client
+        alone fails.
     settings
         The data set's own; see `Files`.
 
@@ -68,6 +73,7 @@ def load(
     """
     offered = {
         "directory": Path(directory or "data"), "download": download, "normalize": normalize,
+        "protected": protected,
     }  # fmt: skip
     with registry.current_directory_importable():
         thing: Any = registry.find("data", kind_of(name), "data.name")

@@ -49,6 +49,7 @@ def load_dataset(config: RunConfig) -> Dataset:
         normalize=data.normalize,
         train=data.train,
         test=data.test,
+        protected=config.private or config.client.private,
         **settings_for(data, find(data), ("path", "directory", "download", "normalize")),
     )
 

@@ -36,11 +36,13 @@ def example_privacy(
     Raises
     ------
     FedsimError
-        If a client has fewer examples than a batch.
+        If a client has fewer examples than a batch, and whole clients are not protected.
     """
     client = config.client
     smallest = min(sizes, default=client.batch_size)
-    if client.batch_size > smallest:
+    # Where whole clients are protected too, how many examples one has decides nothing that others
+    # see: a client with fewer than a batch takes them all.
+    if client.batch_size > smallest and not config.private:
         raise FedsimError(
             f"client.batch-size = {client.batch_size}; with example-level privacy, where a "
             "batch is drawn at a rate of batch size over examples, it must be at most "

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import dp_accounting
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -80,6 +81,55 @@ def test_noise_that_tells_clients_sizes_is_refused_where_whole_clients_are_prote
 def test_a_batch_larger_than_a_clients_data_is_refused() -> None:
     with pytest.raises(FedsimError, match=r"client\.batch-size = 300.* at most 287"):
         fedsim.run(BASE.replace(**{"client.batch-size": 300}))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"client.batch-size": 300}, {"client.noise.max-epsilon": 1e-3}]
+)
+def test_a_clients_size_refuses_no_run_that_protects_whole_clients(settings, tmp_path) -> None:
+    both = {"mechanism.name": "clipping", "noise.multiplier": 1.0, "rounds": 2}
+    config = BASE.replace(**both, **settings)
+    local = fedsim.run(config, out=tmp_path / "local")
+    assert local.ended == "finished"
+    assert [entry.round for entry in Ledger.read(tmp_path / "local" / "ledger.jsonl").charged] == [
+        1,
+        2,
+    ]
+    workers = fedsim.run(config.replace(**{"engine.workers": 2}), out=tmp_path / "workers")
+    assert workers.ended == "finished"
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("local", "workers")]
+    assert models[0] == models[1]
+
+
+def test_one_clients_numbers_fail_that_client_alone_in_a_private_run(tmp_path) -> None:
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(60, 4)).astype(np.float32), np.arange(60) % 2
+    owner = np.repeat(np.arange(6), 10)
+    arrays = {"x_train": x, "y_train": y, "x_test": x[:10], "y_test": y[:10], "owner_train": owner}
+    spoilt = {**arrays, "x_train": np.where((owner == 3)[:, None], np.nan, x).astype(np.float32)}
+    for name, saved in (("sound", arrays), ("spoilt", spoilt)):
+        np.savez(tmp_path / f"{name}.npz", **saved)
+    config = RunConfig().replace(
+        **{
+            "rounds": 1, "data.name": str(tmp_path / "spoilt.npz"), "data.classes": 2,
+            "partition.name": "by-owner", "partition.clients": 6, "cohort.name": "full",
+            "client.batch-size": 5, "mechanism.name": "clipping", "noise.multiplier": 1.0,
+            "engine.device": "cpu",
+        }
+    )  # fmt: skip
+    free = {"mechanism.name": "none", "noise.multiplier": ""}
+    with pytest.raises(FedsimError, match="NaN or infinite numbers in x_train"):
+        fedsim.run(config.replace(**free))
+    results = [
+        fedsim.run(config, out=tmp_path / "local"),
+        fedsim.run(config.replace(**{"engine.workers": 2}), out=tmp_path / "workers"),
+    ]
+    for result in results:
+        assert result.ended == "finished"
+        row = result.metrics[-1]
+        assert (row["asked"], row["usable"], row["failed-non-finite"]) == (6, 5, 1)
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("local", "workers")]
+    assert models[0] == models[1]
 
 
 def test_without_noise_examples_have_no_guarantee() -> None:
