@@ -21,7 +21,13 @@ from fedsim.reports.series import is_share, tail_mean, told_columns
 from fedsim.runs.artefacts import Row
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.result import RunResult
-from fedsim.strategies.outcome import failures_in, reasons_in, told
+from fedsim.strategies.outcome import (
+    NOISE_ALONE,
+    failures_in,
+    reasons_in,
+    released_noise_alone,
+    told,
+)
 
 __all__ = ["JsonRounds", "Progress", "interrupted", "summary"]
 
@@ -81,6 +87,8 @@ class Progress(Callback):
         if row.get("failed"):
             # First: what is wrong must not be what is cut off.
             text = f"failed [bold]{row['failed']}[/] ({told(reasons_in([row]))})  {text}"
+        if released_noise_alone(row):
+            text = f"[yellow]{NOISE_ALONE}[/]  {text}"
         done = int(row["round"])
         self._bar.update(self._task, completed=done, description=text)
         tenth = max(self._rounds // 10, 1)

@@ -9,7 +9,14 @@ from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.entry import DECLARED, Entry, Fact
 from fedsim.privacy.events import Adjacency, Event, Level
 
-__all__ = ["BOUND_DECLARED", "NOT_COVERED", "SAMPLER_DECLARED", "adversary", "public_facts"]
+__all__ = [
+    "BOUND_DECLARED",
+    "NOT_COVERED",
+    "SAMPLER_DECLARED",
+    "adversary",
+    "large_delta",
+    "public_facts",
+]
 
 NOT_COVERED = (
     "what the operator sees and logs: who was asked, who replied, who failed and why, when",
@@ -24,6 +31,24 @@ BOUND_DECLARED = (
     "Declared by the user: that the bound, which is none of fedsim's, makes no row longer than "
     "it says, and splits the noise into no less than is charged for."
 )
+
+
+def large_delta(delta: float, level: Level, rows: int | None) -> str:
+    """A sentence where delta lets a row be published whole; empty where it does not.
+
+    Parameters
+    ----------
+    rows : int or None
+        How many there are: clients of the population, or examples of the smallest client.
+    """
+    if not rows or delta * rows < 1:
+        return ""
+    whose = "the population's" if level == "client" else "a client's"
+    key = "noise.delta" if level == "client" else "client.noise.delta"
+    return (
+        f"Warning: delta = {delta:g} is at least 1 / {rows:,}, {whose} {level}s: to publish one "
+        f"{level} drawn at random, whole, would be allowed by it too; {key} should be far below."
+    )
 
 
 def adversary(entries: Sequence[Entry], level: Level, delta: float) -> list[str]:

@@ -182,6 +182,11 @@ class Ledger:
         return Counter(self._file.history.counts)
 
     @property
+    def private(self) -> bool:
+        """Whether all that is charged has a guarantee."""
+        return self._file.history.accountant.private
+
+    @property
     def last_event(self) -> Event | None:
         """What the release charged last has cost; None without any."""
         charged = self._file.history.charged

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from fedsim.privacy.accountant import Accountant, Cost
-from fedsim.privacy.adversary import NOT_COVERED, adversary, public_facts
+from fedsim.privacy.adversary import NOT_COVERED, adversary, large_delta, public_facts
 from fedsim.privacy.entry import Entry
 from fedsim.privacy.events import Adjacency, Level, Sampling
 from fedsim.privacy.extrapolation import Extrapolation
@@ -88,6 +88,8 @@ class Statement:
         The same as what an attacker must miss.
     ledgers : int
         How many there are: one a client at example level.
+    rows : int or None
+        Clients of the declared population, or examples of the smallest client, where that is known.
     before : int
         Releases among the charged ones that an earlier run's archived ledger recorded.
     own : Cost or None
@@ -113,6 +115,7 @@ class Statement:
     charged: tuple[Entry, ...] = field(repr=False)
     tradeoff: TradeOff = field(repr=False, compare=False)
     ledgers: int = 1
+    rows: int | None = None
     before: int = 0
     this_run: Cost | None = None
     ledger: str | None = None
@@ -157,6 +160,7 @@ class Statement:
             charged=worst.charged,
             tradeoff=tradeoff(stopping.planned(spent, last)),
             ledgers=len(ledgers),
+            rows=min(filter(None, map(_rows, ledgers)), default=None),
             before=sum(entry.event.count for entry in worst.before),
             this_run=None if this_run is None else stopping.cost(this_run, last, delta),
             ledger=str(worst.path) if alone and worst.path is not None else place,
@@ -270,6 +274,8 @@ class Statement:
             sentences.append(self.group.sentence(self.level))
         if self.extrapolated is not None:
             sentences.append(self.extrapolated.sentence())
+        if warning := large_delta(self.delta, self.level, self.rows):
+            sentences.append(warning)
         sentences += self._end()
         if self.simulated:
             sentences.append(
@@ -380,6 +386,16 @@ class Statement:
             "head": self.head,
             "lines": self.lines,
         }
+
+
+def _rows(ledger: Recorded) -> int | None:
+    """How many rows a ledger's last release was over, as far as it says."""
+    last = ledger.charged[-1] if ledger.charged else None
+    if last is None:
+        return None
+    examples = last.public.get("examples")
+    declared = last.event.population if ledger.level == "client" else examples
+    return declared if isinstance(declared, int) else None
 
 
 def claimed(server: Statement | None, examples: Statement | None) -> list[Statement]:

@@ -15,6 +15,7 @@ from fedsim.config.past import past_config
 from fedsim.config.plan import dealing
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
+from fedsim.privacy.adversary import large_delta
 from fedsim.privacy.archive import archived
 from fedsim.privacy.signing import private_key
 from fedsim.runs.artefacts import RunDirectory
@@ -27,7 +28,7 @@ from fedsim.strategies.flower_optimizer import FlowerOptimizer
 from fedsim.tasks import MeanOf
 from fedsim.training.evaluation import evaluate_clients
 
-__all__ = ["check", "check_past"]
+__all__ = ["check", "check_past", "warnings"]
 
 
 def check(build: Build) -> None:
@@ -89,6 +90,25 @@ def check_past(build: Build, directory: RunDirectory) -> None:
         if config.exists():
             _check_clients_past(build, directory, past_config(config))
             _check_dealing(build.config, directory, past_config(config))
+
+
+def warnings(build: Build, directory: RunDirectory | None) -> list[str]:
+    """What should be said of a run's guarantee before its first round."""
+    config, said = build.config, []
+    past = None if directory is None else directory.ledger
+    before = past is not None and (past.exists() or bool(archived(past)))
+    if past is not None and before and config.private and not Ledger.read(past).private:
+        said.append(
+            f"{past.parent} holds releases of earlier runs without a guarantee, which count: "
+            "epsilon of all that is released there is infinite, this run's included; choose "
+            "another --out for a figure."
+        )
+    if config.private:
+        said.append(large_delta(config.noise.delta, "client", config.partition.clients))
+    elif config.client.private and config.engine.name != "deployment":
+        smallest = min((len(part) for part in build.parts if len(part)), default=None)
+        said.append(large_delta(config.client.noise.delta, "example", smallest))
+    return [sentence for sentence in said if sentence]
 
 
 def _check_dealing(config: RunConfig, directory: RunDirectory, past: RunConfig) -> None:

@@ -21,7 +21,7 @@ from fedsim.privacy.archive import archive
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, Callbacks
-from fedsim.runs.check import check, check_past
+from fedsim.runs.check import check, check_past, warnings
 from fedsim.runs.drive import YOURS, drive
 from fedsim.runs.given import Given
 from fedsim.runs.result import RunResult
@@ -125,6 +125,8 @@ def run(
         check_past(build, directory)
     elif directory is not None:
         refuse_other_objects(directory, build)
+    for warning in warnings(build, directory):
+        _log.warning("%s", warning)
     with ExitStack() as stack:
         grid: Grid | None = None
         if config.engine.name == "local":

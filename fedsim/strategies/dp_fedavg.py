@@ -35,7 +35,7 @@ from fedsim.strategies.contributions import Asked, Contributions, Placement
 from fedsim.strategies.flower_optimizer import FlowerOptimizer
 from fedsim.strategies.kept_rows import KeptRows
 from fedsim.strategies.loop import ResumableStrategy
-from fedsim.strategies.outcome import Failures, RoundReport
+from fedsim.strategies.outcome import NOISE_ALONE, Failures, RoundReport
 from fedsim.strategies.participants import Participants, Replying
 from fedsim.strategies.refusals import (
     allowed_fraction,
@@ -46,6 +46,7 @@ from fedsim.strategies.refusals import (
     refuse_too_many,
     refuse_unplain_means,
     refuse_void_settings,
+    required_noise,
 )
 from fedsim.strategies.replies import to_arrays
 from fedsim.strategies.state import Tree
@@ -75,7 +76,8 @@ class DPFedAvg(ResumableStrategy):
         Who takes part. Its population is declared, and the mean's denominator follows from
         it, never from who replied.
     noise_multiplier : float
-        Standard deviation of the noise on the sum, as a multiple of the bound.
+        Standard deviation of the noise on the sum, as a multiple of the bound; 0.0 for none. It
+        must be given, but with a mechanism that protects nobody.
     delta : float
         Where epsilon is reported.
     max_epsilon : float, optional
@@ -158,7 +160,7 @@ evaluate_metrics_aggr_fn
         *,
         mechanism: Mechanism,
         cohort: Cohort,
-        noise_multiplier: float = 0.0,
+        noise_multiplier: float | None = None,
         delta: float = 1e-5,
         max_epsilon: float | None = None,
         stopping: Stopping = FIXED,
@@ -191,6 +193,7 @@ evaluate_metrics_aggr_fn
         **flowers: object,
     ) -> None:
         refuse_flowers_keywords(flowers)
+        noise_multiplier = required_noise(mechanism, noise_multiplier)
         robust = mechanism if isinstance(mechanism, RobustMean) else None
         if robust is not None:
             refuse_noise(robust, noise_multiplier)
@@ -546,6 +549,8 @@ evaluate_metrics_aggr_fn
         if report is None:
             return []
         lines = [f"aggregate_train: {report}"]
+        if self.private and not report.usable:
+            lines.append(f"\t├──> {NOISE_ALONE}")
         if self.private:
             lines.append(f"\t└──> {self._accounting.spent(self.rounds_done)}")
         return lines

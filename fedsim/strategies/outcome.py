@@ -16,12 +16,14 @@ from fedsim.errors import RunFailedError
 from fedsim.rows.block import REASONS, Block, Ids, Reason
 
 __all__ = [
+    "NOISE_ALONE",
     "Failures",
     "RoundReport",
     "RunFailedError",
     "Tally",
     "failures_in",
     "reasons_in",
+    "released_noise_alone",
     "told",
 ]
 
@@ -87,6 +89,15 @@ class RoundReport:
         return dict(zip(self.columns(), counts, strict=True))
 
 
+NOISE_ALONE = "nobody was usable: noise alone was released, and charged"
+"""What there is to say of a private round without a usable reply."""
+
+
+def released_noise_alone(row: Mapping[str, float]) -> bool:
+    """Whether a row of a run's metrics is of a private round in which nobody asked was usable."""
+    return "epsilon" in row and row.get("asked", 0) > 0 and not row.get("usable", 0)
+
+
 def failures_in(rows: Iterable[Mapping[str, float]]) -> str:
     """What the rows of a run's metrics say of failures and ignored nodes; empty if there are none.
 
@@ -106,6 +117,9 @@ def failures_in(rows: Iterable[Mapping[str, float]]) -> str:
         every = f", all that were asked in {lost} round{'s' if lost != 1 else ''}" if lost else ""
         times = "once" if failed == 1 else f"{failed} times"
         sentences.append(f"Clients failed {times} ({told(counts, advise=True)}){every}.")
+    if alone := sum(map(released_noise_alone, rows)):
+        rounds = "1 round" if alone == 1 else f"{alone} rounds"
+        sentences.append(f"In {rounds} {NOISE_ALONE}.")
     if ignored := int(max((row.get("ignored-nodes", 0) for row in rows), default=0)):
         nodes = f"{ignored} nodes at once were" if ignored > 1 else "1 node at once was"
         sentences.append(f"Up to {nodes} ignored (ignored-nodes in metrics.csv); the log says why.")

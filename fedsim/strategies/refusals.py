@@ -23,6 +23,7 @@ __all__ = [
     "refuse_too_many",
     "refuse_unplain_means",
     "refuse_void_settings",
+    "required_noise",
 ]
 
 SPREAD = 10.0
@@ -79,6 +80,22 @@ def refuse_noise(mechanism: RobustMean, noise_multiplier: float) -> None:
             "(mechanism.name): what one client moves a robust mean by depends on all others' "
             "updates, and is bounded by no sensitivity of the plan's."
         )
+
+
+def required_noise(mechanism: Mechanism, noise_multiplier: float | None) -> float:
+    """The noise multiplier, which nothing that could protect anybody goes without unsaid.
+
+    Raises
+    ------
+    FedsimError
+        If none is given.
+    """
+    if noise_multiplier is None and mechanism.guarantee != "none":
+        raise FedsimError(
+            f"noise_multiplier is not given; with {mechanism} it must be a number above 0, or 0.0 "
+            "to train without noise and without a guarantee."
+        )
+    return noise_multiplier or 0.0
 
 
 def refuse_unplain_means(algorithm: LocalAlgorithm | None, mechanism: Mechanism) -> None:

@@ -275,9 +275,16 @@ def test_what_a_private_run_cannot_protect_is_refused() -> None:
 def test_scaffold_refuses_what_weighs_or_bounds_its_control_variates(mechanism) -> None:
     """Algorithm 1 adds their plain sum over N: else c is not the mean of all c_i."""
     with pytest.raises(FedsimError, match=r"Scaffold \(client\.name\) needs the plain mean"):
-        DPFedAvg(mechanism=mechanism, cohort=FullCohort(5), algorithm=Scaffold())
+        DPFedAvg(
+            mechanism=mechanism, noise_multiplier=0.0, cohort=FullCohort(5), algorithm=Scaffold()
+        )
     with pytest.raises(FedsimError, match=r"needs the plain mean"):
-        DPFedAvg(mechanism=mechanism, cohort=FullCohort(5), algorithm=Proximal(Scaffold(), 0.1))
+        DPFedAvg(
+            mechanism=mechanism,
+            noise_multiplier=0.0,
+            cohort=FullCohort(5),
+            algorithm=Proximal(Scaffold(), 0.1),
+        )
 
 
 def test_scaffold_needs_clients_that_keep_their_variates_and_share_the_whole_model() -> None:

@@ -7,7 +7,7 @@ import pytest
 from ledger_helpers import COHORT, DELTA, ZEROED, release
 
 from fedsim.cohorts import FixedCohort, FullCohort
-from fedsim.privacy import Accountant, Event, Ledger
+from fedsim.privacy import Accountant, Event, Ledger, Statement
 
 
 @pytest.fixture
@@ -81,3 +81,18 @@ def test_what_a_user_declares_and_what_was_only_probed_is_said():
     assert "probed on the model" in said
     assert "Simulated" not in said
     assert ledger.entries[0].declared_by_user
+
+
+@pytest.mark.parametrize(("delta", "warned"), [(0.01, True), (0.02, True), (0.0099, False)])
+def test_a_delta_that_lets_somebody_be_published_whole_is_warned_of(delta, warned):
+    clients = Ledger(delta=delta)
+    clients.record(event=FullCohort(100).event(3.0))
+    warning = f"delta = {delta:g} is at least 1 / 100, the population"
+    assert (warning in str(clients.statement())) == warned
+    few, many = Ledger(delta=delta), Ledger(delta=delta)
+    for ledger, examples, multiplier in ((few, 100, 9.0), (many, 5000, 3.0)):
+        event = Event(noise_multiplier=multiplier, sampler="full", adjacency="zero-out")
+        ledger.record(event=event, level="example", public={"examples": examples})
+    # The smallest client's, whoever pays most.
+    said = str(Statement.of([few, many], delta))
+    assert ("is at least 1 / 100, a client's examples" in said) == warned

@@ -7,11 +7,14 @@ import re
 
 import pytest
 import torch
+from flwr.app import ArrayRecord
+from rich.console import Console
 from typer.testing import CliRunner
 
 import fedsim
 from fedsim import RunConfig
 from fedsim.cli.app import app
+from fedsim.cli.progress import Progress
 from fedsim.engines import LocalGrid
 from fedsim.engines.client_app import client_app
 from fedsim.errors import FedsimError
@@ -20,9 +23,11 @@ from fedsim.privacy.signing import new_key
 from fedsim.privacy.verification import model_metadata, verify
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
+from fedsim.runs.callbacks import RunStatus
 from fedsim.runs.drive import RunResult, drive
 from fedsim.runs.runner import _needs_state_dir
 from fedsim.runs.statements import statements
+from fedsim.strategies.outcome import failures_in
 
 CLIENTS = RunConfig().replace(
     **{
@@ -313,3 +318,47 @@ def test_a_clients_budget_that_allows_no_round_is_refused_at_once(tmp_path):
     with pytest.raises(FedsimError, match=r"client\.noise\.max-epsilon = 0\.1.*at least"):
         fedsim.run(config, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_what_makes_a_claim_worthless_is_said_before_the_first_round(tmp_path, caplog):
+    free = own(CLIENTS, rounds=1, noise__multiplier=0.0)
+    fedsim.run(free, out=tmp_path / "run")
+    caplog.clear()
+    private = own(CLIENTS, rounds=1, noise__delta=0.05)
+    result = fedsim.run(private, out=tmp_path / "run", overwrite=True)
+    assert result.privacy.epsilon == float("inf")
+    said = [record.getMessage() for record in caplog.records]
+    assert any("epsilon of all that is released there is infinite" in one for one in said)
+    assert any("delta = 0.05 is at least 1 / 20, the population" in one for one in said)
+    caplog.clear()
+    fedsim.run(own(CLIENTS, rounds=1), out=tmp_path / "other")
+    assert not caplog.records
+    examples = own(EXAMPLES, rounds=1, client__noise__delta=0.2)
+    fedsim.run(examples, out=tmp_path / "examples")
+    said = [record.getMessage() for record in caplog.records]
+    assert any("is at least 1 / 287, a client's examples" in one for one in said)
+    # Where whole clients are protected too, that number is theirs.
+    caplog.clear()
+    both = own(examples, mechanism__name="clipping", noise__multiplier=1.0)
+    fedsim.run(both, out=tmp_path / "both")
+    assert not caplog.records
+
+
+def test_a_private_round_in_which_nobody_was_usable_is_told_of(tmp_path):
+    rows = [
+        {"round": 1, "epsilon": 1.0, "asked": 4, "usable": 0, "failed": 4, "failed-raised": 4},
+        {"round": 2, "epsilon": 1.2, "asked": 4, "usable": 4, "failed": 0},
+        {"round": 3, "epsilon": 1.3, "asked": 0, "usable": 0, "failed": 0},
+    ]
+    assert "In 1 round nobody was usable: noise alone was released, and charged." in failures_in(
+        rows
+    )
+    without = {key: value for key, value in rows[0].items() if key != "epsilon"}
+    assert "noise alone" not in failures_in([without])
+    console = Console(record=True, width=200)
+    config = own(CLIENTS, rounds=3)
+    progress = Progress(console, config)
+    for row in rows:
+        status = RunStatus(config, row["round"], row, ArrayRecord(), protects=True)
+        progress.on_round(status)
+    assert console.export_text().count("noise alone was released") == 1

@@ -50,7 +50,9 @@ def test_one_round_gives_the_closed_form(
     mechanism: Mechanism, expected: tuple[float, float]
 ) -> None:
     # In terms of the update, C is eta C = 0.1 and beta/eta = 1 is the server's rate.
-    strategy = DPFedAvg(mechanism=mechanism, cohort=FullCohort(population=2), seed=1)
+    strategy = DPFedAvg(
+        mechanism=mechanism, noise_multiplier=0.0, cohort=FullCohort(population=2), seed=1
+    )
     reached = start(Fixed(ORACLE), strategy, torch.ones(2, dtype=torch.float64))
     np.testing.assert_allclose(reached.numpy(), expected, atol=1e-9)
 
@@ -89,7 +91,7 @@ def test_one_more_client_moves_the_noise_free_sum_by_at_most_c(seed: int, scale:
     updates = scale * torch.randn(8, 5, generator=torch.Generator().manual_seed(seed))
 
     def total(population: int, cohort: Cohort) -> Tensor:
-        strategy = DPFedAvg(mechanism=Clipping(1.0), cohort=cohort, seed=seed)
+        strategy = DPFedAvg(mechanism=Clipping(1.0), noise_multiplier=0.0, cohort=cohort, seed=seed)
         start_ = torch.zeros(5, dtype=torch.float32)
         return cohort.expected_size * start(Fixed(updates[:population]), strategy, start_).double()
 
@@ -105,7 +107,9 @@ def test_another_client_in_ones_place_moves_a_fixed_sum_by_at_most_2c(
     updates = scale * torch.randn(9, 5, generator=torch.Generator().manual_seed(seed))
 
     def total(members: list[int]) -> Tensor:
-        strategy = DPFedAvg(mechanism=Clipping(1.0), cohort=FixedCohort(4, 8), seed=seed)
+        strategy = DPFedAvg(
+            mechanism=Clipping(1.0), noise_multiplier=0.0, cohort=FixedCohort(4, 8), seed=seed
+        )
         return 4 * start(Fixed(updates[members]), strategy, torch.zeros(5)).double()
 
     moved = total([0, 1, 2, 3, 4, 5, 6, 7]) - total([0, 1, 2, 8, 4, 5, 6, 7])
@@ -114,14 +118,18 @@ def test_another_client_in_ones_place_moves_a_fixed_sum_by_at_most_2c(
 
 def test_the_denominator_is_declared_and_does_not_count_replies() -> None:
     updates = torch.ones(4, 1)
-    strategy = DPFedAvg(mechanism=Clipping(1.0), cohort=FullCohort(population=10), seed=1)
+    strategy = DPFedAvg(
+        mechanism=Clipping(1.0), noise_multiplier=0.0, cohort=FullCohort(population=10), seed=1
+    )
     assert start(Fixed(updates), strategy, torch.zeros(1)).item() == pytest.approx(0.4)
 
 
 def test_example_counts_never_weigh_a_private_sum() -> None:
     updates = torch.tensor([[1.0], [0.0]])
     for examples in ([1, 1], [991, 9]):
-        strategy = DPFedAvg(mechanism=Clipping(1.0), cohort=FullCohort(2), seed=1)
+        strategy = DPFedAvg(
+            mechanism=Clipping(1.0), noise_multiplier=0.0, cohort=FullCohort(2), seed=1
+        )
         trainer = Fixed(updates, examples=examples)
         assert start(trainer, strategy, torch.zeros(1)).item() == pytest.approx(0.5)
 
@@ -144,7 +152,9 @@ def test_no_privacy_is_flowers_fedavg() -> None:
 def test_a_failed_or_malformed_client_contributes_nothing_and_is_counted() -> None:
     updates = torch.eye(4)
     updates[2] = torch.nan
-    strategy = DPFedAvg(mechanism=Normalization(1.0), cohort=FullCohort(4), seed=1)
+    strategy = DPFedAvg(
+        mechanism=Normalization(1.0), noise_multiplier=0.0, cohort=FullCohort(4), seed=1
+    )
     reached = start(Fixed(updates, failing=(1,)), strategy, torch.zeros(4))
     np.testing.assert_allclose(reached, [0.25, 0, 0, 0.25], atol=1e-8)
     assert strategy.report is not None
@@ -153,7 +163,9 @@ def test_a_failed_or_malformed_client_contributes_nothing_and_is_counted() -> No
 
 @pytest.mark.parametrize("fault", ["raise", "nan", "shape", "key", "surplus", "garbage", "integer"])
 def test_a_flower_client_with_any_fault_contributes_nothing(fault: str) -> None:
-    strategy = DPFedAvg(mechanism=Clipping(10.0), cohort=FullCohort(4), seed=1)
+    strategy = DPFedAvg(
+        mechanism=Clipping(10.0), noise_multiplier=0.0, cohort=FullCohort(4), seed=1
+    )
     reached = start(_app(fault), strategy, torch.zeros(3, dtype=torch.float64), num_nodes=4)
     # Clients 1, 2, 3 move every coordinate by their id; client 0 has the fault.
     np.testing.assert_allclose(reached, np.full(3, (1 + 2 + 3) / 4), rtol=1e-8)
@@ -162,7 +174,7 @@ def test_a_flower_client_with_any_fault_contributes_nothing(fault: str) -> None:
 
 
 def test_a_client_that_answers_twice_counts_once() -> None:
-    strategy = DPFedAvg(mechanism=Clipping(1.0), cohort=FullCohort(2), seed=1)
+    strategy = DPFedAvg(mechanism=Clipping(1.0), noise_multiplier=0.0, cohort=FullCohort(2), seed=1)
     grid = LocalGrid(_app(), num_nodes=2)
     initial = array_record({"w": torch.zeros(3, dtype=torch.float64)})
     asked = strategy.configure_train(1, initial, ConfigRecord(), grid)
@@ -273,7 +285,7 @@ def test_the_budget_holds_in_flowers_own_loop_too() -> None:
 
 
 def test_a_round_is_aggregated_once_and_only_after_it_was_configured() -> None:
-    strategy = DPFedAvg(mechanism=Clipping(1.0), cohort=FullCohort(3), seed=1)
+    strategy = DPFedAvg(mechanism=Clipping(1.0), noise_multiplier=0.0, cohort=FullCohort(3), seed=1)
     with pytest.raises(ValueError, match="round 1 was not configured"):
         strategy.aggregate_train(1, [])
 
@@ -292,7 +304,9 @@ def test_integer_entries_keep_the_servers_value() -> None:
 
     app = ClientApp()
     app.train()(train)
-    strategy = DPFedAvg(mechanism=Clipping(10.0), cohort=FullCohort(2), seed=1)
+    strategy = DPFedAvg(
+        mechanism=Clipping(10.0), noise_multiplier=0.0, cohort=FullCohort(2), seed=1
+    )
     initial = array_record({"w": torch.zeros(2), "steps": torch.tensor([5])})
     result = strategy.start(LocalGrid(app, num_nodes=2), initial, 1)
     arrays = tensors(result.arrays)
@@ -312,7 +326,7 @@ def test_the_callers_config_is_left_alone_and_the_round_is_sent() -> None:
     app = ClientApp()
     app.train()(train)
     config = ConfigRecord({"lr": 0.1})
-    strategy = DPFedAvg(mechanism=Clipping(1.0), cohort=FullCohort(1), seed=1)
+    strategy = DPFedAvg(mechanism=Clipping(1.0), noise_multiplier=0.0, cohort=FullCohort(1), seed=1)
     grid = LocalGrid(app, num_nodes=1)
     strategy.start(grid, array_record({"w": torch.zeros(1)}), 2, train_config=config)
     assert seen == [1, 2]
@@ -336,7 +350,15 @@ def test_metrics_of_clients_stay_with_them_in_a_private_run() -> None:
     shown = metrics(noise_multiplier=1.0, unprotected_metrics=True)
     assert shown.train_metrics_clientapp[1]["loss"] == pytest.approx((1 + 1 + 2 * 2) / 4)
     assert shown.evaluate_metrics_clientapp[1]["loss"] == 2.0
-    assert metrics().train_metrics_clientapp[1]["num-examples"] == 4
+    assert metrics(noise_multiplier=0.0).train_metrics_clientapp[1]["num-examples"] == 4
+
+
+def test_noise_is_left_out_only_where_that_is_said_or_nobody_is_protected() -> None:
+    with pytest.raises(FedsimError, match=r"noise_multiplier is not given; with Clipping\(clip_n"):
+        DPFedAvg(mechanism=Clipping(1.0), cohort=FullCohort(3))
+    assert not DPFedAvg(mechanism=NoPrivacy("uniform"), cohort=FullCohort(3)).private
+    said = DPFedAvg(mechanism=Clipping(1.0), cohort=FullCohort(3), noise_multiplier=0.0)
+    assert not said.private
 
 
 def test_settings_that_void_the_guarantee_are_refused() -> None:
@@ -364,7 +386,7 @@ def test_settings_that_void_the_guarantee_are_refused() -> None:
 def test_a_cohort_that_no_exact_sum_has_room_for_is_refused_before_anybody_is_drawn(
     mechanism: Mechanism, cohort: Cohort
 ) -> None:
-    strategy = DPFedAvg(mechanism=mechanism, cohort=cohort, seed=1)
+    strategy = DPFedAvg(mechanism=mechanism, noise_multiplier=0.0, cohort=cohort, seed=1)
     with pytest.raises(FedsimError, match="one exact sum has room for"):
         strategy.check(array_record({"w": torch.zeros(3)}))
 
@@ -375,12 +397,12 @@ def test_a_cohort_as_large_as_an_exact_sum_is_let_in() -> None:
         (Clipping(1.0), PoissonCohort(0.41, 10**7)),
         (NoPrivacy("uniform"), FullCohort(2**20)),
     ):
-        strategy = DPFedAvg(mechanism=mechanism, cohort=cohort, seed=1)
+        strategy = DPFedAvg(mechanism=mechanism, noise_multiplier=0.0, cohort=cohort, seed=1)
         strategy.check(array_record({"w": torch.zeros(3)}))
 
 
 def test_a_grid_with_more_clients_than_declared_is_refused() -> None:
-    strategy = DPFedAvg(mechanism=Clipping(1.0), cohort=FullCohort(2), seed=1)
+    strategy = DPFedAvg(mechanism=Clipping(1.0), noise_multiplier=0.0, cohort=FullCohort(2), seed=1)
     with pytest.raises(FedsimError, match="population = 2"):
         start(Fixed(torch.ones(3, 2)), strategy, torch.zeros(2))
 
@@ -392,6 +414,7 @@ def test_server_optimizers_see_the_negative_mean_as_gradient() -> None:
     def reached(optimizer: object, rounds: int) -> Tensor:
         strategy = DPFedAvg(
             mechanism=Clipping(1.0),
+            noise_multiplier=0.0,
             cohort=FullCohort(1),
             seed=1,
             server_optimizer=optimizer,
@@ -406,7 +429,7 @@ def test_server_optimizers_see_the_negative_mean_as_gradient() -> None:
 
 def test_on_round_is_called_after_each_round() -> None:
     rounds: list[int] = []
-    strategy = DPFedAvg(mechanism=Clipping(1.0), cohort=FullCohort(2), seed=4)
+    strategy = DPFedAvg(mechanism=Clipping(1.0), noise_multiplier=0.0, cohort=FullCohort(2), seed=4)
     initial = array_record({"w": torch.zeros(2)})
     grid = LocalGrid(Fixed(torch.ones(2, 2)))
     strategy.start(grid, initial, 4, on_round=lambda t, _: rounds.append(t))

@@ -284,4 +284,9 @@ def test_sampling_noise_and_accounting_stay_ours() -> None:
 )
 def test_strategies_that_need_separate_replies_are_refused(strategy: Strategy, reason: str) -> None:
     with pytest.raises(FedsimError, match=reason):
-        DPFedAvg(mechanism=Clipping(1.0), cohort=FullCohort(4), server_optimizer=strategy)
+        DPFedAvg(
+            mechanism=Clipping(1.0),
+            noise_multiplier=0.0,
+            cohort=FullCohort(4),
+            server_optimizer=strategy,
+        )
