@@ -44,7 +44,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"client.name": "os:getpid"}, "LocalAlgorithm"),
     ({"model.name": "tests.runs.test_check:starts_with_nan"}, "NaN or infinite numbers in weight"),
     ({"model.name": "tests.runs.test_check:complex_numbers"}, "complex"),
-    ({**EXAMPLES, "client.batch-size": 1000}, "client.batch-size"),
+    (
+        {**EXAMPLES, "client.batch-size": 1000, "mechanism.name": "none", "noise.multiplier": ""},
+        "client.batch-size",
+    ),
 ]
 
 
