@@ -8,13 +8,16 @@ setting, once::
     clip_norm: Annotated[float, Gt(0), Doc("The largest L2 norm of a row.")] = 1.0
 
 Packages that are installed name theirs by entry points of the group ``fedsim.plugins``
-(``mechanism.mine = "package.module:Class"``); anybody's own is written ``module:name``.
+(``mechanism.mine = "package.module:Class"``); anybody's own is written ``module:name``, and only
+imported where `fedsim.allowed_code` allows it.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -28,6 +31,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from fedsim import allowed_code
 from fedsim.errors import FedsimError
 
 __all__ = [
@@ -37,6 +41,7 @@ __all__ = [
     "load",
     "names",
     "plugins",
+    "refuse_plugin",
     "register",
 ]
 
@@ -52,6 +57,27 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "server": ("fedsim.server_optimizers",),
 }
 """The packages in which each kind's files are."""
+
+_BASES: Mapping[str, str] = {
+    "data": "fedsim.datasets.Dataset",
+    "partition": "fedsim.partitions.Partition",
+    "model": "torch.nn.Module",
+    "loss": "fedsim.tasks.ExampleLoss",
+    "metric": "fedsim.tasks.Metric",
+    "client": "fedsim.clients.LocalAlgorithm",
+    "cohort": "fedsim.cohorts.Cohort",
+    "mechanism": "fedsim.mechanisms.Mechanism",
+    "server": "fedsim.server_optimizers.ServerOptimizer",
+}
+"""What a class of each kind derives from."""
+
+_LIKE: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    **dict.fromkeys(("data", "model", "loss", "metric"), (("__call__",),)),
+    "cohort": (("draw", "event"),),
+    # As of Flower's strategies.
+    "server": (("step", "state", "restore"), ("configure_train", "aggregate_train")),
+}
+"""Methods of a class that may stand for a kind without deriving from its base."""
 
 PLUGINS = "fedsim.plugins"
 T = TypeVar("T", bound=Callable[..., Any])
@@ -100,10 +126,11 @@ def find(kind: str, name: str, key: str) -> Callable[..., Any]:
         If there is none. Errors of code that is not fedsim's come through as they are.
     """
     if ":" in name:
-        return load(key, name)
+        return _of_kind(kind, load(key, name), key, name)
     if name in plugins(kind):
-        return _from_plugin(kind, name, key)
+        return _of_kind(kind, _from_plugin(kind, name, key), key, name)
     if name not in _built_in(kind):
+        refuse_plugin(kind, name, key)
         allowed = ", ".join(f"'{known}'" for known in names(kind))
         raise FedsimError(f"{key} = '{name}'; it must be {allowed} or 'module:name'.")
     importlib.import_module(f"{_built_in(kind)[name]}.{name.replace('-', '_')}")
@@ -137,7 +164,7 @@ def _entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
 
 
 def plugins(kind: str) -> Mapping[str, importlib.metadata.EntryPoint]:
-    """What installed packages add to a kind, by name.
+    """What installed packages add to a kind, by name, as far as it is allowed here.
 
     Raises
     ------
@@ -147,7 +174,7 @@ def plugins(kind: str) -> Mapping[str, importlib.metadata.EntryPoint]:
     points: dict[str, importlib.metadata.EntryPoint] = {}
     for point in _entry_points():
         of, _, name = point.name.partition(".")
-        if of != kind:
+        if of != kind or not allowed_code.now().allows_plugin(point.module):
             continue
         taken = "fedsim's own" if name in _built_in(kind) else name in points and "another plugin's"
         if taken:
@@ -157,6 +184,19 @@ def plugins(kind: str) -> Mapping[str, importlib.metadata.EntryPoint]:
             )
         points[name] = point
     return points
+
+
+def refuse_plugin(kind: str, name: str, key: str) -> None:
+    """Refuse the name of an installed plugin that is not allowed here.
+
+    Raises
+    ------
+    FedsimError
+    """
+    for point in _entry_points():
+        if point.name == f"{kind}.{name}" and not allowed_code.now().allows_plugin(point.module):
+            why = allowed_code.now().refusal(point.module)
+            raise FedsimError(f"{key} is '{name}', the plugin {point.value}; {why}.")
 
 
 def _from_plugin(kind: str, name: str, key: str) -> Callable[..., Any]:
@@ -172,6 +212,26 @@ def _from_plugin(kind: str, name: str, key: str) -> Callable[..., Any]:
     return thing  # type: ignore[no-any-return]
 
 
+def _of_kind(kind: str, thing: Callable[..., Any], key: str, name: str) -> Callable[..., Any]:
+    """The thing, unless it is a class of which there are no objects of this kind.
+
+    That is found out here and not of the object: making one runs code with a config's options.
+    """
+    if not isinstance(thing, type) or inspect.isabstract(thing):
+        return thing
+    defined = {attribute for part in thing.__mro__[:-1] for attribute in vars(part)}
+    if any(defined.issuperset(methods) for methods in _LIKE.get(kind, ())):
+        return thing
+    module, _, base = _BASES[kind].rpartition(".")
+    wanted = getattr(importlib.import_module(module), base)
+    if getattr(wanted, "_is_protocol", False) or not issubclass(thing, wanted):
+        raise FedsimError(
+            f"{key} is '{name}', a class that is no {_BASES[kind]}; it must be one, or a function "
+            "that gives one."
+        )
+    return thing
+
+
 def load(key: str, name: str) -> Callable[..., Any]:
     """Import the callable ``module:name`` that the config's ``key`` says.
 
@@ -181,7 +241,8 @@ def load(key: str, name: str) -> Callable[..., Any]:
     Raises
     ------
     FedsimError
-        If there is no such module or callable. Errors of the user's own code come through as
+        If it is not allowed (`fedsim.allowed_code`), which is known before the module is imported,
+        or there is no such module or callable. Errors of the user's own code come through as
         they are.
     """
     with current_directory_importable():
@@ -227,21 +288,37 @@ def _find(key: str, name: str) -> Callable[..., Any]:
             f"{key} is '{name}'; something of your own is written module:name, such as nets:Small "
             "for Small in nets.py."
         )
+    allowed = allowed_code.now()
+    if allowed.of_user and _is_nowhere(module_name):
+        raise _no_module(key, name, module_name)
+    if module_name in sys.modules and not allowed_code.is_reserved(module_name):
+        _refuse_namesake(key, name, sys.modules[module_name])
+    allowed.require(key, name, module_name)
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there, and lacks something itself
-        raise FedsimError(
-            f"{key} is '{name}', but there is neither a file {module_name.replace('.', '/')}.py in "
-            f"{os.getcwd()} nor an installed module '{module_name}'."
-        ) from error
+        raise _no_module(key, name, module_name) from error
     _refuse_namesake(key, name, found)
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if not callable(found):
         raise FedsimError(f"{key} is '{name}', but '{module_name}' has no callable '{attribute}'.")
+    allowed.require_home(key, name, found)
     return found  # type: ignore[no-any-return]
+
+
+def _is_nowhere(module: str) -> bool:
+    top = module.partition(".")[0]
+    return top not in sys.modules and importlib.util.find_spec(top) is None
+
+
+def _no_module(key: str, name: str, module: str) -> FedsimError:
+    return FedsimError(
+        f"{key} is '{name}', but there is neither a file {module.replace('.', '/')}.py in "
+        f"{os.getcwd()} nor an installed module '{module}'."
+    )
 
 
 def _refuse_namesake(key: str, name: str, module: ModuleType) -> None:

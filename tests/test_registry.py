@@ -92,7 +92,7 @@ def test_the_path_stays_as_it_is_while_a_users_file_is_found(
 ) -> None:
     """Another thread may be going through it, as Ray does for what it brings along."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a_net_of_mine.py").write_text("import a_part_of_it\nLayers = list\n")
+    (tmp_path / "a_net_of_mine.py").write_text("import a_part_of_it\ndef layers(): ...\n")
     (tmp_path / "a_part_of_it.py").touch()
     before = sys.path, list(sys.path)
 
@@ -106,7 +106,7 @@ def test_the_path_stays_as_it_is_while_a_users_file_is_found(
         assert not seen_elsewhere()
         assert importlib.util.find_spec("a_net_of_mine") is not None
     try:
-        assert registry.load("model.name", "a_net_of_mine:Layers") is list
+        assert registry.load("model.name", "a_net_of_mine:layers").__name__ == "layers"
     finally:
         for name in ("a_net_of_mine", "a_part_of_it"):
             sys.modules.pop(name, None)
@@ -179,7 +179,8 @@ def test_a_setting_that_a_table_has_itself_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "bad_plugin.py").write_text(
-        "import dataclasses\n@dataclasses.dataclass\nclass Bad:\n    epochs: int = 1\n"
+        "import dataclasses\nfrom fedsim.clients import SGD\n"
+        "@dataclasses.dataclass(frozen=True)\nclass Bad(SGD):\n    epochs: int = 1\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     plugged(monkeypatch, ("client.bad", "bad_plugin:Bad"))
@@ -190,7 +191,9 @@ def test_a_setting_that_a_table_has_itself_is_refused(
 def test_a_namesake_in_another_directory_is_not_taken_for_ones_own(tmp_path, monkeypatch) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "namesake.py").write_text("from torch.nn import Identity as Net\n")
+        (tmp_path / name / "namesake.py").write_text(
+            "from torch.nn import Identity\nclass Net(Identity): ...\n"
+        )
     monkeypatch.delitem(sys.modules, "namesake", raising=False)
     monkeypatch.chdir(tmp_path / "one")
     net = registry.find("model", "namesake:Net", "model.name")

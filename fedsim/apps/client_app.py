@@ -7,6 +7,8 @@ to train: saying who one is takes a tenth of the time.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from flwr.app import Context, Message, MetricRecord, RecordDict
@@ -39,38 +41,41 @@ def query(message: Message, context: Context) -> Message:
 @app.train(mods=[_packed])
 def train(message: Message, context: Context) -> Message:
     """Train on this node's data, if its policy allows it."""
-    policy = _admitted(context)
-    if policy is not None:
-        from fedsim.config import RunConfig
-        from fedsim.training.share_replies import asks_for_share
+    with _admitted(context) as policy:
+        if policy is not None:
+            from fedsim.config import RunConfig
+            from fedsim.training.share_replies import asks_for_share
 
-        config = RunConfig.from_run_config(context.run_config)
-        policy.check_share(asks_for_share(message), config)
-        policy.join(client_id(context.node_config))
-    return _client()(message, context)
+            config = RunConfig.from_run_config(context.run_config)
+            policy.check_share(asks_for_share(message), config)
+            policy.join(client_id(context.node_config))
+        return _client()(message, context)
 
 
 @app.evaluate(mods=[_packed])
 def evaluate(message: Message, context: Context) -> Message:
     """Evaluate on this node's data, if its policy allows it."""
-    policy = _admitted(context)
-    if policy is not None:
-        from fedsim.config import RunConfig
+    with _admitted(context) as policy:
+        if policy is not None:
+            from fedsim.config import RunConfig
 
-        policy.check_evaluation(RunConfig.from_run_config(context.run_config))
-    return _client()(message, context)
+            policy.check_evaluation(RunConfig.from_run_config(context.run_config))
+        return _client()(message, context)
 
 
-def _admitted(context: Context) -> Policy | None:
-    """This node's policy, which has let the run in."""
+@contextmanager
+def _admitted(context: Context) -> Iterator[Policy | None]:
+    """This node's policy, which has let the run in; only code that it allows is imported within."""
+    from fedsim import allowed_code
     from fedsim.config import RunConfig
     from fedsim.deploy.policy import Policy
 
-    config = RunConfig.from_run_config(context.run_config)
-    policy = Policy.here(config)
-    if policy is not None:
-        policy.check(config)
-    return policy
+    with allowed_code.use(Policy.code_here()):
+        config = RunConfig.from_run_config(context.run_config)
+        policy = Policy.here(config)
+        if policy is not None:
+            policy.check(config)
+        yield policy
 
 
 @functools.cache

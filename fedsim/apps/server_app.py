@@ -10,7 +10,9 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from fedsim import allowed_code
 from fedsim.config import RunConfig
+from fedsim.deploy.parties import SuperLink
 from fedsim.deploy.roster import CLIENTS, read_roster
 from fedsim.engines.process import settle
 from fedsim.engines.streaming import StreamingGrid
@@ -35,6 +37,11 @@ def main(grid: Grid, context: Context) -> None:
     """Run the config that came with the run, and leave its artefacts on this machine."""
     _show_our_log()
     settle()
+    with allowed_code.use(SuperLink.code_here()):
+        _run(grid, context)
+
+
+def _run(grid: Grid, context: Context) -> None:
     config = RunConfig.from_run_config(context.run_config)
     # Whoever set OUT has claimed the directory, and waits for what comes into it.
     claimed = OUT in os.environ

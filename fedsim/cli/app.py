@@ -8,7 +8,7 @@ import typer
 
 import fedsim
 from fedsim.cli.audit import audit
-from fedsim.cli.command import Command, Group
+from fedsim.cli.command import Command, ConfigCommand, Group
 from fedsim.cli.config import config
 from fedsim.cli.deploy import deploy
 from fedsim.cli.experiment import experiment
@@ -59,11 +59,11 @@ for command in (
     sweep,
     privacy,
     partition,
-    experiment,
     audit,
     tune,
 ):
-    app.command(cls=Command)(command)
+    app.command(cls=ConfigCommand)(command)
+app.command(cls=Command)(experiment)
 app.command("app", cls=Command)(flower_app)
 app.add_typer(config, name="config")
 app.add_typer(deploy, name="deploy")

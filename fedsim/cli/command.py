@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
-from click import Context
+from click import Context, Parameter
 from click.exceptions import Abort
-from typer.core import TyperArgument, TyperCommand, TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
-__all__ = ["Command", "Group"]
+from fedsim.allowed_code import allow
+
+__all__ = ["Command", "ConfigCommand", "Group"]
 
 
 class Command(TyperCommand):
@@ -33,6 +35,28 @@ class Command(TyperCommand):
                 (told,) = hints[param.name].__metadata__
                 param.help = told.help
         super().__init__(name, callback=callback, params=params, **settings)
+
+
+class ConfigCommand(Command):
+    """A command that runs code which a config, or a run's own, names: it has ``--allow-code``."""
+
+    def __init__(self, name: str | None, **settings: Any) -> None:
+        super().__init__(name, **settings)
+        self.params.append(
+            TyperOption(
+                param_decls=["--allow-code"],
+                metavar="NAME",
+                multiple=True,
+                expose_value=False,
+                callback=_allow_code,
+                help="A module or package that the config may name, though it is not under the "
+                "current directory; may be given several times.",
+            )
+        )
+
+
+def _allow_code(_context: Context, _parameter: Parameter, names: tuple[str, ...]) -> None:
+    allow(names)
 
 
 class Group(TyperGroup):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedsim.cli.command import Command
+from fedsim.cli.command import Command, ConfigCommand
 from fedsim.cli.console import Output
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ deploy = typer.Typer(
 DIRECTORY = Annotated[Path, typer.Argument(help="The federation's directory.")]
 
 
-@deploy.command(cls=Command)
+@deploy.command(cls=ConfigCommand)
 def init(
     directory: DIRECTORY,
     nodes: Annotated[int, typer.Option(help="How many SuperNodes get keys.")] = 2,

@@ -188,7 +188,8 @@ def _chosen(section: type[Choice], tree: Mapping[str, Any]) -> str:
 
 
 def unknown(kind: str, name: str, key: str) -> FedsimError:
-    """That a key names nothing of a kind, and what there is of it."""
+    """That a key names nothing of a kind that is allowed here, and what there is of it."""
+    registry.refuse_plugin(kind, name, key)
     known = registry.names(kind)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" did you mean '{close[0]}'? It" if close else " it"

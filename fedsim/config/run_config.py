@@ -17,6 +17,7 @@ from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from fedsim import regular_files
+from fedsim.allowed_code import allow
 from fedsim.config.choices import Choice, own_settings, prepared, switched
 from fedsim.config.client_sections import ClientSection
 from fedsim.config.conduct import (
@@ -92,14 +93,25 @@ class RunConfig(Section):
         return RunConfig.from_run_config, (self.to_run_config(),)
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    def load(
+        cls, path: str | Path, overrides: Iterable[str] = (), *, allow_code: Iterable[str] = ()
+    ) -> RunConfig:
         """Read and validate a TOML file, with ``key=value`` overrides applied to it.
+
+        Parameters
+        ----------
+        path : path
+        overrides : iterable of str
+        allow_code : iterable of str
+            Modules and packages that configs may name from now on in this process, besides those
+            of `fedsim.allowed_code`. Nothing is imported here.
 
         Raises
         ------
         FedsimError
             If the file cannot be read or anything in it is wrong, in one sentence.
         """
+        allow(allow_code)
         return cls._changed(_read(path), dict(_parse_override(text) for text in overrides))
 
     @classmethod

@@ -330,7 +330,8 @@ class ServerSection(Choice):
         str,
         Doc(
             "What steps along the mean update; 'sgd' at lr = 1 just adds it (FedAvg). A strategy "
-            "of Flower's that refines the mean will do: 'flwr.serverapp.strategy:FedProx'."
+            "of Flower's that refines the mean will do: 'flwr.serverapp.strategy:FedProx', "
+            "where that module is allowed."
         ),
     ] = "sgd"
     schedule: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from typing import Any, Self
 import tomli_w
 
 from fedsim import regular_files
+from fedsim.allowed_code import AllowedCode, inherited
 from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.certificates import write_public
 from fedsim.deploy.looking import look_seconds
@@ -24,7 +26,12 @@ from fedsim.engines.messages import speaks_grpc
 from fedsim.errors import FedsimError
 from fedsim.privacy.signing import LEDGER_KEY
 
-__all__ = ["Node", "SuperLink"]
+__all__ = ["SUPERLINK", "Node", "SuperLink"]
+
+SUPERLINK = "FEDSIM_SUPERLINK"
+"""Environment variable: where a ServerApp finds its server's ``superlink.toml``."""
+
+_SUPERLINK_TOML = "superlink.toml"
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,8 @@ class SuperLink:
         No TLS and no authentication, where somebody has asked for that.
     app : str
         The installed ServerApp that is run, and no other.
+    modules : tuple of str
+        Installed modules or packages that a run may name as ``module:Name`` on the server.
     """
 
     directory: Path
@@ -51,15 +60,24 @@ class SuperLink:
     fleet_port: int = 9092
     insecure: bool = False
     app: str = SERVER_APP
+    modules: tuple[str, ...] = ()
+
+    @classmethod
+    def code_here(cls) -> AllowedCode:
+        """What configs may name where this process runs ServerApps; its own where it simulates."""
+        path = os.environ.get(SUPERLINK)
+        if path is not None:
+            return AllowedCode(cls.load(Path(path).parent).modules, file=Path(path).name)
+        return inherited() or AllowedCode(file=_SUPERLINK_TOML)
 
     @classmethod
     def load(cls, directory: Path) -> Self:
         """Read what `save` wrote."""
-        return cls(directory.absolute(), **_read(directory / "superlink.toml", cls))
+        return cls(directory.absolute(), **_read(directory / _SUPERLINK_TOML, cls))
 
     def save(self) -> None:
         """Write the settings."""
-        _write(self.directory / "superlink.toml", self)
+        _write(self.directory / _SUPERLINK_TOML, self)
 
     def services(self, state: Path, *, host: str = "127.0.0.1") -> list[Service]:
         """The SuperLink, the SuperExec of its apps, and, from Flower 1.40 on, the nodes' door.
@@ -94,9 +112,10 @@ class SuperLink:
         signing = files / "ledger.key"
         keys = {LEDGER_KEY: str(signing)} if signing.is_file() else {}
         execute = [*_module("executor"), "server", self.app, "0", *execute]
+        settings = {SUPERLINK: str(files / _SUPERLINK_TOML)}
         services = [
             Service("superlink", tuple(command), home, self.port),
-            Service("serverapps", tuple(execute), {**home, **roster, **keys}),
+            Service("serverapps", tuple(execute), {**home, **roster, **keys, **settings}),
         ]
         if not speaks_grpc():
             front = [*_module("front"), host, str(self.fleet_port), str(self.port)]
@@ -227,12 +246,17 @@ def _read(path: Path, party: type[SuperLink | Node]) -> dict[str, Any]:
         # A flag that is a word would be true, and a limit that is no number none at all.
         if key in tree and not _FITS[str(field.type)](tree[key]):
             raise FedsimError(f"{path} says {key} = {tree[key]!r:.80}; it must be {field.type}.")
-    return {key.replace("-", "_"): value for key, value in tree.items()}
+    # As the fields are: lists of names are tuples.
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in tree.items()}
+    return {key.replace("-", "_"): value for key, value in values.items()}
 
 
 _FITS: Mapping[str, Callable[[Any], bool]] = {
     "str": lambda value: isinstance(value, str) and value != "",
     "bool": lambda value: isinstance(value, bool),
+    "tuple[str, ...]": lambda value: (
+        isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+    ),
     "int": lambda value: type(value) is int and value >= 0,
     "float": lambda value: type(value) in (int, float) and 0 <= value < math.inf,
 }

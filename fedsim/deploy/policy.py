@@ -14,6 +14,7 @@ from typing import Any, Self
 from flwr.app import ConfigRecord
 
 from fedsim import regular_files
+from fedsim.allowed_code import AllowedCode, inherited
 from fedsim.config import RunConfig
 from fedsim.config.plan import entropy, realised
 from fedsim.config.sections import DataSection
@@ -115,6 +116,19 @@ class Policy:
             values[known[key]] = _like(getattr(defaults, known[key]), key, value)
         return cls(**values, directory=path.parent.absolute())
 
+    @classmethod
+    def code_here(cls) -> AllowedCode:
+        """What configs may name where this process serves a node; its own where it simulates."""
+        path = os.environ.get(NODE)
+        if path is not None:
+            return cls.load(Path(path)).code
+        return inherited() or cls().code
+
+    @property
+    def code(self) -> AllowedCode:
+        """What a run may name."""
+        return AllowedCode(self.modules, file="node.toml")
+
     @property
     def data_file(self) -> str:
         """The client's own examples, or the empty string."""
@@ -201,8 +215,8 @@ class Policy:
         flat = config.to_run_config()
         defaults = RunConfig().to_run_config()
         for key, name, module in modules_named(config):
-            if not _within(module, self.modules, "."):
-                raise _refusal(f"{key} is {name!r}; here a run may name {list(self.modules)}")
+            if not self.code.allows(module):
+                raise _refusal(f"{key} is {name!r}; {self.code.refusal(module)}")
         allowed = [os.path.realpath(self.directory / directory) for directory in self.files]
         for key in _FILE_KEYS:
             value = str(flat[key])

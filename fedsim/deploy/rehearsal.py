@@ -73,6 +73,7 @@ class Rehearsal(Closed):
         logs: Path | None = None,
         apps: tuple[str, str] | None = None,
         policy: Mapping[str, Any] | None = None,
+        modules: Sequence[str] = (),
     ) -> Rehearsal:
         """A federation made for one occasion, on free ports, removed with its processes.
 
@@ -86,6 +87,8 @@ class Rehearsal(Closed):
             The installed ServerApp and ClientApp that are run, instead of fedsim's.
         policy : mapping, optional
             Of every node, as in ``node.toml``.
+        modules : sequence of str
+            That runs may name on the server, as in ``superlink.toml``.
         """
         port, fleet_port = free_ports(2)
         directory = Path(tempfile.mkdtemp(prefix="fedsim-federation-"))
@@ -93,7 +96,8 @@ class Rehearsal(Closed):
             directory, nodes=nodes, days=2, port=port, fleet_port=fleet_port
         )
         server_app, client_app = apps or (SERVER_APP, CLIENT_APP)
-        replace(SuperLink.load(federation.superlink), app=server_app).save()
+        superlink = SuperLink.load(federation.superlink)
+        replace(superlink, app=server_app, modules=tuple(modules)).save()
         for node in range(nodes):
             replace(Node.load(federation.node(node)), app=client_app).save(policy)
         rehearsal = cls(federation, variables=variables, logs=logs)

@@ -13,7 +13,7 @@ from typing import Any
 from flwr.app import ArrayRecord
 from safetensors.torch import load_file
 
-from fedsim import regular_files
+from fedsim import allowed_code, registry, regular_files
 from fedsim.config.things import modules_named
 from fedsim.deploy.bundle import write_app
 from fedsim.deploy.federation import CONNECTION, Federation
@@ -63,10 +63,11 @@ def run_simulation(
     RunFailedError
         If the run failed, with its last error.
     """
+    allowed = {allowed_code.VARIABLE: ",".join(allowed_code.now().modules)}
     with (
         _directory(out) as directory,
         CallbackServer(callbacks) as server,
-        Simulation({OUT: str(directory), **server.variables}) as simulation,
+        Simulation({OUT: str(directory), **allowed, **server.variables}) as simulation,
     ):
         app = write_app(simulation.directory / "app", build.resolved.to_tree())
         sized = resources(build.config.partition.clients, cpus_per_client, gpus_per_client)
@@ -104,13 +105,15 @@ def run_deployment(
     """
     if federation is not None:
         return _submit(build, Federation.load(federation), out, callbacks)
+    policy = _own_policy(build)
     with (
         _directory(out) as directory,
         CallbackServer(callbacks) as server,
         Rehearsal.temporary(
             build.config.partition.clients,
             variables={OUT: str(directory), **server.variables},
-            policy=_own_policy(build),
+            policy=policy,
+            modules=policy["modules"],
         ) as rehearsal,
         tempfile.TemporaryDirectory(prefix="fedsim-app-") as app,
     ):
@@ -123,9 +126,12 @@ def run_deployment(
 
 
 def _own_policy(build: Build) -> dict[str, Any]:
-    """Policy of nodes that are this user's own: whatever the config says goes."""
+    """Policy of nodes that are this user's own: what the config names, if it is allowed here."""
     config = build.config
-    modules = {module for _, _, module in modules_named(config)}
+    modules = set()
+    for key, name, module in modules_named(config):
+        home = allowed_code.home_of(registry.load(key, name)) if ":" in name else None
+        modules |= {module, home or module}
     policy: dict[str, Any] = {"files": ["/"], "modules": sorted(modules)}
     if config.client.state_dir:
         policy["state-dir"] = str(Path(config.client.state_dir).absolute())

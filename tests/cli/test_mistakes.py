@@ -538,7 +538,7 @@ class Hungry(nn.Linear):
         super().__init__(width, 10)
 
 
-class Unreadable:
+class Unreadable(torch.nn.Module):
     def __init__(self) -> None:
         raise OSError(errno.ENOENT, "No such file or directory", "weights.bin")
 
@@ -549,8 +549,9 @@ def test_a_model_that_cannot_be_trained(model: str, refused: Callable[..., str])
 
 
 def test_an_error_of_the_users_own_code_keeps_its_traceback() -> None:
+    own = ("--set", f"model.name={__name__}:Unreadable", "--allow-code", __name__)
     with pytest.raises(FileNotFoundError, match=r"weights\.bin"):
-        main(["run", "c.toml", "--set", f"model.name={__name__}:Unreadable"])
+        main(["run", "c.toml", *own])
 
 
 GOOD = {"fc1.weight": torch.zeros(10, 64), "fc1.bias": torch.zeros(10)}

@@ -121,7 +121,7 @@ def test_what_is_the_users_own_is_said_before_a_run_too(config, tmp_path, monkey
         "from fedsim.cohorts import PoissonCohort\nfrom fedsim.mechanisms import Clipping\n"
         "class Mine(PoissonCohort):\n    pass\nclass Tight(Clipping):\n    pass\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     assert "Declared by the user" not in ask(config)
     sampler = ("--set", "cohort.name=believed:Mine", "--set", "cohort.rate=")
     said = ask(config, *sampler, "--set", "cohort.options.rate=0.2")

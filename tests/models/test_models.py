@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedsim.allowed_code import allow
 from fedsim.errors import FedsimError
 from fedsim.models import build, fix_normalisation, freeze, refuse_running_statistics
 
@@ -112,14 +113,16 @@ def test_float64_starts_from_the_numbers_of_float32() -> None:
         ("no_such_module_here:Net", {}, "neither a file no_such_module_here.py in"),
         ("torch.nn:NoSuchThing", {}, "'torch.nn' has no callable 'NoSuchThing'"),
         ("torch.nn:Linear", {}, "needs the argument 'in_features'"),
-        ("collections:OrderedDict.fromkeys", {}, "needs the argument 'iterable'"),
-        ("builtins:dict", {}, "no Python function or class with known parameters"),
-        ("collections:Counter", {}, r"returns Counter; it must return a torch\.nn\.Module"),
+        ("torch.nn:utils.rnn.PackedSequence", {}, r"a class that is no torch\.nn\.Module"),
+        ("numpy:add.reduce", {}, "a builtin_function_or_method of no known module"),
+        ("torch.nn:utils.rnn.pad_sequence", {}, "needs the argument 'sequences'"),
+        ("numpy:asarray", {"a": 1}, r"returns ndarray; it must return a torch\.nn\.Module"),
     ],
 )
 def test_wrong_names_and_options_end_with_their_sentence(
     name: str, options: dict[str, object], sentence: str
 ) -> None:
+    allow(["torch.nn", "numpy"])
     with pytest.raises(FedsimError, match=sentence):
         build(name, (64,), 10, **options)
 

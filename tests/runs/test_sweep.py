@@ -7,6 +7,7 @@ import pytest
 
 import fedsim
 from fedsim import RunConfig
+from fedsim.allowed_code import allow
 from fedsim.cli import main
 from fedsim.cli.sweep import _together
 from fedsim.cohorts import FixedCohort, PoissonCohort
@@ -54,6 +55,7 @@ BASE = RunConfig().replace(
 def test_members_end_with_the_same_bytes_as_when_run_alone(
     overs: list[str], tmp_path: Path
 ) -> None:
+    allow(["flwr.serverapp.strategy"])
     grid = members(BASE, parse_axes(overs))
     run_sweep(grid, tmp_path)
     for number, member in enumerate(grid):
@@ -331,7 +333,7 @@ def test_values_mean_on_an_axis_what_they_mean_after_set_and_equal_ones_are_one_
 
 
 def test_each_value_of_an_option_of_ones_own_is_a_member_that_is_called_by_it() -> None:
-    axes = parse_axes(["server.optimizer=fedsim.server_optimizers:ServerSGD",
+    axes = parse_axes(["server.optimizer=mine:ServerSGD",
                        "server.options.lr=0.5,0.50,1.0", "seed=1,2"])  # fmt: skip
     labels = [member.point["server.options.lr"] for member in members(BASE, axes)]
     assert labels == ["0.5", "0.5", "1.0", "1.0"]
@@ -339,7 +341,7 @@ def test_each_value_of_an_option_of_ones_own_is_a_member_that_is_called_by_it() 
 
 
 def test_values_of_an_option_that_read_alike_have_directories_of_their_own() -> None:
-    axes = parse_axes(["server.optimizer=fedsim.server_optimizers:ServerSGD",
+    axes = parse_axes(["server.optimizer=mine:ServerSGD",
                        "server.options.lr=1,1.0,'1',true,'true','True',word,'word'"])  # fmt: skip
     grid = members(BASE, axes)
     values = [member.point["server.options.lr"] for member in grid]

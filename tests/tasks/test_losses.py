@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fedsim import RunConfig, registry
+from fedsim.allowed_code import allow
 from fedsim.errors import FedsimError
 from fedsim.runs import objects
 from fedsim.tasks import (
@@ -126,11 +127,16 @@ def scaled(outputs, targets, scale=1.0, *, shift=0.0):
     return scale * (outputs[:, 0] - targets).abs() + shift
 
 
+class NoLoss:
+    pass
+
+
 def test_settings_of_a_loss_are_keys_or_options_of_ones_own() -> None:
     assert loss_of(**{"label-smoothing": 0.1}) == CrossEntropy(0.1)
     assert loss_of(loss="huber", delta=0.5) == Huber(0.5)
     own = loss_of(loss="test_losses:scaled", options={"scale": 2.0, "shift": 1.0})
     assert own(torch.ones(2, 1), torch.zeros(2)).tolist() == [3, 3]
+    allow(["torch.nn"])
     torchs = loss_of(loss="torch.nn:HuberLoss", options={"reduction": "none", "delta": 0.5})
     z, y = torch.randn(5), torch.randn(5)
     torch.testing.assert_close(torchs(z, y), Huber(0.5)(z, y))
@@ -153,7 +159,7 @@ def test_settings_of_a_loss_are_keys_or_options_of_ones_own() -> None:
             {"loss": "test_losses:scaled", "options": {"outputs": 1}},
             r"task.options.outputs is set; what it is follows from other keys",
         ),
-        ({"loss": "collections:Counter"}, r"task.loss is 'collections:Counter', of which there"),
+        ({"loss": "test_losses:NoLoss"}, r"'test_losses:NoLoss', a class that is no fedsim\.tasks"),
     ],
 )
 def test_settings_that_a_loss_does_not_have_are_refused_by_name(task, sentence) -> None:
