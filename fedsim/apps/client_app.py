@@ -49,7 +49,19 @@ def train(message: Message, context: Context) -> Message:
             config = RunConfig.from_run_config(context.run_config)
             policy.check_share(asks_for_share(message), config)
             policy.join(client_id(context.node_config))
-        return _client()(message, context)
+        reply = _client()(message, context)
+        if policy is not None and not policy.answers_evaluation:
+            _leave_metrics_out(reply)
+        return reply
+
+
+def _leave_metrics_out(reply: Message) -> None:
+    """Take from an update what is said beside it of the client's data, and needed by nobody."""
+    from fedsim.engines.client_app import NEEDED
+
+    for record in reply.content.metric_records.values() if reply.has_content() else ():
+        for name in [name for name in record if not name.startswith(NEEDED)]:
+            del record[name]
 
 
 @app.evaluate(mods=[_packed])

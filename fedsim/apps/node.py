@@ -127,7 +127,7 @@ def trainer_for(context: Context) -> Trainer:
     if policy is not None and NODE in os.environ:
         keeps = config.client.private or config.client.state == "client"
         state_dir = str(policy.state.absolute()) if keeps else ""
-        config = config.replace(**{"client.state-dir": state_dir})
+        config = policy.budgeted(config.replace(**{"client.state-dir": state_dir}))
         data = policy.data_file
     return _trainer(config, client_id(context.node_config), data)
 

@@ -33,6 +33,24 @@ SUPERLINK = "FEDSIM_SUPERLINK"
 
 _SUPERLINK_TOML = "superlink.toml"
 
+_POLICY = """
+[policy]
+# data = "data.npz"                     # this client's own examples, from this directory
+# state-dir = "state"                   # where its ledger and its state are
+# modules = []                          # what a run may name as module:Name
+# files = []                            # directories from which a run may name files
+# least-noise-multiplier = 0.0          # of the updates' release
+# least-share-noise-multiplier = 0.0    # of this node's own share of that noise, over the bound
+# largest-clip-norm = inf               # of updates
+# least-example-noise-multiplier = 0.0  # of this client's own releases
+# largest-epsilon = inf                 # of this client's own ledger, at example level
+# delta = 1e-5                          # at which that epsilon is computed
+# least-population = 1                  # clients that the run declares
+# most-rounds = 0                       # rounds that it joins, over all runs; 0: any number
+# evaluation = true                     # whether metrics leave the node; false where a floor is set
+"""
+"""The table `policy` of a new ``node.toml``, every key at its default."""
+
 
 @dataclass(frozen=True)
 class SuperLink:
@@ -159,8 +177,10 @@ class Node:
         return cls(directory.absolute(), **_read(directory / "node.toml", cls))
 
     def save(self, policy: Mapping[str, Any] | None = None) -> None:
-        """Write the settings, and the policy beside them."""
-        _write(self.directory / "node.toml", self, {"policy": policy} if policy else {})
+        """Write the settings, and beside them the policy, or what it may say."""
+        path = self.directory / "node.toml"
+        written = tomli_w.dumps({"policy": policy}) if policy else _POLICY.lstrip()
+        _write(path, self, f"\n{written}")
 
     def services(
         self, state: Path, *, port: int = 9094, config: Mapping[str, str | int] | None = None
@@ -218,13 +238,13 @@ def _word(value: str | int) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _write(path: Path, party: SuperLink | Node, tables: Mapping[str, Any] | None = None) -> None:
+def _write(path: Path, party: SuperLink | Node, tables: str = "") -> None:
     settings = {
         field.name.replace("_", "-"): getattr(party, field.name)
         for field in fields(party)
         if field.name != "directory"
     }
-    write_public(path, tomli_w.dumps({**settings, **(tables or {})}).encode())
+    write_public(path, f"{tomli_w.dumps(settings)}{tables}".encode())
 
 
 def _read(path: Path, party: type[SuperLink | Node]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import math
 import os
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ from fedsim.config.plan import entropy, realised
 from fedsim.config.sections import DataSection
 from fedsim.config.things import modules_named
 from fedsim.errors import FedsimError
+from fedsim.privacy.noise import share_multiplier
 
 __all__ = ["NODE", "Policy"]
 
@@ -36,8 +37,9 @@ class Policy:
     """Floors and limits of one node; a run outside them is refused before data is read.
 
     A node can see what a run's config declares and what it is itself asked to do. It checks
-    what it adds itself (noise on examples, or on its share) when it adds it, and that nobody else
-    knows it; noise that the server adds it must take the server's word for.
+    what it adds itself (noise on examples, or on its share) when it adds it, by what it knows
+    itself, and that nobody else knows that noise; noise that the server adds it must take the
+    server's word for.
 
     Attributes
     ----------
@@ -54,15 +56,25 @@ class Policy:
         ``client.work``).
     least_noise_multiplier, largest_clip_norm : float
         Of the updates' release, whoever adds the noise.
+    least_share_noise_multiplier : float
+        Standard deviation, over the bound, of the noise that this node adds to its own share. Of
+        an honest run of K clients with the multiplier z it is ``z / sqrt(K)`` or more.
     least_example_noise_multiplier : float
         Of the releases of this client's per-example gradients.
+    largest_epsilon, delta : float
+        What this client's own ledger may come to over all runs, at example level: a round that
+        would exceed it is refused, by the numbers of examples and steps alone. A run
+        with a budget of its own keeps the lesser, at the lesser delta.
     least_population : int
         Clients that the run declares.
     most_rounds : int
         Rounds in which the client takes part, over all runs; 0 for any number.
-    evaluation : bool
-        Whether metrics of its data are answered, which no noise protects; if not, neither are
-        those of training beside examples that noise does protect.
+    evaluation : bool or None
+        Whether metrics of its data are answered, which no noise protects, and training losses
+        go with its updates. None: unless one of the floors on noise or ``largest_epsilon`` is set.
+    clients : int
+        How many clients there are, by ``node.toml``: who adds noise to its share for
+        more is refused. 0 where that is not known.
     directory : Path
         Where ``node.toml`` is.
     """
@@ -73,10 +85,14 @@ class Policy:
     files: tuple[str, ...] = ()
     least_noise_multiplier: float = 0.0
     largest_clip_norm: float = math.inf
+    least_share_noise_multiplier: float = 0.0
     least_example_noise_multiplier: float = 0.0
+    largest_epsilon: float = math.inf
+    delta: float = 1e-5
     least_population: int = 1
     most_rounds: int = 0
-    evaluation: bool = True
+    evaluation: bool | None = None
+    clients: int = 0
     directory: Path = Path()
 
     @classmethod
@@ -101,20 +117,54 @@ class Policy:
             If it cannot be read, or has a key or a value that is none.
         """
         try:
-            table = tomllib.loads(regular_files.read_text(path)).get("policy", {})
+            tree = tomllib.loads(regular_files.read_text(path))
         except (OSError, ValueError, RecursionError) as error:
             raise FedsimError(f"this node's policy cannot be read: {error}.") from None
+        table, clients = tree.get("policy", {}), tree.get("clients", 0)
         if not isinstance(table, dict):
             raise FedsimError("this node's policy is no table; it must be written as [policy].")
-        defaults = cls()
+        defaults = cls(evaluation=True)
         known = {field.name.replace("_", "-"): field.name for field in fields(cls)}
-        del known["directory"]
+        del known["directory"], known["clients"]
         values: dict[str, Any] = {}
         for key, value in table.items():
             if key not in known:
                 raise FedsimError(f"this node's policy has the key {key!r}; {sorted(known)} are.")
             values[known[key]] = _like(getattr(defaults, known[key]), key, value)
-        return cls(**values, directory=path.parent.absolute())
+        policy = cls(**values, directory=path.parent.absolute())
+        if not 0 < policy.delta < 1:
+            raise FedsimError(
+                f"this node's policy says delta = {policy.delta:g}; it must be between 0 and 1."
+            )
+        if type(clients) is not int or clients < 0:
+            raise FedsimError(f"node.toml says clients = {clients!r}; it must be a whole number.")
+        return replace(policy, clients=clients)
+
+    @property
+    def answers_evaluation(self) -> bool:
+        """Whether metrics of this client's data leave the node."""
+        floors = (
+            self.least_noise_multiplier,
+            self.least_share_noise_multiplier,
+            self.least_example_noise_multiplier,
+        )
+        if self.evaluation is None:
+            return not any(floors) and self.largest_epsilon == math.inf
+        return self.evaluation
+
+    def budgeted(self, config: RunConfig) -> RunConfig:
+        """A run that keeps to this node's own budget, whatever its config says."""
+        if self.largest_epsilon == math.inf:
+            return config
+        noise = config.client.noise
+        declared = math.inf if noise.max_epsilon is None else noise.max_epsilon
+        # Epsilon is larger at a smaller delta: within the lesser of both, each budget is kept.
+        return config.replace(
+            **{
+                "client.noise.max-epsilon": min(self.largest_epsilon, declared),
+                "client.noise.delta": min(self.delta, noise.delta),
+            }
+        )
 
     @classmethod
     def code_here(cls) -> AllowedCode:
@@ -164,8 +214,25 @@ class Policy:
                 f"mechanism.clip-norm is {clip_norm:g}; here it may be at most "
                 f"{self.largest_clip_norm:g}"
             )
+        if self.largest_epsilon < math.inf and not example_multiplier:
+            raise _refusal(
+                "client.noise.multiplier is 0; here largest-epsilon is set, which only noise on "
+                "examples keeps"
+            )
         self._check_entropy(config)
-        if noised_examples and config.evaluate.unprotected and not self.evaluation:
+        self._check_metrics(config)
+
+    def _check_metrics(self, config: RunConfig) -> None:
+        """Refuse a run that needs metrics of this client's data where none leave the node."""
+        if self.answers_evaluation:
+            return
+        scalar = config.mechanism.private_scalar
+        if scalar and config.noise.placement == "server":
+            raise _refusal(
+                f"mechanism.private-scalar is {scalar!r}; here no metrics leave the node without "
+                "noise of its own"
+            )
+        if config.client.private and config.evaluate.unprotected:
             raise _refusal(
                 "evaluate.unprotected is true; here no metrics of examples that noise protects are "
                 "answered without it"
@@ -173,8 +240,10 @@ class Policy:
 
     def _check_entropy(self, config: RunConfig) -> None:
         """Refuse noise of this node's own that whoever knows the run's seed could take away."""
-        shares = self.least_noise_multiplier > 0 and config.noise.placement == "client"
-        if (shares or self.least_example_noise_multiplier > 0) and entropy(config) != "system":
+        floors = (self.least_noise_multiplier, self.least_share_noise_multiplier)
+        shares = any(floors) and config.noise.placement == "client"
+        examples = self.least_example_noise_multiplier > 0 or self.largest_epsilon < math.inf
+        if (shares or examples) and entropy(config) != "system":
             raise _refusal(
                 "noise.entropy is 'config', and noise that this node adds would follow from the "
                 "run's seed; here it must be 'system'"
@@ -195,6 +264,11 @@ class Policy:
             With what the message asks for, and the limit.
         """
         if request is None:
+            if self.least_share_noise_multiplier:
+                raise _refusal(
+                    "the server asks for the update without this node's noise; here "
+                    "noise.placement must be 'client'"
+                )
             if config.noise.placement == "client":
                 raise _refusal(
                     "noise.placement is 'client', and the server asks for the update without this "
@@ -205,11 +279,19 @@ class Policy:
         if not isinstance(multiplier, int | float):
             raise _refusal(f"share-noise-multiplier is {multiplier!r}; it must be a number")
         _at_least("share-noise-multiplier", multiplier, self.least_noise_multiplier)
-        asked, clients = request["share-asked"], config.partition.clients
+        # What the run declares is the server's word: each share's noise shrinks with the clients.
+        clients = min(config.partition.clients, self.clients or config.partition.clients)
+        asked = request["share-asked"]
         if not isinstance(asked, int) or not 1 <= asked <= clients:
             raise _refusal(
-                f"share-asked is {asked!r}; it must be from 1 to partition.clients, {clients}"
+                f"share-asked is {asked!r}; it must be from 1 to {clients}, the clients that the "
+                "run declares and this node knows of"
             )
+        _at_least(
+            "share-noise-multiplier over the root of share-asked",
+            share_multiplier(multiplier, asked),
+            self.least_share_noise_multiplier,
+        )
 
     def _check_code_and_files(self, config: RunConfig) -> None:
         flat = config.to_run_config()
@@ -233,7 +315,7 @@ class Policy:
         ------
         FedsimError
         """
-        if not self.evaluation:
+        if not self.answers_evaluation:
             raise _refusal("evaluation is asked for; here it is off")
         # So a run that is private says that it shows metrics without noise, or gets none.
         if not config.evaluate.clients_every:

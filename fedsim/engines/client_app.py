@@ -17,13 +17,22 @@ from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.mechanisms import Mechanism
 from fedsim.randomness import Randomness
 from fedsim.rows.block import Ids
-from fedsim.rows.exchange import DECLARED_EXAMPLES
+from fedsim.rows.exchange import CLIENT_STATE, DECLARED_EXAMPLES
 from fedsim.rows.layout import Layout
 from fedsim.rows.trainers import BlockTrainer
 from fedsim.training.fitting import Local
-from fedsim.training.share_replies import STATE_RECORD, asks_for_share, share_reply
+from fedsim.training.share_replies import (
+    SIDE_PREFIX,
+    STATE_RECORD,
+    USABLE,
+    asks_for_share,
+    share_reply,
+)
 
-__all__ = ["AppTrainer", "client_app"]
+__all__ = ["NEEDED", "AppTrainer", "client_app"]
+
+NEEDED = ("num-examples", "fresh-state", f"{CLIENT_STATE}.", USABLE, SIDE_PREFIX)
+"""How the metrics begin that a server needs to take part of an update; the others are shown."""
 
 
 @runtime_checkable

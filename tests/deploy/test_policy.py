@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedsim.apps import client_app
 from fedsim.apps import node as module
 from fedsim.config import RunConfig
+from fedsim.deploy.parties import Node
 from fedsim.deploy.policy import NODE, Policy
 from fedsim.devices import read_work
-from fedsim.engines.messages import ensure_identity
+from fedsim.engines.messages import BUDGET_SPENT, ensure_identity
 from fedsim.errors import FedsimError
+from fedsim.privacy import Ledger
 
 PRIVATE = {
     "mechanism": {"name": "clipping", "clip-norm": 1.0},
@@ -298,3 +302,154 @@ def test_a_server_cannot_have_metrics_that_the_run_does_not_declare(on_a_node):
     on_a_node("")
     with pytest.raises(FedsimError, match=r"asked for, and evaluate\.clients-every is 0"):
         client_app.evaluate(message("evaluate"), context_of(config()))
+
+
+@pytest.mark.parametrize(
+    ("policy", "words", "declared", "why"),
+    [
+        # 1.755 / sqrt(10^6) is 0.0018 of the bound, where ten clients leave 0.555.
+        ("least-noise-multiplier = 1.0", {"share-asked": 10**6}, 10**6, "from 1 to 10, the clien"),
+        ("least-noise-multiplier = 1.0", {"share-asked": 11}, 10**6, "share-asked is 11"),
+        ("least-share-noise-multiplier = 0.56", {}, 10, r"is 0\.554\d*; here .* at least 0\.56"),
+        (
+            "least-share-noise-multiplier = 0.3",
+            {"share-noise-multiplier": 0.9},
+            10,
+            r"is 0\.2846",
+        ),
+    ],
+)
+def test_the_noise_of_a_share_is_held_against_the_clients_that_the_node_knows(
+    tmp_path, monkeypatch, policy, words, declared, why
+):
+    path = tmp_path / "node.toml"
+    path.write_text(f"clients = 10\n[policy]\n{policy}\n")
+    monkeypatch.setenv(NODE, str(path))
+    request = message("train")
+    asked = {"share-noise-multiplier": 1.755, "share-asked": 10}
+    honest = {**asked, **words}
+    request.content.config_records["config"].update(honest)
+    run = config(noise={**SHARES, "multiplier": 1.755}, partition={"clients": declared})
+    with pytest.raises(FedsimError, match=f"this node's policy refuses the run: .*{why}"):
+        client_app.train(request, context_of(run))
+    Policy.load(path).check(run)  # so nothing else is refused
+    lenient = Policy(least_share_noise_multiplier=0.55, clients=10)
+    lenient.check_share(ConfigRecord(asked), run)
+
+
+def test_a_floor_on_the_share_takes_no_bare_update(tmp_path):
+    policy = Policy.load(node(tmp_path, "least-share-noise-multiplier = 0.1"))
+    with pytest.raises(FedsimError, match=r"noise\.placement must be 'client'"):
+        policy.check_share(None, config())
+
+
+@pytest.mark.parametrize("floor", ["least-noise-multiplier = 1.0", "largest-epsilon = 6.0",
+                                   "least-share-noise-multiplier = 0.1",
+                                   "least-example-noise-multiplier = 0.5"])  # fmt: skip
+def test_where_a_floor_is_set_metrics_stay_at_home_unless_their_owner_says_otherwise(
+    tmp_path, floor
+):
+    asks = config(client=PRIVATE_EXAMPLES, evaluate={"clients-every": 1, "unprotected": True})
+    policy = Policy.load(node(tmp_path, floor))
+    with pytest.raises(FedsimError, match="evaluation is asked for; here it is off"):
+        policy.check_evaluation(asks)
+    with pytest.raises(FedsimError, match=r"evaluate\.unprotected is true"):
+        policy.check(asks)
+    Policy.load(node(tmp_path, f"{floor}\nevaluation = true")).check_evaluation(asks)
+    Policy.load(node(tmp_path, "")).check_evaluation(asks)
+
+
+def test_a_loss_that_enters_the_sum_without_the_nodes_noise_is_a_metric(tmp_path):
+    policy = Policy.load(node(tmp_path, "evaluation = false"))
+    scalar = {**PRIVATE["mechanism"], "private-scalar": "loss"}
+    with pytest.raises(FedsimError, match=r"refuses the run: mechanism\.private-scalar is 'loss'"):
+        policy.check(config(mechanism=scalar))
+    policy.check(config(mechanism=scalar, noise=SHARES))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["delta = 0.0", "delta = 1.0", "delta = nan", "largest-epsilon = -1.0", "largest-epsilon = nan",
+     "least-share-noise-multiplier = nan", 'evaluation = "no"'],
+)  # fmt: skip
+def test_a_budget_that_is_none_lets_nobody_in(tmp_path, policy):
+    with pytest.raises(FedsimError, match="this node's policy says"):
+        Policy.load(node(tmp_path, policy))
+
+
+def trains(tmp_path, monkeypatch, policy: str, run: RunConfig, round: int = 1) -> Message:
+    """The reply of a node with forty examples of its own to an update's message."""
+    draws = np.random.default_rng(0)
+    x, y = draws.normal(size=(50, 4)).astype("float32"), draws.integers(0, 2, 50)
+    np.savez(tmp_path / "own.npz", x_train=x[:40], y_train=y[:40], x_test=x[40:], y_test=y[40:],
+             classes=2)  # fmt: skip
+    monkeypatch.setenv(NODE, str(node(tmp_path, f'data = "own.npz"\n{policy}')))
+    ensure_identity(1)
+    built = module.NodeBuild(run.replace(**{"client.state-dir": str(tmp_path / "elsewhere")}), 0,
+                             str(tmp_path / "own.npz"))  # fmt: skip
+    content = RecordDict({
+        "config": ConfigRecord({"server-round": round}), "arrays": built.initial_arrays,
+    })  # fmt: skip
+    return client_app.train(Message(content, 7, "train"), context_of(run))
+
+
+def test_no_loss_goes_with_an_update_where_evaluation_is_off(tmp_path, monkeypatch):
+    run = config(client={"batch-size": 10})
+    told = trains(tmp_path, monkeypatch, "", run).content["metrics"]
+    assert {"num-examples", "loss"} <= told.keys()
+    for policy in ("evaluation = false", "least-noise-multiplier = 1.0"):
+        told = trains(tmp_path, monkeypatch, policy, run).content["metrics"]
+        assert dict(told) == {"num-examples": 40}
+
+
+LAX = {"multiplier": 1.0, "max-epsilon": 1e6, "delta": 0.5}
+
+
+@pytest.mark.parametrize(
+    "lax",
+    [
+        {"noise": LAX},
+        {"noise": {**LAX, "max-epsilon": ""}},
+        {"noise": LAX, "epochs": 100},  # one message costs 25
+        {"noise": {**LAX, "multiplier": 1e-3}},
+        {"noise": LAX, "state-dir": "somewhere/else"},
+    ],
+    ids=str,
+)
+def test_nothing_that_a_server_sends_loosens_a_nodes_own_budget(tmp_path, monkeypatch, lax):
+    """The epsilon of the node's own ledger at the node's own delta, whatever is asked for."""
+    honest = {"mechanism": {"name": "clipping"}, "batch-size": 4, "noise": {"multiplier": 1.0}}
+    # Thirty steps at a rate of 0.1 cost 4.178 at 1e-5, and forty 4.68.
+    policy, spent = "largest-epsilon = 4.2\ndelta = 1e-5", []
+    rest = {**honest, **lax}
+    for number, client in [(1, honest), (2, honest), (3, honest), (4, rest), (1, rest)]:
+        run = config(client=client, name=f"run-{len(spent)}")
+        reply = trains(tmp_path, monkeypatch, policy, run, number)
+        spent.append(Ledger.read(tmp_path / "state" / "client-0.jsonl").epsilon(1e-5))
+        assert reply.has_error() == (len(spent) > 3)
+        assert not reply.has_error() or reply.error.code == BUDGET_SPENT
+    assert spent[0] < spent[1] < spent[2] == spent[3] == spent[4] == pytest.approx(4.178, abs=1e-2)
+
+
+def test_a_budget_is_kept_by_noise_on_examples_that_nobody_else_knows(tmp_path):
+    policy = Policy.load(node(tmp_path, "largest-epsilon = 6.0"))
+    with pytest.raises(FedsimError, match=r"client\.noise\.multiplier is 0; .* largest-epsilon"):
+        policy.check(config())
+    with pytest.raises(FedsimError, match=r"noise\.entropy is 'config'"):
+        policy.check(
+            config(client=PRIVATE_EXAMPLES, noise={"multiplier": 1.0, "entropy": "config"})
+        )
+    policy.check(config(client=PRIVATE_EXAMPLES))
+
+
+def test_what_init_writes_for_a_node_is_every_key_of_a_policy_at_its_default(tmp_path):
+    Node(tmp_path, "x:1", 0, 3).save()
+    path = tmp_path / "node.toml"
+    text = path.read_text()
+    assert Policy.load(path) == Policy(clients=3, directory=tmp_path)
+    assert Node.load(tmp_path) == Node(tmp_path, "x:1", 0, 3)
+    path.write_text(text.replace("\n# ", "\n"))
+    written = Policy.load(path)
+    assert written == Policy(clients=3, directory=tmp_path, data="data.npz", evaluation=True)
+    keys = {field.name.replace("_", "-") for field in fields(Policy)} - {"clients", "directory"}
+    assert all(f"\n# {key} = " in text for key in keys)
