@@ -34,7 +34,7 @@ SUPERLINK = "FEDSIM_SUPERLINK"
 _SUPERLINK_TOML = "superlink.toml"
 
 _POLICY = """
-[policy]
+# [policy]
 # data = "data.npz"                     # this client's own examples, from this directory
 # state-dir = "state"                   # where its ledger and its state are
 # modules = []                          # what a run may name as module:Name
@@ -49,7 +49,7 @@ _POLICY = """
 # most-rounds = 0                       # rounds that it joins, over all runs; 0: any number
 # evaluation = true                     # whether metrics leave the node; false where a floor is set
 """
-"""The table `policy` of a new ``node.toml``, every key at its default."""
+"""The table `policy` of a new ``node.toml``, in comments, every key at its default."""
 
 
 @dataclass(frozen=True)
