@@ -24,7 +24,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Adjacency, Question, Sampling, tradeoff
 from fedsim.privacy.groups import group_cost
 from fedsim.privacy.signing import new_key
-from fedsim.privacy.verification import verify
+from fedsim.reports.verification import verify_run
 
 __all__ = ["privacy"]
 
@@ -126,14 +126,14 @@ def privacy(
         bool,
         typer.Option(
             "--verify",
-            help="Hold a run's ledger against its model and metrics; status 1 if they differ.",
+            help="Compare a run's files with its ledger and manifest; status 1 if they differ.",
             rich_help_panel=_LEDGER,
         ),
     ] = False,
     public_key: Annotated[
         Path | None,
         typer.Option(
-            help="Verify the ledger's signature with this key too.", rich_help_panel=_LEDGER
+            help="Verify the signature of the run's manifest too.", rich_help_panel=_LEDGER
         ),
     ] = None,
     new_key_path: Annotated[
@@ -141,7 +141,7 @@ def privacy(
         typer.Option(
             "--new-key",
             metavar="PATH",
-            help="Make a key that signs ledgers (noise.ledger-key), and PATH.pub to verify with.",
+            help="Make a key that signs runs (noise.ledger-key), and PATH.pub to verify with.",
             rich_help_panel=_LEDGER,
         ),
     ] = None,
@@ -184,10 +184,10 @@ def privacy(
         public = new_key(new_key_path)
         Output().print(f"{new_key_path} signs (noise.ledger-key); give {public} to who verifies.")
         return
-    read = read_source(source, set_ or [], delta)
     if verify_ or public_key is not None:
-        _verify(read, public_key)
+        _verify(source, public_key, delta)
         return
+    read = read_source(source, set_ or [], delta)
     options: dict[str, Any] = {
         "rounds": rounds,
         "delta": delta,
@@ -246,22 +246,18 @@ def _spent(read: Source, delta: float, as_json: bool, prv: bool, group: int | No
             console.print(f"Opacus's PRV accountant says {said}.")
 
 
-def _verify(read: Source, public_key: Path | None) -> None:
-    """Hold what a run left behind together; exit status 1 if it does not fit."""
-    if read.directory is None:
-        raise FedsimError("--verify looks at a run: name its directory, such as runs/digits.")
-    checks = verify(
-        read.directory,
-        read.question.delta,
-        read.clients,
-        public_key,
-        examples_delta=read.examples_delta,
-        stopping=read.question.stopping,
-    )
+def _verify(run: Path | None, public_key: Path | None, delta: float | None) -> None:
+    """Compare what a run left behind; exit status 1 if it does not fit."""
+    if run is None or not run.is_dir() or not (run / "ledger.jsonl").is_file():
+        raise FedsimError(
+            f"--verify {run or ''} looks at a run, by its ledger.jsonl; name the directory of one, "
+            "such as runs/digits."
+        )
+    checks = verify_run(run, public_key, delta)
     console = Output()
     console.print(checks_table(checks))
     if public_key is None:
-        console.print("Without --public-key this shows accidents, not forgers.")
+        console.print("Without a signature this shows accidents, not forgers (--public-key).")
     if not all(check.holds for check in checks):
         raise typer.Exit(1)
 

@@ -110,7 +110,7 @@ class ClientSection(Choice):
     path: Annotated[
         Literal["auto", "plain", "func", "stacked", "layered"],
         Doc("How gradients of a block of clients are computed; all agree to rounding."),
-    ] = setting("auto", affects_release=False)
+    ] = "auto"
     block_size: Annotated[
         int, Doc("Clients that are trained at a time; 0 to choose. It changes no result.")
     ] = setting(0, affects_release=False, ge=0)

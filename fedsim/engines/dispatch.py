@@ -27,8 +27,8 @@ from fedsim.engines.training_worker import (
     to_tensors,
     to_views,
 )
-from fedsim.errors import BudgetSpentError
-from fedsim.rows.block import Block, Ids
+from fedsim.errors import BudgetSpentError, FedsimError
+from fedsim.rows.block import Block, Ids, Reason
 from fedsim.rows.exchange import Collection, Instructions
 from fedsim.rows.trainers import BlockTrainer, ClientStates
 
@@ -230,8 +230,8 @@ class Dispatch:
         call = self._crew.call(self._call)
         self._posts = [_Post(worker) for worker in self._crew.workers]
         while True:
-            for refused in self._hand_out(call):
-                yield Block.failed(refused, "budget")
+            for client_ids, reason in self._hand_out(call):
+                yield Block.failed(client_ids, reason)
             busy = [post for post in self._posts if post.busy]
             if not busy:
                 return
@@ -246,19 +246,20 @@ class Dispatch:
                 continue
             yield from self._taken(post, answer)
 
-    def _hand_out(self, call: Call) -> list[Ids]:
-        """Give idle workers chunks; the clients whose own budgets refuse."""
-        refused: list[Ids] = []
+    def _hand_out(self, call: Call) -> list[tuple[Ids, Reason]]:
+        """Give idle workers chunks; the clients whose own ledgers refuse, and why."""
+        refused: list[tuple[Ids, Reason]] = []
         for depth in range(1, self._crew.depth + 1):
             for post in self._posts:
                 while self._todo and post.takes(self._todo[0], depth):
                     chunk = self._todo.popleft()
-                    if self._may_train(chunk):
+                    reason = self._refusal(chunk)
+                    if reason is None:
                         self._ask(post, chunk, call)
                     elif len(chunk.client_ids) > 1:
                         self._todo.extendleft(chunk.singles())
                     else:
-                        refused.append(chunk.client_ids)
+                        refused.append((chunk.client_ids, reason))
         for post in self._posts:
             # Before a client that may lose its worker begins, what others did there is safe.
             if post.done and not post.busy and (not self._todo or self._todo[0].alone):
@@ -277,17 +278,17 @@ class Dispatch:
         post.worker.ask(Work("clients", chunk.client_ids, to_arrays(states)))
         post.queue.append(chunk)
 
-    def _may_train(self, chunk: _Chunk) -> bool:
-        """Whether these clients' lines are in their ledgers, which are here, before they begin."""
+    def _refusal(self, chunk: _Chunk) -> Reason | None:
+        """None once these clients' lines are in their ledgers, which are here: they may begin."""
         if self._call.message_type == "evaluate":
-            return True
+            return None
         try:
             self._trainer.charge(self._start, chunk.client_ids, self._call.round)
-        except BudgetSpentError as error:
+        except FedsimError as error:
             if len(chunk.client_ids) == 1:
                 _log.warning("client %s refuses: %s", chunk.client_ids[0], error)
-            return False
-        return True
+            return "budget" if isinstance(error, BudgetSpentError) else "raised"
+        return None
 
     def _first_done(self, busy: list[_Post]) -> _Post | None:
         """A post whose answer is there; None once one has worked for the timeout on a chunk."""

@@ -1,8 +1,8 @@
 """Lines of a ledger file: JSON, one an entry, each sealed with the hash of all before it.
 
 A line is ``{"entry": {...}, "hash": "...", "noted": {...}}``. The hash covers the bytes of the
-entry, which name the hash of the line before. What was noted on the side (time, host) is
-covered by nothing, so that equal runs have equal heads.
+entry, which name the hash of the line before. What was noted on the side (time, host, the keyed
+hashes that only a resumed run asks for) is covered by nothing, so that equal runs have equal heads.
 
 What a chain proves: that no line was damaged, lost or swapped by accident. It has no secret:
 whoever can write the file can seal a forged one, cut its end off or empty it. To notice that,
@@ -48,13 +48,8 @@ def split(data: bytes) -> tuple[list[bytes], bytes]:
     return lines, tail
 
 
-def opened(line: bytes, previous: str, *, torn: bool = False) -> tuple[dict[str, Any], str]:
-    """Entry and hash of a line that follows one whose hash is ``previous``.
-
-    Parameters
-    ----------
-    torn : bool
-        Whether what is noted may be missing: a line that was cut behind its hash says all.
+def opened(line: bytes, previous: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Entry, what is noted beside it, and hash of a line that follows one of hash ``previous``.
 
     Raises
     ------
@@ -72,13 +67,13 @@ def opened(line: bytes, previous: str, *, torn: bool = False) -> tuple[dict[str,
     seal = f',"hash":"{digest}"'
     if not isinstance(entry, dict) or not text.startswith(seal, end):
         raise FedsimError("its hash does not match its content.")
-    if not torn:
-        beside = text[end + len(seal) :]
-        if not beside.startswith(',"noted":') or not isinstance(parsed(f"{{{beside[1:]}"), dict):
-            raise FedsimError("what is noted beside its entry is not legible.")
+    beside = text[end + len(seal) :]
+    noted = parsed(f"{{{beside[1:]}") if beside.startswith(',"noted":') else None
+    if not isinstance(noted, dict) or not isinstance(noted["noted"], dict):
+        raise FedsimError("what is noted beside its entry is not legible.")
     if entry.pop("previous", None) != previous:
         raise FedsimError("it does not follow the line before it.")
-    return entry, digest
+    return entry, noted["noted"], digest
 
 
 def parsed(text: str | bytes) -> Any:

@@ -34,6 +34,8 @@ class ClientRelease:
         Digest of the config, or a number used once.
     fingerprint : str
         Its own, of its data and of what it received.
+    run : str or None
+        Which run it is, by the key in the run's directory.
     mechanism : str
     public : mapping
         What it has declared: its number of examples, steps, a denominator.
@@ -44,6 +46,7 @@ class ClientRelease:
     entropy: Entropy
     release: str
     fingerprint: str
+    run: str | None = None
     mechanism: str = ""
     public: Mapping[str, Fact] = field(default_factory=dict)
 
@@ -56,6 +59,7 @@ class ClientRelease:
             "release": self.release,
             "client": self.client,
             "fingerprint": self.fingerprint,
+            "run": self.run,
         }
 
 
@@ -118,16 +122,21 @@ class ClientLedgers:
         ------
         BudgetSpentError
             If the client's budget does not allow it.
+        FedsimError
+            If the client went through this round of this run with other data, or from another
+            model, and its noise follows from the seed.
         """
-        if (why := self.exceeded(round, [release])) is not None:
-            raise BudgetSpentError(f"{why}.")
-        self.of(release.client).record(
-            **release.names(round),
-            event=release.event,
-            mechanism=release.mechanism,
-            placement="client",
-            public=release.public,
-        )
+        try:
+            self.of(release.client).record(
+                **release.names(round),
+                event=release.event,
+                mechanism=release.mechanism,
+                placement="client",
+                public=release.public,
+                delta=self._budget_delta,
+            )
+        except BudgetSpentError:
+            raise BudgetSpentError(f"{self._exceeds(round, release)}.") from None
 
     def exceeded(self, round: int, releases: Iterable[ClientRelease]) -> str | None:
         """Why one of these cannot be made within its client's budget; None if all can."""
@@ -137,11 +146,14 @@ class ClientLedgers:
             if self.of(release.client).would_exceed(
                 release.event, delta=self._budget_delta, **release.names(round)
             ):
-                return (
-                    f"round {round} would exceed client.noise.max-epsilon = {self.max_epsilon} of "
-                    f"client {release.client} at delta = {self._budget_delta}"
-                )
+                return self._exceeds(round, release)
         return None
+
+    def _exceeds(self, round: int, release: ClientRelease) -> str:
+        return (
+            f"round {round} would exceed client.noise.max-epsilon = {self.max_epsilon} of "
+            f"client {release.client} at delta = {self._budget_delta}"
+        )
 
     def everyone(self) -> list[Ledger]:
         """The ledgers of all clients that have ever released anything, as they are now."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.chain import DECODER
 from fedsim.privacy.events import Event, Level, dominating_event
 
-__all__ = ["DECLARED", "Entropy", "Entry", "Fact", "Placement", "torn_entry"]
+__all__ = ["DECLARED", "Entropy", "Entry", "Fact", "Place", "Placement", "torn_entry"]
 
 Entropy = Literal["config", "system"]
 Placement = Literal["", "server", "client"]
 Fact = str | int | float | bool | None
+Place = tuple[str | None, str, int | None, int | None]
 DECLARED = "declared"
 """How a user's own bound is known to hold, among an entry's public facts."""
 
@@ -31,7 +31,7 @@ class Entry:
         Torn: stands for an unreadable last line, counted at the cost of ``event``.
     round : int or None
     attempt : int
-        Which time the round was drawn anew.
+        How often the round was drawn before; each attempt is charged.
     release : str or None
         Digest of all settings that the release follows from (or a number used once, for a
         trainer without a config); None where nothing names it.
@@ -58,6 +58,11 @@ class Entry:
         Whether this is the release that the torn line just before it began.
     fragment : str
         What was legible of a torn line.
+    run : str or None
+        Which run's directory a release belongs to, in a ledger that several runs share.
+    sum : str or None
+        HMAC of the exact sum that was released, under a key beside the ledger. It and ``run`` are
+        noted beside the hashed part of a line, so that equal runs have equal heads.
     version : int
         Of the format that it was read from; not written into a line.
     """
@@ -79,6 +84,8 @@ class Entry:
     public: Mapping[str, Fact] = field(default_factory=dict)
     settles: bool = False
     fragment: str = ""
+    run: str | None = None
+    sum: str | None = None
     version: int = field(default=2, compare=False)
 
     def __post_init__(self) -> None:
@@ -98,9 +105,15 @@ class Entry:
             data["clip_norm"] = "inf"
         return {name.replace("_", "-"): value for name, value in data.items()}
 
+    @property
+    def noted(self) -> dict[str, str]:
+        """What is written beside the hashed part."""
+        values = {name: getattr(self, name) for name in _NOTED}
+        return {name: value for name, value in values.items() if value is not None}
+
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Entry:
-        """Inverse of `to_dict`.
+    def from_dict(cls, data: Mapping[str, Any], noted: Mapping[str, Any] | None = None) -> Entry:
+        """Inverse of `to_dict` and `noted`.
 
         Raises
         ------
@@ -116,20 +129,33 @@ class Entry:
         fields["event"] = Event.from_dict(fields["event"])
         if fields["clip_norm"] == "inf":
             fields["clip_norm"] = math.inf
+        fields.update((name, (noted or {}).get(name)) for name in _NOTED)
         return cls(**fields)
 
-    @cached_property
-    def identity(self) -> tuple[object, ...] | None:
-        """What two lines that are one release have in common; None if it cannot be repeated.
-
-        Noise of the operating system never is; a client's release is known by its keyed
-        fingerprint. Another event under the same names is another release.
-        """
-        named = self.release is not None and self.kind == "release"
-        known = self.level == "client" or self.fingerprint is not None
-        if self.entropy != "config" or not named or not known:
+    @property
+    def place(self) -> Place | None:
+        """Where in which run it was made; None where nobody said which release it is."""
+        if self.release is None or self.kind != "release":
             return None
-        return (self.release, self.round, self.attempt, self.client, self.fingerprint, self.event)
+        return (self.run, self.release, self.round, self.client)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same release can be made again: its noise follows from the config.
+
+        A client's release is known by its keyed fingerprint.
+        """
+        known = self.level == "client" or self.fingerprint is not None
+        return self.entropy == "config" and self.place is not None and known
+
+    def repeats(self, other: Entry) -> bool:
+        """Whether this is the very release of an earlier line of the same `place`."""
+        same = (self.attempt, self.event) == (other.attempt, other.event)
+        return self.repeatable and other.repeatable and same and not self.differs(other)
+
+    def differs(self, other: Entry) -> bool:
+        """Whether keyed hashes show that it is of other data than a line of the same `place`."""
+        return (self.sum, self.fingerprint) != (other.sum, other.fingerprint)
 
 
 def torn_entry(torn: bytes, known: Iterable[Event]) -> Entry:
@@ -204,5 +230,8 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "public": (_facts, "a table of text, finite numbers, true or false"),
     "settles": _BOOL,
     "fragment": (_text, "text"),
+    "run": (_optional(_text), "text or null"),
+    "sum": (_optional(_text), "text or null"),
 }
-_WRITTEN = tuple(name for name in Entry.__dataclass_fields__ if name != "version")
+_NOTED = ("run", "sum")
+_WRITTEN = tuple(name for name in Entry.__dataclass_fields__ if name not in (*_NOTED, "version"))

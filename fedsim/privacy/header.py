@@ -49,7 +49,7 @@ class Header:
                 "it is not a ledger; a ledger is a file that fedsim wrote, such as "
                 "runs/NAME/ledger.jsonl."
             )
-        data, head = opened(line, GENESIS)
+        data, _, head = opened(line, GENESIS)
         version = data.pop("version", None)
         if version != VERSION:
             raise FedsimError(

@@ -1,13 +1,13 @@
-"""What a ledger's lines amount to: each release charged once, in the order of the lines."""
+"""What a ledger's lines amount to: every line is charged, a torn one unless it was completed."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 
 from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.chain import sealed_part
-from fedsim.privacy.entry import Entry
+from fedsim.privacy.entry import Entry, Place
 from fedsim.privacy.events import Event
 
 __all__ = ["History"]
@@ -19,20 +19,18 @@ class History:
     Parameters
     ----------
     before : iterable of Entry
-        Charged earlier, elsewhere: an archive. What stands there and here is charged once.
+        Charged earlier, elsewhere: an archive.
     """
 
     def __init__(self, before: Iterable[Entry] = ()) -> None:
         self.entries: list[Entry] = []
         """Of this ledger, all of them."""
         self.charged: list[Entry] = []
-        """All but repeated ones, and torn ones whose release was recorded after all."""
+        """The archive's and all of these but torn ones whose release was recorded after all."""
         self.accountant = Accountant()
         self.counts: Counter[Event] = Counter()
         """How often each event was charged, a count of several as several."""
-        self.names: set[tuple[object, ...]] = set()
-        """Identities of the releases in this ledger."""
-        self._charged_names: set[tuple[object, ...]] = set()
+        self._made: dict[Place, list[Entry]] = defaultdict(list)
         self._untorn: Accountant | None = None
         for entry in before:
             self.accountant = self.after(entry)
@@ -60,16 +58,19 @@ class History:
         """
         accountant = self._untorn if entry.settles and self._untorn else self.accountant
         accountant = accountant.copy()
-        if entry.identity is None or entry.identity not in self._charged_names:
-            accountant.add(entry.event)
+        accountant.add(entry.event)
         return accountant
+
+    def attempts(self, entry: Entry) -> Sequence[Entry]:
+        """Lines of this ledger, not of its archive, about the same round of the same run."""
+        return self._made.get(entry.place, ()) if entry.place is not None else ()
 
     def take(self, entry: Entry) -> None:
         """Count one more line."""
         accountant = self.after(entry)
         self.entries.append(entry)
-        if entry.identity is not None:
-            self.names.add(entry.identity)
+        if entry.place is not None:
+            self._made[entry.place].append(entry)
         if entry.settles and self._untorn is not None:
             self._count(self.charged.pop().event, -1)
         self._untorn = self.accountant if entry.kind == "torn" else None
@@ -94,10 +95,6 @@ class History:
         return text.startswith(fragment) or fragment.startswith(text)
 
     def _charge(self, entry: Entry) -> None:
-        if entry.identity is not None:
-            if entry.identity in self._charged_names:
-                return
-            self._charged_names.add(entry.identity)
         self.charged.append(entry)
         self._count(entry.event, 1)
 

@@ -12,6 +12,7 @@ release again.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -24,7 +25,8 @@ from fedsim.privacy.accountant import Accountant, Cost, check_delta
 from fedsim.privacy.archive import archived
 from fedsim.privacy.entry import Entropy, Entry, Fact, Placement
 from fedsim.privacy.events import Event, Level
-from fedsim.privacy.ledger_file import LedgerFile
+from fedsim.privacy.fingerprint import Fingerprints
+from fedsim.privacy.ledger_file import Budget, LedgerFile
 from fedsim.privacy.parallel import Spending
 from fedsim.privacy.statement import Statement
 from fedsim.privacy.stopping import FIXED, Stopping
@@ -76,6 +78,7 @@ class Ledger:
         self.declared = declared
         self._read_only = False
         self._file = LedgerFile(self.path, planned=declared)
+        self._fingerprints = Fingerprints(None if self.path is None else self.path.parent)
         self._check_declared()
 
     @classmethod
@@ -117,23 +120,32 @@ class Ledger:
         placement: Placement = "",
         declared_by_user: bool = False,
         public: Mapping[str, Fact] | None = None,
+        run: str | None = None,
+        sum: str | None = None,
+        max_epsilon: float | None = None,
+        delta: float | None = None,
     ) -> bool:
         """Write a release down; when this returns it is on the disk, and may be made.
 
-        Parameters are those of `Entry`.
+        Parameters are those of `Entry`, and a budget in the place of the ledger's own. No other
+        process writes between the check of the budget and the line.
 
         Returns
         -------
         bool
-            False if the same release stood there already: entropy "config" and the same
-            release digest, round, attempt and event, and at example level the same client
-            and fingerprint. It is not charged again.
+            False if the same release stood there already: entropy "config" and the same run,
+            release digest, round, attempt and event, at client level the same ``sum`` and at
+            example level the same client and fingerprint. It is not charged again. Without
+            ``sum`` it is the caller's word that the release is the same.
 
         Raises
         ------
+        BudgetSpentError
+            If the budget does not allow it.
         FedsimError
-            If the level or adjacency is not that of the ledger, or the file was changed
-            behind our back.
+            If the level or adjacency is not that of the ledger; if this round of this run was
+            recorded with another sum, or of other data, and its noise follows from the seed; or if
+            the file was changed by something other than a ledger.
         """
         if self._read_only:
             raise FedsimError(f"ledger {self.path} was opened for reading only.")
@@ -146,9 +158,22 @@ class Ledger:
             event=event, round=round, level=level, entropy=entropy, mechanism=mechanism,
             clip_norm=clip_norm, release=release, attempt=attempt, client=client,
             fingerprint=fingerprint, placement=placement, declared_by_user=declared_by_user,
-            public=dict(public or {}),
+            public=dict(public or {}), run=run, sum=sum,
         )  # fmt: skip
-        return self._file.write(entry)
+        most = self.max_epsilon if max_epsilon is None else max_epsilon
+        budget = None
+        if most is not None and most < math.inf:
+            budget = Budget(most, self._delta(delta))
+        return self._file.write(entry, budget)
+
+    def fingerprint(self, parts: Iterable[bytes]) -> str:
+        """HMAC of these parts under the key beside the ledger."""
+        return self._fingerprints.of(parts)
+
+    @property
+    def run(self) -> str:
+        """A name of the run that writes it: no other run's, and the same once it is resumed."""
+        return self.fingerprint([b"run"])
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -157,8 +182,8 @@ class Ledger:
 
     @property
     def charged(self) -> tuple[Entry, ...]:
-        """What is charged, the archive's first: each release once, and no torn line whose
-        release was recorded after all."""
+        """What is charged, the archive's first; no torn line whose release was recorded after
+        all."""
         return tuple(self._file.history.charged)
 
     @property
@@ -228,7 +253,10 @@ class Ledger:
         entries = self._file.history.entries
         if not entries or not _comes_again(entries[-1], round, release):
             return self
-        return _Spent([e for e in self.charged if not _comes_again(e, round, release)])
+        run = entries[-1].run
+        later = (e for e in self.of_this_run if _comes_again(e, round, release) and e.run == run)
+        again = {id(entry) for entry in later}
+        return _Spent(e for e in self.charged if id(e) not in again)
 
     def would_exceed(
         self,
@@ -244,11 +272,12 @@ class Ledger:
         attempt: int = 0,
         client: int | None = None,
         fingerprint: str | None = None,
+        run: str | None = None,
     ) -> bool:
         """Whether this event would spend more than ``max_epsilon``; records nothing.
 
         With the names under which `record` would write it down, a release that stands there
-        already costs nothing more.
+        already costs nothing more (`record` refuses another sum).
         """
         budget = self.max_epsilon if max_epsilon is None else max_epsilon
         if budget is None:
@@ -257,11 +286,15 @@ class Ledger:
         planned = Entry(
             event=self._ours(event).times(count), round=round, level=level or self.level,
             entropy=entropy, release=release, attempt=attempt, client=client,
-            fingerprint=fingerprint,
+            fingerprint=fingerprint, run=run,
         )  # fmt: skip
+        spent = self._file.history
+        made = (replace(line, sum=None) for line in spent.attempts(planned))
+        if any(planned.repeats(line) for line in made):
+            return self.epsilon(delta) > budget
         if self._file.began(planned, upto=',"mechanism":'):
             planned = replace(planned, settles=True)
-        return self._file.history.after(planned).epsilon(self._delta(delta)) > budget
+        return spent.after(planned).epsilon(self._delta(delta)) > budget
 
     def statement(self, delta: float | None = None, *, stopping: Stopping = FIXED) -> Statement:
         """The privacy statement in words and numbers; ``stopping`` as of `Statement.of`."""
@@ -309,14 +342,14 @@ class Ledger:
         return self._file.history.accountant.releases
 
     def compose(self, event: Event | GaussianPrivacyEvent, count: int = 1) -> None:
-        """`record` as Flower calls it: nothing is known but the event.
+        """`record` as Flower calls it: nothing is known but the event, and no budget refuses it.
 
         That clients are drawn independently is then whoever declares it to say: Flower's own
         strategies draw a fixed number.
         """
         ours = self._ours(event).times(count)
         told = ours.sampler == "poisson" and not isinstance(event, Event)
-        self.record(event=ours, declared_by_user=told)
+        self.record(event=ours, declared_by_user=told, max_epsilon=math.inf)
 
     def get_epsilon(self, delta: float) -> float:
         """`epsilon`."""

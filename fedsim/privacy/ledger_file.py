@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from fedsim.errors import FedsimError
+from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.privacy import durable
 from fedsim.privacy.archive import archive, archived
 from fedsim.privacy.chain import GENESIS, opened, sealed, split
@@ -21,7 +21,15 @@ from fedsim.privacy.header import Header
 from fedsim.privacy.history import History
 from fedsim.privacy.old_ledger import is_old, old_entries
 
-__all__ = ["LedgerFile"]
+__all__ = ["Budget", "LedgerFile"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a ledger may spend: ``epsilon`` at ``delta``."""
+
+    epsilon: float
+    delta: float
 
 
 class LedgerFile:
@@ -91,7 +99,7 @@ class LedgerFile:
 
     def began(self, entry: Entry, *, upto: str = "") -> bool:
         """Whether the torn line that stands last is the beginning of this entry's."""
-        if entry.identity is None or len(self.heads) < 2:
+        if not entry.repeatable or len(self.heads) < 2:
             return False
         return self.history.began(entry, self.heads[-2], upto=upto)
 
@@ -109,60 +117,98 @@ class LedgerFile:
         if data := b"".join(line + b"\n" for line in lines):
             self._load(data)
 
-    def write(self, entry: Entry) -> bool:
-        """Add a line, durably; False if this very release stands there already."""
+    def write(self, entry: Entry, budget: Budget | None = None) -> bool:
+        """Add a line, durably; False if this very release stands there already.
+
+        Nobody else writes between the last look at what has been spent and the line.
+
+        Raises
+        ------
+        BudgetSpentError
+            If the budget does not allow it.
+        FedsimError
+            If it does not compose with what is here, or is not what was released before.
+        """
         if self.path is None:
-            return self._add(entry, None)
-        if self._is_old:
-            # It stays charged, as what went before.
-            archive(self.path)
-            self.clear()
-            self._take_archive()
+            return self._add(entry, None, budget)
         while True:
             if not self.path.exists():
                 if self.header is not None:
-                    raise FedsimError(f"ledger {self.path} was removed while it was in use.")
-                if self._create(entry):
+                    raise self._removed()
+                if self._create(entry, budget):
                     return True
                 continue  # somebody else was faster
-            with durable.locked(self.path) as file:
-                if not self._catch_up(file):
-                    return self._add(entry, file)
+            try:
+                with durable.locked(self.path) as file:
+                    if self._catch_up(file):
+                        continue
+                    if not self._is_old:
+                        return self._add(entry, file, budget)
+                    # It stays charged, as what went before.
+                    archive(self.path)
+            except FileNotFoundError:
+                continue  # somebody else has archived it
+            self.clear()
 
-    def _create(self, entry: Entry) -> bool:
+    def _create(self, entry: Entry, budget: Budget | None) -> bool:
         """Put the file there with its first release; False if it has come to be there."""
         assert self.path is not None
-        self._check(entry)
+        known = len(self.history.charged)
+        self.clear()
+        self._take_archive()
+        if len(self.history.charged) < known:
+            raise self._removed()
+        self._check(entry, budget)
         header, first = Header(entry.level, entry.client).sealed()
-        line, head = sealed(entry.to_dict(), first, _noted())
+        line, head = sealed(entry.to_dict(), first, _noted(entry))
         if not durable.create(self.path, header + line):
             return False
         self._take_line(header[:-1])
         self._take(entry, line, head)
         return True
 
-    def _add(self, entry: Entry, file: BinaryIO | None) -> bool:
-        if entry.identity is not None and entry.identity in self.history.names:
+    def _add(self, entry: Entry, file: BinaryIO | None, budget: Budget | None) -> bool:
+        earlier = self.history.attempts(entry)
+        if any(entry.repeats(line) for line in earlier):
             return False
+        if earlier and entry.entropy == "system":
+            entry = replace(entry, attempt=len(earlier))
+        elif any(_shares_noise(entry, line) for line in earlier):
+            raise self._other_release(entry)
         if self.began(entry):
             entry = replace(entry, settles=True)
-        self._check(entry)
+        self._check(entry, budget)
         if self.header is None:
             self._take_line(Header(entry.level, entry.client).sealed()[0][:-1])
-        line, head = sealed(entry.to_dict(), self.head, _noted())
+        line, head = sealed(entry.to_dict(), self.head, _noted(entry))
         if file is not None:
             durable.append(file, line)
         self._take(entry, line, head)
         return True
 
-    def _check(self, entry: Entry) -> None:
-        """Refuse what does not compose with what is here, before anything is written."""
+    def _check(self, entry: Entry, budget: Budget | None) -> None:
+        """Refuse what does not compose with what is here, or costs too much."""
         if self.history.charged and entry.level != self.level:
             raise FedsimError(
                 f"level is {entry.level!r}; ledger {self.path or 'in memory'} is about "
                 f"{self.level} level, and guarantees of different levels do not add up."
             )
-        self.history.after(entry)
+        after = self.history.after(entry)
+        if budget is not None and after.epsilon(budget.delta) > budget.epsilon:
+            raise BudgetSpentError(
+                f"a release would exceed max-epsilon = {budget.epsilon} at delta = {budget.delta} "
+                f"in ledger {self.path or 'in memory'}."
+            )
+
+    def _other_release(self, entry: Entry) -> FedsimError:
+        whose = "" if entry.client is None else f" of client {entry.client}"
+        return FedsimError(
+            f"round {entry.round}{whose} was recorded in ledger {self.path or 'in memory'} for "
+            "another sum: data, code, path, kernel or fedsim's version have changed since, or the "
+            "key beside the ledger (fingerprint.key). Its noise follows from the seed, and two "
+            "sums with the same noise would show their difference; put back what the run began "
+            "with, or start a run of its own with another seed and another --out."
+        )
 
     def _take_archive(self) -> None:
         """What was charged by the ledgers that stood here before."""
@@ -209,12 +255,10 @@ class LedgerFile:
         if not tail:
             return False
         planned = [self._planned] if self._planned is not None else []
-        try:
-            entry, _ = self._opened(tail, torn=True)
-        except FedsimError:
-            known = {charged.event for charged in self.history.charged}
-            torn = torn_entry(tail, [*known, *planned])
-            entry = replace(torn, level=self.level)
+        known = {charged.event for charged in self.history.charged}
+        # What is noted has a time in it, and is not hashed.
+        torn = torn_entry(tail.partition(b',"noted":')[0], [*known, *planned])
+        entry = replace(torn, level=self.level)
         self._take(entry, *sealed(entry.to_dict(), self.head))
         self._torn_on_disk = self._read_only
         if self.path is None or self._read_only:
@@ -243,10 +287,10 @@ class LedgerFile:
             raise FedsimError(f"{self._name}: {error}") from None
         self._keep(line + b"\n", head)
 
-    def _opened(self, line: bytes, *, torn: bool = False) -> tuple[Entry, str]:
+    def _opened(self, line: bytes) -> tuple[Entry, str]:
         try:
-            data, head = opened(line, self.head, torn=torn)
-            entry = Entry.from_dict(data)
+            data, noted, head = opened(line, self.head)
+            entry = Entry.from_dict(data, noted)
             if entry.level != self.level and entry.kind == "release":
                 raise FedsimError(f"level is {entry.level!r}, in a ledger of {self.level} level.")
             return entry, head
@@ -266,6 +310,9 @@ class LedgerFile:
     def _name(self) -> str:
         return f"ledger {self.path}" if self.path is not None else "the ledger's state"
 
+    def _removed(self) -> FedsimError:
+        return FedsimError(f"ledger {self.path} was removed while it was in use.")
+
     def _changed(self, reason: str) -> FedsimError:
         return FedsimError(
             f"{self._name}, {reason} A ledger that was changed after it was written proves nothing."
@@ -282,9 +329,16 @@ class _Archived(LedgerFile):
         pass
 
 
-def _noted() -> dict[str, str]:
-    """What an operator may want to know of a line, and the hash does not cover."""
-    return {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "host": _host()}
+def _shares_noise(entry: Entry, line: Entry) -> bool:
+    """Whether another sum than a line's would be released with that line's noise."""
+    known = any(code is not None for code in (entry.run, entry.sum, line.sum))
+    return entry.repeatable and line.repeatable and known and entry.differs(line)
+
+
+def _noted(entry: Entry) -> dict[str, str]:
+    """What an operator, or a resumed run, may want to know of a line, and no hash covers."""
+    time = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return {"time": time, "host": _host(), **entry.noted}
 
 
 @lru_cache(maxsize=1)

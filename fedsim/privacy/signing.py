@@ -1,4 +1,4 @@
-"""Signatures of a ledger's head: what a chain of hashes alone cannot show, that it is yours."""
+"""Signatures of a run's manifest: what a chain of hashes alone cannot show, that it is yours."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from fedsim.privacy import durable
 
 __all__ = ["LEDGER_KEY", "check_signature", "key_pair", "new_key", "private_key", "signature"]
 
+FORMAT = 3
+_SIGNED = b"fedsim manifest of a run, signed\n"
 LEDGER_KEY = "FEDSIM_LEDGER_KEY"
 """Environment variable: the private key that signs ledgers here, where no config names one."""
 
@@ -67,14 +69,14 @@ def private_key(path: Path) -> Ed25519PrivateKey:
     return key
 
 
-def signature(key: Ed25519PrivateKey, head: str, lines: int) -> str:
-    """A signature of a ledger as it stands, as a line of JSON."""
-    signed = {"head": head, "lines": lines, "signature": key.sign(_message(head, lines)).hex()}
+def signature(key: Ed25519PrivateKey, manifest: bytes) -> str:
+    """A signature of a run's manifest, as a line of JSON."""
+    signed = {"format": FORMAT, "signature": key.sign(_SIGNED + manifest).hex()}
     return json.dumps(signed, separators=(",", ":")) + "\n"
 
 
-def check_signature(text: str, public: Path, head: str, lines: int) -> str | None:
-    """Why a signature is not of a ledger with this head under this key; None if it is.
+def check_signature(text: str, public: Path, manifest: bytes) -> str | None:
+    """Why a signature is not of this manifest under this key; None if it is.
 
     Raises
     ------
@@ -89,18 +91,18 @@ def check_signature(text: str, public: Path, head: str, lines: int) -> str | Non
         raise _no_key("--public-key", public)
     try:
         signed = json.loads(text)
-        key.verify(bytes.fromhex(signed["signature"]), _message(signed["head"], signed["lines"]))
-    except (ValueError, TypeError, KeyError, RecursionError):
+        if signed.get("format", 2) != FORMAT:
+            return (
+                f"the signature has format {signed.get('format', 2)} and this fedsim reads "
+                f"{FORMAT}; before that, only the ledger's head was signed: `fedsim run ... "
+                "--resume` with the key signs all of it"
+            )
+        key.verify(bytes.fromhex(signed["signature"]), _SIGNED + manifest)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return "the signature's file is not one that fedsim wrote"
     except InvalidSignature:
-        return "the signature is not of this key"
-    if (signed["head"], signed["lines"]) != (head, lines):
-        return f"the signature is of a ledger with {signed['lines']} lines and another head"
+        return "the signature is not of this manifest and this key"
     return None
-
-
-def _message(head: str, lines: int) -> bytes:
-    return f"fedsim ledger, format 2\n{int(lines)} lines\nhead {head}\n".encode()
 
 
 def _no_key(name: str, path: Path) -> FedsimError:

@@ -280,8 +280,11 @@ class Statement:
         if self.simulated:
             sentences.append(
                 "Simulated: noise and samples follow from the config's seed, so the guarantee "
-                'holds only against those who do not know it; with noise.entropy = "system" they '
-                "come from the operating system, and it holds against all who are named here."
+                "holds only against those who do not know it. Two runs of one seed on different "
+                "data share their noise, which their difference lacks: at most one of them may be "
+                'shown to anybody. With noise.entropy = "system" noise and samples come from the '
+                "operating system, no two runs share any, and the guarantee holds against all who "
+                "are named here."
             )
         return sentences
 

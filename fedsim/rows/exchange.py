@@ -11,6 +11,10 @@ client has what it ended with among its metrics by the same name.
 
 Where clients keep their own state on the disk, the entry `KEEP_SINCE` says to the end of which
 round the run may go back: what a client had then, and since, stays.
+
+In a run that protects anything, the entry `RUN` names it: the same for all rounds of one run, also
+once it is resumed, and another for every other run. By it clients know which rounds they have gone
+through before.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ __all__ = [
     "CLIENT_STATE",
     "DECLARED_EXAMPLES",
     "KEEP_SINCE",
+    "RUN",
     "BlockSum",
     "Collection",
     "Instructions",
@@ -43,6 +48,7 @@ __all__ = [
 
 CLIENT_STATE = "client-state"
 KEEP_SINCE = "keep-since"
+RUN = "run"
 DECLARED_EXAMPLES = "declared-examples"
 """How many examples a client is declared to have, where its update is weighed by that."""
 

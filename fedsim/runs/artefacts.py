@@ -5,6 +5,8 @@
     config.toml         complete and resolved: reproduces the run
     metrics.csv         a row a round
     ledger.jsonl        every private release; clients' own are in clients/
+    fingerprint.key     the run's key, 0600, by which it recognises its sums and files
+    manifest.json       what the files were when the run ended (see `Manifest`)
     ledger.sig          its signature, where there is a key for one
     model.safetensors   the model
     summary.json        what was measured once, at the end
@@ -22,6 +24,7 @@ A directory is claimed before anything is written to it, and by one run at a tim
 from __future__ import annotations
 
 import csv
+import hmac
 import io
 import json
 import os
@@ -29,6 +32,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -37,12 +41,15 @@ from torch import Tensor
 
 from fedsim import regular_files
 from fedsim.errors import FedsimError
+from fedsim.privacy.fingerprint import KEY, Fingerprints
+from fedsim.privacy.manifest import MANIFEST
 from fedsim.privacy.verification import METADATA
 from fedsim.reports.record import ending, is_marked
 from fedsim.runs.checkpoint import Checkpoints
 from fedsim.runs.marker import Marker
+from fedsim.runs.state import RunState
 
-__all__ = ["OUT", "RUNS", "Ended", "Row", "RunDirectory", "last_run"]
+__all__ = ["OUT", "RUNS", "Ended", "Row", "RunDirectory", "last_run", "row_text"]
 
 RUNS = "FEDSIM_RUNS"
 """Environment variable: the directory in which each run of a SuperLink gets one of its own."""
@@ -68,6 +75,8 @@ class RunDirectory:
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.csv"
         self.ledger = self.path / "ledger.jsonl"
+        self.key = self.path / KEY
+        self.manifest = self.path / MANIFEST
         self.signature = self.path / "ledger.sig"
         self.model = self.path / "model.safetensors"
         self.summary = self.path / "summary.json"
@@ -150,7 +159,9 @@ class RunDirectory:
             if not self._marker.take():
                 raise self._in_use()
             _replace(self.config, config_toml.encode())
-            for of_its_end in (self.done, self.summary, self.report):
+            for of_its_end in (
+                self.done, self.summary, self.report, self.manifest, self.signature
+            ):  # fmt: skip
                 of_its_end.unlink(missing_ok=True)
         except OSError as error:
             self._marker.release()
@@ -206,7 +217,7 @@ class RunDirectory:
 
     def _put_away(self) -> None:
         """Archive an earlier run's ledgers, with its config; remove its other files."""
-        kinds = (self.ledger, self.signature, self.clients)
+        kinds = (self.ledger, self.manifest, self.signature, self.clients)
         ledgers = [path for path in kinds if path.exists()]
         if ledgers:
             self.archive.mkdir(exist_ok=True)
@@ -247,19 +258,45 @@ class RunDirectory:
             If something in it is no number.
         """
         try:
+            return [{key: _number(text) for key, text in row.items()} for row in self._texts()]
+        except (ValueError, TypeError, csv.Error) as error:
+            raise self._damaged(str(error)) from None
+
+    def rows_before(self, state: RunState) -> list[dict[str, float | int]]:
+        """The rows of metrics.csv before a checkpoint's own; none if the file was removed.
+
+        Raises
+        ------
+        FedsimError
+            If they are not the ones that the run had written then.
+        """
+        rows = self.rows()[: state.metrics_length - 1]
+        if state.metrics_code and self.metrics.exists():
+            code = self.rows_code()
+            for row in self._texts()[: len(rows)]:
+                code.update(row_text(row))
+            if code.hexdigest() != state.metrics_code:
+                why = f"its rows up to round {state.round} are not those that the run wrote"
+                raise self._damaged(why)
+        return rows
+
+    def rows_code(self) -> hmac.HMAC:
+        """HMAC of rows, to be updated with the `row_text` of each."""
+        return Fingerprints(self.path).code()
+
+    def _texts(self) -> list[dict[str, str]]:
+        try:
             text = regular_files.read_bytes(self.metrics).decode()
-            whole = text[: text.rfind("\n") + 1]
-            return [
-                {key: _number(value) for key, value in row.items() if value}
-                for row in csv.DictReader(io.StringIO(whole, newline=""))
-            ]
         except FileNotFoundError:
             return []
-        except (ValueError, TypeError, csv.Error) as error:
-            raise FedsimError(
-                f"{self.metrics} is damaged ({error}); put back the one that the run wrote, or "
-                "remove it."
-            ) from None
+        whole = io.StringIO(text[: text.rfind("\n") + 1], newline="")
+        return [{k: v for k, v in row.items() if v} for row in csv.DictReader(whole)]
+
+    def _damaged(self, why: str) -> FedsimError:
+        return FedsimError(
+            f"{self.metrics} is damaged ({why}); put back the one that the run wrote, or remove "
+            "it, and with it the rows of the rounds so far."
+        )
 
     def add_row(self, row: Row) -> None:
         """Append one round to metrics.csv: a column that it lacks stays empty."""
@@ -294,9 +331,11 @@ class RunDirectory:
         ended, why = ending(self.path)
         return cast(Ended, ended), why
 
-    def sign_ledger(self, signature: str) -> None:
-        """Write ledger.sig."""
-        _replace(self.signature, signature.encode())
+    def save_manifest(self, manifest: str, signature: str) -> None:
+        """Write manifest.json and, if it is signed, ledger.sig."""
+        _replace(self.manifest, manifest.encode())
+        if signature:
+            _replace(self.signature, signature.encode())
 
     def save_summary(self, summary: Mapping[str, object]) -> None:
         """Write summary.json."""
@@ -325,7 +364,7 @@ class RunDirectory:
         """Take over what a run has left in a directory on this machine."""
         for mine, theirs in zip(self._own, source._own, strict=True):
             if theirs.is_file():
-                _replace(mine, regular_files.read_bytes(theirs))
+                _replace(mine, regular_files.read_bytes(theirs), mode=theirs.stat().st_mode & 0o777)
 
     @property
     def _own(self) -> tuple[Path, ...]:
@@ -334,6 +373,8 @@ class RunDirectory:
             self.config,
             self.metrics,
             self.ledger,
+            self.key,
+            self.manifest,
             self.signature,
             self.model,
             self.summary,
@@ -384,6 +425,11 @@ def _missing(path: Path) -> list[Path]:
     return missing
 
 
+def row_text(row: Mapping[str, object]) -> bytes:
+    """A row as it stands in metrics.csv, whatever the order of the columns."""
+    return "".join(f"{key}={row[key]}\n" for key in sorted(row)).encode() + b"\n"
+
+
 def _number(text: str) -> float | int:
     return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
 
@@ -394,12 +440,12 @@ def _csv_line(values: Sequence[object]) -> bytes:
     return text.getvalue().encode()
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _replace(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Write a file so that it is there whole or not at all."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     with _named(path):
         try:
-            with part.open("wb") as file:
+            with open(part, "wb", opener=partial(os.open, mode=mode)) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())

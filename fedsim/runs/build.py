@@ -115,6 +115,13 @@ class Build:
     @cached_property
     def trainer(self) -> Trainer:
         """The client algorithm with every client's data."""
+        trainer = self._unkeyed
+        trainer.randomness = self.randomness
+        return trainer
+
+    @cached_property
+    def _unkeyed(self) -> Trainer:
+        """`trainer`, before there is a release digest, into which its path enters."""
         dataset, dealt = self.dataset, self.dealt
         test = None if dealt.test is None else self.client_data(dataset.test, dealt.test)
         clients = self.client_data(dataset.train, dealt.train)
@@ -171,7 +178,7 @@ class Build:
             path=client.path,
             block_size=client.block_size,
             # With system entropy the seed is no secret: nothing that a client draws follows it.
-            randomness=self.randomness,
+            randomness=Randomness(self.seed),
             device=self.device,
             privacy=self.example_privacy,
             max_grad_norm=client.max_grad_norm,
@@ -261,7 +268,6 @@ class Build:
     def resolved(self) -> RunConfig:
         """The config with everything filled in that was left to a rule or to a calibration."""
         chosen: dict[str, str | int] = {
-            "client.path": self.trainer.path.name,
             "client.block-size": self.trainer.block_size,
             "engine.device": self.device.type,
         }
@@ -275,13 +281,18 @@ class Build:
         resumed run, calibrates nothing, and draws the same noise.
         """
         config = self.config
-        chosen: dict[str, str | float] = {"noise.entropy": entropy(self.config)}
+        path = config.client.path
+        chosen: dict[str, str | float] = {
+            "noise.entropy": entropy(self.config),
+            "client.path": self._unkeyed.path.name if path == "auto" else path,
+        }
         if config.noise.target_epsilon is not None:
             chosen |= {"noise.multiplier": self.noise_multiplier, "noise.target-epsilon": ""}
         if self.example_privacy is not None and config.client.noise.target_epsilon is not None:
             z = self.example_privacy.noise_multiplier
             chosen |= {"client.noise.multiplier": z, "client.noise.target-epsilon": ""}
-        nothing_left = chosen == {"noise.entropy": config.noise.entropy}
+        resolved = config.to_run_config()
+        nothing_left = all(resolved.get(key) == value for key, value in chosen.items())
         return config if nothing_left else config.replace(**chosen)
 
     @cached_property
@@ -291,11 +302,14 @@ class Build:
         return digest_of({"config": digest, "given": given}) if given else digest
 
     @property
+    def seed(self) -> int | None:
+        """What draws follow from; None where they come from the operating system."""
+        return None if entropy(self.config) == "system" else self.config.seed
+
+    @property
     def randomness(self) -> Randomness:
         """Where cohorts, batches and noise come from."""
-        return Randomness(
-            None if entropy(self.config) == "system" else self.config.seed, self.release
-        )
+        return Randomness(self.seed, self.release)
 
     @cached_property
     def plan(self) -> ReleasePlan:

@@ -17,8 +17,8 @@ from flwr.serverapp.strategy import Result
 from fedsim.config.plan import entropy, stopping
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.models import values_of
-from fedsim.privacy.signing import LEDGER_KEY, private_key, signature
-from fedsim.runs.artefacts import Ended, Row, RunDirectory
+from fedsim.privacy.signing import LEDGER_KEY, private_key
+from fedsim.runs.artefacts import Ended, Row, RunDirectory, row_text
 from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.checkpointing import Checkpointing
@@ -26,6 +26,7 @@ from fedsim.runs.columns import columns_of
 from fedsim.runs.loggers import loggers
 from fedsim.runs.report import leave_report
 from fedsim.runs.result import RunResult
+from fedsim.runs.sealing import seal
 from fedsim.runs.signals import asked_to_end
 from fedsim.runs.state import RunState
 from fedsim.runs.statements import statements
@@ -78,11 +79,15 @@ class Session:
         self._arrays = build.initial_arrays
         self._rows: list[Row] = []
         self._directory = directory
+        self._rows_code = None if directory is None else directory.rows_code()
         self._callbacks = Callbacks({**_of_config(build), **(callbacks or {})})
+        if self.strategy.protects:
+            build.trainer.join(self.strategy.ledger.run)
         if resume is not None:
             self._restore(resume)
         key = build.config.noise.ledger_key or os.environ.get(LEDGER_KEY, "")
-        self._key = private_key(Path(key)) if key else None
+        if key:
+            private_key(Path(key))  # refused now, and not once the run has ended
         self._columns = columns_of(build, self.strategy)
         self._config = build.resolved.to_run_config()
         if directory is not None:
@@ -106,8 +111,10 @@ class Session:
         self.build.trainer.keep(state.clients, state.round)
         self._arrays = array_record(state.parameters)
         self._rows = [state.row]
-        if self._directory is not None:
-            rows = self._directory.rows()[: state.metrics_length - 1]
+        if self._directory is not None and self._rows_code is not None:
+            rows = self._directory.rows_before(state)
+            for row in rows:
+                self._rows_code.update(row_text(row))
             if len(rows) < state.metrics_length - 1:
                 _log.warning(
                     "%s has lost rows of rounds before %s.", self._directory.metrics, state.round
@@ -126,6 +133,7 @@ class Session:
             ledger_head=ledger.head,
             ledger_length=len(ledger.heads),
             metrics_length=len(self._rows),
+            metrics_code="" if self._rows_code is None else self._rows_code.hexdigest(),
             row=self._rows[-1] if self._rows else {},
             config=self._config,
             client_ledgers={} if of_clients is None else of_clients.state(),
@@ -172,12 +180,12 @@ class Session:
                 "round": self.strategy.rounds_done,
             }
             self._directory.save_model(frozen | tensors(self._reached), about)
-            if self._key is not None:
-                self._directory.sign_ledger(signature(self._key, ledger.head, len(ledger.heads)))
         if self._checkpoints is not None and whole:
             self._checkpoints.save(self.strategy.rounds_done)
         if self._directory is not None and whole:
             self._directory.finish(self.ended, self._why(self.ended))
+        if self._directory is not None:
+            seal(self._directory)
         self._callbacks.on_end(self.status(ended=self.ended if whole else None))
 
     def status(self, ended: Ended | None = None) -> RunStatus:
@@ -274,6 +282,8 @@ class Session:
     def _take(self, row: Row) -> None:
         # What clients report under names that the plan does not have is left out.
         row = {name: row[name] for name in self._columns if name in row}
+        if self._rows and self._rows_code is not None:
+            self._rows_code.update(row_text(self._rows[-1]))
         self._rows.append(row)
         self._callbacks.on_round(self.status())
         if self._checkpoints is not None and self._directory is not None:

@@ -18,6 +18,7 @@ from fedsim.reports.run_page import run_page
 from fedsim.runs.artefacts import Ended, RunDirectory
 from fedsim.runs.build import Build
 from fedsim.runs.result import RunResult
+from fedsim.runs.sealing import seal
 from fedsim.runs.summary import measured, summarise
 
 __all__ = ["leave_report", "tell_ending", "whole_record"]
@@ -63,6 +64,8 @@ def leave_report(build: Build, result: RunResult, failure: str = "") -> None:
         _log.error("the run is whole, but its report could not be written: %s", error)
     except Exception:
         _log.exception("the run is whole, but its report could not be made")
+    finally:
+        seal(directory)
 
 
 def tell_ending(directory: RunDirectory, ended: Ended, why: str) -> None:
@@ -79,6 +82,7 @@ def tell_ending(directory: RunDirectory, ended: Ended, why: str) -> None:
         told = {"format": SUMMARY_FORMAT, **record.summary, "ended": ended, "why": why}
         if told != record.summary:
             directory.save_summary(told)
+            seal(directory)
             directory.save_report(run_page(replace(record, summary=told)))
     except (OSError, FedsimError) as error:
         _log.error("%s is whole, but its report could not be written: %s", directory.path, error)

@@ -43,6 +43,8 @@ def resumed_config(
         Naming the key, if the run has released, or would release, something else with it.
     """
     state = directory.checkpoints.newest()
+    if state is not None:
+        directory.rows_before(state)  # refused before anything is changed
     began = _began_with(directory, state)
     wanted = _resolved(config, began, given)
     keys = dict.fromkeys([*wanted, *began])

@@ -52,6 +52,8 @@ class RunState:
         Lines.
     metrics_length : int
         Rows of metrics.csv up to and with this round's.
+    metrics_code : str
+        HMAC of the rows before it, under the run's key; empty in checkpoints of older versions.
     row : mapping of str to number
         This round's, which may not have been written yet.
     config : mapping of str to scalar
@@ -73,6 +75,7 @@ class RunState:
     metrics_length: int
     row: Mapping[str, float | int]
     config: Mapping[str, Scalar]
+    metrics_code: str = ""
     client_ledgers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     callbacks: Tree = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=versions)
@@ -94,8 +97,9 @@ class RunState:
         tree = joined(tensors, text)
         if (written := tree.pop("format", None)) != FORMAT:
             raise ValueError(f"the run's state has format {written}; this version reads {FORMAT}.")
-        # Checkpoints of before know nothing of clients' ledgers.
+        # Checkpoints of older versions know nothing of these.
         tree.setdefault("client_ledgers", {})
+        tree.setdefault("metrics_code", "")
         if tree.keys() != {part.name for part in fields(cls)}:
             raise ValueError("the run's state lacks something, or has what this version does not.")
         return cls(**tree)

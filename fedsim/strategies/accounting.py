@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedsim.errors import FedsimError
+from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.privacy import Accountant, Cost, Ledger
 from fedsim.privacy.chain import GENESIS
 from fedsim.privacy.digest import digest_of
@@ -83,24 +83,55 @@ class Accounting:
             release=self.release,
         ):
             return None
+        return self._exceeds(server_round)
+
+    def _exceeds(self, server_round: int) -> str:
         return (
             f"round {server_round} would exceed max-epsilon = {self.max_epsilon} "
             f"at delta = {self._budget_delta}"
         )
 
-    def record(self, server_round: int, clip_norm: float) -> None:
-        """Write a round's release down; when this returns it is on the disk, and may be made."""
-        self.ledger.record(
-            round=server_round,
-            event=self.plan.event(),
-            entropy=self.randomness.entropy,
-            mechanism=str(self.plan.bound),
-            clip_norm=clip_norm,
-            release=self.release,
-            placement=self.placement,
-            declared_by_user=self.plan.declared_by_user,
-            public=self.plan.public,
-        )
+    def record(
+        self, server_round: int, clip_norm: float, summed: Iterable[bytes] | None
+    ) -> str | None:
+        """Write a round's release down; when this returns None it is on the disk, and may be made.
+
+        Parameters
+        ----------
+        server_round : int
+        clip_norm : float
+        summed : iterable of bytes or None
+            The exact sum, of which the ledger keeps a keyed hash; None where nothing is protected.
+
+        Returns
+        -------
+        str or None
+            Why this round may not be made, if another process has spent the budget since `stops`.
+
+        Raises
+        ------
+        FedsimError
+            If this round of the run was recorded with another sum, and its noise follows from the
+            seed.
+        """
+        try:
+            self.ledger.record(
+                round=server_round,
+                event=self.plan.event(),
+                entropy=self.randomness.entropy,
+                mechanism=str(self.plan.bound),
+                clip_norm=clip_norm,
+                release=self.release,
+                placement=self.placement,
+                declared_by_user=self.plan.declared_by_user,
+                public=self.plan.public,
+                sum=None if summed is None else self.ledger.fingerprint(summed),
+                max_epsilon=self.max_epsilon,
+                delta=self._budget_delta,
+            )
+        except BudgetSpentError:
+            return self._exceeds(server_round)
+        return None
 
     def check(self) -> None:
         """Refuse a budget that does not allow one round.

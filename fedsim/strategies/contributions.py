@@ -150,6 +150,18 @@ class Contributions:
             asked=len(asked.client_of) if self.placement == "client" else None,
         )
 
+    def content(self, gathered: RoundSum) -> Iterator[bytes]:
+        """All of a round that its release follows from, but for the noise."""
+        total, shares = gathered.total, self.placement == "client"
+        usable = (len(gathered.asked.client_of), total.count) if shares else ()
+        yield repr((sorted(total.grids), sorted(total.before), usable)).encode()
+        for name in sorted(total.before):
+            yield _bytes(total.before[name])
+        for name in sorted(total.grids):
+            grid = total.grids[name]
+            for tensor in (grid.radius, grid.coarse, grid.fine):
+                yield b"" if tensor is None else _bytes(tensor)
+
     def _replies(
         self,
         asked: Asked,
@@ -320,6 +332,10 @@ class Contributions:
         if self.example_counts is None:
             return {}
         return {DECLARED_EXAMPLES: self.example_counts[client_ids].astype(int).tolist()}
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().numpy().tobytes()
 
 
 def _trusted(block: Block, weighing: Weighing, tally: Tally) -> Block:

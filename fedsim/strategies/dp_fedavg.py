@@ -24,7 +24,7 @@ from fedsim.privacy.plan import ReleasePlan
 from fedsim.privacy.stopping import FIXED, Stopping
 from fedsim.robust import RobustMean
 from fedsim.rows import Layout
-from fedsim.rows.exchange import Instructions
+from fedsim.rows.exchange import RUN, Instructions
 from fedsim.server_optimizers import ServerOptimizer, ServerSGD
 from fedsim.strategies.accounting import Accounting, keyed
 from fedsim.strategies.bound_state import BoundState
@@ -334,6 +334,8 @@ evaluate_metrics_aggr_fn
         entries, records = self._contributions.request(len(present), self._bound.values, layout)
         if self.client_state is not None:
             entries |= self.client_state.entries()
+        if self.protects:
+            entries[RUN] = self.ledger.run
         if isinstance(self.server_optimizer, FlowerOptimizer):
             config = self.server_optimizer.told(vector[: layout.d], config)
         return Instructions(
@@ -395,7 +397,10 @@ evaluate_metrics_aggr_fn
             return None, None
         # On disk before the release exists: a crash from here on counts one too many.
         clip_norm = self.mechanism.sensitivity(self._bound.values, layout)
-        self._accounting.record(server_round, clip_norm)
+        summed = self._contributions.content(gathered) if self.protects else None
+        if self._stops(self._accounting.record(server_round, clip_norm, summed)):
+            self.rounds_done = server_round - 1
+            return None, None
         lost = len(asked.client_of) > 0 and gathered.total.count == 0
         self._failures.note(self.report, lost)
         # Whether noise is released must not depend on whether anybody failed.

@@ -67,10 +67,10 @@ def starting(
 class ExampleReleases:
     """What each round of these clients is to their ledgers.
 
-    A release is the same as an earlier one if the config's release digest is (without one,
-    only if this very object made it), and the client's keyed fingerprint of all that it is a
-    function of: data and normalisation, frozen parameters, what came in, the work, and the files
-    of the user's own code.
+    A release is the same as an earlier one if it is of the same round of the same run (where nobody
+    has said which run it is, only if this very object made it), and the client's keyed fingerprint
+    of all that it is a function of is the same: data and normalisation, frozen parameters, what
+    came in, the work, and the files of the user's own code.
 
     Parameters
     ----------
@@ -82,8 +82,11 @@ class ExampleReleases:
     loss : Loss
     path : str
         Which path computes the gradients: another gives other bits.
-    named : bool
-        Whether the clients' randomness has the release digest of a config.
+
+    Attributes
+    ----------
+    run : str or None
+        Which run the rounds are of, by the key in its directory; None where nobody has said so.
     """
 
     def __init__(
@@ -96,14 +99,14 @@ class ExampleReleases:
         loss: Loss,
         *,
         path: str,
-        named: bool,
     ) -> None:
         self.ledgers = privacy.ledgers()
         self._privacy, self._model, self._data, self._work = privacy, model, data, work
         bounded = (privacy.mechanism, privacy.noise_multiplier, privacy.sampling, privacy.hardened)
         self._settings = (algorithm, work, *bounded, path, data.x.device.type)
         self._code = (algorithm, loss, privacy.mechanism, *model.modules())
-        self._once = None if named else f"once:{secrets.token_hex(16)}"
+        self.run: str | None = None
+        self._once = f"once:{secrets.token_hex(16)}"
 
     def record(self, round: int, clients: Iterable[Starting]) -> None:
         """A line for each of these clients, on disk when this returns.
@@ -111,7 +114,8 @@ class ExampleReleases:
         Raises
         ------
         FedsimError
-            If a client's budget does not allow it.
+            If a client's budget does not allow it, or it goes through a round of a run again with
+            other data or from another model, and its noise follows from the seed.
         """
         for release in self._releases(clients):
             self.ledgers.record(round, release)
@@ -131,7 +135,8 @@ class ExampleReleases:
                     client=starting.client,
                     event=plan.event(),
                     entropy=starting.randomness.entropy,
-                    release=self._once or starting.randomness.release or "",
+                    release=(starting.randomness.release or "") if self.run else self._once,
+                    run=self.run,
                     fingerprint=self.ledgers.fingerprint(self._parts(starting)),
                     mechanism=str(self._privacy.mechanism),
                     public={

@@ -19,6 +19,7 @@ from fedsim.privacy import ClientLedgers
 from fedsim.privacy.plan import LocalWork
 from fedsim.randomness import Randomness
 from fedsim.rows.block import Block
+from fedsim.rows.exchange import RUN
 from fedsim.rows.layout import Layout
 from fedsim.rows.trainers import ClientStates
 from fedsim.tasks import Accuracy, MeanOf, Metric
@@ -164,8 +165,7 @@ class Trainer:
             name: metric if isinstance(metric, Metric) else MeanOf(metric)
             for name, metric in ({"accuracy": Accuracy()} if metrics is None else metrics).items()
         }
-        named = randomness.release is not None
-        if privacy is not None and not named:
+        if privacy is not None and randomness.release is None:
             randomness = privacy.keyed(randomness, algorithm, self.workload.work, loss)
         self.randomness = randomness
         self.privacy = privacy
@@ -224,7 +224,6 @@ class Trainer:
                 self.workload.work,
                 loss,
                 path=f"{self.path.name}, {way.name}",
-                named=named,
             )
         self.rounds = LocalRounds(
             self.model, self.bench, self.keeping, self.sending, stepping, compression, releases
@@ -249,7 +248,7 @@ class Trainer:
     def receive(self, config: Mapping[str, object]) -> None:
         """Take from the config entries of a round's instructions what is meant for clients.
 
-        That is what the server says of their state, and of FedProx's mu.
+        That is what the server says of their state, of FedProx's mu, and which run it is.
 
         Raises
         ------
@@ -259,6 +258,13 @@ class Trainer:
         """
         self.rounds.told = told_numbers(self.algorithm, config)
         self.keeping.receive(config)
+        if isinstance(run := config.get(RUN), str):
+            self.join(run)
+
+    def join(self, run: str) -> None:
+        """Go through the rounds of this run, by whose name clients' ledgers know them again."""
+        if self.rounds.releases is not None:
+            self.rounds.releases.run = run
 
     def examples(self, client: int) -> int:
         """How many examples a client has."""

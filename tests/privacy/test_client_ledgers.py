@@ -84,16 +84,11 @@ def test_a_fingerprint_is_keyed_and_the_key_is_its_owners_alone(tmp_path):
     assert len(path.read_bytes()) == 32
 
 
-def test_an_overwritten_runs_key_is_taken_over_and_a_damaged_one_refused(tmp_path):
-    parts = [b"data"]
-    before = Fingerprints(tmp_path / "clients").of(parts)
-    kept = tmp_path / "archive" / "1"
-    kept.mkdir(parents=True)
-    (tmp_path / "clients").rename(kept / "clients")
-    assert Fingerprints(tmp_path / "clients").of(parts) == before
-    (tmp_path / "clients" / "fingerprint.key").write_bytes(b"short")
-    with pytest.raises(FedsimError, match=r"has 5 bytes; a client's key must have 32"):
-        Fingerprints(tmp_path / "clients").of(parts)
+def test_a_damaged_key_is_refused(tmp_path):
+    Fingerprints(tmp_path).of([b"data"])
+    (tmp_path / "fingerprint.key").write_bytes(b"short")
+    with pytest.raises(FedsimError, match=r"has 5 bytes; a fingerprint's key must have 32"):
+        Fingerprints(tmp_path).of([b"data"])
 
 
 def test_ledgers_of_an_overwritten_run_count_for_clients_that_come_back_and_that_do_not(tmp_path):
@@ -106,8 +101,6 @@ def test_ledgers_of_an_overwritten_run_count_for_clients_that_come_back_and_that
     (tmp_path / "clients").rename(kept / "clients")
     ledgers = ClientLedgers(tmp_path / "clients", delta=DELTA)
     assert ledgers.epsilon() == epsilon((0.3, 2))
-    ledgers.record(1, release(1, 0.1))  # the same release
-    assert ledgers.of(1).epsilon() == epsilon((0.1, 2))
-    ledgers.record(1, release(1, 0.1, fingerprint="other data"))
+    ledgers.record(1, release(1, 0.1))  # whatever it repeats, a new run is charged
     assert ledgers.of(1).epsilon() == epsilon((0.1, 3))
     assert ledgers.epsilon() == epsilon((0.3, 2))

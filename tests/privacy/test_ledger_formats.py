@@ -8,7 +8,7 @@ import pytest
 from ledger_helpers import COHORT, DELTA, release, spent, written
 
 from fedsim.cohorts import FixedCohort
-from fedsim.errors import FedsimError
+from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.privacy import Ledger
 from fedsim.privacy.archive import archive
 from fedsim.privacy.chain import GENESIS, sealed
@@ -107,7 +107,7 @@ def test_a_torn_ledger_of_format_1_counts_no_less(path, cut):
         Ledger(path)
 
 
-def test_what_is_archived_beside_a_ledger_counts_and_the_same_release_once(path):
+def test_what_is_archived_beside_a_ledger_counts_whatever_a_new_run_repeats(path):
     written(path, 3)
     heads = Ledger(path).heads
     archive(path)
@@ -115,19 +115,17 @@ def test_what_is_archived_beside_a_ledger_counts_and_the_same_release_once(path)
     ledger = Ledger(path, delta=DELTA)
     assert ledger.epsilon() == spent(3)
     for t in (1, 2, 3):
-        assert ledger.record(**release(t))  # a line of its own, charged already
+        assert ledger.record(**release(t))
     assert ledger.heads == heads
-    assert ledger.epsilon() == spent(3)
-    ledger.record(**{**release(1), "release": "other"})
     for again in (ledger, Ledger.read(path, delta=DELTA)):
-        assert again.epsilon() == spent(4)
+        assert again.epsilon() == spent(6)
     archive(path)
     assert (path.parent / "archive" / "2" / "ledger.jsonl").is_file()
     last = Ledger(path, delta=DELTA)
     last.record(**{**release(1), "release": "third"})
-    assert last.epsilon() == spent(5)
+    assert last.epsilon() == spent(7)
     said = str(last.statement())
-    assert "4 of the releases were made by earlier runs" in said
+    assert "6 of the releases were made by earlier runs" in said
     assert f"this run's own would be epsilon {spent(1):.4g}" in said
 
 
@@ -136,8 +134,11 @@ def test_an_archive_counts_towards_the_budget(path):
     archive(path)
     ledger = Ledger(path, delta=DELTA, max_epsilon=spent(3))
     new = {"round": 4, "release": "seed-1", "entropy": "config"}
-    assert ledger.would_exceed(COHORT.event(1.5), **new)
-    assert not ledger.would_exceed(COHORT.event(1.5), **{**new, "round": 2})
+    for t in (2, 4):  # also of a round that the archived run has made
+        assert ledger.would_exceed(COHORT.event(1.5), **{**new, "round": t})
+        with pytest.raises(BudgetSpentError, match=r"would exceed max-epsilon"):
+            ledger.record(**release(t))
+    assert not path.exists()
 
 
 def test_an_archive_that_does_not_compose_is_refused_before_anything_is_written(path):

@@ -8,8 +8,10 @@ import pytest
 
 from fedsim.cohorts import PoissonCohort
 from fedsim.errors import FedsimError
-from fedsim.privacy import Ledger
+from fedsim.privacy import Accountant, Ledger
 from fedsim.privacy.chain import GENESIS, sealed
+from fedsim.privacy.fingerprint import Fingerprints
+from fedsim.privacy.manifest import MANIFEST, Manifest
 from fedsim.privacy.signing import check_signature, new_key, private_key, signature
 from fedsim.privacy.verification import METADATA, verify
 
@@ -27,8 +29,14 @@ def run(tmp_path: Path) -> Path:
         )
         rows.append(f"{t},{ledger.epsilon()},20")
     (tmp_path / "metrics.csv").write_text("\n".join(rows) + "\n")
+    (tmp_path / "config.toml").write_text("rounds = 3\n")
     save_model(tmp_path, ledger)
+    seal(tmp_path)
     return tmp_path
+
+
+def seal(run: Path) -> None:
+    (run / MANIFEST).write_text(Manifest.of(run, None, Fingerprints(run)).to_json())
 
 
 def save_model(run: Path, ledger: Ledger) -> None:
@@ -61,9 +69,9 @@ def test_what_a_run_left_fits_together(run):
 def test_a_resealed_a_cut_and_an_emptied_ledger_are_found_out(run):
     whole = (run / "ledger.jsonl").read_bytes()
     resealed(run, 9.0)
-    assert failing(run) == ["model", "metrics"]
+    assert failing(run) == ["manifest", "model", "metrics"]
     (run / "ledger.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
-    assert failing(run) == ["model", "metrics"]
+    assert failing(run) == ["manifest", "model", "metrics"]
     (run / "ledger.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:1]))
     assert "model" in failing(run)
     (run / "ledger.jsonl").write_bytes(b"")
@@ -74,38 +82,100 @@ def test_a_resealed_a_cut_and_an_emptied_ledger_are_found_out(run):
 def test_a_ledger_that_went_on_after_the_model_says_so(run):
     ledger = Ledger(run / "ledger.jsonl", delta=DELTA)
     ledger.record(round=4, event=PoissonCohort(0.2, 100).event(1.5))
-    (check,) = [check for check in verify(run, DELTA) if not check.holds]
-    assert check.subject == "model"
-    assert "names line 4; the ledger has 5" in check.seen
+    failed = {check.subject: check.seen for check in verify(run, DELTA) if not check.holds}
+    assert set(failed) == {"manifest", "model", "metrics"}
+    assert "names line 4; the ledger has 5" in failed["model"]
+    assert "last row is of round 3, and the ledger's last line of round 4" in failed["metrics"]
 
 
 @pytest.mark.parametrize("content", [b"", b"12345678", b"\xff" * 64, b"\x02" + bytes(7) + b"[]"])
 def test_a_file_that_is_no_model_of_a_run_does_not_verify(run, content):
     (run / "model.safetensors").write_bytes(content)
-    assert failing(run) == ["model"]
+    assert "model" in failing(run)
     (run / "model.safetensors").unlink()
-    assert failing(run) == ["model"]
+    assert "model" in failing(run)
 
 
 def test_a_signature_shows_forgers_what_a_chain_cannot(run, tmp_path):
     key = tmp_path / "key.pem"
     public = new_key(key)
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
-    ledger = Ledger.read(run / "ledger.jsonl")
-    text = signature(private_key(key), ledger.head, len(ledger.heads))
+    manifest = (run / MANIFEST).read_bytes()
+    text = signature(private_key(key), manifest)
     assert failing(run, public) == ["signature"]  # there is none yet
     (run / "ledger.sig").write_text(text)
     assert failing(run, public) == []
-    # Everything forged that needs no key: ledger, model and metrics agree again.
+    # Everything forged that needs no key: ledger, model, metrics and manifest agree again.
     resealed(run, 9.0)
     forged = Ledger.read(run / "ledger.jsonl", delta=DELTA)
     save_model(run, forged)
-    (run / "metrics.csv").write_text(f"round,epsilon\n3,{forged.epsilon()}\n")
+    events = [entry.event for entry in forged.entries]
+    rows = [f"{t},{Accountant(events[:t]).epsilon(DELTA)},20" for t in (1, 2, 3)]
+    (run / "metrics.csv").write_text("\n".join(["round,epsilon,asked", *rows]) + "\n")
+    seal(run)
     assert failing(run) == []
     assert failing(run, public) == ["signature"]
     other = new_key(tmp_path / "other.pem")
-    assert check_signature(text, other, ledger.head, 4) == "the signature is not of this key"
-    assert "not one that fedsim wrote" in check_signature("{}", public, ledger.head, 4)
+    assert "not of this manifest and this key" in check_signature(text, other, manifest)
+    for spoilt in ("{}", "[]", "", '{"format":3,"signature":"xx"}'):
+        assert check_signature(spoilt, public, manifest) is not None
+    old = '{"head":"00","lines":4,"signature":"00"}'
+    assert "format 2 and this fedsim reads 3" in check_signature(old, public, manifest)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.toml", "metrics.csv", MANIFEST])
+@pytest.mark.parametrize("damage", ["deleted", "emptied", "cut", "flipped", "random"])
+def test_no_file_is_lost_cut_or_changed_unnoticed(run, file, damage):
+    path, content = run / file, bytearray((run / file).read_bytes())
+    if damage == "deleted":
+        path.unlink()
+    else:
+        content[len(content) // 2] ^= 1
+        changed = {"emptied": b"", "cut": content[:-9], "flipped": content, "random": bytes(50)}
+        path.write_bytes(changed[damage])
+    checks = verify(run, DELTA)
+    assert not all(check.holds for check in checks)
+    # Whatever is there, there is a line for each of them.
+    subjects = {"chain", "manifest", "model", "config", "metrics"}
+    assert subjects <= {check.subject for check in checks}
+
+
+def test_another_runs_metrics_with_the_same_epsilons_are_not_this_runs(run):
+    metrics = run / "metrics.csv"
+    metrics.write_text(metrics.read_text().replace(",20\n", ",21\n"))
+    assert failing(run) == ["metrics.csv"]
+    (run / "fingerprint.key").unlink()
+    assert failing(run) == ["files"]
+    assert not (run / "fingerprint.key").exists()  # looking makes none
+
+
+def test_an_epsilon_of_any_row_is_computed_again(run):
+    header, *rows = (run / "metrics.csv").read_text().splitlines()
+    for at in range(3):
+        number, epsilon, asked = rows[at].split(",")
+        for wrong in ("", repr(float(epsilon) * 0.9999), repr(float(epsilon) * 1.0001)):
+            changed = [*rows[:at], f"{number},{wrong},{asked}", *rows[at + 1 :]]
+            (run / "metrics.csv").write_text("\n".join([header, *changed]) + "\n")
+            seal(run)
+            assert failing(run) == ["metrics"]
+
+
+def test_archived_ledgers_and_configs_are_those_that_the_manifest_names(run):
+    archived = run / "archive" / "1"
+    archived.mkdir(parents=True)
+    earlier = Ledger(archived / "ledger.jsonl")
+    earlier.record(round=1, event=PoissonCohort(0.2, 100).event(1.5))
+    (archived / "config.toml").write_text("rounds = 1\n")
+    assert "archive" in failing(run)  # added since
+    seal(run)
+    assert "archive" not in failing(run)
+    (archived / "config.toml").unlink()
+    (check,) = [c for c in verify(run, DELTA) if c.subject == "archive"]
+    assert (check.holds, check.seen.split(": ")[1]) == (False, "archive/1/config.toml")
+    earlier.record(round=2, event=PoissonCohort(0.2, 100).event(1.5))
+    seal(run)
+    (archived / "ledger.jsonl").unlink()
+    assert "archive" in failing(run)
 
 
 def test_what_is_no_key_is_refused_in_a_sentence(run, tmp_path):
