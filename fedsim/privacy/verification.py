@@ -258,9 +258,10 @@ def _of_clients(
     shown = [float(row["example-epsilon"]) for row in rows if row.get("example-epsilon")]
     if not shown or not ledgers:
         return
-    end = replace(stopping.after(int(rows[-1]["round"])), max_epsilon=None)  # the server's
-    worst = dearest(ledgers, delta, end)
-    spent = end.epsilon(worst.accountant(), worst.last_event, delta)
+    # A budget that ends a run is the server's.
+    stopping = replace(stopping.after(int(rows[-1]["round"])), max_epsilon=None)
+    worst = dearest(ledgers, delta, stopping)
+    spent = stopping.epsilon(worst.accountant(), worst.last_event, delta)
     stored = f"examples' epsilon {shown[-1]:.6g}"
     holds = shown[-1] <= spent * (1 + 1e-6)
     holds &= not unchanged or math.isclose(shown[-1], spent, rel_tol=1e-6)

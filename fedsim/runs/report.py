@@ -49,6 +49,7 @@ def leave_report(build: Build, result: RunResult, failure: str = "") -> None:
             ended, why = "failed", f"It failed: {failure}"
         summary = summarise(build, tensors(result.arrays), ended=ended, why=why)
         directory.save_summary(summary)
+        seal(directory)
         statements = [result.privacy]
         if result.example_privacy not in (None, result.privacy):
             statements.append(result.example_privacy)
@@ -64,8 +65,6 @@ def leave_report(build: Build, result: RunResult, failure: str = "") -> None:
         _log.error("the run is whole, but its report could not be written: %s", error)
     except Exception:
         _log.exception("the run is whole, but its report could not be made")
-    finally:
-        seal(directory)
 
 
 def tell_ending(directory: RunDirectory, ended: Ended, why: str) -> None:

@@ -17,7 +17,9 @@ FILES = [
     ".fedsim-run",
     "checkpoint",
     "config.toml",
+    "fingerprint.key",
     "ledger.jsonl",
+    "manifest.json",
     "metrics.csv",
     "model.safetensors",
 ]
