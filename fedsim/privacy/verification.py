@@ -321,7 +321,7 @@ def model_metadata(path: Path) -> dict[str, Any]:
         If it is no model file, or of no run.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular_files.opener) as file:
             size = int.from_bytes(file.read(8), "little")
             if size > LARGEST_HEADER:
                 raise ValueError(size)

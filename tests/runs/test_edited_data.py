@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,10 @@ def killed(plan: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr("fedsim.runs.drive.Session.finish", lambda *_, **__: None)
         with pytest.raises(Killed):
             fedsim.run(plan, out=out)
+    for _ in range(1000):  # a thread writes it
+        if RunDirectory(out).checkpoints.rounds():
+            break
+        time.sleep(0.01)
     assert RunDirectory(out).checkpoints.rounds() == [2]
 
 
