@@ -275,13 +275,13 @@ class Policy:
                     "node's noise; here it must ask for a share"
                 )
             return
-        multiplier = request["share-noise-multiplier"]
+        multiplier = request.get("share-noise-multiplier")
         if not isinstance(multiplier, int | float):
             raise _refusal(f"share-noise-multiplier is {multiplier!r}; it must be a number")
         _at_least("share-noise-multiplier", multiplier, self.least_noise_multiplier)
         # What the run declares is the server's word: each share's noise shrinks with the clients.
         clients = min(config.partition.clients, self.clients or config.partition.clients)
-        asked = request["share-asked"]
+        asked = request.get("share-asked")
         if not isinstance(asked, int) or not 1 <= asked <= clients:
             raise _refusal(
                 f"share-asked is {asked!r}; it must be from 1 to {clients}, the clients that the "

@@ -545,7 +545,7 @@ class Unreadable(torch.nn.Module):
 
 @pytest.mark.parametrize("model", ["NaN", "Infinite", "Complex", "Lazy", "Frozen", "Hungry"])
 def test_a_model_that_cannot_be_trained(model: str, refused: Callable[..., str]) -> None:
-    refused("run", "c.toml", "--set", f"model.name={__name__}:{model}")
+    refused("run", "c.toml", "--set", f"model.name={__name__}:{model}", "--allow-code", __name__)
 
 
 def test_an_error_of_the_users_own_code_keeps_its_traceback() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import fields
+from itertools import product
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -453,3 +455,23 @@ def test_what_init_writes_for_a_node_is_every_key_of_a_policy_at_its_default(tmp
     assert written == Policy(clients=3, directory=tmp_path, data="data.npz", evaluation=True)
     keys = {field.name.replace("_", "-") for field in fields(Policy)} - {"clients", "directory"}
     assert all(f"\n# {key} = " in text for key in keys)
+
+
+STRANGE = (0.0, -1.0, 1e-9, 1.754, float("nan"), float("inf"), True, False, 0, -1, 11, 10**18, "10",
+           b"10", [10], [1.755], None)  # fmt: skip
+
+
+def test_whatever_a_message_says_of_a_share_its_noise_is_that_of_the_floor_or_more():
+    floors = {"least_noise_multiplier": 1.755, "least_share_noise_multiplier": 0.5549}
+    policy = Policy(**floors, clients=10)
+    run = config(noise=SHARES, partition={"clients": 10_000_000})
+    let_in = []
+    for asked, multiplier in product([*STRANGE, 10], [*STRANGE, 1.755]):
+        words = {"share-asked": asked, "share-noise-multiplier": multiplier}
+        request = ConfigRecord({key: value for key, value in words.items() if value is not None})
+        with contextlib.suppress(FedsimError):
+            policy.check_share(request, run)
+            let_in.append((float(asked), float(multiplier)))
+    assert (10.0, 1.755) in let_in
+    assert len(let_in) < 20
+    assert all(multiplier / asked**0.5 >= 0.5549 for asked, multiplier in let_in)
