@@ -14,6 +14,7 @@ from fedsim import allowed_code
 from fedsim.config import RunConfig
 from fedsim.deploy.parties import SuperLink
 from fedsim.deploy.roster import CLIENTS, read_roster
+from fedsim.deploy.simulation import replace_dead_actors
 from fedsim.engines.process import settle
 from fedsim.engines.streaming import StreamingGrid
 from fedsim.errors import FedsimError
@@ -43,6 +44,8 @@ def main(grid: Grid, context: Context) -> None:
 
 def _run(grid: Grid, context: Context) -> None:
     config = RunConfig.from_run_config(context.run_config)
+    if config.engine.name == "simulation":
+        replace_dead_actors()
     # Whoever set OUT has claimed the directory, and waits for what comes into it.
     claimed = OUT in os.environ
     earlier = None

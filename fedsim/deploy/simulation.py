@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from typing import Any
 
 import tomli_w
 
@@ -12,7 +14,7 @@ from fedsim.deploy.flwr_cli import Operator
 from fedsim.deploy.processes import Processes, free_ports, program, wait_for_port
 from fedsim.errors import FedsimError
 
-__all__ = ["Simulation", "resources"]
+__all__ = ["Simulation", "replace_dead_actors", "resources"]
 
 
 class Simulation(Closed):
@@ -84,3 +86,31 @@ def resources(clients: int, cpus: float, gpus: float) -> str:
         f"num-supernodes={clients} client-resources-num-cpus={cpus:g} "
         f"client-resources-num-gpus={gpus:g}"
     )
+
+
+def replace_dead_actors() -> None:
+    """Have Flower's simulation, which runs in this process, replace a Ray actor that has died.
+
+    A client that ends its process (``os._exit``, a crash in C, the system's out-of-memory killer)
+    ends the actor that it ran on. Flower puts the dead actor back on top of its pool and gives it
+    the next client, so that one client's death would be the failure of most others, in every
+    round to come. A new actor takes its place: only that one client has failed.
+    """
+    from flwr.simulation.ray_transport.ray_actor import BasicActorPool
+    from ray.exceptions import ActorDiedError
+
+    pool: Any = BasicActorPool
+    fetch = pool.fetch_result_and_return_actor_to_pool
+    if hasattr(fetch, "__wrapped__"):
+        return
+
+    @functools.wraps(fetch)
+    def fetch_or_replace(self: Any, future: Any) -> Any:
+        try:
+            return fetch(self, future)
+        except ActorDiedError:
+            # Flower answers the error by putting back what is noted here.
+            self._future_to_actor[future] = self.create_actor_fn()
+            raise
+
+    pool.fetch_result_and_return_actor_to_pool = fetch_or_replace

@@ -101,8 +101,9 @@ def test_ray_and_workers_that_are_killed_or_hang(tmp_path):
 
 
 @pytest.mark.slow
-def test_flowers_simulation_and_clients_that_hang(tmp_path):
-    schedule = [*SCHEDULE, ("hangs", (4,)), ("hangs", (1, 2)), ("raises", ())]
+def test_flowers_simulation_and_clients_that_hang_or_die(tmp_path):
+    schedule = [*SCHEDULE, ("hangs", (4,)), ("hangs", (1, 2)), ("dies", (2,)), ("dies", (1, 4))]
+    schedule.append(("raises", ()))
     out = tmp_path / "rows"
     with Simulation({"PYTHONPATH": os.pathsep.join([str(APP), *python_path()])}) as simulation:
         run_id = simulation.operator.submit(

@@ -9,6 +9,7 @@ from flwr.serverapp import ServerApp
 
 from fedsim.cohorts import FullCohort
 from fedsim.deploy.roster import CLIENTS, read_roster
+from fedsim.deploy.simulation import replace_dead_actors
 from fedsim.engines import LocalGrid, RayGrid, StreamingGrid, array_record
 from fedsim.mechanisms import Clipping
 from fedsim.strategies import DPFedAvg
@@ -36,6 +37,8 @@ def main(grid, context):
 
     if not isinstance(grid, LocalGrid | RayGrid):
         roster = read_roster(Path(os.environ[CLIENTS])) if CLIENTS in os.environ else None
+        if roster is None:
+            replace_dead_actors()
         grid = StreamingGrid(
             grid, clients=len(SIZES), roster=roster, times_each_client=roster is not None
         )
