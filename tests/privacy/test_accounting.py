@@ -15,6 +15,7 @@ from scipy.stats import norm
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Event, cost, epsilon
+from fedsim.privacy.pld import Component, _composed, _step, composed_delta, composed_epsilon
 
 # rate, noise multiplier, releases, delta; RDP, PLD, Opacus's PRV.
 REFERENCE = [
@@ -352,3 +353,24 @@ def test_accounting_gives_nobodys_log_a_second_voice(monkeypatch):
     fixed_rdp.__wrapped__(5, 10, 1.0)
     assert logging.getLogger().handlers == []
     assert logging.getLogger("absl").level == level
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 40, 1000, 20_000])
+@pytest.mark.parametrize(("rate", "noise"), [(0.1, 0.8), (0.01, 1.0), (1e-4, 0.7), (0.5, 300.0)])
+def test_epsilon_by_frequencies_is_that_of_the_losses_one_by_one(rate, noise, rounds):
+    """`composed_delta` sums over all losses of the inverse transform; epsilon never makes it."""
+    counts = {Component(rate, noise): rounds, Component(1.0, 50.0): 1}
+    for delta in (1e-3, 1e-5, 1e-8):
+        epsilon = composed_epsilon(counts, delta)
+        assert composed_delta(counts, epsilon) == pytest.approx(delta, rel=2e-3)
+        # Up to what is rounded, upwards, in each of the losses.
+        assert composed_delta(counts, epsilon * (1 + 1e-9)) <= delta * (1 + 1e-6) + 1e-12
+
+
+def test_what_a_rounds_epsilon_looks_at_does_not_grow_with_the_rounds_before():
+    for component in (Component(0.1, 1.1), Component(0.01, 1.0)):
+        looked = []
+        for rounds in (300, 5000, 20_000):
+            counts = {component: rounds}
+            looked.append(len(_composed(counts, _step(counts), 0).seen))
+        assert looked[2] <= looked[1] <= looked[0] < 2000
