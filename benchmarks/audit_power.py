@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "tests" / "audit"))
+    import leaks  # type: ignore[import-not-found]  # noqa: F401 - registers its bugs
     from bugs import BUGS  # type: ignore[import-not-found]
 
     lines = ["| planted | caught | seen by | CPU s |", "| --- | --- | --- | --- |"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import bdtrc, betaincinv, gammaln
+from scipy.special import betaincinv
 
 from fedsim.audit.claim import Claim
 
@@ -15,8 +15,7 @@ __all__ = [
     "Box",
     "box_p_value",
     "epsilon_bound",
-    "guesses_epsilon_bound",
-    "guesses_p_value",
+    "fewest_misses",
     "upper_rate",
 ]
 
@@ -97,36 +96,12 @@ def epsilon_bound(
         return np.asarray(np.log(np.maximum(ratio, 1.0)))
 
 
-def guesses_p_value(
-    canaries: int, guesses: int, correct: int, epsilon: float, delta: float
-) -> float:
-    """Probability bound of so many correct guesses in one run, if it is (epsilon, delta)-DP.
-
-    Of ``canaries`` clients, each in or out by a fair coin, ``guesses`` were guessed and
-    ``correct`` of these rightly (Steinke, Nasr and Jagielski 2023, theorem 5.2).
-    """
-    if correct <= 0:
-        return 1.0
-    q = 1 / (1 + math.exp(-epsilon))
-    tail = float(bdtrc(correct - 1, guesses, q))
-    fewer = np.arange(correct)
-    log_choose = gammaln(guesses + 1) - gammaln(fewer + 1) - gammaln(guesses - fewer + 1)
-    log_1q = -epsilon - math.log1p(math.exp(-epsilon))
-    masses = np.exp(log_choose + fewer * math.log(q) + (guesses - fewer) * log_1q)
-    # P[v > W >= v - i] / i, the largest of them over i = 1 .. v.
-    steepest = float((np.cumsum(masses[::-1]) / np.arange(1, correct + 1)).max())
-    return min(1.0, tail + 2 * canaries * delta * steepest)
-
-
-def guesses_epsilon_bound(
-    canaries: int, guesses: int, correct: int, risk: float, delta: float
-) -> float:
-    """Lower bound on epsilon at ``delta`` from one run's guesses."""
-    if guesses_p_value(canaries, guesses, correct, 0.0, delta) > risk:
-        return 0.0
-    low, high = 0.0, 50.0
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        refuted = guesses_p_value(canaries, guesses, correct, middle, delta) <= risk
-        low, high = (middle, high) if refuted else (low, middle)
+def fewest_misses(false_positives: int, trials: int, claim: Claim, risk: float) -> int:
+    """So many false negatives, with these false positives, do not refute a claim at ``risk``."""
+    alarms = np.array([false_positives])
+    low, high = 0, trials
+    while low < high:
+        middle = (low + high) // 2
+        refuted = box_p_value(alarms, np.array([middle]), trials, claim)[0] <= risk
+        low, high = (middle + 1, high) if refuted else (low, middle)
     return low

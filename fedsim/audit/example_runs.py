@@ -7,7 +7,8 @@ its batches, its bounds, its noise, its clients' ledgers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 from fedsim.clients import LocalAlgorithm
 from fedsim.clients.base import State, Step
 from fedsim.clients.gradients import Gradient
+from fedsim.errors import BudgetSpentError
 from fedsim.privacy import Entry, Event
 from fedsim.privacy.plan import LocalWork
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
+from fedsim.rows.block import Block
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
 
 __all__ = ["ExamplePlan", "ExampleRun", "GradientRecorder", "observe_examples"]
@@ -148,10 +151,13 @@ class ExampleRun:
         Noisy mean gradients.
     entries : sequence of tuple of Entry
         Each client's ledger.
+    reports : sequence of mapping of name to float64 ``[clients]``
+        What clients report after each round beside their updates, and whether they failed.
     """
 
     releases: Floats
     entries: Sequence[tuple[Entry, ...]]
+    reports: Sequence[Mapping[str, Floats]]
 
 
 def observe_examples(
@@ -186,15 +192,27 @@ def observe_examples(
     )
     releases = np.zeros((clients, rounds, plan.steps, d))
     vector = trainer.initial()
+    reports: list[dict[str, Floats]] = []
     for number in range(1, rounds + 1):
         recorder.seen.clear()
-        for _ in trainer.train(vector, np.arange(clients), number):
-            pass
+        blocks: list[Block] = []
+        with suppress(BudgetSpentError):  # then nothing is released
+            blocks += trainer.train(vector, np.arange(clients), number)
+        reports.append(_reports(blocks))
         steps: dict[int, list[Tensor]] = {}
         for _, index, rows in recorder.seen:
             steps.setdefault(index, []).append(trainer.packing.unpack(rows))
-        for index, blocks in steps.items():
-            releases[:, number - 1, index] = torch.cat(blocks).numpy()
+        for index, parts in steps.items():
+            releases[:, number - 1, index] = torch.cat(parts).numpy()
     ledgers = trainer.ledgers
     assert ledgers is not None
-    return ExampleRun(releases, [ledgers.of(client).entries for client in range(clients)])
+    entries = [ledgers.of(client).entries for client in range(clients)]
+    return ExampleRun(releases, entries, reports)
+
+
+def _reports(blocks: Sequence[Block]) -> dict[str, Floats]:
+    if not blocks:
+        return {}
+    named = {name: [block.metrics[name] for block in blocks] for name in blocks[0].metrics}
+    named["failed"] = [(~block.ok).astype(np.float64) for block in blocks]
+    return {name: np.concatenate(parts) for name, parts in named.items()}

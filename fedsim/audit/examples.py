@@ -10,13 +10,16 @@ import torch
 from scipy.special import chdtr
 from torch import Tensor
 
-from fedsim.audit.checks import Check, invariant
+from fedsim.audit.adversarial_clients import LENGTHS, NUMBERS
+from fedsim.audit.checks import Check, Statistic, invariant, statistical
 from fedsim.audit.claim import Claim
-from fedsim.audit.draws import draw_checks
 from fedsim.audit.example_runs import ExamplePlan, ExampleRun, observe_examples
-from fedsim.audit.ideal import accounting_check
-from fedsim.audit.noise import noise_checks
-from fedsim.audit.standard import Scale
+from fedsim.audit.ledger_checks import AFFORDABLE, budget_between, budget_check
+from fedsim.audit.low_bits import grid_checks
+from fedsim.audit.noise_checks import noise_checks, repeats
+from fedsim.audit.noise_scale import Scale
+from fedsim.audit.optimal_attack import accounting_check, box_p
+from fedsim.audit.sampling_checks import draw_checks
 from fedsim.audit.two_world import distinguish
 from fedsim.audit.worlds import LENGTH
 
@@ -32,6 +35,7 @@ FAINT = 1e-3
 """A noise multiplier at which a release shows who was in it."""
 SLACK = 1e-6
 RISK = 1e-3
+MANY, SYSTEM_RELEASES = 256, 1024
 
 
 def example_checks(plan: ExamplePlan, rounds: int, runs: int, seed: int) -> list[Check]:
@@ -42,12 +46,13 @@ def example_checks(plan: ExamplePlan, rounds: int, runs: int, seed: int) -> list
     rounds : int
         Of the run that is audited.
     runs : int
-        Clients without the canary, and as many with it, that are told apart.
+        Clients without the canary, and as many with it, that are two worlds.
     """
     noise, std = _noise(plan, seed)
     checks = [*noise, *_batches(plan, seed)]
     if std is not None:
-        checks.append(_reach(plan, std, seed))
+        checks += _reach(plan, std, seed)
+    checks += [*_several(plan, seed), _system(plan), _budget(plan, seed)]
     claim = Claim((plan.event.times(rounds),), plan.privacy.delta)
     checks += [_worlds(plan, rounds, runs, seed), accounting_check(claim, seed)]
     return [replace(check, name=f"{check.name}, examples") for check in checks]
@@ -92,6 +97,7 @@ def _noise(plan: ExamplePlan, seed: int) -> tuple[list[Check], Floats | None]:
         stds[columns] = np.sqrt(np.square(units[..., columns]).mean())
     if not np.abs(scale.zero).any():
         checks += noise_checks(units / stds, plan.columns(D))
+        checks += grid_checks(scale.steps(released, plan.denominator), plan.columns(D))
     return checks, stds * scale.half / plan.denominator
 
 
@@ -155,7 +161,68 @@ def _passes(plan: ExamplePlan, draws: list[list[npt.NDArray[np.int64]]], looked:
     return invariant("sampler", "passes", looked, broken, "each example once a pass")
 
 
-def _reach(plan: ExamplePlan, std: Floats, seed: int) -> Check:
+def _several(plan: ExamplePlan, seed: int) -> list[Check]:
+    """Several examples of many lengths at once, and several that are not finite."""
+    d, layout = max(plan.size, 8), plan.layout(max(plan.size, 8))
+    mechanism = plan.privacy.mechanism
+    scale = Scale.of(mechanism, mechanism.init(layout), layout)
+    faint = replace(plan, privacy=replace(plan.privacy, noise_multiplier=FAINT))
+    rows = torch.zeros(len(NUMBERS), plan.size, d, dtype=torch.float64)
+    broken_rows = rows.clone()
+    for client, number in enumerate(NUMBERS):
+        for example in range(min(number, plan.size)):
+            length = LENGTHS[(7 * example + client) % len(LENGTHS)]
+            rows[client, example, example] = length * float(scale.half[example])
+            broken_rows[client, example] = torch.nan
+    rounds = 1 if _adapts(plan) else max(1, -(-FEW // plan.steps))
+    released = _first_steps(faint, observe_examples(faint, rows, rounds, seed))
+    added = (released - scale.center) * plan.denominator / scale.half
+    most = float(added[..., : plan.size].max())
+    spare = 10 * FAINT * (D if _adapts(plan) else 1)
+    looked = f"{len(NUMBERS)} clients, of .5 to 5 C, {released.shape[1]} batches each"
+    checks = [
+        invariant(
+            "bound", "what several examples add", looked,
+            f"{most:.4g} times its bound" if most > 1 + spare else None, "its bound at most",
+        )
+    ]  # fmt: skip
+    if mechanism.init(layout):
+        return checks
+    zeros, failed = (
+        observe_examples(plan, examples, rounds, seed).releases
+        for examples in (torch.zeros_like(rows), broken_rows)
+    )
+    broken = None if np.array_equal(zeros, failed) else "gradients differ from those of zeros"
+    looked = f"{len(NUMBERS)} clients of 1 to all examples that are NaN"
+    return [
+        *checks,
+        invariant("plan", "several fail at once", looked, broken, "as if their gradients were 0"),
+    ]
+
+
+def _system(plan: ExamplePlan) -> Check:
+    """With entropy from the system no two clients and rounds have noise in common."""
+    d = 8
+    rows = torch.zeros(MANY, plan.size, d, dtype=torch.float64)
+    rounds = max(1, -(-SYSTEM_RELEASES // (MANY * plan.steps)))
+    releases = observe_examples(plan, rows, rounds, None).releases.reshape(-1, d)
+    releases = releases[(releases != 0).any(1)]
+    check = repeats(releases, f"{len(releases):,} gradients of {MANY} clients")
+    return replace(check, name="noise of the system's")
+
+
+def _budget(plan: ExamplePlan, seed: int) -> Check:
+    """Clients stop where their budgets are spent."""
+    budget = budget_between(plan.event, plan.privacy.delta)
+    limited = replace(plan, privacy=replace(plan.privacy, max_epsilon=budget))
+    rows = torch.zeros(CLIENTS, plan.size, 8, dtype=torch.float64)
+    run = observe_examples(limited, rows, AFFORDABLE + 3, seed)
+    rounds = (run.releases != 0).any((2, 3)).sum(1)
+    released = {f"client {client}": int(number) for client, number in enumerate(rounds)}
+    return budget_check(released, f"{AFFORDABLE + 3} rounds at a budget of epsilon {budget:.4g}")
+
+
+def _reach(plan: ExamplePlan, std: Floats, seed: int) -> list[Check]:
     """With and without one example, all else equal, at the worst rows there are."""
     layout, mechanism = plan.layout(D), plan.privacy.mechanism
     scale = LENGTH * float(Scale.of(mechanism, mechanism.init(layout), layout).half.max())
@@ -167,10 +234,8 @@ def _reach(plan: ExamplePlan, std: Floats, seed: int) -> Check:
     # Long enough for each client's canary to be in several of its batches.
     steps = 1 if _adapts(plan) else plan.steps
     rounds = max(1, -(-4 * plan.size // int(plan.denominator * steps)))
-    runs = [
-        _first_steps(plan, observe_examples(plan, rows, rounds, seed))
-        for rows in (without, present)
-    ]
+    observed = [observe_examples(plan, rows, rounds, seed) for rows in (without, present)]
+    runs = [_first_steps(plan, run) for run in observed]
     most, whose, broken = 0.0, "none", None
     for name, before, after in zip(names, *runs, strict=True):
         if not np.isfinite(after).all():
@@ -182,15 +247,39 @@ def _reach(plan: ExamplePlan, std: Floats, seed: int) -> Check:
     allowed = 1 / plan.event.total_noise_multiplier
     width = min(columns.stop - columns.start for columns in plan.columns(D))
     values = CLIENTS * RELEASES * width
-    p = 1.0 if most == 0 else 0.0
-    if 0 < most < np.inf:
-        ratio = (allowed * (1 + SLACK) / most) ** 2
-        p = min(1.0, len(plan.columns(D)) * float(chdtr(values, values * ratio)))
-    return Check(
-        "bound", "what one example moves", f"{len(names)} clients of {plan.size} examples",
-        broken or f"{most:.4g} std of the noise, by one that {whose}",
-        f"{allowed:.4g} at most", 0.0 if broken else p,
+    layers = len(plan.columns(D))
+
+    def p(length: float) -> float:
+        if not 0 < length < np.inf:
+            return 1.0 if length == 0 else 0.0
+        ratio = (allowed * (1 + SLACK) / length) ** 2
+        return min(1.0, layers * float(chdtr(values, values * ratio)))
+
+    looked = f"{len(names)} clients of {plan.size} examples"
+    checks = [_reports(plan, observed[0], observed[1], looked)]
+    if broken:
+        return [
+            *checks,
+            invariant("bound", "what one example moves", looked, broken, "finite gradients"),
+        ]
+    compared = Statistic(
+        f"{{}} std of the noise, by one that {whose} ({allowed:.5g} is claimed)",
+        np.array([most]), np.array([p(most)]), lambda _, x: p(max(x, 0.0)), allowed,
     )  # fmt: skip
+    return [*checks, statistical("bound", "what one example moves", looked, [compared])]
+
+
+def _reports(plan: ExamplePlan, without: ExampleRun, present: ExampleRun, looked: str) -> Check:
+    """What clients report beside their updates does not depend on an example."""
+    broken = None
+    if not plan.privacy.unprotected_metrics:
+        for before, after in zip(without.reports, present.reports, strict=True):
+            moved = [n for n in before if not np.array_equal(before[n], after.get(n, np.zeros(0)))]
+            if moved or before.keys() != after.keys():
+                broken = f"{', '.join(moved) or 'its names'} differs"
+    return invariant(
+        "plan", "what else leaves a round", looked, broken, "the same whatever an example is"
+    )
 
 
 def _canaries(plan: ExamplePlan, scale: float) -> dict[str, Tensor]:
@@ -227,10 +316,15 @@ def _worlds(plan: ExamplePlan, rounds: int, runs: int, seed: int) -> Check:
     seen = run.releases.reshape(2 * runs, -1, d)
     claim = Claim((plan.event.times(rounds),), plan.privacy.delta)
     verdict = distinguish("example", seen[:runs], seen[runs:], np.ones(d), claim, RISK)
-    alarms, missed = verdict.box.bounds
-    return Check(
-        "plan", "told apart", f"{runs} clients without and {runs} with a canary, {rounds} rounds, "
-        f"epsilon {claim.epsilon:.3g}",
-        f"errors of at most {alarms:.3f}, {missed:.3f}, by {verdict.score}",
-        f"{alarms:.3f}, {float(claim.curve(alarms)):.3f} or more", verdict.p_value,
+    half, counts = verdict.box.trials, verdict.box
+    compared = Statistic(
+        f"{{}} of {half} missed with {counts.false_positives} false positives, by {verdict.score}",
+        np.array([float(counts.false_negatives)]), np.array([verdict.p_value]),
+        lambda _, missed: box_p(counts.false_positives, round(missed), half, claim), float(half),
+        whole=True,
     )  # fmt: skip
+    looked = (
+        f"{runs} clients without and {runs} with a canary, {rounds} rounds, "
+        f"epsilon {claim.epsilon:.3g}"
+    )
+    return statistical("plan", "two worlds", looked, [compared])

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fedsim.audit.charges import promise_check
 from fedsim.audit.checks import Check
 from fedsim.audit.claim import Claim
+from fedsim.audit.config_checks import address_check, input_check
 from fedsim.audit.conformance import MOST_ROUNDS as MOST_WHOLE_ROUNDS
 from fedsim.audit.conformance import unrelated
 from fedsim.audit.example_runs import ExamplePlan
 from fedsim.audit.examples import example_checks
-from fedsim.audit.observe import PARAMETERS, Plan, observe
-from fedsim.audit.own_model import address_check, input_check
+from fedsim.audit.ledger_checks import (
+    AFFORDABLE,
+    budget_between,
+    budget_check,
+    promise_check,
+)
+from fedsim.audit.observe import PARAMETERS, Plan, observe, observe_resumed
 from fedsim.audit.verdict import Verdict, audit, quiet
 from fedsim.audit.worlds import WORLDS, Canaries, still
 from fedsim.cohorts import FixedCohort
@@ -81,6 +86,7 @@ class ConfigAudit:
         checks: bool = True,
         confidence: float = 0.99,
         seed: int = 1,
+        deep: bool = False,
         tick: Callable[[int], None] = lambda runs: None,
     ) -> tuple[Verdict, dict[str, str]]:
         """Attack, and say on which assumptions; see `audit` for the parameters.
@@ -108,6 +114,7 @@ class ConfigAudit:
                 checks=checks,
                 confidence=confidence,
                 seed=seed,
+                deep=deep,
                 tick=tick,
             )
             return verdict, assumed | about
@@ -150,6 +157,7 @@ class ConfigAudit:
         checks: bool,
         confidence: float,
         seed: int,
+        deep: bool,
         tick: Callable[[int], None],
     ) -> tuple[Verdict, dict[str, str]]:
         noise, config = Build(self.config).noise_multiplier, realised(self.config)
@@ -178,6 +186,7 @@ class ConfigAudit:
                 *examples,
                 _promise(full, config.rounds, claimed, delta),
                 unrelated(full, Plan(_Factory.of(smaller, 1.25 * noise), full.rounds), seed),
+                *([_budget(smaller, noise, delta, seed)] if checks else []),
             ]
         verdict = audit(
             few.strategy,
@@ -191,6 +200,7 @@ class ConfigAudit:
             extra=extra,
             confidence=confidence,
             seed=seed,
+            deep=deep,
             tick=tick,
         )
         assumed = {
@@ -203,8 +213,8 @@ class ConfigAudit:
         }
         if checks:
             assumed["tests"] = (
-                f"the first {_rounds(full.rounds)} of {config.rounds:,}, of clients that stand "
-                "still, that each move a coordinate of their own, or do their worst"
+                f"the first {_rounds(full.rounds)} of {config.rounds:,}, of clients that send "
+                "zeros, that move a coordinate each, one or several at once, or that attack"
             )
         if runs:
             assumed["two worlds"] = (
@@ -219,6 +229,20 @@ class ConfigAudit:
                 f"{verdict.one_run_claim.epsilon:.4g}"
             )
         return verdict, assumed
+
+
+def _budget(config: RunConfig, noise: float, delta: float, seed: int) -> Check:
+    """A run with a budget, and one that is stopped after its first round and resumed."""
+    event = _Factory.of(config, noise)(seed).plan.event()
+    budget = budget_between(event, delta)
+    plan = Plan(_Factory.of(config, noise, budget), AFFORDABLE + 3)
+    nobody = _nobody(plan)
+    moves, _ = observe_resumed(plan, nobody, PARAMETERS, seed, 1)
+    released = {
+        "one run": observe(plan, nobody, PARAMETERS, seed).released,
+        "a run that was resumed": int((moves != 0).any(1).sum()),
+    }
+    return budget_check(released, f"{plan.rounds} rounds at a budget of epsilon {budget:.4g}")
 
 
 def _promise(full: Plan, rounds: int, claimed: float, delta: float) -> Check:
@@ -244,14 +268,16 @@ class _Factory:
     plan: ReleasePlan
 
     @classmethod
-    def of(cls, config: RunConfig, noise_multiplier: float) -> _Factory:
+    def of(
+        cls, config: RunConfig, noise_multiplier: float, budget: float | None = None
+    ) -> _Factory:
         tree = config.to_tree()
         # Clients are made up, and need no privacy of their own.
         del tree["client"]["mechanism"], tree["client"]["noise"]
         changes: dict[str, float | str] = {
             "noise.multiplier": noise_multiplier,
             "noise.target-epsilon": "",
-            "noise.max-epsilon": "",
+            "noise.max-epsilon": "" if budget is None else budget,
             "noise.entropy": "config",
             "client.state": "reset",
             "evaluate.clients-every": 0,

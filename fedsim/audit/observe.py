@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from flwr.serverapp import Grid
+from flwr.app import Array, Message
 from flwr.serverapp.strategy import Result
 from torch import Tensor
 
 from fedsim.audit.claim import Claim
-from fedsim.audit.worlds import Canaries
 from fedsim.engines import LocalGrid
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import State
 from fedsim.privacy import Entry
 from fedsim.rows import Layout
+from fedsim.rows.exchange import Instructions
+from fedsim.rows.trainers import BlockTrainer
 from fedsim.strategies import DPFedAvg
 
 __all__ = [
@@ -27,9 +30,11 @@ __all__ = [
     "Observation",
     "Parameters",
     "Plan",
+    "RecordedTrainer",
     "StrategyFactory",
     "columns",
     "observe",
+    "observe_resumed",
     "parameters",
 ]
 
@@ -99,6 +104,9 @@ class Observation:
     error : Exception or None
         What was raised, if that was why.
     delta : float
+    leaving : sequence of mapping of name to float64 ``[n]``
+        Everything that leaves each round beside the parameters, where it was asked for: metrics,
+        what the release says of itself, state, and what clients are sent.
     """
 
     moves: Floats
@@ -110,6 +118,7 @@ class Observation:
     ended: str
     error: Exception | None
     delta: float
+    leaving: Sequence[Mapping[str, Floats]] = ()
 
     @property
     def released(self) -> int:
@@ -135,23 +144,34 @@ class Observation:
         return np.concatenate([self.moves, numbers], axis=1)
 
 
+class RecordedTrainer(BlockTrainer, Protocol):
+    """Made-up clients that note who of them was asked."""
+
+    @property
+    def answered(self) -> dict[int, list[Ids]]:
+        """Who answered or raised in each round, in the order in which they did."""
+
+
 def observe(
     plan: Plan,
-    trainer: Canaries,
+    trainer: RecordedTrainer,
     start: Parameters,
     seed: int | None,
     *,
-    grid: Grid | None = None,
+    grid: LocalGrid | None = None,
     timeout: float = 3600,
+    leaving: bool = False,
 ) -> Observation:
     """Run once.
 
     Parameters
     ----------
-    grid : Grid, optional
+    grid : LocalGrid, optional
         What the strategy talks to, if not `LocalGrid`'s blocks.
     timeout : float
-        Seconds that the strategy is told to wait for a round.
+        Seconds that the strategy waits for a round.
+    leaving : bool
+        Whether to record everything that leaves a round.
     """
     strategy = plan.strategy(seed)
     layout = Layout.of(start)
@@ -160,6 +180,8 @@ def observe(
     shown: list[Mapping[str, float]] = []
     charged: list[int] = []
     states: list[State] = [strategy.mechanism.init(layout)]
+    numbers: list[Mapping[str, Floats]] = []
+    watching = _WatchingGrid(trainer) if leaving else None
 
     def look(server_round: int, result: Result) -> None:
         nonlocal vector
@@ -170,13 +192,15 @@ def observe(
         shown.append({} if report is None else dict(report.info))
         charged.append(len(strategy.ledger.entries))
         states.append({name: tensor.clone() for name, tensor in strategy.mechanism_state.items()})
+        if watching is not None:
+            numbers.append(_leaving(strategy, server_round, result, watching.sent))
 
     trainer.answered.clear()
     error = None
     try:
         strategy.start(
-            grid or LocalGrid(trainer), array_record(start), plan.rounds, timeout=timeout,
-            on_round=look,
+            grid or watching or LocalGrid(trainer), array_record(start), plan.rounds,
+            timeout=timeout, on_round=look,
         )  # fmt: skip
     except Exception as raised:  # a run that fails is something to be seen too
         error = raised
@@ -195,4 +219,88 @@ def observe(
         ended=ended,
         error=error,
         delta=strategy.delta,
+        leaving=numbers,
     )
+
+
+def observe_resumed(
+    plan: Plan, trainer: RecordedTrainer, start: Parameters, seed: int | None, after: int
+) -> tuple[Floats, tuple[Entry, ...]]:
+    """The same run, stopped after so many rounds and resumed in a new strategy.
+
+    Returns
+    -------
+    moves : float64 ``[rounds, d]``
+        As of `Observation`.
+    entries : tuple of Entry
+        The ledger's lines in the end.
+    """
+    layout = Layout.of(start)
+    reached = [layout.flatten(start)]
+
+    def look(server_round: int, result: Result) -> None:
+        reached.append(layout.flatten(tensors(result.arrays)))
+
+    trainer.answered.clear()
+    first, second = plan.strategy(seed), plan.strategy(seed)
+    arrays = first.start(LocalGrid(trainer), array_record(start), after, on_round=look).arrays
+    second.start(LocalGrid(trainer), arrays, plan.rounds, state=first.state(), on_round=look)
+    moves = np.zeros((plan.rounds, layout.d))
+    made = torch.stack(reached).diff(dim=0).numpy()
+    moves[: len(made)] = made
+    return moves, second.ledger.entries
+
+
+class _WatchingGrid(LocalGrid):
+    """Notes what a strategy sends to all clients beside the parameters."""
+
+    sent: Mapping[str, Floats] = {}
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """As `LocalGrid`."""
+        if isinstance(messages, Instructions):
+            self.sent = dict(_numbers("", {**messages.config, **messages.records}))
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+# Other tests look at the ledger; how many clients failed is the operator's knowledge, which a
+# statement says.
+NOT_LEAVING = ("ledger", "failures", "round", "stopped")
+
+
+def _leaving(
+    strategy: DPFedAvg, server_round: int, result: Result, sent: Mapping[str, Floats]
+) -> dict[str, Floats]:
+    """All numbers that somebody may see after a round, but for the parameters."""
+    report = strategy.report
+    state = {k: v for k, v in strategy.state().items() if k not in NOT_LEAVING}
+    return dict(
+        _numbers(
+            "",
+            {
+                "metrics": dict(result.train_metrics_clientapp.get(server_round, {})),
+                "evaluation": dict(result.evaluate_metrics_clientapp.get(server_round, {})),
+                "info": {} if report is None else report.info,
+                "update-norm": None if report is None else report.update_norm,
+                "state": state,
+                "sent": sent,
+            },
+        )
+    )
+
+
+def _numbers(prefix: str, tree: object) -> Iterator[tuple[str, Floats]]:
+    """The numbers of nested mappings, lists and arrays, by their paths; of text, a checksum."""
+    if isinstance(tree, Mapping):
+        for name, entry in tree.items():
+            yield from _numbers(f"{prefix}.{name}" if prefix else str(name), entry)
+    elif isinstance(tree, Tensor):
+        yield prefix, tree.detach().double().cpu().numpy().ravel()
+    elif isinstance(tree, Array):
+        yield prefix, np.asarray(tree.numpy(), dtype=np.float64).ravel()
+    elif isinstance(tree, int | float | np.ndarray | np.number):
+        yield prefix, np.atleast_1d(np.asarray(tree, dtype=np.float64)).ravel()
+    elif tree is not None:
+        yield prefix, np.array([float(zlib.crc32(repr(tree).encode()))])

@@ -1,6 +1,6 @@
 """One run with many canaries, each in or out by a coin (Steinke, Nasr and Jagielski 2023).
 
-What was guessed is held against the whole trade-off curve (`fedsim.audit.guesses`).
+What was guessed is held against the whole trade-off curve (`fedsim.audit.fdp_bound`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from scipy.linalg import hadamard
 from torch import Tensor
 
 from fedsim.audit.claim import Claim, common_claim
-from fedsim.audit.confidence import guesses_epsilon_bound
-from fedsim.audit.guesses import refuted_p_value
+from fedsim.audit.fdp_bound import guesses_epsilon_bound, refuted_p_value
 from fedsim.audit.observe import Parameters, Plan, observe
 from fedsim.audit.worlds import EXAMPLES, Canaries, reach
 from fedsim.errors import FedsimError

@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fedsim.audit.claim import Claim
-from fedsim.audit.power import noticeable
-from fedsim.audit.two_world import TwoWorlds
+from fedsim.audit.confidence import fewest_misses
+from fedsim.audit.fdp_bound import most_correct
+from fedsim.audit.two_world import TwoWorlds, noticeable
 from fedsim.audit.verdict import Verdict
 from fedsim.audit.worlds import WORLDS
 from fedsim.reports.palette import INK, SERIES
@@ -32,7 +33,7 @@ def tabulate(verdict: Verdict, assumed: Mapping[str, str]) -> RenderableType:
     for name, sentence in assumed.items():
         facts.add_row(Text(name, style="dim"), sentence)
     for attack in verdict.two_worlds:
-        seen = f"{_SENTENCES.get(attack.world, '')}; seen by {attack.score}"
+        seen = f"{_SENTENCES.get(attack.world, '')}; best score: {attack.score}"
         facts.add_row(Text(attack.world, style="dim"), seen)
     good = verdict.accepted
     parts: list[RenderableType] = [facts, Text()]
@@ -49,59 +50,72 @@ def power_sentence(verdict: Verdict, seed: int = 1) -> str:
         return ""
     factor = noticeable(verdict.claim, verdict.runs, verdict.risk, seed)
     if factor is None:
-        return "So few runs would not have noticed even ten times less noise: make more of them."
-    return f"So many runs notice noise that is {factor:g} times too small, or anything as bad."
+        return "So few runs would not have detected noise ten times too small: use more (--runs)."
+    return f"So many runs detect noise that is {factor:g} times too small, or a violation as large."
 
 
 def _checks(verdict: Verdict) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    risk = verdict.risk_of_check
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption_justify="left",
+        caption=f"A test detects a violation where p is at most {_p(risk)}, its part of the risk: "
+        "then what was found lies outside what is allowed.",
+    )  # fmt: skip
     table.add_column("of", no_wrap=True)
-    for heading in ("test", "looked at", "found", "should be"):
+    for heading in ("test", "examined", "found", "allowed"):
         table.add_column(heading, overflow="fold")
     table.add_column("p", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     order = list(dict.fromkeys(check.subject for check in verdict.checks))
     for check in sorted(verdict.checks, key=lambda check: order.index(check.subject)):
-        bad = check.refutes(verdict.risk_of_check)
+        bad = check.refutes(risk)
         table.add_row(
-            check.subject, check.name, check.looked_at, check.measured, check.allowed,
-            _p(check.p_value), "refuted" if bad else "holds", style="red" if bad else "",
+            check.subject, check.name, check.looked_at, check.measured, check.limit(risk),
+            _p(check.p_value), "violation" if bad else "ok", style="red" if bad else "",
         )  # fmt: skip
     return table
 
 
 def _attacks(verdict: Verdict) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption_justify="left",
+        caption=f"An attack detects a violation where p is at most {_p(verdict.risk)}.",
+    )  # fmt: skip
     table.add_column("attack", no_wrap=True)
-    for heading in ("errors at most", "claim allows", "p", "epsilon at least", "claimed"):
+    for heading in ("false positives", "false negatives", "allowed", "p", "epsilon at least",
+                    "claimed", ""):  # fmt: skip
         table.add_column(heading, justify="right")
     for attack in verdict.two_worlds:
-        fp, fn = attack.box.bounds
+        counts, trials = attack.box, attack.box.trials
+        fewest = fewest_misses(counts.false_positives, trials, verdict.claim, verdict.risk)
         table.add_row(
             attack.world,
-            f"{fp:.3f}, {fn:.3f}",
-            f"{fp:.3f}, {float(verdict.claim.curve(fp)):.3f}",
+            f"{counts.false_positives} of {trials}",
+            f"{counts.false_negatives} of {trials}",
+            f"{fewest} or more",
             _p(attack.p_value),
             f"{attack.epsilon_bound:.2f}",
             f"{verdict.claim.epsilon:.2f}",
-            style=_style(attack.p_value, verdict),
+            *_outcome(attack.p_value, verdict),
         )
     guesses, claim = verdict.one_run, verdict.one_run_claim
     if guesses is not None and claim is not None:
+        most = most_correct(guesses.canaries, guesses.guesses, verdict.risk, claim)
         table.add_row(
             "one run",
-            f"{guesses.guesses - guesses.correct} of {guesses.guesses} wrong",
             "",
+            f"{guesses.guesses - guesses.correct} of {guesses.guesses} wrong",
+            f"{guesses.guesses - most} or more",
             _p(guesses.p_value),
             f"{guesses.epsilon_bound:.2f}",
             f"{claim.epsilon:.2f}",
-            style=_style(guesses.p_value, verdict),
+            *_outcome(guesses.p_value, verdict),
         )
     return table
 
 
-def _style(p_value: float, verdict: Verdict) -> str:
-    return "red" if p_value <= verdict.risk else ""
+def _outcome(p_value: float, verdict: Verdict) -> tuple[str]:
+    return ("violation" if p_value <= verdict.risk else "ok",)
 
 
 def _p(value: float) -> str:
@@ -126,13 +140,13 @@ def draw(verdict: Verdict, title: str) -> Figure:
         _curve(axes, verdict.claim, low)
         for attack, colour in zip(verdict.two_worlds, SERIES, strict=False):
             _box(axes, attack, colour, low)
-        axes.set_xlabel("false positives: no canary, and one is seen", color=INK)
+        axes.set_xlabel("false positive rate", color=INK)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK)
-    plain.set_ylabel("false negatives: a canary, and none is seen", color=INK)
+    plain.set_ylabel("false negative rate", color=INK)
     plain.legend(loc="upper right", frameon=False, fontsize=9)
     figure.supxlabel(
-        "dots: errors as counted; squares: what they are at most. A square in the shade refutes.",
+        "dots: error rates as counted; squares: upper bounds; in the shade they are a violation.",
         color=INK,
         fontsize=9,
     )
@@ -143,23 +157,23 @@ def draw(verdict: Verdict, title: str) -> Figure:
 def _curve(axes: Axes, claim: Claim, low: float) -> None:
     x = np.unique(np.concatenate([np.geomspace(_LEAST / 10, 1, 400), np.linspace(0, 1, 200)]))
     y = claim.curve(x)
-    axes.fill_between(x, y, low, color=SERIES[1], alpha=0.12, lw=0, label="refutes the claim")
+    axes.fill_between(x, y, low, color=SERIES[1], alpha=0.12, lw=0, label="violates the claim")
     label = f"claim: epsilon {claim.epsilon:.3g} at delta {claim.delta:g}"
     axes.plot(x, np.maximum(y, 1e-9), color=INK, lw=1.5, label=label)
     axes.plot(x, np.maximum(1 - x, 1e-9), color=INK, lw=0.8, ls=":", label="a guess")
 
 
 def _bars(axes: Axes, verdict: Verdict) -> None:
-    """How odd each check's finding is: beyond the line it refutes."""
-    oddness = [-np.log10(max(check.p_value, 1e-12)) for check in verdict.checks]
+    """How unlikely each finding is by chance: beyond the line it is a violation."""
+    digits = [-np.log10(max(check.p_value, 1e-12)) for check in verdict.checks]
     colours = [SERIES[1] if check in verdict.failed else SERIES[0] for check in verdict.checks]
-    places = range(len(oddness))
-    axes.barh(places, oddness, color=colours, height=0.7)
+    places = range(len(digits))
+    axes.barh(places, digits, color=colours, height=0.7)
     axes.set_yticks(places, [str(check) for check in verdict.checks])
     axes.axvline(-np.log10(verdict.risk_of_check), color=INK, lw=1, ls=":")
     axes.invert_yaxis()
     axes.set_xlim(0, 12.5)
-    axes.set_xlabel("digits of oddness; a bar beyond the line refutes", color=INK)
+    axes.set_xlabel("-log10 p; a bar beyond the line is a violation", color=INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK, labelsize=7)
 

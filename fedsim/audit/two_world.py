@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
 
-__all__ = ["TwoWorlds", "attack", "distinguish"]
+__all__ = ["TwoWorlds", "attack", "distinguish", "noticeable"]
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -26,6 +26,8 @@ Tick = Callable[[int], None]
 
 MOST_THRESHOLDS = 64
 HANDICAP = 5.0
+FACTORS = (1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
+TRIALS = 3
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class TwoWorlds:
         Probability bound of a box so far below the claim's curve, if the claim is true.
     epsilon_bound : float
         Lower bound on epsilon at the claim's delta, from a threshold of its own.
+    moves : float64 ``[runs, rounds, d]``
+        What all runs released.
     """
 
     world: str
@@ -50,6 +54,7 @@ class TwoWorlds:
     box: Box
     p_value: float
     epsilon_bound: float
+    moves: Floats = field(default_factory=lambda: np.zeros((0, 0, 0)), repr=False, compare=False)
 
 
 def attack(
@@ -94,7 +99,8 @@ def attack(
     claim = common_claim(claims)
     shown = _stacked(tables)
     direction = world.canary(layout.d).numpy()
-    return distinguish(world.name, shown[:runs], shown[runs:], direction, claim, risk), claim
+    result = distinguish(world.name, shown[:runs], shown[runs:], direction, claim, risk)
+    return replace(result, moves=shown[:, :, : layout.d]), claim
 
 
 def _stacked(tables: list[Floats]) -> Floats:
@@ -180,3 +186,33 @@ def _errors(x: Floats, y: Floats, thresholds: Floats) -> tuple[Counts, Counts]:
     fp = len(x) - np.searchsorted(np.sort(x), thresholds, side="right")
     fn = np.searchsorted(np.sort(y), thresholds, side="right")
     return fp.astype(np.int64), fn.astype(np.int64)
+
+
+def noticeable(claim: Claim, runs: int, risk: float, seed: int) -> float | None:
+    """Smallest of `FACTORS` by which noise could be too small and be noticed every time.
+
+    An ideal canary on the claimed Gaussians, with that much less noise, is audited a few
+    times; None if even the largest factor escapes.
+    """
+    draws = Randomness(seed).generator(Purpose.AUDIT, level="run", part=9)
+    return next(
+        (
+            factor
+            for factor in FACTORS
+            if all(_caught(claim, factor, runs, risk, draws) for _ in range(TRIALS))
+        ),
+        None,
+    )
+
+
+def _caught(
+    claim: Claim, factor: float, runs: int, risk: float, draws: np.random.Generator
+) -> bool:
+    events = [event for event in claim.events for _ in range(event.count)]
+    std = np.array([event.total_noise_multiplier for event in events]) / factor
+    shift = np.array([2.0 if event.relation == "replace-one" else 1.0 for event in events])
+    without = std * draws.standard_normal((runs, len(events)))
+    takes_part = draws.random((runs, len(events))) < [event.rate for event in events]
+    present = shift * takes_part + std * draws.standard_normal((runs, len(events)))
+    result = distinguish("", without[:, :, None], present[:, :, None], np.ones(1), claim, risk)
+    return result.p_value <= risk

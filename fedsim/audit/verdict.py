@@ -1,4 +1,4 @@
-"""The audit: attack a strategy's claim from several sides, and say whether it stands."""
+"""The audit: attack a strategy's claim from several sides, and say whether it is violated."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from fedsim.audit.checks import Check
 from fedsim.audit.claim import Claim
 from fedsim.audit.conformance import conformance, model_for
-from fedsim.audit.ideal import accounting_check
-from fedsim.audit.observe import PARAMETERS, Parameters, Plan, StrategyFactory
+from fedsim.audit.neighbouring_runs import pair_checks
+from fedsim.audit.noise_checks import repeats
+from fedsim.audit.observe import PARAMETERS, Parameters, Plan, StrategyFactory, columns
 from fedsim.audit.one_run import OneRun, guess
-from fedsim.audit.pairs import pair_checks
+from fedsim.audit.optimal_attack import accounting_check
 from fedsim.audit.two_world import TwoWorlds, attack
 from fedsim.audit.worlds import WORLDS, World
 from fedsim.errors import FedsimError
@@ -99,18 +101,11 @@ class Verdict:
     def __str__(self) -> str:
         claimed = f"(epsilon, delta) = ({self.claim.epsilon:.3g}, {self.claim.delta:g})"
         level = f"at {self.confidence:.4g} confidence."
-        if self.accepted:
-            tests = f", and none of {len(self.checks)} tests finds anything" if self.checks else ""
-            if not self.attacks:
-                return f"The claim of {claimed} stands{tests}, {level}"
-            return (
-                f"The claim stands: none of {self.attacks} attacks does better than {claimed} "
-                f"allows{tests}, {level}"
-            )
-        return (
-            f"The claim is refuted by {' and '.join(self.refuting)}: this is not what "
-            f"{claimed} says, {level}"
-        )
+        if not self.accepted:
+            return f"Violation of {claimed} detected by {' and '.join(self.refuting)}, {level}"
+        made = [f"{self.attacks} attacks"] * (self.attacks > 0)
+        made += [f"{len(self.checks)} tests"] * bool(self.checks)
+        return f"No violation of {claimed} detected by {' and '.join(made)}, {level}"
 
 
 def _risk_of_attack(confidence: float, attacks: int, checked: bool) -> float:
@@ -131,6 +126,7 @@ def audit(
     confidence: float = 0.99,
     start: Parameters = PARAMETERS,
     seed: int = 1,
+    deep: bool = False,
     tick: Callable[[int], None] = lambda runs: None,
 ) -> Verdict:
     """Attack the claim that a strategy's own ledger makes, and test what it takes for granted.
@@ -163,8 +159,10 @@ def audit(
         Initial parameters of the two-world runs.
     seed : int
         Of all runs; another one makes another audit.
+    deep : bool
+        Whether checks take ten times the releases where few seeds would show.
     tick : callable
-        Told the number of runs made, now and then.
+        Called with a number of runs made, now and then.
 
     Raises
     ------
@@ -188,11 +186,13 @@ def audit(
     full = full or plan
     claim: Claim | None = None
     with quiet():
-        results = [*extra, *(_checks(full, seed) if checks else ())]
+        results = [*extra, *(_checks(full, seed, deep) if checks else ())]
         attacked = []
         for number, world in enumerate(worlds):
             result, claim = attack(plan, world, start, runs, risk, seed + number, tick)
             attacked.append(result)
+        if checks and attacked:
+            results.append(_noise_of_many_seeds(attacked, start))
         guessed = guessed_claim = None
         if canaries:
             canaries = min(canaries, population)
@@ -204,13 +204,29 @@ def audit(
     )
 
 
-def _checks(full: Plan, seed: int) -> list[Check]:
+def _noise_of_many_seeds(attacked: Sequence[TwoWorlds], start: Parameters) -> Check:
+    """Whether any two of the attacks' runs, each of a seed of its own, have the same noise.
+
+    A world's rows are the same at every coordinate of the first layer: in differences of
+    coordinates there is noise alone.
+    """
+    layer = columns(start)[0]
+    moves = np.concatenate(
+        [attack.moves.reshape(-1, attack.moves.shape[-1]) for attack in attacked]
+    )
+    differences = np.diff(moves[:, layer])
+    differences = differences[(differences != 0).any(1)]
+    check = repeats(differences, f"{len(differences):,} rounds of runs with seeds of their own")
+    return replace(check, name="noise of many seeds")
+
+
+def _checks(full: Plan, seed: int, deep: bool) -> list[Check]:
     start = model_for(full)
     event = full.strategy(seed).plan.event()
     claim = Claim((event.times(full.rounds),), full.strategy(seed).delta)
     # Before anything is run: without a claim there is nothing to check.
     claim.curve(0.5)
-    results, noise = conformance(full, start, seed)
+    results, noise = conformance(full, start, seed, deep=deep)
     if noise.stds.all():
         results += pair_checks(full, start, noise, seed)
     return [*results, accounting_check(claim, seed)]

@@ -34,25 +34,28 @@ def audit(
         float, typer.Option(help="Probability with which a true claim is accepted.")
     ] = 0.99,
     seed: Annotated[int, typer.Option(help="Another seed makes another audit.")] = 1,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Look at ten times the releases for noise of few seeds.")
+    ] = False,
 ) -> None:
     """Attack what a config claims, through the strategy and the engine that it would run on.
 
     Tests look at whole runs of the config's own length: is what is released white noise of the
-    claimed size, new in every round; are clients drawn as the ledger says; how far does one
-    client move the sum, and what else, whatever it sends, and whether or not it answers; is
-    every release charged, at what it costs.
+    claimed size, new in every round, down to its last bit; are clients sampled as the ledger says;
+    how far does one client, alone or among several, move the sum and whatever else leaves a round;
+    is every release charged, at what it costs, and does a budget stop the run.
 
-    A canary is a client that does its worst. It is put into federations where it shows most;
-    many runs with it and without it give the false positives and false negatives of whoever
-    wants to tell them apart, and these are held against the trade-off curve that the ledger's
-    (epsilon, delta) allows, for every epsilon. Another attack flips a coin for each of many
+    A canary is an adversarial client. It is put into federations where it shows most; many runs
+    with it and without it give the false positives and false negatives of a membership-inference
+    attack, and these are compared with the trade-off curve that the ledger's (epsilon, delta)
+    allows, for every epsilon. Another attack flips a coin for each of many
     canaries in one run of the config's own length, and guesses the coins (Steinke, Nasr and
     Jagielski 2023; Mahloujifar, Melis and Chaudhuri 2024).
 
         fedsim audit run.toml --runs 2000
 
-    The exit status is 0 when the claim stands and 1 when it is refuted. An audit can refute a
-    claim; that it does not is no proof. The data, the model and the client algorithm play no
+    The exit status is 0 when no violation is detected and 1 when one is. An audit can detect a
+    violation; that it does not is no proof. The data, the model and the client algorithm play no
     part: the claim holds for any update that a client may send.
     """
     settings = RunConfig.load(config, set_ or [])
@@ -74,6 +77,7 @@ def audit(
             canaries=canaries,
             confidence=confidence,
             seed=seed,
+            deep=deep,
             tick=lambda finished: progress.advance(task, finished),
         )
     console.print(tabulate(verdict, assumed))

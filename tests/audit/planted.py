@@ -20,10 +20,10 @@ class Adding:
     def step(self, vector: Tensor, update: Tensor) -> Tensor:
         return vector + update.to(vector.dtype)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         pass
 
 

@@ -13,8 +13,7 @@ from planted import (
 
 from fedsim.audit import ALONE, OPPOSED, RARE, Claim, Plan, World, audit
 from fedsim.audit.observe import PARAMETERS, observe
-from fedsim.audit.power import noticeable
-from fedsim.audit.two_world import distinguish
+from fedsim.audit.two_world import distinguish, noticeable
 from fedsim.audit.worlds import Canaries, reach
 from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
@@ -53,7 +52,7 @@ def test_a_planted_bug_is_caught(bug: Mechanism, world: World, rounds: int, runs
     )
     assert not verdict.accepted
     assert verdict.refuting == (world.name,)
-    assert "refuted by" in str(verdict)
+    assert "Violation of" in str(verdict)
 
 
 def test_a_planted_bug_is_caught_under_sampling() -> None:
@@ -111,7 +110,7 @@ def test_every_cohort_and_placement_is_accepted(cohort: Cohort, placement: str) 
     )
     assert verdict.accepted
     assert verdict.claim.adjacency == cohort.adjacency
-    assert "The claim stands" in str(verdict)
+    assert "No violation of" in str(verdict)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from fedsim.audit.confidence import (
     Box,
     box_p_value,
     epsilon_bound,
-    guesses_epsilon_bound,
-    guesses_p_value,
     upper_rate,
 )
+from fedsim.audit.fdp_bound import guesses_epsilon_bound, guesses_p_value
 
 
 def test_no_event_in_n_trials_bounds_the_rate_in_closed_form() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from bugs import BUGS
+from leaks import OF_ATTACKS, OF_BUDGETS
 from planted import strategies
 
 from fedsim.audit import Plan, Verdict, audit
@@ -20,8 +21,8 @@ from fedsim.mechanisms import (
 )
 
 POISSON = PoissonCohort(0.2, 200)
-OF_CONFIGS = {"two configs of one seed share noise"}
-"""Seen only where there are two configs to compare."""
+OF_CONFIGS = {"two configs of one seed share noise", *OF_BUDGETS, *OF_ATTACKS}
+"""Detected only where there are two configs to compare, or runs of many seeds."""
 OF_MORE_ROUNDS = {
     "every std times .97",
     "two clients always together",
@@ -66,7 +67,7 @@ def test_every_planted_bug_is_caught(name: str) -> None:
 def test_a_run_that_is_as_it_should_be_is_accepted() -> None:
     verdict = checked(PrivateScalar(PerLayer(Clipping(1.0)), name="loss", high=4.0, fraction=0.3))
     assert not verdict.failed
-    assert "none of" in str(verdict)
+    assert "No violation of" in str(verdict)
     assert {check.subject for check in verdict.checks} == {
         "sampler", "bound", "noise", "plan", "ledger",
     }  # fmt: skip

@@ -17,6 +17,7 @@ from fedsim.audit.observe import Observation
 from fedsim.mechanisms import Mechanism, State
 from fedsim.rows import Layout
 from fedsim.rows.dense import scatter
+from fedsim.rows.exact import grid_unit
 
 __all__ = ["MeasuredNoise", "Scale", "in_units", "shaped"]
 
@@ -34,16 +35,19 @@ class Scale:
         row differs from ``center`` by no more than ``half`` in length, in those units.
     zero : float64 ``[d]``
         What a row of zeros adds to the sum, beside the center.
+    step : float64 ``[d]``
+        Of the grid that sums lie on, in units of ``half``.
     """
 
     center: Floats
     half: Floats
     zero: Floats
+    step: Floats
 
     @classmethod
     def of(cls, mechanism: Mechanism, state: State, layout: Layout) -> Scale:
         """From the bounds' radii, and where they put a row of zeros and a row of ones."""
-        center, half = np.empty(layout.d), np.empty(layout.d)
+        center, half, step = (np.empty(layout.d) for _ in range(3))
         for segment in mechanism.cover(layout):
             ready = segment.ready(state)
             zeros = torch.zeros(segment.layout.d, dtype=torch.float64)
@@ -52,9 +56,20 @@ class Scale:
             radius = float(segment.bound.radius(ready, segment.layout.d))
             scatter(torch.from_numpy(center), at_zero, segment.columns)
             scatter(torch.from_numpy(half), radius * (at_one - at_zero), segment.columns)
+            scatter(torch.from_numpy(step), zeros + grid_unit(radius) / radius, segment.columns)
         still = torch.zeros(1, layout.d, dtype=torch.float64)
         zero = mechanism.bound(still, state, layout)[0].numpy() - center
-        return cls(center, half, zero)
+        return cls(center, half, zero, step)
+
+    def steps(self, mean: Floats, denominator: float, zeros: float = 0.0) -> Floats:
+        """A mean ``[..., d]`` of so many rows of zeros and noise, in steps of the sum's grid."""
+        # A row of zeros that is moved to a center is rounded to the grid there.
+        shifted = zeros * np.trunc(self.zero / self.half / self.step)
+        return np.asarray((mean - self.center) * denominator / self.half / self.step - shifted)
+
+
+COARSE = 2.0**44
+"""Grid steps beyond which a number in float64 no longer shows one."""
 
 
 def shaped(states: Sequence[State]) -> bool:
@@ -68,19 +83,31 @@ def shaped(states: Sequence[State]) -> bool:
     return any(first[name].numel() > 1 for name in changing) or len(changing) > 1
 
 
-def in_units(seen: Observation, mechanism: Mechanism, layout: Layout, denominator: float) -> Floats:
-    """Noise of a run in which all clients sent zero, over its noise multiplier: ``[rounds, d]``."""
-    units = np.empty_like(seen.moves)
+def in_units(
+    seen: Observation, mechanism: Mechanism, layout: Layout, denominator: float
+) -> tuple[Floats, Floats]:
+    """Noise of a run in which all clients sent zero: ``[rounds, d]`` twice.
+
+    First over its noise multiplier, then in steps of the grid that it lies on: NaN in rounds where
+    float64 parameters are too coarse to show these.
+    """
+    units, steps = np.empty_like(seen.moves), np.empty_like(seen.moves)
     scale = Scale.of(mechanism, seen.states[0], layout)
+    reached = np.abs(np.cumsum(seen.moves, axis=0)) + np.abs(seen.moves)
     for index, (row, move, count) in enumerate(zip(units, seen.moves, seen.sizes, strict=True)):
         if 0 < index < len(seen.states) and not _same(seen.states[index], seen.states[index - 1]):
             scale = Scale.of(mechanism, seen.states[index], layout)
         row[:] = ((move - scale.center) * denominator - count * scale.zero) / scale.half
-    return units
+        steps[index] = scale.steps(move, denominator, count)
+        if (reached[index] * denominator > COARSE * scale.half * scale.step).any():
+            steps[index] = np.nan
+    return units, steps
 
 
 def _same(state: State, previous: State) -> bool:
-    return all(torch.equal(tensor, previous[name]) for name, tensor in state.items())
+    return state.keys() == previous.keys() and all(
+        torch.equal(tensor, previous[name]) for name, tensor in state.items()
+    )
 
 
 @dataclass(frozen=True)

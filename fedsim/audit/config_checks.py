@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedsim.audit.checks import Check, invariant
 from fedsim.audit.example_runs import GradientRecorder
-from fedsim.audit.standard import Scale
+from fedsim.audit.noise_scale import Scale
 from fedsim.config import RunConfig
 from fedsim.engines import LocalGrid
 from fedsim.randomness import Address, Randomness

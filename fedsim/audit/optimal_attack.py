@@ -1,4 +1,4 @@
-"""The best attack there is, on exactly what the ledger says: is its epsilon large enough?
+"""The optimal attack on exactly what the ledger says: is its epsilon large enough?
 
 Neighbouring federations under the ledger's own events have known distributions, and their
 likelihood ratio can be drawn. What it achieves must be allowed by the claimed curve: nothing of
@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import bdtrc
 
-from fedsim.audit.checks import Check, smallest
+from fedsim.audit.checks import Check, Statistic, statistical
 from fedsim.audit.claim import Claim
 from fedsim.audit.confidence import box_p_value
 from fedsim.privacy import Event
 from fedsim.randomness import Purpose, Randomness
 
-__all__ = ["accounting_check", "log_likelihood_ratios"]
+__all__ = ["accounting_check", "box_p", "log_likelihood_ratios"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -35,19 +35,37 @@ def accounting_check(claim: Claim, seed: int) -> Check:
     thresholds = np.quantile(absent[:half], 1 - LEVELS)
     alarms = np.array([(absent[half:] > level).sum() for level in thresholds])
     missed = np.array([(present[half:] <= level).sum() for level in thresholds])
-    p_curve = smallest(box_p_value(alarms, missed, half, claim))
+    p_values = box_p_value(alarms, missed, half, claim)
     # delta(epsilon) is the mean of a number in [0, 1] under the other world: flip its coin.
     excess = -np.expm1(np.minimum(claim.epsilon - present, 0.0))
     hits = int((draws.random(RUNS) < excess).sum())
-    p_delta = float(bdtrc(hits - 1, RUNS, claim.delta)) if hits else 1.0
-    return Check(
-        "ledger", "epsilon of the events", f"{RUNS:,} draws of the best attack on each side",
-        f"delta {hits / RUNS:.2g} at epsilon {claim.epsilon:.4g}; errors "
-        f"{alarms[2] / half:.3f}, {missed[2] / half:.3f}",
-        f"delta {claim.delta:g}; errors {alarms[2] / half:.3f}, "
-        f"{float(claim.curve(alarms[2] / half)):.3f} or more",
-        smallest([p_curve, p_delta]),
+    level = int(p_values.argmin())
+    errors = Statistic(
+        f"{{}} of {half:,} missed with {alarms[level]:,} false positives",
+        missed.astype(np.float64), p_values,
+        lambda i, count: box_p(int(alarms[i]), round(count), half, claim), float(half), whole=True,
     )  # fmt: skip
+    delta = Statistic(
+        f"{{}} of {RUNS:,} beyond epsilon {claim.epsilon:.4g}", np.array([float(hits)]),
+        np.array([_hits_p(hits, claim.delta)]),
+        lambda _, count: _hits_p(round(count), claim.delta), float(round(RUNS * claim.delta)),
+        whole=True,
+    )  # fmt: skip
+    return statistical(
+        "ledger", "epsilon of the events", f"{RUNS:,} draws of the optimal attack on each side",
+        [errors, delta],
+    )  # fmt: skip
+
+
+def box_p(alarms: int, missed: int, trials: int, claim: Claim) -> float:
+    """`box_p_value` of two counts; 1 where all are missed."""
+    if missed >= trials:
+        return 1.0
+    return float(box_p_value(np.array([alarms]), np.array([max(missed, 0)]), trials, claim)[0])
+
+
+def _hits_p(hits: int, delta: float) -> float:
+    return float(bdtrc(min(hits, RUNS) - 1, RUNS, delta)) if hits > 0 else 1.0
 
 
 def log_likelihood_ratios(

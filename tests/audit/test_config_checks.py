@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedsim import RunConfig
-from fedsim.audit.own_model import address_check, input_check
+from fedsim.audit.config_checks import address_check, input_check
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.randomness import Purpose, Randomness
 

@@ -9,7 +9,10 @@ from fedsim.audit.checks import Check, invariant
 from fedsim.audit.observe import Observation
 from fedsim.privacy import Accountant, Event
 
-__all__ = ["charge_checks", "promise_check"]
+__all__ = ["AFFORDABLE", "budget_between", "budget_check", "charge_checks", "promise_check"]
+
+AFFORDABLE = 2
+"""Rounds that the budgets of an audit allow."""
 
 
 def charge_checks(runs: Sequence[Observation], planned: Event) -> list[Check]:
@@ -57,6 +60,26 @@ def promise_check(entries: Sequence[Event], rounds: int, promised: float, delta:
         f"the ledger comes to {epsilon:.4g}" if more or not math.isfinite(epsilon) else None,
         f"epsilon {promised:.4g} as promised",
     )  # fmt: skip
+
+
+def budget_between(event: Event, delta: float) -> float:
+    """A budget that allows `AFFORDABLE` rounds, and not one more."""
+    costs = [Accountant([event.times(n)]).epsilon(delta) for n in (AFFORDABLE, AFFORDABLE + 1)]
+    return sum(costs) / 2
+
+
+def budget_check(released: dict[str, int], looked_at: str) -> Check:
+    """Whether runs with a budget of `budget_between` release what it allows, and no more.
+
+    Parameters
+    ----------
+    released : mapping of str to int
+        Rounds of each run.
+    """
+    more = next((f"{n} rounds in {run}" for run, n in released.items() if n > AFFORDABLE), None)
+    return invariant(
+        "ledger", "budget", looked_at, more, f"{AFFORDABLE} rounds, which is what it allows"
+    )
 
 
 def _uncharged(runs: Sequence[Observation]) -> str | None:

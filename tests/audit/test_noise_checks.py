@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedsim.audit.noise import noise_checks
+from fedsim.audit.noise_checks import noise_checks
 
 Floats = npt.NDArray[np.float64]
 LAYERS = (slice(0, 1500), slice(1500, 1900), slice(1900, 2048))

@@ -1,6 +1,8 @@
-"""Conformance of draws: who was asked, round by round, against the event that was charged.
+"""Conformance of draws: who was sampled, round by round, against the event that was charged.
 
-Whoever was asked is seen at the clients, not at the sampler: what is tested is what happened.
+The samples are those that clients were asked in, not the sampler's: what is tested is what
+happened. Where probabilities differ by client and by round, each row is in independently with one
+of its own, so that centred indicators add up to numbers that Bernstein's inequality bounds.
 """
 
 from __future__ import annotations
@@ -11,12 +13,20 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import bdtr, bdtrc, chdtr, chdtrc, gammaln
+from scipy.special import bdtr, bdtrc, chdtrc, gammaln
 
-from fedsim.audit.checks import Check, invariant, normal_p, smallest
+from fedsim.audit.checks import (
+    Check,
+    Statistic,
+    binomial,
+    chi_square,
+    invariant,
+    normal,
+    statistical,
+)
 from fedsim.privacy import Event
 
-__all__ = ["draw_checks", "each_once"]
+__all__ = ["draw_checks", "inclusion_checks"]
 
 Ids = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.int64]
@@ -70,7 +80,7 @@ def draw_checks(
     law = _Law.of(event, population)
     rounds = [np.asarray(ids, dtype=np.int64) for run in draws for ids in run]
     looked = f"{len(rounds):,} rounds over {population:,} {members}"
-    checks = [each_once(rounds, population, looked)]
+    checks = [_each_once(rounds, population, looked)]
     if checks[0].p_value == 0 or not rounds:
         return checks
     asked = np.zeros((len(rounds), population), dtype=np.float64)
@@ -86,7 +96,7 @@ def draw_checks(
     return checks
 
 
-def each_once(rounds: Sequence[Ids], population: int, looked: str) -> Check:
+def _each_once(rounds: Sequence[Ids], population: int, looked: str) -> Check:
     """Nobody is asked twice in a round, and nobody who is not in the population."""
     broken = None
     for ids in rounds:
@@ -99,16 +109,20 @@ def each_once(rounds: Sequence[Ids], population: int, looked: str) -> Check:
 
 def _sizes(asked: Floats, law: _Law, looked: str) -> Check:
     sizes = asked.sum(1).astype(np.int64)
-    spoken = f"{sizes.mean():.2f} a round, from {sizes.min()} to {sizes.max()}"
     if law.fixed is not None:
-        broken = None if (sizes == law.fixed).all() else spoken
+        broken = f"{sizes.min()} to {sizes.max()} a round" if (sizes != law.fixed).any() else None
         return invariant("sampler", "sizes", looked, broken, f"{law.fixed} in every round")
-    n = law.population
-    p_total = float(_binomial_p(sizes.sum(), n * len(asked), law.rate))
-    p = [smallest(_binomial_p(sizes, n, law.rate)), p_total]
-    return Check(
-        "sampler", "sizes", looked, spoken, f"binomial, {n * law.rate:.2f} a round", smallest(p)
-    )
+    n, q = law.population, law.rate
+    return statistical(
+        "sampler", "sizes", looked,
+        [
+            binomial("{} in one round", sizes, lambda k: _binomial_p(k, n, q), n * q),
+            binomial(
+                "{} in all rounds", [sizes.sum()],
+                lambda k: _binomial_p(k, n * len(asked), q), n * q * len(asked),
+            ),
+        ],
+    )  # fmt: skip
 
 
 def _spread(asked: Floats, law: _Law, looked: str) -> Check:
@@ -118,9 +132,9 @@ def _spread(asked: Floats, law: _Law, looked: str) -> Check:
     n, q = law.population, law.rate
     variance = n * q * (1 - q)
     ratio = float(np.square(asked.sum(1) - n * q).mean() / variance)
-    return Check(
-        "sampler", "spread of sizes", looked, f"{math.sqrt(ratio):.3f} of a binomial's std",
-        "1, within chi-square bounds", _dispersion_p(ratio, len(asked), variance, q),
+    return statistical(
+        "sampler", "spread of sizes", looked,
+        [_dispersion("a std of {} of a binomial's", ratio, len(asked), variance, q)],
     )  # fmt: skip
 
 
@@ -129,24 +143,25 @@ def _frequencies(asked: Floats, law: _Law, looked: str) -> Check:
     T, q = len(asked), law.rate
     variance = T * q * (1 - q)
     ratio = float(np.square(counts - T * q).mean() / variance)
-    p = [smallest(_binomial_p(counts, T, q)), _dispersion_p(ratio, len(counts), variance, q)]
-    return Check(
+    return statistical(
         "sampler", "how often each is asked", looked,
-        f"between {counts.min() / T:.4f} and {counts.max() / T:.4f} of the rounds",
-        f"{q:.4g}, within binomial bounds", smallest(p),
+        [
+            binomial("one in {} rounds", counts, lambda k: _binomial_p(k, T, q), T * q),
+            _dispersion("a std of {} of binomial counts'", ratio, len(counts), variance, q),
+        ],
     )  # fmt: skip
 
 
 def _together(asked: Floats, law: _Law, looked: str) -> Check:
     """Pairs that are asked together too often, or never."""
     counts = (asked.T @ asked)[np.triu_indices(asked.shape[1], 1)].astype(np.int64)
-    p_values = _binomial_p(counts, len(asked), law.both)
-    odd = int(p_values.argmin())
-    return Check(
-        "sampler", "pairs asked together", f"{looked}, {len(counts):,} pairs",
-        f"the oddest pair in {counts[odd]} of {len(asked)} rounds",
-        f"{len(asked) * law.both:.4g}, within binomial bounds", smallest(p_values),
+    compared = binomial(
+        "one pair in {} rounds", counts,
+        lambda k: _binomial_p(k, len(asked), law.both), len(asked) * law.both,
     )  # fmt: skip
+    return statistical(
+        "sampler", "pairs asked together", f"{looked}, {len(counts):,} pairs", [compared]
+    )
 
 
 def _overlaps(asked: Floats, law: _Law, looked: str) -> Check:
@@ -154,16 +169,17 @@ def _overlaps(asked: Floats, law: _Law, looked: str) -> Check:
     if len(asked) < 2:
         return invariant("sampler", "overlap of rounds", looked, None, "nothing to compare")
     counts = (asked @ asked.T)[np.triu_indices(len(asked), 1)].astype(np.int64)
-    if law.fixed is None:
-        p_values = _binomial_p(counts, law.population, law.rate**2)
-    else:
-        p_values = _hypergeometric_p(counts, law.population, law.fixed)
-    odd = int(p_values.argmin())
-    return Check(
-        "sampler", "overlap of rounds", f"{looked}, {len(counts):,} pairs of rounds",
-        f"the oddest two have {counts[odd]} in common",
-        f"{law.overlap:.4g}, within what independent draws give", smallest(p_values),
-    )  # fmt: skip
+    population, fixed = law.population, law.fixed
+
+    def p_of(k: Floats) -> Floats:
+        if fixed is None:
+            return _binomial_p(k, population, law.rate**2)
+        return _hypergeometric_p(k.astype(np.int64), population, fixed)
+
+    compared = binomial("two rounds have {} in common", counts, p_of, law.overlap)
+    return statistical(
+        "sampler", "overlap of rounds", f"{looked}, {len(counts):,} pairs of rounds", [compared]
+    )
 
 
 def _succession(asked: Floats, law: _Law, lengths: Sequence[int], looked: str) -> Check:
@@ -186,10 +202,9 @@ def _succession(asked: Floats, law: _Law, lengths: Sequence[int], looked: str) -
     # Under a fixed size the clients of a round are slightly dependent: 1 / (n - 1) apart.
     factor = 1.0 if law.fixed is None else law.population / max(law.population - 1, 1)
     scores = totals[enough] / np.sqrt(products[enough] * factor)
-    return Check(
+    return statistical(
         "sampler", "rounds after being asked", f"{looked}, {int(enough.sum())} lags",
-        f"{np.abs(scores).max():.2f} standard errors", "0, within normal bounds",
-        smallest(normal_p(scores)),
+        [normal("{} standard errors", scores)],
     )  # fmt: skip
 
 
@@ -210,13 +225,20 @@ def _rhythm(asked: Floats, law: _Law, lengths: Sequence[int], looked: str) -> Ch
     if length % 2 == 0:
         degrees[-1] /= 2
     sums = powers * (degrees / len(runs))[:, None]
-    p_values = chdtrc(degrees[:, None], sums)
-    odd = int(p_values.argmin()) // law.population + 1
-    return Check(
-        "sampler", "rhythm of each", f"{looked}, {len(powers)} frequencies",
-        f"the oddest rhythm is one of {length / odd:.4g} rounds", "none, within chi-square bounds",
-        smallest(p_values),
+    p_values = chdtrc(degrees[:, None], sums).ravel()
+    frequency = int(p_values.argmin()) // law.population
+    compared = Statistic(
+        f"a power of {{}} at a rhythm of {length / (frequency + 1):.4g} rounds",
+        sums.ravel() / np.repeat(degrees, law.population), p_values,
+        lambda i, x: _power_p(degrees[i // law.population], x), 0.0,
     )  # fmt: skip
+    return statistical(
+        "sampler", "rhythm of each", f"{looked}, {len(powers)} frequencies", [compared]
+    )
+
+
+def _power_p(degrees: float, ratio: float) -> float:
+    return float(chdtrc(degrees, max(ratio, 0.0) * degrees))
 
 
 def _binomial_p(counts: npt.ArrayLike, trials: int, rate: float) -> Floats:
@@ -224,8 +246,10 @@ def _binomial_p(counts: npt.ArrayLike, trials: int, rate: float) -> Floats:
     k = np.asarray(counts)
     if rate <= 0 or rate >= 1:
         return np.where(k == round(rate * trials), 1.0, 0.0)
-    above = np.where(k > 0, bdtrc(np.maximum(k - 1, 0), trials, rate), 1.0)
-    return np.asarray(np.minimum(1.0, 2 * np.minimum(bdtr(k, trials, rate), above)))
+    possible = np.minimum(k, trials)
+    above = np.where(k > 0, bdtrc(np.maximum(possible - 1, 0), trials, rate), 1.0)
+    p_values = np.minimum(1.0, 2 * np.minimum(bdtr(possible, trials, rate), above))
+    return np.asarray(np.where(k > trials, 0.0, p_values))
 
 
 def _hypergeometric_p(counts: Counts, n: int, m: int) -> Floats:
@@ -238,15 +262,79 @@ def _hypergeometric_p(counts: Counts, n: int, m: int) -> Floats:
         logs = logs - gammaln(k + 1) - 2 * gammaln(m - k + 1) - gammaln(in_neither + 1)
     masses = np.where(possible, np.exp(logs), 0.0)
     below, above = np.cumsum(masses), np.cumsum(masses[::-1])[::-1]
-    return np.asarray(np.minimum(1.0, 2 * np.minimum(below, above)[counts]))
+    p_values = np.minimum(1.0, 2 * np.minimum(below, above))
+    return np.asarray(np.where(counts <= m, p_values[np.clip(counts, 0, m)], 0.0))
 
 
-def _dispersion_p(ratio: float, count: int, variance: float, rate: float) -> float:
-    """Of a mean of ``count`` squared standardised binomials; matched by a chi-square.
+def _dispersion(words: str, ratio: float, count: int, variance: float, rate: float) -> Statistic:
+    """A mean of ``count`` squared standardised binomials, matched by a chi-square.
 
     A binomial of small variance has heavier squares than a normal, which costs degrees.
     """
     excess = (1 - 6 * rate * (1 - rate)) / variance
     degrees = 2 * count / (2 + excess) if excess > -2 else float(count)
-    x = ratio * degrees
-    return float(min(1.0, 2 * min(chdtr(degrees, x), chdtrc(degrees, x))))
+    return chi_square(words, [ratio * degrees], degrees)
+
+
+def inclusion_checks(
+    draws: Sequence[Sequence[Ids]], probabilities: Floats, event: Event
+) -> list[Check]:
+    """Sizes, frequencies, pairs and overlaps against what the sampler says of each.
+
+    Parameters
+    ----------
+    draws : sequence of runs, each a sequence of int64 arrays
+    probabilities : float64 ``[rounds, population]``
+        Of one run; the same for all.
+    event : Event
+        What each round was charged as.
+    """
+    population = probabilities.shape[1]
+    rounds = [np.asarray(ids, dtype=np.int64) for run in draws for ids in run]
+    looked = f"{len(rounds):,} rounds over {population:,} clients"
+    first = _each_once(rounds, population, looked)
+    highest = float(probabilities.max())
+    charged = invariant(
+        "sampler", "charged rate", looked,
+        f"a probability of {highest:.4g}" if highest > event.rate * (1 + 1e-12) else None,
+        f"probabilities of at most {event.rate:.4g}",
+    )  # fmt: skip
+    if not first.p_value:
+        return [first, charged]
+    asked = np.zeros((len(rounds), population))
+    for row, ids in zip(asked, rounds, strict=True):
+        row[ids] = 1
+    p = np.concatenate([probabilities[: len(run)] for run in draws])
+    centred, variances = asked - p, p * (1 - p)
+
+    def compare(name: str, sums: Floats, spread: Floats, of: str) -> Check:
+        errors = np.sqrt(np.maximum(spread, 1e-300))
+        compared = Statistic(
+            "{} standard errors", (sums / errors).ravel(), _bernstein(sums, spread).ravel(),
+            lambda i, x: float(_bernstein(x * errors.flat[i], spread.flat[i])[0]), 0.0,
+        )  # fmt: skip
+        return statistical("sampler", name, f"{looked}, {sums.size:,} {of}", [compared])
+
+    clients, pairs = np.triu_indices(population, 1), np.triu_indices(len(rounds), 1)
+    return [
+        first,
+        charged,
+        compare("sizes", centred.sum(1), variances.sum(1), "rounds"),
+        compare("how often each is asked", centred.sum(0), variances.sum(0), "clients"),
+        compare(
+            "pairs asked together",
+            (centred.T @ centred)[clients], (variances.T @ variances)[clients], "pairs",
+        ),
+        compare(
+            "overlap of rounds",
+            (centred @ centred.T)[pairs], (variances @ variances.T)[pairs], "pairs of rounds",
+        ),
+    ]  # fmt: skip
+
+
+def _bernstein(sums: npt.ArrayLike, variances: npt.ArrayLike) -> Floats:
+    """Two-sided bounds on the p-values of sums of independent terms, none larger than one."""
+    distance = np.abs(np.atleast_1d(sums))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        exponent = np.square(distance) / (2 * (np.atleast_1d(variances) + distance / 3))
+    return np.asarray(np.minimum(1.0, 2 * np.exp(-np.where(distance > 0, exponent, 0.0))))

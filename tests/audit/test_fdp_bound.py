@@ -5,7 +5,7 @@ import pytest
 from scipy.special import ndtr, ndtri
 
 from fedsim.audit import Claim
-from fedsim.audit.guesses import is_refuted, refuted_p_value
+from fedsim.audit.fdp_bound import is_refuted, refuted_p_value
 from fedsim.privacy.analytic import gaussian_epsilon
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedsim.audit.draws import draw_checks
-from fedsim.audit.inclusion import inclusion_checks
+from fedsim.audit.sampling_checks import draw_checks, inclusion_checks
 from fedsim.cohorts import InclusionSampler
 from fedsim.privacy import Event
 
