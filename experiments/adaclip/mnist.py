@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from pydantic import Field
 from torch import Tensor
 
 from experiments.adaclip.tuned import TunedRates, TunedSettings
@@ -97,7 +98,7 @@ class MnistSettings(TunedSettings):
     norm_bound: float = 28.0
     h2: float = 1e-3
     h2_literal: float = 1e-5
-    momenta: list[float]
+    momenta: list[float] = Field(default_factory=list)
     curves_at: float = 0.5
     examples: int = 0
 
@@ -107,7 +108,7 @@ class Mnist(TunedRates):
 
     settings: MnistSettings
     settings_type: ClassVar[type[Settings]] = MnistSettings
-    methods = LABELS
+    methods: ClassVar[Mapping[str, str]] = LABELS
 
     def plan(self, method: str, epsilon: float, rate: float, seed: int) -> dict[str, Any]:
         """Settings of one training, without momentum."""
@@ -151,7 +152,7 @@ class Mnist(TunedRates):
             lambda index: x[index].double(),
             y,
             test,
-            mechanism=make_mechanism(settings),
+            mechanism=self.mechanism(settings),
             noise_multiplier=z,
             batch=batch,
             epochs=settings["epochs"],
@@ -166,6 +167,10 @@ class Mnist(TunedRates):
             "noise-multiplier": z,
             "epsilon": outcome.ledger.epsilon(delta),
         }
+
+    def mechanism(self, settings: Mapping[str, Any]) -> Mechanism:
+        """What bounds a member's rows."""
+        return make_mechanism(settings)
 
     def report(self, results: Mapping[str, Result]) -> Report:
         """Table 1, Fig. 3's ratio for this model, and both panels of Fig. 4."""

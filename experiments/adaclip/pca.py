@@ -47,7 +47,7 @@ class Pca(TunedRates):
 
     def plan(self, method: str, epsilon: float, rate: float, seed: int) -> dict[str, Any]:
         """Settings of one PCA and one training."""
-        other = {"experiment", "seeds", "tuning_seeds", "epsilons", "rates"}
+        other = {"experiment", "seeds", "tuning_seeds", "epsilons", "rates", "whitened_rates"}
         common = self.settings.model_dump(by_alias=True, exclude=other)
         return {**common, "epsilon": epsilon, "method": method, "rate": rate, "seed": seed}
 

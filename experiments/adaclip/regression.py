@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -39,9 +41,7 @@ __all__ = [
     "make_mechanism",
 ]
 
-Values = Mapping[str, list[list[float]]]
-"""By method: for every dimension, a value a seed."""
-
+PAPER = "paper"
 FLAT_FACTOR = 5.0
 LARGEST = 1e30
 
@@ -52,11 +52,31 @@ METHODS = {
 }
 
 
+@dataclass(frozen=True)
+class _Panel:
+    """Errors at one C by method: for every dimension, of all seeds.
+
+    ``rate`` is the one of all methods, or None where each has its best.
+    """
+
+    bound: float
+    rate: float | None
+    errors: Mapping[str, list[list[float]]]
+    rates: Mapping[str, list[float]]
+    choices: list[BestOfGrid]
+
+    @property
+    def name(self) -> str:
+        return f"C = {self.bound:g}, " + (f"rate {self.rate:g}" if self.rate else "best rates")
+
+
 class RegressionSettings(Settings):
     """Keys of ``experiment.toml``.
 
     Attributes
     ----------
+    paper_clip_norm, paper_rate : float
+        The paper's own point, shown first.
     rates : list of float
         At every C and in every dimension, each method takes the one that ends with the smallest
         mean error.
@@ -65,6 +85,8 @@ class RegressionSettings(Settings):
     dimensions: list[int]
     clip_norms: list[float]
     steps: int
+    paper_clip_norm: float = 1.0
+    paper_rate: float = 0.01
     rates: list[float] = Field(min_length=1)
     noise_multiplier: float
     law: Literal["two-point", "normal"] = "two-point"
@@ -78,7 +100,7 @@ class Regression(Experiment):
 
     def members(self) -> list[ExperimentMember]:
         """Every C, dimension and method, all rates and seeds together."""
-        other = {"experiment", "dimensions", "clip_norms"}
+        other = {"experiment", "dimensions", "clip_norms", "paper_clip_norm", "paper_rate"}
         common = self.settings.model_dump(by_alias=True, exclude=other)
         return [
             ExperimentMember(
@@ -98,30 +120,41 @@ class Regression(Experiment):
     def report(self, results: Mapping[str, Result]) -> Report:
         """Errors and noises by dimension at every C, beside the theory for clipping."""
         settings = self.settings
-        tables, claims = [], []
-        figures: dict[str, float] = {}
-        panels = {}
-        choices = []
+        panels = {PAPER: self._panel(results, settings.paper_clip_norm, settings.paper_rate)}
         for bound in settings.clip_norms:
-            chosen = {
-                method: [self._choice(results, method, bound, d) for d in settings.dimensions]
+            panels[f"c{bound:g}"] = self._panel(results, bound)
+        return Report(
+            [self._table(panel) for panel in panels.values()],
+            {
+                f"error {method} {name} d={d}": over_seeds(seeds)[0]
+                for name, panel in panels.items()
                 for method in METHODS
-            }
-            errors = {
-                method: [
-                    _at(results[_name(method, bound, d)]["error"], settings.rates, choice.value)
-                    for d, choice in zip(settings.dimensions, chosen[method], strict=True)
-                ]
-                for method in METHODS
-            }
-            panels[bound] = errors
-            for method in METHODS:
-                choices += chosen[method]
-                for d, seeds in zip(settings.dimensions, errors[method], strict=True):
-                    figures[f"error {method} C={bound:g} d={d}"] = over_seeds(seeds)[0]
-            tables.append(self._table(bound, errors, chosen))
-            claims += self._claims(bound, errors)
-        return Report(tables, figures, claims, {"errors": self._picture(panels)}, choices)
+                for d, seeds in zip(settings.dimensions, panel.errors[method], strict=True)
+            },
+            [
+                self._grows(panels[PAPER]),
+                *(claim for name, panel in panels.items() for claim in self._claims(name, panel)),
+            ],
+            {"errors": self._picture(list(panels.values()))},
+            [choice for panel in panels.values() for choice in panel.choices],
+        )
+
+    def _panel(
+        self, results: Mapping[str, Result], bound: float, rate: float | None = None
+    ) -> _Panel:
+        """Errors at one C, of every method at one rate or at its best."""
+        errors: dict[str, list[list[float]]] = {}
+        rates: dict[str, list[float]] = {}
+        choices = []
+        for method in METHODS:
+            for d in self.settings.dimensions:
+                choice = self._choice(results, method, bound, d)
+                rates.setdefault(method, []).append(rate or choice.value)
+                choices.append(choice)
+                by_rate = results[_name(method, bound, d)]["error"]
+                at = by_rate[self.settings.rates.index(rates[method][-1])]
+                errors.setdefault(method, []).append(at)
+        return _Panel(bound, rate, errors, rates, [] if rate else choices)
 
     def _choice(
         self, results: Mapping[str, Result], method: str, bound: float, d: int
@@ -134,19 +167,17 @@ class Regression(Experiment):
         }
         return BestOfGrid(f"rate of {method} at C = {bound:g}, d = {d}", scores)
 
-    def _table(
-        self, bound: float, errors: Values, chosen: Mapping[str, Sequence[BestOfGrid]]
-    ) -> Table:
+    def _table(self, panel: _Panel) -> Table:
         title = (
-            f"C = {bound:g}: ||theta_T||^2, mean ± s.d. of {seeds_text(self.settings.seeds)} "
-            "(best rate of the common grid)"
+            f"{panel.name}: ||theta_T||^2, mean ± s.d. of {seeds_text(self.settings.seeds)} "
+            f"({'rate' if panel.rate else 'best rate of the common grid'})"
         )
         rows: list[list[str | float | None]] = [
             [
                 str(d),
                 *(
                     "{:.3g} ± {:.2g} ({:g})".format(
-                        *over_seeds(errors[method][k]), chosen[method][k].value
+                        *over_seeds(panel.errors[method][k]), panel.rates[method][k]
                     )
                     for method in METHODS
                 ),
@@ -154,12 +185,27 @@ class Regression(Experiment):
             for k, d in enumerate(self.settings.dimensions)
         ]
         columns = ["d", *(METHODS[method][0] for method in METHODS)]
-        return Table(f"errors-c{bound:g}", title, columns, rows)
+        name = f"errors-{PAPER}" if panel.rate else f"errors-c{panel.bound:g}"
+        return Table(name, title, columns, rows)
 
-    def _claims(self, bound: float, errors: Values) -> list[PaperClaim]:
-        claims = []
+    def _grows(self, panel: _Panel) -> PaperClaim:
+        """Whether clipping's error grows from each dimension to the next."""
+        logs = [np.log10(seeds).tolist() for seeds in panel.errors["clipping"]]
+        steps = [paired(more, fewer) for fewer, more in pairwise(logs)]
+        means = [over_seeds(seeds)[0] for seeds in panel.errors["clipping"]]
+        return PaperClaim(
+            f"clipping-grows-{PAPER}",
+            "Fig. 2",
+            f"{panel.name}, {METHODS['clipping'][0]}: error grows with d",
+            all_ahead(steps),
+            ", ".join(f"{mean:.2g}" for mean in means)
+            + f" at d = {', '.join(map(str, self.settings.dimensions))}",
+        )
+
+    def _claims(self, name: str, panel: _Panel) -> list[PaperClaim]:
+        claims, errors = [], panel.errors
         for method in ("literal", "stabilised"):
-            label = f"C = {bound:g}, {METHODS[method][0]}"
+            label = f"{panel.name}, {METHODS[method][0]}"
             # Errors of seeds lie orders of magnitude apart: factors are compared, not differences.
             saved = [
                 paired(np.log10(clipping).tolist(), np.log10(adaclip).tolist())
@@ -168,7 +214,7 @@ class Regression(Experiment):
             means = [over_seeds(seeds)[0] for seeds in errors[method]]
             claims += [
                 PaperClaim(
-                    f"{method}-below-c{bound:g}",
+                    f"{method}-below-{name}",
                     "Fig. 2",
                     f"{label}: error below clipping's in every dimension",
                     all_ahead(saved),
@@ -178,7 +224,7 @@ class Regression(Experiment):
                     ),
                 ),
                 PaperClaim(
-                    f"{method}-flat-c{bound:g}",
+                    f"{method}-flat-{name}",
                     "Fig. 2",
                     f"{label}: error independent of d, to a factor of {FLAT_FACTOR:g}",
                     max(means) <= FLAT_FACTOR * min(means),
@@ -187,11 +233,12 @@ class Regression(Experiment):
             ]
         return claims
 
-    def _picture(self, panels: Mapping[float, Values]) -> Figure:
+    def _picture(self, panels: Sequence[_Panel]) -> Figure:
         dimensions = self.settings.dimensions
         title = "AdaCliP, Fig. 2: what the dimension costs"
-        figure, axes = grid(1, len(panels), title=title, width=4 * len(panels), height=4)
-        for panel, (bound, errors) in zip(axes, panels.items(), strict=True):
+        figure, axes = grid(1, len(panels), title=title, width=3.4 * len(panels), height=4)
+        for axis, panel in zip(axes, panels, strict=True):
+            errors = panel.errors
             for method, (label, colour) in METHODS.items():
                 means = np.mean(errors[method], axis=1)
                 # Not standard deviations, which may be more than the mean, on a logarithmic axis.
@@ -199,23 +246,19 @@ class Regression(Experiment):
                     means - np.min(errors[method], axis=1),
                     np.max(errors[method], axis=1) - means,
                 ]
-                panel.errorbar(
+                axis.errorbar(
                     dimensions, means, bars, **curve_style(colour), capsize=3, label=label
                 )
-            panel.set_xscale("log")
-            panel.set_yscale("log")
-            panel.set_xticks(dimensions, [str(d) for d in dimensions])
-            panel.minorticks_off()
-            panel.set_xlabel("dimension")
-            panel.set_title(f"C = {bound:g}", fontsize=10)
+            axis.set_xscale("log")
+            axis.set_yscale("log")
+            axis.set_xticks(dimensions, [str(d) for d in dimensions])
+            axis.minorticks_off()
+            axis.set_xlabel("dimension")
+            axis.set_title(panel.name, fontsize=10)
         axes[0].set_ylabel("error $\\|\\theta_T\\|^2$; bars: range of seeds")
         lines, labels = axes[0].get_legend_handles_labels()
         figure.legend(lines, labels, frameon=False, fontsize=8, loc="outside lower center", ncols=3)
         return figure
-
-
-def _at(by_rate: Sequence[list[float]], rates: Sequence[float], rate: float) -> list[float]:
-    return by_rate[rates.index(rate)]
 
 
 def _factor(decades: Difference) -> str:

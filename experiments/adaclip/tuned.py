@@ -28,6 +28,9 @@ class TunedSettings(Settings):
     epsilons : list of float
     rates : list of float
         The one grid of all methods.
+    whitened_rates : list of float
+        What methods that whiten rows try beyond it: a rate moves the model by ``rate * ||b||``,
+        which may be orders of magnitude smaller.
     tuning_seeds : int
         Seeds 1 to this choose among the rates, by test accuracy; the ``seeds`` after them judge.
     """
@@ -35,6 +38,7 @@ class TunedSettings(Settings):
     seeds: int = Field(5, ge=1)
     epsilons: list[float]
     rates: list[float] = Field(min_length=1)
+    whitened_rates: list[float] = Field(default_factory=list)
     tuning_seeds: int = Field(1, ge=1)
 
 
@@ -44,6 +48,9 @@ class TunedRates(Experiment):
     settings: TunedSettings
     methods: ClassVar[Mapping[str, str]]
     """Names to labels."""
+    whitened: ClassVar[frozenset[str]] = frozenset({"adaclip", "literal"})
+    """Methods that whiten rows."""
+    colours: ClassVar[Mapping[str, str]] = COLOURS
 
     @abstractmethod
     def plan(self, method: str, epsilon: float, rate: float, seed: int) -> dict[str, Any]:
@@ -57,7 +64,7 @@ class TunedRates(Experiment):
             for seed in range(1, settings.tuning_seeds + 1)
             for epsilon in settings.epsilons
             for method in self.methods
-            for rate in settings.rates
+            for rate in self.grid(method)
         ]
 
     def followers(self, results: Mapping[str, Result]) -> list[ExperimentMember]:
@@ -79,6 +86,11 @@ class TunedRates(Experiment):
         first = self.settings.tuning_seeds + 1
         return range(first, first + self.settings.seeds)
 
+    def grid(self, method: str) -> list[float]:
+        """Rates that a method chooses among."""
+        settings = self.settings
+        return [*settings.rates, *(settings.whitened_rates if method in self.whitened else [])]
+
     def rate(self, results: Mapping[str, Result], method: str, epsilon: float) -> float:
         """The rate that ended highest with the tuning seeds."""
         return self._choice(results, method, epsilon).value
@@ -91,7 +103,7 @@ class TunedRates(Experiment):
                     for seed in range(1, self.settings.tuning_seeds + 1)
                 ]
             )[0]
-            for rate in self.settings.rates
+            for rate in self.grid(method)
         }
         return BestOfGrid(f"rate of {method} at eps = {epsilon:g}", scores)
 
@@ -144,14 +156,16 @@ class TunedRates(Experiment):
             for epsilon in self.settings.epsilons
         }
 
-    def ratios(self, results: Mapping[str, Result]) -> list[list[float]]:
-        """``||g - g~||`` of AdaCliP over that of clipping: by epsilon, a value a fresh seed."""
+    def ratios(
+        self, results: Mapping[str, Result], method: str = "adaclip", other: str = "clipping"
+    ) -> list[list[float]]:
+        """``||g - g~||`` of a method over that of another: by epsilon, a value a fresh seed."""
         return [
             [
-                adaclip["distortion"] / clipping["distortion"]
-                for adaclip, clipping in zip(
-                    self.judged(results, "adaclip", epsilon),
-                    self.judged(results, "clipping", epsilon),
+                one["distortion"] / two["distortion"]
+                for one, two in zip(
+                    self.judged(results, method, epsilon),
+                    self.judged(results, other, epsilon),
                     strict=True,
                 )
             ]
@@ -164,7 +178,7 @@ class TunedRates(Experiment):
             self.draw_line(
                 panel,
                 [self.finals(results, method, epsilon) for epsilon in self.settings.epsilons],
-                COLOURS[method],
+                self.colours[method],
                 label,
             )
         panel.set_ylabel("test accuracy (%); bars: s.d. over seeds")

@@ -32,7 +32,7 @@ from fedsim.mechanisms import Clipping, Mechanism, Normalization
 from fedsim.privacy import calibrate
 from fedsim.strategies import DPFedAvg
 
-__all__ = ["METHODS", "Case", "Quadratic", "QuadraticSettings"]
+__all__ = ["METHODS", "Case", "Quadratic", "QuadraticSettings", "descend"]
 
 METHODS = ("clipping", "normalization")
 COLUMNS = ("||w-w*||", "f-f*", "no noise")
@@ -103,37 +103,7 @@ class Quadratic(Experiment):
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """Distances to w*, gaps of f and SNRs of some rounds, from round 0 on."""
-        case = Case.model_validate(settings["case"])
-        problem = LeastSquares(
-            settings["clients"],
-            settings["dimension"],
-            settings["columns"],
-            case.heterogeneity,
-            settings["problem-seed"],
-        )
-        # Clients send w_E - w = -lr u: a bound of C on u is one of lr C on what they send, and
-        # a server that adds the mean has beta = lr.
-        bound = case.lr * case.clip_norm
-        mechanism: Mechanism = (
-            Clipping(bound) if settings["method"] == "clipping" else Normalization(bound)
-        )
-        trainer = ClosedForm(problem, lr=case.lr, steps=settings["steps"])
-        watched = Watched(trainer, mechanism)
-        strategy = DPFedAvg(
-            mechanism=mechanism,
-            cohort=FullCohort(population=problem.n),
-            noise_multiplier=settings["noise-multiplier"],
-            delta=settings["delta"],
-            seed=settings["seed"],
-            fraction_evaluate=0.0,
-        )
-        path = [problem.start(case.start)]
-
-        def on_round(round: int, trained: Trained) -> None:
-            path.append(tensors(trained.arrays)["0.weight"].double().numpy().ravel())
-
-        strategy.start(LocalGrid(watched), _arrays(path[0]), settings["rounds"], on_round=on_round)
-        return _measures(problem, np.array(path), watched, bound, settings)
+        return descend(settings)
 
     def report(self, results: Mapping[str, Result]) -> Report:
         """Final distances as a table, curves and trajectories as pictures."""
@@ -231,6 +201,41 @@ class Quadratic(Experiment):
                 listed(gaps, names),
             ),
         ]
+
+
+def descend(settings: Mapping[str, Any]) -> Result:
+    """What one run of `DPFedAvg` on the problem goes through; see `Quadratic.run`."""
+    case = Case.model_validate(settings["case"])
+    problem = LeastSquares(
+        settings["clients"],
+        settings["dimension"],
+        settings["columns"],
+        case.heterogeneity,
+        settings["problem-seed"],
+    )
+    # Clients send w_E - w = -lr u: a bound of C on u is one of lr C on what they send, and
+    # a server that adds the mean has beta = lr.
+    bound = case.lr * case.clip_norm
+    mechanism: Mechanism = (
+        Clipping(bound) if settings["method"] == "clipping" else Normalization(bound)
+    )
+    trainer = ClosedForm(problem, lr=case.lr, steps=settings["steps"])
+    watched = Watched(trainer, mechanism)
+    strategy = DPFedAvg(
+        mechanism=mechanism,
+        cohort=FullCohort(population=problem.n),
+        noise_multiplier=settings["noise-multiplier"],
+        delta=settings["delta"],
+        seed=settings["seed"],
+        fraction_evaluate=0.0,
+    )
+    path = [problem.start(case.start)]
+
+    def on_round(round: int, trained: Trained) -> None:
+        path.append(tensors(trained.arrays)["0.weight"].double().numpy().ravel())
+
+    strategy.start(LocalGrid(watched), _arrays(path[0]), settings["rounds"], on_round=on_round)
+    return _measures(problem, np.array(path), watched, bound, settings)
 
 
 def _arrays(w: Any) -> ArrayRecord:

@@ -4,7 +4,7 @@ A member is one training run or one computation, a function of its settings alon
 is a small mapping of JSON values that is kept on disk, so that an experiment that was
 interrupted goes on where it stopped. The report turns the results of all members into the
 paper's table or picture, into figures that stand beside those in the paper, and into claims of
-the paper, each of which holds here, does not, or is left undecided by the spread over seeds.
+the paper, each of which is reproduced here, not reproduced, or not decided.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from matplotlib.figure import Figure
 from pydantic import Field
@@ -30,13 +30,22 @@ __all__ = [
     "Result",
     "Settings",
     "Table",
+    "Verdict",
     "seeds_text",
 ]
 
 Result = dict[str, Any]
 """What a member leaves: names to numbers or lists of numbers, as JSON has them."""
 
-FLAT = 1.0  # points
+FLAT = 0.5
+"""Points of accuracy, or decibels of an error, that are a difference in practice."""
+
+Verdict = Literal["reproduced", "not reproduced", "not decided"]
+_VERDICTS: dict[bool | None, Verdict] = {
+    True: "reproduced",
+    False: "not reproduced",
+    None: "not decided",
+}
 
 S = TypeVar("S", bound="Settings")
 
@@ -109,15 +118,21 @@ class PaperClaim:
     ----------
     panel : str
         The paper's figure or table that it is about.
-    holds : bool or None
-        None where the spread over seeds leaves it undecided.
+    reproduced : bool or None
+        None where it is not decided: by the spread over seeds, or since it turns with a setting
+        that the paper does not give.
     """
 
     name: str
     panel: str
     says: str
-    holds: bool | None
+    reproduced: bool | None
     measured: str
+
+    @property
+    def verdict(self) -> Verdict:
+        """In words."""
+        return _VERDICTS[self.reproduced]
 
 
 @dataclass(frozen=True)
@@ -144,10 +159,15 @@ class BestOfGrid:
     def at_edge(self) -> bool:
         """Whether the grid ends at the best, and what lies beyond might be better.
 
-        Where all of the grid is within `FLAT` the value does not matter, and there is no edge.
+        However flat the grid is: a method that nothing changes on a grid may change beyond it.
         """
-        flat = max(self.scores.values()) - min(self.scores.values()) <= FLAT
-        return self.value in (min(self.scores), max(self.scores)) and not flat
+        return len(self.scores) > 1 and self.value in (min(self.scores), max(self.scores))
+
+    @property
+    def flat_ends(self) -> list[float]:
+        """Ends within `FLAT` of the best, beyond which a value may be as good."""
+        ends = sorted({min(self.scores), max(self.scores)})
+        return [end for end in ends if self.scores[self.value] - self.scores[end] <= FLAT]
 
 
 @dataclass(frozen=True)

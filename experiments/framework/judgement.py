@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from experiments.framework.base import Experiment, PaperClaim, Report
+from experiments.framework.base import Experiment, PaperClaim, Report, Verdict
 from fedsim import regular_files
 from fedsim.config.keys import Section
 from fedsim.config.sentences import sentence
@@ -22,7 +22,7 @@ FEWEST_SEEDS = 3
 
 _PLACE = re.compile(r"\{(.+?)(?::([^:{}]+))?\}")
 
-Whose = Literal["", "ours", "scale", "paper"]
+Cause = Literal["", "setting", "scale", "unit", "seeds", "printed", "paper"]
 
 
 class Panel(Section):
@@ -52,15 +52,17 @@ class Claimed(Section):
 
     Attributes
     ----------
-    holds : bool or "undecided"
-    whose : str
-        Whose the difference is where it does not hold: "ours" (our setting or our reading),
-        "scale" (ours is smaller), "paper" (its own setting or its own formula).
+    verdict : "reproduced", "not reproduced" or "not decided"
+    cause : str
+        Of what is not reproduced or not decided. Readings, which no run here shows: "setting"
+        (ours), "scale" (ours is smaller), "printed" (the algorithm as printed). Facts: "unit" (it
+        turns with the unit of a rate that the paper does not give), "seeds" (their spread),
+        "paper" (a calculation shows that it is the paper's).
     why : str
     """
 
-    holds: bool | Literal["undecided"]
-    whose: Whose = ""
+    verdict: Verdict
+    cause: Cause = ""
     why: str = ""
 
 
@@ -131,7 +133,7 @@ def faults(experiment: Experiment, report: Report, judgement: Judgement | None) 
     """Why a report cannot stand as it is, in sentences; none where it can.
 
     A best value at its grid's edge, a verdict from too few seeds, and, beside a judgement, claims
-    that came out otherwise, differences that are nobody's, and names that do not exist.
+    that came out otherwise, differences without a cause, and names that do not exist.
     """
     seeds = experiment.settings.seeds
     wrong = [
@@ -171,16 +173,15 @@ def _against(report: Report, judgement: Judgement) -> list[str]:
 
 def _judged(claim: PaperClaim, claimed: Claimed, panels: Sequence[str]) -> list[str]:
     wrong = []
-    holds: bool | str = "undecided" if claim.holds is None else claim.holds
-    if holds != claimed.holds:
+    if claim.verdict != claimed.verdict:
         wrong.append(
-            f"claims.{claim.name} is judged {claimed.holds!r} and came out {holds!r}: "
+            f"claims.{claim.name} is judged '{claimed.verdict}' and came out '{claim.verdict}': "
             f"{claim.measured}."
         )
-    if (claimed.holds is True) == bool(claimed.whose):
+    if (claimed.verdict == "reproduced") == bool(claimed.cause):
         wrong.append(
-            f"claims.{claim.name}.whose is {claimed.whose!r}; it says whose the difference is "
-            "where a claim does not hold, and only there."
+            f"claims.{claim.name}.cause is {claimed.cause!r}; it says what a claim that is not "
+            "reproduced, or not decided, is put down to, and only there."
         )
     if claim.panel not in panels:
         wrong.append(f"claims.{claim.name} is about {claim.panel!r}, which is no panel.")

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
-from experiments.framework.base import PaperClaim, Report
+from experiments.framework.base import Report, Verdict
 from experiments.framework.judgement import Judgement, Panel
-from experiments.framework.pages import PAPERS, WHOSE, about, markdown_table, sections
+from experiments.framework.pages import CAUSES, PAPERS, RULE, about, markdown_table, sections
 from experiments.framework.run import check, find, load, names
 
 __all__ = ["overview"]
 
-INTRODUCTION = """# The four papers
+INTRODUCTION = f"""# The four papers
 
-Every figure and table, beside what the paper says of it: our setting, the seeds, what holds, and
-whose the difference is where it does not: *ours* (a setting or a reading of the text), of *scale*,
-or *the paper's*. Methods that are compared share one grid or a stated budget, no best value lies at
-a grid's edge, and no verdict rests on one seed: `fedsim experiment NAME --check` judges the stored
-results by these rules anew. What has no stored results says so, and says what it would take."""
+Every figure and table, beside what the paper says of it: our setting, the seeds, the verdict, and
+what a claim that is not reproduced is put down to. {RULE}
+
+Methods that are compared share one grid or a stated budget (methods that whiten rows try larger
+rates as well), no best value lies at a grid's edge, and no verdict rests on one seed: `fedsim
+experiment NAME --check` judges the stored results by these rules again. What has no stored results
+says so, and says what it would take."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,10 @@ def _summary(entries: list[_Entry]) -> str:
     rows: list[list[str | float | None]] = []
     for entry in entries:
         for panel in entry.judgement.panels:
-            verdict, whose = _verdict(entry, panel)
+            verdict, cause = _verdict(entry, panel)
             seeds = str(entry.seeds) if entry.report else ""
-            rows.append([panel.name, f"`{entry.name}`", seeds, verdict, whose])
-    return markdown_table(["panel", "experiment", "seeds", "verdict", "difference"], rows, 2)
+            rows.append([panel.name, f"`{entry.name}`", seeds, verdict, cause])
+    return markdown_table(["panel", "experiment", "seeds", "verdict", "cause"], rows, 2)
 
 
 def _verdict(entry: _Entry, panel: Panel) -> tuple[str, str]:
@@ -81,15 +85,8 @@ def _verdict(entry: _Entry, panel: Panel) -> tuple[str, str]:
         return "not measured", ""
     claims = [claim for claim in entry.report.claims if claim.panel == panel.name]
     judged = entry.judgement.claims
-    counts = {
-        "hold": sum(claim.holds is True for claim in claims),
-        "do not": sum(claim.holds is False for claim in claims),
-        "undecided": sum(claim.holds is None for claim in claims),
-    }
-    verdict = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-    whose = dict.fromkeys(judged[name].whose for name in _others(claims) if name in judged)
-    return verdict, "; ".join(WHOSE[one].partition(":")[0] for one in whose)
-
-
-def _others(claims: list[PaperClaim]) -> list[str]:
-    return [claim.name for claim in claims if claim.holds is not True]
+    counts = Counter(claim.verdict for claim in claims)
+    verdict = ", ".join(f"{counts[word]} {word}" for word in get_args(Verdict) if counts[word])
+    others = [claim.name for claim in claims if claim.reproduced is not True]
+    causes = dict.fromkeys(judged[name].cause for name in others if name in judged)
+    return verdict, "; ".join(CAUSES[one] for one in causes)

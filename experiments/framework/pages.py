@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from experiments.framework.base import PaperClaim, Report, Table
+from experiments.framework.base import FLAT, BestOfGrid, PaperClaim, Report, Table
 from experiments.framework.judgement import Claimed, Judgement, Panel, filled
 from experiments.framework.stored import Stored
 
 __all__ = [
+    "CAUSES",
     "NOT_MEASURED",
     "PAPERS",
-    "WHOSE",
+    "RULE",
     "about",
     "markdown_table",
     "readme",
@@ -42,19 +43,27 @@ EARLIER = (
     "Means over the seeds of a run whose single runs are not kept, partly on other grids. Nothing "
     "is judged by them."
 )
-WHOSE = {
+CAUSES = {
     "": "",
-    "ours": "ours: the setting or the reading",
-    "scale": "scale: ours is smaller",
-    "paper": "the paper's",
+    "setting": "a reading: our setting",
+    "scale": "a reading: our smaller scale",
+    "printed": "a reading: the algorithm as printed",
+    "unit": "it turns with the unit of eta_0, which the paper does not give",
+    "seeds": "the spread over seeds",
+    "paper": "the paper's own, by calculation",
 }
+RULE = (
+    "A claim about several comparisons is *reproduced* if every interval at 95 % lies on its side, "
+    "and *not reproduced* if one lies on the other side, with intervals that hold at 95 % for all "
+    "of them together; otherwise it is *not decided*. A cause called a reading is our guess."
+)
 
 
 def readme(
     name: str, judgement: Judgement, stored: Stored | None, report: Report | None, *, seeds: int
 ) -> str:
     """README.md of an experiment; without results it says that there are none."""
-    checked = "judges the stored results anew" if stored is not None else "says what it would take"
+    checked = "judges the stored results again" if stored is not None else "says what it would take"
     blocks = [
         f"# {judgement.title}",
         f"    fedsim experiment {name} --data DIRECTORY\n"
@@ -66,7 +75,7 @@ def readme(
         blocks.append(
             f"{len(stored.results):,} runs, {_duration(stored.seconds)} on one core of a busy "
             f"machine. Everything below is written from `results.json` ({stored.fingerprint}) and "
-            "`judgement.toml`."
+            f"`judgement.toml`. {RULE}"
         )
     return "\n\n".join([*blocks, *sections(judgement, report, seeds=seeds, heading="##")]) + "\n"
 
@@ -116,8 +125,10 @@ def sections(
     for panel in judgement.panels:
         blocks.append(f"{heading} {panel.name}{of}")
         blocks.append(_panel_text(panel, judgement, report, figures, pictures))
-    if judgement.remarks:
-        remarks = [f"- {filled(remark, figures)}" for remark in judgement.remarks]
+    remarks = [f"- {filled(remark, figures)}" for remark in judgement.remarks]
+    if flat := _flat_ends(report.choices):
+        remarks.append(f"- {flat}")
+    if remarks:
         blocks += [f"{heading} Remarks{of}", "\n".join(remarks)]
     if judgement.paper:
         blocks += [f"{heading} Figures that the paper prints{of}", _beside(judgement, report)]
@@ -157,15 +168,30 @@ def _picture(says: str, file: str) -> str:
 def _verdicts(
     claims: Sequence[PaperClaim], judged: Mapping[str, Claimed], figures: Mapping[str, float]
 ) -> str:
-    """A claim a line: the verdict, what was measured, and whose the difference is."""
+    """A claim a line: the verdict, its cause, and what was measured."""
     lines = []
     for claim in claims:
-        verdict = {True: "Holds", False: "Does not hold", None: "Undecided"}[claim.holds]
         claimed = judged.get(claim.name)
-        whose = f" ({WHOSE[claimed.whose]})" if claimed and claimed.whose else ""
+        cause = f" ({CAUSES[claimed.cause]})" if claimed and claimed.cause else ""
         why = f" {filled(claimed.why, figures)}" if claimed and claimed.why else ""
-        lines.append(f"- **{verdict}**{whose}: {claim.says}: *{claim.measured}*.{why}")
+        verdict = claim.verdict.capitalize()
+        lines.append(f"- **{verdict}**{cause}: {claim.says}: *{claim.measured}*.{why}")
     return "\n".join(lines)
+
+
+def _flat_ends(choices: Sequence[BestOfGrid]) -> str:
+    """Which grids end where their method has hardly changed."""
+    ends = [
+        f"{choice.of} (best {choice.value:g}, end {end:g})"
+        for choice in choices
+        for end in choice.flat_ends
+    ]
+    if not ends:
+        return ""
+    return (
+        f"Grids with an end that is within {FLAT:g} (points, or decibels of an error) of their "
+        f"best, beyond which a value may be as good: {'; '.join(ends)}."
+    )
 
 
 def _earlier(judgement: Judgement) -> str:

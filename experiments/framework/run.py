@@ -1,6 +1,6 @@
 """Run an experiment: the members that are missing, then the report and its files.
 
-`check` judges stored results anew, and `keep` writes the page and pictures of them.
+`check` judges stored results again, and `keep` writes the page and pictures of them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ __all__ = [
 KINDS = {
     "quadratic": "experiments.das.quadratic:Quadratic",
     "das": "experiments.das.tables:Das",
+    "das-local-steps": "experiments.das.local_steps:LocalSteps",
     "adaclip-regression": "experiments.adaclip.regression:Regression",
     "adaclip-mnist": "experiments.adaclip.mnist:Mnist",
+    "adaclip-whitening": "experiments.adaclip.whitening:Whitening",
     "adaclip-pca": "experiments.adaclip.pca:Pca",
     "xu": "experiments.xu.xu:Xu",
     "comparison": "experiments.comparisons.comparison:Comparison",
@@ -234,7 +236,7 @@ def run_experiment(
 
 
 def check(directory: Path, *, data: Path = Path("data")) -> Checked:
-    """Judge the results that are stored in an experiment's directory; nothing is computed anew.
+    """Judge the results that are stored in an experiment's directory; nothing is computed again.
 
     Raises
     ------

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-__all__ = ["Difference", "all_ahead", "listed", "over_seeds", "paired", "within"]
+__all__ = ["Difference", "agreed", "all_ahead", "listed", "over_seeds", "paired", "within"]
 
 LEVEL = 0.95
 
@@ -19,18 +19,37 @@ class Difference:
 
     Attributes
     ----------
-    mean, low, high : float
-        The interval is Student's; it is the whole line where there is one pair only.
+    mean : float
+    error : float
+        Its standard error; infinite where there is one pair only.
+    pairs : int
     """
 
     mean: float
-    low: float
-    high: float
+    error: float
+    pairs: int
+
+    def interval(self, of: int = 1) -> tuple[float, float]:
+        """Student's interval, at 95 % for all of so many intervals together (Bonferroni)."""
+        if self.pairs < 2:
+            return -np.inf, np.inf
+        quantile = float(stats.t.ppf(1 - (1 - LEVEL) / (2 * of), self.pairs - 1))
+        return self.mean - quantile * self.error, self.mean + quantile * self.error
+
+    @property
+    def low(self) -> float:
+        """Lower end of the interval of this difference alone."""
+        return self.interval()[0]
+
+    @property
+    def high(self) -> float:
+        """Upper end of it."""
+        return self.interval()[1]
 
     @property
     def positive(self) -> bool | None:
         """Whether the difference is above 0; None where the interval has 0 inside."""
-        return True if self.low > 0 else False if self.high < 0 else None
+        return all_ahead([self])
 
     @property
     def text(self) -> str:
@@ -55,27 +74,47 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
     differences = [a - b for a, b in zip(first, second, strict=True)]
     mean, spread = over_seeds(differences)
     count = len(differences)
-    if count < 2:
-        return Difference(mean, -np.inf, np.inf)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * spread / np.sqrt(count)
-    return Difference(mean, mean - half, mean + half)
-
-
-def all_ahead(differences: Sequence[Difference]) -> bool | None:
-    """Whether all are above 0: no if one is below, undecided if one may be either."""
-    signs = [difference.positive for difference in differences]
-    return False if False in signs else None if None in signs else True
+    return Difference(mean, spread / np.sqrt(count) if count > 1 else np.inf, count)
 
 
 def within(differences: Sequence[Difference], low: float, high: float) -> bool | None:
-    """Whether all lie from low to high: no if an interval is outside, yes if all are inside."""
-    if any(difference.low > high or difference.high < low for difference in differences):
+    """Whether k differences all lie between low and high, with an error of 5 % either way.
+
+    Yes if all k intervals at 95 % lie inside: whichever difference is really outside, its own
+    interval alone would have to miss it. No if one interval lies outside, and for that the k
+    intervals must hold together: each is at ``1 - 5 % / k``, since one of k intervals at 95 %
+    misses its true value more often than one interval does. Otherwise not decided.
+    """
+    together = [difference.interval(len(differences)) for difference in differences]
+    if any(end < low or start > high for start, end in together):
         return False
-    return True if all(d.low >= low and d.high <= high for d in differences) else None
+    return True if all(low < d.low and d.high < high for d in differences) else None
+
+
+def all_ahead(differences: Sequence[Difference]) -> bool | None:
+    """Whether all are above 0; see `within`."""
+    return within(differences, 0.0, np.inf)
+
+
+def agreed(verdicts: Sequence[bool | None]) -> bool | None:
+    """The verdict that all readings of a setting come to; not decided where they differ."""
+    return verdicts[0] if len(set(verdicts)) == 1 else None
 
 
 def listed(differences: Sequence[Difference], names: Iterable[str]) -> str:
-    """Each with what it is of: ``eps 1: +0.07 [+0.02, +0.13]``."""
+    """Each with what it is of: ``eps 1: +0.07 [+0.02, +0.13]``.
+
+    Where an interval of several is below 0 by itself, and not with all of them together, the
+    latter stands beside it.
+    """
+    count = len(differences)
     return "; ".join(
-        f"{name}: {difference.text}" for name, difference in zip(names, differences, strict=True)
+        f"{name}: {difference.text}{_together(difference, count)}"
+        for name, difference in zip(names, differences, strict=True)
     )
+
+
+def _together(difference: Difference, of: int) -> str:
+    low, high = difference.interval(of)
+    below_alone = difference.high < 0 <= high
+    return f" (with all {of} together [{low:+.2f}, {high:+.2f}])" if below_alone else ""

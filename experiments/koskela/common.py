@@ -9,7 +9,7 @@ from experiments.framework.config_runs import ConfigRuns
 from fedsim.config import Scalar
 from fedsim.runs.artefacts import Row
 
-__all__ = ["Koskela", "optimiser"]
+__all__ = ["Koskela", "optimiser", "units"]
 
 
 class Koskela(ConfigRuns):
@@ -27,10 +27,14 @@ class Koskela(ConfigRuns):
         }
 
 
-def optimiser(name: str, rate: float) -> dict[str, Scalar]:
-    """Keys that turn an ``adadp-lr`` run into one with another local algorithm."""
+def optimiser(name: str, rate: float, largest: float = 0.0) -> dict[str, Scalar]:
+    """Keys that turn an ``adadp-lr`` run into one of another rate or local algorithm.
+
+    ``largest`` is the run's own ``client.eta-max``, of ADADP; a larger start is its own limit.
+    """
     if name == "adadp-lr":
-        return {"client.lr": rate}
+        above: dict[str, Scalar] = {"client.eta-max": rate} if rate > largest > 0 else {}
+        return {"client.lr": rate, **above}
     # Keys that only ADADP has must not be left behind.
     return {
         "client.name": name,
@@ -38,3 +42,11 @@ def optimiser(name: str, rate: float) -> dict[str, Scalar]:
         "client.eta-max": "",
         "client.adapt-rounds": "",
     }
+
+
+def units(start: float, batch: int) -> dict[str, float]:
+    """What a start is on the scale of a batch's mean gradient, by the unit that it is given in.
+
+    The paper does not say whether its eta_0 multiplies the sum or the mean of a batch's gradients.
+    """
+    return {"mean": start, "sum": start * batch}

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from experiments.framework.base import Report, Result, Settings
 from experiments.framework.config_runs import ConfigRunsSettings
-from experiments.koskela.common import Koskela, optimiser
+from experiments.koskela.common import Koskela, optimiser, units
 from experiments.koskela.federated_rounds import over_batches, over_rounds, with_adam
 from experiments.koskela.federated_scores import ADAM, READINGS, SGD, FederatedScores, plan_name
 from experiments.koskela.federated_sweeps import over_randomness, over_rates
@@ -58,7 +58,7 @@ class KoskelaFederated(Koskela):
             for rho, batch in shown
             for method, rates in (
                 (SGD, s.rates),
-                *((reading, [self._start]) for reading in READINGS),
+                *((reading, units(self._start, batch).values()) for reading in READINGS),
             )
             for rate in rates
         ]
@@ -71,7 +71,7 @@ class KoskelaFederated(Koskela):
         points += [(ADAM, rate, s.mixed, batch) for rate in s.adam_rates]
         return {
             plan_name(method, rate, rho, batch): {
-                **_changes(method, rate),
+                **self._changes(method, rate),
                 "partition.randomness": rho,
                 "client.batch-size": batch,
             }
@@ -123,10 +123,10 @@ class KoskelaFederated(Koskela):
         shares = [float(result["rejected"]) for result in self.of_plan(results, name)]
         return sum(shares) / len(shares)
 
-
-def _changes(method: str, rate: float) -> dict[str, Scalar]:
-    """Keys of a run with this method."""
-    if method in READINGS:
-        kept = method.endswith("kept")
-        return {"client.state": "client" if kept else "reset", **optimiser("adadp-lr", rate)}
-    return optimiser(method, rate)
+    def _changes(self, method: str, rate: float) -> dict[str, Scalar]:
+        """Keys of a run with this method."""
+        if method not in READINGS:
+            return optimiser(method, rate)
+        state = "client" if method.endswith("kept") else "reset"
+        limit = float(self.base.client.eta_max)
+        return {"client.state": state, **optimiser("adadp-lr", rate, limit)}

@@ -8,15 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from experiments.framework.base import Report, Table
 from experiments.framework.config_runs import Score
 from experiments.framework.curves import Curve, curves
-from experiments.framework.spread import Difference, all_ahead, listed, paired
+from experiments.framework.spread import Difference, paired
+from experiments.koskela.common import units
 from experiments.koskela.federated_scores import (
     ADAM,
     READINGS,
     SGD,
     STYLES,
+    UNITS,
     FederatedScores,
+    ahead,
     claims_of_readings,
-    signed,
+    in_both_units,
 )
 
 __all__ = ["over_batches", "over_rounds", "with_adam"]
@@ -40,12 +43,17 @@ def _against(
 ) -> Report:  # fmt: skip
     """ADADP beside another method at each of its rates."""
     word, digits = {SGD: ("SGD", "{:g}".format), ADAM: ("Adam", _power)}[other]
-    adadp = scores.adadp(mixed)
+    adadp = {unit: scores.adadp(mixed, unit=unit) for unit in UNITS}
     rate, tuned, chosen = scores.tuned(other, rates, mixed)
     by_rate = scores.over(other, rates, mixed)
     rows: list[list[str | float | None]] = [
-        [READINGS[reading].replace("$\\eta$", "eta"), f"{scores.start:g}", score.text]
-        for reading, score in adadp.items()
+        [
+            READINGS[reading].replace("$\\eta$", "eta"),
+            f"{units(scores.start, scores.batch)[unit]:g} ({UNITS[unit]})",
+            score.text,
+        ]
+        for unit, of_unit in adadp.items()
+        for reading, score in of_unit.items()
     ]
     rows += [
         [f"{word}, best" if tried == rate else word, f"{tried:.3g}", score.text]
@@ -53,19 +61,21 @@ def _against(
     ]
     lines = [
         *_tuned(word, by_rate, rate, digits),
-        *(Curve(READINGS[reading], score, STYLES[reading]) for reading, score in adadp.items()),
+        *(
+            Curve(READINGS[reading], score, STYLES[reading])
+            for reading, score in adadp["mean"].items()
+        ),
     ]
     return Report(
         tables=[Table(f"figure{figure}", title, ["method", "rate", "final accuracy (%)"], rows)],
-        figures={f"{figure} {reading}": score.mean for reading, score in adadp.items()}
+        figures={f"{figure} {reading}": score.mean for reading, score in adadp["mean"].items()}
         | {f"{figure} {other}": tuned.mean},
         claims=claims_of_readings(
             figure,
             f"at {100 * mixed:g} % random, ADADP ends above {word} with its best rate",
-            {
-                reading: signed([paired(score.finals, tuned.finals)])
-                for reading, score in adadp.items()
-            },
+            in_both_units(
+                lambda reading, unit: ahead([paired(adadp[unit][reading].finals, tuned.finals)])
+            ),
         ),
         pictures={f"figure{figure}": curves(title, [("", lines)], xlabel="round")},
         choices=[chosen],
@@ -92,17 +102,20 @@ def over_batches(scores: FederatedScores, batches: Sequence[int], rates: Sequenc
     rows: list[list[str | float | None]] = []
     panels = []
     figures: dict[str, float] = {}
-    gains: dict[str, list[Difference]] = {reading: [] for reading in READINGS}
+    gains: dict[tuple[str, str], list[Difference]] = {}
     choices = []
     for batch in batches:
-        adadp = scores.adadp(0.0, batch)
+        adadp, summed = (scores.adadp(0.0, batch, unit) for unit in UNITS)
         rate, sgd, chosen = scores.tuned(SGD, rates, 0.0, batch)
         choices.append(chosen)
-        rows.append([str(batch), *(score.text for score in adadp.values()), sgd.text, f"{rate:g}"])
+        cells = [score.text for score in (*adadp.values(), *summed.values(), sgd)]
+        rows.append([str(batch), *cells, f"{rate:g}"])
         figures |= {f"1b {reading} B={batch}": score.mean for reading, score in adadp.items()}
         figures[f"1b sgd B={batch}"] = sgd.mean
-        for reading, score in adadp.items():
-            gains[reading].append(paired(score.finals, sgd.finals))
+        for unit, of_unit in zip(UNITS, (adadp, summed), strict=True):
+            for reading, score in of_unit.items():
+                gain = paired(score.finals, sgd.finals)
+                gains.setdefault((reading, unit), []).append(gain)
         lines = [Curve(f"SGD, tuned: {rate:g}", sgd, "sgd")]
         lines += [
             Curve(READINGS[reading], score, STYLES[reading]) for reading, score in adadp.items()
@@ -111,12 +124,14 @@ def over_batches(scores: FederatedScores, batches: Sequence[int], rates: Sequenc
     claims = claims_of_readings(
         "1b",
         "with a pair of classes a client, ADADP ends above rate-tuned SGD at every |B|",
-        {
-            reading: (all_ahead(gain), listed(gain, [f"|B| = {batch}" for batch in batches]))
-            for reading, gain in gains.items()
-        },
+        in_both_units(
+            lambda reading, unit: ahead(gains[reading, unit], [f"|B| = {b}" for b in batches])
+        ),
     )
-    columns = ["|B|", "ADADP (%)", "ADADP, kept (%)", "SGD (%)", "SGD's rate"]
+    columns = [
+        "|B|", "ADADP (%)", "ADADP, kept (%)", "ADADP, eta_0 of the sum (%)", "the same, kept (%)",
+        "SGD (%)", "SGD's rate",
+    ]  # fmt: skip
     table = Table("figure1b", title, columns, rows)
     picture = curves(title, panels, xlabel="round")
     return Report([table], figures, claims, {"figure1b": picture}, choices)

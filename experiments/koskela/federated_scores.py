@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments.framework.base import BestOfGrid, PaperClaim
 from experiments.framework.config_runs import Score, best
-from experiments.framework.spread import Difference, all_ahead
+from experiments.framework.spread import Difference, agreed, all_ahead, listed
+from experiments.koskela.common import units
 
 __all__ = [
     "ADAM",
     "READINGS",
     "SGD",
     "STYLES",
+    "UNITS",
     "FederatedScores",
+    "ahead",
     "claims_of_readings",
+    "in_both_units",
     "plan_name",
-    "signed",
 ]
 
 SGD, ADAM = "sgd", "adam"
 READINGS = {"adadp": "ADADP", "adadp kept": "ADADP, $\\eta$ kept"}
 """Clients start from eta_0 every round, or keep their eta: the paper does not say which."""
+UNITS = {"mean": "eta_0 of the mean gradient", "sum": "of the sum"}
+"""What eta_0 multiplies, which the paper does not say either; see `units`."""
 STYLES = {"adadp": "adadp", "adadp kept": "kept"}
 
 
@@ -54,12 +59,10 @@ class FederatedScores:
         batch = batch or self.batch
         return {rate: self.by_plan[plan_name(method, rate, rho, batch)] for rate in rates}
 
-    def adadp(self, rho: float, batch: int | None = None) -> dict[str, Score]:
-        """Both readings, from the run's own eta_0."""
-        return {
-            reading: self.over(reading, [self.start], rho, batch)[self.start]
-            for reading in READINGS
-        }
+    def adadp(self, rho: float, batch: int | None = None, unit: str = "mean") -> dict[str, Score]:
+        """Both readings, from the run's own eta_0 in a unit: of the batch's mean, or of its sum."""
+        start = units(self.start, batch or self.batch)[unit]
+        return {reading: self.over(reading, [start], rho, batch)[start] for reading in READINGS}
 
     def tuned(
         self, method: str, rates: Sequence[float], rho: float, batch: int | None = None
@@ -74,9 +77,30 @@ def plan_name(method: str, rate: float, rho: float, batch: int) -> str:
     return f"{method} rate={rate:g} rho={rho:g} B={batch}"
 
 
-def signed(differences: Sequence[Difference]) -> tuple[bool | None, str]:
-    """Whether all are above 0, and what they are."""
-    return all_ahead(differences), "; ".join(difference.text for difference in differences)
+def in_both_units(
+    judge: Callable[[str, str], tuple[bool | None, str]],
+) -> dict[str, tuple[bool | None, str]]:
+    """A verdict and what was measured, by reading: what both units of eta_0 agree on.
+
+    Parameters
+    ----------
+    judge : callable
+        From a reading and a unit to a verdict and what was measured.
+    """
+    judged = {reading: {unit: judge(reading, unit) for unit in UNITS} for reading in READINGS}
+    return {
+        reading: (
+            agreed([verdict for verdict, _ in by_unit.values()]),
+            "; ".join(f"{UNITS[unit]}: {text}" for unit, (_, text) in by_unit.items()),
+        )
+        for reading, by_unit in judged.items()
+    }
+
+
+def ahead(differences: Sequence[Difference], names: Sequence[str] = ()) -> tuple[bool | None, str]:
+    """Whether all are above 0, and what they are, by name where they have any."""
+    text = listed(differences, names) if names else differences[0].text
+    return all_ahead(differences), text
 
 
 def claims_of_readings(
@@ -89,16 +113,16 @@ def claims_of_readings(
     name : str
         Begins with the figure's number.
     verdicts : mapping of str to pair
-        Whether the claim holds and what was measured, by reading.
+        Whether the claim is reproduced and what was measured, by reading.
     """
-    ends = {"adadp": ("", "eta_0 anew every round"), "adadp kept": ("-kept", "eta kept")}
+    ends = {"adadp": ("", "from eta_0 every round"), "adadp kept": ("-kept", "eta kept")}
     return [
         PaperClaim(
             name + ends[reading][0],
             f"Fig. {name.partition('-')[0]}",
             f"{says} ({ends[reading][1]})",
-            holds,
+            reproduced,
             measured,
         )
-        for reading, (holds, measured) in verdicts.items()
+        for reading, (reproduced, measured) in verdicts.items()
     ]

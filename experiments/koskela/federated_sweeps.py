@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -14,9 +15,11 @@ from experiments.koskela.federated_scores import (
     READINGS,
     SGD,
     STYLES,
+    UNITS,
     FederatedScores,
+    ahead,
     claims_of_readings,
-    signed,
+    in_both_units,
 )
 
 __all__ = ["over_randomness", "over_rates"]
@@ -93,11 +96,15 @@ def over_randomness(
     scores: FederatedScores, randomness: Sequence[float], rates: Sequence[float]
 ) -> Report:
     """Figure 2a, from pathological (``randomness[0]``) to uniform data."""
-    adadp = {rho: scores.adadp(rho) for rho in randomness}
+    adadp = {unit: {rho: scores.adadp(rho, unit=unit) for rho in randomness} for unit in UNITS}
     tuned = {rho: scores.tuned(SGD, rates, rho) for rho in randomness}
     first, last = randomness[0], randomness[-1]
     uniform = tuned[last][0]
-    lines = {reading: {rho: adadp[rho][reading] for rho in randomness} for reading in READINGS}
+    lines = {
+        _line(reading, unit): {rho: by_rho[rho][reading] for rho in randomness}
+        for unit, by_rho in adadp.items()
+        for reading in READINGS
+    }
     lines["sgd tuned"] = {rho: score for rho, (_, score, _) in tuned.items()}
     lines["sgd fixed"] = {rho: scores.over(SGD, rates, rho)[uniform] for rho in randomness}
     drops = {
@@ -124,7 +131,7 @@ def over_randomness(
         claims += claims_of_readings(
             f"2a-{name}",
             f"from uniform to pathological data SGD, {how}, loses more than ADADP",
-            {reading: signed([paired(lost, drops[reading])]) for reading in READINGS},
+            in_both_units(partial(_lost_more, lost, drops)),
         )
     picture = sweeps(
         title,
@@ -136,12 +143,24 @@ def over_randomness(
         xlabel="randomness of the clients' data",
     )
     columns = [
-        "randomness", "ADADP (%)", "ADADP, kept (%)", "SGD, tuned (%)",
+        "randomness", "ADADP (%)", "ADADP, kept (%)", "ADADP, eta_0 of the sum (%)",
+        "the same, kept (%)", "SGD, tuned (%)",
         f"SGD at {uniform:g} (%)", "tuned rate",
     ]  # fmt: skip
     table = Table("figure2a", title, columns, rows)
     choices = [choice for _, _, choice in tuned.values()]
     return Report([table], figures, claims, {"figure2a": picture}, choices)
+
+
+def _line(reading: str, unit: str) -> str:
+    return reading if unit == "mean" else f"{reading}, {unit}"
+
+
+def _lost_more(
+    lost: list[float], drops: Mapping[str, list[float]], reading: str, unit: str
+) -> tuple[bool | None, str]:
+    """Whether SGD has lost more than ADADP of one reading and unit."""
+    return ahead([paired(lost, drops[_line(reading, unit)])])
 
 
 def _ranges(scores: Sequence[Score]) -> list[float]:

@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 
 from experiments.framework.base import BestOfGrid, PaperClaim, Report, Result, Settings, Table
 from experiments.framework.config_runs import ConfigRunsSettings
-from experiments.framework.spread import Difference, over_seeds, paired
-from experiments.koskela.common import Koskela, optimiser
+from experiments.framework.spread import Difference, agreed, over_seeds, paired
+from experiments.koskela.common import Koskela, optimiser, units
+from experiments.koskela.federated_scores import UNITS
 from fedsim.config import Scalar
 from fedsim.models.dense import parse_widths
 from fedsim.reports.palette import COLOURS
@@ -22,6 +23,7 @@ __all__ = ["KoskelaScale", "KoskelaScaleSettings"]
 
 WINDOW = 5  # rounds that an accuracy is the mean of
 PANEL = "Figs. 1a and 2a by scale"
+ADADP = {"mean": "adadp", "sum": "adadp sum"}  # by the unit of eta_0
 _BASE = "rounds"  # the run's own scale, for the most rounds
 
 
@@ -84,8 +86,12 @@ class KoskelaScale(Koskela):
         return {n: _BASE if (n,) == base_widths else f"width={n}" for n in self.settings.widths}
 
     def _methods(self) -> dict[str, dict[str, Scalar]]:
-        start = float(self.base.client.lr)
-        methods = {"adadp": {"client.state": "client", **optimiser("adadp-lr", start)}}
+        client = self.base.client
+        limit = float(client.eta_max)
+        methods = {
+            ADADP[unit]: {"client.state": "client", **optimiser("adadp-lr", start, limit)}
+            for unit, start in units(float(client.lr), client.batch_size).items()
+        }
         return methods | {
             f"sgd rate={rate:g}": optimiser("sgd", rate) for rate in self.settings.rates
         }
@@ -99,12 +105,11 @@ class KoskelaScale(Koskela):
         points |= {
             f"{n} hidden units": (name, min(s.horizons)) for n, name in self._by_width.items()
         }
-        gaps: dict[str, Difference] = {}
+        gaps: dict[str, dict[str, Difference]] = {unit: {} for unit in ADADP}
         choices: list[BestOfGrid] = []
         rows: list[list[str | float | None]] = []
         figures: dict[str, float] = {}
         for name, (scale, horizon) in points.items():
-            adadp = self._finals(results, f"{scale} adadp", horizon)
             sgd = {
                 rate: self._finals(results, f"{scale} sgd rate={rate:g}", horizon)
                 for rate in s.rates
@@ -112,28 +117,43 @@ class KoskelaScale(Koskela):
             choice = BestOfGrid(
                 f"rate of sgd at {name}", {rate: over_seeds(of)[0] for rate, of in sgd.items()}
             )
-            gaps[name] = paired(adadp, sgd[choice.value])
+            means = []
+            for unit, method in ADADP.items():
+                adadp = self._finals(results, f"{scale} {method}", horizon)
+                gaps[unit][name] = paired(adadp, sgd[choice.value])
+                means.append(over_seeds(adadp)[0])
             choices.append(choice)
-            figures[f"gap {name}"] = gaps[name].mean
-            rows.append([name, over_seeds(adadp)[0], over_seeds(sgd[choice.value])[0],
-                         f"{choice.value:g}", gaps[name].text])  # fmt: skip
-        columns = ["scale", "ADADP, eta kept (%)", "SGD, tuned (%)", "its rate", "gap (points)"]
+            figures[f"gap {name}"] = gaps["mean"][name].mean
+            rows.append([name, means[0], over_seeds(sgd[choice.value])[0], f"{choice.value:g}",
+                         gaps["mean"][name].text, means[1], gaps["sum"][name].text])  # fmt: skip
+        columns = [
+            "scale", "ADADP, eta kept (%)", "SGD, tuned (%)", "its rate", "gap (points)",
+            "ADADP, eta_0 of the sum (%)", "its gap",
+        ]  # fmt: skip
         return Report(
             tables=[Table("gaps", f"ADADP against tuned SGD\n{self._where}", columns, rows)],
             figures=figures,
             claims=[claim for more in (False, True) for claim in self._claims(gaps, more=more)],
-            pictures={"gaps": self._picture(gaps)},
+            pictures={"gaps": self._picture(gaps["mean"])},
             choices=choices,
         )
 
-    def _claims(self, gaps: Mapping[str, Difference], *, more: bool) -> list[PaperClaim]:
-        """What becomes of the gap over the rounds, at the run's own or at ``more`` images."""
+    def _claims(
+        self, gaps: Mapping[str, Mapping[str, Difference]], *, more: bool
+    ) -> list[PaperClaim]:
+        """What becomes of the gap over the rounds, at the run's own or at ``more`` images.
+
+        By unit of eta_0, whose verdicts must agree.
+        """
         s = self.settings
         images = max(s.images) if more else self.base.partition.max_examples
-        first, last = (
-            gaps[_of_most(horizon, images) if more else f"{horizon} rounds"]
-            for horizon in (min(s.horizons), max(s.horizons))
-        )
+        ends = {
+            unit: [
+                of_unit[_of_most(horizon, images) if more else f"{horizon} rounds"]
+                for horizon in (min(s.horizons), max(s.horizons))
+            ]
+            for unit, of_unit in gaps.items()
+        }
         ending = "-images" if more else ""
         return [
             PaperClaim(
@@ -141,16 +161,19 @@ class KoskelaScale(Koskela):
                 PANEL,
                 f"after {max(s.horizons)} rounds of {images:,} images a client ADADP is ahead of "
                 "rate-tuned SGD",
-                last.positive,
-                last.text,
+                agreed([last.positive for _, last in ends.values()]),
+                "; ".join(f"{UNITS[unit]}: {last.text}" for unit, (_, last) in ends.items()),
             ),
             PaperClaim(
                 f"closer{ending}",
                 PANEL,
                 f"with {images:,} images a client ADADP's gap to SGD is better after "
                 f"{max(s.horizons)} rounds than after {min(s.horizons)}",
-                _grown(first, last),
-                f"{first.text}, then {last.text}",
+                agreed([_grown(first, last) for first, last in ends.values()]),
+                "; ".join(
+                    f"{UNITS[unit]}: {first.text}, then {last.text}"
+                    for unit, (first, last) in ends.items()
+                ),
             ),
         ]
 

@@ -37,21 +37,21 @@ def experiment(
     ] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes; 0 is one a core.")] = 0,
     check: Annotated[
-        bool, typer.Option("--check", help="Judge the stored results anew; nothing is computed.")
+        bool, typer.Option("--check", help="Judge the stored results again; nothing is computed.")
     ] = False,
     store: Annotated[
         bool,
         typer.Option(
             "--store",
-            help="Keep results in its directory; with --check, write its README and pictures anew.",
+            help="Keep results in its directory; with --check, write README and pictures again.",
         ),
     ] = False,
 ) -> None:
-    """Reproduce a figure or a table of a paper, and say what holds and what does not.
+    """Reproduce a figure or a table of a paper, and say which of its claims are reproduced.
 
-    Without a name, the experiments are listed. Every one is made of independent members whose
-    results are kept: interrupted, it goes on where it stopped, and a second time only the
-    report is made anew.
+    Without a name, the experiments are listed. Every one is made of independent runs whose
+    results are kept: interrupted, it resumes where it stopped, and a second time only the
+    report is written again.
 
         fedsim experiment quadratic
         fedsim experiment das-fmnist --data ./data --workers 2
@@ -241,10 +241,10 @@ def _claims(report: Report) -> Table:
     table = Table(
         title="What the papers say", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
     )
-    for column in ("panel", "claim", "holds here", "here"):
+    for column in ("panel", "claim", "verdict", "here"):
         table.add_column(column)
-    verdicts = {True: ("yes", "green"), False: ("no", "yellow"), None: ("undecided", "cyan")}
+    styles = {"reproduced": "green", "not reproduced": "yellow", "not decided": "cyan"}
     for claim in report.claims:
-        word, style = verdicts[claim.holds]
-        table.add_row(claim.panel, claim.says, Text(word, style=style), claim.measured)
+        verdict = Text(claim.verdict, style=styles[claim.verdict])
+        table.add_row(claim.panel, claim.says, verdict, claim.measured)
     return table

@@ -29,10 +29,12 @@ class AdaClip(ScalingBound):
     Guarantee: W changes by at most 1 in L2 norm when a row is added or removed; the noise on it
     has standard deviation z.
 
-    The algorithm as printed fails in three ways (it can start with every row clipped and stay
-    there; it estimates the variance of the batch's mean, not of a row; its positive-part
-    estimate of idle coordinates feeds on its own noise). The defaults start as clipping at C,
-    estimate per row, and with ``h2 = C^2 gamma / d`` never add more noise than clipping at C.
+    The algorithm as printed has three defects (at ordinary learning rates it starts with every row
+    clipped and stays there, since rows are whitened and b begins near 0: its rates live on another
+    scale, such as 1e5 where clipping's is 1; it estimates the variance of the batch's mean, not of
+    a row; its positive-part estimate of idle coordinates feeds on its own noise). The defaults
+    start as clipping at C, estimate per row, and with ``h2 = C^2 gamma / d`` never add more noise
+    than clipping at C.
     ``literal=True`` is the printed form.
 
     With ``center=False`` rows are taken as they are, ``w = g / b`` and ``b * W / r``. What b must
@@ -73,7 +75,10 @@ class AdaClip(ScalingBound):
         Doc("Clamp an estimate to [h1, h2] before it enters the moving average, or after."),
     ] = "pre"
     literal: Annotated[
-        bool, Doc("The paper's own Algorithm 1, which may clip every row for good; it needs an h2.")
+        bool,
+        Doc(
+            "The paper's own Algorithm 1, which clips every row at ordinary rates; it needs an h2."
+        ),
     ] = False
 
     needs: ClassVar[tuple[str, ...]] = ("scale", "m")

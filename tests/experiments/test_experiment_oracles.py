@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from experiments.adaclip.dp_pca import SquareRows, principal_directions
 from experiments.adaclip.regression import descend
+from experiments.adaclip.whitening import Whitened, noises, spread
 from experiments.das.least_squares import ClosedForm, LeastSquares, Watched, snr_of_normalization
 from experiments.framework.central import DenseNet, train
 from experiments.xu.beale import MINIMUM, beale, gradient
@@ -27,11 +28,42 @@ from fedsim.clients import SGD
 from fedsim.cohorts import FullCohort, PoissonCohort
 from fedsim.engines import LocalGrid
 from fedsim.engines.arrays import array_record, tensors
-from fedsim.mechanisms import Clipping, NoPrivacy
+from fedsim.mechanisms import AdaClip, Clipping, NoPrivacy
 from fedsim.privacy import Ledger, calibrate
 from fedsim.randomness import Randomness
 from fedsim.strategies import DPFedAvg, sgd
 from fedsim.training import ClientData, Trainer
+
+
+def test_whitening_meets_adaclips_constraint_with_more_noise() -> None:
+    """Section 4.3: d sum s^2 against (sum s)^2, both with sum s^2 / b^2 = gamma."""
+    s = torch.tensor([4.0, 1.0], dtype=torch.float64)
+    assert noises(s) == pytest.approx((2 * 17.0, 25.0))
+    for gamma in (1.0, 0.5):
+        state = {"m": torch.zeros(2, dtype=torch.float64), "s": s}
+        whitening = Whitened(1.0, h2=1.0, gamma=gamma).ready(state)
+        optimal = AdaClip(1.0, h2=1.0, gamma=gamma).ready(state)
+        assert whitening["b"].tolist() == pytest.approx(
+            [4 * (2 / gamma) ** 0.5, (2 / gamma) ** 0.5]
+        )
+        for ready, total in ((whitening, 34.0), (optimal, 25.0)):
+            assert float((s / ready["b"]).square().sum()) == pytest.approx(gamma)
+            assert float(ready["b"].square().sum()) == pytest.approx(total / gamma)
+            assert torch.equal(ready["scale"], 1 / ready["b"])
+
+
+def test_spread_of_the_first_gradients_is_that_of_autograds() -> None:
+    draws = torch.Generator().manual_seed(0)
+    x = torch.rand(30, 4, dtype=torch.float64, generator=draws)
+    y = torch.randint(0, 10, (30,), generator=draws)
+    rows = []
+    for one, label in zip(x, y, strict=True):
+        weights = torch.zeros(10, 5, dtype=torch.float64, requires_grad=True)
+        logits = weights @ torch.cat([one, torch.ones(1, dtype=torch.float64)])
+        cross_entropy(logits[None], label[None]).backward()
+        assert weights.grad is not None
+        rows.append(weights.grad.flatten())
+    torch.testing.assert_close(spread(x, y), torch.stack(rows).std(0, correction=0))
 
 
 def small_problem(heterogeneity: float = 0.1) -> LeastSquares:

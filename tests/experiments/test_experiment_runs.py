@@ -38,6 +38,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "batch": 20.0,
         "curves-at": 1.0,
         "rates": [0.1, 0.3],
+        "whitened-rates": [1.0],
     },
     "adaclip-pca": {
         "epsilons": [2.0],
@@ -48,7 +49,22 @@ SMALL: dict[str, dict[str, Any]] = {
         "hidden": 8,
         "examples": 100,
     },
-    "xu": {"draws": 2000, "steps": 10},
+    "adaclip-whitening": {
+        "epsilons": [1.0],
+        "epochs": [2],
+        "batch": 20.0,
+        "rates": [0.1, 0.3],
+        "whitened-rates": [1.0],
+    },
+    "das-local-steps": {
+        "clients": 8,
+        "dimension": 12,
+        "columns": 3,
+        "rounds": 6,
+        "local-steps": [1, 20],
+        "lengths": [0.03, 0.1],
+    },
+    "xu": {"digits": 1, "steps": 10},
 }
 
 
@@ -249,7 +265,7 @@ def test_mistake_in_an_experiment_is_one_sentence(counting: Path, text: str, mes
         load(counting, data=Path("data"))
 
 
-def test_command_shows_what_holds(counting: Path, tmp_path: Path) -> None:
+def test_command_shows_verdicts(counting: Path, tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(experiment)
     out = tmp_path / "out"

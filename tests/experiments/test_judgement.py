@@ -26,8 +26,9 @@ from experiments.framework.base import BestOfGrid, ExperimentMember, Result, Tab
 from experiments.framework.config_runs import chosen
 from experiments.framework.judgement import Judgement, faults
 from experiments.framework.overview import overview
+from experiments.framework.pages import sections
 from experiments.framework.run import load
-from experiments.framework.spread import all_ahead, paired
+from experiments.framework.spread import agreed, all_ahead, listed, paired
 from experiments.framework.stored import Stored, digest, shortened
 from fedsim.cli.experiment import experiment
 from fedsim.config import RunConfig
@@ -84,13 +85,15 @@ def test_every_panel_of_the_four_papers_is_on_the_page() -> None:
     assert "| " in page
 
 
-def test_best_value_at_an_edge_is_told_from_one_inside_and_from_a_flat_grid() -> None:
+def test_best_value_at_an_edge_is_at_it_however_flat_the_grid_is() -> None:
     assert BestOfGrid("c", {0.1: 80.0, 0.3: 85.0, 1.0: 90.0}).at_edge
     assert BestOfGrid("c", {0.1: 90.0, 0.3: 85.0, 1.0: 80.0}).at_edge
     inside = BestOfGrid("c", {1.0: 80.0, 0.3: 90.0, 0.1: 85.0})
     assert (inside.value, inside.at_edge) == (0.3, False)
-    assert not BestOfGrid("c", {0.1: 69.1, 0.3: 69.2, 1.0: 69.6}).at_edge
+    assert BestOfGrid("c", {0.1: 69.1, 0.3: 69.2, 1.0: 69.6}).at_edge
     assert BestOfGrid("c", {0.1: 80.0}).at_edge is False
+    assert inside.flat_ends == []
+    assert BestOfGrid("c", {0.1: 69.4, 0.3: 69.6, 1.0: 69.0}).flat_ends == [0.1]
 
 
 def test_paired_interval_is_that_of_the_t_test() -> None:
@@ -106,6 +109,77 @@ def test_paired_interval_is_that_of_the_t_test() -> None:
     assert all_ahead([ahead, open_, behind]) is False
 
 
+def test_one_of_k_intervals_below_0_is_no_verdict_by_itself() -> None:
+    """Five differences whose true values are 0: at most 5 % of such claims are not reproduced."""
+    draws = np.random.default_rng(3)
+    trials = 2000
+    rejected = alone = 0
+    for _ in range(trials):
+        differences = [paired(list(draws.normal(0, 1, 5)), [0.0] * 5) for _ in range(5)]
+        rejected += all_ahead(differences) is False
+        alone += any(difference.high < 0 for difference in differences)
+    # Each side has half of the error; three standard errors of 2,000 trials above it.
+    assert rejected / trials <= 0.025 + 3 * np.sqrt(0.025 * 0.975 / trials)
+    assert alone / trials > 0.08
+
+
+def test_intervals_of_several_differences_hold_together() -> None:
+    draws = np.random.default_rng(0).normal(0.0, 1.0, 6)
+    # The interval of this difference alone ends just below 0.
+    values = list(draws - stats.ttest_1samp(draws, 0.0).confidence_interval(0.95).high - 0.05)
+    difference = paired(values, [0.0] * 6)
+    alone = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    together = stats.ttest_1samp(values, 0.0).confidence_interval(1 - 0.05 / 8)
+    assert difference.interval() == pytest.approx((alone.low, alone.high))
+    assert difference.interval(8) == pytest.approx((together.low, together.high))
+    assert alone.high < 0 < together.high
+    ahead = [paired([2, 2.1], [1, 1.1])] * 7
+    assert all_ahead([difference]) is False
+    assert all_ahead([*ahead, difference]) is None
+    text = listed([difference, *ahead], "abcdefgh")
+    assert f"(with all 8 together [{together.low:+.2f}, {together.high:+.2f}])" in text
+    assert text.count("together") == 1
+
+
+def test_readings_that_differ_decide_nothing() -> None:
+    assert [agreed(v) for v in ([True, True], [False, False], [None, None])] == [True, False, None]
+    assert {agreed(v) for v in ([True, False], [True, None], [None, False])} == {None}
+
+
+def test_page_names_grids_that_end_where_they_are_flat(judged: Judgement, made: Experiment) -> None:
+    flat = BestOfGrid("rate of x", {0.1: 79.8, 1.0: 80.0, 10.0: 70.0})
+    report = some(CLAIM, choices=(flat,))
+    page = "\n".join(sections(judged, report, seeds=5, heading="##"))
+    assert "rate of x (best 1, end 0.1)" in page
+    assert faults(made, report, judged) == []
+    steep = BestOfGrid("rate of x", {0.1: 70.0, 1.0: 80.0, 10.0: 70.0})
+    page = sections(judged, some(CLAIM, choices=(steep,)), seeds=5, heading="##")
+    assert "rate of x" not in "\n".join(page)
+
+
+def test_the_papers_point_of_its_figure_2_is_shown_first_with_its_picture() -> None:
+    """C = 1, sigma = .1, rate .01: clipping's error grows with d, the corrected one's does not."""
+    report = check(find("adaclip-regression")).report
+    assert report is not None
+    assert report.tables[0].name == "errors-paper"
+    assert report.claims[0].name == "clipping-grows-paper"
+    errors = [report.figures[f"error clipping paper d={d}"] for d in (10, 100, 300, 1000)]
+    assert errors == pytest.approx([0.0024, 0.0068, 0.018, 0.054], rel=0.02)
+    # 5.03e-5 (d - 1) + .005 is lr sigma^2 (d - 1) / (2 - lr) and the gradients' own variance.
+    assert errors[-1] == pytest.approx(5.03e-5 * 999 + 0.005, rel=0.05)
+
+
+def test_the_printed_adaclips_best_rate_is_inside_a_grid_to_1e6() -> None:
+    report = check(find("adaclip-mnist")).report
+    assert report is not None
+    printed = [choice for choice in report.choices if choice.of.startswith("rate of literal")]
+    assert len(printed) == 5
+    for choice in printed:
+        assert max(choice.scores) == 1e6
+        assert choice.value >= 1e4
+        assert choice.flat_ends == []
+
+
 def some(claim: PaperClaim, *, choices: tuple[BestOfGrid, ...] = ()) -> Report:
     return Report([Table("t", "", ["a"], [])], {"f": 1.0}, [claim], choices=choices)
 
@@ -118,7 +192,7 @@ def judged() -> Judgement:
             "paper-of": "das",
             "about": "A",
             "panels": [{"name": "Fig. 1", "shows": "s", "setting": "s", "tables": ["t"]}],
-            "claims": {"c": {"holds": True}},
+            "claims": {"c": {"verdict": "reproduced"}},
             "paper": {"f": 2.0},
         }
     )
@@ -130,6 +204,7 @@ def made(tmp_path: Path) -> Experiment:
 
 
 CLAIM = PaperClaim("c", "Fig. 1", "it is so", True, "1.0")
+REPRODUCED = {"verdict": "reproduced"}
 
 
 def test_report_that_agrees_with_its_judgement_has_no_fault(
@@ -141,15 +216,15 @@ def test_report_that_agrees_with_its_judgement_has_no_fault(
 @pytest.mark.parametrize(
     ("claim", "changes", "message"),
     [
-        (replace(CLAIM, holds=False), {}, "came out False"),
-        (replace(CLAIM, holds=None), {}, "came out 'undecided'"),
+        (replace(CLAIM, reproduced=False), {}, "came out 'not reproduced'"),
+        (replace(CLAIM, reproduced=None), {}, "came out 'not decided'"),
         (replace(CLAIM, panel="Fig. 2"), {}, "no panel"),
         (replace(CLAIM, name="d"), {}, "claims.d is missing"),
-        (CLAIM, {"claims": {"c": {"holds": True, "whose": "ours"}}}, "whose"),
-        (CLAIM, {"claims": {"c": {"holds": True}, "e": {"holds": True}}}, "no 'e'"),
+        (CLAIM, {"claims": {"c": {**REPRODUCED, "cause": "scale"}}}, "cause"),
+        (CLAIM, {"claims": {"c": REPRODUCED, "e": REPRODUCED}}, "no 'e'"),
         (CLAIM, {"paper": {"g": 1.0}}, "no 'g'"),
         (CLAIM, {"remarks": ["{f:.1f} and {h:.1f}"]}, "sentences: there is no 'h'"),
-        (CLAIM, {"claims": {"c": {"holds": True, "why": "{h}"}}}, "sentences: there is no 'h'"),
+        (CLAIM, {"claims": {"c": {**REPRODUCED, "why": "{h}"}}}, "sentences: there is no 'h'"),
     ],
 )
 def test_disagreement_of_report_and_judgement_is_a_sentence(
@@ -159,10 +234,10 @@ def test_disagreement_of_report_and_judgement_is_a_sentence(
     assert any(message in fault for fault in faults(made, some(claim), changed))
 
 
-def test_difference_without_an_owner_is_a_fault(judged: Judgement, made: Experiment) -> None:
-    tree = judged.model_dump(by_alias=True) | {"claims": {"c": {"holds": False}}}
-    report = some(replace(CLAIM, holds=False))
-    assert any("whose" in fault for fault in faults(made, report, Judgement.model_validate(tree)))
+def test_difference_without_a_cause_is_a_fault(judged: Judgement, made: Experiment) -> None:
+    tree = judged.model_dump(by_alias=True) | {"claims": {"c": {"verdict": "not reproduced"}}}
+    report = some(replace(CLAIM, reproduced=False))
+    assert any("cause" in fault for fault in faults(made, report, Judgement.model_validate(tree)))
 
 
 def test_edge_and_few_seeds_fail_an_experiment(made: Experiment) -> None:
