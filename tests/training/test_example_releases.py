@@ -36,13 +36,14 @@ def trainer(
     mask: torch.Tensor | None = None,
     seed: int = 0,
     max_epsilon: float | None = None,
+    run: str = "a run",
     **settings: object,
 ) -> Trainer:
     data = make_data([20, 7], seed=seed)
     privacy = ExamplePrivacy(
         Clipping(0.5), 1.0, ledger_dir=directory, delta=1e-5, max_epsilon=max_epsilon
     )
-    return Trainer(
+    made = Trainer(
         model or make_mlp(),
         SGD(lr=0.3),
         ClientData(data.x, data.y, data.indices, mean, mean, mask),
@@ -52,6 +53,9 @@ def trainer(
         privacy=privacy,
         **settings,
     )
+    if randomness.release is not None:
+        made.join(run)
+    return made
 
 
 def train(made: Trainer, vector: torch.Tensor | None = None, round: int = 1) -> torch.Tensor:
@@ -61,6 +65,12 @@ def train(made: Trainer, vector: torch.Tensor | None = None, round: int = 1) -> 
 
 def charged(directory: Path) -> int:
     return len(Ledger.read(directory / "client-0.jsonl").charged)
+
+
+def refused(made: Trainer, vector: torch.Tensor | None = None) -> None:
+    """A client does not go through a round of a run again with the noise of another release."""
+    with pytest.raises(FedsimError, match=r"round 1 of client 0 was recorded .* another sum"):
+        train(made, vector)
 
 
 def scaled(scale: float):
@@ -91,6 +101,9 @@ def test_a_run_that_is_resumed_from_its_config_is_charged_once(tmp_path):
     thetas = [train(trainer(tmp_path)) for _ in range(3)]
     assert torch.equal(thetas[0], thetas[2])
     assert charged(tmp_path) == 1
+    # Another run is charged, whatever it repeats.
+    assert torch.equal(train(trainer(tmp_path, run="another run")), thetas[0])
+    assert charged(tmp_path) == 2
 
 
 @pytest.mark.parametrize(
@@ -109,14 +122,25 @@ def test_a_run_that_is_resumed_from_its_config_is_charged_once(tmp_path):
 )
 def test_different_releases_are_never_charged_once(tmp_path, other):
     train(trainer(tmp_path, mean=torch.full((1,), 1.0)))
-    train(other(tmp_path))
-    assert charged(tmp_path) == 2
+    again = other(tmp_path)
+    if again.randomness.entropy == "system" or again.randomness.release != CONFIG.release:
+        train(again)
+        assert charged(tmp_path) == 2
+    else:
+        refused(again)
+        assert charged(tmp_path) == 1
+    again = other(tmp_path)
+    again.join("another run")
+    before = charged(tmp_path)
+    train(again)
+    assert charged(tmp_path) == before + 1
 
 
 def test_frozen_parameters_of_another_value_are_another_release(tmp_path):
-    for value in (0.1, 0.7, 0.1):
-        train(trainer(tmp_path, model=frozen(value)))
-    assert charged(tmp_path) == 2
+    train(trainer(tmp_path, model=frozen(0.1)))
+    refused(trainer(tmp_path, model=frozen(0.7)))
+    train(trainer(tmp_path, model=frozen(0.1)))
+    assert charged(tmp_path) == 1
 
 
 def test_a_loss_whose_body_was_edited_makes_another_release(tmp_path, monkeypatch):
@@ -131,10 +155,15 @@ def test_a_loss_whose_body_was_edited_makes_another_release(tmp_path, monkeypatc
         monkeypatch.delitem(sys.modules, "loss_of_mine", raising=False)
         monkeypatch.setattr(sys, "dont_write_bytecode", True)
         importlib.invalidate_caches()
-        thetas.append(train(trainer(tmp_path, loss=importlib.import_module("loss_of_mine").loss)))
+        loss = importlib.import_module("loss_of_mine").loss
+        thetas.append(train(trainer(None, loss=loss)))
+        if scale == 2.0:
+            refused(trainer(tmp_path, loss=loss))
+        else:
+            train(trainer(tmp_path, loss=loss))
     assert not torch.equal(thetas[0], thetas[1])
     assert torch.equal(thetas[0], thetas[2])
-    assert charged(tmp_path) == 2
+    assert charged(tmp_path) == 1
 
 
 def test_which_targets_count_is_part_of_a_release(tmp_path):
@@ -142,19 +171,21 @@ def test_which_targets_count_is_part_of_a_release(tmp_path):
     thetas = []
     for first in (True, False, True):
         counted[:10] = first
-        thetas.append(train(trainer(tmp_path, mask=counted.clone(), loss=where_counted)))
+        thetas.append(train(trainer(None, mask=counted.clone(), loss=where_counted)))
+        made = trainer(tmp_path, mask=counted.clone(), loss=where_counted)
+        train(made) if first else refused(made)
     assert not torch.equal(thetas[0], thetas[1])
-    assert charged(tmp_path) == 2
+    assert charged(tmp_path) == 1
 
 
 def test_what_came_in_is_part_of_a_release(tmp_path):
     made = trainer(tmp_path)
     train(made)
-    train(made, made.initial() + 1)
+    refused(made, made.initial() + 1)
     train(made, round=2)
-    assert charged(tmp_path) == 3
-    train(trainer(tmp_path), made.initial() + 1)
-    assert charged(tmp_path) == 3
+    assert charged(tmp_path) == 2
+    refused(trainer(tmp_path), made.initial() + 1)
+    assert charged(tmp_path) == 2
 
 
 @pytest.mark.parametrize(
