@@ -207,3 +207,15 @@ def test_a_federations_files(tmp_path: Path) -> None:
         read_roster(fifo(roster))
     with pytest.raises(FedsimError, match="not a regular file"):
         Policy.load(fifo(node / "node.toml"))
+
+
+@pytest.mark.parametrize("command", ["evaluate", "public"])
+def test_a_model_that_was_cut_off(
+    command: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = Path(shutil.copytree(run, tmp_path / "run"))
+    model = damaged / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-100])
+    arguments = ["evaluate"] if command == "evaluate" else ["export", "--public", "--out", "pub"]
+    told = sentence(capsys, arguments[0], str(damaged), *arguments[1:])
+    assert "model.safetensors" in told

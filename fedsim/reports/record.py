@@ -171,7 +171,7 @@ def is_marked(directory: Path) -> bool:
         written = int(content.get("format", RUN_FORMAT))
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, OverflowError):
         raise FedsimError(
             f"{marker} is damaged; a run's marker holds a JSON object with its format."
         ) from None

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -156,10 +157,21 @@ class SavedRun:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The model's parameters and buffers, by name."""
-        return load_file(regular_files.require(self.directory.model)) | dict(
-            {} if self.best is None else self.best.parameters
-        )
+        """The model's parameters and buffers, by name.
+
+        Raises
+        ------
+        FedsimError
+            If model.safetensors is damaged.
+        """
+        path = self.directory.model
+        try:
+            saved = load_file(regular_files.require(path))
+        except SafetensorError as error:
+            raise FedsimError(
+                f"{path} is damaged ({error}); put back the one that the run wrote."
+            ) from None
+        return saved | dict({} if self.best is None else self.best.parameters)
 
     @property
     def metrics(self) -> list[Mapping[str, float]]:

@@ -206,9 +206,10 @@ def test_a_run_of_a_later_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / MARKER).write_text('{"format": 2}')
     with pytest.raises(FedsimError, match="format 2, and this fedsim knows 1"):
         RunDirectory(tmp_path).check_free(overwrite=True)
-    (tmp_path / MARKER).write_text("[")
-    with pytest.raises(FedsimError, match="damaged"):
-        RunDirectory(tmp_path).check_free(overwrite=True)
+    for damaged in ("[", '{"format": 9e999}'):
+        (tmp_path / MARKER).write_text(damaged)
+        with pytest.raises(FedsimError, match="damaged"):
+            RunDirectory(tmp_path).check_free(overwrite=True)
 
 
 def test_a_row_costs_one_line_however_many_there_are(
