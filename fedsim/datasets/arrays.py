@@ -137,7 +137,7 @@ def read_folder(path: Path) -> Arrays:
         ) from error
     try:
         return Arrays.of(arrays)
-    except (ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         single = " and ".join(f"{name}.npy" for name in (*STATISTICS, *DECLARED) if name in arrays)
         raise FedsimError(
             f"{single} of {path} could not be read ({_cause(error)}); there must be numbers."

@@ -379,6 +379,14 @@ def test_nothing_advises_to_unpickle(tmp_path: Path, refused: Callable[..., str]
     assert "pickle" not in told
 
 
+def test_normalising_by_dates_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
+    (tmp_path / "own").mkdir()
+    for key, array in {**USABLE, "mean": np.zeros(1, "M8[s]"), "std": np.ones(1)}.items():
+        np.save(tmp_path / "own" / f"{key}.npy", array)
+    told = refused("run", "c.toml", "--set", "data.name=./own")
+    assert "mean.npy and std.npy of own could not be read" in told
+
+
 @pytest.mark.parametrize(
     "error",
     [
