@@ -21,7 +21,7 @@ from fedsim.errors import FedsimError
 from fedsim.mechanisms import State
 from fedsim.privacy import Entry
 from fedsim.rows import Layout
-from fedsim.rows.exchange import Instructions
+from fedsim.rows.exchange import RUN, Instructions
 from fedsim.rows.trainers import BlockTrainer
 from fedsim.strategies import DPFedAvg
 
@@ -181,7 +181,7 @@ def observe(
     charged: list[int] = []
     states: list[State] = [strategy.mechanism.init(layout)]
     numbers: list[Mapping[str, Floats]] = []
-    watching = _WatchingGrid(trainer) if leaving else None
+    watching = _WatchingGrid(trainer, strategy.ledger.run) if leaving else None
 
     def look(server_round: int, result: Result) -> None:
         nonlocal vector
@@ -252,16 +252,23 @@ def observe_resumed(
 
 
 class _WatchingGrid(LocalGrid):
-    """Notes what a strategy sends to all clients beside the parameters."""
+    """Notes what a strategy sends to all clients beside the parameters.
 
-    sent: Mapping[str, Floats] = {}
+    The run's name is left out, which is drawn before anything is trained.
+    """
+
+    def __init__(self, trainer: BlockTrainer, run: str) -> None:
+        super().__init__(trainer)
+        self._name = (RUN, run)
+        self.sent: Mapping[str, Floats] = {}
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """As `LocalGrid`."""
         if isinstance(messages, Instructions):
-            self.sent = dict(_numbers("", {**messages.config, **messages.records}))
+            config = dict(item for item in messages.config.items() if item != self._name)
+            self.sent = dict(_numbers("", {**config, **messages.records}))
         return super().send_and_receive(messages, timeout=timeout)
 
 
