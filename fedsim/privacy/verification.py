@@ -200,7 +200,7 @@ def _of_metrics(
             "missing or of another run (one that was interrupted is whole once it is resumed)",
         )
     private = math.isfinite(ledger.epsilon(delta))
-    total = ledger.epsilon(delta) if private else math.inf
+    total = shown = ledger.epsilon(delta) if private else math.inf
     by_round = {int(row["round"]): row for row in rows}
     for number, spent in _spent_by_round(ledger, delta, stopping) if private else ():
         row = by_round.get(number)
@@ -212,7 +212,7 @@ def _of_metrics(
         if not spent * (1 - 1e-6) <= shown <= most * (1 + 1e-6):
             stored = f"epsilon {shown:.6g} after round {number}"
             return Verified(subject, False, f"{stored}; the ledger says {spent:.6g}")
-    epsilon = f", epsilon {total:.6g}" if private else ""
+    epsilon = f", epsilon {shown:.6g}" if private else ""
     return Verified(subject, True, f"{len(rows)} rows up to round {last}{epsilon}")
 
 
