@@ -32,6 +32,23 @@ BOUND_DECLARED = (
     "it says, and splits the noise into no less than is charged for."
 )
 
+ROWS: Mapping[Fact, str] = {
+    "by structure": (
+        "A row is one example's by structure: the model and the loss run as graphs, each node of "
+        "which is known to act on every example by itself."
+    ),
+    "one at a time: user code": (
+        "A row is one example's because examples go one at a time: user code, which is given one "
+        "and begins each from the same buffers and attributes. What it shares with itself in other "
+        "places (globals, files) is not looked at."
+    ),
+    "probed": (
+        "That a row is one example's, whatever the others are, was probed on the model and the "
+        "loss, not proved."
+    ),
+}
+"""How it is known that a row is one example's, by what a ledger says of it."""
+
 
 def large_delta(delta: float, level: Level, rows: int | None) -> str:
     """A sentence where delta lets a row be published whole; empty where it does not.
@@ -132,11 +149,7 @@ def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
             "round that reaches none (on a network; never on an engine of one machine) ends the "
             "run."
         )
-    if _facts(entries).get("rows") == {"probed"}:
-        sentences.append(
-            "That a row is one example's, whatever the others are, was probed on the model and "
-            "the loss, not proved."
-        )
+    sentences.extend(ROWS[how] for how in sorted(_facts(entries).get("rows", ())) if how in ROWS)
     if any(entry.declared_by_user for entry in entries):
         sentences.append(SAMPLER_DECLARED)
     if DECLARED in _facts(entries).get("bound", ()):

@@ -52,7 +52,8 @@ class Entry:
         Whether the event is a user's word for what their sampler draws.
     public : mapping of str to str, number, bool or None
         What else was taken as public: a population or number of examples, steps, a
-        denominator; ``rows`` says how rows were shown to be rows of one example ("probed"),
+        denominator; ``rows`` says how it is known that each is of one example ("by structure",
+        "one at a time: user code"; in older ledgers "probed"),
         ``bound`` that it is a user's word that no row is longer than it says ("declared").
     settles : bool
         Whether this is the release that the torn line just before it began.

@@ -30,7 +30,8 @@ class Batches:
     members : int64 ``[n]``
         Positions of these clients in the block that was asked for.
     index : int64 ``[n, S, B]``
-        Examples; padding repeats some example of the client under weight 0.
+        Examples; padding repeats the first example of its batch under weight 0: where that one's
+        gradient is finite, its copy's is, and adds nothing.
     weight : float64 ``[n, S, B]``
         ``1/b`` on the ``b`` real examples of a step, 0 on padding.
     steps : int64 ``[n]``
@@ -146,8 +147,9 @@ def plan_poisson(
         ids, drawn = ids[:, :, : chunks * B], drawn[:, :, : chunks * B]
         filled = slice(ids.shape[2])
         for row, i in enumerate(members.tolist()):
-            index[row] = indices[i][0]
-            index[row, :, filled] = indices[i][ids[row]]
+            # Where any of a step's are drawn, the first of its row is.
+            index[row] = indices[i][ids[row, :, :1]]
+            index[row, :, filled] = np.where(drawn[row], indices[i][ids[row]], index[row, :, :1])
         weight[:, :, filled] = drawn
         shape_in_chunks = (*shape[:2], chunks, B)
         yield Batches(
@@ -192,8 +194,10 @@ def _fill(
         shuffled = np.take_along_axis(examples, orders[:, number], axis=1)
         taken = min(full, steps - first)
         whole = shuffled[:, : taken * batch].reshape(-1, taken, batch)
+        index[rows, first : first + taken] = whole[:, :, :1]
         index[rows, first : first + taken, :batch] = whole
         weight[rows, first : first + taken, :batch] = 1.0 / batch
         if short and first + full < steps:
+            index[rows, first + full] = shuffled[:, full * batch : full * batch + 1]
             index[rows, first + full, :short] = shuffled[:, full * batch :]
             weight[rows, first + full, :short] = 1.0 / short

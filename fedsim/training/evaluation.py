@@ -48,12 +48,17 @@ def evaluate_clients(
     metrics: Mapping[str, Metric],
     seeds: Seeds | None = None,
     calls: Calls | None = None,
+    *,
+    by_chunk: bool = False,
 ) -> dict[str, Floats]:
     """Metrics of packed parameters ``theta [1 or n, D]`` on the examples of each of n clients.
 
     Examples go through the model in chunks of one client's own, and metrics merge exactly, so that
     what a client reports does not depend on who else is asked. ``seeds`` are those of a model that
-    draws even when it is evaluated; ``calls`` is what earlier evaluations of it have learnt.
+    draws even when it is evaluated; ``calls`` is what earlier evaluations of it have learnt. With
+    ``by_chunk`` metrics see one chunk at a time, as they must where the loss, or a metric, may look
+    across the examples that it is given: how many chunks go through a model at once is no matter
+    of theirs.
 
     Returns
     -------
@@ -68,6 +73,8 @@ def evaluate_clients(
     for examples, start in zip(indices, np.cumsum(chunks) - chunks, strict=True):
         padded[start:].reshape(-1)[: len(examples)] = examples
         real[start:].reshape(-1)[: len(examples)] = True
+    # Padding copies the first example of its chunk.
+    padded = np.where(real, padded, padded[:, :1])
     owner = np.repeat(np.arange(len(sizes)), chunks)
     drawn = None if seeds is None else _by_chunk(seeds, chunks)
     states = [{name: metric.init() for name, metric in metrics.items()} for _ in indices]
@@ -82,9 +89,11 @@ def evaluate_clients(
                 points = theta.expand(len(owner[call]), -1)
             else:
                 points = theta[torch.from_numpy(owner[call]).to(theta.device)]
-            outputs = _outputs(path, points, x, None if drawn is None else drawn[call])
+            counts = real[call].sum(axis=1).tolist()
+            outputs = _outputs(path, points, x, counts, None if drawn is None else drawn[call])
             targets = data.targets(all_indices[call], theta.dtype)
-            _take(states, metrics, owner[call], real[call], outputs.cpu(), targets.cpu())
+            groups = np.arange(len(owner[call])) if by_chunk else owner[call]
+            _take(states, metrics, owner[call], groups, real[call], outputs.cpu(), targets.cpu())
             start = call.stop
             calls.learn(x, outputs)
     result = {"num-examples": sizes.astype(np.float64)}
@@ -97,23 +106,29 @@ def evaluate_clients(
     return result
 
 
-def _outputs(path: Path, points: Tensor, x: Tensor, seeds: Sequence[int] | None) -> Tensor:
-    if seeds is None:
-        return path.outputs(points, x)
-    assert isinstance(path, PlainPath)
-    return path.outputs(points, x, seeds)
+def _outputs(
+    path: Path, points: Tensor, x: Tensor, counts: Sequence[int], seeds: Sequence[int] | None
+) -> Tensor:
+    if isinstance(path, PlainPath):
+        return path.outputs(points, x, counts, seeds)
+    assert seeds is None
+    return path.outputs(points, x)
 
 
 def _take(
     states: list[dict[str, Any]],
     metrics: Mapping[str, Metric],
     owner: npt.NDArray[np.int64],
+    groups: npt.NDArray[np.int64],
     real: Bools,
     outputs: Tensor,
     targets: Tensor,
 ) -> None:
-    """Let each client's metrics see its chunks ``[c, WIDTH, ...]``, less the padding."""
-    firsts = np.flatnonzero(np.diff(owner, prepend=-1))
+    """Let each client's metrics see its chunks ``[c, WIDTH, ...]``, less the padding.
+
+    Those of one group at once, which are one client's.
+    """
+    firsts = np.flatnonzero(np.diff(groups, prepend=-1))
     for first, end in zip(firsts, [*firsts[1:], len(owner)], strict=True):
         keep = torch.from_numpy(real[first:end])
         state, seen = states[owner[first]], (outputs[first:end][keep], targets[first:end][keep])

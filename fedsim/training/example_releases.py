@@ -27,9 +27,6 @@ from fedsim.training.example_privacy import ExamplePrivacy
 
 __all__ = ["ExampleReleases", "Starting", "starting"]
 
-PROBED = "probed"
-"""How a trainer knows that a row is one example's; see `fedsim.training.probe`."""
-
 
 @dataclass(frozen=True)
 class Starting:
@@ -82,6 +79,8 @@ class ExampleReleases:
     loss : Loss
     path : str
         Which path computes the gradients: another gives other bits.
+    rows : str
+        How it is known that a row is one example's; see `fedsim.training.paths.examples.Way`.
 
     Attributes
     ----------
@@ -99,12 +98,14 @@ class ExampleReleases:
         loss: Loss,
         *,
         path: str,
+        rows: str,
     ) -> None:
         self.ledgers = privacy.ledgers()
         self._privacy, self._model, self._data, self._work = privacy, model, data, work
         bounded = (privacy.mechanism, privacy.noise_multiplier, privacy.sampling, privacy.hardened)
         self._settings = (algorithm, work, *bounded, path, data.x.device.type)
         self._code = (algorithm, loss, privacy.mechanism, *model.modules())
+        self._rows = rows
         self.run: str | None = None
         self._once = f"once:{secrets.token_hex(16)}"
 
@@ -143,7 +144,7 @@ class ExampleReleases:
                         "examples": size,
                         "steps": plan.releases,
                         **plan.public,
-                        "rows": PROBED,
+                        "rows": self._rows,
                     },
                 )
 

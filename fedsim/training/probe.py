@@ -1,9 +1,12 @@
 """Whether what is taken for gradients of single examples is that: tried when a trainer is built.
 
-A bound on an example's gradient bounds nothing if other examples have a part in it. No proof is to
-be had for a model and a loss that are somebody's own code, so they are run on made-up examples,
-never on anybody's data: what a probe finds must not tell of them. Models that mix examples are
-refused; of the ways to the gradients the fastest that shows no sign of it is taken.
+A bound on an example's gradient bounds nothing if other examples have a part in it. Rows are rows
+of one example by how they are made (`fedsim.training.paths.examples`): from a graph that was read,
+or one example at a time. This is a second look, on made-up examples, never on anybody's data: what
+a probe finds must not tell of them. It refuses a model that mixes them where it could be seen to,
+which would be trained as something else one example at a time; one that takes no example alone; and
+one that changes its buffers or attributes, or whose loss does. Of the ways to the gradients the
+fastest that gives what one example at a time gives is taken.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
 from fedsim.training.exact_arithmetic import exact
 from fedsim.training.hidden_draws import HiddenDraws, seeded
+from fedsim.training.own_state import OwnState
 from fedsim.training.paths.examples import Way, ways
-from fedsim.training.paths.stacked import stack
+from fedsim.training.structure.reading import Reading
 
 __all__ = ["Probe", "probed_way"]
 
@@ -38,13 +42,17 @@ SEED = 1
 
 
 def probed_way(
-    model: nn.Module, packing: Packing, loss: Loss, draws: HiddenDraws, data: ClientData
+    model: nn.Module,
+    packing: Packing,
+    loss: Loss,
+    draws: HiddenDraws,
+    data: ClientData,
+    reading: Reading,
 ) -> Way:
     """The fastest way to the gradients of single examples that gives them truly; see `Probe`."""
     drawing = draws.training or draws.evaluation
-    stacked = None if drawing else stack(model, packing, loss, data.x.dim() - 1)
-    possible = ways(model, packing, loss, stacked, drawing)
-    return Probe(model, packing, loss, draws, data).fastest(possible)
+    possible = ways(model, packing, loss, reading, data.x.dim() - 1, drawing)
+    return Probe(model, packing, loss, draws, data, reading).fastest(possible)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class Probe:
         where batches of several sizes are compared.
     data : ClientData
         Of which shapes and dtypes examples are.
+    reading : Reading
     """
 
     model: nn.Module
@@ -66,6 +75,7 @@ class Probe:
     loss: Loss
     draws: HiddenDraws
     data: ClientData
+    reading: Reading
 
     def fastest(self, ways: Sequence[Way]) -> Way:
         """The first of the ways, from fast to slow, that gives gradients of single examples.
@@ -78,8 +88,17 @@ class Probe:
         if not len(self.data.x):
             return ways[0]  # nobody has an example whose gradient could be taken
         with exact(self.data.x.device):
-            batch, others = self._made_up()
-            self._require_separate(batch, others)
+            state = OwnState(self.model, self.loss)
+            with state.restored():
+                batch, others = self._made_up()
+                self._require_separate(batch, others)
+                changed = state.changed
+            if changed:
+                raise FedsimError(
+                    f"{' and '.join(changed)} changes as examples go through, so that one could "
+                    "leave a trace in the next one's gradient; with example-level privacy a model "
+                    "and a loss must leave their buffers and attributes as they are."
+                )
             if self.draws.evaluation:
                 ways = ways[-1:]  # no two of them could be compared
             believed: Way | None = None
@@ -96,6 +115,7 @@ class Probe:
                     believed = way
                     break
                 why = f"{way.name}: {complaint}"
+            self._train(True)
         if believed is None:
             raise FedsimError(
                 f"the model's examples cannot be taken one at a time ({why}), so that it cannot be "
@@ -104,6 +124,12 @@ class Probe:
         if believed is ways[-1] and len(ways) > 1:
             _log.warning("examples go through this model one by one, which is slow (%s)", why)
         return believed
+
+    def _train(self, drawing: bool) -> None:
+        """The mode of training, or the one in which a model does not draw."""
+        structure = self.reading.structure
+        for module in (self.model, *((structure.module,) if structure else ())):
+            module.train(drawing or not self.draws.training)
 
     def _made_up(self) -> tuple[_Batch, _Batch]:
         """Two batches that have nothing in common, and that the model takes.
@@ -152,7 +178,7 @@ class Probe:
     @torch.no_grad()
     def _run(self, batch: _Batch, *, drawing: bool = True) -> tuple[Tensor | None, Tensor]:
         """Outputs, if they are one tensor with a row for each example, and losses ``[B]``."""
-        self.model.train(drawing or not self.draws.training)
+        self._train(drawing)
         named = self.packing.named(self._theta)
         with seeded(SEED, batch.x.device):
             outputs = call_with(self.model, named, batch.x.clone())
@@ -223,7 +249,7 @@ class Probe:
         return ""
 
     def _rows(self, way: Way, batch: _Batch, *, drawing: bool = True) -> tuple[Tensor, Tensor]:
-        self.model.train(drawing or not self.draws.training)
+        self._train(drawing)
         with seeded(SEED, batch.x.device):
             rows, losses = way.of_client(self._theta, batch.x.clone(), batch.y)
         return rows.dense()[0], losses

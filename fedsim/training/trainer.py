@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path as FilePath
 from typing import Any, cast
 
@@ -48,11 +49,13 @@ from fedsim.training.local_step import LocalStep
 from fedsim.training.memory import StateKind
 from fedsim.training.paths.choice import Path, PathName, choose
 from fedsim.training.paths.choice import block_size as block_size_of
+from fedsim.training.paths.plain import PlainPath
 from fedsim.training.personal import Personal
 from fedsim.training.probe import probed_way
 from fedsim.training.sending import Sending
 from fedsim.training.stepping import OpenStepping, ReleasedStepping, Stepping
 from fedsim.training.steps import Bench
+from fedsim.training.structure.reading import Reading, read
 from fedsim.training.workload import Workload
 
 __all__ = ["Trainer"]
@@ -184,11 +187,13 @@ class Trainer:
         )
         sample = self.data.zeros((2,), self.layout.dtype)[0] if len(self.data.x) else None
         self.draws = hidden_draws(self.model, sample)
+        self.reading = self._read(self.model.train(), declared=privacy is None)
         self.path: Path = choose(
             path,
             self.model,
             self.packing,
             loss,
+            self.reading,
             device=self.device,
             data=self.data,
             alone=self.draws.training or self.draws.evaluation or bool(statistics),
@@ -213,7 +218,7 @@ class Trainer:
         stepping: Stepping = OpenStepping(self.bench, self.workload, self.path, drawn)
         releases = None
         if privacy is not None:
-            way = probed_way(self.model, self.packing, loss, self.draws, self.data)
+            way = probed_way(self.model, self.packing, loss, self.draws, self.data, self.reading)
             keeps = self.keeping.by_clients
             stepping = ReleasedStepping(self.bench, self.workload, privacy, way, drawn, keeps)
             releases = ExampleReleases(
@@ -224,11 +229,30 @@ class Trainer:
                 self.workload.work,
                 loss,
                 path=f"{self.path.name}, {way.name}",
+                rows=way.known,
             )
         self.rounds = LocalRounds(
             self.model, self.bench, self.keeping, self.sending, stepping, compression, releases
         )
         self._calls = Calls()
+
+    def _read(self, model: nn.Module, *, declared: bool) -> Reading:
+        """What is known of the model, in its mode, and of the loss; see `read`."""
+        nobody = torch.zeros(0, dtype=torch.int64, device=self.device)
+        x, y = (f(nobody, self.layout.dtype) for f in (self.data.inputs, self.data.targets))
+        return read(model, self.loss, x, y, declared=declared)
+
+    @cached_property
+    def _evaluation(self) -> tuple[Path, bool]:
+        """The path that evaluates, and whether metrics see one chunk at a time."""
+        reading = self._read(self.model.eval(), declared=True)
+        trained, evaluated = self.reading.structure, reading.model
+        path = self.path
+        if trained is None or evaluated is None or not trained.same(evaluated):
+            path = PlainPath(self.model, self.packing, self.loss)
+        functions = [m.function for m in self.metrics.values() if isinstance(m, MeanOf)]
+        apart = reading.loss is not None and all(map(reading.reads, functions))
+        return path, not apart
 
     @property
     def population(self) -> int:
@@ -390,13 +414,16 @@ class Trainer:
         vector = self._on_device(vector)[: self.layout.d]
         for first in range(0, len(client_ids), EVALUATE_CLIENTS):
             ids = client_ids[first : first + EVALUATE_CLIENTS]
-            self.model.eval()
             data = self.data if self.test is None else self.test
             indices = [data.indices[i] for i in ids]
             seeds = Seeds([source] * len(ids), ids, round) if self.draws.evaluation else None
             metrics = {"loss": MeanOf(self.loss), **self.metrics}
             theta = self.keeping.evaluated(vector, ids)
-            values = evaluate_clients(self.path, theta, data, indices, metrics, seeds, self._calls)
+            path, by_chunk = self._evaluation
+            self.model.eval()
+            values = evaluate_clients(
+                path, theta, data, indices, metrics, seeds, self._calls, by_chunk=by_chunk
+            )
             yield Block.sent(ids, None, values)
 
     @property

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from clients_helpers import reading_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensor_bytes import same_bytes
@@ -321,7 +322,7 @@ def test_a_bug_in_a_blocks_layers_leaves_them_to_torch(
     monkeypatch.setattr(building, "__file__", str(tmp_path / "building.py"))
     model = torch.nn.Sequential(torch.nn.Linear(40, 10))
     packing = Packing(Layout.of(dict(model.named_parameters())))
-    path = stack(model, packing, CrossEntropy(), 1)
+    path = stack(reading_of(model, (40,)).structure, packing, CrossEntropy(), 1)
     assert path is not None
     for cached in (dense._compiled, dense._runs):
         cached.cache_clear()

@@ -6,7 +6,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import ClientData
+from fedsim.training.structure.reading import read
 
 
 def make_data(sizes, features=6, classes=3, seed=0, dtype=torch.float32, shape=None):
@@ -50,3 +52,10 @@ def make_cnn(classes=3, seed=0, dtype=torch.float32):
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) * 0.3)
     return model
+
+
+def reading_of(model, shape, loss=None):
+    """What is read of a model for inputs of a shape, and of a loss of classes."""
+    dtype = next(model.parameters()).dtype
+    x, y = torch.zeros(1, *shape, dtype=dtype), torch.zeros(1, dtype=torch.int64)
+    return read(model, loss or CrossEntropy(), x, y)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from clients_helpers import make_data, make_mlp
+from clients_helpers import make_data, make_mlp, reading_of
 from torch import nn
 
 from fedsim.clients import SGD, AdadpLR, Adam, LocalAlgorithm
@@ -142,7 +142,7 @@ def test_lengths_and_distances_from_factors_are_those_of_gradients_written_down(
     model[4].bias.requires_grad_(frozen != "a bias")
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     packing = Packing(Layout.of(trainable))
-    path = stacked.stack(model, packing, CrossEntropy(), 1)
+    path = stacked.stack(reading_of(model, (12,)).structure, packing, CrossEntropy(), 1)
     assert path is not None
     alone, generator = AlonePath(path), torch.Generator().manual_seed(0)
     x = torch.randn(2, 6, 12, dtype=torch.float64, generator=generator)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from clients_helpers import make_data, make_mlp
+from clients_helpers import make_data, make_mlp, reading_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensor_bytes import same_bytes
@@ -164,7 +164,7 @@ def path_of(widths, biased, relu, dtype):
         modules += [nn.ReLU()] if relu else []
     model = nn.Sequential(*modules)
     packing = Packing(Layout.of(dict(model.named_parameters())))
-    path = stack(model, packing, CrossEntropy(), 1)
+    path = stack(reading_of(model, widths[:1]).structure, packing, CrossEntropy(), 1)
     assert path is not None
     return path
 

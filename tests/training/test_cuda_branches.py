@@ -102,8 +102,9 @@ def test_a_model_that_vmap_cannot_take_trains_plainly_on_a_gpu(model, path):
     clients = make_data([3, 3], features=36, shape=(1, 6, 6))
     trainer = make_trainer(model, ALGORITHMS["sgd"], clients, "plain")
     chosen = choose(
-        "auto", model, trainer.packing, trainer.loss, device=torch.device("cuda"), data=clients
-    )
+        "auto", trainer.model, trainer.packing, trainer.loss, trainer.reading,
+        device=torch.device("cuda"), data=clients,
+    )  # fmt: skip
     assert chosen.name == path
 
 

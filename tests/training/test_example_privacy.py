@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from clients_helpers import make_cnn, make_data, make_mlp
+from clients_helpers import make_cnn, make_data, make_mlp, reading_of
 from torch import nn
 
 from fedsim.clients import SGD, AdadpLR, AdadpNoise, RMSProp
@@ -24,7 +24,6 @@ from fedsim.training import ExamplePrivacy, Trainer, example_epsilon, example_ev
 from fedsim.training.batches import chunk_width, plan_poisson
 from fedsim.training.paths.examples import ways
 from fedsim.training.paths.factored import PositionsPart
-from fedsim.training.paths.stacked import stack
 
 SIZES = [20, 7, 0, 33, 12]
 IDS = np.arange(len(SIZES))
@@ -103,8 +102,8 @@ def test_rows_of_examples_are_their_gradients(model, shape, shaped, way):
     x = torch.randn(2, 7, *shape, generator=generator, **Z64)
     y = torch.randint(3, (2, 7), generator=generator)
     packing = Packing(Layout.of(dict(model.named_parameters())))
-    stacked = stack(model, packing, CrossEntropy(), len(shape))
-    rows = ways(model, packing, CrossEntropy(), stacked)[way].rows
+    reading = reading_of(model, shape)
+    rows = ways(model, packing, CrossEntropy(), reading, len(shape))[way].rows
     theta = packing.layout.flatten(dict(model.named_parameters())).expand(2, -1)
     found = list(rows(packing.pack(theta), x, y, [7, 4], None))
     for k, count in enumerate((7, 4)):

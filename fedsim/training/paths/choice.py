@@ -2,9 +2,9 @@
 
 | path    | what it takes                                          | gradients as | on a GPU |
 | ------- | ------------------------------------------------------ | ------------ | -------- |
-| stacked | Sequential of (frozen stem,) Linear, ReLU/tanh/sigmoid | factors      | captured |
-| layered | Sequential of Conv2d, ReLU, MaxPool2d; then as above   | mixed        | launched |
-| func    | whatever `torch.func.vmap` takes                       | dense rows   | captured |
+| stacked | a chain of (frozen stem,) Linear, ReLU/tanh/sigmoid    | factors      | captured |
+| layered | a chain of Conv2d, ReLU, MaxPool2d; then as above      | mixed        | launched |
+| func    | what `torch.func.vmap` takes                           | dense rows   | captured |
 | plain   | everything; one client at a time                       | dense rows   | launched |
 
 Every local algorithm runs on every path: it sees a `Gradient` and not where that came from.
@@ -16,7 +16,10 @@ layers, if it can take them; else plain, as what is left is bound by arithmetic 
 On a CPU clients with large rows (`stacked.ALONE_BYTES`) take their steps one after another,
 each all of its own while its row is in the cache (`fedsim.training.paths.alone`).
 
-A model that draws random numbers itself (dropout) has the plain path, where torch's generator is
+The first three give all batches of a block one width, by copies of a batch's own examples whose
+weight is 0: they are for models and losses that have been read and look at each example by itself
+(`fedsim.training.structure`). All others have the plain path, which gives a model its real batches
+and nothing else. So has a model that draws random numbers itself (dropout): torch's generator is
 lent to one client at a time (`fedsim.training.hidden_draws`). Clients that protect their examples
 have theirs gone through as `fedsim.training.probe` finds to be true, whatever the path.
 
@@ -42,6 +45,7 @@ from fedsim.training.paths.layered import layered
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.stacked import stack
 from fedsim.training.paths.vmapped import FuncPath
+from fedsim.training.structure.reading import Reading
 
 __all__ = ["Path", "PathName", "block_size", "choose"]
 
@@ -95,6 +99,7 @@ def choose(
     model: nn.Module,
     packing: Packing,
     loss: Loss,
+    reading: Reading,
     *,
     device: torch.device,
     data: ClientData,
@@ -104,7 +109,8 @@ def choose(
 
     The rule tries func on two zeros of the shape of an example before it settles on it. A model
     that is run for one client ``alone`` has the plain path only: one that draws random numbers, for
-    which torch's generator is lent to a client at a time, or that writes down statistics of it.
+    which torch's generator is lent to a client at a time, or that writes down statistics of it; and
+    so has one that may look across a batch, as its ``reading`` says.
 
     Raises
     ------
@@ -118,27 +124,35 @@ def choose(
             f"client.path = '{wanted}' does not take a model that draws random numbers (dropout, "
             "say) or keeps statistics of batches; allowed here: 'auto', 'plain'."
         )
+    structure, read_loss = reading.structure, reading.loss
+    if structure is None or read_loss is None:
+        if wanted in ("auto", "plain"):
+            return PlainPath(model, packing, loss)
+        raise FedsimError(
+            f"client.path = '{wanted}' does not take a model or a loss that may look across a "
+            f"batch ({reading.why}); allowed here: 'auto', 'plain'."
+        )
     if wanted in ("auto", "stacked"):
-        stacked = stack(model, packing, loss, data.x.dim() - 1)
+        stacked = stack(structure, packing, read_loss, data.x.dim() - 1)
         if stacked is not None:
             return stacked
         if wanted == "stacked":
             raise FedsimError(
                 f"client.path = 'stacked' does not take a {type(model).__name__} like this one; it "
-                "takes a Sequential of linear layers with ReLU, tanh or sigmoid. Allowed here: "
+                "takes a chain of linear layers with ReLU, tanh or sigmoid. Allowed here: "
                 "'auto', 'layered', 'func', 'plain'."
             )
     if wanted == "layered" or (wanted == "auto" and device.type == "cpu"):
-        by_hand = layered(model, packing, loss)
+        by_hand = layered(structure, packing, read_loss)
         if by_hand is not None:
             return by_hand
         if wanted == "layered":
             raise FedsimError(
                 f"client.path = 'layered' does not take a {type(model).__name__} like this one; it "
-                "takes a Sequential of convolutions with ReLU and max-pooling, then linear layers. "
+                "takes a chain of convolutions with ReLU and max-pooling, then linear layers. "
                 "Allowed here: 'auto', 'stacked', 'func', 'plain'."
             )
-    func = FuncPath(model, packing, loss)
+    func = FuncPath(structure.module, packing, read_loss)
     small = func.aligned and packing.width * packing.layout.dtype.itemsize <= SMALL_BYTES
     fits = wanted == "auto" and (device.type == "cuda" or small) and _takes(func, data)
     if wanted == "func" or fits:

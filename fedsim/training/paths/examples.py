@@ -1,9 +1,11 @@
 """Rows that are examples: each example's gradient, by the fastest way that gives it truly.
 
-From the fastest on: all clients of a block by factors, one client by factors
-(`fedsim.training.paths.factored`), `torch.func.vmap` over a client's examples, Opacus for
-recurrent layers (`fedsim.training.paths.recurrent`), and one example after another. Which of them
-a model can have is found out by `fedsim.training.probe`.
+A model and a loss that have been read (`fedsim.training.structure`) may go through all examples at
+once: all clients of a block by factors, one client by factors (`fedsim.training.paths.factored`),
+or by Opacus for recurrent layers (`fedsim.training.paths.recurrent`). What runs is the graph that
+was read. Everything else, and what has no factors, goes one example at a time: in parallel by
+`torch.func.vmap`, which gives a model one example and never another's, or one after another. The
+fastest that `fedsim.training.probe` finds nothing against is taken.
 """
 
 from __future__ import annotations
@@ -22,11 +24,17 @@ from fedsim.rows.dense import BlockRows
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.hidden_draws import seeded
-from fedsim.training.paths.factored import Hooked, product_layers
+from fedsim.training.own_state import OwnState
+from fedsim.training.paths.factored import Hooked, owned_by_layers, product_layers
 from fedsim.training.paths.recurrent import Unrolled, is_recurrent
-from fedsim.training.paths.stacked import StackedPath
+from fedsim.training.paths.stacked import StackedPath, stack
+from fedsim.training.structure.reading import Reading
 
 __all__ = ["ExampleBlock", "ExampleRows", "OneByOne", "OneClientsRows", "Way", "ways"]
+
+
+BY_STRUCTURE, ONE_AT_A_TIME = "by structure", "one at a time: user code"
+"""How it is known that a row is one example's."""
 
 
 @dataclass(frozen=True)
@@ -78,34 +86,55 @@ class Way:
         Of one client.
     rows : ExampleRows
         Of a block.
+    known : str
+        How it is known that a row is one example's, for ledgers and statements.
     """
 
     name: str
     of_client: OneClientsRows
     rows: ExampleRows
+    known: str
 
 
 def ways(
-    model: nn.Module, packing: Packing, loss: Loss, stacked: StackedPath | None, draws: bool = False
+    model: nn.Module,
+    packing: Packing,
+    loss: Loss,
+    reading: Reading,
+    example_dims: int,
+    draws: bool = False,
 ) -> list[Way]:
     """All ways that a model's make allows, from the fastest to the one that takes everything.
 
     A model that ``draws`` has no stacked path.
     """
+    read, apart = _read_ways(packing, reading, example_dims, draws), OwnState(model, loss)
+    vmapped = _client_by_client("vmapped", Vmapped(model, packing, loss, apart))
+    last = _client_by_client("one by one", OneByOne(model, packing, loss, apart, draws))
+    recurrent = [way for way in read if way.name == "unrolled"]
+    return [*(way for way in read if way.name != "unrolled"), vmapped, *recurrent, last]
+
+
+def _read_ways(packing: Packing, reading: Reading, example_dims: int, draws: bool) -> list[Way]:
+    """Those of a model and a loss that look at each example by itself."""
+    structure, loss = reading.structure, reading.loss
+    if structure is None or loss is None:
+        return []
     possible = []
-    layers = product_layers(model, packing)
+    layers = product_layers(structure, packing)
     if layers is not None:
+        stacked = None if draws else stack(structure, packing, loss, example_dims)
         if stacked is not None:
             possible.append(_whole_block(stacked))
-        possible.append(_client_by_client("factored", Hooked(model, packing, loss, layers)))
-    possible.append(_client_by_client("vmapped", Vmapped(model, packing, loss)))
-    if is_recurrent(model):
-        possible.append(_client_by_client("unrolled", Unrolled(model, packing, loss)))
-    possible.append(_client_by_client("one by one", OneByOne(model, packing, loss, draws)))
+        hooked = Hooked(structure.module, packing, loss, layers)
+        possible.append(_client_by_client("factored", hooked, BY_STRUCTURE))
+    if is_recurrent(structure.module) and owned_by_layers(structure, packing):
+        unrolled = Unrolled(structure.module, packing, loss)
+        possible.append(_client_by_client("unrolled", unrolled, BY_STRUCTURE))
     return possible
 
 
-def _client_by_client(name: str, of_client: OneClientsRows) -> Way:
+def _client_by_client(name: str, of_client: OneClientsRows, known: str = ONE_AT_A_TIME) -> Way:
     def rows(
         theta: Tensor, x: Tensor, y: Tensor, counts: Sequence[int], seeds: Sequence[int] | None
     ) -> Iterator[ExampleBlock]:
@@ -118,7 +147,7 @@ def _client_by_client(name: str, of_client: OneClientsRows) -> Way:
                     )
                 yield ExampleBlock(slice(k, k + 1), [count], gradients, losses[None])
 
-    return Way(name, of_client, rows)
+    return Way(name, of_client, rows, known)
 
 
 def _whole_block(path: StackedPath) -> Way:
@@ -130,6 +159,7 @@ def _whole_block(path: StackedPath) -> Way:
         "stacked",
         of_client,
         lambda theta, x, y, counts, seeds: _stacked_rows(path, theta, x, y, counts),
+        BY_STRUCTURE,
     )
 
 
@@ -150,15 +180,21 @@ def _stacked_rows(
 
 @dataclass(frozen=True)
 class Vmapped:
-    """Gradients of single examples by `torch.func`, written out."""
+    """Gradients of single examples by `torch.func`, written out.
+
+    A model and a loss are given one example: what they could mix is not there.
+    """
 
     model: nn.Module
     packing: Packing
     loss: Loss
+    state: OwnState
 
     def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
+        """See `OneClientsRows`."""
         named = {k: v.detach() for k, v in self.packing.named(theta).items()}
-        gradients, losses = self._all(named, x, y)
+        with self.state.restored():
+            gradients, losses = self._all(named, x, y)
         parts = [gradients[e.name].flatten(1) for e in self.packing.layout.entries]
         return DenseRows(torch.cat(parts, dim=1)[None]), losses
 
@@ -179,13 +215,14 @@ class Vmapped:
 class OneByOne:
     """Gradients of single examples by autograd on one example after another.
 
-    Nothing that an example is computed with is another's, and what the model draws for it is
-    seeded for it alone.
+    Nothing that an example is computed with is another's: each call starts from the same buffers
+    and attributes, and what the model draws for it is seeded for it alone.
     """
 
     model: nn.Module
     packing: Packing
     loss: Loss
+    state: OwnState
     draws: bool
 
     def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
@@ -195,7 +232,7 @@ class OneByOne:
         seeds = torch.randint(2**62, (len(x),)).tolist() if self.draws else [None] * len(x)
         for j, seed in enumerate(seeds):
             leaves = {k: v.detach().requires_grad_() for k, v in self.packing.named(theta).items()}
-            with torch.enable_grad(), seeded(seed, theta.device):
+            with torch.enable_grad(), seeded(seed, theta.device), self.state.restored():
                 outputs = call_with(self.model, leaves, x[j : j + 1].clone())
                 (loss,) = self.loss(outputs, y[j : j + 1])
                 gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)

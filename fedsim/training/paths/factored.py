@@ -21,16 +21,27 @@ from fedsim.rows.dense import BlockRows
 from fedsim.rows.factored import Squares
 from fedsim.rows.packing import Packing, channels_last
 from fedsim.tasks.losses import Loss
+from fedsim.training.structure.reading import Structure
 
-__all__ = ["Hooked", "PositionsPart", "SharedWeightsError", "product_layers"]
-
-
-class SharedWeightsError(RuntimeError):
-    """A layer was met twice in one pass: an example's gradient is no single product."""
+__all__ = ["Hooked", "PositionsPart", "owned_by_layers", "product_layers"]
 
 
-def product_layers(model: nn.Module, packing: Packing) -> list[tuple[str, nn.Module]] | None:
-    """Layers that own every trained parameter, in the layout's order; None if some cannot."""
+def owned_by_layers(structure: Structure, packing: Packing) -> bool:
+    """Whether each trained parameter is used by the module that has it, and nowhere else."""
+    model = structure.module
+    at = {str(node.target) for node in model.graph.nodes if node.op == "get_attr"}
+    names = [n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+    return not at & {*names} and {*names} == {e.name for e in packing.layout.entries}
+
+
+def product_layers(structure: Structure, packing: Packing) -> list[tuple[str, nn.Module]] | None:
+    """Layers that own every trained parameter, in the layout's order; None if some cannot.
+
+    Each is called once: an example's gradient is one product.
+    """
+    model, calls = structure.module, structure.calls
+    if not owned_by_layers(structure, packing):
+        return None
     owners = dict.fromkeys(e.name.rpartition(".")[0] for e in packing.layout.entries)
     names = []
     layers = []
@@ -42,7 +53,7 @@ def product_layers(model: nn.Module, packing: Packing) -> list[tuple[str, nn.Mod
             and module.padding_mode == "zeros"
             and not isinstance(module.padding, str)
         )
-        if not plain or not module.weight.requires_grad:
+        if not plain or not module.weight.requires_grad or calls.get(owner) != 1:
             return None
         prefix = f"{owner}." if owner else ""
         names.append(f"{prefix}weight")
@@ -168,17 +179,11 @@ class Hooked:
     layers: Sequence[tuple[str, nn.Module]]
 
     def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
-        """One pass forward and one backward.
-
-        Raises
-        ------
-        SharedWeightsError
-            If a layer is used more than once, or not at all.
-        """
-        seen: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name, _ in self.layers}
+        """One pass forward and one backward."""
+        seen: dict[str, tuple[Tensor, Tensor]] = {}
         handles = [
             module.register_forward_hook(
-                lambda _, inputs, output, name=name: seen[name].append((inputs[0], output))
+                lambda _, inputs, output, name=name: seen.update({name: (inputs[0], output)})
             )
             for name, module in self.layers
         ]
@@ -189,16 +194,13 @@ class Hooked:
             with torch.enable_grad():
                 losses = self.loss(call_with(self.model, leaves, x), y)
                 calls = [seen[name] for name, _ in self.layers]
-                if any(len(call) != 1 for call in calls):
-                    raise SharedWeightsError("a layer is used more than once in a pass")
-                outputs = [call[0][1] for call in calls]
-                deltas = torch.autograd.grad(losses.sum(), outputs)
+                deltas = torch.autograd.grad(losses.sum(), [output for _, output in calls])
         finally:
             for handle in handles:
                 handle.remove()
         parts = [
-            _part(module, call[0][0].detach(), delta)
-            for (_, module), call, delta in zip(self.layers, calls, deltas, strict=True)
+            _part(module, inputs.detach(), delta)
+            for (_, module), (inputs, _), delta in zip(self.layers, calls, deltas, strict=True)
         ]
         return OuterRows(tuple(parts)), losses.detach()
 

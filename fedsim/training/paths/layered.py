@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsim.clients.gradients import Dense, Gradient
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.paths.alone import AlonePath
 from fedsim.training.paths.front import ConvFront, front_of
-from fedsim.training.paths.layers import covered, dense_layers, leaves
+from fedsim.training.paths.layers import covered, dense_layers
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.stacked import StackedPath
+from fedsim.training.structure.reading import Structure
 
 __all__ = ["LayeredPath", "layered"]
 
@@ -71,18 +72,15 @@ class LayeredPath:
         return self.plain.outputs(theta, x)
 
 
-def layered(model: nn.Module, packing: Packing, loss: Loss) -> LayeredPath | None:
+def layered(structure: Structure, packing: Packing, loss: Loss) -> LayeredPath | None:
     """The layered path of a model, or None where there is none.
 
-    There is one for a Sequential of convolutions, each followed by ReLU and perhaps max-pooling,
-    and, after a Flatten, linear layers with at most one activation each; all convolutions trained.
+    There is one for a chain of convolutions, each followed by ReLU and perhaps max-pooling, and,
+    after a Flatten, linear layers with at most one activation each; all convolutions trained.
     """
-    if not isinstance(model, nn.Sequential):
-        return None
-    modules = list(leaves(model))
-    owners = [id(m) for _, m in modules if any(True for _ in m.parameters())]
-    front = front_of(modules)
-    if front is None or len(set(owners)) != len(owners):
+    modules = structure.chain
+    front = None if modules is None else front_of(modules)
+    if front is None:
         return None
     convolutions, rest = front
     layers = dense_layers(rest, packing.slices, flat=False)
@@ -92,4 +90,5 @@ def layered(model: nn.Module, packing: Packing, loss: Loss) -> LayeredPath | Non
     if covered(layers) + parameters != len(packing.slices):
         return None
     dense = StackedPath((), tuple(layers), packing, loss)
-    return LayeredPath(PlainPath(model, packing, loss), dense, ConvFront(convolutions))
+    plain = PlainPath(structure.module, packing, loss)
+    return LayeredPath(plain, dense, ConvFront(convolutions))

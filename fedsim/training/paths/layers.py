@@ -1,8 +1,8 @@
-"""Dense layers as a path sees them: linear layers of a Sequential, each with an activation."""
+"""Dense layers as a path sees them: linear layers one after another, each with an activation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedsim.compiled.dense_calls import DenseShape
 from fedsim.rows.elementwise import sigmoid_
 
-__all__ = ["ACTIVATIONS", "DenseLayer", "covered", "dense_layers", "leaves", "shapes_of"]
+__all__ = ["ACTIVATIONS", "DenseLayer", "covered", "dense_layers", "shapes_of"]
 
 COMPILED = (None, nn.ReLU)
 """Activations of layers that are gone through in one call."""
@@ -75,15 +75,6 @@ def dense_layers(
 def covered(layers: Sequence[DenseLayer]) -> int:
     """How many trained parameters they have."""
     return sum((s is not None) for layer in layers for s in (layer.weight, layer.bias))
-
-
-def leaves(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules of a Sequential, those of inner Sequentials in their place."""
-    for name, child in model.named_children():
-        if isinstance(child, nn.Sequential):
-            yield from leaves(child, f"{prefix}{name}.")
-        elif not isinstance(child, nn.Identity):
-            yield f"{prefix}{name}", child
 
 
 def shapes_of(layers: Sequence[DenseLayer]) -> tuple[DenseShape, ...] | None:

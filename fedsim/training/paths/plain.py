@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fedsim.clients.gradients import Gradient, Held, OfOne, Parts
 from fedsim.models.calling import call_with
-from fedsim.models.local_norm import statistics_of
 from fedsim.rows.packing import Packing, channels_last
 from fedsim.tasks.losses import Loss
 from fedsim.training.hidden_draws import seeded
@@ -71,7 +70,10 @@ class Lending:
 
 @dataclass(frozen=True)
 class PlainPath:
-    """Autograd, client by client."""
+    """Autograd, client by client: each batch as it is, without padding.
+
+    So it takes models and losses that look across a batch, too.
+    """
 
     model: nn.Module
     packing: Packing
@@ -98,16 +100,16 @@ class PlainPath:
         for k in range(len(theta)):
             leaves = {name: leaf.requires_grad_() for name, leaf in self._named(theta[k]).items()}
             with torch.enable_grad(), seeded(seeds[k] if seeds else None, theta.device):
-                real = self._real(weight[k])
+                b = _real(weight[k])
                 client_losses = self.loss(
-                    call_with(self.model, leaves, self._placed(x[k][real])), y[k][real]
+                    call_with(self.model, leaves, self._placed(x[k, :b])), y[k, :b]
                 )
                 gradients = torch.autograd.grad(
-                    (client_losses * weight[k][real]).sum(),
+                    (client_losses * weight[k, :b]).sum(),
                     list(leaves.values()),
                     allow_unused=True,
                 )
-            losses[k][real] = client_losses.detach()
+            losses[k, :b] = client_losses.detach()
             for name, gradient in zip(leaves, gradients, strict=True):
                 if gradient is not None:
                     by_name[name].append(gradient)
@@ -137,40 +139,38 @@ class PlainPath:
         parameters = self._lending.parameters
         drawing = nullcontext() if seed is None else seeded(seed, theta.device)
         with self._lending.at(theta) as views, torch.enable_grad(), drawing:
-            inputs, targets, weights = x, y, weight
-            if self._mixes:
-                real = weight > 0
-                inputs, targets, weights = x[real], y[real], weight[real]
-            losses = self.loss(self.model(self._placed(inputs)), targets)
+            b = _real(weight)
+            real = self.loss(self.model(self._placed(x[:b])), y[:b])
             # Of their sum, each times its weight.
             gradients = torch.autograd.grad(
-                losses, list(parameters.values()), weights, allow_unused=True
+                real, list(parameters.values()), weight[:b], allow_unused=True
             )
-        losses = losses.detach()
-        if self._mixes:
-            losses = torch.zeros_like(weight).masked_scatter(weight > 0, losses)
+        losses = torch.zeros_like(weight)
+        losses[:b] = real.detach()
         pairs = zip(parameters, gradients, strict=True)
         named = {name: gradient for name, gradient in pairs if gradient is not None}
         held = Held(theta, [views[name] for name in named], list(named.values()))
         return Parts(OfOne(named), self.packing, held), losses.unsqueeze(0)
 
     def outputs(
-        self, theta: Tensor, x: Tensor, seeds: Sequence[int | None] | None = None
+        self,
+        theta: Tensor,
+        x: Tensor,
+        counts: Sequence[int] | None = None,
+        seeds: Sequence[int | None] | None = None,
     ) -> Tensor:
-        """Outputs of the model ``[n, B, ...]`` at ``theta [n, D]``; ``seeds`` as in `gradient`."""
-        outputs = []
+        """Outputs of the model ``[n, B, ...]`` at ``theta [n, D]``; ``seeds`` as in `gradient`.
+
+        Only the first ``counts [n]`` examples of each go through it; the outputs of others are 0.
+        """
+        outputs: list[Tensor] = []
         for k, (point, inputs) in enumerate(zip(theta, x, strict=True)):
+            real = inputs if counts is None else inputs[: counts[k]]
             with seeded(seeds[k] if seeds else None, theta.device):
-                outputs.append(call_with(self.model, self._named(point), self._placed(inputs)))
+                of_real = call_with(self.model, self._named(point), self._placed(real))
+            missing = of_real.new_zeros(len(inputs) - len(real), *of_real.shape[1:])
+            outputs.append(torch.cat([of_real, missing]) if len(missing) else of_real)
         return torch.stack(outputs)
-
-    def _real(self, weight: Tensor) -> Tensor | slice:
-        """Which of a batch go through the model: without padding, where that would be mixed in."""
-        return weight > 0 if self._mixes else slice(None)
-
-    @cached_property
-    def _mixes(self) -> bool:
-        return bool(statistics_of(self.model))
 
     @cached_property
     def _channels_last(self) -> bool:
@@ -190,3 +190,8 @@ class PlainPath:
                 if value.dim() == 4:
                     named[name] = value.contiguous(memory_format=torch.channels_last)
         return named
+
+
+def _real(weight: Tensor) -> int:
+    """How many examples a batch has; padding comes after them."""
+    return int(torch.count_nonzero(weight))

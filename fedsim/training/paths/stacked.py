@@ -16,8 +16,9 @@ from fedsim.clients.gradients import Factored
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.paths.blocks import BlockLayers, on_lines
-from fedsim.training.paths.layers import ACTIVATIONS, DenseLayer, covered, dense_layers, leaves
+from fedsim.training.paths.layers import ACTIVATIONS, DenseLayer, covered, dense_layers
 from fedsim.training.paths.losses import BatchLosses, losses_of
+from fedsim.training.structure.reading import Structure
 
 __all__ = ["StackedPath", "stack"]
 
@@ -25,25 +26,27 @@ __all__ = ["StackedPath", "stack"]
 ALONE_BYTES = 2**19
 
 
-def stack(model: nn.Module, packing: Packing, loss: Loss, example_dims: int) -> StackedPath | None:
+def stack(
+    structure: Structure, packing: Packing, loss: Loss, example_dims: int
+) -> StackedPath | None:
     """The stacked path of a model, or None where there is none.
 
-    There is one for a Sequential whose trainable part is linear layers, each with at most one
+    There is one for a chain of modules whose trainable part is linear layers, each with at most one
     activation (ReLU, tanh, sigmoid) after it. What comes before it may be anything frozen.
 
     Parameters
     ----------
-    model, packing, loss
+    structure : Structure
+    packing : Packing
+    loss : callable
+        Known not to look across a batch.
     example_dims : int
         Dimensions of one input; a model without Flatten takes vectors (1) only.
     """
-    if not isinstance(model, nn.Sequential):
+    modules = structure.chain
+    if modules is None:
         return None
     slices = packing.slices
-    modules = list(leaves(model))
-    owners = [id(m) for _, m in modules if any(True for _ in m.parameters())]
-    if len(set(owners)) != len(owners):
-        return None  # a module with parameters is used twice
     trained = [any(p.requires_grad for p in m.parameters()) for _, m in modules]
     first = trained.index(True) if True in trained else 0
     if first and isinstance(modules[first - 1][1], nn.Flatten):

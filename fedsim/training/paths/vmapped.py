@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
@@ -51,7 +52,8 @@ class FuncPath:
         """Gradients of the weighted loss, and the loss of each example ``[n, B]``."""
         gradients, losses = torch.zeros_like(theta), torch.empty_like(weight)
         B = weight.shape[1]
-        x, y, weight = (self._padded(t) for t in (x, y, weight))
+        x, y = (self._padded(t) for t in (x, y))
+        weight = F.pad(weight, (0, x.shape[1] - B))
         for clients in self._parts(theta):
             point, inputs = self._placed(theta, clients), self._placed(x, clients)
             named, client_losses = self._gradients(
@@ -93,14 +95,14 @@ class FuncPath:
         return True
 
     def _padded(self, batch: Tensor) -> Tensor:
-        """``[n, B, ...]`` with zeros up to whole cache lines, or pairs of them, of coordinates."""
+        """``[n, B, ...]`` with copies of each first example up to whole cache lines, or pairs."""
         # What vector instructions take at a time in a kernel's loop is two registers. With no less
         # of each client, no client's numbers are what is left at the end; see `elementwise`.
         whole = self.packing.per_line * (2 if _LONG_REGISTERS else 1)
         missing = -batch.shape[1] % whole
         if not missing or batch.is_cuda or not self.aligned:
             return batch
-        return torch.cat([batch, batch.new_zeros(len(batch), missing, *batch.shape[2:])], dim=1)
+        return torch.cat([batch, batch[:, :1].expand(-1, missing, *batch.shape[2:])], dim=1)
 
     @staticmethod
     def _placed(block: Tensor, clients: slice) -> Tensor:

@@ -1,0 +1,397 @@
+"""Reads what a model and a loss do, without running either on numbers: their `torch.fx` graphs.
+
+A graph is believed if each of its nodes is on a list of what is known to act on every example of a
+batch by itself, with the shapes that it has there (`functions`, `modules`). A forward that branches
+on values or on how many examples there are has no graph. What was read is what is run afterwards:
+the graph, never the code that it was read from. So padding may stand beside examples, and gradients
+of single examples may be taken from one pass over all of them. Whatever could not be read gets real
+batches only, or one example at a time.
+"""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import ctypes
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fedsim.tasks.losses import ExampleLoss, Loss
+from fedsim.training.structure.functions import FUNCTIONS, METHODS, of_call
+from fedsim.training.structure.modules import has_hooks, is_torchs_own, rule_of
+from fedsim.training.structure.values import (
+    BATCH,
+    Batched,
+    Call,
+    Fixed,
+    NotReadError,
+    on_meta,
+)
+
+__all__ = ["Reading", "Structure", "read"]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A model as it was read.
+
+    Attributes
+    ----------
+    module : GraphModule
+        Does what the graph says, with the model's own parameters.
+    outputs : Batched
+        Of which shape its outputs are.
+    """
+
+    module: fx.GraphModule
+    outputs: Batched
+
+    @property
+    def chain(self) -> list[tuple[str, nn.Module]] | None:
+        """Modules by name, if the model is one after another, and no parameter is in two places."""
+        modules = []
+        (last, *others) = (n for n in self.module.graph.nodes if n.op == "placeholder")
+        for node in self.module.graph.nodes:
+            if node.op == "call_module":
+                if node.args != (last,) or node.kwargs or len(last.users) != 1 or others:
+                    return None
+                module = self.module.get_submodule(str(node.target))
+                if not isinstance(module, nn.Identity):
+                    modules.append((str(node.target), module))
+                last = node
+            elif node.op == "output":
+                used = [id(p) for _, m in modules for p in m.parameters()]
+                once = len({*used}) == len(used)
+                return modules if once and node.args == (last,) else None
+            elif node.op != "placeholder":
+                return None
+        return None
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """How often each of its modules is called."""
+        names = [str(n.target) for n in self.module.graph.nodes if n.op == "call_module"]
+        return {name: names.count(name) for name in names}
+
+    def same(self, other: Structure) -> bool:
+        """Whether both do the same."""
+        return self.module.code == other.module.code
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read of a model and its loss.
+
+    Attributes
+    ----------
+    model : Structure or None
+        None where it may look across a batch.
+    loss : callable or None
+        The same of the loss; otherwise what is to be called for it.
+    targets : Tensor
+        Of which shape and dtype targets are.
+    why : str
+        What could not be read.
+    """
+
+    model: Structure | None
+    loss: Loss | None
+    targets: Tensor
+    why: str = ""
+
+    @property
+    def structure(self) -> Structure | None:
+        """The model's, if nothing looks across a batch, in the model or in the loss."""
+        return None if self.loss is None else self.model
+
+    def reads(self, function: Loss) -> bool:
+        """Whether a function of outputs and targets, such as a metric, looks at each example."""
+        if self.model is None:
+            return False
+        try:
+            return _is_own(function) or bool(_read_loss(function, self.model.outputs, self.targets))
+        except NotReadError:
+            return False
+
+
+def read(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, *, declared: bool = False) -> Reading:
+    """Read a model and its loss.
+
+    Parameters
+    ----------
+    model : nn.Module
+        In the mode (training, evaluation) that it is read for; left as it is.
+    loss : callable
+        One of fedsim's own is known; another is read as a model is.
+    x, y : Tensor ``[1 or more, ...]``
+        Inputs and targets, of which shapes and dtypes matter.
+    declared : bool
+        Whether a loss that has an attribute ``across_batch`` is taken at its word.
+    """
+    structure: Structure | None = None
+    try:
+        structure = _read_model(model, _of_batch(x), x.device)
+    except NotReadError as error:
+        return Reading(None, None, y, f"the model's {error}")
+    said = getattr(loss, "across_batch", None)
+    if declared and said is not None:
+        return Reading(structure, None if said else loss, y, "the loss says so" if said else "")
+    if _is_own(loss):
+        return Reading(structure, loss, y)
+    try:
+        return Reading(structure, _read_loss(loss, structure.outputs, y), y)
+    except NotReadError as error:
+        return Reading(structure, None, y, f"the loss's {error}")
+
+
+def _is_own(loss: Loss) -> bool:
+    ours = type(loss).__module__.startswith("fedsim.tasks.losses.")
+    return isinstance(loss, ExampleLoss) and ours
+
+
+def _of_batch(tensor: Tensor) -> Batched:
+    return Batched(torch.empty((BATCH, *tensor.shape[1:]), dtype=tensor.dtype, device="meta"))
+
+
+def _read_model(model: nn.Module, x: Batched, device: torch.device) -> Structure:
+    for name, module in model.named_modules():
+        if has_hooks(module):
+            raise NotReadError(f"module '{name}' has hooks, which are not in a graph")
+    parameters = dict(model.named_parameters())
+    # A copy with the same parameters: to trace a forward may write to its attributes.
+    copied = copy.deepcopy(model, {id(p): p for p in parameters.values()})
+    graph, outputs = _traced(copied, [x], device)
+    module = fx.GraphModule(copied, graph)
+    used = {name for name, _ in module.named_parameters()}
+    missing = [n for n, p in parameters.items() if p.requires_grad and n not in used]
+    if missing:
+        raise NotReadError(f"parameter '{missing[0]}' is not used")
+    return Structure(module.train(model.training), outputs)
+
+
+def _read_loss(loss: Loss, outputs: Batched, y: Tensor) -> Loss:
+    root = _Called(copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss)
+    graph, losses = _traced(root, [outputs, _of_batch(y)], y.device)
+    if losses.like.dim() != 1:
+        raise NotReadError("result is not one number for each example")
+    return fx.GraphModule(root, graph)
+
+
+class _Called(nn.Module):
+    """A loss as a module, of which there is a graph."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(outputs, targets)
+
+
+def _traced(
+    root: nn.Module, inputs: list[Batched], device: torch.device
+) -> tuple[fx.Graph, Batched]:
+    """The graph of a module, and the value of what it gives."""
+    tracer = _Tracer(inputs, device)
+    drawn = torch.get_rng_state()
+    before = _bytes(drawn)
+    try:
+        with torch.enable_grad(), _sizes_by_len():
+            graph = tracer.trace(root)
+    except NotReadError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's code, given no tensors
+        lines = str(error).strip().splitlines() or [""]
+        raise NotReadError(f"code has no graph ({type(error).__name__}: {lines[0]})") from error
+    if before != _bytes(torch.get_rng_state()):
+        torch.set_rng_state(drawn)
+        raise NotReadError("code draws random numbers beside its graph")
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    result = tracer.value(output.args[0])
+    if not isinstance(result, Batched) or result.axis:
+        raise NotReadError("result has no row for each example")
+    return graph, result
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    """Without an operation of torch's, which may be watched."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+class _Tracer(fx.Tracer):
+    """As torch's, and knows the value of each node when it is made."""
+
+    def __init__(self, inputs: list[Batched], device: torch.device) -> None:
+        super().__init__()
+        self.proxy_buffer_attributes = True
+        self.device = device
+        self._inputs = iter(inputs)
+        self._values: dict[fx.Node, Any] = {}
+        self._measuring = False
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Torch's own, but for what only calls others, and losses, which are functions."""
+        inside = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.modules.loss._Loss)
+        return is_torchs_own(m) and not isinstance(m, inside)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """See `fx.Tracer`."""
+        return _Proxy(node, self)
+
+    def create_proxy(self, kind: str, target: Any, *given: Any, **named: Any) -> Any:
+        """See `fx.Tracer`."""
+        proxy = super().create_proxy(kind, target, *given, **named)
+        if kind in ("output", "get_attr"):
+            return proxy
+        self._values[proxy.node] = self._result(proxy.node)
+        return self._apart(proxy, self._values[proxy.node])
+
+    def _apart(self, proxy: fx.Proxy, value: Any) -> Any:
+        """A tuple of what is in a tuple, as code expects of one; other values as they are."""
+        if not isinstance(value, tuple):
+            return None if value is None else proxy
+        return _Tuple(self._apart(proxy[i], inside) for i, inside in enumerate(value))
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """See `fx.Tracer`; without a node for what a module of torch's calls for its shapes."""
+        if self._measuring:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """See `fx.Tracer`."""
+        if self._measuring:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def value(self, argument: Any) -> Any:
+        """What a node stands for; what is inside others; a constant itself."""
+        if isinstance(argument, fx.Node):
+            if argument.op == "get_attr" and argument not in self._values:
+                tensor = _attribute(self.root, str(argument.target))
+                self._values[argument] = Fixed(on_meta(tensor))
+            return self._values[argument]
+        if isinstance(argument, tuple | list):
+            inside = [self.value(a) for a in argument]
+            return tuple(inside) if isinstance(argument, tuple) else inside
+        if isinstance(argument, dict):
+            return {name: self.value(a) for name, a in argument.items()}
+        if isinstance(argument, slice):
+            return slice(*(self.value(a) for a in (argument.start, argument.stop, argument.step)))
+        return argument
+
+    def _result(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return next(self._inputs)
+        if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            raise NotReadError("code switches gradients or precision, which is not in a graph")
+        args, kwargs = self.value(node.args), self.value(node.kwargs)
+        if node.op == "call_module":
+            module = self.root.get_submodule(str(node.target))
+            call = Call(f"{type(module).__name__} '{node.target}'", _on_meta(module), args, kwargs)
+            self._measuring = True
+            try:
+                return of_call(call, rule_of(module))
+            finally:
+                self._measuring = False
+        if node.op == "call_method":
+            name = str(node.target)
+            return of_call(Call(name, _method(name), args, kwargs), METHODS.get(name))
+        assert callable(node.target)
+        name = getattr(node.target, "__name__", str(node.target))
+        return of_call(Call(name, node.target, args, kwargs), FUNCTIONS.get(node.target))
+
+
+class _Tuple(tuple[Any, ...]):
+    """With the names that torch's functions along a dimension give to their two results."""
+
+    values = property(operator.itemgetter(0))
+    indices = property(operator.itemgetter(1))
+
+
+class _Proxy(fx.Proxy):
+    """A tensor of a graph that knows its shape, but for the number of examples."""
+
+    @property
+    def shape(self) -> Any:
+        value = self._tensor
+        if isinstance(value, Fixed):
+            return value.like.shape
+        count = self.tracer.create_proxy("call_method", "size", (self, value.axis), {})
+        return tuple(count if d == value.axis else n for d, n in enumerate(value.like.shape))
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return int(self._tensor.like.dim())
+
+    ndimension = dim
+
+    @property
+    def ndim(self) -> int:
+        return self.dim()
+
+    @property
+    def device(self) -> torch.device:
+        return self.tracer.device  # type: ignore[attr-defined,no-any-return]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tensor.like.dtype
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    @property
+    def _tensor(self) -> Any:
+        value = self.tracer.value(self.node)  # type: ignore[attr-defined]
+        if not isinstance(value, Batched | Fixed):
+            raise NotReadError("code asks for the shape of what is no tensor")
+        return value
+
+
+def _attribute(root: nn.Module, name: str) -> Tensor:
+    where, _, last = name.rpartition(".")
+    module = root.get_submodule(where)
+    # Not by getattr: while a model is traced, that gives a node.
+    for place in (module._parameters, module._buffers, vars(module)):
+        if isinstance(tensor := place.get(last), Tensor):
+            return tensor
+    raise NotReadError(f"'{name}' is no tensor")
+
+
+def _on_meta(module: nn.Module) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        tensors = {k: on_meta(t) for k, t in (*module.named_parameters(), *module.named_buffers())}
+        return torch.func.functional_call(module, tensors, args, kwargs)
+
+    return function
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def function(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return getattr(tensor, name)(*args, **kwargs)
+
+    return function
+
+
+@contextmanager
+def _sizes_by_len() -> Iterator[None]:
+    """With ``len(x)`` of a tensor of a graph as ``x.shape[0]``; torch's own gives no graph."""
+    usual = builtins.len
+
+    def length(things: Any) -> Any:
+        return things.shape[0] if isinstance(things, _Proxy) else usual(things)
+
+    builtins.len = length  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        builtins.len = usual

@@ -1,0 +1,193 @@
+"""What is known of a value while a graph is read: whether it has a row for each example, and where.
+
+Tensors are on the device ``meta``: they have shapes and no numbers. Nobody's data, and nothing made
+up in their place, is needed to read a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "BATCH",
+    "SIZE",
+    "Batched",
+    "Call",
+    "Fixed",
+    "NotReadError",
+    "Size",
+    "batched_results",
+    "on_meta",
+]
+
+BATCH = 7919
+"""Stands for the number of examples on ``meta``: a prime, so that no other size is it by chance."""
+
+
+class NotReadError(Exception):
+    """A graph has a node of which it is not known that it acts on each example by itself."""
+
+
+@dataclass(frozen=True)
+class Batched:
+    """A tensor with a row for each example.
+
+    Attributes
+    ----------
+    like : Tensor on meta
+        Of its shape; `BATCH` along ``axis``.
+    axis : int
+        Where the examples are. All rules but those that move an axis want 0.
+    shared : bool
+        Whether it may lie in the memory of something fixed, which nothing may write to.
+    """
+
+    like: Tensor
+    axis: int = 0
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A tensor that is the same whatever the examples are: a parameter, a buffer, a constant."""
+
+    like: Tensor
+
+
+class Size(int):
+    """The number of examples of a batch, which a graph may hand on as a size and nothing else."""
+
+
+SIZE = Size(BATCH)
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    """A tensor of this shape and dtype without numbers."""
+    return torch.empty_like(tensor, device="meta")
+
+
+class Call(NamedTuple):
+    """A function, method or module of a graph, and what it is given.
+
+    Attributes
+    ----------
+    name : str
+        For sentences.
+    function : callable
+        What gives the result's shape, from tensors on meta.
+    args, kwargs
+        Values: `Batched`, `Fixed`, `Size`, tuples and lists of them, and constants.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """The argument at a position, or of this name."""
+        if len(self.args) > position:
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+    @property
+    def values(self) -> list[Any]:
+        """All that it is given, with what is inside tuples, lists and slices."""
+        return list(_flat((self.args, self.kwargs)))
+
+    @property
+    def batched(self) -> list[Batched]:
+        """What it is given that has a row for each example."""
+        return [value for value in self.values if isinstance(value, Batched)]
+
+    @property
+    def first(self) -> Batched:
+        """The first argument, which must have its examples along the first axis."""
+        value = self.args[0] if self.args else self.kwargs.get("input")
+        if not isinstance(value, Batched) or value.axis:
+            raise self.unknown("does not have its examples along the first axis")
+        return value
+
+    @property
+    def shared(self) -> bool:
+        """Whether its result may lie in the memory of something fixed."""
+        return any(value.shared for value in self.batched)
+
+    @property
+    def results(self) -> Any:
+        """What it gives, on meta."""
+        return self.function(*_metas(self.args), **_metas(self.kwargs))
+
+    def need(self, met: bool, why: str) -> None:
+        """Refuse the node unless a condition is met."""
+        if not met:
+            raise self.unknown(why)
+
+    def unknown(self, why: str) -> NotReadError:
+        """An error that names the node."""
+        return NotReadError(f"{self.name} {why}")
+
+    def same_axis(self, result: Tensor, *, shared: bool | None = None) -> Batched:
+        """A result whose first axis must be that of the examples still."""
+        rows = isinstance(result, Tensor) and result.dim() > 0 and result.shape[0] == BATCH
+        self.need(rows, "does not keep a row for each example")
+        return Batched(result, 0, self.shared if shared is None else shared)
+
+    def dims(self, position: int = 1, name: str = "dim", default: Any = None) -> list[int]:
+        """Dimensions that it is given as one number, some, or as the rest of its arguments.
+
+        They must be none of the examples'.
+        """
+        given = self.argument(position, name, default)
+        if isinstance(given, int) and len(self.args) > position + 1 and name == "dims":
+            given = self.args[position:]
+        numbers = [given] if isinstance(given, int) else given
+        self.need(
+            isinstance(numbers, tuple | list) and bool(numbers) and _plain(numbers),
+            "goes through all examples",
+        )
+        rank = self.first.like.dim()
+        dims = [number + rank if number < 0 else number for number in numbers]
+        self.need(0 not in dims, "goes through the examples of a batch")
+        return dims
+
+
+def batched_results(call: Call, results: Any) -> Any:
+    """A result, or a tuple of results, each with a row for each example."""
+    if isinstance(results, tuple | list):
+        return tuple(batched_results(call, result) for result in results)
+    return call.same_axis(results)
+
+
+def _plain(numbers: Any) -> bool:
+    return all(isinstance(n, int) and not isinstance(n, Size | bool) for n in numbers)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for inside in value:
+            yield from _flat(inside)
+    elif isinstance(value, dict):
+        for inside in value.values():
+            yield from _flat(inside)
+    elif isinstance(value, slice):
+        yield from _flat((value.start, value.stop, value.step))
+    else:
+        yield value
+
+
+def _metas(value: Any) -> Any:
+    if isinstance(value, Batched | Fixed):
+        return value.like
+    if isinstance(value, tuple | list):
+        return type(value)(_metas(inside) for inside in value)
+    if isinstance(value, dict):
+        return {name: _metas(inside) for name, inside in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_metas(end) for end in (value.start, value.stop, value.step)))
+    return int(value) if isinstance(value, Size) else value
