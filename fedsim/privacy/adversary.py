@@ -149,7 +149,8 @@ def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
             "round that reaches none (on a network; never on an engine of one machine) ends the "
             "run."
         )
-    sentences.extend(ROWS[how] for how in sorted(_facts(entries).get("rows", ())) if how in ROWS)
+    known = _facts(entries).get("rows", set())
+    sentences.extend(sentence for how, sentence in ROWS.items() if how in known)
     if any(entry.declared_by_user for entry in entries):
         sentences.append(SAMPLER_DECLARED)
     if DECLARED in _facts(entries).get("bound", ()):

@@ -248,14 +248,14 @@ def test_a_client_that_has_spent_its_budget_releases_nothing_more(tmp_path):
     train(made, round=2)  # run again: paid for
 
 
-def test_the_line_says_what_is_public_and_probed(tmp_path):
+def test_the_line_says_what_is_public_and_how_rows_are_known(tmp_path):
     made = trainer(tmp_path)
     train(made)
     (entry,) = Ledger.read(tmp_path / "client-0.jsonl").entries
-    public = {"examples": 20, "steps": 4, "denominator": 5.0, "rows": "probed"}
+    public = {"examples": 20, "steps": 4, "denominator": 5.0, "rows": "by structure"}
     assert entry.public == public
     assert entry.event.relation == "zero-out"
     assert (entry.client, entry.placement) == (0, "client")
     said = str(ClientLedgers(tmp_path, delta=1e-5, read_only=True).statement())
-    assert "probed on the model and the loss, not proved" in said
+    assert "A row is one example's by structure" in said
     assert "Public: the number of every client's examples" in said

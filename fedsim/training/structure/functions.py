@@ -41,8 +41,9 @@ def of_call(call: Call, rule: Rule | None) -> Any:
 
 
 def _in_place(call: Call) -> bool:
-    named = call.name.endswith("_") or "out" in call.kwargs or call.kwargs.get("inplace")
-    return bool(named) or any(value is True for value in call.args)
+    named = call.name.endswith("_") and not call.name.endswith("__")
+    asked = "out" in call.kwargs or call.kwargs.get("inplace")
+    return bool(named or asked) or any(value is True for value in call.args)
 
 
 def elementwise(call: Call) -> Batched:
@@ -135,7 +136,7 @@ def transpose(call: Call) -> Batched:
 
 def permute(call: Call) -> Batched:
     """All axes in an order that is given."""
-    dims = call.args[1:] or call.kwargs["dims"]
+    dims: Any = call.args[1:] or call.kwargs["dims"]
     if isinstance(dims[0], tuple | list):
         dims = dims[0]
     rank = call.args[0].like.dim()
@@ -195,7 +196,7 @@ def getitem(call: Call) -> Any:
 
 def together(call: Call) -> Batched:
     """Tensors with as many rows, one after another along a dimension after the first."""
-    tensors = call.args[0] if call.args else call.kwargs.get("tensors")
+    tensors: Any = call.args[0] if call.args else call.kwargs.get("tensors")
     call.need(isinstance(tensors, tuple | list) and bool(tensors), "has no tensors")
     right = all(isinstance(t, Batched) and not t.axis for t in tensors)
     call.need(right, "puts examples beside something else")
@@ -237,7 +238,7 @@ def einsum(call: Call) -> Batched:
     return call.same_axis(call.results)
 
 
-def rows(least: int) -> Rule:
+def rows(least: int) -> Callable[[Call], Batched]:
     """A function of one batch of at least so many dimensions; what else it takes is fixed."""
 
     def rule(call: Call) -> Batched:
@@ -250,7 +251,7 @@ def rows(least: int) -> Rule:
     return rule
 
 
-def image(rank: int) -> Rule:
+def image(rank: int) -> Callable[[Call], Batched]:
     """A function of a batch ``[B, C, ...]`` of so many dimensions."""
 
     def rule(call: Call) -> Batched:
@@ -392,8 +393,17 @@ NAMED: dict[str, Rule] = {
 }
 """Of torch's functions and of tensors' methods alike."""
 
+# As a constant before a value of the graph calls them.
+_DUNDERS = (
+    "add radd sub rsub mul rmul truediv rtruediv div rdiv pow rpow mod rmod eq ne lt le gt ge and "
+    "or xor"
+)
+
 METHODS: dict[str, Rule] = {
     **NAMED,
+    **{f"__{name}__": elementwise for name in _DUNDERS.split()},
+    "__matmul__": matmul,
+    "__getitem__": getitem,
     **_each(_METHODS_ONLY, elementwise),
     "view": reshape,
     "expand": expand,
@@ -421,7 +431,6 @@ FUNCTIONS: dict[Any, Rule] = {
     **{getattr(operator, name): elementwise for name in _OPERATORS.split()},
     operator.matmul: matmul,
     operator.getitem: getitem,
-    Tensor.__getitem__: getitem,
     getattr: attribute,
     torch.einsum: einsum,
     F.linear: rows(2),

@@ -13,7 +13,6 @@ from __future__ import annotations
 import builtins
 import copy
 import ctypes
-import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from fedsim.training.structure.values import (
     Call,
     Fixed,
     NotReadError,
+    Pair,
     on_meta,
 )
 
@@ -216,7 +216,14 @@ def _traced(
     result = tracer.value(output.args[0])
     if not isinstance(result, Batched) or result.axis:
         raise NotReadError("result has no row for each example")
+    graph._tracer_cls = _Unpickling
     return graph, result
+
+
+class _Unpickling(fx.Tracer):
+    """What takes a graph out of a pickle."""
+
+    proxy_buffer_attributes = True
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -252,11 +259,12 @@ class _Tracer(fx.Tracer):
         self._values[proxy.node] = self._result(proxy.node)
         return self._apart(proxy, self._values[proxy.node])
 
-    def _apart(self, proxy: fx.Proxy, value: Any) -> Any:
+    def _apart(self, proxy: Any, value: Any) -> Any:
         """A tuple of what is in a tuple, as code expects of one; other values as they are."""
         if not isinstance(value, tuple):
             return None if value is None else proxy
-        return _Tuple(self._apart(proxy[i], inside) for i, inside in enumerate(value))
+        inside = (self._apart(proxy[i], v) for i, v in enumerate(value))
+        return Pair(*inside) if isinstance(value, Pair) else tuple(inside)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """See `fx.Tracer`; without a node for what a module of torch's calls for its shapes."""
@@ -288,7 +296,7 @@ class _Tracer(fx.Tracer):
 
     def _result(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
-            return next(self._inputs)
+            return next(self._inputs, None)
         if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             raise NotReadError("code switches gradients or precision, which is not in a graph")
         args, kwargs = self.value(node.args), self.value(node.kwargs)
@@ -306,13 +314,6 @@ class _Tracer(fx.Tracer):
         assert callable(node.target)
         name = getattr(node.target, "__name__", str(node.target))
         return of_call(Call(name, node.target, args, kwargs), FUNCTIONS.get(node.target))
-
-
-class _Tuple(tuple[Any, ...]):
-    """With the names that torch's functions along a dimension give to their two results."""
-
-    values = property(operator.itemgetter(0))
-    indices = property(operator.itemgetter(1))
 
 
 class _Proxy(fx.Proxy):
@@ -344,7 +345,8 @@ class _Proxy(fx.Proxy):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._tensor.like.dtype
+        dtype: torch.dtype = self._tensor.like.dtype
+        return dtype
 
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
@@ -390,7 +392,7 @@ def _sizes_by_len() -> Iterator[None]:
     def length(things: Any) -> Any:
         return things.shape[0] if isinstance(things, _Proxy) else usual(things)
 
-    builtins.len = length  # type: ignore[assignment]
+    builtins.len = length
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ __all__ = [
     "Call",
     "Fixed",
     "NotReadError",
+    "Pair",
     "Size",
     "batched_results",
     "on_meta",
@@ -69,6 +70,13 @@ SIZE = Size(BATCH)
 def on_meta(tensor: Tensor) -> Tensor:
     """A tensor of this shape and dtype without numbers."""
     return torch.empty_like(tensor, device="meta")
+
+
+class Pair(NamedTuple):
+    """What torch's functions along a dimension give, which code may ask for by name."""
+
+    values: Any
+    indices: Any
 
 
 class Call(NamedTuple):
@@ -160,7 +168,8 @@ class Call(NamedTuple):
 def batched_results(call: Call, results: Any) -> Any:
     """A result, or a tuple of results, each with a row for each example."""
     if isinstance(results, tuple | list):
-        return tuple(batched_results(call, result) for result in results)
+        rows = (batched_results(call, result) for result in results)
+        return Pair(*rows) if hasattr(results, "values") else tuple(rows)
     return call.same_axis(results)
 
 
