@@ -1,27 +1,32 @@
 """Batch rules of functions and methods of tensors: where their results have a row for each example.
 
-A rule is given a call whose arguments are known (`Call`) and says what it gives, or raises
-`NotReadError`. What is not in a table here is not known, whatever it does.
+A rule is given a call whose arguments are known (`NodeCall`) and says what it gives, or raises
+`NotReadError`. What has no rule (`tables`, `modules`) is not known, whatever it does.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fedsim.training.structure.values import SIZE, Batched, Call, Fixed, Size, batched_results
+from fedsim.training.structure.values import (
+    SIZE,
+    Batched,
+    BatchSize,
+    Fixed,
+    NodeCall,
+    batched_results,
+)
 
 __all__ = ["Rule", "elementwise", "image", "of_call", "rows"]
 
-Rule = Callable[[Call], Any]
+Rule = Callable[[NodeCall], Any]
 
 
-def of_call(call: Call, rule: Rule | None) -> Any:
+def of_call(call: NodeCall, rule: Rule | None) -> Any:
     """What a call gives, by its rule; by none where nothing of an example goes into it.
 
     Raises
@@ -30,7 +35,7 @@ def of_call(call: Call, rule: Rule | None) -> Any:
     """
     if rule is None:
         raise call.unknown("is not known to act on each example by itself")
-    sizes = sum(isinstance(value, Size) for value in call.values)
+    sizes = sum(isinstance(value, BatchSize) for value in call.values)
     call.need(not sizes or (sizes == 1 and rule in SIZED), "reads the number of examples")
     if call.batched or sizes:
         return rule(call)
@@ -40,13 +45,13 @@ def of_call(call: Call, rule: Rule | None) -> Any:
     return Fixed(results)
 
 
-def _in_place(call: Call) -> bool:
+def _in_place(call: NodeCall) -> bool:
     named = call.name.endswith("_") and not call.name.endswith("__")
     asked = "out" in call.kwargs or call.kwargs.get("inplace")
     return bool(named or asked) or any(value is True for value in call.args)
 
 
-def elementwise(call: Call) -> Batched:
+def elementwise(call: NodeCall) -> Batched:
     """Numbers each of which follows from those at its own place."""
     result = call.results
     call.need(isinstance(result, Tensor), "gives no tensor")
@@ -63,7 +68,7 @@ def elementwise(call: Call) -> Batched:
     return call.same_axis(result)
 
 
-def reduction(call: Call) -> Any:
+def reduction(call: NodeCall) -> Any:
     """Over dimensions that are named, and are none of the examples'."""
     if isinstance(call.argument(1, "other"), Batched | Fixed):
         return elementwise(call)
@@ -71,7 +76,7 @@ def reduction(call: Call) -> Any:
     return batched_results(call, call.results)
 
 
-def norm(call: Call) -> Batched:
+def norm(call: NodeCall) -> Batched:
     """As `reduction`, with the dimension after an order."""
     call.dims(2)
     return call.same_axis(call.results)
@@ -80,7 +85,7 @@ def norm(call: Call) -> Batched:
 def along(default: int | None = None, position: int = 1, name: str = "dim") -> Rule:
     """A function along one dimension, which is not the examples'; others are left as they are."""
 
-    def rule(call: Call) -> Any:
+    def rule(call: NodeCall) -> Any:
         call.dims(position, name, default)
         call.need(len(call.batched) == 1, "has more than one batch")
         return batched_results(call, call.results)
@@ -88,44 +93,44 @@ def along(default: int | None = None, position: int = 1, name: str = "dim") -> R
     return rule
 
 
-def reshape(call: Call) -> Batched:
+def reshape(call: NodeCall) -> Batched:
     """Each example's numbers in another shape, in their order."""
     call.need(call.first.axis == 0, "moves the examples")
     sizes = call.args[1:] or tuple(call.kwargs.values())
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         sizes = tuple(sizes[0])
-    leads = bool(sizes) and (isinstance(sizes[0], Size) or sizes[0] == -1)
+    leads = bool(sizes) and (isinstance(sizes[0], BatchSize) or sizes[0] == -1)
     call.need(leads, "does not begin with the number of examples")
     return call.same_axis(call.results)
 
 
-def flatten(call: Call) -> Batched:
+def flatten(call: NodeCall) -> Batched:
     """From a dimension after the first on."""
     rank, start = call.first.like.dim(), call.argument(1, "start_dim", 0)
     call.need(start % rank != 0, "puts examples beside each other")
     return call.same_axis(call.results)
 
 
-def unflatten(call: Call) -> Batched:
+def unflatten(call: NodeCall) -> Batched:
     """Of a dimension after the first."""
     call.dims()
     return call.same_axis(call.results)
 
 
-def unsqueeze(call: Call) -> Batched:
+def unsqueeze(call: NodeCall) -> Batched:
     """After the first dimension."""
     rank, dim = call.first.like.dim(), call.argument(1, "dim")
     call.need(dim % (rank + 1) != 0, "moves the examples")
     return call.same_axis(call.results)
 
 
-def moved(call: Call, order: list[int]) -> Batched:
+def moved(call: NodeCall, order: list[int]) -> Batched:
     """Axes in another order, the examples' among them."""
     value = call.args[0]
     return Batched(call.results, order.index(value.axis), value.shared)
 
 
-def transpose(call: Call) -> Batched:
+def transpose(call: NodeCall) -> Batched:
     """Two axes change places."""
     rank = call.args[0].like.dim()
     one, two = (d % rank for d in (call.argument(1, "dim0"), call.argument(2, "dim1")))
@@ -134,7 +139,7 @@ def transpose(call: Call) -> Batched:
     return moved(call, order)
 
 
-def permute(call: Call) -> Batched:
+def permute(call: NodeCall) -> Batched:
     """All axes in an order that is given."""
     dims: Any = call.args[1:] or call.kwargs["dims"]
     if isinstance(dims[0], tuple | list):
@@ -143,7 +148,7 @@ def permute(call: Call) -> Batched:
     return moved(call, [d % rank for d in dims])
 
 
-def attribute(call: Call) -> Batched:
+def attribute(call: NodeCall) -> Batched:
     """A tensor's ``mT`` or ``T``."""
     value, name = call.args
     rank = value.like.dim() if isinstance(value, Batched) else 0
@@ -152,7 +157,7 @@ def attribute(call: Call) -> Batched:
     return moved(call, [*range(rank - 2), rank - 1, rank - 2])
 
 
-def expand(call: Call) -> Batched:
+def expand(call: NodeCall) -> Batched:
     """Copies of something fixed for each example, or of what each example has once."""
     sizes = call.args[1:]
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
@@ -160,14 +165,14 @@ def expand(call: Call) -> Batched:
     value = call.args[0]
     if isinstance(value, Fixed):
         one = value.like.dim() < len(sizes) or value.like.shape[0] == 1
-        call.need(one and isinstance(sizes[0], Size), "is not one for each example")
+        call.need(one and isinstance(sizes[0], BatchSize), "is not one for each example")
         return call.same_axis(call.results, shared=True)
     call.need(len(sizes) == call.first.like.dim(), "moves the examples")
-    call.need(isinstance(sizes[0], Size) or sizes[0] == -1, "is not one for each example")
+    call.need(isinstance(sizes[0], BatchSize) or sizes[0] == -1, "is not one for each example")
     return call.same_axis(call.results)
 
 
-def getitem(call: Call) -> Any:
+def getitem(call: NodeCall) -> Any:
     """What stands in a tuple, at the same place in each example, or in a table."""
     value, index = call.args
     if isinstance(value, tuple):
@@ -188,13 +193,15 @@ def getitem(call: Call) -> Any:
         covers = sum(place is not None for place in places[1:]) < value.like.dim()
     call.need(covers, "takes examples by their place in the batch")
     constant = (int, slice, type(None), type(Ellipsis))
-    known = all(isinstance(p, constant) and not isinstance(p, Size) for p in places)
+    known = all(isinstance(p, constant) and not isinstance(p, BatchSize) for p in places)
     ends = [end for p in places if isinstance(p, slice) for end in (p.start, p.stop, p.step)]
-    call.need(known and not any(isinstance(end, Size) for end in ends), "is not at a known place")
+    call.need(
+        known and not any(isinstance(end, BatchSize) for end in ends), "is not at a known place"
+    )
     return call.same_axis(call.results)
 
 
-def together(call: Call) -> Batched:
+def together(call: NodeCall) -> Batched:
     """Tensors with as many rows, one after another along a dimension after the first."""
     tensors: Any = call.args[0] if call.args else call.kwargs.get("tensors")
     call.need(isinstance(tensors, tuple | list) and bool(tensors), "has no tensors")
@@ -205,7 +212,7 @@ def together(call: Call) -> Batched:
     return call.same_axis(call.results)
 
 
-def matmul(call: Call) -> Batched:
+def matmul(call: NodeCall) -> Batched:
     """A product of matrices whose sum is not over examples."""
     one, two = call.args
     sides = [side.like.dim() if isinstance(side, Batched) else 0 for side in (one, two)]
@@ -220,7 +227,7 @@ def matmul(call: Call) -> Batched:
     return call.same_axis(call.results)
 
 
-def einsum(call: Call) -> Batched:
+def einsum(call: NodeCall) -> Batched:
     """A sum whose equation gives each example's own."""
     equation, *operands = call.args
     if len(operands) == 1 and isinstance(operands[0], tuple | list):
@@ -238,10 +245,10 @@ def einsum(call: Call) -> Batched:
     return call.same_axis(call.results)
 
 
-def rows(least: int) -> Callable[[Call], Batched]:
+def rows(least: int) -> Callable[[NodeCall], Batched]:
     """A function of one batch of at least so many dimensions; what else it takes is fixed."""
 
-    def rule(call: Call) -> Batched:
+    def rule(call: NodeCall) -> Batched:
         call.need(call.first.like.dim() >= least, "is given no batch of such examples")
         call.need(len(call.batched) == 1, "has more than one batch")
         call.need(call.kwargs.get("max_norm") is None, "writes to what is fixed")
@@ -251,23 +258,23 @@ def rows(least: int) -> Callable[[Call], Batched]:
     return rule
 
 
-def image(rank: int) -> Callable[[Call], Batched]:
+def image(rank: int) -> Callable[[NodeCall], Batched]:
     """A function of a batch ``[B, C, ...]`` of so many dimensions."""
 
-    def rule(call: Call) -> Batched:
+    def rule(call: NodeCall) -> Batched:
         call.need(call.first.like.dim() == rank, "is given no batch of such examples")
         return rows(rank)(call)
 
     return rule
 
 
-def layer_norm(call: Call) -> Batched:
+def layer_norm(call: NodeCall) -> Batched:
     """Over the last dimensions, fewer than all."""
     shape = call.argument(1, "normalized_shape")
     return rows(len(shape) + 1)(call)
 
 
-def embedding(call: Call) -> Batched:
+def embedding(call: NodeCall) -> Batched:
     """Rows of a table, for numbers of an example."""
     call.need(isinstance(call.argument(1, "weight"), Fixed), "has a table that is not fixed")
     call.need(call.argument(3, "max_norm") is None, "writes to what is fixed")
@@ -275,14 +282,14 @@ def embedding(call: Call) -> Batched:
     return call.same_axis(call.results)
 
 
-def one_hot(call: Call) -> Batched:
+def one_hot(call: NodeCall) -> Batched:
     """Of a number of classes that is given: torch finds it in all examples otherwise."""
     classes, like = call.argument(1, "num_classes", -1), call.first.like
     call.need(classes > 0, "counts classes over the examples of a batch")
     return Batched(like.new_empty(*like.shape, classes))
 
 
-def attention(call: Call) -> Batched:
+def attention(call: NodeCall) -> Batched:
     """Within each example; a mask may be one for all."""
     queries = call.args[:3]
     right = len(queries) == 3 and all(isinstance(q, Batched) and not q.axis for q in queries)
@@ -294,7 +301,7 @@ def attention(call: Call) -> Batched:
     return call.same_axis(call.results)
 
 
-def pad(call: Call) -> Batched:
+def pad(call: NodeCall) -> Batched:
     """Of the last dimensions."""
     sizes, rank = call.argument(1, "pad"), call.first.like.dim()
     call.need(isinstance(sizes, tuple | list) and len(sizes) // 2 < rank, "pads the batch")
@@ -306,7 +313,7 @@ def pad(call: Call) -> Batched:
 def loss_of_each(classes: bool) -> Rule:
     """One of torch's losses with ``reduction="none"``."""
 
-    def rule(call: Call) -> Batched:
+    def rule(call: NodeCall) -> Batched:
         outputs, targets = call.argument(0, "input"), call.argument(1, "target")
         batches = all(isinstance(v, Batched) and not v.axis for v in (outputs, targets))
         call.need(batches, "does not compare examples with targets of their own")
@@ -320,15 +327,15 @@ def loss_of_each(classes: bool) -> Rule:
     return rule
 
 
-def new(call: Call) -> Batched:
+def new(call: NodeCall) -> Batched:
     """A tensor of one number, with a row for each example."""
     sizes = call.args[1]
     sizes = sizes if isinstance(sizes, tuple | list) else call.args[1:]
-    call.need(bool(sizes) and isinstance(sizes[0], Size), "is not one for each example")
+    call.need(bool(sizes) and isinstance(sizes[0], BatchSize), "is not one for each example")
     return call.same_axis(call.results, shared=False)
 
 
-def size(call: Call) -> Any:
+def size(call: NodeCall) -> Any:
     """The number of examples."""
     value = call.args[0]
     call.need(call.argument(1, "dim") == value.axis, "is not the number of examples")
@@ -339,123 +346,7 @@ SIZED = (reshape, expand, new)
 """Rules of what may be given the number of examples."""
 
 
-def within(call: Call) -> Batched:
+def within(call: NodeCall) -> Batched:
     """Of the last two dimensions of each example."""
     call.need(call.first.like.dim() >= 3, "goes through the examples of a batch")
     return rows(3)(call)
-
-
-def _each(names: Iterable[str] | str, rule: Rule) -> dict[str, Rule]:
-    """The rule for each of some names, apart by spaces."""
-    return dict.fromkeys(names.split() if isinstance(names, str) else names, rule)
-
-
-_ELEMENTWISE = (
-    "abs neg exp expm1 log log1p log2 log10 sqrt rsqrt square reciprocal sin cos tan sinh "
-    "cosh asin acos atan asinh acosh atanh tanh sigmoid relu erf erfc floor ceil round "
-    "trunc frac sign clamp clip nan_to_num isnan isinf isfinite logit add sub subtract "
-    "mul multiply div divide true_divide floor_divide pow fmod remainder maximum minimum "
-    "where lerp addcmul addcdiv eq ne lt le gt ge logical_and logical_or logical_xor "
-    "logical_not bitwise_and bitwise_or bitwise_not atan2 hypot xlogy logaddexp "
-    "masked_fill zeros_like ones_like full_like selu celu dropout deg2rad rad2deg sinc "
-    "heaviside fmax fmin"
-)
-_METHODS_ONLY = (
-    "contiguous clone detach to float double half bool long int type_as relu_ add_ mul_ "
-    "sub_ div_ clamp_ tanh_ sigmoid_ exp_ neg_ masked_fill_ square_ sqrt_ log_ abs_ pow_"
-)
-_REDUCTIONS = (
-    "sum mean amax amin max min prod logsumexp var std argmax argmin any all nansum nanmean median"
-)
-
-NAMED: dict[str, Rule] = {
-    **_each(_ELEMENTWISE, elementwise),
-    **_each(_REDUCTIONS, reduction),
-    **_each(("softmax", "log_softmax", "cumsum", "cumprod", "unbind"), along()),
-    **_each(("sort", "argsort"), along(default=-1)),
-    **_each(("chunk", "split", "tensor_split"), along(position=2)),
-    **_each(("select", "narrow", "index_select", "squeeze"), along()),
-    **_each(("flip",), along(name="dims")),
-    "topk": along(default=-1, position=2),
-    "roll": along(position=2, name="dims"),
-    "norm": norm,
-    "flatten": flatten,
-    "unflatten": unflatten,
-    "reshape": reshape,
-    "unsqueeze": unsqueeze,
-    "transpose": transpose,
-    "swapaxes": transpose,
-    "permute": permute,
-    "matmul": matmul,
-    "bmm": matmul,
-    **_each(("cat", "stack", "concat"), together),
-    **_each(("triu", "tril"), within),
-}
-"""Of torch's functions and of tensors' methods alike."""
-
-# As a constant before a value of the graph calls them.
-_DUNDERS = (
-    "add radd sub rsub mul rmul truediv rtruediv div rdiv pow rpow mod rmod eq ne lt le gt ge and "
-    "or xor"
-)
-
-METHODS: dict[str, Rule] = {
-    **NAMED,
-    **{f"__{name}__": elementwise for name in _DUNDERS.split()},
-    "__matmul__": matmul,
-    "__getitem__": getitem,
-    **_each(_METHODS_ONLY, elementwise),
-    "view": reshape,
-    "expand": expand,
-    "size": size,
-    **_each(("new_zeros", "new_ones", "new_full"), new),
-}
-
-_ACTIVATIONS = (
-    "relu relu6 gelu silu elu selu celu leaky_relu softplus softsign logsigmoid hardtanh "
-    "hardswish hardsigmoid mish sigmoid tanh tanhshrink softshrink hardshrink threshold "
-    "dropout alpha_dropout"
-)
-
-_OPERATORS = (
-    "add sub mul truediv floordiv mod pow neg pos abs invert and_ or_ xor eq ne lt le gt ge"
-)
-_OF_NUMBERS = (
-    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div "
-    "binary_cross_entropy_with_logits poisson_nll_loss soft_margin_loss"
-)
-
-FUNCTIONS: dict[Any, Rule] = {
-    **{getattr(torch, name): rule for name, rule in NAMED.items() if hasattr(torch, name)},
-    **{getattr(F, name): elementwise for name in _ACTIVATIONS.split()},
-    **{getattr(operator, name): elementwise for name in _OPERATORS.split()},
-    operator.matmul: matmul,
-    operator.getitem: getitem,
-    getattr: attribute,
-    torch.einsum: einsum,
-    F.linear: rows(2),
-    F.embedding: embedding,
-    F.layer_norm: layer_norm,
-    F.rms_norm: layer_norm,
-    F.group_norm: rows(2),
-    F.softmax: along(),
-    F.log_softmax: along(),
-    F.normalize: along(default=1, position=2),
-    F.glu: along(default=-1),
-    F.pad: pad,
-    F.one_hot: one_hot,
-    F.scaled_dot_product_attention: attention,
-    torch.linalg.vector_norm: norm,
-    **{getattr(F, f"conv{n}d"): image(n + 2) for n in (1, 2, 3)},
-    **{
-        getattr(F, f"{kind}_pool{n}d"): image(n + 2)
-        for kind in ("avg", "adaptive_avg")
-        for n in (1, 2, 3)
-    },
-    **{getattr(F, f"max_pool{n}d"): image(n + 2) for n in (1, 2, 3)},
-    **{
-        getattr(F, name): loss_of_each(classes=True)
-        for name in ("cross_entropy", "nll_loss", "multi_margin_loss")
-    },
-    **{getattr(F, name): loss_of_each(classes=False) for name in _OF_NUMBERS.split()},
-}

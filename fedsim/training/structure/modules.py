@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedsim.training.structure.functions import Rule, elementwise, image, rows
-from fedsim.training.structure.values import Batched, Call, Fixed
+from fedsim.training.structure.values import Batched, Fixed, NodeCall
 
 __all__ = ["MODULES", "is_torchs_own", "rule_of"]
 
@@ -42,7 +42,7 @@ def rule_of(module: nn.Module) -> Rule | None:
 
 
 def _flatten(module: Any) -> Rule:
-    def rule(call: Call) -> Batched:
+    def rule(call: NodeCall) -> Batched:
         rank = call.first.like.dim()
         call.need(module.start_dim % rank != 0, "puts examples beside each other")
         return call.same_axis(call.results)
@@ -51,7 +51,7 @@ def _flatten(module: Any) -> Rule:
 
 
 def _along_dim(module: Any) -> Rule:
-    def rule(call: Call) -> Batched:
+    def rule(call: NodeCall) -> Batched:
         rank = call.first.like.dim()
         call.need(module.dim is not None and module.dim % rank != 0, "goes through the examples")
         return call.same_axis(call.results)
@@ -94,7 +94,7 @@ def _recurrent(module: Any) -> Rule | None:
     if not module.batch_first:
         return None
 
-    def rule(call: Call) -> Any:
+    def rule(call: NodeCall) -> Any:
         call.need(len(call.values) == 1, "is given more than sequences")
         call.need(call.first.like.dim() == 3, "is given no batch of sequences")
         outputs, state = call.results
@@ -108,7 +108,7 @@ def _attention(module: Any) -> Rule | None:
     if not module.batch_first:
         return None
 
-    def rule(call: Call) -> Any:
+    def rule(call: NodeCall) -> Any:
         names = ("query", "key", "value")
         given = [call.argument(i, name) for i, name in enumerate(names)]
         right = all(isinstance(g, Batched) and not g.axis and g.like.dim() == 3 for g in given)
@@ -124,7 +124,7 @@ def _encoder_layer(module: Any) -> Rule | None:
     if not module.self_attn.batch_first or module.activation not in (F.relu, F.gelu):
         return None
 
-    def rule(call: Call) -> Batched:
+    def rule(call: NodeCall) -> Batched:
         call.need(call.first.like.dim() == 3, "is given no batch of sequences")
         _masks(call, key=("src_key_padding_mask", 2), attention=("src_mask", 1))
         return call.same_axis(call.results)
@@ -132,7 +132,7 @@ def _encoder_layer(module: Any) -> Rule | None:
     return rule
 
 
-def _masks(call: Call, *, key: tuple[str, int], attention: tuple[str, int]) -> None:
+def _masks(call: NodeCall, *, key: tuple[str, int], attention: tuple[str, int]) -> None:
     """A mask of an example's positions, and one of pairs of positions, the same for all."""
     own = call.argument(key[1], key[0])
     call.need(own is None or (isinstance(own, Batched) and not own.axis), "has an unknown mask")

@@ -1,7 +1,7 @@
 """Reads what a model and a loss do, without running either on numbers: their `torch.fx` graphs.
 
 A graph is believed if each of its nodes is on a list of what is known to act on every example of a
-batch by itself, with the shapes that it has there (`functions`, `modules`). A forward that branches
+batch by itself, with the shapes that it has there (`tables`, `modules`). A forward that branches
 on values or on how many examples there are has no graph. What was read is what is run afterwards:
 the graph, never the code that it was read from. So padding may stand beside examples, and gradients
 of single examples may be taken from one pass over all of them. Whatever could not be read gets real
@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from fedsim.tasks.losses import ExampleLoss, Loss
-from fedsim.training.structure.functions import FUNCTIONS, METHODS, of_call
+from fedsim.training.structure.functions import of_call
 from fedsim.training.structure.modules import has_hooks, is_torchs_own, rule_of
+from fedsim.training.structure.tables import FUNCTIONS, METHODS
 from fedsim.training.structure.values import (
     BATCH,
     Batched,
-    Call,
     Fixed,
+    NodeCall,
     NotReadError,
     Pair,
     on_meta,
@@ -302,7 +303,9 @@ class _Tracer(fx.Tracer):
         args, kwargs = self.value(node.args), self.value(node.kwargs)
         if node.op == "call_module":
             module = self.root.get_submodule(str(node.target))
-            call = Call(f"{type(module).__name__} '{node.target}'", _on_meta(module), args, kwargs)
+            call = NodeCall(
+                f"{type(module).__name__} '{node.target}'", _on_meta(module), args, kwargs
+            )
             self._measuring = True
             try:
                 return of_call(call, rule_of(module))
@@ -310,10 +313,10 @@ class _Tracer(fx.Tracer):
                 self._measuring = False
         if node.op == "call_method":
             name = str(node.target)
-            return of_call(Call(name, _method(name), args, kwargs), METHODS.get(name))
+            return of_call(NodeCall(name, _method(name), args, kwargs), METHODS.get(name))
         assert callable(node.target)
         name = getattr(node.target, "__name__", str(node.target))
-        return of_call(Call(name, node.target, args, kwargs), FUNCTIONS.get(node.target))
+        return of_call(NodeCall(name, node.target, args, kwargs), FUNCTIONS.get(node.target))
 
 
 class _Proxy(fx.Proxy):

@@ -16,12 +16,12 @@ from torch import Tensor
 __all__ = [
     "BATCH",
     "SIZE",
+    "BatchSize",
     "Batched",
-    "Call",
     "Fixed",
+    "NodeCall",
     "NotReadError",
     "Pair",
-    "Size",
     "batched_results",
     "on_meta",
 ]
@@ -60,11 +60,11 @@ class Fixed:
     like: Tensor
 
 
-class Size(int):
+class BatchSize(int):
     """The number of examples of a batch, which a graph may hand on as a size and nothing else."""
 
 
-SIZE = Size(BATCH)
+SIZE = BatchSize(BATCH)
 
 
 def on_meta(tensor: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Pair(NamedTuple):
     indices: Any
 
 
-class Call(NamedTuple):
+class NodeCall(NamedTuple):
     """A function, method or module of a graph, and what it is given.
 
     Attributes
@@ -89,7 +89,7 @@ class Call(NamedTuple):
     function : callable
         What gives the result's shape, from tensors on meta.
     args, kwargs
-        Values: `Batched`, `Fixed`, `Size`, tuples and lists of them, and constants.
+        Values: `Batched`, `Fixed`, `BatchSize`, tuples and lists of them, and constants.
     """
 
     name: str
@@ -165,7 +165,7 @@ class Call(NamedTuple):
         return dims
 
 
-def batched_results(call: Call, results: Any) -> Any:
+def batched_results(call: NodeCall, results: Any) -> Any:
     """A result, or a tuple of results, each with a row for each example."""
     if isinstance(results, tuple | list):
         rows = (batched_results(call, result) for result in results)
@@ -174,7 +174,7 @@ def batched_results(call: Call, results: Any) -> Any:
 
 
 def _plain(numbers: Any) -> bool:
-    return all(isinstance(n, int) and not isinstance(n, Size | bool) for n in numbers)
+    return all(isinstance(n, int) and not isinstance(n, BatchSize | bool) for n in numbers)
 
 
 def _flat(value: Any) -> Iterator[Any]:
@@ -199,4 +199,4 @@ def _metas(value: Any) -> Any:
         return {name: _metas(inside) for name, inside in value.items()}
     if isinstance(value, slice):
         return slice(*(_metas(end) for end in (value.start, value.stop, value.step)))
-    return int(value) if isinstance(value, Size) else value
+    return int(value) if isinstance(value, BatchSize) else value
