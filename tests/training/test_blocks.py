@@ -180,6 +180,7 @@ def test_a_clients_loss_is_the_mean_over_its_steps_of_their_mean_losses(path: st
         losses.append(taken.detach().double().tolist())
         return taken
 
+    noted.across_batch = False  # type: ignore[attr-defined]
     trainer = made(path=path, loss=noted, counts=work, batch_size=1, block_size=1)
     (block,) = trainer.train(trainer.initial(), np.array([6]), 1)
     # Of a batch of one the second place is padding.
