@@ -63,6 +63,7 @@ class NodeBuild(Build):
                 self._file, normalize=settings.normalize, protected=protected, **declared
             )
             if protected:
+                dataset = dataset.protected()
                 refuse_found(dataset, self._partition)
             train, test = dataset.train, dataset.test
             tests = self._partition.test_indices(train.columns, test.columns)

@@ -11,13 +11,25 @@ import numpy.typing as npt
 
 from fedsim.errors import FedsimError
 
-__all__ = ["MOST_CLASSES", "Array", "Layout", "checked_split", "found_size", "statistics"]
+__all__ = [
+    "MOST_CLASSES",
+    "UNUSABLE",
+    "Array",
+    "Layout",
+    "checked_split",
+    "found_size",
+    "statistics",
+    "with_unusable",
+]
 
 Array = npt.NDArray[Any]
 Layout = Literal["auto", "as-is"]
 
 MOST_CLASSES = 1_000_000
 """A larger class or token is a mistake: models have an output or a row for each."""
+
+UNUSABLE = "unusable"
+"""The column of training examples whose label, or a token of theirs, is none that there is."""
 
 MOST_CHANNELS = 4
 PIECE_BYTES = 2**26
@@ -34,7 +46,7 @@ def checked_split(
     arrays : mapping of name to array
         See `Dataset.of`.
     protected : bool
-        Whether its numbers need not be finite.
+        Whether its numbers need not be finite, nor its labels and tokens below a number.
 
     Raises
     ------
@@ -46,13 +58,13 @@ def checked_split(
         raise FedsimError(f"{where} lacks {missing[0]}_{split}.")
     checked = {key: np.asanyarray(array) for key, array in arrays.items()}
     x, y = checked["x"], checked["y"]
-    checked["x"] = _inputs(f"x_{split}", x, layout, where)
+    checked["x"] = _inputs(f"x_{split}", x, layout, where, protected)
     if not protected:
         _require_finite(f"x_{split}", checked["x"], None, where)
     mask = checked.get("mask")
     if mask is not None:
-        checked["mask"] = mask = _mask(f"mask_{split}", mask, y, where)
-    checked["y"] = _targets(f"y_{split}", y, where)
+        checked["mask"] = mask = _mask(f"mask_{split}", mask, y, where, protected)
+    checked["y"] = _targets(f"y_{split}", y, where, protected)
     if not protected:
         _require_finite(f"y_{split}", checked["y"], mask, where)
     require_targets(split, len(x), len(y), where)
@@ -73,7 +85,7 @@ def require_targets(split: str, examples: int, targets: int, where: str) -> None
 _Arrays = dict[str, Array]
 
 
-def _inputs(key: str, array: Array, layout: Layout, where: str) -> Array:
+def _inputs(key: str, array: Array, layout: Layout, where: str, protected: bool) -> Array:
     """Images channels first, numbers, or tokens."""
     kind = array.dtype.kind
     if kind not in "uif":
@@ -99,7 +111,7 @@ def _inputs(key: str, array: Array, layout: Layout, where: str) -> Array:
             f"{where} has {key} of shape {array.shape}, which looks channels first; images must "
             "be [N, H, W] or [N, H, W, C], channels last."
         )
-    array = _plain(key, array, where)
+    array = _plain(key, array, where, protected)
     if pictures and array.ndim == 3:
         array = array[:, None]
     elif pictures and array.ndim == 4:
@@ -107,7 +119,7 @@ def _inputs(key: str, array: Array, layout: Layout, where: str) -> Array:
     return _contiguous(array)
 
 
-def _targets(key: str, array: Array, where: str) -> Array:
+def _targets(key: str, array: Array, where: str, protected: bool) -> Array:
     """Classes as int64, numbers floating."""
     if array.dtype.kind not in "uifb":
         raise FedsimError(
@@ -121,18 +133,19 @@ def _targets(key: str, array: Array, where: str) -> Array:
         )
     if array.dtype.kind == "b":
         return array.astype(np.float32)
-    return _contiguous(_plain(key, array, where))
+    return _contiguous(_plain(key, array, where, protected))
 
 
-def _mask(key: str, array: Array, y: Array, where: str) -> Array:
-    """Which targets count, as booleans."""
+def _mask(key: str, array: Array, y: Array, where: str, protected: bool) -> Array:
+    """Which targets count, as booleans; of protected examples any number but 0 says so."""
     fits = 2 <= array.ndim <= y.ndim and array.shape == y.shape[: array.ndim]
-    if not fits or array.dtype.kind not in "bui" or _extremes(array, None)[1] > 1:
+    low, high = (0, 1) if protected or array.dtype.kind not in "bui" else _extremes(array, None)
+    if not fits or array.dtype.kind not in "bui" or high > 1:
         raise FedsimError(
             f"{where} has {key} of shape {array.shape} and dtype {array.dtype}; it must hold "
             f"booleans, one for each target of an example, for these targets {y.shape}."
         )
-    if array.dtype.kind != "b" and _extremes(array, None)[0] < 0:
+    if low < 0:
         raise FedsimError(f"{where} has numbers below 0 in {key}; it must hold booleans.")
     return array if array.dtype.kind == "b" else array.astype(np.bool_)
 
@@ -146,7 +159,7 @@ def _column(key: str, array: Array, count: int, where: str) -> Array:
     return np.asarray(array)
 
 
-def _plain(key: str, array: Array, where: str) -> Array:
+def _plain(key: str, array: Array, where: str, protected: bool) -> Array:
     """In a dtype and byte order that torch computes with; only a copy where it is another."""
     kind, size = array.dtype.kind, array.dtype.itemsize
     wanted = np.dtype(f"f{min(size, 8)}" if kind == "f" else array.dtype.newbyteorder("="))
@@ -159,7 +172,8 @@ def _plain(key: str, array: Array, where: str) -> Array:
             f"{where} has {key} of dtype {array.dtype}, which cannot stay in its file; it must be "
             "float, uint8, or signed integers, in this machine's byte order."
         )
-    if kind == "u" and int(array.max(initial=0)) >= MOST_CLASSES:
+    # Protected ones that are too large stay so, or turn negative: both are found unusable.
+    if kind == "u" and not protected and int(array.max(initial=0)) >= MOST_CLASSES:
         raise FedsimError(_too_large(key, int(array.max()), where))
     with np.errstate(over="ignore"):  # what is too large is infinite, and refused as that
         return array.astype(wanted)
@@ -181,8 +195,12 @@ class Size:
     found_in: Literal["", "train", "test"] = ""
 
 
-def found_size(key: str, declared: int, train: _Arrays, test: _Arrays, where: str) -> Size:
+def found_size(
+    key: str, declared: int, train: _Arrays, test: _Arrays, where: str, protected: bool = False
+) -> Size:
     """How many classes or tokens there are; 0 where targets or inputs are not of that kind.
+
+    Of ``protected`` training examples none is refused, and none tells where test examples do.
 
     Raises
     ------
@@ -206,6 +224,9 @@ def found_size(key: str, declared: int, train: _Arrays, test: _Arrays, where: st
     most = []
     for split, columns, array in zip(("train", "test"), (train, test), arrays, strict=True):
         low, high = _extremes(array, columns.get("mask") if name == "y" else None)
+        if protected and split == "train":
+            most.append(min(max(high + 1, 1), MOST_CLASSES))
+            continue
         if low < 0:
             raise FedsimError(
                 f"{where} has the {noun} {low} in {name}_{split}; {noun}s must be integers from 0 "
@@ -220,12 +241,41 @@ def found_size(key: str, declared: int, train: _Arrays, test: _Arrays, where: st
         most.append(high + 1)
     if declared:
         return Size(declared)
+    if protected and most[1]:
+        return Size(most[1], "test")
     if not max(most):
         raise FedsimError(
             f"{where} has a mask that leaves no {noun} at all; one must count, or data.{key} must "
             "be declared."
         )
     return Size(max(most), "train" if most[0] > most[1] else "test")
+
+
+def with_unusable(train: _Arrays, sizes: Mapping[str, int]) -> _Arrays:
+    """Training arrays without labels or tokens outside ``sizes``, and a column of whose were.
+
+    0 is in their place, so that nothing is ever looked up outside a model's rows; an array that
+    has some is copied, unless it is a file's own copy-on-write memory. No column where nobody has
+    any.
+    """
+    made, marks = dict(train), train.get(UNUSABLE)
+    unusable = np.zeros(len(train["x"]), dtype=np.bool_)
+    if marks is not None and marks.dtype.kind == "b":  # as a file says that was split by clients
+        unusable |= marks
+    for name, size in (("y", sizes.get("classes", 0)), ("x", sizes.get("vocabulary", 0))):
+        array, stop = train[name], 0
+        for piece, counts in _pieces(array, train.get("mask") if name == "y" else None):
+            start, stop = stop, stop + len(piece)
+            if not size or (piece.min() >= 0 and piece.max() < size):
+                continue
+            wrong = (piece < 0) | (piece >= size)
+            if counts is not None:
+                wrong &= counts.reshape(*counts.shape, *[1] * (wrong.ndim - counts.ndim))
+            if made[name] is array and getattr(array, "mode", "") != "c":
+                made[name] = array.copy()
+            made[name][start:stop][wrong] = 0
+            unusable[start:stop] |= wrong.reshape(len(piece), -1).any(axis=1)
+    return made | {UNUSABLE: unusable} if unusable.any() else made
 
 
 def _too_large(key: str, value: int, where: str) -> str:

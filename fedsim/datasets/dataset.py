@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedsim.datasets.checks import Array, Layout, checked_split, found_size, statistics
+from fedsim.datasets.checks import (
+    Array,
+    Layout,
+    checked_split,
+    found_size,
+    statistics,
+    with_unusable,
+)
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 
@@ -32,7 +39,9 @@ class Split:
     mask : bool Tensor, or None
         Which targets count: of the shape of ``y``, or of its first dimensions.
     columns : mapping of name to array ``[N]``
-        What else is known of each example, such as its ``owner``.
+        What else is known of each example, such as its ``owner``. Booleans ``unusable`` say which
+        training examples have a label or token that is none: their clients fail, or at example
+        level their gradients count as zero.
     """
 
     x: Tensor
@@ -136,6 +145,37 @@ class Dataset:
             if number:
                 found_size(key, number, train, test, f"data {self.name}")
 
+    def protected(self) -> Dataset:
+        """As a run takes it that protects training examples: none of these decides anything.
+
+        Classes and tokens that were not declared are those of the test examples, where there are
+        any; a training example with another is ``unusable`` (see `Split`).
+
+        Raises
+        ------
+        FedsimError
+            If test examples have labels or tokens that cannot be.
+        """
+        train, test = _arrays(self.train), _arrays(self.test)
+        sizes, found_in = {}, {}
+        for key, number in (("classes", self.num_classes), ("vocabulary", self.vocabulary)):
+            if not number:
+                sizes[key] = 0
+                continue
+            declared = 0 if key in self.found_in else number
+            size = found_size(key, declared, train, test, f"data {self.name}", True)
+            sizes[key] = size.size
+            if size.found_in:
+                found_in[key] = size.found_in
+        made = _split(with_unusable(train, sizes))
+        return replace(
+            self,
+            train=made,
+            num_classes=sizes["classes"],
+            vocabulary=sizes["vocabulary"],
+            found_in=found_in,
+        )
+
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one example: ``(C, H, W)``, ``(d,)``, ``(L,)`` for tokens, or any other."""
@@ -204,7 +244,8 @@ class Dataset:
         source : str
             What sentences call it.
         protected : bool
-            Whether training examples are taken whose numbers are not finite; see `load`.
+            Whether training examples are taken whose numbers are not finite, or whose labels or
+            tokens are none; see `load`.
 
         Raises
         ------
@@ -226,9 +267,11 @@ class Dataset:
                     f"shape {b.shape} ({b.dtype}); but for their number they must be alike."
                 )
         sizes = {
-            key: found_size(key, declared, first, second, where)
+            key: found_size(key, declared, first, second, where, protected)
             for key, declared in (("classes", classes), ("vocabulary", vocabulary))
         }
+        if protected:
+            first = with_unusable(first, {key: size.size for key, size in sizes.items()})
         return cls(
             name,
             _split(first),
@@ -243,7 +286,8 @@ class Dataset:
 
 def _arrays(split: Split) -> dict[str, Array]:
     tensors = {"x": split.x, "y": split.y, "mask": split.mask}
-    return {key: one.detach().cpu().numpy() for key, one in tensors.items() if one is not None}
+    arrays = {key: one.detach().cpu().numpy() for key, one in tensors.items() if one is not None}
+    return {**split.columns, **arrays}
 
 
 def _split(arrays: Mapping[str, Array]) -> Split:

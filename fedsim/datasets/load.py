@@ -56,7 +56,8 @@ def load(
     protected : bool
         Whether a run protects the training examples: a number of theirs that is not finite is then
         no reason to refuse all of them. The update that it spoils is not finite, and its client
-        alone fails.
+        alone fails; so does that of a label or token which is none, and nothing is found in them
+        that test examples say. At example level such an example's gradient counts as zero.
     settings
         The data set's own; see `Files`.
 

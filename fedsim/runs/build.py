@@ -16,6 +16,7 @@ from fedsim import datasets, models, partitions
 from fedsim.config import RunConfig
 from fedsim.config.digest import release_digest
 from fedsim.config.plan import cohort, entropy, local_work, realised, stopping
+from fedsim.datasets.checks import UNUSABLE
 from fedsim.devices import Devices
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
@@ -66,11 +67,14 @@ class Build:
         """The examples, on the run's device."""
         data, given = self.config.data, self.given.data
         dataset = self._loaded() if given is None else given
-        if given is not None:
+        private = self.config.private or self.config.client.private
+        if private:
+            dataset = dataset.protected()
+        elif given is not None:
             given.check_sizes()
         if given is not None and (data.train or data.test):
-            dataset = given.ranged(data.train, data.test)
-        if self.config.private or self.config.client.private:
+            dataset = dataset.ranged(data.train, data.test)
+        if private:
             refuse_found(dataset, self.partition)
         return dataset.to(self.device)
 
@@ -142,7 +146,8 @@ class Build:
 
     def client_data(self, split: datasets.Split, parts: list[partitions.Indices]) -> ClientData:
         """Examples of this run's data set, and whose they are."""
-        return ClientData(split.x, split.y, parts, *self.statistics, split.mask)
+        unusable = split.columns.get(UNUSABLE)
+        return ClientData(split.x, split.y, parts, *self.statistics, split.mask, unusable)
 
     @property
     def statistics(self) -> tuple[Tensor | None, Tensor | None]:

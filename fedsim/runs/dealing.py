@@ -10,6 +10,7 @@ from fedsim import datasets, partitions
 from fedsim.config import RunConfig
 from fedsim.config.things import find, settings_for
 from fedsim.datasets import Dataset
+from fedsim.datasets.checks import UNUSABLE
 from fedsim.errors import FedsimError
 from fedsim.partitions import Indices
 
@@ -88,6 +89,8 @@ def deal(config: RunConfig, partition: partitions.Partition, dataset: Dataset) -
         partition.require_every_client_an_owner(columns)
     if config.partition.max_examples:
         parts = partitions.subsample(parts, config.partition.max_examples, seed=config.seed)
+    # Nobody evaluates on one whose label is none.
+    held_out = held_out[~train.columns.get(UNUSABLE, np.zeros(len(train), np.bool_))[held_out]]
     return Dealt(parts, held_out, partition.test_indices(columns, test.columns), of_clients)
 
 
@@ -137,8 +140,7 @@ def refuse_found(dataset: Dataset, partition: partitions.Partition) -> None:
             continue
         noun = "classes" if key == "classes" else "tokens"
         told = {
-            "train": f"the training examples of {dataset.name} have {noun} that its test examples "
-            "have not",
+            "train": f"{dataset.name} has no test examples that tell how many {noun} there are",
             "test": f"the test examples of {dataset.name}, which tell how many {noun} there are, "
             f"belong to clients (column {column})",
         }[split]

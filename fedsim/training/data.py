@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,9 @@ class ClientData:
     mask : bool Tensor of the shape of ``y`` or of its first dimensions, or None
         Which targets count. Those that do not are gathered as `fedsim.tasks.IGNORED` (classes) or
         NaN (numbers).
+    unusable : bool array ``[N]``, or None
+        Examples whose label or token is none, and has been replaced. A client that has one fails;
+        with privacy for examples their gradients count as zero.
 
     Raises
     ------
@@ -50,6 +53,7 @@ class ClientData:
     mean: Tensor | None = None
     std: Tensor | None = None
     mask: Tensor | None = None
+    unusable: npt.NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
         count = len(self.x)
@@ -82,8 +86,22 @@ class ClientData:
         device = torch.device(device)
         if self.x.device == device and self.y.device == device:
             return self
-        moved = [None if t is None else t.to(device) for t in (self.mean, self.std, self.mask)]
-        return ClientData(self.x.to(device), self.y.to(device), self.indices, *moved)
+        mean, std, mask = (
+            None if t is None else t.to(device) for t in (self.mean, self.std, self.mask)
+        )
+        x, y = self.x.to(device), self.y.to(device)
+        return ClientData(x, y, self.indices, mean, std, mask, self.unusable)
+
+    def require_usable(self, client_ids: Iterable[int]) -> None:
+        """Raise FedsimError if a client has an example that is none."""
+        if self.unusable is None:
+            return
+        for client in client_ids:
+            if self.unusable[self.indices[client]].any():
+                raise FedsimError(
+                    f"client {client} has an example with a label or token outside the declared "
+                    "range (data.classes, data.vocabulary; undeclared, that of the test examples)."
+                )
 
     def inputs(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """Inputs at ``index`` (int64, any shape ``[*lead]``) as ``[*lead, ...]`` of ``dtype``."""

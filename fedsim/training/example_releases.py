@@ -155,6 +155,8 @@ class ExampleReleases:
         examples = torch.from_numpy(data.indices[starting.client]).to(data.x.device)
         tensors = {"x": data.x[examples], "y": data.y[examples], "mean": data.mean, "std": data.std}
         tensors["mask"] = None if data.mask is None else data.mask[examples]
+        if data.unusable is not None:
+            tensors["unusable"] = torch.from_numpy(data.unusable[data.indices[starting.client]])
         yield from _tensor_parts(tensors | dict(starting.received))
 
     @cached_property

@@ -88,7 +88,14 @@ class OpenStepping:
     def batches(
         self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
     ) -> Iterator[Batches]:
-        """See `Stepping`."""
+        """See `Stepping`.
+
+        Raises
+        ------
+        FedsimError
+            If a client has an example whose label or token is none.
+        """
+        self.bench.data.require_usable(client_ids.tolist())
         return plan_batches(
             self.workload.work,
             [self.bench.data.indices[i] for i in client_ids],

@@ -242,6 +242,9 @@ class PrivateSteps(Steps):
         self.rows, self.keeps_state = rows, keeps_state
         layout = bench.packing.layout
         self.counts = (batches.weight > 0).sum(axis=3)
+        self.usable = self.weight > 0
+        if (unusable := bench.data.unusable) is not None:  # their gradients count as zero
+            self.usable &= torch.from_numpy(~unusable[batches.index]).to(bench.device)
         self.noise = [
             NoiseSource(
                 source.generator(Purpose.NOISE, level="example", round=round, client=client),
@@ -288,7 +291,7 @@ class PrivateSteps(Steps):
             if not counts.any():
                 continue
             asked = self.index[:active, index, chunk]
-            there = (self.weight[:active, index, chunk] > 0).double()
+            usable = self.usable[:active, index, chunk].double()
             x, y = (
                 data.inputs(asked, self.bench.dtype),
                 data.targets(asked, self.bench.dtype),
@@ -296,7 +299,7 @@ class PrivateSteps(Steps):
             for examples in self.rows(point, x, y, counts.tolist(), seeds and seeds[chunk]):
                 clients, b = examples.clients, examples.rows.count
                 losses[clients, chunk, :b] = examples.losses
-                weights = there[clients, :b]
+                weights = usable[clients, :b]
                 total.add_owners(examples.rows, weights, examples.counts, clients)
         self.losses.append(losses.flatten(1))
         release = self.releaser.release(total, *self.noise[:active])

@@ -415,6 +415,7 @@ class Trainer:
         for first in range(0, len(client_ids), EVALUATE_CLIENTS):
             ids = client_ids[first : first + EVALUATE_CLIENTS]
             data = self.data if self.test is None else self.test
+            data.require_usable(ids.tolist())
             indices = [data.indices[i] for i in ids]
             seeds = Seeds([source] * len(ids), ids, round) if self.draws.evaluation else None
             metrics = {"loss": MeanOf(self.loss), **self.metrics}

@@ -123,8 +123,8 @@ PRIVATE = {"mechanism.name": "clipping", "noise.multiplier": 1.0, "evaluate.clie
 @pytest.mark.parametrize(
     ("changes", "settings", "sentence"),
     [
-        ({"classes": None}, {}, r"data\.classes is not set, and the training examples"),
-        ({"vocabulary": None}, {}, r"data\.vocabulary is not set, and the training examples"),
+        ({"classes": None}, {}, r"data\.classes is not set, and the test examples"),
+        ({"vocabulary": None}, {}, r"data\.vocabulary is not set, and the test examples"),
         (
             OTHERS,
             {"partition.clients": 7},

@@ -74,7 +74,9 @@ def past_frozen(model: nn.Module, data: ClientData) -> tuple[nn.Module, ClientDa
     indices = [client.astype(np.int64) for client in np.split(positions, bounds)]
     trained = nn.Sequential(OrderedDict(children[first:]))
     mask = None if data.mask is None else data.mask[examples]
-    return trained, ClientData(outputs, data.y[examples], indices, mask=mask)
+    unusable = None if data.unusable is None else data.unusable[used]
+    y = data.y[examples]
+    return trained, ClientData(outputs, y, indices, mask=mask, unusable=unusable)
 
 
 def _fixed(module: nn.Module) -> bool:
