@@ -247,19 +247,23 @@ class Dispatch:
             yield from self._taken(post, answer)
 
     def _hand_out(self, call: Call) -> list[tuple[Ids, Reason]]:
-        """Give idle workers chunks; the clients whose own ledgers refuse, and why."""
+        """Give idle workers chunks; the clients that cannot begin, and why."""
         refused: list[tuple[Ids, Reason]] = []
         for depth in range(1, self._crew.depth + 1):
             for post in self._posts:
                 while self._todo and post.takes(self._todo[0], depth):
                     chunk = self._todo.popleft()
-                    reason = self._refusal(chunk)
-                    if reason is None:
-                        self._ask(post, chunk, call)
-                    elif len(chunk.client_ids) > 1:
-                        self._todo.extendleft(chunk.singles())
+                    try:
+                        states = self._entering(chunk)
+                    except FedsimError as error:
+                        if len(chunk.client_ids) > 1:
+                            self._todo.extendleft(chunk.singles())
+                            continue
+                        _log.warning("client %s refuses: %s", chunk.client_ids[0], error)
+                        over = isinstance(error, BudgetSpentError)
+                        refused.append((chunk.client_ids, "budget" if over else "raised"))
                     else:
-                        refused.append((chunk.client_ids, reason))
+                        self._ask(post, chunk, states, call)
         for post in self._posts:
             # Before a client that may lose its worker begins, what others did there is safe.
             if post.done and not post.busy and (not self._todo or self._todo[0].alone):
@@ -267,28 +271,28 @@ class Dispatch:
                 post.summing = True
         return refused
 
-    def _ask(self, post: _Post, chunk: _Chunk, call: Call) -> None:
+    def _ask(self, post: _Post, chunk: _Chunk, states: ClientStates, call: Call) -> None:
         if not post.begun:
             post.worker.begin(call)
             post.begun = True
-        as_of = self._call.round if self._call.message_type == "train" else None
-        states = self._trainer.state(chunk.client_ids, as_of)
         if not post.queue:
             post.since = time.monotonic()
         post.worker.ask(Work("clients", chunk.client_ids, to_arrays(states)))
         post.queue.append(chunk)
 
-    def _refusal(self, chunk: _Chunk) -> Reason | None:
-        """None once these clients' lines are in their ledgers, which are here: they may begin."""
+    def _entering(self, chunk: _Chunk) -> ClientStates:
+        """What these clients keep, once their lines are in their ledgers: both are here.
+
+        Raises
+        ------
+        FedsimError
+            If a ledger refuses, or what a client keeps cannot be read.
+        """
+        ids, number = chunk.client_ids, self._call.round
         if self._call.message_type == "evaluate":
-            return None
-        try:
-            self._trainer.charge(self._start, chunk.client_ids, self._call.round)
-        except FedsimError as error:
-            if len(chunk.client_ids) == 1:
-                _log.warning("client %s refuses: %s", chunk.client_ids[0], error)
-            return "budget" if isinstance(error, BudgetSpentError) else "raised"
-        return None
+            return self._trainer.state(ids, None)
+        self._trainer.charge(self._start, ids, number)
+        return self._trainer.state(ids, number)
 
     def _first_done(self, busy: list[_Post]) -> _Post | None:
         """A post whose answer is there; None once one has worked for the timeout on a chunk."""

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -206,16 +207,33 @@ class FileMemory:
         return sorted(files)
 
     def load(self, client_ids: Ids, round: int | None) -> tuple[Bools, dict[str, Tensor]]:
-        """See `Memory`."""
+        """See `Memory`.
+
+        Raises
+        ------
+        FedsimError
+            If a file cannot be read, or has other entries than another of these clients'.
+        """
         present = np.zeros(len(client_ids), dtype=np.bool_)
         rows: dict[str, Tensor] = {}
         for k, client in enumerate(client_ids):
             rounds = self._rounds(int(client))
             earlier = [path for number, path in rounds if round is None or number < round]
-            if earlier:
-                present[k] = True
-                for name, row in load_file(regular_files.require(earlier[-1])).items():
-                    rows.setdefault(name, row.new_zeros(len(client_ids), *row.shape))[k] = row
+            if not earlier:
+                continue
+            state = _state_in(earlier[-1], int(client))
+            if not present.any():
+                rows = {k: v.new_zeros(len(client_ids), *v.shape) for k, v in state.items()}
+            shapes = {name: row.shape[1:] for name, row in rows.items()}
+            if {name: row.shape for name, row in state.items()} != shapes:
+                # Alone, each client stands for what is in its own file.
+                raise FedsimError(
+                    f"the state of client {client} in {earlier[-1]} has other entries than other "
+                    "clients' states."
+                )
+            present[k] = True
+            for name, row in state.items():
+                rows[name][k] = row
         return present, rows
 
     def store(self, client_ids: Ids, round: int, state: Mapping[str, Tensor]) -> None:
@@ -246,6 +264,17 @@ class FileMemory:
 
     def restore(self, states: ClientStates) -> None:
         """See `Memory`: the files are there."""
+
+
+def _state_in(path: Path, client: int) -> dict[str, Tensor]:
+    """What a client's file holds; a `FedsimError` if it cannot be read."""
+    try:
+        return load_file(regular_files.require(path))
+    except (OSError, SafetensorError) as error:
+        raise FedsimError(
+            f"the state of client {client} in {path} is damaged ({error}); put back the file, or "
+            f"remove {path.parent}, and the client starts without state."
+        ) from None
 
 
 class Sent:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import fedsim
 from fedsim.config import RunConfig
 from fedsim.engines.blocks import guarded_blocks
+from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.build import Build
+from fedsim.runs.callbacks import Callback
 from fedsim.training.memory import ProcessMemory
 
 IDS = np.arange(6)
@@ -88,3 +94,52 @@ def test_what_clients_keep_is_all_there_or_not_at_all():
     columns.store(np.array([2]), 1, {"eta": torch.tensor([0.7])})
     assert columns.state()["eta"].tolist()[-1] == pytest.approx(0.7)
     assert columns.load(ids, 2)[1]["eta"].tolist() == [0.5]
+
+
+DAMAGES = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:20]),
+    "empty": lambda path: path.write_bytes(b""),
+    "random": lambda path: path.write_bytes(np.random.default_rng(0).bytes(400)),
+    "no regular file": lambda path: (path.unlink(), os.mkfifo(path)),
+    "another model's": lambda path: save_file({"velocity": torch.zeros(3)}, path),
+}
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["open", "examples protected"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_of_a_clients_state_is_that_clients_failure(
+    damage, private, tmp_path, caplog
+):
+    """Client 2's files are damaged after round 1: it fails from then on, and nobody else does."""
+
+    class Damaging(Callback):
+        def on_round(self, status):
+            if status.round == 1:
+                (path,) = state.rglob("client-2/round-1.safetensors")
+                DAMAGES[damage](path)
+
+    client = {"lr": 0.2, "momentum": 0.9, "state": "client", "batch-size": 20}
+    if private:
+        client |= {"mechanism": {"name": "clipping"}, "noise": {"multiplier": 1.0}}
+    found = []
+    for workers in (1, 2):
+        state = tmp_path / f"state-{workers}"
+        config = RunConfig.parse(
+            {
+                "rounds": 3,
+                "partition": {"clients": 6},
+                "client": client | {"state-dir": str(state)},
+                "engine": {"workers": workers, "device": "cpu"},
+            }
+        )
+        caplog.clear()
+        out = tmp_path / f"run-{workers}"
+        fedsim.run(config, out=out, callbacks=[Damaging()])
+        rows = RunDirectory(out).rows()[1:]
+        assert [row["usable"] for row in rows] == [6, 5, 5]
+        assert [row["failed-raised"] for row in rows] == [0, 1, 1]
+        if damage != "another model's":
+            assert "the state of client 2 in" in caplog.text
+            assert "is damaged" in caplog.text
+        found.append((out / "model.safetensors").read_bytes())
+    assert found[0] == found[1]
