@@ -36,6 +36,7 @@ def main(grid, context):
             "asked": report.asked,
             "usable": report.usable,
             "failed": report.failed,
+            "reasons": {reason: count for reason, count in report.reasons.items() if count},
             "w": result.arrays["w"].numpy().tolist(),
         }
         with out.open("a") as file:
