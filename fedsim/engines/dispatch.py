@@ -259,7 +259,7 @@ class Dispatch:
                         if len(chunk.client_ids) > 1:
                             self._todo.extendleft(chunk.singles())
                             continue
-                        _log.warning("client %s refuses: %s", chunk.client_ids[0], error)
+                        _log.warning("client %s does not train: %s", chunk.client_ids[0], error)
                         over = isinstance(error, BudgetSpentError)
                         refused.append((chunk.client_ids, "budget" if over else "raised"))
                     else:
