@@ -214,8 +214,8 @@ SCRIPT = """
     if {hangs}:
         from fedsim.engines import dispatch
         ask = dispatch.Dispatch._ask
-        def told(self, post, chunk, call):
-            ask(self, post, chunk, call)
+        def told(self, post, *arguments):
+            ask(self, post, *arguments)
             print(post.worker.pid, flush=True)
         dispatch.Dispatch._ask = told
     print(run(grid, rounds=1)[0])
