@@ -32,6 +32,7 @@ def peak(name: str, cohort: int) -> float:
     from fedsim.engines.process import settle
     from fedsim.mechanisms import Clipping, NoiseSource, Releaser
     from fedsim.privacy import Independent
+    from fedsim.privacy.plan import ReleasePlan
     from fedsim.randomness import Draws, Purpose, Randomness
     from fedsim.rows import DenseRows
 
@@ -41,10 +42,12 @@ def peak(name: str, cohort: int) -> float:
     draws = Draws(randomness, level="client", amplified=True)
 
     def one_round(size: int, t: int) -> None:
-        ids = FixedCohort(size, 10_000).draw(t, draws)
-        releaser = Releaser(
-            Clipping(1.0), trainer.layout, noise=Independent(1.0), denominator=float(size)
+        cohort = FixedCohort(size, 10_000)
+        ids = cohort.draw(t, draws)
+        plan = ReleasePlan(
+            level="client", sampler=cohort, bound=Clipping(1.0), noise=Independent(1.0)
         )
+        releaser = Releaser(plan, trainer.layout)
         total = releaser.start({})
         for block in trainer.train(vector, ids, t):
             assert block.rows is not None

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedsim.cohorts import FullCohort
 from fedsim.mechanisms import Clipping, NoiseSource, PartialSum, Releaser
 from fedsim.privacy import Independent, Ledger
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout, Rows
 from fedsim.rows.dense import MeasuredRows
@@ -111,7 +112,10 @@ def principal_directions(
 def _releaser(x: Tensor, noise: Independent) -> Releaser:
     p = x.shape[1]
     layout = Layout.of({"moments": torch.empty(p * (p + 1) // 2, dtype=torch.float64)})
-    return Releaser(Clipping(1.0), layout, noise=noise, denominator=float(len(x)))
+    plan = ReleasePlan(
+        level="example", sampler=FullCohort(len(x)), bound=Clipping(1.0), noise=noise
+    )
+    return Releaser(plan, layout)
 
 
 @lru_cache(maxsize=1)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fedsim.cohorts import PoissonCohort
 from fedsim.mechanisms import Mechanism, NoiseSource, Releaser
-from fedsim.privacy import Event, Independent, Ledger
+from fedsim.privacy import Independent, Ledger
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows import Layout, LinearPart, OuterRows
 from fedsim.strategies import ServerOptimizer
@@ -151,13 +152,10 @@ def train(
     cohort = PoissonCohort(batch / len(labels), len(labels), adjacency="zero-out")
     randomness, layout = randomness or Randomness(seed), net.layout
     draws = Draws(randomness, level="example", amplified=True)
-    event = _event(mechanism, noise_multiplier, cohort, layout)
-    releaser = Releaser(
-        mechanism,
-        layout,
-        noise=Independent(noise_multiplier),
-        denominator=cohort.expected_size,
+    plan = ReleasePlan(
+        level="example", sampler=cohort, bound=mechanism, noise=Independent(noise_multiplier)
     )
+    releaser = Releaser(plan, layout)
     state, vector = mechanism.init(layout), net.start(seed)
     steps = round(len(labels) / batch)
     accuracy: list[float] = []
@@ -169,7 +167,11 @@ def train(
         total = releaser.start(state)
         total.add(rows)
         ledger.record(
-            event=event, round=step, level="example", entropy="config", mechanism=str(mechanism)
+            event=plan.charge(step),
+            round=step,
+            level="example",
+            entropy="config",
+            mechanism=str(mechanism),
         )
         source = NoiseSource(randomness.generator(Purpose.NOISE, level="example", round=step))
         release = releaser.release(total, source)
@@ -183,9 +185,3 @@ def train(
             hits = net.logits(vector, test[0]).argmax(1) == test[1]
             accuracy.append(float(hits.double().mean()))
     return Run(vector, accuracy, float(np.mean(distortions)), clipped / max(seen, 1), ledger)
-
-
-def _event(mechanism: Mechanism, z: float, cohort: PoissonCohort, layout: Layout) -> Event:
-    parts = dict(mechanism.noise_multipliers(z, cohort.expected_size, layout))
-    first = next(iter(parts))
-    return cohort.event(parts.pop(first), sides=parts, guarantee=mechanism.guarantee == "gaussian")

@@ -11,6 +11,7 @@ import torch
 from matplotlib.axes import Axes
 
 from experiments.framework.base import Result
+from fedsim.cohorts import FullCohort
 from fedsim.mechanisms import (
     AdaptiveNoise,
     Clipping,
@@ -20,6 +21,7 @@ from fedsim.mechanisms import (
     Releaser,
 )
 from fedsim.privacy import Independent
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Purpose, Randomness
 from fedsim.reports.palette import COLOURS, INK
 from fedsim.reports.plots import curve_style
@@ -66,7 +68,10 @@ def descend(settings: Mapping[str, Any]) -> Result:
     """
     mechanism, z = _mechanism(settings)
     layout = Layout.of({"w": torch.zeros(2, dtype=torch.float64)})
-    releaser = Releaser(mechanism, layout, noise=Independent(z), denominator=1.0)
+    plan = ReleasePlan(
+        level="example", sampler=FullCohort(1), bound=mechanism, noise=Independent(z)
+    )
+    releaser = Releaser(plan, layout)
     state, randomness = mechanism.init(layout), Randomness(settings["seed"])
     w, second = np.array(settings["start"]), np.zeros(2)
     path = [w.tolist()]

@@ -25,6 +25,7 @@ from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig
 from fedsim.config.plan import cohort, local_work, realised
 from fedsim.errors import FedsimError
+from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Event, calibrate, epsilon
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.runs.build import Build
@@ -265,7 +266,7 @@ class _Factory:
     seeded: RunConfig
     unseeded: RunConfig
     release: str
-    plan: ReleasePlan
+    plan: ReleasePlan[Mechanism]
 
     @classmethod
     def of(

@@ -2,9 +2,14 @@
 
 Rows are clients' updates or examples' gradients; mechanisms do not care which::
 
-    mechanism = Clipping(clip_norm=1.0)
-    releaser = Releaser(mechanism, layout, noise=Independent(1.1), denominator=100.0)
-    total = releaser.start(mechanism.init(layout))
+    plan = ReleasePlan(
+        level="client",
+        sampler=PoissonCohort(rate=0.1, population=1000),
+        bound=Clipping(clip_norm=1.0),
+        noise=Independent(1.1),
+    )
+    releaser = Releaser(plan, layout)
+    total = releaser.start(plan.bound.init(layout))
     for block in blocks:
         total.add(DenseRows(block))
     released = releaser.release(total, NoiseSource(generator))

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import EllipsisType
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +32,7 @@ from fedsim.privacy.noise import Noise, NoiseState, check_split, top_up_multipli
 from fedsim.rows.exact import GridSum
 from fedsim.rows.layout import Layout
 
-__all__ = ["Release", "Releaser"]
+__all__ = ["NoisySum", "Release", "Releaser"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,22 @@ class Release:
     info: Mapping[str, float] = field(default_factory=dict)
 
 
+class NoisySum(Protocol):
+    """One noisy sum: what a release plan says of it, or the server's request for a share of it."""
+
+    @property
+    def bound(self) -> Mechanism:
+        """What a row may add to the sum."""
+
+    @property
+    def noise(self) -> Noise:
+        """What is added to it."""
+
+    @property
+    def denominator(self) -> float:
+        """The expected number of rows: public, never a count of rows seen."""
+
+
 class Releaser:
     """Bounds, sums and noises the rows of one owner, or of n independent ones.
 
@@ -68,13 +84,11 @@ class Releaser:
 
     Parameters
     ----------
-    mechanism : Mechanism
+    plan : NoisySum, or a sequence of n
+        Such as a `ReleasePlan`. A sequence makes n sums, of one bound and noise, and every tensor
+        of state, sums and releases has a leading ``n``.
     layout : Layout
         Of a row.
-    noise : Noise
-    denominator : float, or a sequence of n
-        The expected number of rows; public, never a count of rows seen. A sequence makes n
-        sums, and every tensor of state, sums and releases has a leading ``n``.
     device : torch.device or str
         Where rows come on.
     exact : bool
@@ -90,17 +104,19 @@ class Releaser:
 
     def __init__(
         self,
-        mechanism: Mechanism,
+        plan: NoisySum | Sequence[NoisySum],
         layout: Layout,
         *,
-        noise: Noise,
-        denominator: float | Sequence[float],
         device: torch.device | str = "cpu",
         exact: bool = True,
     ) -> None:
-        numbers = np.atleast_1d(denominator).tolist()
-        if not all(r > 0 for r in numbers):
-            raise FedsimError(f"denominator is {denominator}; it must be above 0.")
+        self._one = not isinstance(plan, Sequence)
+        plans = plan if isinstance(plan, Sequence) else [plan]
+        mechanism, noise = plans[0].bound, plans[0].noise
+        numbers = [plan.denominator for plan in plans]
+        for r in set(numbers):
+            if not r > 0:
+                raise FedsimError(f"denominator is {r}; it must be above 0.")
         if noise.correlated and mechanism.init(layout):
             raise FedsimError(
                 f"noise is correlated over rounds, and {mechanism} changes with them: one run "
@@ -113,7 +129,6 @@ class Releaser:
             vectors = [f"{segment.prefix}sum" for segment in segments]
             check_split(noise.multiplier, split, vectors, mechanism)
         self._splits = [splits[r] for r in numbers]
-        self._one = np.ndim(denominator) == 0
         self._terms = Terms(
             segments=segments,
             sides=mechanism.sides,

@@ -7,7 +7,7 @@ nowhere else.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost
@@ -105,9 +105,15 @@ class Bounded(Protocol):
         """ "gaussian" where one row moves the sum by at most C, "none" otherwise."""
 
 
+BoundT = TypeVar("BoundT", bound=Bounded, covariant=True)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ReleasePlan:
+class ReleasePlan(Generic[BoundT]):
     """Sampler, bound and noise, bound together: what is released, and what it costs.
+
+    It is made once, from a config or by a strategy's keywords, and travels whole: to the strategy,
+    to the releaser, to the workers that sum blocks, to the ledger.
 
     Guarantee: that of `event`, for rows drawn by ``sampler``, bounded by ``bound``, summed with
     ``noise`` and divided by `denominator`, with nothing else that follows from them released.
@@ -134,7 +140,7 @@ class ReleasePlan:
 
     level: Level
     sampler: Sampler
-    bound: Bounded
+    bound: BoundT
     noise: Noise
     rounds: int | None = None
     releases: int = 1
@@ -175,6 +181,10 @@ class ReleasePlan:
         """What sums are divided by: the declared expected size, never a count."""
         return float(self.sampler.expected_size)
 
+    def charge(self, round: int) -> Event:
+        """What the ledger's line of a round charges, from 1 on: here every round costs the same."""
+        return self.event()
+
     def event(self) -> Event:
         """What one round costs."""
         return self.noise.event(
@@ -202,7 +212,7 @@ class ReleasePlan:
         """Epsilon of the first ``after`` rounds."""
         return self.cost(delta, after=after).epsilon
 
-    def calibrated(self, target_epsilon: float, delta: float) -> ReleasePlan:
+    def calibrated(self, target_epsilon: float, delta: float) -> ReleasePlan[BoundT]:
         """The same plan with the least noise at which all its rounds cost the target at delta.
 
         Raises
@@ -220,5 +230,5 @@ class ReleasePlan:
         )
         return self._with_noise(z)
 
-    def _with_noise(self, multiplier: float) -> ReleasePlan:
+    def _with_noise(self, multiplier: float) -> ReleasePlan[BoundT]:
         return replace(self, noise=self.noise.scaled(multiplier))

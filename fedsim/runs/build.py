@@ -20,6 +20,7 @@ from fedsim.datasets.checks import UNUSABLE
 from fedsim.devices import Devices
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
+from fedsim.mechanisms import Mechanism
 from fedsim.privacy import ClientLedgers, WorstClient, worst_client
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Independent
@@ -317,7 +318,7 @@ class Build:
         return Randomness(self.seed, self.release)
 
     @cached_property
-    def plan(self) -> ReleasePlan:
+    def plan(self) -> ReleasePlan[Mechanism]:
         """What the server releases: its noise as given, or calibrated to the target."""
         noise = realised(self.config).noise
         plan = ReleasePlan(

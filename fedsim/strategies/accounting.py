@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedsim.errors import BudgetSpentError, FedsimError
+from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Accountant, Cost, Ledger
 from fedsim.privacy.chain import GENESIS
 from fedsim.privacy.digest import digest_of
@@ -21,7 +22,7 @@ __all__ = ["Accounting", "keyed"]
 def keyed(
     seed: int | None,
     release: str | None,
-    plan: ReleasePlan,
+    plan: ReleasePlan[Mechanism],
     placement: Placement,
     others: Mapping[str, object],
 ) -> Randomness:
@@ -59,7 +60,7 @@ class Accounting:
         What else the ledger's lines say.
     """
 
-    plan: ReleasePlan
+    plan: ReleasePlan[Mechanism]
     delta: float
     max_epsilon: float | None
     stopping: Stopping
@@ -75,7 +76,7 @@ class Accounting:
     def stops(self, server_round: int) -> str | None:
         """Why this round may not be made, if so."""
         if self.max_epsilon is None or not self.ledger.would_exceed(
-            self.plan.event(),
+            self.plan.charge(server_round),
             self.max_epsilon,
             delta=self._budget_delta,
             round=server_round,
@@ -117,7 +118,7 @@ class Accounting:
         try:
             self.ledger.record(
                 round=server_round,
-                event=self.plan.event(),
+                event=self.plan.charge(server_round),
                 entropy=self.randomness.entropy,
                 mechanism=str(self.plan.bound),
                 clip_norm=clip_norm,
@@ -143,7 +144,7 @@ class Accounting:
         """
         if self.max_epsilon is None:
             return
-        least = Accountant([self.plan.event()]).epsilon(self._budget_delta)
+        least = Accountant([self.plan.charge(1)]).epsilon(self._budget_delta)
         if least > self.max_epsilon:
             raise FedsimError(
                 f"max_epsilon = {self.max_epsilon} (noise.max-epsilon) at delta = "

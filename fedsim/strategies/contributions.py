@@ -22,7 +22,7 @@ from fedsim.mechanisms import (
     Releaser,
     State,
 )
-from fedsim.privacy.noise import Noise
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
 from fedsim.rows.block import Block, Ids
@@ -32,7 +32,7 @@ from fedsim.strategies.outcome import Tally
 from fedsim.strategies.replies import ExpectedReply, Reply, read
 from fedsim.strategies.summing import ClientSumming, DeclaredExamples, Weighing
 from fedsim.training.share_replies import SIDE_PREFIX, STATE_RECORD, USABLE
-from fedsim.training.shares import Shares, add_shares, share
+from fedsim.training.shares import ShareRequest, Shares, add_shares, share
 
 __all__ = ["Asked", "Contributions", "Placement", "RoundSum"]
 
@@ -101,9 +101,7 @@ class Contributions:
     each client would have used; Flower's clients send them.
     """
 
-    mechanism: Mechanism
-    noise: Noise
-    denominator: float
+    plan: ReleasePlan[Mechanism]
     placement: Placement
     randomness: Randomness
     weighted_by_key: str
@@ -202,13 +200,7 @@ class Contributions:
         # It has no state: one does for all rounds.
         key = layout, str(device)
         if key not in self._releasers:
-            self._releasers[key] = Releaser(
-                self.mechanism,
-                layout,
-                noise=self.noise,
-                denominator=self.denominator,
-                device=device,
-            )
+            self._releasers[key] = Releaser(self.plan, layout, device=device)
         return self._releasers[key]
 
     def _add(
@@ -244,12 +236,12 @@ class Contributions:
         if self.placement == "client":
             return (USABLE,)
         reported = self._weighs and self.example_counts is None
-        return (*self.mechanism.side_names, *((self.weighted_by_key,) if reported else ()))
+        return (*self.plan.bound.side_names, *((self.weighted_by_key,) if reported else ()))
 
     def _weighing(self, asked: Asked) -> Weighing:
         counts = self.example_counts
         return Weighing(
-            side_names=tuple(self.mechanism.side_names),
+            side_names=tuple(self.plan.bound.side_names),
             key=self.weighted_by_key if self._weighs else None,
             declared=None
             if counts is None
@@ -259,9 +251,7 @@ class Contributions:
 
     def _summing(self, weighing: Weighing, layout: Layout, state: State) -> ClientSumming:
         return ClientSumming(
-            self.mechanism,
-            self.noise,
-            self.denominator,
+            self.plan,
             layout,
             {name: tensor.cpu().numpy() for name, tensor in state.items()},
             weighing,
@@ -272,7 +262,7 @@ class Contributions:
         generator = self.randomness.generator(
             purpose, level="client", round=server_round, client=client
         )
-        return NoiseSource(generator, hardened=self.noise.hardened)
+        return NoiseSource(generator, hardened=self.plan.noise.hardened)
 
     def request(
         self, asked: int, state: State, layout: Layout
@@ -280,15 +270,11 @@ class Contributions:
         """What to tell clients that noise their own rows: config entries and records."""
         if self.placement == "server":
             return {}, {}
-        entries: dict[str, float | int | str] = {
-            "share-noise-multiplier": self.noise.multiplier,
-            "share-denominator": self.denominator,
-            "share-asked": asked,
-            "share-hardened": self.noise.hardened,
-            "share-release": self.randomness.release or "",
-        }
-        bounding = self.mechanism.bounding_state(state, layout)
-        return entries, {STATE_RECORD: array_record(bounding)}
+        bounding = self.plan.bound.bounding_state(state, layout)
+        return self._share_request(asked).entries(), {STATE_RECORD: array_record(bounding)}
+
+    def _share_request(self, asked: int) -> ShareRequest:
+        return ShareRequest.of_plan(self.plan, asked, self.randomness.release or "")
 
     def _made(
         self,
@@ -300,13 +286,10 @@ class Contributions:
     ) -> Shares:
         assert block.rows is not None
         return share(
-            self.mechanism,
+            self._share_request(len(asked.client_of)),
             block.rows,
-            self.mechanism.bounding_state(total.before, releaser.layout),
+            self.plan.bound.bounding_state(total.before, releaser.layout),
             releaser.layout,
-            noise=self.noise,
-            denominator=self.denominator,
-            asked=len(asked.client_of),
             sources=[
                 self._source(Purpose.SHARE, asked.round, client)
                 for client in block.client_ids.tolist()
@@ -325,7 +308,7 @@ class Contributions:
 
     @property
     def _weighs(self) -> bool:
-        return self.mechanism.weighting == "num-examples"
+        return self.plan.bound.weighting == "num-examples"
 
     def declared(self, client_ids: Ids) -> dict[str, list[int]]:
         """What each of these clients is told that it is weighed by."""

@@ -262,9 +262,7 @@ evaluate_metrics_aggr_fn
         self.result: Result | None = None
         """What `start` has reached, also after an exception."""
         self._contributions = Contributions(
-            self.mechanism,
-            noise,
-            self.plan.denominator,
+            replace(self.plan, bound=self.mechanism),
             placement,
             self.randomness,
             weighted_by_key,

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from fedsim.cohorts import Cohort
 from fedsim.engines.directory import ClientDirectory, ConsecutiveNodes
 from fedsim.errors import FedsimError
-from fedsim.privacy.sampling import SamplerState
+from fedsim.privacy.sampling import SamplerState, declared_population
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows.block import Ids
 
@@ -77,14 +77,13 @@ class Participants:
         private: bool,
         amplified: bool,
     ) -> None:
-        assert cohort.population is not None
         if not (hasattr(cohort, "state") and hasattr(cohort, "restore")):
             raise FedsimError(
                 f"{type(cohort).__name__} has no state and restore, so that no run could be "
                 "resumed; a cohort that remembers nothing derives them from "
                 "fedsim.cohorts.SamplerDefaults."
             )
-        self.population = cohort.population
+        self.population = declared_population(cohort)
         # Of its own: what it remembers is this run's.
         self._cohort = copy.deepcopy(cohort)
         self._randomness = randomness

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism, PartialSum, Releaser
-from fedsim.privacy.noise import Noise
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.rows import DenseRows, Layout
 from fedsim.rows.block import Block, Ids, Reason
 from fedsim.rows.exact import FREE_TOTAL
@@ -120,29 +120,21 @@ class ClientSumming:
 
     Attributes
     ----------
-    mechanism, noise, denominator, layout
+    plan, layout
         As for `Releaser`.
     state : mapping of name to ndarray
         The mechanism's.
     weighing : Weighing
     """
 
-    mechanism: Mechanism
-    noise: Noise
-    denominator: float
+    plan: ReleasePlan[Mechanism]
     layout: Layout
     state: Mapping[str, npt.NDArray[np.float64]]
     weighing: Weighing
 
     def start(self, device: torch.device) -> BlockSummer:
         """See `Summing`."""
-        releaser = Releaser(
-            self.mechanism,
-            self.layout,
-            noise=self.noise,
-            denominator=self.denominator,
-            device=device,
-        )
+        releaser = Releaser(self.plan, self.layout, device=device)
         state = {name: torch.from_numpy(np.array(values)) for name, values in self.state.items()}
         return BlockSummer(releaser.start(state), self.weighing)
 

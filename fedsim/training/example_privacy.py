@@ -97,7 +97,9 @@ class ExamplePrivacy:
         """Whether any client's epsilon is finite."""
         return self.mechanism.guarantee == "gaussian" and self.noise_multiplier > 0
 
-    def plan(self, work: LocalWork, size: int, rounds: int | None = None) -> ReleasePlan | None:
+    def plan(
+        self, work: LocalWork, size: int, rounds: int | None = None
+    ) -> ReleasePlan[Mechanism] | None:
         """What a client with ``size`` examples releases; None without any."""
         if size == 0:
             return None

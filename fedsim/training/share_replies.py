@@ -13,10 +13,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from torch import Tensor
 
 from fedsim.mechanisms import Mechanism, NoiseSource
-from fedsim.privacy.noise import Independent
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
-from fedsim.training.shares import share
+from fedsim.training.shares import ShareRequest, share
 
 __all__ = ["SHARE", "SIDE_PREFIX", "STATE_RECORD", "USABLE", "asks_for_share", "share_reply"]
 
@@ -56,22 +55,17 @@ def share_reply(
         Where the client's noise comes from.
     """
     bounding = message.content.array_records[STATE_RECORD].to_torch_state_dict()
-    noise = Independent(
-        _number(request, "share-noise-multiplier"), hardened=bool(request["share-hardened"])
-    )
+    asked = ShareRequest.read(request, mechanism)
     # Of the strategy's release: an engine in its process would have made the same share.
-    generator = Randomness(randomness.seed, str(request["share-release"]) or None).generator(
+    generator = Randomness(randomness.seed, asked.release or None).generator(
         Purpose.SHARE, level="client", round=_whole(request, "server-round"), client=client
     )
     shares = share(
-        mechanism,
+        asked,
         row.unsqueeze(0),
         bounding,
         layout,
-        noise=noise,
-        denominator=_number(request, "share-denominator"),
-        asked=_whole(request, "share-asked"),
-        sources=[NoiseSource(generator, hardened=noise.hardened)],
+        sources=[NoiseSource(generator, hardened=asked.noise.hardened)],
         sides={name: np.array([reported[name]]) for name in mechanism.side_names},
     )
     metrics = {f"{SIDE_PREFIX}{name}": float(value[0]) for name, value in shares.sides.items()}
@@ -81,13 +75,6 @@ def share_reply(
             "metrics": MetricRecord({USABLE: int(shares.usable[0]), **metrics}),
         }
     )
-
-
-def _number(request: ConfigRecord, key: str) -> float:
-    value = request[key]
-    if not isinstance(value, int | float):
-        raise ValueError(f"the message's {key} is {value!r}; it must be a number.")
-    return float(value)
 
 
 def _whole(request: ConfigRecord, key: str) -> int:

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Releaser, State
-from fedsim.privacy.noise import Noise, share_multiplier
+from fedsim.privacy.noise import Independent, Noise, share_multiplier
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.rows import DenseRows, Layout
 from fedsim.rows.dense import Weights
 from fedsim.rows.exact import RowMasks
 
-__all__ = ["Shares", "add_shares", "share"]
+__all__ = ["ShareRequest", "Shares", "add_shares", "share"]
 
 # No honest share lies so many standard deviations of its noise beyond its bound, in one entry
 # (probability below 1e-300) or in all of them together (e^-FARTHEST, 4e-18).
@@ -48,15 +49,72 @@ class Shares:
     usable: Tensor
 
 
+@dataclass(frozen=True)
+class ShareRequest:
+    """The noisy sum of which each client asked is to send its share.
+
+    Attributes
+    ----------
+    bound, noise, denominator
+        Of the round's release plan.
+    asked : int
+        Number of clients asked in the round: each share has ``z^2 C^2 / asked`` of the noise.
+    release : str
+        Digest that keys the shares' noise beside the seed; empty without one.
+    """
+
+    bound: Mechanism
+    noise: Noise
+    denominator: float
+    asked: int
+    release: str = ""
+
+    @classmethod
+    def of_plan(cls, plan: ReleasePlan[Mechanism], asked: int, release: str = "") -> ShareRequest:
+        """The request for shares of a round of ``plan``."""
+        return cls(plan.bound, plan.noise, plan.denominator, asked, release)
+
+    @classmethod
+    def read(cls, entries: Mapping[str, object], bound: Mechanism) -> ShareRequest:
+        """From a message's config entries, with the client's own bound.
+
+        Raises
+        ------
+        ValueError
+            If an entry is missing or no number.
+        """
+        noise = Independent(
+            _number(entries, "share-noise-multiplier"), hardened=bool(entries["share-hardened"])
+        )
+        denominator, asked = _number(entries, "share-denominator"), entries["share-asked"]
+        if not isinstance(asked, int):
+            raise ValueError(f"the message's share-asked is {asked!r}; it must be a whole number.")
+        return cls(bound, noise, denominator, asked, str(entries["share-release"]))
+
+    def entries(self) -> dict[str, float | int | str]:
+        """The config entries from which `read` makes the same request."""
+        return {
+            "share-noise-multiplier": self.noise.multiplier,
+            "share-denominator": self.denominator,
+            "share-asked": self.asked,
+            "share-hardened": self.noise.hardened,
+            "share-release": self.release,
+        }
+
+
+def _number(entries: Mapping[str, object], key: str) -> float:
+    value = entries.get(key)
+    if not isinstance(value, int | float):
+        raise ValueError(f"the message's {key} is {value!r}; it must be a number.")
+    return float(value)
+
+
 def share(
-    mechanism: Mechanism,
+    request: ShareRequest,
     block: Tensor,
     bounding: State,
     layout: Layout,
     *,
-    noise: Noise,
-    denominator: float,
-    asked: int,
     sources: Sequence[NoiseSource],
     sides: Mapping[str, Weights] | None = None,
 ) -> Shares:
@@ -70,8 +128,6 @@ def share(
     block : Tensor ``[n, d]``
     bounding : State
         `Mechanism.bounding_state`: all that a client is told of the mechanism's state.
-    asked : int
-        Number of clients asked in this round, n or more.
     sources : sequence of n NoiseSource
 
     Raises
@@ -81,19 +137,17 @@ def share(
         and shapes that the mechanism has, or if what a client is told of the
         mechanism's state makes its row longer than the bound that its noise is for.
     """
-    if mechanism.guarantee == "none":
+    if request.bound.guarantee == "none":
         raise FedsimError(
-            f"noise placement is 'client'; {mechanism} has no guarantee that shares could keep."
+            f"noise placement is 'client'; {request.bound} has no guarantee that shares could keep."
         )
-    if noise.correlated:
+    if request.noise.correlated:
         raise FedsimError(
             "noise placement is 'client'; noise that is correlated over rounds needs 'server'."
         )
     _require_state(bounding, mechanism.bounding_state(mechanism.init(layout), layout))
     n = len(block)
-    releaser = Releaser(
-        mechanism, layout, noise=noise, denominator=[denominator] * n, device=block.device
-    )
+    releaser = Releaser([request] * n, layout, device=block.device)
     total = releaser.start_bounding(
         {name: tensor.expand(n, *tensor.shape) for name, tensor in bounding.items()}
     )
@@ -102,7 +156,7 @@ def share(
     ones = torch.ones(n, 1, dtype=torch.float64, device=block.device)
     total.add_owners(DenseRows(block[:, None]), ones, [1] * n, sides=columns, masks=masks)
     _require_bounded(total)
-    units, _ = releaser.noised(total, sources, lambda z: share_multiplier(z, asked))
+    units, _ = releaser.noised(total, sources, lambda z: share_multiplier(z, request.asked))
     values = {name: sums.mul_(total.grids[name].unit[:, None]) for name, sums in units.items()}
     rows = total.joined([values.pop(s.segment.prefix + "sum") for s in total.segments])
     scalars = {name: column[:, 0] for name, column in values.items()}

@@ -182,7 +182,7 @@ class ReleasedStepping:
             _seeds(entering) if self.draws else None,
             privacy=self.privacy,
             rows=self.way.rows,
-            denominators=[plan.denominator for plan in plans if plan is not None],
+            plans=[plan for plan in plans if plan is not None],
             entering=entering,
             keeps_state=self.keeps_state,
         )

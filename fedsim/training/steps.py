@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fedsim.clients.base import LocalAlgorithm, State, Step
 from fedsim.clients.gradients import Dense, Gradient
-from fedsim.mechanisms import NoiseSource, Releaser
-from fedsim.privacy.noise import Independent
+from fedsim.mechanisms import Mechanism, NoiseSource, Releaser
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Purpose
 from fedsim.rows.packing import Packing
 from fedsim.training.batches import Batches
@@ -217,7 +217,7 @@ class PrivateSteps(Steps):
     privacy : ExamplePrivacy
     rows : ExampleRows
         Gives the gradients of single examples.
-    denominators : sequence of n floats
+    plans : sequence of n ReleasePlan
         What each client's sums are divided by.
     entering : Entering
         Whose noise is drawn, and what they have from earlier rounds.
@@ -234,7 +234,7 @@ class PrivateSteps(Steps):
         *,
         privacy: ExamplePrivacy,
         rows: ExampleRows,
-        denominators: Sequence[float],
+        plans: Sequence[ReleasePlan[Mechanism]],
         entering: Entering,
         keeps_state: bool,
     ) -> None:
@@ -264,14 +264,7 @@ class PrivateSteps(Steps):
                 kept_state = kept[MECHANISM + name].to(start)
                 start = torch.where(there.view(-1, *[1] * first.dim()), kept_state, start)
             self.state[name] = start
-        self.releaser = Releaser(
-            privacy.mechanism,
-            layout,
-            noise=Independent(privacy.noise_multiplier, privacy.hardened),
-            denominator=denominators,
-            device=bench.device,
-            exact=False,
-        )
+        self.releaser = Releaser(plans, layout, device=bench.device, exact=False)
 
     def step(self, state: State, index: int, active: int) -> None:
         """See `Steps`."""

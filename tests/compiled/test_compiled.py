@@ -14,6 +14,7 @@ import torch
 from clients_helpers import reading_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from release_helpers import plan_of
 from tensor_bytes import same_bytes
 
 from fedsim.compiled import building, classes, convolutions, dense, normals, rows
@@ -96,10 +97,8 @@ def test_rows_with_gaps_of_any_sort_have_the_norms_of_their_copies() -> None:
     for view in views:
         assert torch.equal(norms_of(view), norms_of(view.clone()))
         clipping = Releaser(
-            Clipping(1.0),
+            plan_of(Clipping(1.0), Independent(1.0), 1.0),
             Layout.of({"w": torch.zeros(view.shape[1])}),
-            noise=Independent(1.0),
-            denominator=1.0,
         )
         sums = []
         for given_rows in (view, view.clone()):
@@ -134,7 +133,7 @@ def test_a_release_has_the_same_bytes_with_and_without_a_compiler(
     multiplier = 0.0 if isinstance(mechanism, NoPrivacy) else 1.0
 
     def released(block: torch.Tensor) -> bytes:
-        releaser = Releaser(mechanism, layout, noise=Independent(multiplier), denominator=9.0)
+        releaser = Releaser(plan_of(mechanism, Independent(multiplier), 9.0), layout)
         total = releaser.start(mechanism.init(layout))
         assert total.add(DenseRows(block)).tolist() == block.isfinite().all(1).tolist()
         return b"".join(tensor.numpy().tobytes() for tensor in total.state().values())

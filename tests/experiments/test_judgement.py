@@ -17,6 +17,7 @@ import pytest
 import torch
 import typer
 from matplotlib.colors import to_hex
+from release_helpers import plan_of
 from scipy import stats
 from typer.testing import CliRunner
 
@@ -322,7 +323,7 @@ def test_descents_of_all_seeds_are_releases_of_one_row(method: str) -> None:
     ended = [of_rate[1].tolist() for of_rate in descend(settings, [1, 2])]
     mechanism = make_mechanism(method, bound)
     layout = Layout.of({"theta": torch.zeros(d, dtype=torch.float64)})
-    releaser = Releaser(mechanism, layout, noise=Independent(1e-9), denominator=1.0)
+    releaser = Releaser(plan_of(mechanism, Independent(1e-9), 1.0), layout)
     for seed, error, noise, clipped in zip((1, 2), *ended, strict=True):
         randomness = Randomness(seed)
         draws = randomness.generator(Purpose.SAMPLE, level="example")

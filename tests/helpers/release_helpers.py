@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.cohorts import FullCohort, PoissonCohort
 from fedsim.mechanisms import Mechanism, NoiseSource, Release, Releaser
 from fedsim.privacy import Independent
+from fedsim.privacy.noise import Noise
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.rows import DenseRows, Layout
+from fedsim.training.shares import ShareRequest
 from fedsim.training.shares import share as made_share
 
 
@@ -17,11 +23,21 @@ def layout_of_rows(rows: Tensor) -> Layout:
     return Layout.of({"w": torch.empty(rows.shape[1], dtype=rows.dtype)})
 
 
+def plan_of(mechanism: Mechanism, noise: Noise, denominator: float) -> ReleasePlan[Mechanism]:
+    """A plan with this denominator, whose sampler draws everybody where it is a whole number."""
+    population = math.ceil(denominator)
+    whole = population == denominator
+    sampler = (
+        FullCohort(population) if whole else PoissonCohort(denominator / population, population)
+    )
+    return ReleasePlan(level="client", sampler=sampler, bound=mechanism, noise=noise)
+
+
 def releaser(
     mechanism: Mechanism, layout: Layout, z: float = 0.0, denominator: float = 1.0
 ) -> Releaser:
     """With independent noise."""
-    return Releaser(mechanism, layout, noise=Independent(z), denominator=denominator)
+    return Releaser(plan_of(mechanism, Independent(z), denominator), layout)
 
 
 def source(*seed: int, hardened: bool = False) -> NoiseSource:
@@ -58,7 +74,10 @@ def shares_of(
     """What these rows' clients would send."""
     layout = layout or layout_of_rows(rows)
     return made_share(
-        mechanism, rows, mechanism.bounding_state(state, layout), layout,
-        noise=Independent(z), denominator=denominator, asked=len(rows) if asked is None else asked,
-        sources=noise, sides=sides,
-    )  # fmt: skip
+        ShareRequest(mechanism, Independent(z), denominator, len(rows) if asked is None else asked),
+        rows,
+        mechanism.bounding_state(state, layout),
+        layout,
+        sources=noise,
+        sides=sides,
+    )

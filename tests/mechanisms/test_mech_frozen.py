@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 import torch
 from release_cases import cases, digest, released
+from release_helpers import plan_of
 
 from fedsim.mechanisms import Releaser
 from fedsim.privacy import Independent
-from fedsim.training.shares import add_shares, share
+from fedsim.training.shares import ShareRequest, add_shares, share
 
 FROZEN = json.loads((Path(__file__).parent / "frozen" / "releases.json").read_text())
 
 
 class OneReleaser:
     def server(self, mechanism, state, layout, blocks, z, source):
-        releaser = Releaser(mechanism, layout, noise=Independent(z), denominator=7.0)
+        releaser = Releaser(plan_of(mechanism, Independent(z), 7.0), layout)
         total = releaser.start(state)
         for rows, weights, sides in blocks:
             total.add(rows, weights=weights, sides=sides)
@@ -32,10 +33,14 @@ class OneReleaser:
         rows, sides = block
         noise = Independent(z)
         sent = share(
-            mechanism, rows, mechanism.bounding_state(state, layout), layout,
-            noise=noise, denominator=7.0, asked=10, sources=sources, sides=sides,
-        )  # fmt: skip
-        releaser = Releaser(mechanism, layout, noise=noise, denominator=7.0)
+            ShareRequest(mechanism, noise, 7.0, 10),
+            rows,
+            mechanism.bounding_state(state, layout),
+            layout,
+            sources=sources,
+            sides=sides,
+        )
+        releaser = Releaser(plan_of(mechanism, noise, 7.0), layout)
         total = releaser.start(state)
         add_shares(total, sent)
         release = releaser.release(total, server, asked=10)
@@ -47,7 +52,9 @@ class OneReleaser:
     def owners(self, mechanism, layout, z, rounds):
         state = {k: v.expand(4, *v.shape) for k, v in mechanism.init(layout).items()}
         releaser = Releaser(
-            mechanism, layout, noise=Independent(z), denominator=[4.0, 3.0, 5.0, 6.0], exact=False
+            [plan_of(mechanism, Independent(z), r) for r in (4.0, 3.0, 5.0, 6.0)],
+            layout,
+            exact=False,
         )
         for active, blocks, sources in rounds:
             total = releaser.start({k: v[:active] for k, v in state.items()}, active)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from release_helpers import plan_of
 
 from fedsim.mechanisms import (
     AdaClip,
@@ -22,7 +23,7 @@ from fedsim.mechanisms import (
 from fedsim.privacy import Independent
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout
-from fedsim.training.shares import share
+from fedsim.training.shares import ShareRequest, share
 
 MECHANISMS = [
     Clipping(0.7),
@@ -109,7 +110,7 @@ def test_blocks_and_trees_change_no_byte_of_three_rounds_of_hostile_rows(mechani
             continue  # a pattern that no parameter is left for is refused
         layout = Layout.of({k: torch.zeros(v, dtype=dtype) for k, v in shape.items()})
         noise = Independent(0.0 if mechanism.guarantee == "none" else 1.3, hardened=False)
-        releaser = Releaser(mechanism, layout, noise=noise, denominator=9.0)
+        releaser = Releaser(plan_of(mechanism, noise, 9.0), layout)
         state = mechanism.init(layout)
         for server_round, count in enumerate([0, 1, int(rng.integers(2, 40))]):
             rows = hostile(rng, count, layout.d, dtype)
@@ -140,13 +141,10 @@ def test_shares_of_hostile_rows_are_the_same_in_any_blocks(mechanism):
 
     def made(members: slice):
         return share(
-            mechanism,
+            ShareRequest(mechanism, Independent(1.3), 9.0, n),
             rows[members],
             bounding,
             layout,
-            noise=Independent(1.3),
-            denominator=9.0,
-            asked=n,
             sources=[
                 NoiseSource(Randomness(5, "x").generator(Purpose.SHARE, level="client", client=k))
                 for k in range(n)[members]
@@ -167,7 +165,7 @@ def test_shares_of_hostile_rows_are_the_same_in_any_blocks(mechanism):
 def test_a_round_whose_rows_are_all_rejected_is_that_of_nobody(mechanism):
     layout = Layout.of({k: torch.zeros(v) for k, v in SHAPES[1].items()})
     noise = Independent(0.0 if mechanism.guarantee == "none" else 1.3, hardened=False)
-    releaser = Releaser(mechanism, layout, noise=noise, denominator=9.0)
+    releaser = Releaser(plan_of(mechanism, noise, 9.0), layout)
     state, rng = mechanism.init(layout), np.random.default_rng(0)
     rows = torch.full((6, layout.d), torch.nan)
     sides = {name: np.ones(6) for name in mechanism.side_names}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from clients_helpers import make_data, make_mlp
-from release_helpers import one_round, shares_of, sources
+from release_helpers import one_round, plan_of, shares_of, sources
 
 from fedsim.clients import SGD
 from fedsim.errors import FedsimError
@@ -84,7 +84,7 @@ def test_a_scalar_cannot_have_the_name_of_what_is_released_beside_it():
     for name in ("sum", "unclipped"):
         mechanism = PrivateScalar(QuantileClipping(bit_noise=0.5), name=name)
         with pytest.raises(FedsimError, match=f"the scalar '{name}' has the name"):
-            Releaser(mechanism, layout, noise=Independent(1.0), denominator=20.0)
+            Releaser(plan_of(mechanism, Independent(1.0), 20.0), layout)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_bound_that_splits_noise_into_less_than_is_charged_is_refused(split, t
 
     layout = Layout.of({"row": torch.zeros(3)})
     with pytest.raises(FedsimError, match=told):
-        Releaser(Splitting(1.0), layout, noise=Independent(1.0), denominator=20.0)
+        Releaser(plan_of(Splitting(1.0), Independent(1.0), 20.0), layout)
     inside = PerLayer(Splitting(1.0))
     with pytest.raises(FedsimError, match=told.replace("'sum'", "'0.sum'")):
-        Releaser(inside, layout, noise=Independent(1.0), denominator=20.0)
+        Releaser(plan_of(inside, Independent(1.0), 20.0), layout)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from release_cases import MECHANISMS
-from release_helpers import layout_of_rows, releaser, shares_of, source, sources
+from release_helpers import layout_of_rows, plan_of, releaser, shares_of, source, sources
 from torch import Tensor
 
 from fedsim.errors import FedsimError
@@ -27,7 +27,7 @@ from fedsim.mechanisms import (
 )
 from fedsim.privacy import Independent
 from fedsim.rows import DenseRows, Layout
-from fedsim.training.shares import add_shares, share
+from fedsim.training.shares import ShareRequest, add_shares, share
 
 LAYOUT = Layout.of(
     {"0.weight": torch.empty(3, 5), "0.bias": torch.empty(3), "2.weight": torch.empty(2, 3)}
@@ -211,7 +211,7 @@ def test_noise_that_is_correlated_over_rounds_is_a_value_and_touches_nothing_els
     z, d = 1.3, 40
     for mechanism in (Clipping(0.7), PrivateScalar(Clipping(0.7), fraction=0.2)):
         layout = layout_of_rows(torch.empty(1, d))
-        releasing = Releaser(mechanism, layout, noise=LambdaNoise(z), denominator=8.0)
+        releasing = Releaser(plan_of(mechanism, LambdaNoise(z), 8.0), layout)
         state, before = mechanism.init(layout), 0.0
         split = mechanism.noise_multipliers(z, 8.0, layout)
         for t in range(5):
@@ -241,9 +241,12 @@ def test_noise_that_is_correlated_is_refused_where_c_changes_and_with_shares():
         PrivateScalar(QuantileClipping(bit_noise=9.0)),
     ):
         with pytest.raises(FedsimError, match="correlated over rounds"):
-            Releaser(mechanism, layout, noise=noise, denominator=5.0)
+            Releaser(plan_of(mechanism, noise, 5.0), layout)
     with pytest.raises(FedsimError, match="placement"):
         share(
-            Clipping(1.0), torch.ones(1, 4), {}, layout,
-            noise=noise, denominator=1.0, asked=1, sources=sources(0, 1),
-        )  # fmt: skip
+            ShareRequest(Clipping(1.0), noise, 1.0, 1),
+            torch.ones(1, 4),
+            {},
+            layout,
+            sources=sources(0, 1),
+        )

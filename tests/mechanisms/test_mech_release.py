@@ -12,8 +12,10 @@ from scipy import stats
 from torch import Tensor
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms import Clipping, Mechanism, NoPrivacy, Normalization, PartialSum
+from fedsim.mechanisms import Clipping, Mechanism, NoPrivacy, Normalization, PartialSum, Releaser
+from fedsim.privacy import Independent
 from fedsim.rows import DenseRows, Layout
+from fedsim.training.shares import ShareRequest
 
 NAN = float("nan")
 
@@ -188,7 +190,10 @@ def test_noise_is_fresh_in_every_release() -> None:
 @pytest.mark.parametrize("denominator", [0.0, -1.0, NAN])
 def test_a_denominator_that_is_not_positive_is_refused(denominator: float) -> None:
     with pytest.raises(FedsimError, match="denominator"):
-        mean(Clipping(1.0), summed(Clipping(1.0), torch.ones(1, 2)), denominator)
+        Releaser(
+            ShareRequest(Clipping(1.0), Independent(1.0), denominator, asked=1),
+            layout_of_rows(torch.ones(1, 2)),
+        )
 
 
 def test_mechanisms_are_values() -> None:

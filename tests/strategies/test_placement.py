@@ -7,6 +7,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
+from release_helpers import plan_of
 from torch import Tensor, nn
 
 from fedsim.clients import SGD
@@ -35,7 +36,7 @@ from fedsim.rows.block import Block
 from fedsim.rows.trainers import TrainerDefaults
 from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData, Trainer
-from fedsim.training.shares import add_shares, share
+from fedsim.training.shares import ShareRequest, add_shares, share
 
 CLIENTS = 12
 
@@ -236,18 +237,15 @@ def test_no_honest_share_is_ever_refused(asked, z, d):
     rng = np.random.default_rng([asked, d])
     noise = Independent(z)
     shares = share(
-        mechanism,
+        ShareRequest(mechanism, noise, 10.0, asked),
         torch.from_numpy(rng.normal(size=(n, d))),
         mechanism.bounding_state(mechanism.init(layout), layout),
         layout,
-        noise=noise,
-        denominator=10.0,
-        asked=asked,
         sources=[
             NoiseSource(np.random.default_rng([asked, d, k]), hardened=True) for k in range(n)
         ],
     )
-    releaser = Releaser(mechanism, layout, noise=noise, denominator=10.0)
+    releaser = Releaser(plan_of(mechanism, noise, 10.0), layout)
     assert add_shares(releaser.start(mechanism.init(layout)), shares, asked=asked).all()
 
 
@@ -261,13 +259,10 @@ def test_no_state_that_a_server_sends_takes_a_row_out_of_its_ball():
 
     def shared(bounding: State) -> None:
         share(
-            mechanism,
+            ShareRequest(mechanism, Independent(1.0), 10.0, 10),
             torch.full((1, 4), 0.3, dtype=torch.float64),
             {name: tensor.clone() for name, tensor in bounding.items()},
             layout,
-            noise=Independent(1.0),
-            denominator=10.0,
-            asked=10,
             sources=[NoiseSource(np.random.default_rng(1))],
         )
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from clients_helpers import make_cnn, make_data, make_mlp
 from cuda_helpers import ALGORITHMS, Reads, make_trainer, rounds
+from release_helpers import plan_of
 
 from fedsim import models
 from fedsim.clients import SGD, AdadpLR
@@ -170,9 +171,7 @@ def test_rows_of_a_gpu_are_bounded_and_summed_as_on_the_cpu(mechanism):
     means = []
     for device in ("cpu", "cuda"):
         state = mechanism.init(layout)
-        releaser = Releaser(
-            mechanism, layout, noise=Independent(0.0), denominator=39.0, device=device
-        )
+        releaser = Releaser(plan_of(mechanism, Independent(0.0), 39.0), layout, device=device)
         total = releaser.start(state)
         total.add(DenseRows(rows.to(device)))
         assert (total.count, total.rejected) == (39, 1)

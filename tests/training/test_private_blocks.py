@@ -9,7 +9,7 @@ import pytest
 import torch
 from clients_helpers import make_cnn, make_data, make_mlp
 from cuda_helpers import NoReadingBack, as_if_on_a_gpu, pretend
-from release_helpers import one_round
+from release_helpers import one_round, plan_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -106,13 +106,17 @@ def test_a_private_client_has_the_same_bytes_alone_and_in_a_block(mechanism, z, 
     found = [
         updates(
             trainer_of(
-                mechanism, z, block_size=size, chunk=chunk, state="client",
+                mechanism,
+                z,
+                block_size=size,
+                chunk=chunk,
+                state="client",
                 algorithm=AdadpLR(lr=0.2, tol=1.0, discard=False),
             ),
             rounds=2,
         )
         for size in (1, 3, 7)
-    ]  # fmt: skip
+    ]
     assert torch.isfinite(found[0]).all()
     assert torch.equal(found[1], found[0])
     assert torch.equal(found[2], found[0])
@@ -133,11 +137,9 @@ def test_bytes_do_not_depend_on_the_block_for_layers_of_any_width(features, hidd
 class OneByOne(Releaser):
     """Every owner's sum made and released alone, in the exact way of a server."""
 
-    def __init__(self, mechanism, layout, *, noise, denominator, device, exact):
-        super().__init__(mechanism, layout, noise=noise, denominator=denominator, exact=exact)
-        self.alone = [
-            Releaser(mechanism, layout, noise=noise, denominator=own) for own in denominator
-        ]
+    def __init__(self, plans, layout, *, device, exact):
+        super().__init__(plans, layout, exact=exact)
+        self.alone = [Releaser(plan, layout) for plan in plans]
 
     def start(self, state, active=None):
         own = [{name: tensor[k] for name, tensor in state.items()} for k in range(active)]
@@ -185,7 +187,7 @@ class Block:
             state = {k: v.expand(n, *v.shape) for k, v in mechanism.init(layout).items()}
         self.state, self.n = state, n
         self.releaser = Releaser(
-            mechanism, layout, noise=Independent(z), denominator=[denominator] * n, exact=False
+            [plan_of(mechanism, Independent(z), denominator)] * n, layout, exact=False
         )
 
     def begin(self):
@@ -353,8 +355,9 @@ def test_no_private_step_mixes_the_gpu_with_the_host(monkeypatch, mechanism):
             ended = steps.run(
                 start.expand(n, -1).clone(),
                 {k: start.new_full((n,), v) for k, v in trainer.algorithm.numbers().items()},
-                {}, torch.ones(n, dtype=torch.bool, device="cuda"),
-            )  # fmt: skip
+                {},
+                torch.ones(n, dtype=torch.bool, device="cuda"),
+            )
             found = (ended.theta, *steps.state.values())
             assert {tensor.device.type for tensor in found} == {"cuda"}
 
@@ -367,7 +370,12 @@ def test_noise_for_a_block_is_what_each_client_draws_alone():
     means = block.release([dataclasses.replace(own, hardened=True) for own in sources(3)])
     for k, source in enumerate(sources(3)):
         alone = one_round(
-            mechanism, {}, torch.empty(0, 18), 2.0, 4.0,
-            dataclasses.replace(source, hardened=True), layout=layout,
-        )  # fmt: skip
+            mechanism,
+            {},
+            torch.empty(0, 18),
+            2.0,
+            4.0,
+            dataclasses.replace(source, hardened=True),
+            layout=layout,
+        )
         assert torch.equal(means[k], alone.mean)
