@@ -356,9 +356,7 @@ class Build:
         config = self.config
         evaluate = config.evaluate
         return DPFedAvg(
-            mechanism=objects.mechanism(config.mechanism),
-            cohort=self.plan.sampler,
-            noise_multiplier=self.noise_multiplier,
+            plan=self.plan,
             delta=config.noise.delta,
             max_epsilon=config.noise.max_epsilon,
             stopping=self.stopping,
@@ -367,7 +365,6 @@ class Build:
             release=self.release,
             server_optimizer=copy.deepcopy(self.given.strategy) or objects.server_optimizer(config),
             placement=config.noise.placement,
-            hardened_noise=config.noise.hardened,
             fraction_evaluate=evaluate.fraction if evaluate.clients_every else 0.0,
             evaluate_every=max(evaluate.clients_every, 1),
             evaluate_quantiles=True,

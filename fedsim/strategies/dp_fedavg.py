@@ -19,7 +19,6 @@ from fedsim.mechanisms import Mechanism, NoPrivacy, State
 from fedsim.mechanisms.base import state_on
 from fedsim.privacy import Ledger, Statement
 from fedsim.privacy.flower_records import privacy_spent
-from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.privacy.stopping import FIXED, Stopping
 from fedsim.robust import RobustMean
@@ -40,13 +39,13 @@ from fedsim.strategies.participants import Participants, Replying
 from fedsim.strategies.refusals import (
     allowed_fraction,
     declared_counts,
+    plan_of_keywords,
     refuse_flowers_keywords,
     refuse_noise,
     refuse_running_statistics,
     refuse_too_many,
     refuse_unplain_means,
     refuse_void_settings,
-    required_noise,
 )
 from fedsim.strategies.replies import to_arrays
 from fedsim.strategies.state import Tree
@@ -70,6 +69,9 @@ class DPFedAvg(ResumableStrategy):
 
     Parameters
     ----------
+    plan : ReleasePlan, optional
+        What every round releases: cohort, mechanism and noise in one value. The next three
+        keywords, and ``hardened_noise``, make one where it is not given.
     mechanism : Mechanism
         Bounds, sums and noises the updates. `NoPrivacy("uniform")` makes this FedAvg.
     cohort : Cohort
@@ -158,8 +160,9 @@ evaluate_metrics_aggr_fn
     def __init__(
         self,
         *,
-        mechanism: Mechanism,
-        cohort: Cohort,
+        plan: ReleasePlan[Mechanism] | None = None,
+        mechanism: Mechanism | None = None,
+        cohort: Cohort | None = None,
         noise_multiplier: float | None = None,
         delta: float = 1e-5,
         max_epsilon: float | None = None,
@@ -169,7 +172,7 @@ evaluate_metrics_aggr_fn
         release: str | None = None,
         server_optimizer: ServerOptimizer | Strategy | None = None,
         placement: Placement = "server",
-        hardened_noise: bool = True,
+        hardened_noise: bool | None = None,
         fraction_evaluate: float | None = None,
         evaluate_every: int = 1,
         replying: Replying | None = None,
@@ -193,14 +196,13 @@ evaluate_metrics_aggr_fn
         **flowers: object,
     ) -> None:
         refuse_flowers_keywords(flowers)
-        noise_multiplier = required_noise(mechanism, noise_multiplier)
+        self.plan = plan_of_keywords(plan, mechanism, cohort, noise_multiplier, hardened_noise)
+        """What every round releases, and what that costs."""
+        mechanism, cohort = self.plan.bound, self.plan.sampler
         robust = mechanism if isinstance(mechanism, RobustMean) else None
         if robust is not None:
-            refuse_noise(robust, noise_multiplier)
+            refuse_noise(robust, self.plan.noise.multiplier)
             robust.check(cohort.expected_size)
-        noise = Independent(noise_multiplier, hardened_noise)
-        self.plan = ReleasePlan(level="client", sampler=cohort, bound=mechanism, noise=noise)
-        """What every round releases, and what that costs."""
         self.private = self.plan.private
         self.protects = self.private or private_examples
         """Whether the run claims privacy at either level."""
@@ -211,7 +213,6 @@ evaluate_metrics_aggr_fn
         # What may enter a robust mean is what may enter a mean.
         self.mechanism = NoPrivacy("uniform") if robust is not None else mechanism
         self.cohort = cohort
-        self.noise_multiplier = noise_multiplier
         self.delta = delta
         self.max_epsilon = max_epsilon
         if not isinstance(ledger, Ledger):
@@ -564,7 +565,7 @@ evaluate_metrics_aggr_fn
         for line in (
             f"Cohort: {self.cohort}",
             f"Mechanism: {self.mechanism}",
-            f"Noise multiplier: {self.noise_multiplier:g} ({self.randomness.entropy} entropy)",
+            f"Noise multiplier: {self.plan.noise.multiplier:g} ({self.randomness.entropy} entropy)",
             f"Ledger: {where}",
         ):
             self.log.info("\t├──> %s", line)

@@ -12,18 +12,20 @@ from fedsim.clients import LocalAlgorithm
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism, NoPrivacy
+from fedsim.privacy.noise import Independent
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.robust import RobustMean
 
 __all__ = [
     "allowed_fraction",
     "declared_counts",
+    "plan_of_keywords",
     "refuse_flowers_keywords",
     "refuse_noise",
     "refuse_running_statistics",
     "refuse_too_many",
     "refuse_unplain_means",
     "refuse_void_settings",
-    "required_noise",
 ]
 
 SPREAD = 10.0
@@ -65,6 +67,47 @@ def refuse_flowers_keywords(keywords: Mapping[str, object]) -> None:
         if name in _INSTEAD:
             raise FedsimError(f"{name} = {value!r} is not DPFedAvg's; use {_INSTEAD[name]}.")
         raise TypeError(f"DPFedAvg.__init__() got an unexpected keyword argument '{name}'")
+
+
+def plan_of_keywords(
+    plan: ReleasePlan[Mechanism] | None,
+    mechanism: Mechanism | None,
+    cohort: Cohort | None,
+    noise_multiplier: float | None,
+    hardened_noise: bool | None,
+) -> ReleasePlan[Mechanism]:
+    """The plan that was given, or the one that these keywords make.
+
+    Raises
+    ------
+    FedsimError
+        If there are both, or keywords that make no plan.
+    """
+    keywords = {
+        "mechanism": mechanism,
+        "cohort": cohort,
+        "noise_multiplier": noise_multiplier,
+        "hardened_noise": hardened_noise,
+    }
+    if plan is not None:
+        if doubled := [name for name, value in keywords.items() if value is not None]:
+            raise FedsimError(
+                f"{doubled[0]} is given beside plan=, which says it already; leave one of them out."
+            )
+        if plan.level != "client":
+            raise FedsimError(
+                f"plan.level is '{plan.level}'; a strategy's rows are clients: it must be 'client'."
+            )
+        return plan
+    if mechanism is None or cohort is None:
+        missing = "mechanism" if mechanism is None else "cohort"
+        raise FedsimError(
+            f"{missing} is not given; DPFedAvg takes mechanism=, cohort= and noise_multiplier=, or "
+            "a ReleasePlan as plan=."
+        )
+    multiplier = required_noise(mechanism, noise_multiplier)
+    noise = Independent(multiplier, True if hardened_noise is None else hardened_noise)
+    return ReleasePlan(level="client", sampler=cohort, bound=mechanism, noise=noise)
 
 
 def refuse_noise(mechanism: RobustMean, noise_multiplier: float) -> None:

@@ -145,7 +145,7 @@ def share(
         raise FedsimError(
             "noise placement is 'client'; noise that is correlated over rounds needs 'server'."
         )
-    _require_state(bounding, mechanism.bounding_state(mechanism.init(layout), layout))
+    _require_state(bounding, request.bound.bounding_state(request.bound.init(layout), layout))
     n = len(block)
     releaser = Releaser([request] * n, layout, device=block.device)
     total = releaser.start_bounding(

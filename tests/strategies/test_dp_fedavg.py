@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ from fedsim.engines import LocalGrid
 from fedsim.engines.arrays import array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping, Mechanism, NoPrivacy, Normalization
-from fedsim.privacy import Ledger, epsilon
+from fedsim.privacy import Independent, Ledger, epsilon
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.strategies import DPFedAvg, adam, sgd
 
 
@@ -467,3 +469,43 @@ def _app(fault: str = "") -> ClientApp:
     app = ClientApp()
     app.train()(train)
     return app
+
+
+def test_a_plan_and_the_keywords_that_make_it_give_the_same_bytes_and_ledger() -> None:
+    updates = torch.randn(20, 30, generator=torch.Generator().manual_seed(1))
+    cohort, noise = PoissonCohort(0.5, 20), Independent(1.0, hardened=False)
+    plan = ReleasePlan(level="client", sampler=cohort, bound=Clipping(1.0), noise=noise, rounds=2)
+    strategies = [
+        DPFedAvg(plan=plan, seed=3),
+        DPFedAvg(
+            mechanism=Clipping(1.0),
+            cohort=cohort,
+            noise_multiplier=1.0,
+            hardened_noise=False,
+            seed=3,
+        ),
+    ]
+    by_plan, by_keywords = (start(Fixed(updates), s, torch.zeros(30), 2) for s in strategies)
+    assert torch.equal(by_plan, by_keywords)
+    assert strategies[0].ledger.head == strategies[1].ledger.head
+    assert [entry.event for entry in strategies[0].ledger.entries] == [
+        plan.charge(number) for number in (1, 2)
+    ]
+
+
+def test_a_plan_beside_a_keyword_that_makes_one_is_refused() -> None:
+    plan = ReleasePlan(
+        level="client", sampler=FullCohort(3), bound=Clipping(1.0), noise=Independent(1.0)
+    )
+    for keyword in (
+        {"mechanism": Clipping(1.0)},
+        {"cohort": FullCohort(3)},
+        {"noise_multiplier": 1.0},
+        {"hardened_noise": True},
+    ):
+        with pytest.raises(FedsimError, match=f"{next(iter(keyword))} is given beside plan="):
+            DPFedAvg(plan=plan, **keyword)  # type: ignore[arg-type]
+    with pytest.raises(FedsimError, match=r"plan\.level"):
+        DPFedAvg(plan=dataclasses.replace(plan, level="example"))
+    with pytest.raises(FedsimError, match="cohort is not given"):
+        DPFedAvg(mechanism=Clipping(1.0), noise_multiplier=1.0)

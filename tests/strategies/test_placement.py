@@ -282,12 +282,9 @@ def test_a_message_without_the_mechanisms_state_is_refused_in_a_sentence():
     ]:
         with pytest.raises(FedsimError, match=f"mechanism-state of the message {told}"):
             share(
-                mechanism,
+                ShareRequest(mechanism, Independent(1.0), 10.0, asked=10),
                 torch.ones(1, 4),
                 bounding,
                 layout,
-                noise=Independent(1.0),
-                denominator=10.0,
-                asked=10,
                 sources=[NoiseSource(np.random.default_rng(1))],
             )
