@@ -134,8 +134,8 @@ def test_a_limit_on_the_size_of_files_ends_a_run_with_what_is_kept(tmp_path: Pat
     )
     assert done.returncode == 1
     assert done.stderr == (
-        "fedsim: run/model.safetensors: File too large. run keeps metrics.csv, ledger.jsonl; "
-        "`fedsim run run --resume` goes on from its first round.\n"
+        "fedsim: run/model.safetensors: File too large. run keeps metrics.csv, ledger.jsonl, "
+        "fingerprint.key; `fedsim run run --resume` goes on from its first round.\n"
     )
 
 

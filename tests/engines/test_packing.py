@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
@@ -175,7 +177,7 @@ def test_a_reply_whose_pieces_are_a_strangers_reaches_the_decoder_as_it_is(piece
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
 def test_a_nodes_policy_sees_what_a_server_has_packed(kind, monkeypatch):
     seen = []
-    monkeypatch.setattr(client_app, "_admitted", lambda _context: None)
+    monkeypatch.setattr(client_app, "_admitted", lambda _context: nullcontext())
     monkeypatch.setattr(
         client_app,
         "_client",

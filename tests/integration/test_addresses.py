@@ -127,7 +127,7 @@ def test_two_runs_of_one_seed_that_release_different_things_share_no_noise() -> 
         other = released(STILL.replace(**change))
         assert abs(np.corrcoef(once - start, other - start)[0, 1]) < 0.2
     # What cannot affect a release leaves every byte as it is; the seed still starts the model.
-    same = STILL.replace(name="other", **{"client.path": "plain", "client.block-size": 1})
+    same = STILL.replace(name="other", **{"client.block-size": 1})
     assert (released(same) == once).all()
 
 

@@ -7,6 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from clients_helpers import reading_of
 from release_helpers import releaser
 from torch import nn
 
@@ -14,7 +15,7 @@ from fedsim.mechanisms import AdaClip, Clipping, Mechanism, Normalization, Quant
 from fedsim.rows import Layout, LinearPart, OuterRows
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import CrossEntropy
-from fedsim.training.paths.examples import ways
+from fedsim.training.paths.examples import BY_STRUCTURE, ways
 from fedsim.training.paths.factored import PositionsPart
 
 
@@ -95,7 +96,9 @@ def test_a_convolution_before_a_group_norm_is_bounded():
     layout = Layout.of({n: p for n, p in model.named_parameters() if p.requires_grad})
     packing = Packing(layout)
     theta = packing.pack(layout.flatten(dict(model.named_parameters()))[None])
-    (examples,) = ways(model, packing, CrossEntropy(), None)[0].rows(theta, x, y, [5], None)
+    way = ways(model, packing, CrossEntropy(), reading_of(model, (16, 2, 2)), 3)[0]
+    assert way.known == BY_STRUCTURE
+    (examples,) = way.rows(theta, x, y, [5], None)
     rows = examples.rows[0, slice(None)]
     for k in range(5):
         assert squared(added(Normalization(1.0), rows, {}, k)) <= 1
