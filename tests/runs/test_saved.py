@@ -153,7 +153,7 @@ def test_others_examples_need_neither_owners_nor_every_class(of_owners, tmp_path
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"classes": 4}, "label 3 in y_train; labels must be below 3"),
+        ({"classes": 4}, "label 3 in y_test; labels must be below 3"),
         (
             {"x_train": np.ones((60, 4), np.int64), "x_test": np.ones((30, 4), np.int64)},
             "examples of dtype int64; this model takes float32",
