@@ -4,13 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEV_INSTALLED := $(VENV)/.installed-dev
+# What an installed wheel is tested with: `constraints-oldest.txt`, or nothing for the newest.
+PINS ?= constraints.txt
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: generate help install demo test test-slow test-gpu test-flwr-latest lint lock bench docs clean
+.PHONY: generate help install demo test test-slow test-wheel test-gpu test-flwr-latest lint lock bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,14 +40,26 @@ test: $(DEV_INSTALLED)  ## run the tests, on two cores
 test-slow: $(DEV_INSTALLED)  ## run the tests of whole federations, and audits of planted bugs (many minutes)
 	$(BIN)/python -m pytest -m slow
 
+test-wheel:  ## build the wheel, and run the demo and the fast tests from it alone (PINS=constraints-oldest.txt)
+	rm -rf build/wheel && mkdir -p build/wheel/checkout
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	build/wheel/venv/bin/pip install --quiet --disable-pip-version-check $(addprefix -c ,$(PINS)) "$$(ls build/wheel/*.whl)[dev]"
+	git archive HEAD | tar -x -C build/wheel/checkout --exclude=fedsim
+	cd build/wheel/checkout && ../venv/bin/fedsim run experiments/demo.toml --out runs/demo
+	cd build/wheel/checkout && PATH="$(CURDIR)/build/wheel/venv/bin:$$PATH" ../venv/bin/python -m pytest -n 2 --dist worksteal $(addprefix --ignore tests/,test_house.py test_documents.py test_site.py test_doctests.py integration/test_mutations.py)
+
 test-gpu: $(DEV_INSTALLED)  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/training tests/integration
 
 test-flwr-latest:  ## run the plug-in's tests with the newest Flower, in an environment of its own
 	@test -x .venv-latest/bin/python || $(PYTHON) -m venv .venv-latest
 	.venv-latest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'flwr[simulation]' -e '.[dev]'
-	.venv-latest/bin/python -m pytest tests/engines tests/strategies tests/deploy tests/integration/test_plugin.py
+	.venv-latest/bin/python -m pytest tests/federation tests/deploy tests/integration/test_plugin.py
 	.venv-latest/bin/python -m pytest -m slow $(addprefix tests/integration/test_,intruder.py secrets.py federation_faults.py)
+
+generate: $(INSTALLED)  ## write what follows from the code: pyproject.toml's defaults, the reference of settings
+	$(BIN)/python docs/generate.py
 
 lint: $(DEV_INSTALLED)  ## ruff, mypy --strict and the import contracts
 	$(BIN)/ruff check .
@@ -74,4 +88,4 @@ bench: $(DEV_INSTALLED)  ## speed and memory beside plain loops, with what is ai
 	$(BIN)/python -m benchmarks.federation
 
 clean:  ## remove the environment, caches and runs
-	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build/wheel runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -16,7 +16,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-from fedsim.audit.from_config import ConfigAudit
+from fedsim.audit.config_audit import ConfigAudit
 from fedsim.audit.verdict import SHARE_OF_CHECKS
 from fedsim.config import RunConfig
 

@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.network import alone_on_loopback, loopback_bytes
 from fedsim.cohorts import FixedCohort
 from fedsim.engines import RayGrid, array_record
-from fedsim.engines.process import settle
+from fedsim.federation.engines.process import settle
 from fedsim.mechanisms import Clipping
 from fedsim.rows.block import Block, Ids
 from fedsim.rows.trainers import BlockTrainer, TrainerDefaults

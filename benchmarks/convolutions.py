@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fedsim import models
 from fedsim.clients import SGD, AdadpLR
-from fedsim.engines.process import settle
+from fedsim.federation.engines.process import settle
 from fedsim.randomness import Draws, Randomness
 from fedsim.training import ClientData, Trainer
 from fedsim.training.exact_arithmetic import exact
@@ -154,8 +154,8 @@ def measure(device: str, repeats: int) -> dict[str, float]:
                 if t > 1:
                     best[way.name] = min(best[way.name], clock() - began)
     for way in chosen:
-        step = None if way.trainer is None else way.trainer.bench.step
-        if isinstance(step, StepGraphs) and not (step.works and step.graphs):
+        steps = None if way.trainer is None else way.trainer.stepper.captured
+        if isinstance(steps, StepGraphs) and not (steps.works and steps.graphs):
             raise SystemExit(f"{way.name}: its steps were not captured; see the log.")
     return best
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedsim.privacy import durable
-from fedsim.runs import artefacts, checkpoint
+from fedsim.runs import artefacts, checkpoints
 from fedsim.runs.artefacts import RunDirectory
 
 ROUNDS = 12
@@ -109,7 +109,7 @@ def in_a_checkpoint(chosen: random.Random, seconds: float) -> None:
     def tear(path: Path, content: bytes) -> None:
         path.write_bytes(content[: chosen.randrange(len(content))])
 
-    checkpoint._write_synced = dying_in(chosen.randrange(1, 6), checkpoint._write_synced, tear)
+    checkpoints._write_synced = dying_in(chosen.randrange(1, 6), checkpoints._write_synced, tear)
 
 
 def in_a_ledgers_line(chosen: random.Random, seconds: float) -> None:
@@ -167,7 +167,7 @@ def while_ray_starts(chosen: random.Random, seconds: float) -> None:
 
 
 def of_a_ray_worker(chosen: random.Random, seconds: float) -> None:
-    from fedsim.engines.ray import RayGrid
+    from fedsim.federation.engines.ray import RayGrid
 
     blocks, left = RayGrid._blocks, chosen.randrange(1, 10)
 
@@ -177,7 +177,7 @@ def of_a_ray_worker(chosen: random.Random, seconds: float) -> None:
         if not left:
             import ray
 
-            ray.kill(self._actors.workers[0].actor)
+            ray.kill(self._crew.workers[0].actor)
         return blocks(self, *arguments)
 
     RayGrid._blocks = losing  # type: ignore[method-assign, assignment]

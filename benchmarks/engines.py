@@ -121,7 +121,7 @@ def wire_bytes(arrays: ArrayRecord) -> int:
     from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
-    from fedsim.engines.messages import ensure_identity
+    from fedsim.federation.flower_internals import ensure_identity
 
     ensure_identity(1)
     config = ConfigRecord({"server-round": 1})
@@ -189,7 +189,7 @@ def write(out: Path, rows: list[dict[str, Any]]) -> None:
     import flwr  # noqa: F401 - its version is what the numbers belong to
     import torch
 
-    from fedsim.engines.messages import flower_version
+    from fedsim.deploy.flower_replacements import flower_version
 
     version = ".".join(map(str, flower_version()))
     load = os.getloadavg()[0]

@@ -26,7 +26,7 @@ from torch import nn
 from benchmarks.jobs import JOBS
 from benchmarks.memory import resident
 from fedsim.clients import SGD
-from fedsim.engines.process import settle
+from fedsim.federation.engines.process import settle
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.training import ClientData, ExamplePrivacy, Trainer

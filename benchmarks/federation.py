@@ -24,14 +24,14 @@ import numpy as np
 
 from fedsim.config import RunConfig
 from fedsim.deploy.bundle import write_app
-from fedsim.deploy.parties import Node
 from fedsim.deploy.processes import free_ports
 from fedsim.deploy.rehearsal import Rehearsal
+from fedsim.deploy.services import Node
 from fedsim.runs.artefacts import OUT
-from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.channel import CallbackServer
-from fedsim.runs.check import check
+from fedsim.runs.preflight import check
+from fedsim.runs.resolve import resolve
 
 __all__ = ["MOST_SECONDS", "Federated", "main", "measured"]
 
@@ -94,8 +94,8 @@ def measured(model: str, rounds: int, nodes: int) -> Federated:
             "engine": {"name": "deployment", "device": "cpu"},
         }
     )
-    build = Build(config)
-    check(build)
+    resolved = resolve(config)
+    check(resolved)
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "out"
         out.mkdir()
@@ -110,13 +110,13 @@ def measured(model: str, rounds: int, nodes: int) -> Federated:
                 node = Node.load(rehearsal.federation.node(number))
                 replace(node, superlink=f"127.0.0.1:{relay.port}").save({"files": ["/"]})
             rehearsal.start_all()
-            app = write_app(Path(place) / "app", build.resolved.to_tree())
+            app = write_app(Path(place) / "app", resolved.config.to_tree())
             operator = rehearsal.operator
             run_id = operator.submit(app)
             status = operator.follow(run_id, alive=rehearsal.tend)
             if status != "finished:completed":
                 raise SystemExit(f"the run ended with {status}:\n{operator.log(run_id)}")
-    count = sum(int(np.prod(array.shape)) for array in build.initial_arrays.values())
+    count = sum(int(np.prod(array.shape)) for array in resolved.initial_arrays.values())
     return watch.summed(count)
 
 

@@ -30,7 +30,7 @@ from benchmarks.memory import measured_peak
 from benchmarks.plain import plain_rounds
 from fedsim.cohorts import FixedCohort
 from fedsim.engines import LocalGrid, tensors
-from fedsim.engines.process import settle
+from fedsim.federation.engines.process import settle
 from fedsim.mechanisms import Clipping
 from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData

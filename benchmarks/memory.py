@@ -29,7 +29,7 @@ def peak(name: str, cohort: int) -> float:
     """The same in this process: call it once."""
     from benchmarks.jobs import JOBS, data_of, trainer_of
     from fedsim.cohorts import FixedCohort
-    from fedsim.engines.process import settle
+    from fedsim.federation.engines.process import settle
     from fedsim.mechanisms import Clipping, NoiseSource, Releaser
     from fedsim.privacy import Independent
     from fedsim.privacy.plan import ReleasePlan

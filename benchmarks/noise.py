@@ -15,7 +15,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from fedsim.engines.process import settle
+from fedsim.federation.engines.process import settle
 from fedsim.mechanisms import NoiseSource
 
 __all__ = ["main"]

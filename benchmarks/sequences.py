@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.jobs import BATCH, EXAMPLES, LR, SEED
 from fedsim.clients import SGD
-from fedsim.engines.process import settle
+from fedsim.federation.engines.process import settle
 from fedsim.randomness import Draws, Randomness
 from fedsim.training import ClientData, Trainer
 

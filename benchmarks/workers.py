@@ -25,15 +25,16 @@ from benchmarks.jobs import JOBS, SEED, data_of, trainer_of
 from fedsim.clients import SGD
 from fedsim.cohorts import FixedCohort
 from fedsim.engines import LocalGrid, RayGrid, array_record
-from fedsim.engines.process import settle
-from fedsim.engines.workers import helpful_workers
+from fedsim.federation.engines.forked import ForkedCrew
+from fedsim.federation.engines.process import settle
+from fedsim.federation.engines.schedule import helpful_workers
+from fedsim.federation.rounds import rounds_of
 from fedsim.mechanisms import Clipping
 from fedsim.models.adadp_cifar import AdadpCIFAR
 from fedsim.randomness import Randomness
 from fedsim.strategies import DPFedAvg
-from fedsim.strategies.loop import rounds_of
 from fedsim.training import ClientData, Trainer
-from fedsim.training.operations import operations_of
+from fedsim.training.workload import local_multiplications
 
 __all__ = ["main"]
 
@@ -93,7 +94,7 @@ class Side:
     def _cpu(self) -> float:
         """CPU seconds of this process and of the workers that it has forked."""
         crew = self.grid._crew
-        pids = [worker.pid for worker in crew.workers] if crew else []
+        pids = [worker.pid for worker in crew.workers] if isinstance(crew, ForkedCrew) else []
         nanoseconds = [int(Path(f"/proc/{p}/schedstat").read_text().split()[0]) for p in pids]
         return time.process_time() + sum(nanoseconds) / 1e9
 
@@ -122,7 +123,11 @@ def main() -> None:
             f"{1e3 * wall:.1f} ({1e3 * min(side.cpu[1:]):.1f})"
             for wall, side in zip(best, sides, strict=True)
         ]
-        rule = helpful_workers(operations_of(trainer), cohort, trainer.device)
+        rule = helpful_workers(
+            local_multiplications(trainer.model, trainer.workload, trainer.layout.dtype),
+            cohort,
+            trainer.device,
+        )
         aim = f"{SPEED_UP:g}" if rule > 1 else "one process"
         table.add_row(name, *cells, str(rule), f"{best[0] / best[-1]:.2f}", aim)
     console = Console(width=140)

@@ -7,8 +7,8 @@ from pathlib import Path
 import tomli_w
 
 from fedsim import registry
-from fedsim.config.describe import choices_of, keys
-from fedsim.config.flower import flower_table
+from fedsim.config.describe import choices_of, flower_table, keys
+from fedsim.config.digest import keys_outside_release
 
 ROOT = Path(__file__).parents[1]
 HEAD = "[tool.flwr.app.config]\n"
@@ -25,7 +25,7 @@ def pyproject() -> str:
 def reference() -> str:
     """docs/reference/config.md: every key, and everything that can be named."""
     lines = ["# Every key of a config", "", "As `fedsim config explain` says it, table by table."]
-    table, names = None, {key.name for key in keys()}
+    table, names, resumable = None, {key.name for key in keys()}, keys_outside_release()
     for key in keys():
         here = key.name.rpartition(".")[0]
         if here != table:
@@ -36,6 +36,7 @@ def reference() -> str:
         default = "" if key.default == "" else f"`{tomli_w.dumps({'k': key.default})[4:].strip()}`"
         words = [key.doc, f"It is {key.type}{': ' + key.allowed if key.allowed else ''}."]
         words += [f"With {', '.join(key.belongs_to)}."] if key.belongs_to else []
+        words += ["A resumed run may change it."] if key.name in resumable else []
         text = " ".join(words).replace("|", "\\|")
         lines.append(f"| `{key.name.rpartition('.')[2]}` | {default} | {text} |")
     lines += ["", "# What can be named", ""]

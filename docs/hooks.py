@@ -20,7 +20,6 @@ MODULES = (
     ("What a run has left", "fedsim.runs.saved", ("SavedRun", "InferenceModel")),
     ("Cohorts", "fedsim.cohorts", None),
     ("Mechanisms", "fedsim.mechanisms", None),
-    ("Robust means", "fedsim.robust", None),
     ("Strategies", "fedsim.strategies", None),
     ("Engines", "fedsim.engines", None),
     ("Training", "fedsim.training", None),

@@ -24,8 +24,6 @@ from typing import Any
 from fedsim import regular_files
 from fedsim.errors import FedsimError
 
-__all__ = ["VARIABLE", "AllowedCode", "allow", "home_of", "inherited", "is_reserved", "now", "use"]
-
 VARIABLE = "FEDSIM_ALLOWED_CODE"
 """Environment variable: what a command has allowed, for the processes of its own simulation."""
 

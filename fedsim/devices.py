@@ -19,13 +19,11 @@ from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 
-__all__ = ["Devices", "RoundLoad", "draw_work", "read_trace", "read_work"]
-
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-THERE, DROPS, SPEED, BANDWIDTH, WORK = range(5)  # parts of Purpose.DEVICE
+AVAILABLE, DROPS, SPEED, BANDWIDTH, WORK = range(5)  # parts of Purpose.DEVICE
 MEGABIT = 1e6 / 8  # bytes
 LARGEST_FILE = 2**30
 
@@ -101,7 +99,7 @@ class Devices:
         down, up : int
             Bytes that a client gets and sends.
         """
-        there = self._there(round, client_ids)
+        there = self._available(round, client_ids)
         replies = there & ~self._drawn(DROPS, self.dropout, round, client_ids)
         seconds = np.zeros(len(client_ids))
         if self.clocked and replies.any():
@@ -121,7 +119,7 @@ class Devices:
 
     def reachable(self, round: int, client_ids: Ints) -> Bools:
         """Which of these clients ``[n]`` are there in the round and do not drop out, ``[n]``."""
-        there = self._there(round, client_ids)
+        there = self._available(round, client_ids)
         return there & ~self._drawn(DROPS, self.dropout, round, client_ids)
 
     @property
@@ -138,11 +136,11 @@ class Devices:
             )
         return seconds
 
-    def _there(self, round: int, client_ids: Ints) -> Bools:
+    def _available(self, round: int, client_ids: Ints) -> Bools:
         if self.trace is not None:
             row: Bools = np.asarray(self.trace[(round - 1) % len(self.trace)])
             return row[client_ids].astype(bool)
-        return self._drawn(THERE, self.availability, round, client_ids)
+        return self._drawn(AVAILABLE, self.availability, round, client_ids)
 
     def _drawn(self, part: int, probability: float, round: int, client_ids: Ints) -> Bools:
         if probability in (0.0, 1.0):

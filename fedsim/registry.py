@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 
 from fedsim import allowed_code
 from fedsim.errors import FedsimError
+from fedsim.synonyms import closest
 
 __all__ = [
     "PACKAGES",
@@ -52,8 +53,9 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "loss": ("fedsim.tasks.losses",),
     "metric": ("fedsim.tasks.metrics",),
     "client": ("fedsim.clients",),
-    "cohort": ("fedsim.cohorts",),
-    "mechanism": ("fedsim.mechanisms", "fedsim.robust"),
+    "cohort": ("fedsim.privacy.laws",),
+    "noise": ("fedsim.privacy.noise",),
+    "mechanism": ("fedsim.mechanisms", "fedsim.federation.aggregation"),
     "server": ("fedsim.server_optimizers",),
 }
 """The packages in which each kind's files are."""
@@ -66,6 +68,7 @@ _BASES: Mapping[str, str] = {
     "metric": "fedsim.tasks.Metric",
     "client": "fedsim.clients.LocalAlgorithm",
     "cohort": "fedsim.cohorts.Cohort",
+    "noise": "fedsim.privacy.noise.Noise",
     "mechanism": "fedsim.mechanisms.Mechanism",
     "server": "fedsim.server_optimizers.ServerOptimizer",
 }
@@ -73,7 +76,8 @@ _BASES: Mapping[str, str] = {
 
 _LIKE: Mapping[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("data", "model", "loss", "metric"), (("__call__",),)),
-    "cohort": (("draw", "event"),),
+    # As of robust means.
+    "mechanism": (("center", "check"),),
     # As of Flower's strategies.
     "server": (("step", "state", "restore"), ("configure_train", "aggregate_train")),
 }
@@ -130,9 +134,7 @@ def find(kind: str, name: str, key: str) -> Callable[..., Any]:
     if name in plugins(kind):
         return _of_kind(kind, _from_plugin(kind, name, key), key, name)
     if name not in _built_in(kind):
-        refuse_plugin(kind, name, key)
-        allowed = ", ".join(f"'{known}'" for known in names(kind))
-        raise FedsimError(f"{key} = '{name}'; it must be {allowed} or 'module:name'.")
+        raise unknown_name(kind, name, key)
     importlib.import_module(f"{_built_in(kind)[name]}.{name.replace('-', '_')}")
     return _registered[kind, name]
 
@@ -197,6 +199,23 @@ def refuse_plugin(kind: str, name: str, key: str) -> None:
         if point.name == f"{kind}.{name}" and not allowed_code.now().allows_plugin(point.module):
             why = allowed_code.now().refusal(point.module)
             raise FedsimError(f"{key} is '{name}', the plugin {point.value}; {why}.")
+
+
+def unknown_name(kind: str, name: str, key: str) -> FedsimError:
+    """That a key names nothing of a kind, and what there is of it.
+
+    Raises
+    ------
+    FedsimError
+        If it is the name of a plugin that is not allowed here.
+    """
+    refuse_plugin(kind, name, key)
+    known, text = names(kind), repr(name)
+    text = text if len(text) <= 100 else f"{text[:97]}..."
+    return FedsimError(
+        f"{key} = {text};{closest(kind, name, known)} must be "
+        f"{', '.join(repr(word) for word in known)} or 'module:name'."
+    )
 
 
 def _from_plugin(kind: str, name: str, key: str) -> Callable[..., Any]:

@@ -11,8 +11,6 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["opener", "read_bytes", "read_text", "require", "require_all"]
-
 
 def opener(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
     """Open a file, as `os.open`: the ``opener`` of `open`.

@@ -1,39 +1,43 @@
-"""Settings: what a dataclass says of its fields, and whether its values are as it says."""
+"""Settings: what a dataclass says of its fields, and whether values are as it says.
+
+This is the one language in which fedsim's tables, its kinds and a user's own classes describe what
+they are made with. A field says its type, its range and its meaning once::
+
+    clip_norm: Annotated[float, Gt(0), Doc("The largest L2 norm of a row.")] = 1.0
+
+A type is a number, a truth value, a string, a `Literal` of words, any of these or None (which a
+config writes as the empty string), or whatever a `Text` reads and writes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import operator
+import re
 import sys
+import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from annotated_types import BaseMetadata, Ge, GroupedMetadata, Gt, Le, Lt
-from typing_extensions import Doc
+from annotated_types import BaseMetadata, GroupedMetadata
+from annotated_types import Ge as Ge
+from annotated_types import Gt as Gt
+from annotated_types import Le as Le
+from annotated_types import Lt as Lt
+from typing_extensions import Doc as Doc
 
 from fedsim.errors import FedsimError
 
-__all__ = [
-    "REQUIRED",
-    "Between",
-    "Doc",
-    "Ge",
-    "Gt",
-    "Le",
-    "Lt",
-    "Setting",
-    "Text",
-    "allowed",
-    "check_settings",
-    "settings_of",
-]
-
 REQUIRED = dataclasses.MISSING
 """In the place of a default: there is none."""
+
+# Beyond these a number is a mistake, and single precision or Flower's records cannot hold it.
+LARGEST_FLOAT, LARGEST_INT, LONGEST_STRING = 1e30, 2**63 - 1, 10_000
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,14 @@ class Between:
         if self.high == math.inf:
             return f"at least {self.low:g}"
         return f"between {self.low:g} and {self.high:g}"
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A rule that no range says: what ``holds`` of a value, and in words what is allowed."""
+
+    holds: Callable[[Any], bool]
+    words: str
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,10 @@ class Text:
 
     read: Callable[[Any], Any]
     write: Callable[[Any], str]
+
+
+class NotAllowedError(Exception):
+    """A value that a setting may not have; its message is what would be allowed, in words."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +119,37 @@ class Setting:
         """The words that it may be, if it is one of a few."""
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
+    def read(self, value: Any) -> Any:
+        """The value that one in a config stands for.
+
+        Raises
+        ------
+        NotAllowedError
+            If it is of another type, or outside of its range.
+        FedsimError
+            If a `Text` cannot be read; the sentence is its own.
+        """
+        if self.text is not None:
+            try:
+                return self.text.read(value)
+            except FedsimError:
+                raise
+            except (TypeError, AttributeError, ValueError):
+                raise NotAllowedError("a string, as its description says") from None
+        value = _typed(value, self.type)
+        for entry in self.metadata:
+            if words := _refusal(entry, value):
+                raise NotAllowedError(words)
+        if words := _beyond_use(value):
+            raise NotAllowedError(words)
+        return value
+
+    def write(self, value: Any) -> Any:
+        """A value as a config writes it; the empty string for None and for no default."""
+        if value is None or value is REQUIRED:
+            return ""
+        return self.text.write(value) if self.text else value
+
 
 def settings_of(thing: Any) -> tuple[Setting, ...]:
     """The fields that a dataclass, or an object of one, is made with; none of anything else."""
@@ -116,29 +163,26 @@ def _settings_of(kind: type) -> tuple[Setting, ...]:
     for field in dataclasses.fields(kind):
         if not field.init:
             continue
-        annotation = _annotation(kind, field.name)
-        plain, metadata = annotation, ()
+        annotation, metadata = _annotation(kind, field.name), []
         if get_origin(annotation) is Annotated:
-            plain, *metadata = get_args(annotation)  # type: ignore[assignment]
+            annotation, *metadata = get_args(annotation)
         default = field.default
         if field.default_factory is not REQUIRED:
             default = field.default_factory()
         key = field.name.replace("_", "-")
-        settings.append(Setting(field.name, key, plain, tuple(_apart(metadata)), default))
+        settings.append(Setting(field.name, key, annotation, tuple(_flat(metadata)), default))
     return tuple(settings)
 
 
 def _annotation(kind: type, name: str) -> Any:
-    """A field's type; what other annotations name need not be there."""
+    """A field's type, alone: names that other annotations of its class need may be missing."""
     home = next(c for c in kind.__mro__ if name in vars(c).get("__annotations__", {}))
-    annotation = vars(home)["__annotations__"][name]
-    if isinstance(annotation, str):
-        scope = vars(sys.modules[home.__module__])
-        return eval(annotation, {**vars(typing), **scope})
-    return annotation
+    alone = SimpleNamespace(__annotations__={name: vars(home)["__annotations__"][name]})
+    scope = {**vars(typing), **vars(sys.modules[home.__module__])}
+    return typing.get_type_hints(alone, scope, include_extras=True)[name]
 
 
-def _apart(metadata: Any) -> typing.Iterator[Any]:
+def _flat(metadata: list[Any]) -> Iterator[Any]:
     for entry in metadata:
         if isinstance(entry, GroupedMetadata):
             yield from entry
@@ -146,12 +190,93 @@ def _apart(metadata: Any) -> typing.Iterator[Any]:
             yield entry
 
 
-_LIMITS: Mapping[type[BaseMetadata], tuple[str, Callable[[Any, Any], bool], str]] = {
-    Gt: ("gt", operator.gt, "above"),
-    Ge: ("ge", operator.ge, "at least"),
-    Lt: ("lt", operator.lt, "below"),
-    Le: ("le", operator.le, "at most"),
+_TYPES: Mapping[Any, tuple[str, Callable[[Any], bool]]] = {
+    float: ("a number", lambda v: isinstance(v, int | float) and not isinstance(v, bool)),
+    int: ("a whole number", lambda v: isinstance(v, int) and not isinstance(v, bool)),
+    bool: ("true or false", lambda v: isinstance(v, bool)),
+    str: ("a string", lambda v: isinstance(v, str)),
+    dict: ("a table", lambda v: isinstance(v, dict)),
+    tuple: ("a tuple, which only Python can give", lambda v: isinstance(v, tuple)),
+    list: ("a list, which only Python can give", lambda v: isinstance(v, list)),
 }
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    """A value of a type, from what TOML or Flower give for one: whole numbers are numbers."""
+    origin = get_origin(kind) or kind
+    if origin is Literal:
+        if value not in get_args(kind):
+            raise NotAllowedError(one_of(get_args(kind)))
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return _typed_union(value, get_args(kind))
+    if origin in _TYPES:
+        words, fits = _TYPES[origin]
+        if not fits(value):
+            raise NotAllowedError(words)
+    elif isinstance(origin, type) and not isinstance(value, origin):
+        raise NotAllowedError(f"an object of {origin.__qualname__}, which only Python can give")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise NotAllowedError("a finite number")
+    if origin is float:
+        return float(value) if abs(value) <= sys.float_info.max else value
+    return value
+
+
+def _typed_union(value: Any, kinds: tuple[Any, ...]) -> Any:
+    if type(None) in kinds and value in ("", None):
+        return None
+    words = []
+    for kind in kinds:
+        if kind is not type(None):
+            try:
+                return _typed(value, kind)
+            except NotAllowedError as error:
+                words.append(str(error))
+    raise NotAllowedError("a finite number" if "a finite number" in words else " or ".join(words))
+
+
+@dataclass(frozen=True)
+class _Limit:
+    attribute: str
+    holds: Callable[[Any, Any], bool]
+    words: str
+    refusal: str
+
+
+_LIMITS: Mapping[type[BaseMetadata], _Limit] = {
+    Gt: _Limit("gt", operator.gt, "above", "greater than"),
+    Ge: _Limit("ge", operator.ge, "at least", "at least"),
+    Lt: _Limit("lt", operator.lt, "below", "less than"),
+    Le: _Limit("le", operator.le, "at most", "at most"),
+}
+
+
+def _refusal(entry: Any, value: Any) -> str:
+    """What would be allowed, where a value is outside of a range or against a rule; else empty."""
+    if isinstance(entry, Constraint):
+        return "" if value is None or entry.holds(value) else entry.words
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return ""
+    if isinstance(entry, Between):
+        return "" if entry.low <= value <= entry.high else str(entry)
+    if limit := _LIMITS.get(type(entry)):
+        bound = getattr(entry, limit.attribute)
+        if not limit.holds(value, bound):
+            return f"{limit.refusal} {float(bound) if isinstance(value, float) else bound}"
+    return ""
+
+
+def _beyond_use(value: Any) -> str:
+    if isinstance(value, float):
+        return "" if abs(value) <= LARGEST_FLOAT else f"at most {LARGEST_FLOAT:g}"
+    if isinstance(value, int):
+        return "" if abs(value) <= LARGEST_INT else "at most 2^63 - 1"
+    if isinstance(value, str) and len(value) > LONGEST_STRING:
+        return f"at most {LONGEST_STRING:,} characters"
+    if isinstance(value, str) and re.search("[\x00-\x1f\x7f-\x9f\ud800-\udfff]", value):
+        return "without control characters and valid UTF-8"
+    return ""
 
 
 def check_settings(thing: Any, prefix: str = "") -> None:
@@ -164,39 +289,50 @@ def check_settings(thing: Any, prefix: str = "") -> None:
     """
     for setting in settings_of(thing):
         value = getattr(thing, setting.name)
-        if not _allows(setting, value):
+        wrong = setting.choices and value not in setting.choices
+        if wrong or any(_refusal(entry, value) for entry in setting.metadata):
             said = f"'{value}'" if isinstance(value, str) else value
             raise FedsimError(f"{prefix}{setting.key} is {said}; it must be {allowed(setting)}.")
-
-
-def _allows(setting: Setting, value: Any) -> bool:
-    if setting.choices:
-        return value in setting.choices
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return True
-    for entry in setting.metadata:
-        if isinstance(entry, Between) and not entry.low <= value <= entry.high:
-            return False
-        if type(entry) in _LIMITS:
-            name, holds, _ = _LIMITS[type(entry)]
-            if not holds(value, getattr(entry, name)):
-                return False
-    return True
 
 
 def allowed(setting: Setting) -> str:
     """What a setting may be, in words; empty if anything of its type."""
     if setting.choices:
-        *others, last = [f"'{choice}'" for choice in setting.choices]
-        return f"{', '.join(others)} or {last}" if others else last
+        return one_of(setting.choices)
     between = [str(entry) for entry in setting.metadata if isinstance(entry, Between)]
     if between:
         return between[0]
     limits = {
-        type(entry): getattr(entry, _LIMITS[type(entry)][0])
+        type(entry): getattr(entry, _LIMITS[type(entry)].attribute)
         for entry in setting.metadata
         if type(entry) in _LIMITS
     }
     if limits.keys() == {Ge, Le}:
         return str(Between(limits[Ge], limits[Le]))
-    return " and ".join(f"{_LIMITS[limit][2]} {value:g}" for limit, value in limits.items())
+    return " and ".join(f"{_LIMITS[limit].words} {value:g}" for limit, value in limits.items())
+
+
+def one_of(words: tuple[Any, ...]) -> str:
+    """A choice of words as a sentence has it: ``'a', 'b' or 'c'``."""
+    *others, last = [f"'{word}'" for word in words]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def type_in_words(kind: Any) -> str:
+    """A setting's type as documentation has it."""
+    if get_origin(kind) is Literal:
+        return "a word"
+    options = [option for option in get_args(kind) if option is not type(None)]
+    if len(options) < len(get_args(kind)) and options:
+        return f"{type_in_words(options[0])}, or '' for unset"
+    return _TYPES[kind][0] if kind in (float, int, bool) else "a string"
+
+
+def shown(value: Any) -> str:
+    """A value as a sentence shows it: not at its full length, however long that is."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a whole number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

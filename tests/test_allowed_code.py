@@ -19,10 +19,10 @@ from fedsim.allowed_code import AllowedCode, allow
 from fedsim.apps import client_app, server_app
 from fedsim.cli import main
 from fedsim.cli.app import app as commands
-from fedsim.deploy.parties import SUPERLINK, SuperLink
 from fedsim.deploy.policy import NODE, Policy
-from fedsim.engines.messages import ensure_identity
+from fedsim.deploy.services import SUPERLINK, SuperLink
 from fedsim.errors import FedsimError
+from fedsim.federation.flower_internals import ensure_identity
 
 TABLES = ("data", "partition", "model", "client", "cohort", "mechanism", "client.mechanism")
 """With a key `name`; each has options, as `server` and `task` have."""

@@ -8,6 +8,7 @@ names the file that a block is. A comment before a block says that it fails, or 
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import shlex
 import shutil
@@ -22,10 +23,10 @@ import pytest
 
 from fedsim import RunConfig
 from fedsim.cli import main
-from fedsim.deploy.parties import Node
 from fedsim.deploy.policy import Policy
-from fedsim.runs.build import Build
-from fedsim.runs.check import check
+from fedsim.deploy.services import Node
+from fedsim.runs.preflight import check
+from fedsim.runs.resolve import resolve
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
@@ -85,7 +86,7 @@ def run_block(block: Block, namespace: dict[str, Any]) -> None:
     if block.language == "toml" and not block.file:
         config = RunConfig.parse(tomllib.loads(block.text))
         if config.stop.metric or config.checkpoint.best:
-            check(Build(config))
+            check(resolve(config))
     elif block.language == "python" and not block.file:
         exec(compile(block.text, f"line {block.line}", "exec"), namespace)
     elif block.language == "sh":
@@ -98,7 +99,7 @@ def run_block(block: Block, namespace: dict[str, Any]) -> None:
 def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the first page's config and its run."""
     directory = tmp_path_factory.mktemp("first-run")
-    config = next(block for block in blocks("docs/first_run.md") if block.file == "digits.toml")
+    config = next(block for block in blocks("docs/first_run.md") if block.file == "run.toml")
     (directory / "run.toml").write_text(config.text)
     assert (
         status_of(["run", str(directory / "run.toml"), "--out", str(directory / "runs/digits")])
@@ -166,8 +167,28 @@ def made_by_the_site() -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_a_page_that_runs_a_config_shows_it_or_says_whose_it_is(page: str) -> None:
+    text = (ROOT / page).read_text()
+    run = set(re.findall(r"^fedsim \w+ ([\w-]+\.toml)", text, flags=re.MULTILINE))
+    shown = set(re.findall(r'title="([^"]+)"', text))
+    assert run - shown <= ({"run.toml"} if "first_run.md" in text else set())
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_a_page_links_to_what_is_there(page: str) -> None:
     folder = (ROOT / page).parent
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / page).read_text())
     local = {target for target in targets if "://" not in target} - made_by_the_site()
     assert [target for target in sorted(local) if not (folder / target).exists()] == []
+
+
+NAMES = re.findall(r"`(fedsim\.[\w.]+)`", (ROOT / "docs" / "architecture.md").read_text())
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES)))
+def test_a_name_on_the_architecture_page_is_in_the_code(name: str) -> None:
+    assert pkgutil.resolve_name(name) is not None
+
+
+def test_the_architecture_page_names_the_code() -> None:
+    assert len(NAMES) > 15

@@ -38,7 +38,7 @@ def test_a_variable_says_what_it_is():
 
 # What they read is no user's: fedsim's own files, and the system's.
 OWN_FILES = {
-    "fedsim/compiled/building.py",
+    "fedsim/kernels/building.py",
     "fedsim/datasets/digits.py",
     "fedsim/lazy.py",
     "fedsim/machine.py",

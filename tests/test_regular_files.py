@@ -16,7 +16,7 @@ from fedsim import regular_files
 from fedsim.cli import main
 from fedsim.deploy.federation import Federation
 from fedsim.deploy.policy import Policy
-from fedsim.deploy.roster import read_roster
+from fedsim.deploy.services import read_roster
 from fedsim.errors import FedsimError
 
 TOML = """

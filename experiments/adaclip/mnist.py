@@ -29,8 +29,7 @@ from fedsim import datasets
 from fedsim.cohorts import PoissonCohort
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, NormBound
 from fedsim.privacy import Ledger, calibrate
-from fedsim.reports.palette import COLOURS
-from fedsim.reports.plots import curve_style, grid
+from fedsim.reports.plots import COLOURS, curve_style, grid
 from fedsim.strategies import sgd
 
 __all__ = ["Mnist", "MnistSettings", "load_images", "make_mechanism"]

@@ -15,7 +15,7 @@ from experiments.framework.central import DenseNet, train
 from experiments.framework.spread import all_ahead, listed, over_seeds, paired, within
 from fedsim.cohorts import FullCohort, PoissonCohort
 from fedsim.mechanisms import AdaClip, Clipping, Mechanism, PerLayer
-from fedsim.privacy import Ledger, calibrate, calibrate_events
+from fedsim.privacy import Event, Ledger, calibrate, calibrate_events
 from fedsim.reports.plots import grid
 from fedsim.strategies import sgd
 
@@ -174,7 +174,7 @@ def _noise(settings: Mapping[str, Any], population: int, batch: float) -> tuple[
     batches = PoissonCohort(rate=batch / population, population=population)
     steps = settings["epochs"] * round(population / batch)
     z = calibrate_events(
-        lambda z: [everybody.event(z_pca), batches.event(z, count=steps)],
+        lambda z: [Event.of(everybody, z_pca), Event.of(batches, z, count=steps)],
         target_epsilon=epsilon,
         delta=delta,
     )

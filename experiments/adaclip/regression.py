@@ -29,8 +29,7 @@ from experiments.framework.spread import Difference, all_ahead, over_seeds, pair
 from fedsim.mechanisms import AdaClip, Clipping, State
 from fedsim.mechanisms.base import Released
 from fedsim.randomness import Purpose, Randomness
-from fedsim.reports.palette import COLOURS
-from fedsim.reports.plots import curve_style, grid
+from fedsim.reports.plots import COLOURS, curve_style, grid
 from fedsim.rows import Layout
 
 __all__ = [

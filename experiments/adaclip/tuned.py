@@ -12,8 +12,7 @@ from pydantic import Field
 
 from experiments.framework.base import BestOfGrid, Experiment, ExperimentMember, Result, Settings
 from experiments.framework.spread import Difference, over_seeds, paired
-from fedsim.reports.palette import COLOURS
-from fedsim.reports.plots import curve_style
+from fedsim.reports.plots import COLOURS, curve_style
 
 __all__ = ["TunedRates", "TunedSettings", "member_name"]
 

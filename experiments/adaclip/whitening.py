@@ -24,8 +24,7 @@ from experiments.framework.base import (
 )
 from experiments.framework.spread import all_ahead, listed, over_seeds, paired
 from fedsim.mechanisms import AdaClip, Mechanism, State
-from fedsim.reports.palette import COLOURS
-from fedsim.reports.plots import grid
+from fedsim.reports.plots import COLOURS, grid
 
 __all__ = ["Whitened", "Whitening", "noises", "spread"]
 

@@ -11,9 +11,9 @@ from pydantic import Field
 from experiments.framework.base import PaperClaim, Report, Result, Settings, Table
 from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Score, best
 from experiments.framework.curves import Curve, curves
+from experiments.framework.schema import Section
 from experiments.framework.spread import paired
 from fedsim.config import Scalar
-from fedsim.config.keys import Section
 
 __all__ = ["Comparison", "ComparisonSettings"]
 

@@ -10,8 +10,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from experiments.framework.schema import Section
 from fedsim import datasets
-from fedsim.config.keys import Section
 from fedsim.errors import FedsimError
 
 __all__ = ["FILE", "Extractor", "write_features"]

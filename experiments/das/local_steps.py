@@ -26,8 +26,7 @@ from experiments.framework.base import (
 from experiments.framework.spread import all_ahead, listed, over_seeds, paired, within
 from fedsim.cohorts import FullCohort
 from fedsim.privacy import calibrate
-from fedsim.reports.palette import COLOURS
-from fedsim.reports.plots import curve_style, grid
+from fedsim.reports.plots import COLOURS, curve_style, grid
 
 __all__ = ["LocalSteps", "LocalStepsSettings"]
 

@@ -23,11 +23,11 @@ from experiments.framework.base import (
     Table,
     seeds_text,
 )
+from experiments.framework.schema import Section
 from experiments.framework.spread import Difference, all_ahead, listed, over_seeds, paired
 from fedsim.cohorts import FullCohort
-from fedsim.config.keys import Section
 from fedsim.engines import LocalGrid
-from fedsim.engines.arrays import array_record, tensors
+from fedsim.federation.arrays import array_record, tensors
 from fedsim.mechanisms import Clipping, Mechanism, Normalization
 from fedsim.privacy import calibrate
 from fedsim.strategies import DPFedAvg

@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.framework.base import Result
-from fedsim.reports.palette import COLOURS, INK
-from fedsim.reports.plots import curve_style, grid
+from fedsim.reports.plots import COLOURS, INK, curve_style, grid
 
 __all__ = ["curves", "trajectories"]
 

@@ -23,8 +23,7 @@ from experiments.framework.config_runs import ConfigRuns, ConfigRunsSettings, Sc
 from experiments.framework.spread import Difference, paired, within
 from experiments.framework.stored import digest
 from fedsim.config import Scalar
-from fedsim.reports.palette import COLOURS
-from fedsim.reports.plots import curve_style, grid
+from fedsim.reports.plots import COLOURS, curve_style, grid
 from fedsim.runs.artefacts import Row
 
 __all__ = ["METHODS", "Das", "DasSettings"]

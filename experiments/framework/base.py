@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from fedsim.config.keys import Section
+from experiments.framework.schema import Section
 
 __all__ = [
     "BestOfGrid",

@@ -28,11 +28,11 @@ from experiments.framework.spread import over_seeds
 from fedsim.config import RunConfig, Scalar
 from fedsim.engines import LocalGrid
 from fedsim.runs.artefacts import Row
-from fedsim.runs.build import Build
-from fedsim.runs.check import check
-from fedsim.runs.drive import drive
+from fedsim.runs.data_split import DatasetCache, resolve_data
+from fedsim.runs.preflight import check
+from fedsim.runs.resolve import Resolved, resolve
 from fedsim.runs.runner import run as run_config
-from fedsim.runs.sweep.building import ReadData, SharingBuild
+from fedsim.runs.session import drive
 
 __all__ = ["ConfigRuns", "ConfigRunsSettings", "Score", "best", "chosen"]
 
@@ -111,7 +111,7 @@ class ConfigRuns(Experiment):
             pretraining = RunConfig.load(context.directory / settings.pretraining)
             self.pretraining = pretraining.replace(**changes)
         self.weights: Path | None = None
-        self._read: ReadData = {}
+        self._datasets = DatasetCache()
 
     def prepare(self, out: Path) -> None:
         """Train the model that members start from, unless an earlier call has."""
@@ -147,20 +147,24 @@ class ConfigRuns(Experiment):
         KeyboardInterrupt
             If the run was asked to end, by Ctrl-C or SIGTERM: what it has reached is no result.
         """
-        build = self.build(settings)
-        check(build)
-        result = drive(build, LocalGrid(build.trainer))
+        resolved = self.resolve(settings)
+        check(resolved)
+        result = drive(resolved, LocalGrid(resolved.trainer))
         if result.ended == "interrupted":
             raise KeyboardInterrupt
         return self.summary(result.metrics)
 
-    def build(self, settings: Mapping[str, Any]) -> Build:
+    def resolve(self, settings: Mapping[str, Any]) -> Resolved:
         """What a member runs."""
+        config = self.config_of(settings)
+        return resolve(config, data=resolve_data(config, load=self._datasets.load))
+
+    def config_of(self, settings: Mapping[str, Any]) -> RunConfig:
+        """The config of a member."""
         changes = {"data.dir": str(self.context.data)}
         if self.weights is not None:
             changes["model.weights"] = str(self.weights)
-        config = RunConfig.from_run_config({**settings["run"], **changes})
-        return SharingBuild(config, None, self._read)
+        return RunConfig.from_run_config({**settings["run"], **changes})
 
     def summary(self, rows: Sequence[Row]) -> Result:
         """Test accuracy by round, and the example-level epsilon where there is one."""

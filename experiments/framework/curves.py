@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from experiments.framework.config_runs import Score
-from fedsim.reports.palette import COLOURS
-from fedsim.reports.plots import curve_style, grid
+from fedsim.reports.plots import COLOURS, curve_style, grid
 
 __all__ = ["Curve", "curves", "sweeps"]
 

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from experiments.framework.base import Experiment, PaperClaim, Report, Verdict
+from experiments.framework.schema import Section
 from fedsim import regular_files
-from fedsim.config.keys import Section
-from fedsim.config.sentences import sentence
 from fedsim.errors import FedsimError
 
 __all__ = ["FEWEST_SEEDS", "Claimed", "Judgement", "Panel", "faults", "filled"]
@@ -106,11 +105,11 @@ class Judgement(Section):
         """
         path = directory / "judgement.toml"
         try:
-            return cls.model_validate(tomllib.loads(regular_files.read_text(path)))
+            return cls.read(tomllib.loads(regular_files.read_text(path)))
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise FedsimError(f"{path} cannot be read: {error}.") from None
-        except ValidationError as error:
-            raise FedsimError(f"{path}: {sentence(cls, error)}") from None
+        except FedsimError as error:
+            raise FedsimError(f"{path}: {error}") from None
 
     def sentences(self) -> Iterator[str]:
         """Those in which figures may stand."""

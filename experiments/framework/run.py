@@ -25,9 +25,8 @@ from experiments.framework.pages import readme
 from experiments.framework.store import Store
 from experiments.framework.stored import Stored, digest
 from fedsim import regular_files
-from fedsim.config.sentences import sentence
-from fedsim.engines.process import settle
 from fedsim.errors import FedsimError
+from fedsim.federation.engines.process import settle
 from fedsim.reports.plots import save
 
 __all__ = [
@@ -173,18 +172,12 @@ def load(
 
 
 def _make(tree: dict[str, Any], context: Context) -> Experiment:
-    from pydantic import ValidationError
-
     key = tree.get("experiment")
     if key not in KINDS:
         raise FedsimError(f"experiment = {key!r}; it must be one of {', '.join(KINDS)}.")
     module, _, name = KINDS[key].partition(":")
     experiment: type[Experiment] = getattr(import_module(module), name)
-    try:
-        settings = experiment.settings_type.model_validate(tree)
-    except ValidationError as error:
-        raise FedsimError(sentence(experiment.settings_type, error)) from None
-    return experiment(settings, context)
+    return experiment(experiment.settings_type.read(tree), context)
 
 
 def run_experiment(

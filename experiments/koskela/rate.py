@@ -13,8 +13,7 @@ from experiments.framework.base import PaperClaim, Report, Result, Settings, Tab
 from experiments.framework.config_runs import ConfigRunsSettings
 from experiments.koskela.common import Koskela, optimiser
 from fedsim.config import RunConfig, Scalar
-from fedsim.reports.palette import COLOURS, INK
-from fedsim.reports.plots import curve_style, grid
+from fedsim.reports.plots import COLOURS, INK, curve_style, grid
 
 __all__ = ["KoskelaRate", "KoskelaRateSettings", "settled_rate"]
 
@@ -73,7 +72,7 @@ class KoskelaRate(Koskela):
 
     def run(self, settings: Mapping[str, Any]) -> Result:
         """As any run, with the number of parameters."""
-        return {**super().run(settings), "parameters": self.build(settings).trainer.layout.d}
+        return {**super().run(settings), "parameters": self.resolve(settings).trainer.layout.d}
 
     def report(self, results: Mapping[str, Result]) -> Report:
         """Rates at the iteration ``settled`` and at the end, against the formula's."""

@@ -16,8 +16,7 @@ from experiments.koskela.common import Koskela, optimiser, units
 from experiments.koskela.federated_scores import UNITS
 from fedsim.config import Scalar
 from fedsim.models.dense import parse_widths
-from fedsim.reports.palette import COLOURS
-from fedsim.reports.plots import curve_style, grid
+from fedsim.reports.plots import COLOURS, curve_style, grid
 
 __all__ = ["KoskelaScale", "KoskelaScaleSettings"]
 

@@ -23,8 +23,7 @@ from fedsim.mechanisms import (
 from fedsim.privacy import Independent
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Purpose, Randomness
-from fedsim.reports.palette import COLOURS, INK
-from fedsim.reports.plots import curve_style
+from fedsim.reports.plots import COLOURS, INK, curve_style
 from fedsim.rows import DenseRows, Layout
 
 __all__ = ["METHODS", "beale", "descend", "draw", "gradient"]

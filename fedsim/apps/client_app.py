@@ -20,13 +20,12 @@ from fedsim.apps.identity import client_id
 if TYPE_CHECKING:
     from fedsim.deploy.policy import Policy
 
-__all__ = ["app"]
 
 app = ClientApp()
 
 
 def _packed(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    from fedsim.engines.packing import answer_packed
+    from fedsim.federation.engines.packed_messages import answer_packed
 
     return answer_packed(message, context, call_next)
 
@@ -44,7 +43,7 @@ def train(message: Message, context: Context) -> Message:
     with _admitted(context) as policy:
         if policy is not None:
             from fedsim.config import RunConfig
-            from fedsim.training.share_replies import asks_for_share
+            from fedsim.federation.aggregation.client_shares import asks_for_share
 
             config = RunConfig.from_run_config(context.run_config)
             policy.check_share(asks_for_share(message), config)
@@ -57,7 +56,7 @@ def train(message: Message, context: Context) -> Message:
 
 def _leave_metrics_out(reply: Message) -> None:
     """Take from an update what is said beside it of the client's data, and needed by nobody."""
-    from fedsim.engines.client_app import NEEDED
+    from fedsim.federation.engines.client_app import NEEDED
 
     for record in reply.content.metric_records.values() if reply.has_content() else ():
         for name in [name for name in record if not name.startswith(NEEDED)]:
@@ -94,7 +93,7 @@ def _admitted(context: Context) -> Iterator[Policy | None]:
 def _client() -> ClientApp:
     from fedsim.apps.node import mechanism_for, trainer_for
     from fedsim.config import RunConfig
-    from fedsim.engines.client_app import client_app
+    from fedsim.federation.engines.client_app import client_app
 
     def seconds_for(context: Context) -> float:
         return RunConfig.from_run_config(context.run_config).engine.timeout

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from fedsim.errors import FedsimError
 
-__all__ = ["client_id"]
-
 
 def client_id(node_config: Mapping[str, bool | int | float | str]) -> int:
     """A node's client id: its node config's ``partition-id``.

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,100 +17,90 @@ from flwr.app import Context
 from fedsim import datasets
 from fedsim.apps.identity import client_id
 from fedsim.config import RunConfig
+from fedsim.datasets import Split
+from fedsim.datasets.tables import is_table
+from fedsim.deploy.certificates import write_private
 from fedsim.deploy.policy import NODE, Policy
-from fedsim.engines.process import settle
 from fedsim.errors import FedsimError
+from fedsim.federation.engines.process import settle
 from fedsim.mechanisms import Mechanism
-from fedsim.partitions import Indices, Partition
-from fedsim.runs.build import Build
-from fedsim.runs.dealing import Dealt, refuse_found
-from fedsim.runs.objects import mechanism, partition
+from fedsim.partitions import Indices
+from fedsim.runs.data_split import DataSplit, RunData, device_of, refuse_found, resolve_data
+from fedsim.runs.factories import mechanism, partition
+from fedsim.runs.resolve import Resolved, resolve
 from fedsim.training import Trainer
-
-__all__ = ["NodeBuild", "mechanism_for", "trainer_for"]
 
 Scalar = bool | int | float | str
 
 
-class NodeBuild(Build):
-    """`Build`, with the data of one client and of nobody else.
+def resolve_node(config: RunConfig, client: int, file: str = "") -> Resolved:
+    """`resolve`, with the data of one client and of nobody else.
 
     Parameters
     ----------
     config : RunConfig
     client : int
         Its id.
-    data : str
+    file : str
         Path to an ``.npz`` all of whose training examples are this client's; empty for the
         client's part of the run's data set.
+
+    Raises
+    ------
+    FedsimError
+        If there are none, or noise would have to be calibrated without knowing all clients.
     """
-
-    def __init__(self, config: RunConfig, client: int, data: str = "") -> None:
-        super().__init__(config)
-        self._node_client = client
-        self._file = data
-
-    @functools.cached_property
-    def _everybody(self) -> Build:
-        return Build(self.config)
-
-    @functools.cached_property
-    def dataset(self) -> datasets.Dataset:
-        """The client's examples, for training and for testing."""
-        if self._file:
-            settings = self.config.data
-            # What a config declares of files holds for every client's: all but how they are saved.
-            declared = settings.values() if settings.registered(settings.name) == "files" else {}
-            declared.pop("columns", None)
-            protected = self.config.private or self.config.client.private
-            dataset = datasets.load(
-                self._file, normalize=settings.normalize, protected=protected, **declared
-            )
-            if protected:
-                dataset = dataset.protected()
-                refuse_found(dataset, self._partition)
-            train, test = dataset.train, dataset.test
-            tests = self._partition.test_indices(train.columns, test.columns)
-            # All of a file's training examples have one owner, who is the first client there.
-            test = test[:0] if tests is None else test[torch.from_numpy(tests[0])]
-        else:
-            dataset, dealt = self._everybody.dataset, self._everybody.dealt
-            train = dataset.train[torch.from_numpy(dealt.train[self._node_client])]
-            test = dataset.test[:0]
-            if dealt.test is not None:
-                test = dataset.test[torch.from_numpy(dealt.test[self._node_client])]
-        return replace(dataset, train=train, test=test).to(self.device)
-
-    @property
-    def _partition(self) -> Partition:
-        return partition(self.config)
-
-    @property
-    def _calibrated_sizes(self) -> set[int]:
-        """Everybody's, so that all nodes have the noise that the server has."""
-        if self._file:
-            raise FedsimError(
-                "client.noise.target-epsilon is set, and a node with data of its own does not know "
-                "how many examples others have; set client.noise.multiplier instead."
-            )
-        return self._everybody._calibrated_sizes
-
-    @functools.cached_property
-    def dealt(self) -> Dealt:
-        """The client's examples are all that there are; everybody else has none here."""
-        train, test = self.dataset.train, self.dataset.test
-        owned = self._partition.test_indices(train.columns, test.columns) is not None
-        return Dealt(
-            self._all_its_own(len(train)),
-            np.zeros(0, dtype=np.int64),
-            self._all_its_own(len(test)) if owned else None,
+    if not file:
+        everybody = resolve_data(config)
+        whole, split = everybody.dataset, everybody.split
+        train = whole.train[torch.from_numpy(split.train[client])]
+        test = whole.test[:0]
+        if split.test is not None:
+            test = whole.test[torch.from_numpy(split.test[client])]
+        sizes = everybody.planned_sizes
+        data = _of_one(config, client, replace(whole, train=train, test=test), sizes)
+        return resolve(config, data=data)
+    settings = config.data
+    # What a config declares of files holds for every client's: of arrays all but how they are
+    # saved.
+    declared = settings.values() if settings.registered(settings.name) == "files" else {}
+    if not is_table(Path(file)):
+        declared = {k: v for k, v in declared.items() if k not in ("columns", "types")}
+    protected = config.private or config.client.private
+    dataset = datasets.load(file, normalize=settings.normalize, protected=protected, **declared)
+    dealer = partition(config)
+    if protected:
+        dataset = dataset.protected()
+        refuse_found(dataset, dealer)
+    if config.client.noise.target_epsilon is not None:
+        raise FedsimError(
+            "client.noise.target-epsilon is set, and a node with data of its own does not know "
+            "how many examples others have; set client.noise.multiplier instead."
         )
+    train, test = dataset.train, dataset.test
+    tests = dealer.test_indices(train.columns, test.columns)
+    # All of a file's training examples have one owner, who is the first client there.
+    test = test[:0] if tests is None else test[torch.from_numpy(tests[0])]
+    data = _of_one(config, client, replace(dataset, train=train, test=test), ())
+    return resolve(config, data=data)
 
-    def _all_its_own(self, count: int) -> list[Indices]:
+
+def _of_one(
+    config: RunConfig, client: int, dataset: datasets.Dataset, sizes: Collection[int]
+) -> RunData:
+    """All examples are the client's; everybody else has none here."""
+
+    def its_own(count: int) -> list[Indices]:
         no_examples = np.zeros(0, dtype=np.int64)
-        indices: list[Indices] = [no_examples] * self.config.partition.clients
-        indices[self._node_client] = np.arange(count, dtype=np.int64)
+        indices: list[Indices] = [no_examples] * config.partition.clients
+        indices[client] = np.arange(count, dtype=np.int64)
         return indices
+
+    train, test = dataset.train, dataset.test
+    owned = partition(config).test_indices(train.columns, test.columns) is not None
+    nobodys = np.zeros(0, dtype=np.int64)
+    split = DataSplit(its_own(len(train)), nobodys, its_own(len(test)) if owned else None)
+    return RunData(dataset.to(device_of(config)), split, sizes)
 
 
 def trainer_for(context: Context) -> Trainer:
@@ -151,10 +145,57 @@ def _trainer(config: RunConfig, client: int, data: str) -> Trainer:
         )
     if config.engine.name == "simulation" and not data:
         return _everybody(tuple(sorted(config.to_run_config().items())))
-    return NodeBuild(config, client, data).trainer
+    return resolve_node(config, client, data).trainer
 
 
 @functools.lru_cache(maxsize=1)
 def _everybody(flat: tuple[tuple[str, Scalar], ...]) -> Trainer:
     """One trainer for all the virtual clients that this process serves."""
-    return Build(RunConfig.from_run_config(dict(flat))).trainer
+    return resolve(RunConfig.from_run_config(dict(flat))).trainer
+
+
+def write_client_data(config: RunConfig, path_of: Callable[[int], Path]) -> list[Path]:
+    """Write each client's part of a config's data set to a file of its own.
+
+    Parameters
+    ----------
+    path_of : callable
+        Where the ``.npz`` of a client goes.
+
+    Returns
+    -------
+    list of Path
+        One a client, readable by their owner only.
+    """
+    data = resolve_data(config.replace(**{"engine.device": "cpu"}))
+    dataset, split = data.dataset, data.split
+    images = getattr(config.data, "layout", "auto") == "auto"
+    # A client need not have examples of every class or token: the file says how many there are.
+    sizes = {"classes": dataset.num_classes, "vocabulary": dataset.vocabulary}
+    about: dict[str, Any] = {name: np.array(size) for name, size in sizes.items() if size}
+    for name, values in (("mean", dataset.mean), ("std", dataset.std)):
+        if values is not None:
+            about[name] = np.array(values)
+    paths = []
+    for client, rows in enumerate(split.train):
+        content = io.BytesIO()
+        arrays = _arrays(dataset.train[torch.from_numpy(rows)], "train", images)
+        # Its own test examples; or one of somebody's, that says what test examples look like.
+        tests = np.zeros(0, np.int64) if split.test is None else split.test[client]
+        shown = torch.from_numpy(tests) if len(tests) else slice(0, 1)
+        arrays |= _arrays(dataset.test[shown], "test", images) | about
+        np.savez_compressed(content, **arrays)
+        paths.append(path_of(client))
+        write_private(paths[-1], content.getvalue())
+    return paths
+
+
+def _arrays(split: Split, part: str, images: bool) -> dict[str, Any]:
+    """Arrays of a split by the names that they have in a file."""
+    x = split.x.numpy()
+    if x.ndim == 4 and (images or x.dtype == np.uint8):
+        x = x.transpose(0, 2, 3, 1)  # channels last, as images are written
+    arrays = {"x": x, "y": split.y.numpy(), **split.columns}
+    if split.mask is not None:
+        arrays["mask"] = split.mask.numpy()
+    return {f"{name}_{part}": array for name, array in arrays.items()}

@@ -12,21 +12,18 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedsim import allowed_code
 from fedsim.config import RunConfig
-from fedsim.deploy.parties import SuperLink
-from fedsim.deploy.roster import CLIENTS, read_roster
-from fedsim.deploy.simulation import replace_dead_actors
-from fedsim.engines.process import settle
-from fedsim.engines.streaming import StreamingGrid
+from fedsim.deploy.flower_replacements import replace_dead_actors
+from fedsim.deploy.services import CLIENTS, SuperLink, read_roster
 from fedsim.errors import FedsimError
+from fedsim.federation.engines.process import settle
+from fedsim.federation.engines.streaming import StreamingGrid
 from fedsim.runs.artefacts import OUT, RUNS, RunDirectory, last_run
-from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.channel import distant_callback
-from fedsim.runs.check import check
-from fedsim.runs.drive import YOURS, drive
+from fedsim.runs.preflight import check
+from fedsim.runs.resolve import resolve
 from fedsim.runs.resume import resumed_config
-
-__all__ = ["app", "run_directory"]
+from fedsim.runs.session import YOURS, drive
 
 _log = logging.getLogger("fedsim")
 
@@ -53,8 +50,8 @@ def _run(grid: Grid, context: Context) -> None:
         earlier = last_run(_runs(), config.name)
     if earlier is not None:
         config = resumed_config(config, earlier)
-    build = Build(config)
-    check(build)
+    resolved = resolve(config)
+    check(resolved)
     directory = earlier or RunDirectory(run_directory(config.name, context.run_id))
     _log.info("the artefacts of run %s are in %s", context.run_id, directory.path.absolute())
     streaming = StreamingGrid(
@@ -65,7 +62,7 @@ def _run(grid: Grid, context: Context) -> None:
         times_each_client=config.engine.name == "deployment",
         packs=config.engine.name == "deployment",
     )
-    text = build.resolved.to_toml()
+    text = resolved.config.to_toml()
     holding = directory.claim(text) if earlier is None else directory.resumed(text)
     callbacks: dict[str, Callback] = {"log": _Log()}
     distant = distant_callback()
@@ -73,7 +70,7 @@ def _run(grid: Grid, context: Context) -> None:
         callbacks[YOURS] = distant
     with nullcontext() if claimed else holding:
         result = drive(
-            build,
+            resolved,
             streaming,
             directory,
             callbacks,

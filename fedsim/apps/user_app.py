@@ -18,8 +18,6 @@ from fedsim import regular_files
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 
-__all__ = ["FlowerApp", "run_app"]
-
 Scalar = bool | int | float | str
 
 _SERVER_NODE_ID = 0

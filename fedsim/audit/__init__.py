@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedsim.audit.checks import Check
 from fedsim.audit.claim import Claim
-from fedsim.audit.observe import Plan
+from fedsim.audit.observation import Target
 from fedsim.audit.one_run import OneRun
 from fedsim.audit.two_world import TwoWorlds
 from fedsim.audit.verdict import Verdict, audit
@@ -18,7 +18,7 @@ __all__ = [
     "Check",
     "Claim",
     "OneRun",
-    "Plan",
+    "Target",
     "TwoWorlds",
     "Verdict",
     "World",

@@ -12,26 +12,14 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from fedsim.audit.observe import Parameters, columns
-from fedsim.audit.worlds import ALONE, OPPOSED, Canaries, Floats, World
+from fedsim.audit.checks import Floats
+from fedsim.audit.observation import Parameters, columns
+from fedsim.audit.worlds import ALONE, OPPOSED, Canaries, World
 from fedsim.engines import LocalGrid
-from fedsim.engines.arrays import array_record, tensors
+from fedsim.federation.arrays import array_record, tensors
 from fedsim.rows import Layout
 from fedsim.rows.block import Block, Ids, Reason
 from fedsim.rows.trainers import TrainerDefaults
-
-__all__ = [
-    "LENGTHS",
-    "NUMBERS",
-    "REPLIES",
-    "Behaviour",
-    "ScriptedClients",
-    "behaviours",
-    "failing",
-    "message_grid",
-    "several",
-    "twins",
-]
 
 Change = Callable[[Canaries], Canaries]
 Script = Callable[[Ids, int], Block]
@@ -92,8 +80,8 @@ def behaviours(start: Parameters, scale: float, bounded: Tensor) -> list[Behavio
         row[layer_columns] = scale
         layers.append(Behaviour(f"moves {name} most", ALONE, _sends(row)))
     return [
-        Behaviour("pulls as hard as it can", ALONE, _stays),
-        Behaviour("pulls against all others", OPPOSED, _stays),
+        Behaviour("pulls as hard as it can", ALONE, _unchanged),
+        Behaviour("pulls against all others", OPPOSED, _unchanged),
         Behaviour("moves one coordinate", OPPOSED, _sends(scale * last)),
         Behaviour("moves one coordinate most", OPPOSED, _sends(nearly)),
         *layers,
@@ -117,7 +105,7 @@ def behaviours(start: Parameters, scale: float, bounded: Tensor) -> list[Behavio
     ]  # fmt: skip
 
 
-def _stays(canaries: Canaries) -> Canaries:
+def _unchanged(canaries: Canaries) -> Canaries:
     return canaries
 
 
@@ -125,13 +113,13 @@ def _sends(row: Tensor) -> Change:
     def change(canaries: Canaries) -> Canaries:
         rows = canaries.rows.clone()
         rows[-1] = row
-        return canaries.but(rows=rows)
+        return canaries.changed(rows=rows)
 
     return change
 
 
 def _raises(canaries: Canaries) -> Canaries:
-    return canaries.but(raises=True)
+    return canaries.changed(raises=True)
 
 
 def _reports(value: float) -> Change:
@@ -139,7 +127,7 @@ def _reports(value: float) -> Change:
         metrics = {name: values.copy() for name, values in canaries.metrics.items()}
         for values in metrics.values():
             values[-1] = value
-        return canaries.but(metrics=metrics)
+        return canaries.changed(metrics=metrics)
 
     return change
 
@@ -181,7 +169,7 @@ def _metrics(m: int, sides: Iterable[str], examples: float = 1.0) -> dict[str, F
     return {"num-examples": np.full(m, examples), **{name: np.zeros(m) for name in sides}}
 
 
-def several(
+def several_canaries(
     population: int, half: Floats, sides: tuple[str, ...], offset: int = 0
 ) -> ScriptedClients:
     """Several canaries at once, each on the coordinate of its own id, the others silent.
@@ -214,7 +202,9 @@ def several(
     return ScriptedClients(population, script)
 
 
-def failing(population: int, d: int, sides: tuple[str, ...], row: float | None) -> ScriptedClients:
+def failing_clients(
+    population: int, d: int, sides: tuple[str, ...], row: float | None
+) -> ScriptedClients:
     """Several clients that fail at once, as many as the round says; the others send zeros.
 
     Parameters
@@ -238,7 +228,7 @@ def failing(population: int, d: int, sides: tuple[str, ...], row: float | None) 
     return ScriptedClients(population, script)
 
 
-def twins(
+def equal_sums(
     population: int, bounded: Tensor, sides: tuple[str, ...], *, longer: bool
 ) -> tuple[ScriptedClients, ScriptedClients]:
     """Two federations whose bounded rows have the same sum, and whose clients differ otherwise.

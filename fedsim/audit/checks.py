@@ -11,22 +11,6 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import chdtr, chdtrc, log_ndtr, stdtr
 
-__all__ = [
-    "Check",
-    "Statistic",
-    "Subject",
-    "binomial",
-    "chi_square",
-    "chi_square_p",
-    "correlations",
-    "counts_in_bins",
-    "invariant",
-    "normal",
-    "normal_p",
-    "smallest",
-    "statistical",
-]
-
 Floats = npt.NDArray[np.float64]
 Subject = Literal["sampler", "bound", "noise", "plan", "ledger"]
 Limit = Callable[[float], str]

@@ -23,12 +23,10 @@ from fedsim.audit.noise_scale import Scale
 from fedsim.config import RunConfig
 from fedsim.engines import LocalGrid
 from fedsim.randomness import Address, Randomness
-from fedsim.runs import objects
-from fedsim.runs.build import Build
-from fedsim.runs.drive import drive
+from fedsim.runs import factories
+from fedsim.runs.resolve import Resolved, resolve
+from fedsim.runs.session import drive
 from fedsim.training import ClientData, Trainer
-
-__all__ = ["address_check", "input_check", "watched"]
 
 ROUNDS = 2
 STEPS = 2
@@ -65,8 +63,8 @@ def address_check(config: RunConfig) -> Check:
     changes |= {"client.steps": STEPS} if config.client.steps else {"client.epochs": 1}
     short = config.replace(**changes)
     with watched() as addresses:
-        build = Build(short)
-        drive(build, LocalGrid(build.trainer))
+        resolved = resolve(short)
+        drive(resolved, LocalGrid(resolved.trainer))
     twice = [address for address, times in Counter(addresses).items() if times > 1]
     broken = None
     if twice:
@@ -81,20 +79,22 @@ def address_check(config: RunConfig) -> Check:
 
 def input_check(config: RunConfig) -> Check:
     """What one example moves, through the config's own model, with and without it."""
-    build = Build(config)
-    data = build.trainer.data
+    resolved = resolve(config)
+    data = resolved.trainer.data
     largest = max(data.indices, key=len)[: MOST + 1]
     x, y = data.x[largest], data.y[largest]
-    without = _sum(build, x[:-1], y[:-1])
+    without = _sum(resolved, x[:-1], y[:-1])
     longest, name, broken = 0.0, "none", None
     for what, (features, target) in _canaries(x[-1], y[-1], data.y).items():
-        moved = _sum(build, torch.cat([x[:-1], features[None]]), torch.cat([y[:-1], target[None]]))
+        moved = _sum(
+            resolved, torch.cat([x[:-1], features[None]]), torch.cat([y[:-1], target[None]])
+        )
         length = float(np.linalg.norm(moved - without))
         if not np.isfinite(length):
             broken = f"a gradient that is not finite, with an example that {what}"
         elif length > longest:
             longest, name = length, what
-    allowed = _allowed(build)
+    allowed = _allowed(resolved)
     if longest > allowed * (1 + SLACK):
         broken = f"{longest:.4g} bounds, with an example that {name}"
     return invariant(
@@ -121,33 +121,33 @@ def _canaries(x: Tensor, y: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, 
     return canaries
 
 
-def _allowed(build: Build) -> float:
+def _allowed(resolved: Resolved) -> float:
     """In units of the bounds: one for each bound that a row has."""
-    assert build.example_privacy is not None
-    return math.sqrt(len(build.example_privacy.mechanism.cover(build.trainer.layout)))
+    assert resolved.example_privacy is not None
+    return math.sqrt(len(resolved.example_privacy.mechanism.cover(resolved.trainer.layout)))
 
 
-def _sum(build: Build, x: Tensor, y: Tensor) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _sum(resolved: Resolved, x: Tensor, y: Tensor) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """The first noisy sum of a client that has these examples, in units of the bounds, ``[d]``.
 
     All are in the batch, and the same noise is drawn whoever they are: it goes away in a
     difference.
     """
-    privacy = build.example_privacy
+    privacy = resolved.example_privacy
     assert privacy is not None
     recorder = GradientRecorder()
-    source = build.trainer.data
+    source = resolved.trainer.data
     trainer = Trainer(
-        build.trainer.model,
+        resolved.trainer.model,
         recorder,
         ClientData(x, y, [np.arange(len(y))], source.mean, source.std),
         batch_size=0,
         steps=1,
-        loss=objects.loss(build.config),
+        loss=factories.loss(resolved.config),
         metrics={},
-        path=build.config.client.path,
+        path=resolved.config.client.path,
         randomness=Randomness(1, "audit"),
-        device=build.trainer.device,
+        device=resolved.trainer.device,
         privacy=replace(privacy, noise_multiplier=FAINT, ledger_dir=None, max_epsilon=None),
     )
     for _ in trainer.train(trainer.initial(), np.zeros(1, dtype=np.int64), 1):

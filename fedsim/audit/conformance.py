@@ -7,33 +7,32 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fedsim.audit.adversarial_clients import failing, several
-from fedsim.audit.checks import Check, invariant
+from fedsim.audit.adversarial_clients import failing_clients, several_canaries
+from fedsim.audit.checks import Check, Floats, invariant
 from fedsim.audit.ledger_checks import charge_checks
-from fedsim.audit.low_bits import grid_checks
 from fedsim.audit.neighbouring_runs import size_check
-from fedsim.audit.noise_checks import covariance_check, noise_checks, pairs_of_rounds, repeats
+from fedsim.audit.noise_checks import (
+    covariance_check,
+    grid_checks,
+    noise_checks,
+    pairs_of_rounds,
+    repeats,
+)
 from fedsim.audit.noise_scale import MeasuredNoise, Scale, in_units, shaped
-from fedsim.audit.observe import (
+from fedsim.audit.observation import (
     Observation,
     Parameters,
-    Plan,
+    Target,
     columns,
     observe,
     observe_resumed,
     parameters,
 )
 from fedsim.audit.sampling_checks import draw_checks, inclusion_checks
-from fedsim.audit.worlds import Canaries, orthogonal, reach, still
-from fedsim.cohorts import Cohort, InclusionSampler
+from fedsim.audit.worlds import one_coordinate_each, reach
+from fedsim.cohorts import InclusionSampler
 from fedsim.errors import FedsimError
-from fedsim.privacy import Event
 from fedsim.rows import Layout
-from fedsim.strategies import DPFedAvg
-
-__all__ = ["MOST_ROUNDS", "conformance", "model_for", "unrelated"]
-
-Floats = npt.NDArray[np.float64]
 
 MOST_ROUNDS = 1000
 RUNS = 2
@@ -47,21 +46,16 @@ SYSTEM_ROUNDS, DEEP_SYSTEM_ROUNDS = 1000, 10_000
 """Releases with entropy from the system: two are equal if it has fewer than about 2^16 seeds."""
 
 
-def model_for(plan: Plan) -> Parameters:
+def model_for(target: Target) -> Parameters:
     """As many parameters as whole runs can afford: more show more of the noise."""
-    strategy = plan.strategy(1)
-    d = LARGE if plan.rounds <= VALUES // LARGE else SMALL
-    if strategy.placement == "client":
-        d = SMALL  # a share each, with noise of its own
-    brief = Plan(plan.strategy, min(FEW, plan.rounds))
-    start = parameters(64)
-    if shaped(observe(brief, _nobody(strategy, start), start, 1).states):
-        d = SMALL  # the units of noise are found anew in every round
-    return parameters(d)
+    start, few = parameters(64), target.with_rounds(min(FEW, target.rounds))
+    # Shares are added by each client, and units that change are found anew in every round.
+    slow = target.shares or shaped(observe(few, few.silent_clients(start), start, 1).states)
+    return parameters(SMALL if slow or target.rounds > VALUES // LARGE else LARGE)
 
 
 def conformance(
-    plan: Plan, start: Parameters, seed: int, *, deep: bool = False
+    target: Target, start: Parameters, seed: int, *, deep: bool = False
 ) -> tuple[list[Check], MeasuredNoise]:
     """Every test of whole runs, and how large the noise is.
 
@@ -76,73 +70,62 @@ def conformance(
     deep : bool
         Whether to look at many more releases with entropy from the system.
     """
-    strategy = plan.strategy(seed)
-    rounds = min(plan.rounds, MOST_ROUNDS)
-    plan = Plan(plan.strategy, rounds)
-    mechanism, denominator = strategy.mechanism, strategy.cohort.expected_size
-    runs = [observe(plan, _nobody(strategy, start), start, seed + k) for k in range(RUNS)]
+    target = target.with_rounds(min(target.rounds, MOST_ROUNDS))
+    runs = [observe(target, target.silent_clients(start), start, seed + k) for k in range(RUNS)]
     if isinstance(runs[0].error, FedsimError):
         raise runs[0].error
-    population = strategy.cohort.population
-    assert population is not None
-    layout = Layout.of(start)
-    in_both = [in_units(seen, mechanism, layout, denominator) for seen in runs]
-    units, steps = (np.stack(both) for both in zip(*in_both, strict=True))
+    units, steps = (
+        np.stack(both)
+        for both in zip(*(in_units(seen, target, start) for seen in runs), strict=True)
+    )
     layers = columns(start)
-    noise = MeasuredNoise.of(units, layers, mechanism, layout, denominator)
-    event = strategy.plan.event()
-    moving = _moving(plan, strategy, start, seed)
-    checks = [_silent(units)]
+    noise = MeasuredNoise.of(units, target, start)
+    moving = _one_coordinate_each(target, start, seed)
+    charges = charge_checks([*runs, moving], target.event)
+    checks = [_presence(units)]
     if not checks[0].p_value:
-        return [*checks, *charge_checks([*runs, moving], event)], noise
-    # Layers that have no noise at all are found by the size of what is left.
+        return [*checks, *charges], noise
+    # Layers that have no noise at all are found by the size of the others.
     z = units / np.where(noise.stds > 0, noise.stds, np.median(noise.stds))
     checks += noise_checks(z, layers, np.stack([seen.sizes for seen in runs]))
     if noise.stds.all():
         checks += grid_checks(steps, layers)
     few = parameters(FEW_PARAMETERS)
-    more = [observe(plan, _nobody(strategy, few), few, seed + RUNS + k) for k in range(MORE_DRAWS)]
-    small = [in_units(seen, mechanism, Layout.of(few), denominator)[0] for seen in more]
-    checks.append(covariance_check(np.concatenate(small), columns(few)))
-    checks += _drawn([seen.asked for seen in (*runs, *more)], strategy.cohort, event, rounds)
+    more = [
+        observe(target, target.silent_clients(few), few, seed + RUNS + k) for k in range(MORE_DRAWS)
+    ]
+    small = np.concatenate([in_units(seen, target, few)[0] for seen in more])
+    checks.append(covariance_check(small, columns(few)))
+    checks += _sampled([seen.asked for seen in (*runs, *more)], target)
     checks += [
         _same_draws(runs[0], moving),
-        _each_adds(runs[0], moving, noise, event, population),
-        *_several(plan, strategy, start, seed, runs[0], noise),
-        _resumed(plan, strategy, start, seed, runs[0]),
-        *_system(plan, strategy, deep),
-        *charge_checks([*runs, moving], event),
+        _each_adds(runs[0], moving, noise),
+        several_check(target, start, seed, runs[0], noise),
+        *([] if target.shares else [failures_check(target, seed)]),
+        resume_check(target, start, seed, runs[0]),
+        *system_checks(target, deep=deep),
+        *charges,
     ]
     return checks, noise
 
 
-def _drawn(
-    asked: Sequence[Sequence[npt.NDArray[np.int64]]], cohort: Cohort, event: Event, rounds: int
-) -> list[Check]:
+def _one_coordinate_each(target: Target, start: Parameters, seed: int) -> Observation:
+    """Clients that each move a coordinate of their own, as far as there are so many."""
+    layout = Layout.of(start)
+    loud = min(target.population, layout.d)
+    clients = one_coordinate_each(loud, layout.d, reach(target.mechanism, layout), target.sides)
+    return observe(target, clients.changed(silent=target.population - loud), start, seed)
+
+
+def _sampled(asked: Sequence[Sequence[npt.NDArray[np.int64]]], target: Target) -> list[Check]:
+    cohort = target.settings.cohort
     if isinstance(cohort, InclusionSampler):
-        chances = np.stack([cohort.probabilities(t) for t in range(1, rounds + 1)])
-        return inclusion_checks(asked, chances, event)
-    assert cohort.population is not None
-    return draw_checks(asked, event, cohort.population)
+        chances = np.stack([cohort.probabilities(t) for t in range(1, target.rounds + 1)])
+        return inclusion_checks(asked, chances, target.event)
+    return draw_checks(asked, target.event, target.population)
 
 
-def _nobody(strategy: DPFedAvg, start: Parameters) -> Canaries:
-    population = strategy.cohort.population
-    assert population is not None
-    return still(population, Layout.of(start).d, strategy.mechanism.side_names)
-
-
-def _moving(plan: Plan, strategy: DPFedAvg, start: Parameters, seed: int) -> Observation:
-    layout, population = Layout.of(start), strategy.cohort.population
-    assert population is not None
-    scale = reach(strategy.mechanism, layout)
-    sides = strategy.mechanism.side_names
-    loud = min(population, layout.d)
-    trainer = orthogonal(loud, layout.d, scale, sides)
-    return observe(plan, trainer.but(silent=population - loud), start, seed)
-
-
-def _silent(units: Floats) -> Check:
+def _presence(units: Floats) -> Check:
     runs, rounds, _ = units.shape
     without = (units == 0).all(2)
     broken = None
@@ -157,28 +140,28 @@ def _silent(units: Floats) -> Check:
 
 
 def _same_draws(nobody: Observation, moving: Observation) -> Check:
-    broken = None
-    for number, (before, after) in enumerate(zip(nobody.asked, moving.asked, strict=True), 1):
-        if not np.array_equal(np.sort(before), np.sort(after)):
-            broken = f"others were asked in round {number} when clients sent something else"
-            break
+    pairs = enumerate(zip(nobody.asked, moving.asked, strict=True), 1)
+    other = (
+        n for n, (before, after) in pairs if not np.array_equal(np.sort(before), np.sort(after))
+    )
+    first = next(other, None)
     return invariant(
-        "sampler", "draws and data", f"{len(nobody.asked)} rounds of one seed, twice", broken,
+        "sampler", "draws and data", f"{len(nobody.asked)} rounds of one seed, twice",
+        f"others were asked in round {first} when clients sent something else" if first else None,
         "the same clients whatever they send",
     )  # fmt: skip
 
 
-def _each_adds(
-    nobody: Observation, moving: Observation, noise: MeasuredNoise, event: Event, population: int
-) -> Check:
+def _each_adds(nobody: Observation, moving: Observation, noise: MeasuredNoise) -> Check:
     """Each client's own coordinate holds what it added: nothing, or one row, never more."""
     rounds = 1 if shaped(moving.states) else len(moving.moves)
-    looked = f"{rounds} rounds, each client on its own coordinate"
-    silent = population - min(population, nobody.moves.shape[1])
-    added = _Added(noise, silent)
+    population = noise.target.population
+    added = _Added(noise, population - min(population, nobody.moves.shape[1]))
     for index in range(rounds):
-        added.take(nobody, moving, index)
-    return added.check("what each client adds", looked, event)
+        added.compare(nobody, moving, index)
+    return added.check(
+        "what each client adds", f"{rounds} rounds, each client on its own coordinate"
+    )
 
 
 class _Added:
@@ -189,7 +172,7 @@ class _Added:
         self._most, self._whose = 0.0, "nobody"
         self._strangers: tuple[float, int] = (0.0, 0)
 
-    def take(self, nobody: Observation, moving: Observation, index: int, turn: int = 0) -> None:
+    def compare(self, nobody: Observation, moving: Observation, index: int, turn: int = 0) -> None:
         """Compare a round of two runs of one seed."""
         # In a state that moves on, equal draws have different sizes: units set them right.
         quiet, loud = (self._noise.of_round(seen, index) for seen in (nobody, moving))
@@ -197,17 +180,15 @@ class _Added:
         asked = np.zeros(len(added), dtype=np.bool_)
         ids = moving.asked[index] - self._silent
         asked[ids[(ids >= 0) & (ids < len(added))]] = True
-        self._strangers = max(
-            self._strangers, (float(added[~asked].max(initial=0.0)), index + 1 + turn)
-        )
+        number = index + 1 + turn
+        self._strangers = max(self._strangers, (float(added[~asked].max(initial=0.0)), number))
         if not added.max() <= self._most:
             self._most = float(added.max())
-            client = int(added.argmax()) + self._silent
-            self._whose = f"client {client} in round {index + 1 + turn}"
+            self._whose = f"client {int(added.argmax()) + self._silent} in round {number}"
 
-    def check(self, name: str, looked: str, event: Event) -> Check:
+    def check(self, name: str, looked: str) -> Check:
         """Against what the event allows."""
-        allowed = 1 / event.total_noise_multiplier
+        allowed = 1 / self._noise.target.event.total_noise_multiplier
         moved, number = self._strangers
         if moved > 1e-3 * allowed:
             broken = f"somebody who was not asked in round {number} moved the model"
@@ -215,59 +196,51 @@ class _Added:
         return size_check(name, looked, self._most, allowed, self._noise, self._whose)
 
 
-def _several(
-    plan: Plan,
-    strategy: DPFedAvg,
-    start: Parameters,
-    seed: int,
-    nobody: Observation,
-    noise: MeasuredNoise,
-) -> list[Check]:
-    """Several canaries at once, of many lengths; and several clients that fail at once."""
-    layout, mechanism = Layout.of(start), strategy.mechanism
-    population, sides = strategy.cohort.population, strategy.mechanism.side_names
-    assert population is not None
+def several_check(
+    target: Target, start: Parameters, seed: int, nobody: Observation, noise: MeasuredNoise
+) -> Check:
+    """Several canaries at once, of many lengths, against a run of the same seed without any."""
+    layout, mechanism = Layout.of(start), target.mechanism
     half = Scale.of(mechanism, mechanism.init(layout), layout).half
-    rounds, turns = plan.rounds, [0]
-    if shaped(nobody.states) or mechanism.init(layout):
+    rounds, turns = target.rounds, [0]
+    if shaped(nobody.states) or target.adapts(start):
         # Later rounds depend on what was released before: the first one, again and again.
         rounds, turns = 1, list(range(ROUNDS_FAILING))
     added = _Added(noise)
     for turn in turns:
-        clients = several(population, half, sides, turn)
-        seen = observe(Plan(plan.strategy, rounds), clients, start, seed)
+        clients = several_canaries(target.population, half, target.sides, turn)
+        seen = observe(target.with_rounds(rounds), clients, start, seed)
         for index in range(rounds):
-            added.take(nobody, seen, index, turn)
+            added.compare(nobody, seen, index, turn)
     looked = f"{rounds * len(turns)} rounds of 1 to all clients at once, of .5 to 5 C"
-    checks = [added.check("what several clients add", looked, strategy.plan.event())]
-    if strategy.placement == "server":
-        checks.append(_failures(plan, strategy, seed))
-    return checks
+    return added.check("what several clients add", looked)
 
 
-def _failures(plan: Plan, strategy: DPFedAvg, seed: int) -> Check:
+def failures_check(target: Target, seed: int) -> Check:
     """However many fail, and in whatever way, what is released is the same."""
-    few, sides = parameters(FEW_PARAMETERS), strategy.mechanism.side_names
-    rounds = min(ROUNDS_FAILING, plan.rounds)
-    plan = Plan(plan.strategy, rounds)
-    population = strategy.cohort.population
-    assert population is not None
-    ways = {"raises": None, "sends NaN": np.nan, "sends an infinity": np.inf}
+    few, rounds = parameters(FEW_PARAMETERS), min(ROUNDS_FAILING, target.rounds)
+    target = target.with_rounds(rounds)
     runs = {
-        way: observe(plan, failing(population, FEW_PARAMETERS, sides, row), few, seed)
-        for way, row in ways.items()
+        failure: observe(
+            target, failing_clients(target.population, FEW_PARAMETERS, target.sides, row), few, seed
+        )
+        for failure, row in {
+            "raises": None,
+            "sends NaN": np.nan,
+            "sends an infinity": np.inf,
+        }.items()
     }
-    if not strategy.mechanism.init(Layout.of(few)) and not sides:
+    if not target.adapts(few) and not target.sides:
         # There a client that sends zeros adds what one that fails does.
-        runs["sends zeros"] = observe(plan, _nobody(strategy, few), few, seed)
+        runs["sends zeros"] = observe(target, target.silent_clients(few), few, seed)
     (first, reference), *others = runs.items()
     broken = None if reference.released == rounds else f"{reference.released} of {rounds} rounds"
-    for way, seen in others:
+    for failure, seen in others:
         differ = np.flatnonzero((seen.moves != reference.moves).any(1))
         if len(differ) and broken is None:
             broken = (
                 f"round {differ[0] + 1} differs between several clients of which each {first} and "
-                f"as many of which each {way}"
+                f"as many of which each {failure}"
             )
     return invariant(
         "plan", "several fail at once", f"{rounds} rounds, each in {len(runs)} ways", broken,
@@ -275,33 +248,31 @@ def _failures(plan: Plan, strategy: DPFedAvg, seed: int) -> Check:
     )  # fmt: skip
 
 
-def _resumed(
-    plan: Plan, strategy: DPFedAvg, start: Parameters, seed: int, whole: Observation
-) -> Check:
-    """A run that is stopped and resumed goes on as if it had not been, and draws nothing again."""
-    rounds = min(RESUMED, plan.rounds)
+def resume_check(target: Target, start: Parameters, seed: int, whole: Observation) -> Check:
+    """A run that is stopped and resumed releases what it would have, and draws nothing again."""
+    rounds = min(RESUMED, target.rounds)
     looked = f"{rounds} rounds, stopped after {rounds // 2}"
     if rounds < 2:
         return invariant("noise", "resume", looked, None, "too few rounds to stop in between")
-    few = Plan(plan.strategy, rounds)
-    moves, entries = observe_resumed(few, _nobody(strategy, start), start, seed, rounds // 2)
+    few = target.with_rounds(rounds)
+    moves, entries = observe_resumed(few, few.silent_clients(start), start, seed, rounds // 2)
+    lines, differ = [entry.round for entry in entries], (moves != whole.moves[:rounds]).any(1)
     broken = None
-    if not np.array_equal(moves, whole.moves[:rounds]):
-        first = int(np.flatnonzero((moves != whole.moves[:rounds]).any(1))[0]) + 1
-        broken = f"round {first} of the resumed run differs"
-    elif [entry.round for entry in entries] != list(range(1, rounds + 1)):
-        broken = f"the ledger has lines for rounds {[entry.round for entry in entries]}"
+    if differ.any():
+        broken = f"round {int(differ.argmax()) + 1} of the resumed run differs"
+    elif lines != list(range(1, rounds + 1)):
+        broken = f"the ledger has lines for rounds {lines}"
     return invariant("noise", "resume", looked, broken, "the same rounds as without a stop")
 
 
-def _system(plan: Plan, strategy: DPFedAvg, deep: bool) -> list[Check]:
-    """With entropy from the system no two rounds have noise in common, whatever the run."""
+def system_checks(target: Target, *, deep: bool) -> list[Check]:
+    """With entropy from the system no two rounds have noise, or a cohort, in common."""
     total = DEEP_SYSTEM_ROUNDS if deep else SYSTEM_ROUNDS
-    rounds = min(plan.rounds, MOST_ROUNDS)
+    target = target.with_rounds(min(target.rounds, MOST_ROUNDS))
     few = parameters(FEW_PARAMETERS)
-    plan = Plan(plan.strategy, rounds)
     runs = [
-        observe(plan, _nobody(strategy, few), few, None) for _ in range(max(2, -(-total // rounds)))
+        observe(target, target.silent_clients(few), few, None)
+        for _ in range(max(2, -(-total // target.rounds)))
     ]
     moves = np.concatenate([seen.moves for seen in runs])
     check = repeats(moves, f"{len(moves):,} rounds of {len(runs)} runs")
@@ -312,14 +283,13 @@ def _system(plan: Plan, strategy: DPFedAvg, deep: bool) -> list[Check]:
     noise = invariant(
         "noise", "noise of the system's", check.looked_at, broken, "never the same, and named so"
     )
-    return [noise, _system_draws(strategy.cohort, runs, check.looked_at)]
+    return [noise, _system_cohorts(target, runs, check.looked_at)]
 
 
-def _system_draws(cohort: Cohort, runs: Sequence[Observation], looked: str) -> Check:
+def _system_cohorts(target: Target, runs: Sequence[Observation], looked: str) -> Check:
     """Nor are the same clients sampled again, where that many could be."""
     asked = [np.sort(ids).tobytes() for seen in runs for ids in seen.asked]
-    population, q = cohort.population, cohort.expected_size / (cohort.population or 1)
-    assert population is not None
+    population, q = target.population, target.denominator / target.population
     # Two cohorts are equal with this probability, at most, if they are independent.
     log_p = population * np.log(q * q + (1 - q) ** 2) + np.log(population)
     again = len(asked) - len(set(asked))
@@ -331,16 +301,16 @@ def _system_draws(cohort: Cohort, runs: Sequence[Observation], looked: str) -> C
     )  # fmt: skip
 
 
-def unrelated(plan: Plan, rival: Plan, seed: int) -> Check:
+def unrelated_noise_check(target: Target, rival: Target, seed: int) -> Check:
     """Two runs of one seed that are not the same run: their noise may have nothing in common.
 
     Else the difference of what they released shows sums without noise.
     """
     start = parameters(SMALL)
     rows = []
-    for contender in (plan, rival):
-        few = Plan(contender.strategy, min(FEW, contender.rounds))
-        moves = observe(few, _nobody(contender.strategy(seed), start), start, seed).moves
+    for contender in (target, rival):
+        few = contender.with_rounds(min(FEW, contender.rounds))
+        moves = observe(few, few.silent_clients(start), start, seed).moves
         # In units of its own first standard deviation, whatever that is.
         norms = np.maximum(np.sqrt(np.square(moves).mean(1, keepdims=True)), 1e-300)
         rows.append(moves / norms)

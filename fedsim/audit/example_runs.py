@@ -18,17 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients import LocalAlgorithm
-from fedsim.clients.base import State, Step
-from fedsim.clients.gradients import Gradient
+from fedsim.clients.base import Gradient, State, Step
 from fedsim.errors import BudgetSpentError
+from fedsim.mechanisms import Mechanism
 from fedsim.privacy import Entry, Event
-from fedsim.privacy.plan import LocalWork
+from fedsim.privacy.plan import LocalWork, ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.block import Block
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
-
-__all__ = ["ExamplePlan", "ExampleRun", "GradientRecorder", "observe_examples"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -105,11 +103,16 @@ class ExamplePlan:
         return cls(privacy, LocalWork(batch, epochs, work.steps), most, layered)
 
     @property
-    def event(self) -> Event:
-        """What a round costs a client."""
+    def release_plan(self) -> ReleasePlan[Mechanism]:
+        """What each client releases."""
         plan = self.privacy.plan(self.work, self.size)
         assert plan is not None
-        return plan.event()
+        return plan
+
+    @property
+    def event(self) -> Event:
+        """What a round costs a client."""
+        return self.release_plan.event()
 
     @property
     def steps(self) -> int:
@@ -119,9 +122,7 @@ class ExamplePlan:
     @property
     def denominator(self) -> float:
         """Of a mean gradient."""
-        plan = self.privacy.plan(self.work, self.size)
-        assert plan is not None
-        return plan.denominator
+        return self.release_plan.denominator
 
     def sizes(self, d: int) -> list[int]:
         """Sizes of the layers of a model of ``d`` parameters."""

@@ -9,32 +9,107 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from scipy.special import chdtr
 
-from fedsim.audit.adversarial_clients import REPLIES, Behaviour, behaviours, message_grid
+from fedsim.audit.adversarial_clients import (
+    REPLIES,
+    Behaviour,
+    Reply,
+    behaviours,
+    message_grid,
+)
 from fedsim.audit.checks import Check, Statistic, Subject, invariant, statistical
 from fedsim.audit.noise_scale import MeasuredNoise
-from fedsim.audit.observe import Observation, Parameters, Plan, observe
-from fedsim.audit.side_channels import SEEDS, NoiseOnly, longest_rows, side_channel_checks
-from fedsim.audit.worlds import OPPOSED, Canaries, World, reach, still
+from fedsim.audit.observation import Observation, Parameters, Target, observe
+from fedsim.audit.side_channels import SEEDS, NoiseOnly, longest_row, side_channel_checks
+from fedsim.audit.worlds import OPPOSED, Canaries, World, reach, silent_clients
 from fedsim.privacy import Event
 from fedsim.rows import Layout
-from fedsim.strategies import DPFedAvg
-
-__all__ = ["pair_checks", "size_check"]
-
-Floats = npt.NDArray[np.float64]
 
 SLACK = 1e-6
 """Rounding to the grid, and of differences of parameters."""
 SEEDS_TRIED = 300
 FEW = 3
 PAUSE, DEADLINE = 0.5, 0.25
+
+
+def pair_checks(target: Target, start: Parameters, noise: MeasuredNoise, seed: int) -> list[Check]:
+    """Try every behaviour, and compare with a federation without the canary.
+
+    Parameters
+    ----------
+    start : mapping of name to Tensor
+        The parameters that ``noise`` speaks of.
+    noise : MeasuredNoise
+        Of releases of the same target.
+    """
+    seed, rounds = _seed_with_canary(target, start, seed)
+    last = target.with_rounds(rounds + 1)
+    channels = NoiseOnly.of(last, start, seed)
+    numbers = channels.stds(rounds - 1)
+    faults, lengths = Faults(target.with_rounds(rounds), start, seed), []
+    without: dict[str, Observation] = {}
+    layout = Layout.of(start)
+    tried = behaviours(start, reach(target.mechanism, layout), longest_row(target, layout))
+    for behaviour in tried:
+        world, culprit = behaviour.world, f"a canary that {behaviour.name}"
+        if world.name not in without:
+            without[world.name] = faults.observe(_without_canary(target, world, start))
+        absent = without[world.name]
+        seen = faults.observe(behaviour.change(target.world(world, start)))
+        faults.compare(culprit, absent, seen)
+        if _leaves_no_trace(target, start, behaviour) and _moved(absent, seen):
+            faults.note("traces", f"the release changed with {culprit}")
+        # A share takes its noise along: without it the noise is another.
+        if behaviour.harmless or not target.shares:
+            lengths.append(_length(behaviour, absent, seen, noise, numbers))
+    faults.lonely_canary()
+    faults.slow_client()
+    faults.malformed_replies()
+    looked = f"{len(tried)} canary behaviours in round {rounds}, each against no canary"
+    return [
+        *_bounded(lengths, target.event, noise, looked),
+        *faults.checks(looked),
+        *side_channel_checks(last, channels, _allowed(target.event)),
+    ]
+
+
+def _seed_with_canary(target: Target, start: Parameters, seed: int) -> tuple[int, int]:
+    """A seed with which the last client is asked early, and the first round in which it is."""
+    few = target.with_rounds(min(FEW, target.rounds))
+    for tried in range(seed, seed + SEEDS_TRIED):
+        seen = observe(few, target.silent_clients(start), start, tried)
+        for number, ids in enumerate(seen.asked, start=1):
+            if target.population - 1 in ids:
+                return tried, number
+    return seed, few.rounds
+
+
+def _without_canary(target: Target, world: World, start: Parameters) -> Canaries:
+    if not target.shares:
+        return target.world(world, start, present=False)
+    # A client that has nothing to add still sends its share of the noise.
+    clients = target.world(world, start)
+    rows = clients.rows.clone()
+    rows[-1] = 0
+    return clients.changed(rows=rows)
+
+
+def _leaves_no_trace(target: Target, start: Parameters, behaviour: Behaviour) -> bool:
+    """Whether a canary that does it is as good as none."""
+    if target.shares or target.adjacency == "replace-one":
+        return False
+    # Bounds that learn may center rows, or count them.
+    plain = not target.adapts(start) and not target.sides
+    return behaviour.adds == "nothing" or (behaviour.adds == "zeros" and plain)
+
+
+def _moved(before: Observation, after: Observation) -> bool:
+    return not np.array_equal(before.moves, after.moves)
 
 
 @dataclass(frozen=True)
@@ -45,118 +120,6 @@ class _Length:
     moves: float
     numbers: float
     bare: str | None
-
-
-def pair_checks(plan: Plan, start: Parameters, noise: MeasuredNoise, seed: int) -> list[Check]:
-    """Try every behaviour, and compare with a federation without the canary.
-
-    Parameters
-    ----------
-    start : mapping of name to Tensor
-        The parameters that ``noise`` speaks of.
-    noise : MeasuredNoise
-        Of releases of the same plan.
-    """
-    strategy = plan.strategy(seed)
-    scale = reach(strategy.mechanism, Layout.of(start))
-    seed, rounds = _seed_with_canary(plan, strategy, start, seed)
-    pairs = _Pairs(Plan(plan.strategy, rounds), strategy, start, scale, seed)
-    last = Plan(plan.strategy, rounds + 1)
-    channels = NoiseOnly.of(last, strategy, start, seed)
-    numbers = channels.stds(rounds - 1)
-    faults, lengths = Faults(), []
-    tried = behaviours(start, scale, longest_rows(strategy, Layout.of(start)))
-    for behaviour in tried:
-        without, seen = pairs.of(behaviour)
-        faults.compare(f"a canary that {behaviour.name}", without, seen, pairs.canary)
-        if pairs.traceless(behaviour):
-            faults.traceless(f"a canary that {behaviour.name}", without, seen)
-        if pairs.exact(behaviour):
-            lengths.append(_length(behaviour, without, seen, noise, numbers))
-    faults.lonely(pairs.plan, start, strategy, seed)
-    faults.slow(pairs.plan, start, strategy, scale, seed)
-    faults.malformed(pairs.plan, start, strategy, seed)
-    looked = f"{len(tried)} canary behaviours in round {rounds}, each against no canary"
-    event = strategy.plan.event()
-    return [
-        *_bounded(lengths, event, noise, looked),
-        *faults.checks(looked),
-        *side_channel_checks(last, strategy, channels, _allowed(event)),
-    ]
-
-
-class _Pairs:
-    """Runs with and without the canary, the latter once a world."""
-
-    def __init__(
-        self, plan: Plan, strategy: DPFedAvg, start: Parameters, scale: float, seed: int
-    ) -> None:
-        self.plan, self.start, self.seed = plan, start, seed
-        self.strategy, self._scale = strategy, scale
-        self._without: dict[str, Observation] = {}
-        population = strategy.cohort.population
-        assert population is not None
-        self.population, self.canary = population, population - 1
-
-    def exact(self, behaviour: Behaviour) -> bool:
-        """Whether noise is the same with and without: a share takes its noise along."""
-        return self.strategy.placement == "server" or behaviour.harmless
-
-    def traceless(self, behaviour: Behaviour) -> bool:
-        """Whether a canary that does it is as good as none."""
-        strategy = self.strategy
-        if strategy.placement == "client" or strategy.cohort.adjacency == "replace-one":
-            return False
-        # Bounds that learn may center rows, or count them.
-        plain = not strategy.mechanism.init(Layout.of(self.start))
-        plain = plain and not strategy.mechanism.side_names
-        return behaviour.adds == "nothing" or (behaviour.adds == "zeros" and plain)
-
-    def of(self, behaviour: Behaviour) -> tuple[Observation, Observation]:
-        """Without and with the canary."""
-        if behaviour.world.name not in self._without:
-            self._without[behaviour.world.name] = self._observe(self._absent(behaviour.world))
-        return self._without[behaviour.world.name], self._observe(
-            behaviour.change(self._there(behaviour.world))
-        )
-
-    def _there(self, world: World, present: bool = True) -> Canaries:
-        return world.trainer(
-            self.population,
-            sum(tensor.numel() for tensor in self.start.values()),
-            self._scale,
-            present=present,
-            neighbour=self.strategy.cohort.adjacency,
-            sides=self.strategy.mechanism.side_names,
-        )
-
-    def _absent(self, world: World) -> Canaries:
-        if self.strategy.placement == "server":
-            return self._there(world, present=False)
-        # A client that has nothing to add still sends its share of the noise.
-        canaries = self._there(world)
-        rows = canaries.rows.clone()
-        rows[-1] = 0
-        return canaries.but(rows=rows)
-
-    def _observe(self, trainer: Canaries) -> Observation:
-        return observe(self.plan, trainer, self.start, self.seed)
-
-
-def _seed_with_canary(
-    plan: Plan, strategy: DPFedAvg, start: Parameters, seed: int
-) -> tuple[int, int]:
-    """A seed with which the last client is asked early, and the first round in which it is."""
-    population = strategy.cohort.population
-    assert population is not None
-    d = Layout.of(start).d
-    nobody = still(population, d, strategy.mechanism.side_names)
-    for tried in range(seed, seed + SEEDS_TRIED):
-        seen = observe(Plan(plan.strategy, min(FEW, plan.rounds)), nobody, start, tried)
-        for number, ids in enumerate(seen.asked, start=1):
-            if population - 1 in ids:
-                return tried, number
-    return seed, min(FEW, plan.rounds)
 
 
 def _length(
@@ -212,7 +175,7 @@ def _bounded(
 
 def _allowed(event: Event) -> float:
     """Standard deviations of the noise by which the event lets one client move a release."""
-    return (2.0 if event.relation == "replace-one" else 1.0) / event.total_noise_multiplier
+    return (2.0 if event.adjacency == "replace-one" else 1.0) / event.total_noise_multiplier
 
 
 def size_check(
@@ -276,120 +239,103 @@ class Faults:
         "traces": ("plan", "a client that adds nothing leaves no trace"),
     }
 
-    def __init__(self) -> None:
+    def __init__(self, target: Target, start: Parameters, seed: int) -> None:
+        self._target, self._start, self._seed = target, start, seed
+        self._small = {name: tensor[:2] for name, tensor in start.items()}
         self._broken: dict[str, str] = {}
 
     def checks(self, looked: str) -> list[Check]:
         """One check a kind."""
         return [
-            invariant(subject, name, looked, self._broken.get(name), holds)
-            for name, (subject, holds) in self.KINDS.items()
+            invariant(subject, name, looked, self._broken.get(name), expected)
+            for name, (subject, expected) in self.KINDS.items()
         ]
 
-    def compare(self, culprit: str, without: Observation, seen: Observation, canary: int) -> None:
+    def note(self, name: str, sentence: str) -> None:
+        """Keep what is wrong, if it is the first of its kind."""
+        self._broken.setdefault(name, sentence)
+
+    def observe(self, clients: Canaries) -> Observation:
+        """A run with these clients."""
+        return observe(self._target, clients, self._start, self._seed)
+
+    def compare(self, culprit: str, without: Observation, seen: Observation) -> None:
         """Compare a run with a canary to one without."""
-        rounds = len(seen.moves)
+        rounds, canary = len(seen.moves), self._target.population - 1
         if seen.ended or seen.released != rounds or len(seen.shown) != rounds:
             reason = f" ({seen.ended})" if seen.ended else ""
-            self._note("releases", f"{seen.released} of {rounds} with {culprit}{reason}")
+            self.note("releases", f"{seen.released} of {rounds} with {culprit}{reason}")
         elif without.released != rounds:
-            self._note("releases", f"{without.released} of {rounds} without the canary")
+            self.note("releases", f"{without.released} of {rounds} without the canary")
         for before, after in zip(without.asked, seen.asked, strict=True):
             others = np.setdiff1d(before, [canary]), np.setdiff1d(after, [canary])
             if not np.array_equal(*others):
-                self._note("others asked", f"others were asked beside {culprit}")
+                self.note("others asked", f"others were asked beside {culprit}")
         lines = [[(entry.round, entry.event) for entry in run.entries] for run in (without, seen)]
         if lines[0] != lines[1]:
-            self._note("charges", f"the ledgers differ with {culprit}")
+            self.note("charges", f"the ledgers differ with {culprit}")
         if not np.array_equal(without.moves[:-1], seen.moves[:-1]):
-            self._note("earlier rounds", f"they differ with {culprit}, who was not asked yet")
+            self.note("earlier rounds", f"they differ with {culprit}, who was not asked yet")
 
-    def traceless(self, culprit: str, without: Observation, seen: Observation) -> None:
-        """A client that contributes nothing changes no bit of what is released."""
-        if not np.array_equal(without.moves, seen.moves):
-            self._note("traces", f"the release changed with {culprit}")
-
-    def lonely(self, plan: Plan, start: Parameters, strategy: DPFedAvg, seed: int) -> None:
+    def lonely_canary(self) -> None:
         """Where everybody else fails, too, a round must come all the same."""
-        population = strategy.cohort.population
-        assert population is not None
-        small = {name: tensor[:2] for name, tensor in start.items()}
-        d, sides = Layout.of(small).d, strategy.mechanism.side_names
-        canaries = OPPOSED.trainer(
-            population, d, 1.0, present=True, neighbour="zero-out", sides=sides
+        clients = self._target.world(OPPOSED, self._small, neighbour="zero-out", scale=1.0)
+        nobody = np.zeros(self._target.population, dtype=np.bool_)
+        canary = nobody.copy()
+        canary[-1] = True
+        without, seen = (
+            observe(self._target, clients.changed(ok=ok), self._small, self._seed)
+            for ok in (nobody, canary)
         )
-        ok = np.zeros(population, dtype=np.bool_)
-        nobody = observe(plan, canaries.but(ok=ok), small, seed)
-        ok = ok.copy()
-        ok[-1] = True
-        alone = observe(plan, canaries.but(ok=ok), small, seed)
-        self.compare("a canary where all others fail", nobody, alone, population - 1)
+        self.compare("a canary where all others fail", without, seen)
 
-    def slow(
-        self, plan: Plan, start: Parameters, strategy: DPFedAvg, scale: float, seed: int
-    ) -> None:
+    def slow_client(self) -> None:
         """A client that takes longer than the strategy waits must not cost others their turn."""
-        population = strategy.cohort.population
-        assert population is not None
-        small = {name: tensor[:2] for name, tensor in start.items()}
-        d, sides = Layout.of(small).d, strategy.mechanism.side_names
-        canaries = OPPOSED.trainer(
-            population, d, scale, present=True, neighbour="zero-out", sides=sides
-        )
-        single = Plan(plan.strategy, 1)
-        first = int(
-            min(observe(single, still(population, d, sides), small, seed).asked[0], default=0)
-        )
-        quick = observe(single, canaries.but(), small, seed, timeout=DEADLINE + PAUSE)
-        slow = observe(
-            single, canaries.but(pause=PAUSE, pauses=first), small, seed, timeout=DEADLINE
-        )
+        single, small, seed = self._target.with_rounds(1), self._small, self._seed
+        scale = reach(single.mechanism, Layout.of(self._start))
+        clients = single.world(OPPOSED, small, neighbour="zero-out", scale=scale)
+        nobody = observe(single, single.silent_clients(small), small, seed)
+        slowest = clients.changed(pause=PAUSE, pauses=int(min(nobody.asked[0], default=0)))
+        quick = observe(single, clients.changed(), small, seed, timeout=DEADLINE + PAUSE)
+        slow = observe(single, slowest, small, seed, timeout=DEADLINE)
         # Its own row may be lost; with it the sum changes by one client's, not by everybody's.
         lost = len(quick.asked[0]) - len(slow.asked[0])
         if lost > 1 or slow.released != quick.released or slow.ended:
-            self._note("slowness", f"{lost} clients were left out with one that is slow")
+            self.note("slowness", f"{lost} clients were left out with one that is slow")
 
-    def malformed(self, plan: Plan, start: Parameters, strategy: DPFedAvg, seed: int) -> None:
+    def malformed_replies(self) -> None:
         """Over messages: an answer that is none at all must be a failure and nothing more."""
-        if strategy.placement != "server" or strategy.mechanism.side_names:
+        target, small = self._target, self._small
+        if target.shares or target.sides:
             return
-        population = strategy.cohort.population
-        assert population is not None
-        small = {name: tensor[:2] for name, tensor in start.items()}
-        d = Layout.of(small).d
-        nobody = still(population, d, ())
+        clients = silent_clients(target.population, Layout.of(small).d, ())
 
-        def run(**settings: Any) -> Observation:
-            return observe(plan, nobody, small, seed, grid=message_grid(population, **settings))
+        def run(last: Reply | Literal["fails"]) -> Observation:
+            grid = message_grid(target.population, last=last)
+            return observe(target, clients, small, self._seed, grid=grid)
 
-        failing = run(last="fails")
+        failing = run("fails")
         for name, reply in REPLIES.items():
-            seen = run(last=reply)
-            self.compare(f"a canary that {name}", failing, seen, population - 1)
-            if not np.array_equal(failing.moves, seen.moves):
-                self._note("releases", f"the release changed with a canary that {name}")
-        self._messages(Plan(plan.strategy, 1), strategy, small, seed)
+            seen = run(reply)
+            self.compare(f"a canary that {name}", failing, seen)
+            if _moved(failing, seen):
+                self.note("releases", f"the release changed with a canary that {name}")
+        self._messages(target.with_rounds(1))
 
-    def _messages(self, plan: Plan, strategy: DPFedAvg, start: Parameters, seed: int) -> None:
+    def _messages(self, single: Target) -> None:
         """Updates that come as messages, once or twice, add what those of blocks add."""
-        population, layout = strategy.cohort.population, Layout.of(start)
-        assert population is not None
-        rows = torch.from_numpy(
-            np.random.default_rng(1).choice([-1.0, 1.0], (population, layout.d))
-        )
-        rows *= 0.75 * np.sqrt(2.0) ** (torch.arange(population) % 6)[:, None]
-        rows *= longest_rows(strategy, layout)
+        population, layout = single.population, Layout.of(self._small)
+        signs = np.random.default_rng(1).choice([-1.0, 1.0], (population, layout.d))
+        lengths = 0.75 * np.sqrt(2.0) ** (torch.arange(population) % 6)[:, None]
+        rows = torch.from_numpy(signs) * lengths * longest_row(single, layout)
         metrics = {"num-examples": np.ones(population)}
         clients = Canaries(rows, np.ones(population, dtype=np.bool_), metrics)
-        blocks = observe(plan, clients, start, seed)
+        blocks = observe(single, clients, self._small, self._seed)
         for twice in (False, True):
             grid = message_grid(population, rows, twice=twice)
-            seen = observe(plan, clients, start, seed, grid=grid)
+            seen = observe(single, clients, self._small, self._seed, grid=grid)
             # A client's update is a difference of parameters in float64.
             size = np.abs(blocks.moves).max()
             if not np.allclose(blocks.moves, seen.moves, rtol=0, atol=1e-6 * size):
                 again = " that come twice" if twice else ""
-                self._note("messages", f"replies{again} add something else than blocks of rows")
-
-    def _note(self, name: str, sentence: str) -> None:
-        self._broken.setdefault(name, sentence)
+                self.note("messages", f"replies{again} add something else than blocks of rows")

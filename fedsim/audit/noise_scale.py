@@ -10,18 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from fedsim.audit.observe import Observation
+from fedsim.audit.checks import Floats
+from fedsim.audit.observation import Observation, Parameters, Target, columns
 from fedsim.mechanisms import Mechanism, State
 from fedsim.rows import Layout
 from fedsim.rows.dense import scatter
 from fedsim.rows.exact import grid_unit
-
-__all__ = ["MeasuredNoise", "Scale", "in_units", "shaped"]
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -83,14 +79,13 @@ def shaped(states: Sequence[State]) -> bool:
     return any(first[name].numel() > 1 for name in changing) or len(changing) > 1
 
 
-def in_units(
-    seen: Observation, mechanism: Mechanism, layout: Layout, denominator: float
-) -> tuple[Floats, Floats]:
+def in_units(seen: Observation, target: Target, start: Parameters) -> tuple[Floats, Floats]:
     """Noise of a run in which all clients sent zero: ``[rounds, d]`` twice.
 
     First over its noise multiplier, then in steps of the grid that it lies on: NaN in rounds where
     float64 parameters are too coarse to show these.
     """
+    mechanism, layout, denominator = target.mechanism, Layout.of(start), target.denominator
     units, steps = np.empty_like(seen.moves), np.empty_like(seen.moves)
     scale = Scale.of(mechanism, seen.states[0], layout)
     reached = np.abs(np.cumsum(seen.moves, axis=0)) + np.abs(seen.moves)
@@ -122,36 +117,29 @@ class MeasuredNoise:
         How many values the least certain of them is an estimate from.
     layers : int
         How many estimates there are.
-    mechanism : Mechanism
+    target : Target
     layout : Layout
-    denominator : float
     """
 
     stds: Floats
     values: int
     layers: int
-    mechanism: Mechanism
+    target: Target
     layout: Layout
-    denominator: float
 
     @classmethod
-    def of(
-        cls,
-        units: Floats,
-        layers: Sequence[slice],
-        mechanism: Mechanism,
-        layout: Layout,
-        denominator: float,
-    ) -> MeasuredNoise:
-        """From ``units [runs, rounds, d]``."""
+    def of(cls, units: Floats, target: Target, start: Parameters) -> MeasuredNoise:
+        """From ``units [runs, rounds, d]`` of a model with these parameters."""
+        layers = columns(start)
         stds = np.empty(units.shape[-1])
-        for columns in layers:
-            stds[columns] = np.sqrt(np.square(units[..., columns]).mean())
-        width = min(columns.stop - columns.start for columns in layers)
+        for layer in layers:
+            stds[layer] = np.sqrt(np.square(units[..., layer]).mean())
+        width = min(layer.stop - layer.start for layer in layers)
         values = width * units.shape[0] * units.shape[1]
-        return cls(stds, values, len(layers), mechanism, layout, denominator)
+        return cls(stds, values, len(layers), target, Layout.of(start))
 
     def of_round(self, seen: Observation, index: int) -> Floats:
         """Standard deviation of a move in the round with this index, ``[d]``."""
         state = seen.states[min(index, len(seen.states) - 1)]
-        return self.stds * Scale.of(self.mechanism, state, self.layout).half / self.denominator
+        half = Scale.of(self.target.mechanism, state, self.layout).half
+        return self.stds * half / self.target.denominator

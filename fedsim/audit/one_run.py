@@ -1,27 +1,30 @@
 """One run with many canaries, each in or out by a coin (Steinke, Nasr and Jagielski 2023).
 
-What was guessed is held against the whole trade-off curve (`fedsim.audit.fdp_bound`).
+Of m canaries, k were guessed and c of these rightly. Under f-DP the probabilities of c, c + 1, ...
+right guesses bound one another; a recursion over them says whether so many can happen with a
+given probability (Mahloujifar, Melis and Chaudhuri 2024). It is tighter than the bound for one
+(epsilon, delta), since the whole trade-off curve enters.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from scipy.linalg import hadamard
+from scipy.special import bdtrc, gammaln
 from torch import Tensor
 
 from fedsim.audit.claim import Claim, common_claim
-from fedsim.audit.fdp_bound import guesses_epsilon_bound, refuted_p_value
-from fedsim.audit.observe import Parameters, Plan, observe
+from fedsim.audit.observation import Parameters, Target, observe
 from fedsim.audit.worlds import EXAMPLES, Canaries, reach
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
-
-__all__ = ["OneRun", "guess"]
 
 Floats = npt.NDArray[np.float64]
 Coins = npt.NDArray[np.bool_]
@@ -49,8 +52,8 @@ class OneRun:
     epsilon_bound: float
 
 
-def guess(
-    plan: Plan, start: Parameters, canaries: int, risk: float, seed: int
+def guess_coins(
+    target: Target, start: Parameters, canaries: int, risk: float, seed: int
 ) -> tuple[OneRun, Claim]:
     """A first run chooses how many coins to guess; a second one counts.
 
@@ -62,7 +65,7 @@ def guess(
         At most the population.
     """
     (scores, coins, claim), (fresh, fresh_coins, fresh_claim) = (
-        _play(plan, start, canaries, seed, run) for run in (0, 1)
+        _play(target, start, canaries, seed, run) for run in (0, 1)
     )
     common_claim((claim, fresh_claim))
     # Whichever share would refute the claim most clearly in the first run.
@@ -89,15 +92,12 @@ def _guess(scores: Floats, coins: Coins, share: float) -> tuple[int, int]:
 
 
 def _play(
-    plan: Plan, start: Parameters, canaries: int, seed: int, run: int
+    target: Target, start: Parameters, canaries: int, seed: int, run: int
 ) -> tuple[Floats, Coins, Claim]:
     """Scores and coins of the canaries, both ``[canaries]``, and what the run claims."""
     draws = Randomness(seed).generator(Purpose.AUDIT, level="run", client=1, part=run)
     run_seed = int(draws.integers(2**63))
-    strategy = plan.strategy(run_seed)
-    layout = Layout.of(start)
-    population, adjacency = strategy.cohort.population, strategy.cohort.adjacency
-    assert population is not None
+    layout, population, adjacency = Layout.of(start), target.population, target.adjacency
     if canaries > min(population, layout.d):
         raise FedsimError(
             f"canaries is {canaries}; it must be at most the population, {population}, and the "
@@ -107,7 +107,7 @@ def _play(
     # Ids are arbitrary: those who are there come first, so that the grid can end after them.
     coins = np.sort(coins)[::-1].copy()
     directions = _directions(canaries, layout.d, draws)
-    rows = reach(strategy.mechanism, layout) * directions
+    rows = reach(target.mechanism, layout) * directions
     ok = np.ones(canaries, dtype=np.bool_)
     senders = canaries
     if adjacency == "replace-one":
@@ -117,9 +117,9 @@ def _play(
     else:
         senders = int(coins.sum())
     metrics = {"num-examples": np.full(canaries, EXAMPLES)}
-    metrics |= dict.fromkeys(strategy.mechanism.side_names, np.zeros(canaries))
+    metrics |= dict.fromkeys(target.sides, np.zeros(canaries))
     trainer = Canaries(rows[:senders], ok[:senders], metrics, silent=population - canaries)
-    seen = observe(plan, trainer, start, run_seed)
+    seen = observe(target, trainer, start, run_seed)
     moved = torch.from_numpy(seen.moves.sum(0))
     return (directions @ moved).numpy(), coins, seen.claim
 
@@ -132,3 +132,93 @@ def _directions(canaries: int, d: int, draws: np.random.Generator) -> Tensor:
     signs = draws.choice([-1.0, 1.0], size=d)
     chosen = draws.permutation(d)[:canaries]
     return torch.from_numpy(hadamard(d)[chosen] * signs)
+
+
+LEAST_P = 1e-12
+HALVINGS = 20
+EPSILON_HALVINGS = 30
+
+Shrink = Callable[[float], float]
+
+
+def is_refuted(canaries: int, guesses: int, correct: int, risk: float, shrink: Shrink) -> bool:
+    """Whether ``correct`` of ``guesses`` right have probability below ``risk`` under the claim.
+
+    Parameters
+    ----------
+    shrink : callable
+        ``f(1 - r)`` of the claim's curve f: an event of probability r under one neighbour has
+        at least that probability under the other.
+    """
+    if correct <= 0:
+        return False
+    p_correct = risk * correct / canaries
+    p_wrong = risk * (guesses - correct) / canaries
+    for index in range(correct - 1, -1, -1):
+        grown = max(p_wrong, shrink(min(p_correct, 1.0)))
+        p_correct += index / (guesses - index) * (grown - p_wrong)
+        p_wrong = grown
+        if p_correct + p_wrong > guesses / canaries:
+            return True
+    return False
+
+
+def refuted_p_value(canaries: int, guesses: int, correct: int, claim: Claim) -> float:
+    """Smallest risk at which these guesses refute the claim."""
+
+    def shrink(probability: float) -> float:
+        return float(claim.curve(1 - probability))
+
+    if 2 * correct <= guesses:
+        return 1.0
+    low, high = math.log(LEAST_P), 0.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        refuted = is_refuted(canaries, guesses, correct, math.exp(middle), shrink)
+        low, high = (low, middle) if refuted else (middle, high)
+    return math.exp(high)
+
+
+def most_correct(canaries: int, guesses: int, risk: float, claim: Claim) -> int:
+    """So many correct guesses do not refute the claim at ``risk``."""
+    low, high = guesses // 2, guesses
+    while low < high:
+        middle = (low + high + 1) // 2
+        refuted = refuted_p_value(canaries, guesses, middle, claim) <= risk
+        low, high = (low, middle - 1) if refuted else (middle, high)
+    return low
+
+
+def guesses_p_value(
+    canaries: int, guesses: int, correct: int, epsilon: float, delta: float
+) -> float:
+    """Probability bound of so many correct guesses in one run, if it is (epsilon, delta)-DP.
+
+    Of ``canaries`` clients, each in or out by a fair coin, ``guesses`` were guessed and
+    ``correct`` of these rightly (Steinke, Nasr and Jagielski 2023, theorem 5.2).
+    """
+    if correct <= 0:
+        return 1.0
+    q = 1 / (1 + math.exp(-epsilon))
+    tail = float(bdtrc(correct - 1, guesses, q))
+    fewer = np.arange(correct)
+    log_choose = gammaln(guesses + 1) - gammaln(fewer + 1) - gammaln(guesses - fewer + 1)
+    log_1q = -epsilon - math.log1p(math.exp(-epsilon))
+    masses = np.exp(log_choose + fewer * math.log(q) + (guesses - fewer) * log_1q)
+    # P[v > W >= v - i] / i, the largest of them over i = 1 .. v.
+    steepest = float((np.cumsum(masses[::-1]) / np.arange(1, correct + 1)).max())
+    return min(1.0, tail + 2 * canaries * delta * steepest)
+
+
+def guesses_epsilon_bound(
+    canaries: int, guesses: int, correct: int, risk: float, delta: float
+) -> float:
+    """Lower bound on epsilon at ``delta`` from one run's guesses."""
+    if guesses_p_value(canaries, guesses, correct, 0.0, delta) > risk:
+        return 0.0
+    low, high = 0.0, 50.0
+    for _ in range(EPSILON_HALVINGS):
+        middle = (low + high) / 2
+        refuted = guesses_p_value(canaries, guesses, correct, middle, delta) <= risk
+        low, high = (middle, high) if refuted else (low, middle)
+    return low

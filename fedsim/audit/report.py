@@ -13,15 +13,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedsim.audit.claim import Claim
-from fedsim.audit.confidence import fewest_misses
-from fedsim.audit.fdp_bound import most_correct
+from fedsim.audit.claim import Claim, fewest_misses
+from fedsim.audit.one_run import most_correct
 from fedsim.audit.two_world import TwoWorlds, noticeable
 from fedsim.audit.verdict import Verdict
 from fedsim.audit.worlds import WORLDS
-from fedsim.reports.palette import INK, SERIES
-
-__all__ = ["draw", "power_sentence", "tabulate"]
+from fedsim.reports.plots import INK, SERIES
 
 _SENTENCES = {world.name: world.sentence for world in WORLDS}
 _LEAST = 1e-3

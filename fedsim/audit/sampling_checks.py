@@ -25,8 +25,7 @@ from fedsim.audit.checks import (
     statistical,
 )
 from fedsim.privacy import Event
-
-__all__ = ["draw_checks", "inclusion_checks"]
+from fedsim.privacy.laws import Inclusion
 
 Ids = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.int64]
@@ -40,8 +39,8 @@ MOST_HEAVY = 104.0
 
 
 @dataclass(frozen=True)
-class _Law:
-    """What the event says of one round's draw: inclusion, of one and of two together."""
+class _Draws:
+    """What the law says of one round's draw: inclusion, of one and of two together."""
 
     population: int
     rate: float
@@ -49,12 +48,8 @@ class _Law:
     fixed: int | None
 
     @classmethod
-    def of(cls, event: Event, population: int) -> _Law:
-        if event.sampler == "fixed":
-            assert event.size is not None
-            m, n = event.size, population
-            return cls(n, m / n, m * (m - 1) / (n * max(n - 1, 1)), m)
-        return cls(population, event.rate, event.rate**2, None if event.rate < 1 else population)
+    def of(cls, inclusion: Inclusion, population: int) -> _Draws:
+        return cls(population, inclusion.one, inclusion.two, inclusion.size)
 
     @property
     def overlap(self) -> float:
@@ -77,12 +72,13 @@ def draw_checks(
     who : str
         What is drawn, in the plural.
     """
-    law = _Law.of(event, population)
     rounds = [np.asarray(ids, dtype=np.int64) for run in draws for ids in run]
     looked = f"{len(rounds):,} rounds over {population:,} {members}"
     checks = [_each_once(rounds, population, looked)]
-    if checks[0].p_value == 0 or not rounds:
+    inclusion = event.law.inclusion(population)
+    if checks[0].p_value == 0 or not rounds or inclusion is None:
         return checks
+    law = _Draws.of(inclusion, population)
     asked = np.zeros((len(rounds), population), dtype=np.float64)
     for row, ids in zip(asked, rounds, strict=True):
         row[ids] = 1
@@ -107,7 +103,7 @@ def _each_once(rounds: Sequence[Ids], population: int, looked: str) -> Check:
     return invariant("sampler", "who is asked", looked, broken, "nobody twice, and no stranger")
 
 
-def _sizes(asked: Floats, law: _Law, looked: str) -> Check:
+def _sizes(asked: Floats, law: _Draws, looked: str) -> Check:
     sizes = asked.sum(1).astype(np.int64)
     if law.fixed is not None:
         broken = f"{sizes.min()} to {sizes.max()} a round" if (sizes != law.fixed).any() else None
@@ -125,7 +121,7 @@ def _sizes(asked: Floats, law: _Law, looked: str) -> Check:
     )  # fmt: skip
 
 
-def _spread(asked: Floats, law: _Law, looked: str) -> Check:
+def _spread(asked: Floats, law: _Draws, looked: str) -> Check:
     """Sizes must vary as those of independent clients do: no less, and no more."""
     if law.fixed is not None:
         return invariant("sampler", "spread of sizes", looked, None, "none")
@@ -138,7 +134,7 @@ def _spread(asked: Floats, law: _Law, looked: str) -> Check:
     )  # fmt: skip
 
 
-def _frequencies(asked: Floats, law: _Law, looked: str) -> Check:
+def _frequencies(asked: Floats, law: _Draws, looked: str) -> Check:
     counts = asked.sum(0).astype(np.int64)
     T, q = len(asked), law.rate
     variance = T * q * (1 - q)
@@ -152,7 +148,7 @@ def _frequencies(asked: Floats, law: _Law, looked: str) -> Check:
     )  # fmt: skip
 
 
-def _together(asked: Floats, law: _Law, looked: str) -> Check:
+def _together(asked: Floats, law: _Draws, looked: str) -> Check:
     """Pairs that are asked together too often, or never."""
     counts = (asked.T @ asked)[np.triu_indices(asked.shape[1], 1)].astype(np.int64)
     compared = binomial(
@@ -164,7 +160,7 @@ def _together(asked: Floats, law: _Law, looked: str) -> Check:
     )
 
 
-def _overlaps(asked: Floats, law: _Law, looked: str) -> Check:
+def _overlaps(asked: Floats, law: _Draws, looked: str) -> Check:
     """What two rounds have in common, of one run or of two: a draw may not be used again."""
     if len(asked) < 2:
         return invariant("sampler", "overlap of rounds", looked, None, "nothing to compare")
@@ -182,7 +178,7 @@ def _overlaps(asked: Floats, law: _Law, looked: str) -> Check:
     )
 
 
-def _succession(asked: Floats, law: _Law, lengths: Sequence[int], looked: str) -> Check:
+def _succession(asked: Floats, law: _Draws, lengths: Sequence[int], looked: str) -> Check:
     """Whether being asked now changes the odds of being asked some rounds later."""
     q = law.rate
     centred = (asked - q) / math.sqrt(q * (1 - q))
@@ -208,7 +204,7 @@ def _succession(asked: Floats, law: _Law, lengths: Sequence[int], looked: str) -
     )  # fmt: skip
 
 
-def _rhythm(asked: Floats, law: _Law, lengths: Sequence[int], looked: str) -> Check:
+def _rhythm(asked: Floats, law: _Draws, lengths: Sequence[int], looked: str) -> Check:
     """Whether somebody is asked at a rhythm: every second round, say, at twice the rate."""
     q, length = law.rate, max(lengths)
     variance = q * (1 - q)
@@ -296,8 +292,8 @@ def inclusion_checks(
     highest = float(probabilities.max())
     charged = invariant(
         "sampler", "charged rate", looked,
-        f"a probability of {highest:.4g}" if highest > event.rate * (1 + 1e-12) else None,
-        f"probabilities of at most {event.rate:.4g}",
+        f"a probability of {highest:.4g}" if highest > event.law.rate * (1 + 1e-12) else None,
+        f"probabilities of at most {event.law.rate:.4g}",
     )  # fmt: skip
     if not first.p_value:
         return [first, charged]

@@ -12,19 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from fedsim.audit.adversarial_clients import twins
-from fedsim.audit.checks import Check, invariant
-from fedsim.audit.observe import Observation, Parameters, Plan, observe, parameters
-from fedsim.audit.worlds import ALONE, OPPOSED, reach, still
+from fedsim.audit.adversarial_clients import equal_sums
+from fedsim.audit.checks import Check, Floats, invariant
+from fedsim.audit.observation import Observation, Parameters, Target, observe, parameters
+from fedsim.audit.worlds import ALONE, OPPOSED
 from fedsim.rows import Layout
-from fedsim.strategies import DPFedAvg
-
-__all__ = ["NoiseOnly", "longest_rows", "side_channel_checks"]
-
-Floats = npt.NDArray[np.float64]
 
 SEEDS = 96
 SMALLEST_DIFFERENCE = 1e-12
@@ -55,14 +49,12 @@ class NoiseOnly:
     runs: Sequence[Observation]
 
     @classmethod
-    def of(cls, plan: Plan, strategy: DPFedAvg, start: Parameters, seed: int) -> NoiseOnly:
+    def of(cls, target: Target, start: Parameters, seed: int) -> NoiseOnly:
         """Make the runs, with one parameter a layer."""
         small = {name: tensor[:1] for name, tensor in start.items()}
-        population = strategy.cohort.population
-        assert population is not None
-        nobody = still(population, Layout.of(small).d, strategy.mechanism.side_names)
+        clients = target.silent_clients(small)
         seeds = range(seed, seed + SEEDS)
-        return cls(small, seeds, [observe(plan, nobody, small, s, leaving=True) for s in seeds])
+        return cls(small, seeds, [observe(target, clients, small, s, leaving=True) for s in seeds])
 
     def stds(self, index: int) -> dict[str, float]:
         """Standard deviations of the numbers that the mechanism shows after round ``index + 1``.
@@ -84,28 +76,26 @@ def _residuals(design: Floats, values: Floats) -> Floats:
     return np.asarray(values - design @ np.linalg.lstsq(design, values, rcond=None)[0])
 
 
-def longest_rows(strategy: DPFedAvg, layout: Layout) -> torch.Tensor:
+def longest_row(target: Target, layout: Layout) -> torch.Tensor:
     """A row ``[d]`` that is just as long as its bound, or as each of its bounds."""
     huge = torch.full((1, layout.d), 1e12, dtype=torch.float64)
-    return strategy.mechanism.bound(huge, layout=layout)[0]
+    return target.mechanism.bound(huge, layout=layout)[0]
 
 
-def side_channel_checks(
-    plan: Plan, strategy: DPFedAvg, noise_only: NoiseOnly, mu: float
-) -> list[Check]:
+def side_channel_checks(target: Target, noise_only: NoiseOnly, mu: float) -> list[Check]:
     """Every test of what leaves a round beside the parameters.
 
     Parameters
     ----------
-    plan : Plan
+    target : Target
         Of one round more than it takes to see the canary, whose seed is that of ``noise_only``.
     mu : float
         How many standard deviations of the noise a client may move a release.
     """
-    broken = _unprotected(strategy, noise_only.runs) or _explained(plan, strategy, noise_only, mu)
+    broken = _unprotected(target, noise_only.runs) or _unexplained(target, noise_only, mu)
     names = len(noise_only.runs[0].leaving[-1]) if noise_only.runs[0].leaving else 0
     return [
-        _same_sums(plan, strategy, noise_only.seeds[0]),
+        _same_sums(target, noise_only.seeds[0]),
         invariant(
             "plan", "what else leaves a round",
             f"{names} numbers or arrays of {SEEDS} runs without and two with a canary", broken,
@@ -114,9 +104,9 @@ def side_channel_checks(
     ]  # fmt: skip
 
 
-def _unprotected(strategy: DPFedAvg, runs: Sequence[Observation]) -> str | None:
+def _unprotected(target: Target, runs: Sequence[Observation]) -> str | None:
     """Clients' metrics leave a private round only where a setting says so."""
-    if strategy.shows_clients:
+    if target.settings.shows_clients:
         return None
     for seen in runs:
         for numbers in seen.leaving:
@@ -126,7 +116,7 @@ def _unprotected(strategy: DPFedAvg, runs: Sequence[Observation]) -> str | None:
     return None
 
 
-def _explained(plan: Plan, strategy: DPFedAvg, noise_only: NoiseOnly, mu: float) -> str | None:
+def _unexplained(target: Target, noise_only: NoiseOnly, mu: float) -> str | None:
     reference = _table(noise_only.runs)
     if reference is None:
         return "not the same numbers leave every round"
@@ -136,14 +126,9 @@ def _explained(plan: Plan, strategy: DPFedAvg, noise_only: NoiseOnly, mu: float)
     spread = values.std(0)
     freedom = len(values) - np.linalg.matrix_rank(designs)
     residuals = np.sqrt(np.square(values - designs @ coefficients).sum(0) / max(freedom, 1))
-    population, layout = strategy.cohort.population, Layout.of(noise_only.start)
-    assert population is not None
     for world in (ALONE, OPPOSED):
-        trainer = world.trainer(
-            population, layout.d, reach(strategy.mechanism, layout), present=True,
-            neighbour="zero-out", sides=strategy.mechanism.side_names,
-        )  # fmt: skip
-        seen = observe(plan, trainer, noise_only.start, noise_only.seeds[0], leaving=True)
+        clients = target.world(world, noise_only.start, neighbour="zero-out")
+        seen = observe(target, clients, noise_only.start, noise_only.seeds[0], leaving=True)
         table = _table([seen])
         if table is None or table[0] != names:
             return "other numbers leave a round with a canary"
@@ -192,23 +177,20 @@ def _design(seen: Observation) -> Floats:
     return np.concatenate([[1.0], seen.sizes, moves.ravel(), np.square(moves).ravel(), scale])
 
 
-def _same_sums(plan: Plan, strategy: DPFedAvg, seed: int) -> Check:
+def _same_sums(target: Target, seed: int) -> Check:
     """Federations with the same bounded sums show the same, to the last bit."""
     start = parameters(64)
-    layout, mechanism = Layout.of(start), strategy.mechanism
-    population = strategy.cohort.population
-    assert population is not None
-    bounded = longest_rows(strategy, layout)
-    rows = torch.stack([4 * bounded, 16 * bounded])
-    both = mechanism.bound(rows, layout=layout)
-    longer = not mechanism.init(layout) and torch.equal(both[0], both[1])
+    layout = Layout.of(start)
+    bounded = longest_row(target, layout)
+    short, long = target.mechanism.bound(torch.stack([4 * bounded, 16 * bounded]), layout=layout)
+    longer = not target.adapts(start) and torch.equal(short, long)
     runs = [
-        observe(plan, trainer, start, seed, leaving=True)
-        for trainer in twins(population, bounded, mechanism.side_names, longer=longer)
+        observe(target, clients, start, seed, leaving=True)
+        for clients in equal_sums(target.population, bounded, target.sides, longer=longer)
     ]
     return invariant(
         "plan", "nothing but the sum",
-        f"{plan.rounds} rounds of two federations with the same sums of other rows",
+        f"{target.rounds} rounds of two federations with the same sums of other rows",
         _difference(*runs), "the same in all that leaves a round",
     )  # fmt: skip
 

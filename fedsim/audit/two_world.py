@@ -1,4 +1,8 @@
-"""Two worlds: many runs with the canary, as many without, and a test that tells them apart."""
+"""Two worlds: many runs with the canary, as many without, and a test that tells them apart.
+
+All scores are fitted on the first half of the runs and used on the other, so a clever score can
+only find more, never raise a false alarm.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from fedsim.audit.claim import Claim, common_claim
-from fedsim.audit.confidence import Box, box_p_value, epsilon_bound
-from fedsim.audit.observe import Parameters, Plan, observe
-from fedsim.audit.scores import Score, fitted_scores, is_fitted
-from fedsim.audit.worlds import World, reach
+from fedsim.audit.claim import Box, Claim, box_p_value, common_claim, epsilon_bound
+from fedsim.audit.observation import Parameters, Target, observe
+from fedsim.audit.worlds import World
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
-
-__all__ = ["TwoWorlds", "attack", "distinguish", "noticeable"]
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -58,7 +58,7 @@ class TwoWorlds:
 
 
 def attack(
-    plan: Plan, world: World, start: Parameters, runs: int, risk: float, seed: int, tick: Tick
+    target: Target, world: World, start: Parameters, runs: int, risk: float, seed: int, tick: Tick
 ) -> tuple[TwoWorlds, Claim]:
     """Run ``runs`` times without and ``runs`` times with the canary, and compare.
 
@@ -69,38 +69,23 @@ def attack(
     tick : callable
         Told the number of runs made, now and then.
     """
-    strategy = plan.strategy(seed)
-    layout = Layout.of(start)
-    population = strategy.cohort.population
-    assert population is not None
-    if population < 2:
-        raise FedsimError(
-            f"cohort.population is {population}; an audit needs a canary and somebody else."
-        )
-    scale = reach(strategy.mechanism, layout)
+    d = Layout.of(start).d
     draws = Randomness(seed).generator(Purpose.AUDIT, level="run")
     seeds = draws.integers(2**63, size=(2, runs))
     tables: list[Floats] = []
     claims: set[Claim] = set()
     for side, present in enumerate((False, True)):
-        trainer = world.trainer(
-            population,
-            layout.d,
-            scale,
-            present=present,
-            neighbour=strategy.cohort.adjacency,
-            sides=strategy.mechanism.side_names,
-        )
+        clients = target.world(world, start, present=present)
         for number in range(runs):
-            seen = observe(plan, trainer, start, int(seeds[side, number]))
+            seen = observe(target, clients, start, int(seeds[side, number]))
             tables.append(seen.table())
             claims.add(seen.claim)
             tick(1)
     claim = common_claim(claims)
     shown = _stacked(tables)
-    direction = world.canary(layout.d).numpy()
+    direction = world.canary(d).numpy()
     result = distinguish(world.name, shown[:runs], shown[runs:], direction, claim, risk)
-    return replace(result, moves=shown[:, :, : layout.d]), claim
+    return replace(result, moves=shown[:, :, :d]), claim
 
 
 def _stacked(tables: list[Floats]) -> Floats:
@@ -123,7 +108,7 @@ def distinguish(
     half = len(without) // 2
     if half < 1 or len(without) != len(present):
         raise FedsimError(f"runs is {len(without)} and {len(present)}; each needs at least 2.")
-    rate = claim.events[0].rate
+    rate = claim.events[0].law.rate
     scores = fitted_scores(without[:half], present[:half], direction, rate)
     chosen = _choose(scores, without[:half], present[:half], claim, risk)
     fresh = len(without) - half
@@ -210,9 +195,113 @@ def _caught(
 ) -> bool:
     events = [event for event in claim.events for _ in range(event.count)]
     std = np.array([event.total_noise_multiplier for event in events]) / factor
-    shift = np.array([2.0 if event.relation == "replace-one" else 1.0 for event in events])
+    shift = np.array([2.0 if event.adjacency == "replace-one" else 1.0 for event in events])
     without = std * draws.standard_normal((runs, len(events)))
-    takes_part = draws.random((runs, len(events))) < [event.rate for event in events]
+    takes_part = draws.random((runs, len(events))) < [event.law.rate for event in events]
     present = shift * takes_part + std * draws.standard_normal((runs, len(events)))
     result = distinguish("", without[:, :, None], present[:, :, None], np.ones(1), claim, risk)
     return result.p_value <= risk
+
+
+Score = Callable[[Floats], Floats]
+
+WINDOWS = 10
+FITTED = ("linear discriminant", "magnitudes")
+
+
+def is_fitted(name: str) -> bool:
+    """Whether a score looks better on the runs that it was fitted to than on others."""
+    return name in FITTED
+
+
+def fitted_scores(
+    without: Floats, present: Floats, direction: Floats, rate: float
+) -> dict[str, Score]:
+    """Candidates by name.
+
+    Parameters
+    ----------
+    without, present : float64 ``[runs, rounds, width]``
+        What was seen without and with the canary.
+    direction : float64 ``[d]``
+        Where the canary pulls; ``d <= width``.
+    rate : float
+        Probability of the canary taking part in a round.
+    """
+    d, rounds = len(direction), without.shape[1]
+
+    def projected(seen: Floats) -> Floats:
+        return np.asarray(seen[:, :, :d] @ direction)
+
+    scores: dict[str, Score] = {
+        "matched filter": lambda seen: projected(seen).sum(1),
+        "likelihood ratio": _likelihood_ratio(
+            projected(without), projected(present), projected, rate
+        ),
+        "linear discriminant": _discriminant(without, present, _flat),
+        "magnitudes": _discriminant(without, present, _magnitudes),
+    }
+    if rounds > 1:
+        scores |= {
+            "largest round": lambda seen: projected(seen).max(1),
+            "range of rounds": lambda seen: np.ptp(projected(seen), axis=1),
+            "alike rounds": lambda seen: -_nearest(seen),
+        }
+        width = -(-rounds // WINDOWS)
+        for first in range(0, rounds, width):
+            window = slice(first, min(first + width, rounds))
+            scores[f"rounds {first + 1} to {window.stop}"] = _window(projected, window)
+    return scores
+
+
+def _window(projected: Score, window: slice) -> Score:
+    return lambda seen: np.asarray(projected(seen)[:, window].sum(1))
+
+
+def _nearest(seen: Floats) -> Floats:
+    """Distance of the two rounds of a run that are nearest to each other."""
+    squares = np.square(seen).sum(2)
+    inner = np.einsum("rsd,rtd->rst", seen, seen)
+    distances = squares[:, :, None] + squares[:, None, :] - 2 * inner
+    rounds = seen.shape[1]
+    distances[:, np.arange(rounds), np.arange(rounds)] = np.inf
+    return np.asarray(distances.min((1, 2)))
+
+
+def _likelihood_ratio(without: Floats, present: Floats, projected: Score, rate: float) -> Score:
+    """Of Gaussians that the canary shifts in a round with probability ``rate``."""
+    mean, std = without.mean(0), np.maximum(without.std(0), 1e-300)
+    shift = np.clip((present.mean(0) - mean) / std / rate, -30.0, 30.0)
+
+    def score(seen: Floats) -> Floats:
+        u = np.clip((projected(seen) - mean) / std, -100.0, 100.0)
+        # log(1 - rate + rate * exp(...)), each round.
+        terms = np.logaddexp(
+            np.log1p(-rate) if rate < 1 else -np.inf, np.log(rate) + shift * (u - shift / 2)
+        )
+        return np.asarray(terms.sum(1))
+
+    return score
+
+
+def _flat(seen: Floats) -> Floats:
+    return seen.reshape(len(seen), -1)
+
+
+def _magnitudes(seen: Floats) -> Floats:
+    return np.log(np.abs(_flat(seen)) + 1e-30)
+
+
+def _discriminant(without: Floats, present: Floats, features: Score) -> Score:
+    """Fisher's linear discriminant with a diagonal covariance."""
+    x, y = features(without), features(present)
+    variance = x.var(0) + y.var(0)
+    difference = y.mean(0) - x.mean(0)
+    # A feature that is constant in both halves says everything or nothing.
+    floor = 1e-12 * max(float(variance.max()), 1e-300)
+    weights = difference / np.maximum(variance, floor)
+
+    def score(seen: Floats) -> Floats:
+        return np.asarray(features(seen) @ weights)
+
+    return score

@@ -14,16 +14,14 @@ import torch
 from fedsim.audit.checks import Check
 from fedsim.audit.claim import Claim
 from fedsim.audit.conformance import conformance, model_for
+from fedsim.audit.ledger_checks import accounting_check
 from fedsim.audit.neighbouring_runs import pair_checks
 from fedsim.audit.noise_checks import repeats
-from fedsim.audit.observe import PARAMETERS, Parameters, Plan, StrategyFactory, columns
-from fedsim.audit.one_run import OneRun, guess
-from fedsim.audit.optimal_attack import accounting_check
+from fedsim.audit.observation import PARAMETERS, Parameters, StrategyFactory, Target, columns
+from fedsim.audit.one_run import OneRun, guess_coins
 from fedsim.audit.two_world import TwoWorlds, attack
 from fedsim.audit.worlds import WORLDS, World
 from fedsim.errors import FedsimError
-
-__all__ = ["Verdict", "audit", "quiet"]
 
 # Attacks are bounded from above and seldom use their share of the risk; the p-values of tests
 # are exact, and what they look for is far beyond doubt where it is there.
@@ -119,8 +117,8 @@ def audit(
     runs: int = 1000,
     worlds: Sequence[World] = WORLDS,
     canaries: int = 512,
-    one_run: Plan | None = None,
-    full: Plan | None = None,
+    one_run: Target | None = None,
+    full: Target | None = None,
     checks: bool = True,
     extra: Sequence[Check] = (),
     confidence: float = 0.99,
@@ -147,7 +145,7 @@ def audit(
     worlds : sequence of World
     canaries : int
         Of the one run, at most; 0 leaves it out.
-    one_run, full : Plan, optional
+    one_run, full : Target, optional
         What the one run and the checks do, if not the same: they can afford more rounds.
     checks : bool
         Whether to look at whole runs.
@@ -182,14 +180,14 @@ def audit(
             f"cohort.population is {population}; an audit needs a canary and somebody else."
         )
     risk = _risk_of_attack(confidence, attacks, checks or bool(extra))
-    plan = Plan(strategy, rounds)
-    full = full or plan
+    target = Target(strategy, rounds)
+    full = full or target
     claim: Claim | None = None
-    with quiet():
+    with silenced_logs():
         results = [*extra, *(_checks(full, seed, deep) if checks else ())]
         attacked = []
         for number, world in enumerate(worlds):
-            result, claim = attack(plan, world, start, runs, risk, seed + number, tick)
+            result, claim = attack(target, world, start, runs, risk, seed + number, tick)
             attacked.append(result)
         if checks and attacked:
             results.append(_noise_of_many_seeds(attacked, start))
@@ -197,8 +195,10 @@ def audit(
         if canaries:
             canaries = min(canaries, population)
             d = 2 ** math.ceil(math.log2(max(canaries, 8)))
-            guessed, guessed_claim = guess(one_run or plan, _spread(start, d), canaries, risk, seed)
-    claim = claim or guessed_claim or Claim((strategy(seed).plan.event(),) * rounds)
+            guessed, guessed_claim = guess_coins(
+                one_run or target, _same_names(start, d), canaries, risk, seed
+            )
+    claim = claim or guessed_claim or Claim((target.event,) * rounds)
     return Verdict(
         claim, tuple(attacked), guessed, guessed_claim, tuple(results), confidence, rounds, runs
     )
@@ -220,10 +220,9 @@ def _noise_of_many_seeds(attacked: Sequence[TwoWorlds], start: Parameters) -> Ch
     return replace(check, name="noise of many seeds")
 
 
-def _checks(full: Plan, seed: int, deep: bool) -> list[Check]:
+def _checks(full: Target, seed: int, deep: bool) -> list[Check]:
     start = model_for(full)
-    event = full.strategy(seed).plan.event()
-    claim = Claim((event.times(full.rounds),), full.strategy(seed).delta)
+    claim = Claim((full.event.times(full.rounds),), full.settings.delta)
     # Before anything is run: without a claim there is nothing to check.
     claim.curve(0.5)
     results, noise = conformance(full, start, seed, deep=deep)
@@ -233,7 +232,7 @@ def _checks(full: Plan, seed: int, deep: bool) -> list[Check]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silenced_logs() -> Iterator[None]:
     """Without a line for each round, and warnings of clients that fail on purpose."""
     logs = [logging.getLogger(name) for name in ("fedsim", "flwr")]
     levels = [log.level for log in logs]
@@ -246,7 +245,7 @@ def quiet() -> Iterator[None]:
             log.setLevel(level)
 
 
-def _spread(start: Parameters, d: int) -> Parameters:
+def _same_names(start: Parameters, d: int) -> Parameters:
     """``d`` parameters under the same names."""
     names = list(start)
     sizes = [d // len(names)] * len(names)

@@ -11,25 +11,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedsim.audit.checks import Floats
 from fedsim.mechanisms import Mechanism
 from fedsim.rows import Layout
 from fedsim.rows.block import Block, Ids, Reason
 from fedsim.rows.trainers import TrainerDefaults
 
-__all__ = [
-    "ALONE",
-    "OPPOSED",
-    "RARE",
-    "WORLDS",
-    "Canaries",
-    "World",
-    "orthogonal",
-    "reach",
-    "still",
-]
-
 Mask = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float64]
 
 # A canary is this many times as long as what a mechanism lets through, so that every
 # coordinate and every layer of it reaches its bound.
@@ -201,12 +189,12 @@ class Canaries(TrainerDefaults):
         """Canaries have no data."""
         yield Block.sent(client_ids, None, {"num-examples": np.ones(len(client_ids))})
 
-    def but(self, **changes: object) -> Canaries:
+    def changed(self, **changes: object) -> Canaries:
         """The same federation with something else about it, and its own memory of answers."""
         return replace(self, answered={}, **changes)  # type: ignore[arg-type]
 
 
-def still(population: int, d: int, sides: tuple[str, ...]) -> Canaries:
+def silent_clients(population: int, d: int, sides: tuple[str, ...]) -> Canaries:
     """A federation whose clients all send zero."""
     metrics = dict.fromkeys(("num-examples", *sides), np.zeros(1))
     return Canaries(
@@ -214,7 +202,7 @@ def still(population: int, d: int, sides: tuple[str, ...]) -> Canaries:
     )
 
 
-def orthogonal(population: int, d: int, scale: float, sides: tuple[str, ...]) -> Canaries:
+def one_coordinate_each(population: int, d: int, scale: float, sides: tuple[str, ...]) -> Canaries:
     """A federation in which client i moves coordinate i alone, as far as it can.
 
     Raises

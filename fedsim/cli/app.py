@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
 import fedsim
 from fedsim.cli.audit import audit
-from fedsim.cli.command import Command, ConfigCommand, Group
 from fedsim.cli.config import config
+from fedsim.cli.console import Command, ConfigCommand, Group
 from fedsim.cli.deploy import deploy
-from fedsim.cli.experiment import experiment
-from fedsim.cli.flower_app import app as flower_app
 from fedsim.cli.partition import partition
 from fedsim.cli.privacy import privacy
-from fedsim.cli.report import compare, report
+from fedsim.cli.run import app as flower_app
 from fedsim.cli.run import run
-from fedsim.cli.saved import evaluate, export
+from fedsim.cli.run_directory import compare, evaluate, export, report
 from fedsim.cli.sweep import sweep
 from fedsim.cli.tune import tune
-
-__all__ = ["app"]
+from fedsim.errors import FedsimError
 
 app = typer.Typer(
     cls=Group,
@@ -63,7 +62,28 @@ for command in (
     tune,
 ):
     app.command(cls=ConfigCommand)(command)
-app.command(cls=Command)(experiment)
+
+
+def _experiment() -> tuple[Callable[..., Any], dict[str, Any]]:
+    """`fedsim experiment` with its settings; experiments are no part of the installed package."""
+    try:
+        return importlib.import_module("experiments.command").experiment, {}
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("experiments"):
+            raise
+        return _no_experiment, {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _no_experiment(context: typer.Context) -> None:
+    """Reproduce a figure or a table of a paper; needs a source checkout."""
+    raise FedsimError(
+        f"`{context.command_path}` needs a source checkout of fedsim, installed with "
+        "`pip install -e .`: the papers' experiments are no part of the package."
+    )
+
+
+_function, _settings = _experiment()
+app.command("experiment", cls=Command, context_settings=_settings)(_function)
 app.command("app", cls=Command)(flower_app)
 app.add_typer(config, name="config")
 app.add_typer(deploy, name="deploy")

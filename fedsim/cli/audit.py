@@ -9,10 +9,8 @@ import typer
 from rich.progress import Progress
 
 from fedsim.cli.console import Output
-from fedsim.cli.places import check_picture
+from fedsim.cli.output_paths import check_picture
 from fedsim.config import RunConfig
-
-__all__ = ["audit"]
 
 
 def audit(
@@ -63,13 +61,19 @@ def audit(
     check_picture(path)
     # Only now: a mistake in the config should not wait for torch and matplotlib.
     from fedsim.audit import WORLDS
-    from fedsim.audit.from_config import ConfigAudit
+    from fedsim.audit.config_audit import ConfigAudit
     from fedsim.audit.report import draw, tabulate
-    from fedsim.engines.process import settle
-    from fedsim.reports.partition import save
+    from fedsim.federation.engines.process import settle
+    from fedsim.reports.describe import duration
+    from fedsim.reports.plots import save
 
     settle()
     console = Output()
+    # As docs/audit.md measures: ten seconds of whole runs, and as many of the default worlds.
+    seconds = 10 + 10 * runs / 300 * max(rounds, 1) / 2
+    console.print(
+        f"Takes about {duration(seconds)} of one core; larger --runs and --rounds, longer."
+    )
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("runs", total=2 * runs * len(WORLDS))
         verdict, assumed = ConfigAudit(settings, rounds).run(
@@ -81,7 +85,7 @@ def audit(
             tick=lambda finished: progress.advance(task, finished),
         )
     console.print(tabulate(verdict, assumed))
-    save(draw(verdict, settings.name), path)
+    save(draw(verdict, settings.name), path, dpi=150)
     console.print(f"picture: {path}", soft_wrap=True)
     if not verdict.accepted:
         raise typer.Exit(1)

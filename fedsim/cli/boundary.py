@@ -26,8 +26,6 @@ from types import FrameType
 
 from fedsim.errors import FedsimError, RunFailedError, readable, users_place
 
-__all__ = ["guarded", "open_standard_streams", "tell_end_to"]
-
 Handler = Callable[[int, FrameType | None], object]
 
 Listener = Callable[[int, str], object]

@@ -14,15 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from fedsim import registry
-from fedsim.cli.command import Command, Group
-from fedsim.cli.console import Output
+from fedsim.cli.console import Command, Group, Output
 from fedsim.config import RunConfig
-from fedsim.config.describe import Key, choice_in, choices_of, keys
-from fedsim.config.schema import schema
-from fedsim.config.template import template
+from fedsim.config.describe import Key, choice_in, choices_of, keys, schema, template
+from fedsim.config.digest import keys_outside_release
 from fedsim.errors import FedsimError
-
-__all__ = ["config"]
 
 config = typer.Typer(
     cls=Group,
@@ -131,6 +127,8 @@ def _explained(key: Key) -> str:
     lines.append(f"    By default {shown}." if key.default != "" else "    By default unset.")
     if key.belongs_to:
         lines.append(f"    It belongs to {', '.join(key.belongs_to)}.")
+    if key.name in keys_outside_release():
+        lines.append("    A resumed run may change it: --resume --set.")
     return "\n".join(lines)
 
 

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedsim.cli.command import Command, ConfigCommand
-from fedsim.cli.console import Output
+from fedsim.cli.console import Command, ConfigCommand, Output
 
 if TYPE_CHECKING:
-    from fedsim.deploy.supervisor import Service
+    from fedsim.deploy.processes import Service
 
-__all__ = ["deploy"]
 
 deploy = typer.Typer(
     no_args_is_help=True,
@@ -72,7 +70,7 @@ def init(
     """
     from fedsim.config import RunConfig
     from fedsim.deploy.federation import Federation
-    from fedsim.deploy.parties import Node
+    from fedsim.deploy.services import Node
 
     config = None if split is None else RunConfig.load(split)
     if config is not None:
@@ -88,9 +86,9 @@ def init(
         home=home,
     )
     if config is not None:
-        from fedsim.apps.split import split_data
+        from fedsim.apps.node import write_client_data
 
-        split_data(config, lambda client: federation.node(client) / "data.npz")
+        write_client_data(config, lambda client: federation.node(client) / "data.npz")
         for number in range(nodes):
             Node.load(federation.node(number)).save({"data": "data.npz"})
     console = Output()
@@ -123,7 +121,7 @@ def superlink(
     token, on this machine's loopback address (from elsewhere by `ssh -L 8000:127.0.0.1:8000`). It
     runs fedsim's own ServerApp and no other code. Artefacts go to `$FEDSIM_RUNS`, or STATE/runs.
     """
-    from fedsim.deploy.parties import SuperLink
+    from fedsim.deploy.services import SuperLink
     from fedsim.runs.artefacts import RUNS
 
     party = SuperLink.load(directory)
@@ -148,7 +146,7 @@ def node(
     It asks the server for work and trains on its own data, with the installed fedsim and no
     other code, within the limits of the table `policy` of its `node.toml`.
     """
-    from fedsim.deploy.parties import Node
+    from fedsim.deploy.services import Node
 
     party = Node.load(directory)
     kept = (directory / "state" if state is None else state).absolute()
@@ -198,8 +196,7 @@ def up(
 
 def _keep_up(services: Sequence[Service], kept: Path, told: str) -> None:
     """Run services until Ctrl-C or SIGTERM; their output goes to ``logs`` in ``kept``."""
-    from fedsim.deploy.processes import Processes
-    from fedsim.deploy.supervisor import Supervisor
+    from fedsim.deploy.processes import Processes, Supervisor
 
     console = Output()
     signal.signal(signal.SIGTERM, _interrupt)

@@ -9,11 +9,9 @@ import typer
 from rich.text import Text
 
 from fedsim.cli.console import Output
-from fedsim.cli.places import check_picture
+from fedsim.cli.output_paths import check_picture
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
-
-__all__ = ["partition"]
 
 
 def partition(
@@ -44,23 +42,24 @@ def partition(
     # Only now: a mistake in the config should not wait for torch and matplotlib.
     import numpy as np
 
-    from fedsim.reports.partition import class_counts, draw, save, tabulate
-    from fedsim.runs.build import Build
-    from fedsim.runs.objects import partition as partitioner
+    from fedsim.reports.partition import class_counts, draw, tabulate
+    from fedsim.reports.plots import save
+    from fedsim.runs.data_split import resolve_data
+    from fedsim.runs.factories import partition as partitioner
 
-    build = Build(settings.replace(**{"engine.device": "cpu"}))
-    labels, num_classes = build.dataset.train.y.numpy(), build.dataset.num_classes
+    data = resolve_data(settings.replace(**{"engine.device": "cpu"}))
+    labels, num_classes = data.dataset.train.y.numpy(), data.dataset.num_classes
     if labels.ndim > 1 or not num_classes:
         # Of other targets than a class for each example there is their number only.
         labels, num_classes = np.zeros(len(labels), dtype=np.int64), 1
-    counts = class_counts(labels, build.parts, num_classes)
+    counts = class_counts(labels, data.split.train, num_classes)
     title = f"{settings.data.name}: {partitioner(settings).title}, seed {settings.seed}"
     if settings.partition.max_examples:
         title += f", at most {settings.partition.max_examples:,} examples a client"
     console = Output()
     console.print(tabulate(counts, title))
     try:
-        save(draw(counts, title), path)
+        save(draw(counts, title), path, dpi=150)
     except OSError as error:
         raise FedsimError(f"--out is {path}, which cannot be written: {error.strerror}.") from error
     console.print(Text(f"picture: {path}"), soft_wrap=True)

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -21,12 +21,11 @@ from fedsim.cli.privacy_views import (
     tradeoff_table,
 )
 from fedsim.errors import FedsimError
-from fedsim.privacy import Adjacency, Question, Sampling, tradeoff
-from fedsim.privacy.groups import group_cost
-from fedsim.privacy.signing import new_key
+from fedsim.privacy import Adjacency, Law, Question, tradeoff
+from fedsim.privacy.claims import group_cost
+from fedsim.privacy.events import shipped_laws
+from fedsim.privacy.manifest import new_key
 from fedsim.reports.verification import verify_run
-
-__all__ = ["privacy"]
 
 _PLAN, _SAMPLING, _LEDGER = "The plan", "Who takes part", "What a run left behind"
 
@@ -78,7 +77,8 @@ def privacy(
         ),
     ] = None,
     sampling: Annotated[
-        str | None, typer.Option(help="poisson, fixed, full or shuffle.", rich_help_panel=_SAMPLING)
+        str | None,
+        typer.Option(help=f"{', '.join(shipped_laws())}.", rich_help_panel=_SAMPLING),
     ] = None,
     rate: Annotated[
         float | None,
@@ -194,14 +194,16 @@ def privacy(
         "noise_multiplier": noise_multiplier,
         "target_epsilon": target_epsilon,
         "max_epsilon": max_epsilon,
-        **_sampling(sampling, rate, size, population, adjacency),
     }
-    question = _merged(
-        read.question, {name: value for name, value in options.items() if value is not None}
-    )
-    question = replace(question, invocations=invocations) if invocations != 1 else question
+    question = read.question
     if source is None:
         question = replace(question, level=_one_of("--level", level, "client", "example"))
+    drawn = {"rate": rate, "size": size, "population": population, "adjacency": adjacency}
+    question = _merged(
+        replace(question, law=_law(question, sampling, drawn)),
+        {name: value for name, value in options.items() if value is not None},
+    )
+    question = replace(question, invocations=invocations) if invocations != 1 else question
     questions = (rounds, max_epsilon, target_epsilon, over)
     if read.ledger is not None and all(question is None for question in questions):
         _spent(read, question.delta, as_json, prv, group)
@@ -211,7 +213,14 @@ def privacy(
     console = Output()
     if over is not None:
         key, values = _over(over)
-        answers = [_merged(question, {key: value}).answer() for value in values]
+        answers = [
+            (
+                replace(question, law=_law(question, None, {key: value}))
+                if key == "rate"
+                else _merged(question, {key: value})
+            ).answer()
+            for value in values
+        ]
         console.print(over_table(question, key, answers, prv))
         return
     answer = question.answer()
@@ -262,41 +271,25 @@ def _verify(run: Path | None, public_key: Path | None, delta: float | None) -> N
         raise typer.Exit(1)
 
 
-def _sampling(
-    sampling: str | None,
-    rate: float | None,
-    size: int | None,
-    population: int | None,
-    adjacency: str | None,
-) -> dict[str, Any]:
-    """What the options say about who takes part."""
-    sampling_options: dict[str, Any] = {"population": population}
-    if adjacency is not None:
-        allowed = ("add-remove", "zero-out", "replace-one")
-        sampling_options["adjacency"] = cast(Adjacency, _one_of("--adjacency", adjacency, *allowed))
-    if sampling is None and (rate is not None or size is not None):
-        sampling = "poisson"
-    if sampling is None:
-        return sampling_options
-    sampler = _one_of("--sampling", sampling, "poisson", "fixed", "full", "shuffle")
-    sampling_options["sampler"] = cast(Sampling, sampler)
-    if sampler == "poisson":
-        if rate is None and (size is None or population is None):
-            raise FedsimError("--sampling poisson needs --rate, or --size and --population.")
-        sampling_options["rate"] = (
-            rate if rate is not None else cast(int, size) / cast(int, population)
-        )
-    elif sampler == "fixed":
-        sampling_options["size"] = size
-    elif rate is not None or size is not None:
-        raise FedsimError(f"--sampling {sampler} takes neither --rate nor --size.")
-    return sampling_options
+def _law(question: Question, sampling: str | None, drawn: dict[str, Any]) -> Law:
+    """How rows are drawn: as the question says, but for what options say of it."""
+    given = {name: value for name, value in drawn.items() if value is not None}
+    if "adjacency" in given:
+        _one_of("--adjacency", given["adjacency"], *get_args(Adjacency))
+    before = question.law
+    if sampling is None and not given.keys() & {"rate", "size"}:
+        return replace(before, **given)
+    kind = shipped_laws()[_one_of("--sampling", sampling or "poisson", *shipped_laws())]
+    kept = ["population", "adjacency"] if type(before) is kind else ["population"]
+    given = {name: getattr(before, name) for name in kept} | given
+    # At example level numbers of examples are public.
+    if question.level == "example" and "zero-out" in kind.neighbours:
+        given.setdefault("adjacency", "zero-out")
+    return kind.of_options(**given)
 
 
 def _merged(question: Question, changes: dict[str, Any]) -> Question:
     """The plan with options put in its place; what they ask for is left open."""
-    if "sampler" in changes and changes["sampler"] != question.sampler:
-        question = replace(question, rate=1.0, size=None, adjacency=None)
     if changes.get("target_epsilon") is not None and "noise_multiplier" not in changes:
         question = replace(question, noise_multiplier=None)
     if "noise_multiplier" in changes and "target_epsilon" not in changes:

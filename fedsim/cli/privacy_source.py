@@ -7,19 +7,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedsim.config import RunConfig
-from fedsim.config.plan import beside, cohort, entropy, extrapolation, realised, stopping
-from fedsim.config.things import make
+from fedsim.config.instantiate import make
+from fedsim.config.plan import (
+    beside,
+    cohort,
+    entropy,
+    extrapolation,
+    made_noise,
+    realised,
+    stopping,
+)
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Question, Statement, claimed
-from fedsim.privacy.adversary import BOUND_DECLARED, SAMPLER_DECLARED
-from fedsim.privacy.archive import archived
-from fedsim.privacy.extrapolation import Extrapolation
-from fedsim.privacy.inclusion import declared_by_user, of_user
-from fedsim.privacy.parallel import dearest
-from fedsim.privacy.stopping import FIXED, Stopping
+from fedsim.privacy.adversary import DECLARED_SENTENCES
+from fedsim.privacy.calibration import Extrapolation
+from fedsim.privacy.claims import FIXED, Stopping, costliest_ledger
+from fedsim.privacy.durable import archived
+from fedsim.privacy.plan import declared_parts, of_user
 from fedsim.reports.record import clients_ledgers, ending, read_config
-
-__all__ = ["Source", "read_source"]
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
 
 
 def _of_clients(directory: Path, delta: float) -> Source:
-    worst = dearest(_clients(directory, delta).everyone(), delta)
+    worst = costliest_ledger(_clients(directory, delta).everyone(), delta)
     return Source(_continued(worst, delta), worst, clients=directory, examples_delta=delta)
 
 
@@ -160,7 +165,9 @@ def _continued(ledger: Ledger, delta: float) -> Question:
         return question
     last = ledger.charged[-1].event
     return replace(
-        question.about(last),
+        question,
+        law=last.law,
+        invocations=last.count,
         noise_multiplier=last.total_noise_multiplier,
         past=tuple(entry.event for entry in ledger.charged),
         simulated=any(entry.entropy == "config" for entry in ledger.charged),
@@ -184,32 +191,39 @@ def _configured(config: RunConfig) -> Question:
         delta=noise.delta,
         simulated=entropy(config) == "config",
         stopping=stopping(config.to_run_config()),
-    ).about(cohort(config).event(noise.multiplier or 0.0))
+        law=made_noise(config).law(cohort(config).law()),
+        invocations=cohort(config).gaussians(1),
+    )
 
 
 def _declared(config: RunConfig) -> Iterator[str]:
     """What is the user's own, and believed."""
-    if config.private and declared_by_user(cohort(config)):
-        yield SAMPLER_DECLARED
-    private = ((config.mechanism, config.private), (config.client.mechanism, config.client.private))
-    if any(protects and of_user(make(table)) for table, protects in private):
-        yield BOUND_DECLARED
+    parts = set()
+    if config.private:
+        parts |= {*declared_parts(cohort(config), made_noise(config), make(config.mechanism))}
+    if config.client.private and of_user(make(config.client.mechanism)):
+        parts.add("bound")
+    yield from (DECLARED_SENTENCES[part] for part in DECLARED_SENTENCES if part in parts)
 
 
 def _examples(config: RunConfig) -> Question:
     """The plan of the client that pays most, where clients protect their examples."""
     # How many examples clients have, and so their rates, only the data can say.
-    from fedsim.runs.build import Build
+    from fedsim.runs.data_split import resolve_data
+    from fedsim.runs.local_training import example_privacy, most_expensive_client
 
-    build = Build(config)
-    worst = build.worst_client(config.rounds)
-    if worst is None or build.example_privacy is None:
+    data = resolve_data(config)
+    privacy = example_privacy(config, data)
+    worst = most_expensive_client(config, privacy, data.split.sizes, config.rounds)
+    if worst is None or privacy is None:
         raise FedsimError(f"partition.clients = {config.partition.clients}; none has an example.")
     return Question(
-        noise_multiplier=build.example_privacy.noise_multiplier,
+        noise_multiplier=privacy.noise_multiplier,
         rounds=config.rounds,
         delta=config.client.noise.delta,
         level="example",
         simulated=entropy(config) == "config",
         stopping=stopping(config.to_run_config()),
-    ).about(replace(worst.event, count=worst.event.count // config.rounds))
+        law=worst.event.law,
+        invocations=worst.event.count // config.rounds,
+    )

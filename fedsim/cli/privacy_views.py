@@ -9,10 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedsim.privacy import Accountant, Answer, Event, Ledger, Question, TradeOff
-from fedsim.privacy.stopping import Stopping
+from fedsim.privacy.claims import Stopping
 from fedsim.privacy.verification import Verified
-
-__all__ = ["checks_table", "history", "over_table", "prv_says", "report", "tradeoff_table"]
 
 _LABELS = {
     "poisson": "Poisson, rate {rate:.6g}",
@@ -25,9 +23,6 @@ _LABELS = {
 def report(answer: Answer, prv: bool = False) -> Table:
     """The answer first, then what it rests on; with ``prv``, what Opacus's accountant says."""
     question, cost = answer.question, answer.cost
-    sampling = _LABELS[question.sampler].format(
-        rate=question.rate, size=question.size, population=question.population
-    )
     rows = {
         "epsilon": _number(cost.epsilon),
         "noise multiplier": _number(answer.noise_multiplier),
@@ -41,7 +36,7 @@ def report(answer: Answer, prv: bool = False) -> Table:
     if question.stopping.times:
         table.add_row("", "half of it for an earlier end (stop.metric, stop.callbacks)")
     table.add_row("level, neighbours", f"{question.level}, {cost.adjacency}")
-    table.add_row("sampling", sampling)
+    table.add_row("sampling", question.law.label)
     if question.level == "example":
         table.add_row("public", "how many examples each client has, its steps and rates")
     if question.past:
@@ -79,7 +74,7 @@ def over_table(question: Question, key: str, answers: list[Answer], prv: bool = 
     """One row an answer; what varies stands first."""
     asked = {"target_epsilon": "target", "max_epsilon": "budget"}
     cells: dict[str, Callable[[Answer], str]] = {
-        asked.get(key, key.replace("_", " ")): lambda answer: f"{getattr(answer.question, key):,g}",
+        asked.get(key, key.replace("_", " ")): lambda answer: f"{_value(answer.question, key):,g}",
         "rounds": lambda answer: f"{answer.rounds:,}",
         "noise multiplier": lambda answer: _number(answer.noise_multiplier),
         "epsilon": lambda answer: _number(answer.cost.epsilon),
@@ -93,6 +88,10 @@ def over_table(question: Question, key: str, answers: list[Answer], prv: bool = 
     for answer in answers:
         table.add_row(*(cell(answer) for cell in cells.values()))
     return table
+
+
+def _value(question: Question, key: str) -> float:
+    return float(getattr(question.law if key == "rate" else question, key))
 
 
 def history(ledger: Ledger, delta: float, stopping: Stopping) -> Table:
@@ -121,9 +120,9 @@ ALARMS = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5)
 
 
 def tradeoff_table(curve: TradeOff) -> Table:
-    """What whoever tells neighbours apart must miss, at some rates of false alarms."""
+    """What a membership-inference attack must miss, at some false-positive rates."""
     table = Table(box=None, padding=(0, 2), title="what an attacker must miss")
-    table.add_column("false alarms", justify="right")
+    table.add_column("false positives", justify="right")
     table.add_column("misses at least", justify="right")
     for alarms, missed in zip(ALARMS, curve(ALARMS), strict=True):
         table.add_row(f"{alarms:.1%}", f"{math.floor(1000 * missed) / 10:.1f}%")

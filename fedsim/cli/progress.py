@@ -14,28 +14,21 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from fedsim.cli.json_lines import JsonLines
+from fedsim.cli.console import JsonLines
 from fedsim.config import RunConfig
-from fedsim.reports.numbers import brief
-from fedsim.reports.series import is_share, tail_mean, told_columns
-from fedsim.runs.artefacts import Row
-from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.runs.result import RunResult
-from fedsim.strategies.outcome import (
+from fedsim.federation.round_report import (
     NOISE_ALONE,
+    describe_reasons,
     failures_in,
     reasons_in,
     released_noise_alone,
-    told,
 )
+from fedsim.reports.describe import brief, headline_columns, is_share, tail_mean
+from fedsim.runs.artefacts import Row
+from fedsim.runs.callbacks import Callback, RunStatus
+from fedsim.runs.result import RunResult
 
-__all__ = ["JsonRounds", "Progress", "interrupted", "summary"]
-
-_COSTS = {
-    "epsilon": ("epsilon", "{:.2f}"),
-    "example-epsilon": ("examples' epsilon", "{:.2f}"),
-    "clients-per-second": ("clients/s", "{:,.0f}"),
-}
+_EPSILONS = {"epsilon": "eps", "example-epsilon": "examples' eps"}
 
 
 class Progress(Callback):
@@ -86,7 +79,9 @@ class Progress(Callback):
         text = "  ".join(f"{label} [bold]{value}[/]" for label, value in self._told())
         if row.get("failed"):
             # First: what is wrong must not be what is cut off.
-            text = f"failed [bold]{row['failed']}[/] ({told(reasons_in([row]))})  {text}"
+            text = (
+                f"failed [bold]{row['failed']}[/] ({describe_reasons(reasons_in([row]))})  {text}"
+            )
         if released_noise_alone(row):
             text = f"[yellow]{NOISE_ALONE}[/]  {text}"
         done = int(row["round"])
@@ -98,15 +93,25 @@ class Progress(Callback):
             )
 
     def _told(self) -> Iterator[tuple[str, str]]:
-        """Labels and numbers: what it has learnt, then what that has cost."""
-        for column, name in told_columns(self._shown).items():
-            value = self._shown[column]
-            share = is_share(column, [value])
-            yield escape(name), f"{value:.1%}" if share else f"{value:.3f}"
+        """Labels and numbers; losses last, for they are the first to go on a narrow terminal."""
+        shown = headline_columns(self._shown).items()
+        metrics, losses = (
+            [(column, name) for column, name in shown if name.endswith("loss") == is_loss]
+            for is_loss in (False, True)
+        )
+        yield from map(self._metric, metrics)
         simulated = " (simulated)" if self._shown.get("simulated") else ""
-        for key, (label, form) in _COSTS.items():
-            if key in self._shown:
-                yield label + simulated * key.endswith("epsilon"), form.format(self._shown[key])
+        for column, label in _EPSILONS.items():
+            if column in self._shown:
+                yield label, f"{self._shown[column]:.2f}{simulated}"
+        yield from map(self._metric, losses)
+        if "clients-per-second" in self._shown:
+            yield "clients/s", f"{self._shown['clients-per-second']:,.0f}"
+
+    def _metric(self, metric: tuple[str, str]) -> tuple[str, str]:
+        column, name = metric
+        value = self._shown[column]
+        return escape(name), f"{value:.1%}" if is_share(column, [value]) else f"{value:.3f}"
 
 
 class JsonRounds(Callback):
@@ -157,9 +162,11 @@ def interrupted(result: RunResult) -> str:
 
 def _reached(rows: Sequence[Row]) -> RenderableType:
     """The last of every metric, and what it was of late; the loss stands last."""
+    headlines = headline_columns(dict.fromkeys(name for row in rows for name in row))
+    if not headlines:
+        return Text("Nothing was evaluated.")
     table = Table.grid(padding=(0, 2))
-    told = told_columns(dict.fromkeys(name for row in rows for name in row))
-    for column, name in sorted(told.items(), key=lambda item: item[1].endswith("loss")):
+    for column, name in sorted(headlines.items(), key=lambda item: item[1].endswith("loss")):
         measured = [row for row in rows if column in row]
         values = [float(row[column]) for row in measured]
         percent = is_share(column, values)

@@ -1,4 +1,4 @@
-"""`fedsim run`: train what a config describes."""
+"""`fedsim run` and `fedsim app`: train what a config describes, and run any Flower app."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from typing import Annotated
 import typer
 
 from fedsim.cli.boundary import tell_end_to
-from fedsim.cli.console import Output
-from fedsim.cli.json_lines import JsonLines
+from fedsim.cli.console import JsonLines, Output
 from fedsim.config import RunConfig
-from fedsim.config.past import past_config
+from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
-
-__all__ = ["run"]
 
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -154,3 +151,24 @@ def _check_directory(directory: Path, out: Path | None, *, resume: bool) -> None
         )
     if out is not None and out.resolve() != directory.resolve():
         raise FedsimError(f"--out {out} is not {directory}, where the run goes on; leave it out.")
+
+
+def app(
+    directory: Annotated[Path, typer.Argument(help="A Flower app: it has a pyproject.toml.")],
+    nodes: Annotated[int, typer.Option(min=1, help="How many clients there are.")] = 10,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one key of the app's config."),
+    ] = None,
+) -> None:
+    """Run a Flower app as it is, in this process: no SuperLink, no Ray, nothing serialised.
+
+        fedsim app examples/plugin --nodes 4 --set num-server-rounds=3
+
+    The app's ServerApp, ClientApp and `[tool.flwr.app.config]` are those that `flwr run` would
+    use, and client i is told its `partition-id` and `num-partitions` as there. Clients run one
+    after another. The app's dependencies must be installed.
+    """
+    from fedsim.apps.user_app import FlowerApp, run_app
+
+    run_app(FlowerApp.load(directory, set_ or []), nodes)

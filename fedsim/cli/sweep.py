@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fedsim.reports.sweep import MemberLine, SeedsLine, Spread
     from fedsim.runs.sweep import Halving, Member, MemberOutcome
 
-__all__ = ["SOME_FAILED", "sweep"]
 
 SOME_FAILED = 3
 """The status of a sweep that came to its end, but not all of whose members did."""
@@ -80,8 +79,7 @@ def sweep(
     base = RunConfig.load(config, set_ or [])
     # Only now: a mistake in the config should not wait for torch.
     from fedsim.reports.plots import save
-    from fedsim.reports.sweep import over_seeds, read_line, seeds_csv, to_csv
-    from fedsim.reports.sweep_picture import draw
+    from fedsim.reports.sweep import draw, over_seeds, read_line, seeds_csv, to_csv
     from fedsim.runs.sweep import Halving, drawn, is_done, measure_of, members, parse_axes
 
     axes = parse_axes(over)
@@ -162,15 +160,15 @@ def _members_table(lines: Sequence[MemberLine]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for key in lines[0].point:
         table.add_column(key, justify="right")
-    for heading in (lines[0].measure.name, "last five", "loss", "epsilon", "outcome"):
+    name = lines[0].measure.name
+    for heading in (name, "last five", "epsilon", "loss", "outcome"):
         table.add_column(heading, justify="right")
     for line in lines:
         table.add_row(
             *(str(value) for value in line.point.values()),
-            f"{line.test:.4f}",
-            f"{line.mean_test:.4f}",
-            f"{line.loss:.4f}",
+            *(_figure(number, name) for number in (line.test, line.mean_test)),
             _epsilon(line),
+            _figure(line.loss, "loss"),
             line.outcome,
             style="bold" if best is not None and line in best.lines else "",
         )
@@ -187,24 +185,32 @@ def _seeds_table(settings: Sequence[SeedsLine]) -> Table:
     )
     for key in settings[0].point:
         table.add_column(key, justify="right")
-    for heading in (f"{name}, last five", "loss", "epsilon", "seeds ended"):
+    for heading in (name, "last five", "epsilon", "loss", "seeds ended"):
         table.add_column(heading, justify="right")
     for setting in settings:
         table.add_row(
             *(str(value) for value in setting.point.values()),
-            _spread(setting.test),
-            _spread(setting.loss),
+            *(_spread(spread, name) for spread in (setting.last, setting.test)),
             _epsilon(max(setting.lines, key=lambda line: line.epsilon or 0.0)),
+            _spread(setting.loss, "loss"),
             f"{setting.ended} of {len(setting.lines)}",
             style="bold" if setting is best else "",
         )
     return table
 
 
-def _spread(spread: Spread | None) -> str:
+def _spread(spread: Spread | None, name: str) -> str:
     if spread is None:
         return "-"
-    return f"{spread.mean:.4f}" + (f" ± {spread.std:.4f}" if spread.std is not None else "")
+    deviation = "" if spread.std is None else f" ± {_figure(spread.std, name)}"
+    return _figure(spread.mean, name) + deviation
+
+
+def _figure(value: float, name: str) -> str:
+    """A number as a run's page and `fedsim compare` write it."""
+    from fedsim.reports.describe import brief, is_share
+
+    return brief(value, is_share(name, [value]))
 
 
 def _say_best(console: Console, settings: Sequence[SeedsLine]) -> None:
@@ -214,7 +220,7 @@ def _say_best(console: Console, settings: Sequence[SeedsLine]) -> None:
     name = settings[0].lines[0].measure.name
     if best is not None and len(settings) > 1:
         point = ", ".join(f"{key} = {value}" for key, value in best.point.items())
-        console.print(f"Best by validation-{name}, {_spread(best.validation)}: {point}.")
+        console.print(f"Best by validation-{name}, {_spread(best.validation, name)}: {point}.")
     elif len(settings) > 1 and all(setting.validation is None for setting in settings):
         console.print(
             "No best one is named: nothing is chosen by test examples; data.validation holds "
@@ -247,7 +253,7 @@ def _say_price(
     halving: Halving | None,
 ) -> None:
     """What choosing among private members costs."""
-    from fedsim.privacy.archive import archived
+    from fedsim.privacy.durable import archived
     from fedsim.reports.sweep import examples_price
     from fedsim.runs.sweep import outcomes
 

@@ -16,10 +16,11 @@ from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fedsim.rows.block import Ids
     from fedsim.training import Trainer
 
-__all__ = ["tune"]
 
 SIZES = (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000)
 
@@ -58,31 +59,40 @@ def tune(
     settings = settings.replace(**{"client.state-dir": "", "client.noise.max-epsilon": ""})
     import numpy as np
 
-    from fedsim.engines.process import settle
-    from fedsim.runs.build import Build
+    from fedsim.federation.engines.process import settle
+    from fedsim.reports.describe import duration
+    from fedsim.runs.resolve import resolve
 
     settle()
-    trainer = Build(settings).trainer
+    trainer = resolve(settings).trainer
     sizes = np.array([trainer.data.size(i) for i in range(trainer.population)])
     ids = np.flatnonzero(sizes)[:clients]
     if not len(ids):
         raise FedsimError("no client has any data; there is nothing to measure.")
     console = Output()
+    seconds = _timed(trainer, trainer.initial(), ids, 1)[1] * len(ways_of(trainer, len(ids)))
+    console.print(f"Measuring takes about {duration(seconds * (repeats + 1))}.")
     with console.status("measuring"):
         timings = measure(trainer, ids, repeats)
     report(console, timings, trainer)
 
 
-def measure(trainer: Trainer, ids: Ids, repeats: int) -> list[Timing]:
+def ways_of(trainer: Trainer, clients: int) -> dict[tuple[str, int], Trainer]:
     """Every path that takes the model, over block sizes up to the number of clients."""
     ways: dict[tuple[str, int], Trainer] = {}
     for path in ("stacked", "layered", "func", "plain"):
-        for size in sorted({min(s, len(ids)) for s in SIZES}):
+        for size in sorted({min(s, clients) for s in SIZES}):
             try:
                 way = trainer.on(path, size)
             except FedsimError:
                 break  # the path does not take this model
             ways.setdefault((path, way.block_size), way)
+    return ways
+
+
+def measure(trainer: Trainer, ids: Ids, repeats: int) -> list[Timing]:
+    """The best timing of each way, the fastest first."""
+    ways = ways_of(trainer, len(ids))
     best: dict[tuple[str, int], Timing] = {}
     on_cpu = trainer.device.type == "cpu"
 
@@ -94,11 +104,7 @@ def measure(trainer: Trainer, ids: Ids, repeats: int) -> list[Timing]:
     # In turn, so that all of them meet the same neighbours on the machine.
     for t in range(1, repeats + 2):
         for (path, size), way in ways.items():
-            cpu, wall = time.process_time(), time.perf_counter()
-            for _ in way.train(vector, ids, t):
-                pass
-            _wait(way)
-            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            cpu, wall = _timed(way, vector, ids, t)
             now = Timing(path, size, cpu / len(ids), wall / len(ids))
             known = best.get((path, size))
             if t > 1 and (known is None or cost(now) < cost(known)):
@@ -106,11 +112,17 @@ def measure(trainer: Trainer, ids: Ids, repeats: int) -> list[Timing]:
     return sorted(best.values(), key=cost)
 
 
-def _wait(trainer: Trainer) -> None:
+def _timed(trainer: Trainer, vector: Tensor, ids: Ids, round: int) -> tuple[float, float]:
+    """CPU and wall seconds that these clients' training takes."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    for _ in trainer.train(vector, ids, round):
+        pass
     if trainer.device.type == "cuda":
         import torch
 
+        # A kernel that was launched has not ended yet.
         torch.cuda.synchronize(trainer.device)
+    return time.process_time() - cpu, time.perf_counter() - wall
 
 
 def report(console: Console, timings: list[Timing], trainer: Trainer) -> None:

@@ -6,14 +6,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, Self
 
-from fedsim.clients.base import LocalAlgorithm, State, Step
-from fedsim.clients.gradients import Gradient
+from fedsim.clients.base import Gradient, LocalAlgorithm, State, Step
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.rows.elementwise import power
 from fedsim.settings import Doc, Ge, Gt, Le
-
-__all__ = ["AdadpLR"]
 
 
 @register("client", "adadp-lr")

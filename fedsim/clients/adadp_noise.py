@@ -10,8 +10,6 @@ from fedsim.lazy import Tensor
 from fedsim.registry import register
 from fedsim.settings import Doc, Ge, Gt, Lt
 
-__all__ = ["AdadpNoise"]
-
 
 @register("client", "adadp-noise")
 @dataclass(frozen=True)

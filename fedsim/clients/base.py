@@ -24,15 +24,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from fedsim.clients.gradients import Gradient
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
-from fedsim.rows.vectors import Width
+from fedsim.rows.layout import Width
 from fedsim.settings import check_settings
-
-__all__ = ["PERSONAL_MASK", "Combined", "LocalAlgorithm", "State", "Step", "refuse_vectors"]
 
 PERSONAL_MASK = "personal"
 """Entry of the state of an algorithm that `parts`, ``[n, D]``: 1 where a parameter is personal."""
@@ -78,6 +75,72 @@ class Step:
         In a captured step it is a tensor ``[]`` that gets its value before each replay.
         """
         return function(self)
+
+
+class Gradient(Protocol):
+    """Gradients of ``n`` clients, each at its own point.
+
+    A slice of clients cuts it, as it cuts the tensors of a state.
+    """
+
+    def __getitem__(self, clients: slice) -> Gradient:
+        """The gradients of these clients."""
+
+    def dense(self) -> Tensor:
+        """The gradients as a new tensor ``[n, D]``."""
+
+    def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
+        """``theta [n, D] - rate [n] * gradient``, in place or, where it is given, in ``out``."""
+
+    def distance(self, other: Gradient) -> Tensor:
+        """``|| self - other ||`` in L2, ``[n]``; the other comes from the same path."""
+
+    def peak(self) -> Tensor:
+        """No coordinate is larger than this in absolute value, ``[n]``."""
+
+    def norms(self) -> Tensor:
+        """L2 norms, ``[n]``."""
+
+    def scaled(self, factors: Tensor) -> Gradient:
+        """The gradients times ``factors [n]``."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Gradients written out, ``[n, D]``."""
+
+    values: Tensor
+
+    def __getitem__(self, clients: slice) -> Dense:
+        """Of these clients."""
+        return Dense(self.values[clients])
+
+    def dense(self) -> Tensor:
+        """A copy."""
+        return self.values.clone()
+
+    def distance(self, other: Gradient) -> Tensor:
+        """Norms of the difference."""
+        norms: Tensor = torch.linalg.vector_norm(self.values - other.dense(), dim=1)
+        return norms
+
+    def peak(self) -> Tensor:
+        """The largest coordinate."""
+        return torch.maximum(self.values.amax(1), -self.values.amin(1))
+
+    def norms(self) -> Tensor:
+        """Row by row."""
+        norms: Tensor = torch.linalg.vector_norm(self.values, dim=1)
+        return norms
+
+    def scaled(self, factors: Tensor) -> Dense:
+        """A new tensor."""
+        return Dense(self.values * factors.unsqueeze(1))
+
+    def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
+        """One multiply-add over the block."""
+        into = theta if out is None else out
+        torch.addcmul(theta, self.values, rate.unsqueeze(1), value=-1, out=into)
 
 
 class LocalAlgorithm(ABC):

@@ -6,13 +6,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from fedsim.clients.base import LocalAlgorithm, State, Step
-from fedsim.clients.gradients import Dense, Gradient
+from fedsim.clients.base import Dense, Gradient, LocalAlgorithm, State, Step
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.settings import Doc, Ge, Gt
-
-__all__ = ["Ditto"]
 
 
 @register("client", "ditto")

@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedsim.clients.base import Combined, State, Step
-from fedsim.clients.gradients import Gradient
+from fedsim.clients.base import Combined, Gradient, State, Step
 from fedsim.clients.proximal import PROXIMAL
 from fedsim.clients.sgd import SGD
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
-from fedsim.rows.vectors import Width
-
-__all__ = ["FedNova"]
+from fedsim.rows.layout import Width
 
 
 @register("client", "fednova")
@@ -30,7 +27,7 @@ class FedNova(SGD):
     equations 9 to 11; weight decay counts as gradient.
     """
 
-    # A momentum starts anew in every round, as the formula for a supposes.
+    # A momentum starts at zero in every round, as the formula for a supposes.
     carried: ClassVar[tuple[str, ...]] = ()
     sends: ClassVar[Mapping[str, Width]] = {"reach": "number"}
 

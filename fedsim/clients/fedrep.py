@@ -6,14 +6,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from fedsim.clients.base import PERSONAL_MASK, LocalAlgorithm, State, Step
-from fedsim.clients.gradients import Dense, Gradient
+from fedsim.clients.base import PERSONAL_MASK, Dense, Gradient, LocalAlgorithm, State, Step
 from fedsim.clients.schedules import CONSTANT, LocalSchedule
 from fedsim.lazy import Tensor
 from fedsim.registry import register
 from fedsim.settings import Doc, Ge, Gt
-
-__all__ = ["FedRep"]
 
 
 @register("client", "fedrep")

@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-from fedsim.clients.base import Combined, LocalAlgorithm, State, Step
-from fedsim.clients.gradients import Dense, Gradient
+from fedsim.clients.base import Combined, Dense, Gradient, LocalAlgorithm, State, Step
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor
-from fedsim.rows.vectors import Width
 from fedsim.settings import Ge
-
-__all__ = ["MU", "PROXIMAL", "Proximal", "told_numbers"]
 
 PROXIMAL = "proximal"
 """mu, as a number of the algorithm and an entry of its state, ``[n]``."""
 
 MU = "proximal-mu"
 """What Flower's FedProx calls it where it tells its clients."""
+
+
+def _inside(name: str) -> Any:
+    return property(lambda self: getattr(self.algorithm, name), doc="As the algorithm inside.")
 
 
 @dataclass(frozen=True)
@@ -33,41 +33,14 @@ class Proximal(LocalAlgorithm):
     ----------
     algorithm : LocalAlgorithm
     mu : float
-        The weight of the pull, where the server does not say another (`told_numbers`).
+        The weight of the pull, where the server does not say another (`server_numbers`).
     """
 
     algorithm: LocalAlgorithm
     mu: Annotated[float, Ge(0)]
 
-    @property
-    def carried(self) -> tuple[str, ...]:
-        """What the algorithm inside keeps."""
-        return self.algorithm.carried
-
-    @property
-    def evaluates(self) -> str:
-        """As the algorithm inside."""
-        return self.algorithm.evaluates
-
-    @property
-    def sends(self) -> Mapping[str, Width]:
-        """As the algorithm inside."""
-        return self.algorithm.sends
-
-    @property
-    def remembers(self) -> bool:
-        """As the algorithm inside."""
-        return self.algorithm.remembers
-
-    @property
-    def plain_means(self) -> bool:
-        """As the algorithm inside."""
-        return self.algorithm.plain_means
-
-    @property
-    def parts(self) -> bool:
-        """As the algorithm inside."""
-        return self.algorithm.parts
+    carried, evaluates, sends = _inside("carried"), _inside("evaluates"), _inside("sends")
+    remembers, plain_means, parts = _inside("remembers"), _inside("plain_means"), _inside("parts")
 
     def numbers(self) -> dict[str, float]:
         """Those of the algorithm inside, and mu."""
@@ -116,7 +89,7 @@ class Proximal(LocalAlgorithm):
         return self.algorithm.combine(update, mean, received, share)
 
 
-def told_numbers(algorithm: LocalAlgorithm, config: Mapping[str, object]) -> dict[str, float]:
+def server_numbers(algorithm: LocalAlgorithm, config: Mapping[str, object]) -> dict[str, float]:
     """What the config entries of a round's instructions say of the algorithm's numbers: `MU`.
 
     Raises

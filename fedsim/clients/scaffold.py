@@ -6,15 +6,12 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from fedsim.clients.base import Combined, LocalAlgorithm, State, Step
-from fedsim.clients.gradients import Dense, Gradient
+from fedsim.clients.base import Combined, Dense, Gradient, LocalAlgorithm, State, Step
 from fedsim.clients.schedules import CONSTANT, LocalSchedule
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
-from fedsim.rows.vectors import Width
+from fedsim.rows.layout import Width
 from fedsim.settings import Doc, Gt
-
-__all__ = ["Scaffold"]
 
 
 @register("client", "scaffold")

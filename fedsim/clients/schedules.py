@@ -11,8 +11,6 @@ from fedsim.clients.base import Step
 from fedsim.errors import FedsimError
 from fedsim.settings import Doc, Text
 
-__all__ = ["CONSTANT", "LocalSchedule", "Schedule"]
-
 Shape = Literal["constant", "inverse", "exponential", "cosine", "staircase", "warm-up"]
 Over = Literal["round", "step"]
 

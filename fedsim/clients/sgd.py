@@ -6,14 +6,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from fedsim.clients.base import LocalAlgorithm, State, Step
-from fedsim.clients.gradients import Gradient
+from fedsim.clients.base import Gradient, LocalAlgorithm, State, Step
 from fedsim.clients.schedules import CONSTANT, LocalSchedule
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
 from fedsim.settings import Doc, Ge, Gt, Lt
-
-__all__ = ["SGD"]
 
 
 @register("client", "sgd")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from fedsim.privacy.inclusion import InclusionSampler
-from fedsim.privacy.samplers import FixedSize as FixedCohort
-from fedsim.privacy.samplers import Full as FullCohort
-from fedsim.privacy.samplers import Poisson as PoissonCohort
-from fedsim.privacy.sampling import Sampler as Cohort
-from fedsim.privacy.sampling import SamplerDefaults
+from fedsim.privacy.laws import FixedSize as FixedCohort
+from fedsim.privacy.laws import Full as FullCohort
+from fedsim.privacy.laws import InclusionSampler
+from fedsim.privacy.laws import Poisson as PoissonCohort
+from fedsim.privacy.laws import Sampler as Cohort
 
 __all__ = [
     "Cohort",
@@ -15,5 +14,4 @@ __all__ = [
     "FullCohort",
     "InclusionSampler",
     "PoissonCohort",
-    "SamplerDefaults",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from fedsim.config.run_config import RunConfig, Scalar
+from fedsim.config.run_config import RunConfig
+from fedsim.config.values import Scalar
 
 __all__ = ["RunConfig", "Scalar"]

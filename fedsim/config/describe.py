@@ -1,21 +1,28 @@
-"""What a config may say, in words: each key with its type, range, default and meaning."""
+"""What a config may say: in words, as a file to start from, as Flower's table, as a JSON schema."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic.fields import FieldInfo
+import tomli_w
 
 from fedsim import registry
-from fedsim.config.choices import Choice, own_settings, written
-from fedsim.config.keys import NamesOf, Section, belongs_to, to_empty
 from fedsim.config.run_config import RunConfig
-from fedsim.settings import Doc, Setting, allowed, settings_of
-
-__all__ = ["Key", "choice_in", "choices_of", "keys", "summary_of"]
+from fedsim.config.tables import Choice, ConfigTable, NamesOf, belongs_to, is_table
+from fedsim.settings import (
+    Between,
+    Ge,
+    Gt,
+    Le,
+    Lt,
+    Setting,
+    allowed,
+    settings_of,
+    type_in_words,
+)
 
 
 @dataclass(frozen=True)
@@ -45,102 +52,198 @@ class Key:
 
 def keys() -> list[Key]:
     """Every key that some config has, table by table."""
-    return list(_keys(RunConfig, ""))
+    return list(_keys(RunConfig))
 
 
 def choices_of(kind: str) -> list[tuple[str, str]]:
-    """Names of a kind, with a line on each."""
-    return [(name, summary_of(registry.find(kind, name, kind))) for name in registry.names(kind)]
+    """Names of a kind, with the first line of each one's docstring."""
+    described = []
+    for name in registry.names(kind):
+        doc = registry.find(kind, name, kind).__doc__ or ""
+        line = next(iter(doc.strip().splitlines()), "")
+        described.append((name, line.replace("``", "`")))
+    return described
 
 
 def choice_in(table: str, name: str) -> str:
     """The line on what a table may name; empty where it may not name such a thing."""
-    for section in _tables(RunConfig):
-        if issubclass(section, Choice) and section.table == table:
-            return dict(choices_of(section.kind)).get(name, "")
-    return ""
+    kinds = [t.kind for t in _tables(RunConfig) if issubclass(t, Choice) and t.table == table]
+    return dict(choices_of(kinds[0])).get(name, "") if kinds else ""
 
 
-def _tables(section: type[Section]) -> Iterator[type[Section]]:
-    for field in section.model_fields.values():
-        model = field.annotation
-        if isinstance(model, type) and issubclass(model, Section):
-            yield model
-            yield from _tables(model)
+def _tables(table: type[ConfigTable]) -> Iterator[type[ConfigTable]]:
+    for inner in table.tables().values():
+        yield inner
+        yield from _tables(inner)
 
 
-def summary_of(thing: Any) -> str:
-    """The first line of its docstring."""
-    return next(iter((thing.__doc__ or "").strip().splitlines()), "").replace("``", "`")
-
-
-def _keys(section: type[Section], table: str) -> Iterator[Key]:
-    inner: list[tuple[type[Section], str]] = []
-    for field in section.model_fields.values():
-        model, name = field.annotation, f"{table}{field.alias}"
-        if isinstance(model, type) and issubclass(model, Section):
-            inner.append((model, f"{name}."))
+def _keys(table: type[ConfigTable]) -> Iterator[Key]:
+    for setting in settings_of(table):
+        if is_table(setting):
             continue
-        yield _common(section, field, name)
-        for names_of in (m for m in field.metadata if isinstance(m, NamesOf)):
-            by_name = {n: _settings(names_of, n) for n in registry.names(names_of.kind)}
-            yield from _shared(by_name, f"{name}.")
-    if issubclass(section, Choice):
-        names = registry.names(section.kind)
-        yield from _shared({name: own_settings(section, name) for name in names}, table)
-        chooses = f"{table}{section.selector} = 'module:name'"
+        key = _key(table.key(setting.key), belongs_to(setting), setting)
+        if issubclass(table, Choice) and setting.key == table.selector:
+            words = ", ".join(f"'{word}'" for word in registry.names(table.kind))
+            key = replace(key, allowed=f"{words} or 'module:name'")
+        yield key
+        for names in (m for m in setting.metadata if isinstance(m, NamesOf)):
+            things = {
+                n: registry.find(names.kind, n, names.kind) for n in registry.names(names.kind)
+            }
+            of_things = {name: settings_of(thing) for name, thing in things.items()}
+            yield from _shared(of_things, f"{table.key(setting.key)}.")
+    if issubclass(table, Choice):
+        of_things = {name: table.own_settings(name) for name in registry.names(table.kind)}
+        yield from _shared(of_things, table.key(""))
         yield Key(
-            f"{table}options", ("module:name",), "a table", "", "",
-            f"Settings of what {chooses} stands for, by their names.",
+            table.key("options"), ("module:name",), "a table", "", "",
+            f"Settings of what {table.key(table.selector)} = 'module:name' stands for, by their "
+            "names.",
         )  # fmt: skip
-    for model, name in inner:
-        yield from _keys(model, name)
+    for inner in table.tables().values():
+        yield from _keys(inner)
 
 
-def _common(section: type[Section], field: FieldInfo, name: str) -> Key:
-    doc = next((m.documentation for m in field.metadata if isinstance(m, Doc)), "")
-    chooses = issubclass(section, Choice) and field.alias == section.selector
-    setting = Setting(name, name, field.annotation, tuple(_limits(field)), field.default)
-    words = ", ".join(f"'{word}'" for word in registry.names(section.kind)) if chooses else ""  # type: ignore[attr-defined]
-    return Key(
-        name,
-        tuple(belongs_to(field)),
-        _type(field.annotation),
-        f"{words} or 'module:name'" if words else allowed(setting),
-        to_empty(field.default),
-        doc,
-    )
+def _key(name: str, names: Sequence[str], setting: Setting) -> Key:
+    kind = type_in_words(setting.type)
+    default = setting.write(setting.default)
+    return Key(name, tuple(names), kind, allowed(setting), default, setting.doc)
 
 
-def _limits(field: FieldInfo) -> Iterator[Any]:
-    yield from (entry for entry in field.metadata if isinstance(entry, Gt | Ge | Lt | Le))
-
-
-def _settings(names_of: NamesOf, name: str) -> tuple[Setting, ...]:
-    return settings_of(registry.find(names_of.kind, name, names_of.kind))
-
-
-def _shared(by_name: Mapping[str, Sequence[Setting]], table: str) -> Iterator[Key]:
+def _shared(of_things: Mapping[str, Sequence[Setting]], table: str) -> Iterator[Key]:
     """Keys of the things that may be named: those of one description and default together."""
-    shared: dict[tuple[Any, ...], list[str]] = {}
-    for name, settings in by_name.items():
+    shared: dict[tuple[str, ...], list[str]] = {}
+    first: dict[tuple[str, ...], Setting] = {}
+    for name, settings in of_things.items():
         for setting in settings:
-            shared.setdefault((setting.key, setting.doc, str(written(setting))), []).append(name)
-    for (key, doc, _), names in sorted(shared.items(), key=lambda item: item[0][0]):
-        setting = next(s for s in by_name[names[0]] if s.key == key)
-        yield Key(
-            f"{table}{key}", tuple(names), _type(setting.type), allowed(setting),
-            written(setting), doc,
-        )  # fmt: skip
+            same = (setting.key, setting.doc, str(setting.write(setting.default)))
+            shared.setdefault(same, []).append(name)
+            first.setdefault(same, setting)
+    for entry in sorted(shared, key=lambda entry: entry[0]):
+        yield _key(f"{table}{entry[0]}", shared[entry], first[entry])
 
 
-_WORDS = {float: "a number", int: "a whole number", bool: "true or false", str: "a string"}
+def template(config: RunConfig) -> str:
+    """A config as commented TOML that reads as the same config."""
+    described: dict[str, list[Key]] = {}
+    for key in keys():
+        described.setdefault(key.name, []).append(key)
+    lines = ["# A run of fedsim. What is left out is at its default.", ""]
+    lines += _template_of(config.to_tree(), "", described)
+    return "\n".join(lines).rstrip() + "\n"
 
 
-def _type(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "a word"
-    options = [option for option in get_args(annotation) if option is not type(None)]
-    if len(options) < len(get_args(annotation)) and options:
-        return f"{_type(options[0])}, or '' for unset"
-    return _WORDS.get(annotation, "a string")
+def _template_of(
+    tree: Mapping[str, Any], table: str, described: Mapping[str, list[Key]]
+) -> Iterator[str]:
+    chosen = {value for value in tree.values() if isinstance(value, str)}
+    inner = {key: value for key, value in tree.items() if isinstance(value, Mapping)}
+    for key, value in tree.items():
+        if key in inner:
+            continue
+        entries = described[f"{table}{key}"]
+        entry = next((e for e in entries if chosen & {*e.belongs_to}), entries[0])
+        words = f"{entry.doc} {entry.allowed[:1].upper()}{entry.allowed[1:]}".strip()
+        words += "." if entry.allowed else ""
+        yield from textwrap.wrap(words, 92, initial_indent="# ", subsequent_indent="# ")
+        yield tomli_w.dumps({key: value}).rstrip()
+    yield ""
+    for key, value in inner.items():
+        yield f"[{table}{key}]"
+        if key == "options":
+            yield from (tomli_w.dumps({k: v}).rstrip() for k, v in value.items())
+            yield ""
+        else:
+            yield from _template_of(value, f"{table}{key}.", described)
+
+
+def flower_table() -> dict[str, Any]:
+    """The table of an app's defaults: Flower lets a run change those keys that stand in one.
+
+    Settings of the things that tables name are the empty string: each has its own defaults.
+    """
+    return _flower_table(RunConfig, RunConfig().to_tree())
+
+
+def _flower_table(table: type[ConfigTable], tree: dict[str, Any]) -> dict[str, Any]:
+    settings = [setting for setting in settings_of(table) if not is_table(setting)]
+    flat = {s.key: tree.get(s.key, s.write(s.default)) for s in settings}
+    if issubclass(table, Choice):
+        for name in registry.names(table.kind):
+            if name not in registry.plugins(table.kind):
+                flat |= {setting.key: "" for setting in table.own_settings(name)}
+        flat["options"] = ""
+    return flat | {key: _flower_table(t, tree[key]) for key, t in table.tables().items()}
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema, draft 2020-12, by which an editor completes and checks a TOML file.
+
+    A table has the keys of the thing that it names.
+    """
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "fedsim config",
+        **_schema_of(RunConfig),
+    }
+
+
+_OPTIONS = {
+    "type": ["object", "string"],
+    "description": "Settings of a class or function of your own, by their names.",
+}
+
+
+def _schema_of(table: type[ConfigTable]) -> dict[str, Any]:
+    properties = {
+        s.key: _schema_of(s.type) if is_table(s) else _property(s) for s in settings_of(table)
+    }
+    described: dict[str, Any] = {"type": "object", "description": table.__doc__}
+    if not issubclass(table, Choice):
+        return {**described, "properties": properties, "additionalProperties": False}
+    selector, names = table.selector, registry.names(table.kind)
+    anything = [{"enum": list(names)}, {"type": "string", "pattern": ":|/|\\.npz$"}]
+    properties[selector].pop("type")
+    properties[selector]["anyOf"] = anything
+    properties["options"] = _OPTIONS
+    branches = []
+    for name in names:
+        chosen: dict[str, Any] = {"properties": {selector: {"const": name}}}
+        if name != properties[selector]["default"]:
+            chosen["required"] = [selector]
+        own = {setting.key: _property(setting) for setting in table.own_settings(name)}
+        then = {"properties": {**properties, **own}, "additionalProperties": False}
+        branches.append({"if": chosen, "then": then})
+    return {**described, "properties": properties, "allOf": branches}
+
+
+_JSON_TYPES = {float: "number", int: "integer", bool: "boolean", str: "string"}
+_JSON_LIMITS = {
+    Gt: ("gt", "exclusiveMinimum"),
+    Ge: ("ge", "minimum"),
+    Lt: ("lt", "exclusiveMaximum"),
+    Le: ("le", "maximum"),
+}
+
+
+def _property(setting: Setting) -> dict[str, Any]:
+    """A setting as JSON schema; what a `Text` reads may be of any type."""
+    said: dict[str, Any] = {"description": setting.doc, "default": setting.write(setting.default)}
+    if setting.text is not None:
+        return said
+    options = [option for option in get_args(setting.type) if option is not type(None)]
+    if get_origin(setting.type) is Literal:
+        return {"enum": options, **said}
+    limited: dict[str, Any] = {}
+    for kind in options or [setting.type]:
+        if kind in _JSON_TYPES:
+            limited["type"] = _JSON_TYPES[kind]
+    for entry in setting.metadata:
+        if type(entry) in _JSON_LIMITS:
+            attribute, word = _JSON_LIMITS[type(entry)]
+            limited[word] = getattr(entry, attribute)
+        elif isinstance(entry, Between):
+            limited |= {"minimum": entry.low, "maximum": entry.high}
+    if options:  # or None, which a config writes as the empty string
+        return {"anyOf": [limited, {"const": ""}], **said}
+    return {**limited, **said}

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pydantic.fields import FieldInfo
-
-from fedsim.config.choices import Choice, takers
-from fedsim.config.keys import Section
 from fedsim.config.run_config import RunConfig
+from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable, all_tables, is_table
 from fedsim.errors import FedsimError
 from fedsim.privacy.digest import digest_of
-
-__all__ = ["affects_release", "release_digest"]
+from fedsim.settings import settings_of
 
 
 def release_digest(config: RunConfig) -> str:
@@ -24,7 +20,7 @@ def release_digest(config: RunConfig) -> str:
     Raises
     ------
     FedsimError
-        If something is not resolved, as `Build.resolved` does it.
+        If something is not resolved, as `fedsim.runs.resolve` does it.
     """
     for key, value, wanted in (
         ("noise.target-epsilon", config.noise.target_epsilon, None),
@@ -33,7 +29,8 @@ def release_digest(config: RunConfig) -> str:
     ):
         if value != wanted:
             raise FedsimError(f"{key} is {value!r}; a release digest is of a resolved config.")
-    kept = {key for key, affects in _keys(type(config)) if affects}
+    kept = {key for key, affects in _keys(RunConfig) if affects}
+    kept |= {table.key(key) for table in all_tables(config) for key in _of_choice(table)}
     return digest_of({key: value for key, value in config.to_run_config().items() if key in kept})
 
 
@@ -51,33 +48,34 @@ def affects_release(key: str) -> bool:
     return keys.get(key, True)
 
 
+def keys_outside_release() -> frozenset[str]:
+    """The dotted keys that no release depends on, which a resumed run may therefore change."""
+    return frozenset(key for key, affects in _keys(RunConfig) if not affects)
+
+
+def _of_choice(table: ConfigTable) -> list[str]:
+    """Keys of what a table names: all of those affect releases."""
+    if not isinstance(table, Choice):
+        return []
+    return ["options", *(setting.key for setting in table.own_settings(table.chosen))]
+
+
 def _is_a_things(key: str) -> bool:
-    """Whether it is a setting of something that a table may name: all of those affect releases."""
-    section: type[Section] = RunConfig
+    """Whether it is a setting of something that a table may name."""
+    table: type[ConfigTable] | None = RunConfig
     *tables, last = key.split(".")
-    for table in tables:
-        inner = next(
-            (f.annotation for f in section.model_fields.values() if f.alias == table), None
-        )
-        if not (isinstance(inner, type) and issubclass(inner, Section)):
-            return False
-        section = inner
-    return issubclass(section, Choice) and (last == "options" or bool(takers(section, last)))
+    for name in tables:
+        table = table.tables().get(name) if table else None
+    if table is None or not issubclass(table, Choice):
+        return False
+    return last == "options" or bool(table.takers(last))
 
 
-def _keys(
-    table: type[Section], prefix: str = "", affects: bool = True
-) -> Iterator[tuple[str, bool]]:
+def _keys(table: type[ConfigTable], affects: bool = True) -> Iterator[tuple[str, bool]]:
     """Each dotted key below a table, and whether its declaration and its table's say so."""
-    for field in table.model_fields.values():
-        key, counts = f"{prefix}{field.alias}", affects and _declared(field)
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, Section):
-            yield from _keys(inner, f"{key}.", counts)
+    for setting in settings_of(table):
+        counts = affects and OUTSIDE_RELEASE not in setting.metadata
+        if is_table(setting):
+            yield from _keys(setting.type, counts)
         else:
-            yield key, counts
-
-
-def _declared(field: FieldInfo) -> bool:
-    extra = field.json_schema_extra
-    return not isinstance(extra, dict) or bool(extra.get("affects-release", True))
+            yield table.key(setting.key), counts

@@ -7,14 +7,16 @@ from dataclasses import replace
 from typing import Literal
 
 from fedsim.cohorts import Cohort
-from fedsim.config.run_config import RunConfig, Scalar
+from fedsim.config.instantiate import find, make
+from fedsim.config.run_config import RunConfig
 from fedsim.config.sections import DevicesSection
-from fedsim.config.things import find, make
+from fedsim.config.values import Scalar
 from fedsim.errors import FedsimError
-from fedsim.privacy.extrapolation import Extrapolation
+from fedsim.privacy.calibration import Extrapolation
+from fedsim.privacy.claims import FIXED, Stopping
+from fedsim.privacy.noise import Noise
 from fedsim.privacy.plan import LocalWork
 from fedsim.privacy.statement import Statement
-from fedsim.privacy.stopping import FIXED, Stopping
 
 __all__ = [
     "beside",
@@ -25,6 +27,7 @@ __all__ = [
     "extrapolation",
     "has_devices",
     "local_work",
+    "made_noise",
     "realised",
     "stopping",
 ]
@@ -40,12 +43,20 @@ _DEVICES = (
 def cohort(config: RunConfig) -> Cohort:
     """The cohort sampler over the declared population."""
     sampler = make(config.cohort, population=config.partition.clients)
-    if not all(callable(getattr(sampler, name, None)) for name in ("draw", "event")):
+    if not isinstance(sampler, Cohort):
         raise FedsimError(
             f"cohort.name is '{config.cohort.name}'; it must name a fedsim.cohorts.Cohort."
         )
-    chosen: Cohort = sampler
-    return chosen
+    return sampler
+
+
+def made_noise(config: RunConfig) -> Noise:
+    """What the server adds, at the multiplier of a config that has one; 0 otherwise."""
+    section = config.noise
+    noise = make(section, multiplier=section.multiplier or 0.0, hardened=section.hardened)
+    if not isinstance(noise, Noise):
+        raise FedsimError(f"noise.name is '{section.name}'; it must name a fedsim.privacy.Noise.")
+    return noise
 
 
 def realised(config: RunConfig) -> RunConfig:
@@ -74,7 +85,9 @@ def extrapolation(config: RunConfig, releases: int) -> Extrapolation | None:
     if not noise.cohort_size:
         return None
     assert noise.multiplier is not None
-    return Extrapolation.of(_larger_cohort(config), noise.multiplier, releases, noise.delta)
+    population = noise.cohort_population or config.partition.clients
+    law = cohort(config).law().sampled(noise.cohort_size, population)
+    return Extrapolation.of(law, population, noise.multiplier, releases, noise.delta)
 
 
 def entropy(config: RunConfig) -> Literal["config", "system"]:
@@ -144,26 +157,9 @@ def dealing(config: RunConfig) -> tuple[tuple[str, Scalar], ...]:
 
 def has_devices(flat: Mapping[str, Scalar]) -> bool:
     """Whether a config by dotted keys says who of those drawn is there, or works how much."""
-    usual = DevicesSection().model_dump(by_alias=True)
+    usual = DevicesSection().to_tree()
     modelled = any(flat.get(f"devices.{key}", value) != value for key, value in usual.items())
     return modelled or bool(flat.get("client.work"))
-
-
-def _larger_cohort(config: RunConfig) -> Cohort:
-    noise = config.noise
-    population = noise.cohort_population or config.partition.clients
-    share = {"rate": noise.cohort_size / population, "size": noise.cohort_size}
-    key = "rate" if config.cohort.name == "poisson" else "size"
-    return cohort(
-        config.replace(
-            **{
-                "partition.clients": population,
-                f"cohort.{key}": share[key],
-                "noise.cohort-size": 0,
-                "noise.cohort-population": 0,
-            }
-        )
-    )
 
 
 def local_work(config: RunConfig) -> LocalWork:

@@ -1,4 +1,4 @@
-"""The tables of a config about data, model and server: what each key is, and what it means.
+"""The tables about data, model, task, clients and server: what each key is, and what it means.
 
 What a table's own thing brings along (a model its widths, an algorithm its rates) stands in that
 thing's file.
@@ -6,50 +6,69 @@ thing's file.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
-
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from fedsim import registry
-from fedsim.config.bounding import BoundingSection
-from fedsim.config.choices import Choice, unknown
-from fedsim.config.keys import (
-    Maybe,
-    Multiplier,
+from fedsim.config.privacy_sections import ClientMechanismSection, ClientNoiseSection
+from fedsim.config.tables import (
+    OUTSIDE_RELEASE,
+    Choice,
+    ConfigTable,
     NamesOf,
-    Range,
-    Section,
-    TargetEpsilon,
-    setting,
+    read_options_of,
 )
-from fedsim.config.options import checked
-from fedsim.config.values import apart, read_named
-from fedsim.settings import Doc
+from fedsim.config.values import read_named, split_top_level
+from fedsim.settings import Constraint, Doc, Ge, Gt, Le, Lt, NotAllowedError, Text
 
-__all__ = [
-    "CohortSection",
-    "DataSection",
-    "DevicesSection",
-    "MechanismSection",
-    "ModelSection",
-    "NoiseSection",
-    "PartitionSection",
-    "ServerSection",
-    "TaskSection",
+Range: TypeAlias = Annotated[
+    str,
+    Constraint(
+        lambda text: re.fullmatch(r"([0-9]{0,18}:[0-9]{0,18})?", text, re.ASCII) is not None,
+        "a range such as '10000:' or ':10000', or ''",
+    ),
 ]
+"""Where a range of examples begins and ends: ``10000:``, ``:500``, or empty for all."""
 
 
-def _evenly(words: str) -> str:
-    """As one writes them, so that equal ones are equal."""
-    return ", ".join(filter(None, apart(words)))
+def _is_work(text: str) -> bool:
+    drawn = re.fullmatch(r"whole\((\d{1,7}), *(\d{1,7})\)", text)
+    return "(" not in text or (drawn is not None and 1 <= int(drawn[1]) <= int(drawn[2]))
 
 
-def _joined(value: Any) -> Any:
-    """A list of words as a config writes it: with commas between."""
-    is_words = isinstance(value, list) and all(isinstance(word, str) for word in value)
-    return ", ".join(value) if is_words else value
+Work: TypeAlias = Annotated[
+    str,
+    Constraint(_is_work, "whole(low,high) with whole numbers from 1 on, the path of a file, or ''"),
+]
+"""How much each client does: ``whole(1,5)``, a file, or empty for the same for all."""
 
 
+def _read_metrics(value: Any) -> str:
+    """Names with commas between, evenly spaced, so that equal ones are equal; or a list of them.
+
+    Raises
+    ------
+    FedsimError
+        If one is unknown or has options that it does not take; the user's own are only looked at
+        where they are made.
+    """
+    if isinstance(value, list) and all(isinstance(word, str) for word in value):
+        value = ", ".join(value)
+    if not isinstance(value, str):
+        raise NotAllowedError("a string")
+    for name, options in read_named(value, "task.metrics"):
+        if ":" in name:
+            continue
+        if name not in registry.names("metric"):
+            raise registry.unknown_name("metric", name, "task.metrics")
+        thing = registry.find("metric", name, "task.metrics")
+        if isinstance(thing, type):
+            read_options_of(thing, name, options, f"task.metrics.{name}")
+    return ", ".join(filter(None, split_top_level(value)))
+
+
+@dataclass(frozen=True, init=False)
 class DataSection(Choice):
     """Which examples there are."""
 
@@ -64,12 +83,10 @@ class DataSection(Choice):
             "its files) or one that `datasets` has saved."
         ),
     ] = "digits"
-    dir: Annotated[str, Doc("The folder in which data sets lie.")] = setting(
-        "data", affects_release=False
-    )
-    download: Annotated[bool, Doc("Whether a data set that is missing there may be fetched.")] = (
-        setting(False, affects_release=False)
-    )
+    dir: Annotated[str, OUTSIDE_RELEASE, Doc("The folder in which data sets lie.")] = "data"
+    download: Annotated[
+        bool, OUTSIDE_RELEASE, Doc("Whether a data set that is missing there may be fetched.")
+    ] = False
     normalize: Annotated[
         bool,
         Doc("Whether inputs are normalised by the data set's published mean and deviation."),
@@ -78,26 +95,17 @@ class DataSection(Choice):
         Range,
         Doc("Which training examples there are, as start:stop; '10000:' leaves out 10,000."),
     ] = ""
-    test: Annotated[Range, Doc("Which test examples there are, in the same way.")] = setting(
-        "", affects_release=False
-    )
+    test: Annotated[
+        Range, OUTSIDE_RELEASE, Doc("Which test examples there are, in the same way.")
+    ] = ""
     validation: Annotated[
         float,
+        Ge(0),
         Doc(
             "Training examples that nobody trains on, to choose settings and rounds by: a share "
             "below 1, or their number; 0 for none."
         ),
-    ] = Field(0.0, ge=0)
-
-    @model_validator(mode="after")
-    def _count_is_whole(self) -> DataSection:
-        self.require(
-            self.validation < 1 or self.validation == int(self.validation),
-            "data.validation",
-            self.validation,
-            "a share below 1, or a whole number of examples",
-        )
-        return self
+    ] = 0.0
 
     @classmethod
     def registered(cls, name: str) -> str:
@@ -105,6 +113,7 @@ class DataSection(Choice):
         return name if ":" in name or name in registry.names("data") else "files"
 
 
+@dataclass(frozen=True, init=False)
 class PartitionSection(Choice):
     """Whose examples they are."""
 
@@ -113,13 +122,17 @@ class PartitionSection(Choice):
     filled: ClassVar[tuple[str, ...]] = ("clients", "seed")
     name: Annotated[str, Doc("How the training examples are dealt to clients.")] = "iid"
     clients: Annotated[
-        int, Doc("How many clients there are: the population, a declared public number.")
-    ] = Field(100, ge=1, le=10_000_000)
+        int,
+        Ge(1),
+        Le(10_000_000),
+        Doc("How many clients there are: the population, a declared public number."),
+    ] = 100
     max_examples: Annotated[
-        int, Doc("How many examples a client keeps of those dealt to it; 0 for all.")
-    ] = Field(0, ge=0)
+        int, Ge(0), Doc("How many examples a client keeps of those dealt to it; 0 for all.")
+    ] = 0
 
 
+@dataclass(frozen=True, init=False)
 class ModelSection(Choice):
     """What is trained."""
 
@@ -151,17 +164,8 @@ class ModelSection(Choice):
         ),
     ] = ""
 
-    @model_validator(mode="after")
-    def _weights_come_from_a_file(self) -> ModelSection:
-        self.require(
-            bool(self.weights) or not self.weights_for,
-            "model.weights-for",
-            self.weights_for,
-            "unset without model.weights, the file that these parameters would come from",
-        )
-        return self
 
-
+@dataclass(frozen=True, init=False)
 class TaskSection(Choice):
     """What is learnt: the loss, and what is measured."""
 
@@ -171,8 +175,7 @@ class TaskSection(Choice):
     loss: Annotated[str, Doc("The loss of an example.")] = "cross-entropy"
     metrics: Annotated[
         str,
-        BeforeValidator(_joined),
-        AfterValidator(_evenly),
+        Text(_read_metrics, str),
         NamesOf("metric"),
         Doc(
             "What is measured besides the loss, with commas between and options in brackets, such "
@@ -184,35 +187,89 @@ class TaskSection(Choice):
         """Names of the metrics, each with the options that it is given."""
         return read_named(self.metrics, "task.metrics")
 
-    @model_validator(mode="after")
-    def _metrics_are_known(self) -> TaskSection:
-        for name, options in self.named_metrics():
-            if ":" in name:
-                continue  # the user's own is looked at where it is made
-            if name not in registry.names("metric"):
-                raise unknown("metric", name, "task.metrics")
-            thing = registry.find("metric", name, "task.metrics")
-            if isinstance(thing, type):
-                checked(name, thing, options, f"task.metrics.{name}")
-        return self
 
+@dataclass(frozen=True, init=False)
+class ClientSection(Choice):
+    """What a client does with its examples."""
 
-class MechanismSection(BoundingSection):
-    """How an update is bounded before it enters the one noisy sum."""
-
-    table: ClassVar[str] = "mechanism"
-    private_scalar: Annotated[
-        str,
-        Doc("A number that clients report, such as 'loss', whose noisy mean is released beside."),
+    table: ClassVar[str] = "client"
+    kind: ClassVar[str] = "client"
+    name: Annotated[str, Doc("The local algorithm.")] = "sgd"
+    batch_size: Annotated[
+        int, Ge(0), Doc("Examples of a local step; 0 for all that the client has.")
+    ] = 10
+    epochs: Annotated[
+        int, Ge(0), Le(10_000), Doc("Passes over the client's examples in a round.")
+    ] = 1
+    steps: Annotated[
+        int,
+        Ge(0),
+        Le(1_000_000),
+        Doc("In place of epochs: local steps in a round, the same for every client."),
+    ] = 0
+    work: Annotated[
+        Work,
+        Doc(
+            "Each client's own number of epochs, or of steps where those are set, in its place: "
+            "whole(1,5) draws it from the seed, a file has one a line; empty for the same for all."
+        ),
     ] = ""
-    private_scalar_high: Annotated[
-        float, Doc("The largest value of that number; larger ones are clamped to it.")
-    ] = Field(1.0, gt=0)
-    private_scalar_fraction: Annotated[
-        float, Doc("What it takes of the privacy budget; the update has the rest.")
-    ] = Field(0.1, ge=0, lt=1)
+    proximal: Annotated[
+        float,
+        Ge(0),
+        Doc(
+            "FedProx's mu: how strongly a client is pulled towards the global model; where it is "
+            "above 0, a server that says another (Flower's FedProx) is obeyed."
+        ),
+    ] = 0.0
+    max_grad_norm: Annotated[
+        float,
+        Ge(0),
+        Doc(
+            "The largest L2 norm of a batch's gradient, longer ones are shortened to it; 0 for "
+            "any. It protects nobody: mechanism and client.mechanism do."
+        ),
+    ] = 0.0
+    compression: Annotated[
+        str,
+        Doc(
+            "What of an update is sent: 'top-k(0.01)', the largest of its coordinates, or "
+            "'bits(8)' a coordinate; clients keep what is left out for the next round. Empty for "
+            "all."
+        ),
+    ] = ""
+    state: Annotated[
+        Literal["reset", "client", "server"],
+        Doc(
+            "What outlives a round of an algorithm's state: nothing, what each client keeps, or "
+            "the mean that the server sends."
+        ),
+    ] = "reset"
+    state_dir: Annotated[
+        str,
+        OUTSIDE_RELEASE,
+        Doc("The folder in which clients keep that, and their ledgers; empty for the run's."),
+    ] = ""
+    path: Annotated[
+        Literal["auto", "plain", "func", "stacked", "layered"],
+        Doc("How gradients of a block of clients are computed; all agree to rounding."),
+    ] = "auto"
+    block_size: Annotated[
+        int,
+        OUTSIDE_RELEASE,
+        Ge(0),
+        Doc("Clients that are trained at a time; 0 to choose. It changes no result."),
+    ] = 0
+    mechanism: ClientMechanismSection = field(default_factory=ClientMechanismSection)
+    noise: ClientNoiseSection = field(default_factory=ClientNoiseSection)
+
+    @property
+    def private(self) -> bool:
+        """Whether clients claim privacy for their examples."""
+        return self.mechanism.name != "none" and not self.mechanism.gives_none
 
 
+@dataclass(frozen=True, init=False)
 class CohortSection(Choice):
     """Who takes part in a round."""
 
@@ -222,104 +279,7 @@ class CohortSection(Choice):
     name: Annotated[str, Doc("How the clients of a round are sampled.")] = "full"
 
 
-class NoiseSection(Section):
-    """How much noise a release carries, and what privacy it must give."""
-
-    table: ClassVar[str] = "noise"
-    multiplier: Annotated[
-        Multiplier, Doc("Standard deviation of the noise on the sum, over C; 0.0 for no noise.")
-    ] = None
-    target_epsilon: Annotated[
-        TargetEpsilon, Doc("In its place: the epsilon that all rounds together may cost.")
-    ] = None
-    max_epsilon: Annotated[
-        Maybe, Doc("A budget: the run ends before its epsilon exceeds it, and keeps the model.")
-    ] = setting(None, affects_release=False)
-    cohort_size: Annotated[
-        int,
-        Doc(
-            "A larger cohort, whose noise on the mean a simulation adds in place of its own "
-            "cohort's: the multiplier is of that; less noise is added here, and charged. 0 for no."
-        ),
-    ] = Field(0, ge=0)
-    cohort_population: Annotated[
-        int,
-        Doc("The clients that such a cohort would be drawn from; 0 for partition.clients."),
-    ] = Field(0, ge=0)
-    delta: Annotated[float, Doc("Of every epsilon; below one over the population.")] = Field(
-        1e-5, ge=1e-100, lt=1
-    )
-    entropy: Annotated[
-        Literal["", "config", "system"],
-        Doc(
-            "Where noise, cohorts and batches come from: the seed, so that runs repeat, or the "
-            "operating system, as real clients need; empty for system in a deployment that draws "
-            "noise, and config elsewhere."
-        ),
-    ] = ""
-    placement: Annotated[
-        Literal["server", "client"],
-        Doc("Who adds the noise: the server to the sum, or every client its share of it."),
-    ] = "server"
-    hardened: Annotated[
-        bool, Doc("Draw noise so that its last bits tell nothing; slower, and right for real data.")
-    ] = True
-    ledger_key: Annotated[
-        str, Doc("A file with the private key that signs the ledger; empty for no signature.")
-    ] = setting("", affects_release=False)
-
-    @model_validator(mode="after")
-    def _one_amount(self) -> NoiseSection:
-        self.require(
-            self.multiplier is None or self.target_epsilon is None,
-            "noise.multiplier",
-            self.multiplier,
-            f"unset while noise.target-epsilon = {self.target_epsilon}, which determines it",
-        )
-        self.require(
-            self.max_epsilon is None or self.max_epsilon > 0,
-            "noise.max-epsilon",
-            self.max_epsilon,
-            "greater than 0",
-        )
-        return self
-
-    @model_validator(mode="after")
-    def _larger_cohort(self) -> NoiseSection:
-        self.require(
-            not self.cohort_size or bool(self.multiplier),
-            "noise.cohort-size",
-            self.cohort_size,
-            "0 unless noise.multiplier is above 0: a larger cohort's noise is that multiplier's, "
-            "and a target epsilon is of the noise really added",
-        )
-        self.require(
-            bool(self.cohort_size) or not self.cohort_population,
-            "noise.cohort-population",
-            self.cohort_population,
-            "0 unless noise.cohort-size is set",
-        )
-        return self
-
-    @property
-    def adds_noise(self) -> bool:
-        """Whether any noise is asked for."""
-        return self.target_epsilon is not None or bool(self.multiplier)
-
-
-class PrivacySection(Section):
-    """What is said of privacy beside what one client is promised."""
-
-    table: ClassVar[str] = "privacy"
-    group: Annotated[
-        int,
-        Doc(
-            "The most clients that one person owns: the statement says what that person is "
-            "promised too. Budgets and targets stay those of one client."
-        ),
-    ] = setting(1, affects_release=False, ge=1, le=1000)
-
-
+@dataclass(frozen=True, init=False)
 class ServerSection(Choice):
     """What the server does with the noisy mean update."""
 
@@ -343,17 +303,23 @@ class ServerSection(Choice):
     ] = ""
     max_failed_rounds: Annotated[
         int,
+        OUTSIDE_RELEASE,
+        Ge(1),
         Doc("Rounds in a row without a usable reply after which a run without privacy gives up."),
-    ] = setting(3, affects_release=False, ge=1)
+    ] = 3
 
 
-class DevicesSection(Section):
+@dataclass(frozen=True, init=False)
+class DevicesSection(ConfigTable):
     """What devices clients are, in a simulation: drawn from the seed, never from data."""
 
     table: ClassVar[str] = "devices"
     availability: Annotated[
-        float, Doc("The probability that a device is there in a round, each round anew.")
-    ] = Field(1.0, gt=0, le=1)
+        float,
+        Gt(0),
+        Le(1),
+        Doc("The probability that a device is there in a round, each round anew."),
+    ] = 1.0
     trace: Annotated[
         str,
         Doc(
@@ -362,36 +328,25 @@ class DevicesSection(Section):
         ),
     ] = ""
     dropout: Annotated[
-        float, Doc("The probability that a device that is there does not reply, each round anew.")
-    ] = Field(0.0, ge=0, lt=1)
-    seconds_per_example: Annotated[float, Doc("Of the median device's training; 0 for none.")] = (
-        Field(0.0, ge=0)
-    )
+        float,
+        Ge(0),
+        Lt(1),
+        Doc("The probability that a device that is there does not reply, each round anew."),
+    ] = 0.0
+    seconds_per_example: Annotated[
+        float, Ge(0), Doc("Of the median device's training; 0 for none.")
+    ] = 0.0
     bandwidth: Annotated[
-        float, Doc("Of the median device, in megabits a second each way; 0 for no limit.")
-    ] = Field(0.0, ge=0)
+        float, Ge(0), Doc("Of the median device, in megabits a second each way; 0 for no limit.")
+    ] = 0.0
     spread: Annotated[
-        float, Doc("Standard deviation, over devices, of the logarithms of these two.")
-    ] = Field(0.0, ge=0, le=10)
+        float,
+        Ge(0),
+        Le(10),
+        Doc("Standard deviation, over devices, of the logarithms of these two."),
+    ] = 0.0
     deadline: Annotated[
-        float, Doc("Seconds of a device's clock after which its reply does not count; 0 for none.")
-    ] = Field(0.0, ge=0)
-
-    @model_validator(mode="after")
-    def _one_word_on_who_is_there(self) -> DevicesSection:
-        self.require(
-            not self.trace or self.availability == 1,
-            "devices.availability",
-            self.availability,
-            f"unset while devices.trace = '{self.trace}' says who is there",
-        )
-        clocked = self.seconds_per_example or self.bandwidth
-        for key, value in (("deadline", self.deadline), ("spread", self.spread)):
-            self.require(
-                bool(clocked) or not value,
-                f"devices.{key}",
-                value,
-                "0 while devices take no time: devices.seconds-per-example and devices.bandwidth "
-                "say how much",
-            )
-        return self
+        float,
+        Ge(0),
+        Doc("Seconds of a device's clock after which its reply does not count; 0 for none."),
+    ] = 0.0

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedsim.errors import FedsimError
 
-__all__ = ["Scalar", "apart", "read_named", "read_options", "read_value", "write_options"]
+__all__ = ["Scalar", "read_named", "read_options", "read_value", "split_top_level", "write_options"]
 
 Scalar = bool | int | float | str
 
@@ -25,7 +25,7 @@ def read_value(text: str) -> Any:
         return text.strip()
 
 
-def apart(text: str) -> list[str]:
+def split_top_level(text: str) -> list[str]:
     """What stands between commas, but for those within quotes or brackets."""
     parts, depth, quote, start = [], 0, "", 0
     for index, sign in enumerate(text):
@@ -50,7 +50,7 @@ def read_options(text: str, key: str) -> dict[str, Any]:
         If a part has no ``=``, or a name comes twice.
     """
     options: dict[str, Any] = {}
-    for part in filter(None, apart(text)):
+    for part in filter(None, split_top_level(text)):
         name, equals, value = part.partition("=")
         if not equals:
             raise FedsimError(f"{key} has '{part}'; it must be of the form key=value.")
@@ -69,7 +69,7 @@ def read_named(text: str, key: str) -> list[tuple[str, dict[str, Any]]]:
         If brackets or options cannot be read.
     """
     named = []
-    for part in filter(None, apart(text)):
+    for part in filter(None, split_top_level(text)):
         written = re.fullmatch(r"([^()]+?) *(?:\((.*)\))?", part)
         if written is None:
             raise FedsimError(

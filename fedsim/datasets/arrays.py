@@ -12,7 +12,7 @@ import math
 import mmap
 import zipfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class Arrays:
     mean, std : list of float, or None
     classes, vocabulary : int
         Declared numbers; 0 where it declares none.
+    found_in : mapping of str to "train" or "test"
+        What was found in the examples instead of being declared: ``mean`` and ``types`` of tables.
     """
 
     train: Mapping[str, Array]
@@ -56,6 +58,7 @@ class Arrays:
     std: list[float] | None = None
     classes: int = 0
     vocabulary: int = 0
+    found_in: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, arrays: Mapping[str, Array]) -> Arrays:
@@ -71,7 +74,12 @@ class Arrays:
         numbers = {k: [float(v) for v in arrays[k].ravel()] for k in STATISTICS if k in arrays}
         declared = {k: _whole(k, arrays[k]) for k in DECLARED if k in arrays}
         return cls(
-            splits["train"], splits["test"], numbers.get("mean"), numbers.get("std"), **declared
+            splits["train"],
+            splits["test"],
+            numbers.get("mean"),
+            numbers.get("std"),
+            declared.get("classes", 0),
+            declared.get("vocabulary", 0),
         )
 
 

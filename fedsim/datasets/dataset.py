@@ -107,8 +107,9 @@ class Dataset:
     source : str
         Where the numbers were read from.
     found_in : mapping of str to "train" or "test"
-        Which of ``classes`` and ``vocabulary`` were not declared, and where they were found: in the
-        training examples if those have more of them than the test examples have.
+        What was not declared, and where it was found: ``classes`` and ``vocabulary``, in the
+        training examples if those have more of them than the test examples have; ``types`` and
+        ``mean`` of tables.
     """
 
     name: str
@@ -157,7 +158,8 @@ class Dataset:
             If test examples have labels or tokens that cannot be.
         """
         train, test = _arrays(self.train), _arrays(self.test)
-        sizes, found_in = {}, {}
+        sizes = {}
+        found_in = {k: v for k, v in self.found_in.items() if k not in ("classes", "vocabulary")}
         for key, number in (("classes", self.num_classes), ("vocabulary", self.vocabulary)):
             if not number:
                 sizes[key] = 0
@@ -220,6 +222,7 @@ class Dataset:
         layout: Layout = "auto",
         source: str = "",
         protected: bool = False,
+        found_in: Mapping[str, str] | None = None,
     ) -> Dataset:
         """Data set of plain arrays, after checking them; what needs no conversion is not copied.
 
@@ -246,6 +249,8 @@ class Dataset:
         protected : bool
             Whether training examples are taken whose numbers are not finite, or whose labels or
             tokens are none; see `load`.
+        found_in : mapping of str to str
+            What else was found in the examples; see `Dataset`.
 
         Raises
         ------
@@ -280,7 +285,10 @@ class Dataset:
             sizes["vocabulary"].size,
             *statistics(mean, std, first["x"], where),
             source=source,
-            found_in={key: size.found_in for key, size in sizes.items() if size.found_in},
+            found_in={
+                **(found_in or {}),
+                **{key: size.found_in for key, size in sizes.items() if size.found_in},
+            },
         )
 
 

@@ -1,4 +1,4 @@
-"""Data of one's own: an ``.npz``, a folder of ``.npy`` files, or what `datasets` has saved."""
+"""Data of one's own: arrays (``.npz``, ``.npy``), tables (CSV), or what `datasets` has saved."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from fedsim.datasets.arrays import Arrays, read_folder, read_npz
 from fedsim.datasets.checks import Layout
 from fedsim.datasets.dataset import Dataset
 from fedsim.datasets.hugging_face import is_saved, read_saved
+from fedsim.datasets.tables import is_table, read_table
 from fedsim.errors import FedsimError
 from fedsim.registry import register
 from fedsim.settings import Doc, Ge
+from fedsim.synonyms import closest
 
 __all__ = ["Files"]
 
-_OWN = "a path to an .npz, or to a folder of .npy files or one that datasets has saved"
+_OWN = (
+    "a path to an .npz or a .csv, or to a folder of .npy files, of train.csv and test.csv, or one "
+    "that datasets has saved"
+)
 
 
 @register("data", "files")
@@ -27,7 +32,8 @@ class Files:
 
     They hold ``x_train, y_train, x_test, y_test`` (see `Dataset.of`), and where they have them
     ``mask_train`` and ``mask_test``, columns such as ``owner_train`` and ``owner_test``, ``mean``
-    and ``std`` for normalising, and the numbers ``classes`` and ``vocabulary``.
+    and ``std`` for normalising, and the numbers ``classes`` and ``vocabulary``. Tables (a ``.csv``,
+    or a folder of ``train.csv`` and ``test.csv``) are made into such arrays; see `tables`.
     """
 
     path: str = "files"
@@ -45,7 +51,17 @@ class Files:
     ] = "auto"
     columns: Annotated[
         str,
-        Doc("Of what datasets has saved: inputs, targets and others, as in 'x=image,y=label'."),
+        Doc(
+            "Of a table or of what datasets has saved: which columns are inputs, targets and "
+            "others, as in 'y=income,owner=hospital,x=age+sex' or 'x=image,y=label'."
+        ),
+    ] = ""
+    types: Annotated[
+        str,
+        Doc(
+            "What columns of a table hold: a range, which is scaled to [0, 1], categories, or "
+            "numbers as they are, as in 'age=0:100,sex=female|male,height=number'."
+        ),
     ] = ""
 
     def __call__(self, directory: Path, normalize: bool, protected: bool = False) -> Dataset:
@@ -57,7 +73,7 @@ class Files:
             If they are missing or not usable.
         """
         path = _found(self.path, directory)
-        arrays = _read(path, self.columns)
+        arrays = self._read(path, normalize, protected)
         if normalize and arrays.mean is None:
             raise FedsimError(
                 f"data.normalize is true, but {path} has no mean and std for each channel; "
@@ -74,29 +90,38 @@ class Files:
             layout=self.layout,
             source=str(path),
             protected=protected,
+            found_in=arrays.found_in,
         )
+
+    def _read(self, path: Path, normalize: bool, protected: bool) -> Arrays:
+        if is_table(path):
+            return read_table(path, self.columns, self.types, normalize, protected)
+        if self.types:
+            raise FedsimError(
+                f"data.types is '{self.types}', but {path} is no table; it must be left out."
+            )
+        if path.is_dir() and is_saved(path):
+            return read_saved(path, self.columns)
+        if self.columns:
+            raise FedsimError(
+                f"data.columns is '{self.columns}', but {path} is not what datasets saves; arrays "
+                "are known by their own names (x_train, y_train, owner_train)."
+            )
+        return read_folder(path) if path.is_dir() else read_npz(path)
 
 
 def _found(name: str, folder: Path) -> Path:
     """Where data of one's own are."""
     for path in (Path(name), folder / name):
-        if path.is_dir() or (path.is_file() and name.endswith(".npz")):
+        if path.is_dir() or (path.is_file() and name.endswith((".npz", ".csv"))):
             return path
-    if not name.endswith(".npz") and "/" not in name:
-        known = ", ".join(known for known in registry.names("data") if known != "files")
-        raise FedsimError(f"data.name is '{name}'; it must be one of {known}, or {_OWN}.")
+    if not name.endswith((".npz", ".csv")) and "/" not in name:
+        known = [known for known in registry.names("data") if known != "files"]
+        hint = closest("data", name, known)
+        raise FedsimError(
+            f"data.name is '{name}';{hint} must be one of {', '.join(known)}, or {_OWN}."
+        )
     raise FedsimError(
         f"data.name is '{name}', but there is no such file here or in '{folder}' (data.dir); it "
         f"must be {_OWN}."
     )
-
-
-def _read(path: Path, columns: str) -> Arrays:
-    if path.is_dir() and is_saved(path):
-        return read_saved(path, columns)
-    if columns:
-        raise FedsimError(
-            f"data.columns is '{columns}', but {path} is not what datasets saves; arrays are known "
-            "by their own names (x_train, y_train, owner_train)."
-        )
-    return read_folder(path) if path.is_dir() else read_npz(path)

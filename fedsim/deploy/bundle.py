@@ -18,8 +18,6 @@ import tomli_w
 
 from fedsim.errors import FedsimError
 
-__all__ = ["CLIENT_APP", "SERVER_APP", "check_bundle", "write_app"]
-
 CLIENT_APP = "fedsim.apps.client_app:app"
 SERVER_APP = "fedsim.apps.server_app:app"
 

@@ -16,8 +16,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedsim import regular_files
 
-__all__ = ["Authority", "node_key", "write_private", "write_public"]
-
 _PEM = serialization.Encoding.PEM
 _DAY = datetime.timedelta(days=1)
 

@@ -12,24 +12,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import importlib
 import json
-import os
 import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedsim import regular_files
+from fedsim.deploy import flower_replacements
 
 if TYPE_CHECKING:
     from flwr.supercore.auth.typing import AccountInfo
     from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
-
-__all__ = ["credentials", "main", "new_token", "operator_plugin", "token_digest"]
-
-_PATIENCE = "60000"  # milliseconds
 
 
 def new_token() -> str:
@@ -81,33 +76,15 @@ def operator_plugin(digest: str) -> type[NoOpControlAuthnPlugin]:
 
 def main(digest_file: Path, arguments: Sequence[str]) -> None:
     """Run the SuperLink."""
-    from flwr.superlink import config_loader
     from flwr.superlink.cli.flower_superlink import flower_superlink
 
     digest = regular_files.read_text(digest_file).strip()
     if len(digest) != 64:
         sys.exit(f"{digest_file} holds no SHA-256 of the operator's token.")
-    plugin = operator_plugin(digest)
-    # Flower's seam for plugins is not public; without it the SuperLink ends here rather than
-    # answer to everybody.
-    config_loader.get_control_authn_plugins = lambda: {"oidc": plugin}
-    _be_patient()
-    os.environ["FLWR_OIDC_ENABLED"] = "1"
+    flower_replacements.accept_operator_only(operator_plugin(digest))
+    flower_replacements.wait_for_database()
     sys.argv = ["flower-superlink", *arguments]
     flower_superlink()
-
-
-def _be_patient() -> None:
-    """Let a request wait a minute for the database, not the five seconds of Flower's own.
-
-    On a machine that is busy enough a message would be lost to "database is locked", and a private
-    round, which has no deadline, would wait for its reply.
-    """
-    mixin: Any = importlib.import_module("flwr.supercore.sql_mixin")
-    mixin.SQLITE_PRAGMAS = tuple(
-        (name, _PATIENCE if name == "busy_timeout" else value)
-        for name, value in mixin.SQLITE_PRAGMAS
-    )
 
 
 if __name__ == "__main__":

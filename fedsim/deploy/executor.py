@@ -16,7 +16,7 @@ that the reason reaches the operator, and, if that is not heard, by a signal.
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -29,18 +29,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
-from fedsim.deploy.bell import Bell
-from fedsim.deploy.looking import retry_soon
-
-__all__ = ["main"]
+from fedsim.closing import die_with_parent
+from fedsim.deploy import flower_replacements
+from fedsim.deploy.supernode_poll import WakeupPipe
 
 _GRACE = 10.0
+# In full, as whoever moves a module looks for it.
 _USED_BY_TASKS = (
-    *("apps.node", "engines.client_app", "engines.packing"),
-    *("models.checks", "models.making", "models.trainable", "tasks.names"),
+    *("fedsim.apps.node", "fedsim.federation.engines.client_app"),
+    *("fedsim.federation.engines.packed_messages", "fedsim.models.checks"),
+    *("fedsim.models.making", "fedsim.models.trainable", "fedsim.tasks.names"),
 )
 _KIND_OF_ROLE = {"server": "flwr-serverapp", "client": "flwr-clientapp"}
 _PROGRAM_OF_ROLE = {
@@ -56,7 +57,7 @@ def main(role: str, app: str, seconds: float, arguments: Sequence[str]) -> None:
     # Forked before anything is imported: no thread, lock or connection is shared.
     if os.fork() == 0:
         ours.close()
-        _die_with(superexec)
+        die_with_parent(superexec)
         _fork_tasks(role, app, seconds, theirs)
         os._exit(0)
     theirs.close()
@@ -80,12 +81,11 @@ def _run_superexec(role: str, forker: socket.socket, arguments: Sequence[str]) -
             forker.sendall(json.dumps(task).encode() + b"\n")
             return LaunchResult.accepted()
 
-    # `import a.b as m` gives the function that shadows the module of the same name.
-    module: Any = importlib.import_module("flwr.supercore.superexec.run_superexec")
-    module.get_executor = lambda *_args, **_options: ForkingExecutor()
-    if role == "client" and getattr(module, "time", None) is time:
-        with suppress(OSError):  # a file system without pipes: it looks once a second, as ever
-            module.time = SimpleNamespace(sleep=Bell(Path(os.environ["FLWR_HOME"])).wait)
+    flower_replacements.use_executor(ForkingExecutor())
+    if role == "client":
+        with suppress(OSError):  # a file system without pipes: it asks once a second
+            pipe = WakeupPipe(Path(os.environ["FLWR_HOME"]))
+            flower_replacements.use_task_wait(pipe.wait)
     sys.argv = ["flower-superexec", *arguments]
     flower_superexec()
 
@@ -108,7 +108,7 @@ def _fork_tasks(role: str, app: str, seconds: float, superexec: socket.socket) -
                 pid = os.fork()
                 if pid == 0:
                     superexec.close()
-                    _die_with(forker)
+                    die_with_parent(forker)
                     _run_task(program, json.loads(task), seconds)
                 deadlines[pid] = time.monotonic() + (seconds + _GRACE if seconds else math.inf)
         except TimeoutError:
@@ -155,69 +155,45 @@ def _too_long(seconds: float) -> Callable[[int, FrameType | None], None]:
 
 def _guarded_program(role: str, app: str) -> Callable[[], None]:
     """Flower's own program for a role, imported with all that it will need, and guarded."""
+    from fedsim.deploy.bundle import CLIENT_APP, check_bundle
+
     # A CUDA context does not survive a fork; asking whether there is a device must not make one.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # What Flower's HTTP client imports with its first connection.
     importlib.import_module("httpcore")
-    retry_soon()
-    {"server": _guard_server, "client": _guard_client}[role](app)
-    module, _, name = _PROGRAM_OF_ROLE[role].partition(":")
-    program: Callable[[], None] = getattr(importlib.import_module(module), name)
+    flower_replacements.retry_soon()
+    installed = _named(app)
+    if role == "client":
+        check = functools.partial(check_bundle, component="clientapp", app=app)
+        flower_replacements.run_installed_client(installed, check)
+        if app == CLIENT_APP:
+            _import_kinds()
+    else:
+        check = functools.partial(check_bundle, component="serverapp", app=app)
+        flower_replacements.check_server_bundles(check)
+    program: Callable[[], None] = _named(_PROGRAM_OF_ROLE[role])
     return program
 
 
-def _guard_server(app: str) -> None:
-    from fedsim.deploy.bundle import check_bundle
-
-    runtime: Any = importlib.import_module("flwr.superlink.runtime.run_serverapp")
-    install = runtime.install_from_fab
-
-    def install_checked(content: bytes, *args: Any, **options: Any) -> Any:
-        check_bundle(content, "serverapp", app)
-        return install(content, *args, **options)
-
-    runtime.install_from_fab = install_checked
-    importlib.import_module(app.partition(":")[0])
+def _named(reference: str) -> Any:
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
-def _guard_client(app: str) -> None:
-    from fedsim.deploy.bundle import CLIENT_APP, check_bundle
+def _import_kinds() -> None:
+    """Import what a task needs when it is first asked to train, once for all that are forked.
 
-    runtime: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
-    module, _, name = app.partition(":")
-    loaded = getattr(importlib.import_module(module), name)
-    if app == CLIENT_APP:
-        _meet_everything()
-
-    def check(content: bytes, *_args: Any, **_options: Any) -> None:
-        check_bundle(content, "clientapp", app)
-
-    runtime.install_from_fab = check
-    runtime.get_load_client_app_fn = lambda *_args, **_options: lambda *_ids: loaded
-
-
-def _meet_everything() -> None:
-    """Import and find out what a task needs when it is first asked to train.
-
-    All of fedsim's own kinds, which take a twentieth of a second; code of others is not run
-    before a run that asks for it has been let in.
+    All of fedsim's own kinds, which take a twentieth of a second; plug-ins are not imported
+    before a run that names one has been let in.
     """
     for module in _USED_BY_TASKS:
-        importlib.import_module(f"fedsim.{module}")
+        importlib.import_module(module)
     registry: Any = importlib.import_module("fedsim.registry")
     for kind in registry.PACKAGES:
         for name in sorted({*registry.names(kind)} - {*registry.plugins(kind)}):
             registry.find(kind, name, kind)
     # The first config of a process makes the classes of its tables.
     importlib.import_module("fedsim.config").RunConfig.parse({"engine": {"name": "deployment"}})
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, however it does."""
-    with suppress(AttributeError):  # Linux only; elsewhere the janitor's signal has to do
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -25,13 +25,10 @@ import tomli_w
 from fedsim import regular_files
 from fedsim.deploy.certificates import Authority, node_key, write_private, write_public
 from fedsim.deploy.control import credentials, new_token, token_digest
-from fedsim.deploy.parties import Node, SuperLink
-from fedsim.deploy.roster import write_roster
-from fedsim.engines.directory import key_digest
+from fedsim.deploy.services import Node, SuperLink, write_roster
 from fedsim.errors import FedsimError
-from fedsim.privacy.signing import key_pair
-
-__all__ = ["CONNECTION", "Federation"]
+from fedsim.federation.engines.directory import key_digest
+from fedsim.privacy.manifest import key_pair
 
 CONNECTION = "federation"
 """What the SuperLink is called in the operator's Flower configuration."""

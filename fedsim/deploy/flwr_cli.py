@@ -1,4 +1,8 @@
-"""Submitting a run with Flower's command line, and following it to its end."""
+"""Submitting a run with Flower's command line, and following it to its end.
+
+Run as ``python -m fedsim.deploy.flwr_cli CONNECTION KEY...`` with FLWR_HOME set, it lets SuperNodes
+in by their public keys: Flower's own command for each, without starting Python anew for every one.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,11 @@ from typing import Any
 from fedsim.deploy.processes import environment, program
 from fedsim.errors import FedsimError, RunFailedError
 
-__all__ = ["Operator"]
-
 _OUTAGE = 90.0  # seconds; an app of Flower's waits for its SuperLink for 60
 
 
 class Operator:
-    """Whoever submits runs to a SuperLink.
+    """A SuperLink's operator: lets nodes in, submits runs and follows them.
 
     Parameters
     ----------
@@ -43,7 +45,7 @@ class Operator:
         FedsimError
             If the SuperLink refuses one, as it does for a key that it knows already.
         """
-        module = [sys.executable, "-m", "fedsim.deploy.register", self.connection]
+        module = [sys.executable, "-m", "fedsim.deploy.flwr_cli", self.connection]
         self._finish([*module, *(os.fspath(key) for key in public_keys)], "supernode register")
 
     def nodes(self) -> list[dict[str, Any]]:
@@ -173,3 +175,15 @@ class Operator:
 
     def _environment(self) -> dict[str, str]:
         return {**environment(), "FLWR_HOME": os.fspath(self.home)}
+
+
+def main(connection: str, keys: list[str]) -> None:
+    """Register public key files; ends the process at the first that is refused."""
+    from flwr.cli.app import app
+
+    for key in keys:
+        app(["supernode", "register", key, connection], standalone_mode=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -19,8 +19,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-__all__ = ["main"]
-
 
 def main(grace: float) -> None:
     """Listen until the pipe closes, then clean up."""

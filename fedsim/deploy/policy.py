@@ -16,13 +16,11 @@ from flwr.app import ConfigRecord
 from fedsim import regular_files
 from fedsim.allowed_code import AllowedCode, inherited
 from fedsim.config import RunConfig
+from fedsim.config.instantiate import modules_named
 from fedsim.config.plan import entropy, realised
 from fedsim.config.sections import DataSection
-from fedsim.config.things import modules_named
 from fedsim.errors import FedsimError
 from fedsim.privacy.noise import share_multiplier
-
-__all__ = ["NODE", "Policy"]
 
 NODE = "FEDSIM_NODE"
 """Environment variable: where a node's app finds its ``node.toml``."""

@@ -1,4 +1,4 @@
-"""A whole federation on this machine: the SuperLink and all SuperNodes as processes."""
+"""Flower on this machine alone: a whole federation as processes, or its simulation runtime."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from fedsim.closing import Closed
 from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.flwr_cli import Operator
-from fedsim.deploy.parties import Node, SuperLink
-from fedsim.deploy.processes import Processes, Running, free_ports
-from fedsim.deploy.supervisor import Supervisor
+from fedsim.deploy.processes import (
+    Processes,
+    Running,
+    Supervisor,
+    free_ports,
+    program,
+    wait_for_port,
+)
+from fedsim.deploy.services import Node, SuperLink
 from fedsim.errors import FedsimError
-
-__all__ = ["Rehearsal"]
 
 
 class Rehearsal(Closed):
@@ -186,3 +192,74 @@ def busy_port(ports: list[int]) -> int | None:
             except OSError:
                 return port
     return None
+
+
+class Simulation(Closed):
+    """A SuperLink on loopback that runs apps with virtual clients, and ends with this process.
+
+    The one that Flower starts by itself outlives the run and keeps the environment of its
+    first start.
+
+    Parameters
+    ----------
+    variables : mapping, optional
+        Environment variables of the apps.
+
+    Attributes
+    ----------
+    operator : Operator
+    """
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        self._processes = Processes()
+        try:
+            (port,) = free_ports(1)
+            self.directory = self._processes.directory
+            home = self.directory / "operator"
+            home.mkdir()
+            link = {"address": f"127.0.0.1:{port}", "insecure": True}
+            connection = {"superlink": {"default": CONNECTION, CONNECTION: link}}
+            (home / "config.toml").write_text(tomli_w.dumps(connection), encoding="utf-8")
+            self.operator = Operator(home, CONNECTION)
+            self._superlink = self._processes.start(
+                "superlink",
+                [
+                    *(program("flower-superlink"), "--simulation", "--insecure"),
+                    *("--host", "127.0.0.1", "--port", str(port)),
+                    "--disable-runtime-dependency-installation",
+                ],
+                {**(variables or {}), "FLWR_HOME": str(self.directory)},
+            )
+            wait_for_port(self._superlink, port)
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """See that the SuperLink is alive.
+
+        Raises
+        ------
+        FedsimError
+            With the end of its log, if it is not.
+        """
+        if not self._superlink.alive():
+            raise FedsimError(f"the SuperLink ended:\n{self._superlink.tail()}")
+
+    def close(self) -> None:
+        """End it."""
+        self._processes.close()
+
+
+def resources(clients: int, cpus: float, gpus: float) -> str:
+    """Flower's federation config for so many virtual clients.
+
+    Parameters
+    ----------
+    cpus, gpus : float
+        What Ray reserves for each that runs.
+    """
+    return (
+        f"num-supernodes={clients} client-resources-num-cpus={cpus:g} "
+        f"client-resources-num-gpus={gpus:g}"
+    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fedsim.engines.arrays import LazyArray, array_record, tensors
-from fedsim.engines.directory import ClientDirectory, client_ids
-from fedsim.engines.local import LocalGrid
-from fedsim.engines.ray import RayGrid
-from fedsim.engines.streaming import StreamingGrid
+from fedsim.federation.arrays import LazyArray, array_record, tensors
+from fedsim.federation.engines.directory import ClientDirectory, client_ids
+from fedsim.federation.engines.local import LocalGrid
+from fedsim.federation.engines.ray import RayGrid
+from fedsim.federation.engines.streaming import StreamingGrid
 
 __all__ = [
     "ClientDirectory",

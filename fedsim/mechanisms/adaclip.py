@@ -13,8 +13,6 @@ from fedsim.registry import register
 from fedsim.rows.layout import Layout
 from fedsim.settings import Between, Doc, Ge, Gt, Le
 
-__all__ = ["AdaClip"]
-
 
 @register("mechanism", "adaclip")
 @dataclass(frozen=True)

@@ -17,8 +17,6 @@ from fedsim.rows.layout import Layout
 from fedsim.rows.norms import norms_, round_up
 from fedsim.settings import Between, Doc, Ge, Gt, Le
 
-__all__ = ["AdaptiveNoise"]
-
 
 @register("mechanism", "adaptive-noise")
 @dataclass(frozen=True)

@@ -23,27 +23,6 @@ from fedsim.rows.dense import Chunks, DenseRows, Rows, Weights, row_weights, sca
 from fedsim.rows.layout import Layout
 from fedsim.settings import Between, Gt, check_settings
 
-__all__ = [
-    "BOUND_RANGE",
-    "NOISE_PREFIX",
-    "NORM",
-    "BareSum",
-    "Bound",
-    "Guarantee",
-    "Mechanism",
-    "Number",
-    "Released",
-    "Scalar",
-    "Segment",
-    "Shaped",
-    "Side",
-    "State",
-    "Weighting",
-    "bounded_",
-    "per_row",
-    "state_on",
-]
-
 Entry = TypeVar("Entry")
 State = Mapping[str, "Tensor"]
 Guarantee = Literal["gaussian", "none"]
@@ -245,6 +224,21 @@ class Mechanism(ABC):
                 bad[chunk] |= bounded_(segment.bound, y, ready, 1.0, 1.0)[1]
                 scatter(out[chunk], segment.bound.restore(y, ready), segment.columns)
         return out.masked_fill_(bad[:, None], 0.0)
+
+
+def require_mechanism(part: object, wrapper: str) -> None:
+    """Refuse to wrap what is no mechanism.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if not isinstance(part, Mechanism):
+        raise FedsimError(
+            f"{wrapper} wraps {part!r}, which is no Mechanism. A robust mean takes a round's rows "
+            "whole: mechanism.per-layer and mechanism.private-scalar must be unset with it, and "
+            "client.mechanism.name another."
+        )
 
 
 class Shaped(NamedTuple):

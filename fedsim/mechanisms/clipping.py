@@ -11,8 +11,6 @@ from fedsim.mechanisms.scaling import ScalingBound, clip_factor
 from fedsim.registry import register
 from fedsim.settings import Doc
 
-__all__ = ["Clipping"]
-
 
 @register("mechanism", "clipping")
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ from fedsim.mechanisms.base import NORM, Bound, Shaped, State
 from fedsim.registry import register
 from fedsim.settings import Doc
 
-__all__ = ["CoordinateClipping", "clamp_"]
-
 # Rounding of products of d bounds; a bounded row must not exceed its radius by it.
 SLACK = 1 - 2.0**-40
 

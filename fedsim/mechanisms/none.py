@@ -16,8 +16,6 @@ from fedsim.rows.exact import FREE_TOTAL
 from fedsim.rows.norms import norms_of
 from fedsim.settings import Doc
 
-__all__ = ["NoPrivacy"]
-
 MAX_NORM = 2.0**20
 WEIGHT_UNIT = 2.0**-20
 REACH_UNIT = 2.0**-16

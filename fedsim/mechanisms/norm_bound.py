@@ -10,8 +10,6 @@ from fedsim.mechanisms.clipping import Clipping
 from fedsim.registry import register
 from fedsim.settings import Doc
 
-__all__ = ["NormBound"]
-
 
 @register("mechanism", "norm-bound")
 @dataclass(frozen=True)

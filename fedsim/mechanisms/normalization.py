@@ -11,8 +11,6 @@ from fedsim.mechanisms.scaling import ScalingBound
 from fedsim.registry import register
 from fedsim.settings import Between, Doc
 
-__all__ = ["Normalization"]
-
 
 @register("mechanism", "normalization")
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
-from fedsim.compiled.rows import taken
 from fedsim.errors import FedsimError
+from fedsim.kernels.rows import is_supported
 from fedsim.mechanisms.base import Segment, Shaped, Side, State, bounded_
 from fedsim.rows.dense import BlockRows, Chunks, DenseRows, Rows, Weights, scatter
 from fedsim.rows.exact import (
@@ -28,8 +28,6 @@ from fedsim.rows.exact import (
     RowMasks,
     grid_unit,
 )
-
-__all__ = ["PartialSum", "SegmentSum", "Terms"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Terms:
     double: bool
 
     @property
-    def there(self) -> slice | EllipsisType:
+    def active_owners(self) -> slice | EllipsisType:
         """Index of the owners that have not left, into what a releaser has for all of them."""
         return ... if self.owners is None else slice(self.owners)
 
@@ -267,7 +265,7 @@ class SegmentSum:
         False where that cannot be, and nothing is added then.
         """
         bound, vector = self.segment.bound, self.grids["sum"]
-        if not (vector.exact and taken(rows)):
+        if not (vector.exact and is_supported(rows)):
             return False
         shaped = bound.scaled(rows, self.ready)
         if shaped is None:

@@ -10,10 +10,8 @@ from typing import cast
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.base import Guarantee, Mechanism, Segment
+from fedsim.mechanisms.base import Guarantee, Mechanism, Segment, require_mechanism
 from fedsim.rows.layout import Layout, Parameter
-
-__all__ = ["PerLayer"]
 
 Pairs = tuple[tuple[str, Mechanism], ...]
 
@@ -41,6 +39,7 @@ class PerLayer(Mechanism):
 
     def __post_init__(self) -> None:
         for bound in self._bounds:
+            require_mechanism(bound, "PerLayer")
             if bound.weighting != "uniform" or bound.sides:
                 raise FedsimError(
                     f"part {bound!r} cannot be one layer's; put scalars around PerLayer."

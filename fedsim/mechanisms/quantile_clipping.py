@@ -15,8 +15,6 @@ from fedsim.registry import register
 from fedsim.rows.layout import Layout
 from fedsim.settings import Between, Doc, Ge, Gt, Le
 
-__all__ = ["QuantileClipping"]
-
 BIT = "unclipped"
 
 

@@ -2,6 +2,10 @@
 
 A server releases one sum, clients at example level one each, and a client's share is the noisy
 sum of its one row. What a mechanism is composed of is data here: its `Segment` and `Side`.
+
+A sum on a grid plus noise rounded to the same grid is the rounding of (sum + Gaussian noise), that
+is, post-processing of the Gaussian mechanism; and the bits of the released number do not tell
+which sum it came from, as those of an unrounded floating-point sum do (Mironov 2012).
 """
 
 from __future__ import annotations
@@ -13,10 +17,13 @@ from functools import partial
 from types import EllipsisType
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fedsim.errors import FedsimError
+from fedsim.kernels.normals import sums_of_normals
 from fedsim.mechanisms.base import (
     NOISE_PREFIX,
     Mechanism,
@@ -26,13 +33,10 @@ from fedsim.mechanisms.base import (
     State,
     state_on,
 )
-from fedsim.mechanisms.drawing import NoiseSource, normals
 from fedsim.mechanisms.partial import PartialSum, SegmentSum, Terms
 from fedsim.privacy.noise import Noise, NoiseState, check_split, top_up_multiplier
 from fedsim.rows.exact import GridSum
 from fedsim.rows.layout import Layout
-
-__all__ = ["NoisySum", "Release", "Releaser"]
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,7 @@ class Releaser:
         means, sides = [], self._sides(total, units)
         for summed in total.segments:
             segment, bound = summed.segment, summed.segment.bound
-            released = self._released(summed, units, sides, total.terms.there)
+            released = self._released(summed, units, sides, total.terms.active_owners)
             new = bound.next(segment.select(total.before), summed.ready, released)
             means.append(released.mean)
             state |= segment.named(new)
@@ -204,7 +208,7 @@ class Releaser:
 
     def _sides(self, total: PartialSum, units: Mapping[str, Tensor]) -> dict[str, Number]:
         """Means of all scalars that are released, by their names in the mechanism."""
-        r = self._denominators[total.terms.there]
+        r = self._denominators[total.terms.active_owners]
         scalars: dict[str, Scalar] = {}
         for segment in self._terms.segments:
             scalars |= segment.named(segment.bound.scalars)
@@ -221,16 +225,16 @@ class Releaser:
         summed: SegmentSum,
         units: Mapping[str, Tensor],
         sides: Mapping[str, Number],
-        there: slice | EllipsisType,
+        active_owners: slice | EllipsisType,
     ) -> Released:
         """A segment's mean in the parameters' coordinates, and what goes with it."""
         segment, bound, grids = summed.segment, summed.segment.bound, summed.grids
-        units, r = segment.select(units), self._denominators[there][..., None]
+        units, r = segment.select(units), self._denominators[active_owners][..., None]
         bare_sums = {name: units[name] * grids[name].unit[..., None] for name in bound.bare_sums}
         # A unit is a power of two: one division rounds as a product and a division would.
         divisor = bound.divisor(bare_sums, r) / grids["sum"].unit[..., None]
         mean = bound.restore(units["sum"].div_(divisor), summed.ready)
-        z = self._multipliers[segment.prefix + "sum"][there][..., None]
+        z = self._multipliers[segment.prefix + "sum"][active_owners][..., None]
         return Released(mean, segment.select(sides), z, r, bare_sums)
 
     def draw_sizes(self, total: PartialSum) -> list[int]:
@@ -273,7 +277,8 @@ class Releaser:
         if self.noise.correlated:  # what is kept must not be rounded with what is released
             noise = noise.clone()
         for name, draws in zip(sizes, noise.split([*sizes.values()], dim=-1), strict=True):
-            std = multipliers[name][total.terms.there] * grids[name].radius / grids[name].unit
+            multiplier = multipliers[name][total.terms.active_owners]
+            std = multiplier * grids[name].radius / grids[name].unit
             draws.mul_(std[..., None]).round_()
             # Added in place, where there is the less to allocate: the one owner's draws are a
             # tensor of their own, those of n owners are strided pieces of what was drawn.
@@ -285,3 +290,46 @@ class Releaser:
 def _drawn(split: Mapping[str, float], grids: Mapping[str, GridSum]) -> dict[str, int]:
     """The sums that noise is drawn for, in that order, and their sizes."""
     return {name: grids[name].coarse.shape[-1] for name, z in split.items() if 0 < z < math.inf}
+
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class NoiseSource:
+    """Where Gaussian draws come from; drawing advances the generator.
+
+    Parameters
+    ----------
+    generator : numpy.random.Generator
+        Keyed (`Randomness.generator`) or seeded from the operating system.
+    hardened : bool
+        Make each value of four draws, halved (Holohan and Braghin 2021, n = 2): recovering
+        the generator's output bits from the value then means inverting a sum of four, and the
+        attainable values lie denser than the grid. Four times the cost.
+    """
+
+    generator: np.random.Generator
+    hardened: bool = False
+
+    def normal(self, size: int) -> Array:
+        """Standard normal draws, float64 ``[size]``."""
+        draws = sums_of_normals(self.generator, size, terms=4 if self.hardened else 1)
+        if self.hardened:
+            draws *= 0.5
+        return draws
+
+
+def normals(sources: Sequence[NoiseSource], sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Standard normal draws ``[n, sum of sizes]``, one row from each source.
+
+    They are drawn here, in parts of these sizes as one release after another draws them, so
+    that every device gets the same; and go to ``device`` in one copy that nobody waits for.
+    """
+    # Pinned memory is not used again before the copy from it is done.
+    host = torch.empty(
+        len(sources), sum(sizes), dtype=torch.float64, pin_memory=device.type == "cuda"
+    )
+    for row, source in zip(host.numpy(), sources, strict=True):
+        np.concatenate([source.normal(size) for size in sizes], out=row)
+    return host.to(device, non_blocking=True)

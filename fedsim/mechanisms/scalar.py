@@ -6,11 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.base import NORM, Guarantee, Mechanism, Scalar, Segment, Side
+from fedsim.mechanisms.base import (
+    NORM,
+    Guarantee,
+    Mechanism,
+    Scalar,
+    Segment,
+    Side,
+    require_mechanism,
+)
 from fedsim.rows.layout import Layout
 from fedsim.settings import Doc, Ge, Lt
-
-__all__ = ["PrivateScalar"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class PrivateScalar(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_mechanism(self.mechanism, "PrivateScalar")
         if self.name in self.mechanism.side_names:
             raise FedsimError(f"name is '{self.name}'; the mechanism inside has such a scalar.")
         if self.mechanism.weighting != "uniform":

@@ -10,8 +10,6 @@ from fedsim.mechanisms.base import Bound, Number, Shaped, State, per_row
 from fedsim.rows.dense import Rows
 from fedsim.rows.norms import norms_, norms_of, round_up, usual, whiten_
 
-__all__ = ["ScalingBound", "clip_factor"]
-
 IMPLICIT_MARGIN = 2.0**-19
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.calibration import (
+    Answer,
+    Question,
     calibrate,
     calibrate_events,
     cost,
@@ -15,13 +17,13 @@ from fedsim.privacy.calibration import (
     rounds_within,
     rounds_within_events,
 )
+from fedsim.privacy.claims import WorstClient, worst_client
 from fedsim.privacy.client_ledgers import ClientLedgers, ClientRelease
 from fedsim.privacy.entry import Entropy, Entry
-from fedsim.privacy.events import Adjacency, Event, Level, Sampling
+from fedsim.privacy.events import Event
+from fedsim.privacy.laws import Adjacency, Law, Level
 from fedsim.privacy.ledger import Ledger
 from fedsim.privacy.noise import Independent
-from fedsim.privacy.parallel import WorstClient, worst_client
-from fedsim.privacy.planning import Answer, Question
 from fedsim.privacy.statement import Statement, claimed
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
 
@@ -36,10 +38,10 @@ __all__ = [
     "Entry",
     "Event",
     "Independent",
+    "Law",
     "Ledger",
     "Level",
     "Question",
-    "Sampling",
     "Statement",
     "TradeOff",
     "WorstClient",

@@ -5,25 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.analytic import gaussian_delta, gaussian_epsilon
-from fedsim.privacy.events import Adjacency, Event, common_adjacency
-from fedsim.privacy.pld import Component, composed_delta, composed_epsilon, composed_profile
-from fedsim.privacy.prv import prv_epsilon
-from fedsim.privacy.rdp import (
+from fedsim.privacy.events import Event, common_adjacency
+from fedsim.privacy.laws.base import Adjacency, Law
+from fedsim.privacy.losses import (
     Array,
-    fixed_rdp,
+    SampledGaussian,
+    gaussian_delta,
+    gaussian_epsilon,
     gaussian_rdp,
-    poisson_rdp,
     rdp_delta,
     rdp_epsilon,
 )
-
-__all__ = ["Accountant", "Cost", "Method", "check_delta"]
+from fedsim.privacy.pld import Pairs, composed_delta, composed_epsilon, composed_profile
 
 Method = Literal["analytic", "pld", "rdp", "none"]
 
@@ -32,11 +30,13 @@ Method = Literal["analytic", "pld", "rdp", "none"]
 SMALLEST_PLD_DELTA = 1e-10
 # Of a profile without loss distributions; lines through them are valid, however few.
 PROFILE_POINTS = 257
-# Beyond this number of distinct (rate, noise) pairs, the noise is rounded down to a 1 % ladder,
+# Beyond this number of distinct laws at a noise, the noise is rounded down to a 1 % ladder,
 # and where that does not make them fewer, RDP alone is used.
 MOST_EXACT = 100
-# Rényi accounting, a second beside, takes far longer over a pair.
+# Rényi accounting, a second beside, takes far longer over one.
 MOST_EXACT_RDP = 10
+PRV_ERROR = 0.01
+"""What Opacus's answer may be too large by."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Cost:
     rdp_epsilon : float
         What Rényi accounting says of the same events.
     poisson_epsilon : float or None
-        For fixed-size cohorts: what Poisson cohorts of the same expected size would have
-        cost, under add-remove.
+        For cohorts whose law costs more than independent draws, such as those of a fixed size:
+        what Poisson cohorts of the same expected size would have cost, under add-remove.
     releases : int
         Invocations composed.
     """
@@ -72,13 +72,13 @@ class Cost:
 class Accountant:
     """Composes events, in any order and mixture that have a common adjacency.
 
-    Unamplified Gaussians are folded into one and, alone, accounted for analytically.
-    Poisson-sampled ones go through loss distributions (PLD) with RDP as a cross-check;
-    fixed-size samples through RDP under replace-one. Side scalars, changing noise and
+    Unamplified Gaussians are folded into one and, alone, accounted for analytically. Where all
+    laws have dominating pairs these go through loss distributions (PLD), with RDP as a
+    cross-check; where one has none, RDP is what there is. Side scalars, changing noise and
     repeated invocations are all events.
 
     The cost of `add` and `epsilon` does not grow with what was added before, except for the
-    first look at a new (rate, noise) pair.
+    first look at a law at a new noise multiplier.
 
     Not for noise chosen after looking at releases: composition theorems assume it fixed in
     advance; use RDP (``cost().rdp_epsilon``) with a budget as a filter there.
@@ -131,21 +131,49 @@ class Accountant:
         spent, adjacency = self._spent, self.adjacency
         best, method = self._best(delta)
         rdp = rdp_epsilon(spent.rdp(), delta) if spent.private else math.inf
-        beside = spent.as_poisson().epsilon(delta) if spent.fixed else None
+        poisson = spent.as_poisson()
+        beside = None if poisson is None else poisson.epsilon(delta)
         return Cost(best, delta, adjacency, method, rdp, beside, self.releases)
 
     def prv_epsilon(self, delta: float) -> float | None:
-        """Opacus's opinion, by its accountant of privacy random variables; loads torch.
+        """A second opinion, by Opacus's accountant of privacy random variables; loads torch.
+
+        Ours composes loss distributions that are rounded to an upper bound on a grid; Opacus
+        convolves discretised privacy random variables and adds a margin of error (Gopi, Lee &
+        Wutschitz 2021). Two codes that share nothing should agree within that margin.
 
         Returns
         -------
         float or None
-            An upper bound; None where it does not apply: without a guarantee, and for cohorts of
-            a fixed size.
+            An upper bound; None where it does not apply: without a guarantee, and for all but
+            Poisson-sampled Gaussians.
+
+        Raises
+        ------
+        FedsimError
+            If Opacus cannot account for them.
         """
         check_delta(delta)
-        components = self._spent.components() if self._spent.private else None
-        return None if components is None else prv_epsilon(components, delta)
+        pairs = self._spent.pairs() if self._spent.private else None
+        history = []
+        for (removed, _), count in (pairs or {}).items():
+            if not isinstance(removed, SampledGaussian):
+                return None
+            history.append((removed.noise_multiplier, removed.rate, count))
+        if not history:
+            return None if pairs is None else 0.0
+        from opacus.accountants.prv import PRVAccountant
+
+        accountant = PRVAccountant()
+        accountant.history = history
+        try:
+            with np.errstate(all="ignore"):  # log(1 - rate) where the rate is 1
+                return float(accountant.get_epsilon(delta, eps_error=PRV_ERROR))
+        except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
+            raise FedsimError(
+                f"--prv: Opacus's PRV accountant gives up on these releases ({error}); leave it "
+                "out."
+            ) from None
 
     def delta(self, epsilon: float) -> float:
         """Smallest delta known at ``epsilon >= 0``."""
@@ -156,8 +184,8 @@ class Accountant:
             return 1.0
         if spent.analytic:
             return gaussian_delta(spent.mu, epsilon)
-        components = spent.components()
-        delta = composed_delta(components, epsilon) if components is not None else 0.0
+        pairs = spent.pairs()
+        delta = composed_delta(pairs, epsilon) if pairs is not None else 0.0
         return delta if delta >= SMALLEST_PLD_DELTA else rdp_delta(spent.rdp(), epsilon)
 
     @property
@@ -166,13 +194,18 @@ class Accountant:
         return self._spent.private
 
     @property
-    def components(self) -> Mapping[Component, int] | None:
-        """How often which Poisson-sampled Gaussian was composed; None where others were too."""
-        return self._spent.components() if self._spent.private else None
+    def sampled(self) -> Mapping[tuple[Law, float], int]:
+        """How often which law was composed at which noise multiplier, plain Gaussians left out."""
+        return self._spent.sampled
+
+    @property
+    def mu(self) -> float:
+        """Sensitivity in standard deviations of all plain Gaussians together: they are one."""
+        return self._spent.mu
 
     @property
     def gaussian_mu(self) -> float | None:
-        """Sensitivity in standard deviations, where everything so far is one Gaussian."""
+        """The same, where there is nothing else."""
         return self._spent.mu if self._spent.private and self._spent.analytic else None
 
     def profile(self) -> tuple[Array, Array]:
@@ -186,9 +219,9 @@ class Accountant:
         spent = self._spent
         if not spent.private:
             return np.empty(0), np.empty(0)
-        components = spent.components()
-        if not spent.analytic and components is not None:
-            epsilons, deltas = composed_profile(components)
+        pairs = spent.pairs()
+        if not spent.analytic and pairs is not None:
+            epsilons, deltas = composed_profile(pairs)
         else:
             epsilons = np.linspace(0.0, self.epsilon(SMALLEST_PLD_DELTA), PROFILE_POINTS)
             deltas = np.array([self.delta(float(epsilon)) for epsilon in epsilons])
@@ -200,9 +233,9 @@ class Accountant:
             return math.inf, "none"
         if spent.analytic:
             return gaussian_epsilon(spent.mu, delta), "analytic"
-        components = spent.components()
-        if components is not None and delta >= SMALLEST_PLD_DELTA:
-            return composed_epsilon(components, delta), "pld"
+        pairs = spent.pairs()
+        if pairs is not None and delta >= SMALLEST_PLD_DELTA:
+            return composed_epsilon(pairs, delta), "pld"
         return rdp_epsilon(spent.rdp(), delta), "rdp"
 
     def would_exceed(self, event: Event, max_epsilon: float, delta: float) -> bool:
@@ -225,71 +258,76 @@ class _Spent:
     releases: int = 0
     private: bool = True
     adjacencies: set[Adjacency] = field(default_factory=set)
-    precision: float = 0.0  # sum of 1/z^2 over unamplified Gaussians, in units of the change
-    poisson: dict[Component, int] = field(default_factory=dict)
-    ladder: dict[Component, int] = field(default_factory=dict)  # poisson, noise rounded down
-    fixed: dict[tuple[int, int, float], int] = field(default_factory=dict)
+    precision: float = 0.0  # sum of mu^2 over plain Gaussians
+    sampled: dict[tuple[Law, float], int] = field(default_factory=dict)
+    ladder: dict[tuple[Law, float], int] = field(default_factory=dict)  # noise rounded down
 
     def add(self, event: Event, count: int) -> None:
         if not event.private:
             self.private = False
             self.releases += count
             return
-        relations = {*self.adjacencies, event.relation}
+        relations = {*self.adjacencies, event.adjacency}
         common_adjacency(relations)
         self.adjacencies = relations
         self.releases += count
-        z = event.total_noise_multiplier
-        if event.rate == 1 and not math.isinf(z):
-            # Replacing a row moves the sum by 2C: noise z/2 in units of the change.
-            mu = 2 / z if event.relation == "replace-one" else 1 / z
+        law, z = event.law, event.total_noise_multiplier
+        if math.isinf(z):
+            return
+        mu = law.gaussian(z)
+        if mu is not None:
             self.precision += count * mu**2
-        elif event.sampler == "fixed" and not math.isinf(z):
-            key = (cast(int, event.size), cast(int, event.population), z)
-            self.fixed[key] = self.fixed.get(key, 0) + count
-        elif not math.isinf(z):
-            component = Component(event.rate, z)
-            rounded = Component(event.rate, _rounded_down(z))
-            self.poisson[component] = self.poisson.get(component, 0) + count
-            self.ladder[rounded] = self.ladder.get(rounded, 0) + count
+            return
+        # A law that is known at one noise multiplier has no ladder.
+        rounded = _rounded_down(z) if law.is_gaussian else z
+        self.sampled[law, z] = self.sampled.get((law, z), 0) + count
+        self.ladder[law, rounded] = self.ladder.get((law, rounded), 0) + count
 
     def copy(self) -> _Spent:
-        return replace(
-            self, poisson=dict(self.poisson), ladder=dict(self.ladder), fixed=dict(self.fixed)
-        )
+        return replace(self, sampled=dict(self.sampled), ladder=dict(self.ladder))
 
     @property
     def mu(self) -> float:
         return math.sqrt(self.precision)
 
-    def rdp(self) -> Array:
-        total = gaussian_rdp(self.mu)
-        poisson = self.poisson if len(self.poisson) <= MOST_EXACT_RDP else self.ladder
-        for component, count in poisson.items():
-            total = total + count * poisson_rdp(component.rate, component.noise_multiplier)
-        for (size, population, z), count in self.fixed.items():
-            total = total + count * fixed_rdp(size, population, z)
-        return total
-
     @property
     def analytic(self) -> bool:
-        return not self.poisson and not self.fixed
+        return not self.sampled
 
-    def components(self) -> Mapping[Component, int] | None:
+    def rdp(self) -> Array:
+        total = gaussian_rdp(self.mu)
+        sampled = self.sampled if len(self.sampled) <= MOST_EXACT_RDP else self.ladder
+        for (law, z), count in sampled.items():
+            total = total + count * law.rdp(z)
+        return total
+
+    def pairs(self) -> Mapping[Pairs, int] | None:
         """What loss distributions are to compose; None where they do not apply."""
-        components = dict(self.poisson if len(self.poisson) <= MOST_EXACT else self.ladder)
-        if self.fixed or len(components) > MOST_EXACT:
+        composed: dict[Pairs, int] = {}
+        for (law, z), count in (
+            self.sampled if len(self.sampled) <= MOST_EXACT else self.ladder
+        ).items():
+            pairs = law.pairs(z)
+            if pairs is None:
+                return None
+            composed[pairs] = composed.get(pairs, 0) + count
+        if len(composed) > MOST_EXACT:
             return None
         if self.mu:
-            gaussian = Component(1.0, 1 / self.mu)
-            components[gaussian] = components.get(gaussian, 0) + 1
-        return components
+            gaussian = SampledGaussian(1.0, 1 / self.mu).both
+            composed[gaussian] = composed.get(gaussian, 0) + 1
+        return composed
 
-    def as_poisson(self) -> Accountant:
-        """The same noise on Poisson samples of the same rates, under add-remove."""
+    def as_poisson(self) -> Accountant | None:
+        """The same noise on independent draws of the same rates, under add-remove."""
         poisson = Accountant()
-        for (size, population, z), count in self.fixed.items():
-            poisson.add(Event(noise_multiplier=z, rate=size / population), count)
+        for (law, z), count in self.sampled.items():
+            cheaper = law.as_poisson()
+            if cheaper is None:
+                return None
+            poisson.add(Event(noise_multiplier=z, law=cheaper), count)
+        if not self.sampled:
+            return None
         if self.mu:  # replace-one's, so that mu is 2/z
             poisson.add(Event(noise_multiplier=2 / self.mu))
         return poisson

@@ -7,16 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.entry import DECLARED, Entry, Fact
-from fedsim.privacy.events import Adjacency, Event, Level
-
-__all__ = [
-    "BOUND_DECLARED",
-    "NOT_COVERED",
-    "SAMPLER_DECLARED",
-    "adversary",
-    "large_delta",
-    "public_facts",
-]
+from fedsim.privacy.events import Event
+from fedsim.privacy.laws.base import Level
+from fedsim.privacy.laws.full import unamplified
 
 NOT_COVERED = (
     "what the operator sees and logs: who was asked, who replied, who failed and why, when",
@@ -27,10 +20,21 @@ SAMPLER_DECLARED = (
     "Declared by the user: that the sampler draws what its event says was not derived from "
     "inclusion probabilities."
 )
+NOISE_DECLARED = (
+    "Declared by the user: that the noise, which is none of fedsim's, costs no more than its law "
+    "says."
+)
 BOUND_DECLARED = (
     "Declared by the user: that the bound, which is none of fedsim's, makes no row longer than "
     "it says, and splits the noise into no less than is charged for."
 )
+
+DECLARED_SENTENCES = {
+    "sampler": SAMPLER_DECLARED,
+    "noise": NOISE_DECLARED,
+    "bound": BOUND_DECLARED,
+}
+"""Of public facts of an entry that are a user's word."""
 
 ROWS: Mapping[Fact, str] = {
     "by structure": (
@@ -97,7 +101,8 @@ def _against_server(shared: Sequence[Entry], delta: float) -> list[str]:
         "nothing against it: where it sees only the sum of r shares, of which D are missing and "
         "k known to colluders, a noise multiplier of z sqrt((r-D-k)/r) is left"
     )
-    if not asked or not noise or math.isinf(noise):
+    known = all(event.law.is_gaussian for event in events)
+    if not asked or not noise or math.isinf(noise) or not known:
         return [f"{rule}; of a single share that it sees, z / sqrt(r)."]
     cases = {"nobody missing or colluding": 0, "a tenth of them": math.ceil(asked / 10)}
     spent = [
@@ -114,18 +119,15 @@ def _against_server(shared: Sequence[Entry], delta: float) -> list[str]:
 
 def _expected(event: Event) -> int:
     """How many a round asks, on average; 0 where the population is not known."""
-    return round(event.rate * event.population) if event.population else 0
+    return round(event.law.rate * event.law.population) if event.law.population else 0
 
 
 def _unamplified(events: Sequence[Event], share: float, delta: float) -> float:
     """Epsilon against somebody who knows the cohort, with this share of the noise's variance."""
     accountant = Accountant()
     for event in events:
-        relation: Adjacency = "replace-one" if event.relation == "replace-one" else "zero-out"
         z = event.total_noise_multiplier * math.sqrt(share)
-        accountant.add(
-            Event(noise_multiplier=z, sampler="full", adjacency=relation, count=event.count)
-        )
+        accountant.add(Event(noise_multiplier=z, law=unamplified(event.law), count=event.count))
     return accountant.epsilon(delta)
 
 
@@ -138,7 +140,8 @@ def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
             "rates and denominators."
         )
     else:
-        populations = sorted({e.event.population for e in entries if e.event.population})
+        declared = {entry.event.law.population for entry in entries}
+        populations = sorted(number for number in declared if number)
         clients = f" ({', '.join(f'{n:,}' for n in populations)} clients)" if populations else ""
         sentences.append(
             f"Public: the declared population{clients}, the sampling rate, the denominator and "
@@ -149,12 +152,12 @@ def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
             "round that reaches none (on a network; never on an engine of one machine) ends the "
             "run."
         )
-    known = _facts(entries).get("rows", set())
+    facts = _facts(entries)
+    known = facts.get("rows", set())
     sentences.extend(sentence for how, sentence in ROWS.items() if how in known)
-    if any(entry.declared_by_user for entry in entries):
-        sentences.append(SAMPLER_DECLARED)
-    if DECLARED in _facts(entries).get("bound", ()):
-        sentences.append(BOUND_DECLARED)
+    for fact, sentence in DECLARED_SENTENCES.items():
+        if DECLARED in facts.get(fact, ()):
+            sentences.append(sentence)
     return sentences
 
 
@@ -163,4 +166,7 @@ def _facts(entries: Sequence[Entry]) -> Mapping[str, set[Fact]]:
     for entry in entries:
         for name, value in entry.public.items():
             facts.setdefault(name, set()).add(value)
+        # Older ledgers, and Flower's strategies, say so of samplers alone.
+        if entry.declared_by_user and "noise" not in entry.public:
+            facts.setdefault("sampler", set()).add(DECLARED)
     return facts

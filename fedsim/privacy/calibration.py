@@ -1,49 +1,27 @@
-"""Questions asked before a run: epsilon of a plan, noise for a target, rounds for a budget."""
+"""Questions asked before a run: of noise, rounds and epsilon, two determine the third."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self, TypeVar
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost, check_delta
-from fedsim.privacy.analytic import gaussian_mu
+from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.events import Event
+from fedsim.privacy.laws import FullLaw, Law, Level, Sampler
+from fedsim.privacy.losses import gaussian_mu
 
-__all__ = [
-    "calibrate",
-    "calibrate_events",
-    "cost",
-    "epsilon",
-    "rounds_within",
-    "rounds_within_events",
-]
+Given = TypeVar("Given")
 
 # Calibrated noise is searched here; beyond, the target or the plan is a mistake.
 LEAST_NOISE, MOST_NOISE = 1e-2, 1e7
 MOST_ROUNDS = 10**8
 
 
-class Samples(Protocol):
-    """Anything that emits the event of its own draw: a cohort of `fedsim.cohorts`."""
-
-    @property
-    def rate(self) -> float:
-        """Sampling rate."""
-
-    def event(
-        self,
-        noise_multiplier: float,
-        *,
-        count: int = 1,
-        sides: Mapping[str, float] | None = None,
-        guarantee: bool = True,
-    ) -> Event:
-        """What one release costs."""
-
-
-def epsilon(*, noise_multiplier: float, cohort: Samples, rounds: int, delta: float) -> float:
+def epsilon(*, noise_multiplier: float, cohort: Sampler, rounds: int, delta: float) -> float:
     """Epsilon at ``delta`` of ``rounds`` releases, one a cohort.
 
     Parameters
@@ -65,17 +43,17 @@ def epsilon(*, noise_multiplier: float, cohort: Samples, rounds: int, delta: flo
     return _plan(noise_multiplier, cohort, rounds).epsilon(delta)
 
 
-def cost(*, noise_multiplier: float, cohort: Samples, rounds: int, delta: float) -> Cost:
+def cost(*, noise_multiplier: float, cohort: Sampler, rounds: int, delta: float) -> Cost:
     """`epsilon`, with how it was found and what stands beside it."""
     return _plan(noise_multiplier, cohort, rounds).cost(delta)
 
 
-def _plan(noise_multiplier: float, cohort: Samples, rounds: int) -> Accountant:
+def _plan(noise_multiplier: float, cohort: Sampler, rounds: int) -> Accountant:
     _check_rounds(rounds)
-    return Accountant([cohort.event(noise_multiplier).times(rounds)])
+    return Accountant([Event.of(cohort, noise_multiplier).times(rounds)])
 
 
-def calibrate(*, target_epsilon: float, cohort: Samples, rounds: int, delta: float) -> float:
+def calibrate(*, target_epsilon: float, cohort: Sampler, rounds: int, delta: float) -> float:
     """Smallest noise multiplier whose epsilon does not exceed the target, to 1e-5 relative.
 
     Parameters
@@ -94,7 +72,7 @@ def calibrate(*, target_epsilon: float, cohort: Samples, rounds: int, delta: flo
     """
     _check_rounds(rounds)
     return calibrate_events(
-        lambda z: [cohort.event(z).times(rounds)], target_epsilon=target_epsilon, delta=delta
+        lambda z: [Event.of(cohort, z).times(rounds)], target_epsilon=target_epsilon, delta=delta
     )
 
 
@@ -133,7 +111,7 @@ def calibrate_events(
         return math.log(max(spent, 1e-9) / target_epsilon)
 
     # A first guess: all releases as one Gaussian, scaled by the rate as amplification is.
-    rates = [(event.rate, event.count) for event in events(1.0)]
+    rates = [(event.law.rate, event.count) for event in events(1.0)]
     mu = math.sqrt(sum(count * rate**2 for rate, count in rates))
     guess = math.log(max(mu / gaussian_mu(target_epsilon, delta), 0.3))
     log_z = _decreasing_root(excess, guess, math.log(LEAST_NOISE), math.log(MOST_NOISE))
@@ -146,10 +124,10 @@ def calibrate_events(
 
 
 def rounds_within(
-    *, max_epsilon: float, noise_multiplier: float, cohort: Samples, delta: float
+    *, max_epsilon: float, noise_multiplier: float, cohort: Sampler, delta: float
 ) -> int:
     """Most rounds whose epsilon does not exceed the budget; 0 if one already does."""
-    event = cohort.event(noise_multiplier)
+    event = Event.of(cohort, noise_multiplier)
     return rounds_within_events([], event, max_epsilon=max_epsilon, delta=delta)
 
 
@@ -183,6 +161,194 @@ def rounds_within_events(
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A run as the accountant sees it, with one thing left open.
+
+    ``target_epsilon`` asks for the noise multiplier, ``max_epsilon`` for the rounds that it
+    buys, neither for epsilon.
+
+    Attributes
+    ----------
+    noise_multiplier, target_epsilon, max_epsilon : float or None
+    rounds : int or None
+        Rounds still to be run. At example level, a client's iterations or passes.
+    delta : float
+    law : Law
+        As of `Event`.
+    invocations : int
+        Noisy sums a round, each on a sample of its own: 2 for ADADP.
+    level : "client" or "example"
+    past : tuple of Event
+        What has been released already.
+    simulated : bool
+        Whether noise follows from a config's seed, which is no secret.
+    stopping : Stopping
+        Whether what is released may end the run: of all rounds, epsilon is then that at half of
+        delta.
+    """
+
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    max_epsilon: float | None = None
+    rounds: int | None = None
+    delta: float = 1e-5
+    law: Law = field(default_factory=FullLaw)
+    invocations: int = 1
+    level: Level = "client"
+    past: tuple[Event, ...] = ()
+    simulated: bool = False
+    stopping: Stopping = FIXED
+
+    @property
+    def asks(self) -> Literal["epsilon", "noise multiplier", "rounds"]:
+        """What is left open."""
+        if self.target_epsilon is not None:
+            return "noise multiplier"
+        return "rounds" if self.max_epsilon is not None else "epsilon"
+
+    def event(self, noise_multiplier: float) -> Event:
+        """What one round costs at this noise."""
+        if self.level == "example" and self.law.adjacency == "add-remove":
+            raise FedsimError(
+                "adjacency is 'add-remove'; at example level it must be zero-out, since how "
+                "many examples a client has is public."
+            )
+        return Event(noise_multiplier=noise_multiplier, law=self.law, count=self.invocations)
+
+    def answer(self) -> Answer:
+        """Fill in what is open.
+
+        Raises
+        ------
+        FedsimError
+            If something else is missing too, or given twice, or nothing meets the target.
+        """
+        if self.target_epsilon is not None and self.max_epsilon is not None:
+            raise FedsimError(
+                f"target epsilon is {self.target_epsilon} and max epsilon {self.max_epsilon}; "
+                "give the first to get a noise multiplier, or the second to get rounds."
+            )
+        if self.asks == "noise multiplier":
+            return self._noise(self._given("rounds", self.rounds))
+        noise = self._given("noise multiplier", self.noise_multiplier)
+        if self.max_epsilon is not None:
+            rounds = rounds_within_events(
+                self.past, self.event(noise), max_epsilon=self.max_epsilon, delta=self._at
+            )
+            return self._answered(noise, rounds)
+        return self._answered(noise, self._given("rounds", self.rounds))
+
+    def _noise(self, rounds: int) -> Answer:
+        if self.noise_multiplier is not None:
+            raise FedsimError(
+                f"noise multiplier is {self.noise_multiplier}; it must be unset when target "
+                f"epsilon = {self.target_epsilon} asks for it."
+            )
+        noise = calibrate_events(
+            lambda z: [*self.past, self.event(z).times(self._positive(rounds))],
+            target_epsilon=self._given("target epsilon", self.target_epsilon),
+            delta=self._at,
+            adaptive=bool(self.past),
+        )
+        answer = self._answered(noise, rounds)
+        if not self.past:
+            return answer
+        # The noise was chosen after looking at releases: only Rényi accounting covers that.
+        cost = replace(answer.cost, epsilon=answer.cost.rdp_epsilon, method="rdp")
+        return replace(answer, cost=cost)
+
+    def _answered(self, noise: float, rounds: int) -> Answer:
+        accountant = Accountant(self.past)
+        if rounds or self.asks == "epsilon":
+            accountant.add(self.event(noise), self._positive(rounds))
+        cost = replace(accountant.cost(self._at), delta=self.delta)
+        return Answer(self, noise, rounds, cost)
+
+    @property
+    def _at(self) -> float:
+        return self.stopping.planned_delta(self.delta)
+
+    @staticmethod
+    def _positive(rounds: int) -> int:
+        if rounds < 1:
+            raise FedsimError(f"rounds is {rounds}; it must be a whole number, 1 or more.")
+        return rounds
+
+    def _given(self, name: str, value: Given | None) -> Given:
+        if value is None:
+            raise FedsimError(
+                f"{name} is not set; it must be, to find the {self.asks}: of noise multiplier, "
+                "rounds and an epsilon, two determine the third."
+            )
+        return value
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question with nothing left open, and what it costs."""
+
+    question: Question
+    noise_multiplier: float
+    rounds: int
+    cost: Cost
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """All that is released."""
+        if not self.rounds:
+            return self.question.past
+        return (
+            *self.question.past,
+            self.question.event(self.noise_multiplier).times(self.rounds),
+        )
+
+
+@dataclass(frozen=True)
+class Extrapolation:
+    """A figure that no release of the run has: it never stands without the run's own.
+
+    With a cohort of expected size m, and noise of standard deviation ``z C m / M`` on its sum, the
+    mean has the noise that it would have with a cohort of M and multiplier z.
+
+    Attributes
+    ----------
+    epsilon, delta : float
+        Of as many releases with the larger cohort.
+    size : float
+        M, its expected size.
+    population : int
+        That it would be drawn from.
+    noise_multiplier : float
+        z.
+    """
+
+    epsilon: float
+    delta: float
+    size: float
+    population: int
+    noise_multiplier: float
+
+    @classmethod
+    def of(
+        cls, law: Law, population: int, noise_multiplier: float, releases: int, delta: float
+    ) -> Self:
+        """Of so many releases over what a sampler of this law would draw."""
+        event = Event(noise_multiplier=noise_multiplier, law=law)
+        cost = Accountant([event.times(releases)] if releases else []).cost(delta)
+        return cls(cost.epsilon, delta, law.rate * population, population, noise_multiplier)
+
+    def sentence(self) -> str:
+        """In plain words."""
+        return (
+            f"Extrapolated epsilon: {self.epsilon:.4g} at delta = {self.delta:g}, if in each "
+            f"release {self.size:g} clients out of {self.population:,} had taken part with a noise "
+            f"multiplier of {self.noise_multiplier:g} (noise.cohort-size). This run has added that "
+            "run's noise on the mean, which is less than its own cohort needs for it: the "
+            "extrapolated figure is no guarantee of this run."
+        )
 
 
 def _check_rounds(rounds: int) -> None:

@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.errors import BudgetSpentError
-from fedsim.privacy.archive import archived
+from fedsim.privacy.claims import FIXED, Spending, Stopping, costliest_ledger
+from fedsim.privacy.durable import Fingerprints, archived
 from fedsim.privacy.entry import Entropy, Fact
 from fedsim.privacy.events import Event
-from fedsim.privacy.fingerprint import Fingerprints
 from fedsim.privacy.ledger import Ledger
-from fedsim.privacy.parallel import Spending, dearest
 from fedsim.privacy.statement import Statement
-from fedsim.privacy.stopping import FIXED, Stopping
-
-__all__ = ["ClientLedgers", "ClientRelease"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +193,7 @@ class ClientLedgers:
         if not spent:
             return 0.0
         stopping = replace(stopping, max_epsilon=None)  # the server's
-        worst = dearest(spent, self.delta, stopping)
+        worst = costliest_ledger(spent, self.delta, stopping)
         return stopping.epsilon(worst.accountant(), worst.last_event, self.delta)
 
     def statement(self, *, stopping: Stopping = FIXED) -> Statement | None:

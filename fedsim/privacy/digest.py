@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["digest_of"]
-
 LARGE = 2**16
 """Bytes of an array from which on its hash is taken."""
 _SIMPLE = (bool, int, float, str, list, tuple, set, frozenset, Mapping)

@@ -1,18 +1,24 @@
-"""Files that are on the disk when a function returns, and one writer at a time."""
+"""Files that last: written durably by one writer at a time, recognised by a key, archived.
+
+Ledgers that are not written any more go beside the new ones, where they count on: whoever
+replaces ``DIR/some/ledger.jsonl`` moves it to ``DIR/archive/NUMBER/some/ledger.jsonl``, a run that
+is overwritten all its ledgers at once, a ledger of an old format itself.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import hmac
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from fedsim import regular_files
-
-__all__ = ["append", "create", "locked", "replace", "sync_directory"]
+from fedsim.errors import FedsimError
 
 
 def create(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
@@ -89,3 +95,120 @@ def _written(path: Path, data: bytes, mode: int) -> Path:
             temporary.unlink()
         raise
     return temporary
+
+
+KEY = "fingerprint.key"
+_BYTES = 32
+
+
+class Fingerprints:
+    """HMAC-SHA256 under a key that stays where it was made.
+
+    Without the key a fingerprint says nothing about what it is of, guesses included. Who
+    loses the key loses no privacy: no release is taken for one that was made before.
+
+    Parameters
+    ----------
+    directory : path or None
+        Where the key is, in a file that only its owner may read, made on first use; None: in
+        memory, for this object alone.
+    read_only : bool
+        Whether a key that is not there is refused instead of made.
+    """
+
+    def __init__(self, directory: Path | None, *, read_only: bool = False) -> None:
+        self._directory, self._read_only = directory, read_only
+        self._key: bytes | None = None if directory is not None else secrets.token_bytes(_BYTES)
+
+    def of(self, contents: Iterable[bytes]) -> str:
+        """Fingerprint of these parts, in this order, each as a whole.
+
+        Raises
+        ------
+        FedsimError
+            If the key is damaged, or missing where it may not be made.
+        """
+        code = self.code()
+        for content in contents:
+            # Lengths keep ("ab", "c") and ("a", "bc") apart.
+            code.update(len(content).to_bytes(8, "little"))
+            code.update(content)
+        return code.hexdigest()
+
+    def code(self) -> hmac.HMAC:
+        """An HMAC under the key, of nothing as yet."""
+        if self._key is None:
+            assert self._directory is not None
+            self._key = _key_in(self._directory, self._read_only)
+        return hmac.new(self._key, digestmod=hashlib.sha256)
+
+
+def _key_in(directory: Path, read_only: bool) -> bytes:
+    path = directory / KEY
+    if not path.exists() and read_only:
+        raise FedsimError(f"{path} is missing; put back what was there.")
+    if not path.exists():
+        create(path, secrets.token_bytes(_BYTES), mode=0o600)
+    key = regular_files.read_bytes(path)
+    if len(key) != _BYTES:
+        raise FedsimError(
+            f"{path} has {len(key)} bytes; a fingerprint's key must have {_BYTES}: put back what "
+            "was there, or remove it to have a new one made, by which no earlier release is "
+            "recognised."
+        )
+    return key
+
+
+ARCHIVE = "archive"
+"""Name of the directory that holds predecessors."""
+
+# A client's ledger in a run's directory: RUN/clients/client-3.jsonl, or in a directory there.
+_DEEPEST = 3
+
+
+def archived(path: Path) -> list[Path]:
+    """What stood at ``path`` before, the oldest first; ``*`` in its name stands for anything."""
+    predecessors: list[Path] = []
+    path = path.absolute()
+    for parent in path.parents[:_DEEPEST]:
+        inside = path.relative_to(parent)
+        for number in _numbers(parent / ARCHIVE):
+            before = parent / ARCHIVE / str(number) / inside
+            for kept in sorted(before.parent.glob(before.name)):
+                # What had been replaced already when it was put away.
+                predecessors += [] if parent == path.parent else _replaced_beside(kept)
+                predecessors.append(kept)
+    return predecessors
+
+
+def archive(path: Path) -> Path:
+    """Move a ledger, or a directory, into the archive beside it, and say where it is.
+
+    What a ledger holds goes on being counted.
+    """
+    directory = path.parent / ARCHIVE
+    directory.mkdir(exist_ok=True)
+    while True:
+        kept = directory / str(max([0, *_numbers(directory)]) + 1)
+        try:
+            kept.mkdir()
+            break
+        except FileExistsError:
+            continue
+    os.rename(path, kept / path.name)
+    for changed in (kept, directory, path.parent):
+        sync_directory(changed)
+    return kept / path.name
+
+
+def _replaced_beside(path: Path) -> list[Path]:
+    directory = path.parent / ARCHIVE
+    before = [directory / str(number) / path.name for number in _numbers(directory)]
+    return [kept for kept in before if kept.is_file()]
+
+
+def _numbers(directory: Path) -> list[int]:
+    if not directory.is_dir():
+        return []
+    names = (entry.name for entry in directory.iterdir())
+    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())

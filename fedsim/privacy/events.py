@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Literal, cast, get_args
+from functools import cache, cached_property
+from typing import Any
 
 from fedsim.errors import FedsimError
-
-__all__ = ["Adjacency", "Event", "Level", "Sampling", "common_adjacency", "dominating_event"]
-
-Sampling = Literal["poisson", "fixed", "full", "shuffle"]
-Adjacency = Literal["add-remove", "zero-out", "replace-one"]
-Level = Literal["client", "example"]
-
-# Which neighbours a sampler's amplification is proved for. Without amplification (full,
-# shuffle) a fixed denominator makes every relation valid, at its own sensitivity.
-ALLOWED: Mapping[Sampling, tuple[Adjacency, ...]] = {
-    "poisson": ("add-remove", "zero-out"),
-    "fixed": ("replace-one",),
-    "full": ("zero-out", "add-remove", "replace-one"),
-    "shuffle": ("zero-out", "add-remove", "replace-one"),
-}
+from fedsim.privacy import laws
+from fedsim.privacy.laws.base import Adjacency, Law, Sampler
+from fedsim.privacy.laws.declared import NAME, DeclaredLaw, as_data, costliest_curve
+from fedsim.privacy.laws.full import FullLaw
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """One noisy sum, or ``count`` equal ones, as the accountant sees it.
 
-    All fields are public information.
+    All fields are public information. A law that fedsim does not ship becomes data here
+    (`DeclaredLaw`), so that whoever reads the event later needs nobody's code.
 
     Attributes
     ----------
     noise_multiplier : float
         Standard deviation of the noise on the sum, divided by the clip norm, whatever the
         adjacency. 0 is a release without noise, infinity one that says nothing.
-    sampler : "poisson", "fixed", "full" or "shuffle"
-        How the rows of the sum were drawn. "fixed" is without replacement; "shuffle" is one
-        pass over shuffled rows, charged as one unamplified Gaussian a pass.
-    rate : float
-        Probability of a row taking part (Poisson), or share of the rows (fixed).
-    size, population : int or None
-        The fixed size, and how many there are to draw from. Required by "fixed".
-    adjacency : "add-remove", "zero-out" or "replace-one"
-        Defaults to the sampler's own: add-remove for Poisson, replace-one for fixed,
-        zero-out otherwise.
+    law : Law
+        How the rows of the sum were drawn, and what that costs.
     count : int
         Invocations: 2 for an ADADP iteration, T for T equal steps of a client.
     sides : mapping of name to float
@@ -59,62 +43,44 @@ class Event:
     Raises
     ------
     FedsimError
-        If a value is outside its range, or the adjacency is not the sampler's.
+        If a value is outside its range.
 
     Examples
     --------
     >>> from fedsim.privacy import Accountant
-    >>> week = Event(noise_multiplier=2.0, sampler="poisson", rate=0.1).times(7)
+    >>> from fedsim.privacy.laws import PoissonLaw
+    >>> week = Event(noise_multiplier=2.0, law=PoissonLaw(rate=0.1)).times(7)
     >>> round(Accountant([week]).epsilon(delta=1e-5), 2)
     0.69
     """
 
     noise_multiplier: float
-    sampler: Sampling = "poisson"
-    rate: float = 1.0
-    size: int | None = None
-    population: int | None = None
-    adjacency: Adjacency | None = None
+    law: Law = field(default_factory=FullLaw)
     count: int = 1
     sides: Mapping[str, float] = field(default_factory=dict)
     guarantee: bool = True
 
+    @classmethod
+    def of(
+        cls, sampler: Sampler, noise_multiplier: float, *, count: int = 1, guarantee: bool = True
+    ) -> Event:
+        """What ``count`` noisy sums over one round's samples cost."""
+        return cls(
+            noise_multiplier=noise_multiplier,
+            law=sampler.law(),
+            count=sampler.gaussians(count),
+            guarantee=guarantee,
+        )
+
     def __post_init__(self) -> None:
-        if not isinstance(self.sampler, str) or self.sampler not in ALLOWED:
-            raise FedsimError(
-                f"sampler is {self.sampler!r}; it must be one of {', '.join(get_args(Sampling))}."
-            )
-        if self.adjacency is None:
-            object.__setattr__(self, "adjacency", ALLOWED[self.sampler][0])
-        if self.adjacency not in ALLOWED[self.sampler]:
-            raise FedsimError(
-                f"adjacency is {self.adjacency!r}; with {self.sampler} sampling it must be "
-                f"{' or '.join(ALLOWED[self.sampler])}."
-            )
         for name, z in {"noise_multiplier": self.noise_multiplier, **self.sides}.items():
             if not z >= 0:
                 raise FedsimError(f"{name} is {z}; a noise multiplier must be at least 0.")
         if self.count != int(self.count) or self.count < 1:
             raise FedsimError(f"count is {self.count}; it must be a whole number, 1 or more.")
         object.__setattr__(self, "count", int(self.count))
-        self._check_sampling()
         object.__setattr__(self, "sides", dict(sorted(self.sides.items())))
-
-    def _check_sampling(self) -> None:
-        if self.population is not None and self.population < 1:
-            raise FedsimError(f"population is {self.population}; it must be 1 or more.")
-        if self.sampler == "fixed":
-            if self.size is None or self.population is None:
-                raise FedsimError("fixed sampling needs size and population.")
-            if not 1 <= self.size <= self.population:
-                raise FedsimError(
-                    f"size is {self.size}; it must lie in [1, population = {self.population}]."
-                )
-            object.__setattr__(self, "rate", self.size / self.population)
-        elif self.sampler != "poisson":
-            object.__setattr__(self, "rate", 1.0)
-        if not 0 < self.rate <= 1:
-            raise FedsimError(f"rate is {self.rate}; it must lie in (0, 1].")
+        object.__setattr__(self, "law", as_data(self.law, self.total_noise_multiplier))
 
     def __hash__(self) -> int:
         return self._hash
@@ -125,12 +91,13 @@ class Event:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(tuple(self.to_dict().values()).__repr__())
+        sides = tuple(self.sides.items())
+        return hash((self.noise_multiplier, self.law, self.count, sides, self.guarantee))
 
     @property
-    def relation(self) -> Adjacency:
-        """The adjacency, never None."""
-        return cast(Adjacency, self.adjacency)
+    def adjacency(self) -> Adjacency:
+        """Which neighbours the law is about."""
+        return self.law.adjacency
 
     @property
     def total_noise_multiplier(self) -> float:
@@ -160,12 +127,8 @@ class Event:
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe mapping; infinite numbers are written as the string "inf"."""
         return {
-            "sampler": self.sampler,
-            "adjacency": self.adjacency,
+            "law": self.law.to_dict(),
             "noise-multiplier": _encoded(self.noise_multiplier),
-            "rate": self.rate,
-            "size": self.size,
-            "population": self.population,
             "count": self.count,
             "sides": {name: _encoded(z) for name, z in self.sides.items()},
             "guarantee": self.guarantee,
@@ -173,38 +136,85 @@ class Event:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Event:
-        """Inverse of `to_dict`.
+        """Inverse of `to_dict`; an event of an older ledger is converted.
 
         Raises
         ------
         FedsimError
             If a field is missing, unknown or out of range.
         """
-        known = {"sampler", "adjacency", "noise-multiplier", "rate", "size"}
-        known |= {"population", "count", "sides", "guarantee"}
+        data = _converted(data) if "sampler" in data else data
+        known = {"law", "noise-multiplier", "count", "sides", "guarantee"}
         if set(data) != known:
             raise FedsimError(
                 f"an event has the fields {sorted(data)}; it must have {sorted(known)}."
             )
-        sides = data["sides"]
+        sides, count = data["sides"], data["count"]
         if not isinstance(sides, Mapping) or not isinstance(data["guarantee"], bool):
             raise FedsimError("an event's sides must be a mapping, its guarantee true or false.")
-        for name in ("size", "population", "count"):
-            value = data[name]
-            is_integer = isinstance(value, int) and not isinstance(value, bool)
-            if not is_integer and (value is not None or name == "count"):
-                raise FedsimError(f"an event's {name} is {value!r}; it must be a whole number.")
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise FedsimError(f"an event's count is {count!r}; it must be a whole number.")
         return cls(
             noise_multiplier=_decoded("noise-multiplier", data["noise-multiplier"]),
-            sampler=cast(Sampling, data["sampler"]),
-            rate=_decoded("rate", data["rate"]),
-            size=data["size"],
-            population=data["population"],
-            adjacency=cast(Adjacency, data["adjacency"]),
-            count=data["count"],
+            law=law_from_dict(data["law"]),
+            count=count,
             sides={name: _decoded(name, z) for name, z in sides.items()},
             guarantee=data["guarantee"],
         )
+
+
+def law_from_dict(data: object) -> Law:
+    """The law that a ledger says, one of fedsim's own or data; no other code is imported.
+
+    Raises
+    ------
+    FedsimError
+        If it is none of them.
+    """
+    if not isinstance(data, Mapping) or not isinstance(data.get("name"), str):
+        raise FedsimError(f"an event's law is {data!r}; it must be a mapping with a name.")
+    others = {name: value for name, value in data.items() if name != "name"}
+    if data["name"] == NAME:
+        return DeclaredLaw.from_dict(others)
+    return law_named(data["name"]).from_dict(others)
+
+
+@cache
+def shipped_laws() -> Mapping[str, type[Law]]:
+    """fedsim's own, by name: those in the files of `fedsim.privacy.laws`."""
+    modules = (
+        importlib.import_module(f"{laws.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(laws.__path__)
+    )
+    things = [thing for module in modules for thing in vars(module).values()]
+    classes = [thing for thing in things if isinstance(thing, type) and issubclass(thing, Law)]
+    return {kind.name: kind for kind in classes if isinstance(vars(kind).get("name"), str)}
+
+
+def law_named(name: str) -> type[Law]:
+    """The class of one of fedsim's own laws.
+
+    Raises
+    ------
+    FedsimError
+        If there is none of this name.
+    """
+    if name not in shipped_laws():
+        raise FedsimError(f"sampling is {name!r}; it must be one of {', '.join(shipped_laws())}.")
+    return shipped_laws()[name]
+
+
+def _converted(data: Mapping[str, Any]) -> dict[str, Any]:
+    """An event of formats 1 and 2, whose law was one of four and stood in it flat."""
+    known = {"sampler", "adjacency", "noise-multiplier", "rate", "size"}
+    known |= {"population", "count", "sides", "guarantee"}
+    if set(data) != known:
+        raise FedsimError(f"an event has the fields {sorted(data)}; it must have {sorted(known)}.")
+    law = {"name": data["sampler"], **{k: data[k] for k in ("adjacency", "population")}}
+    own = {"poisson": "rate", "fixed": "size"}.get(data["sampler"])
+    law |= {own: data[own]} if own is not None else {}
+    kept = ("noise-multiplier", "count", "sides", "guarantee")
+    return {"law": law, **{name: data[name] for name in kept}}
 
 
 def common_adjacency(relations: Iterable[Adjacency]) -> Adjacency:
@@ -232,7 +242,7 @@ def common_adjacency(relations: Iterable[Adjacency]) -> Adjacency:
 def dominating_event(events: Iterable[Event]) -> Event | None:
     """An event at least as costly as each of these: least noise, largest rate and count.
 
-    None without events. Across different samplers amplification is given up.
+    None without events. Across different laws amplification is given up.
     """
     known = list(events)
     if not known:
@@ -241,11 +251,14 @@ def dominating_event(events: Iterable[Event]) -> Event | None:
         return Event(noise_multiplier=0.0, guarantee=False)
     noise = min(event.total_noise_multiplier for event in known)
     count = max(event.count for event in known)
-    if len({event.sampler for event in known}) == 1:
-        widest = max(known, key=lambda event: event.rate)
-        return replace(widest, noise_multiplier=noise, sides={}, count=count)
-    adjacency = common_adjacency(event.relation for event in known)
-    return Event(noise_multiplier=noise, sampler="full", adjacency=adjacency, count=count)
+    widest = max((event.law for event in known), key=lambda law: law.rate)
+    if all(widest.comparable(event.law) for event in known):
+        return Event(noise_multiplier=noise, law=widest, count=count)
+    adjacency = common_adjacency(event.adjacency for event in known)
+    if all(event.law.is_gaussian for event in known):
+        return Event(noise_multiplier=noise, law=FullLaw(adjacency=adjacency), count=count)
+    curves = [event.law.rdp(event.total_noise_multiplier) for event in known]
+    return Event(noise_multiplier=noise, law=costliest_curve(curves, adjacency), count=count)
 
 
 def _encoded(z: float) -> float | str:

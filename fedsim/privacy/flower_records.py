@@ -13,35 +13,23 @@ from flwr.serverapp import (
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Cost
 from fedsim.privacy.events import Event
-
-__all__ = ["our_event", "privacy_config", "privacy_spent"]
-
-SAMPLING = {
-    "poisson": SamplingMethod.POISSON,
-    "fixed": SamplingMethod.WITHOUT_REPLACEMENT,
-    "full": SamplingMethod.NO_AMPLIFICATION,
-    "shuffle": SamplingMethod.NO_AMPLIFICATION,
-}
+from fedsim.privacy.laws import FixedSizeLaw, FullLaw
 
 
 def our_event(event: GaussianPrivacyEvent, declared: Event | None) -> Event:
     """What a Flower event costs.
 
-    The sampler is the declared one. Without a declaration a partial sample is what Flower's
+    The law is the declared one. Without a declaration a partial sample is what Flower's
     own strategies draw: a fixed size without replacement.
     """
     size, population = event.sample_size, event.population_size
-    sampler = declared.sampler if declared is not None else "fixed"
-    if declared is None and size == population:
-        sampler = "full"
-    return Event(
-        noise_multiplier=event.noise_multiplier,
-        sampler=sampler,
-        rate=size / population,
-        size=size if sampler == "fixed" else None,
-        population=population,
-        adjacency=declared.adjacency if declared is not None else None,
-    )
+    if declared is not None:
+        law = declared.law.sampled(size, population)
+    elif size == population:
+        law = FullLaw(population=population)
+    else:
+        law = FixedSizeLaw(size=size, population=population)
+    return Event(noise_multiplier=event.noise_multiplier, law=law)
 
 
 def privacy_config(
@@ -54,18 +42,18 @@ def privacy_config(
     FedsimError
         If the ledger was not told delta, or a declared event with a population.
     """
-    if declared is None or declared.population is None or delta is None:
+    if declared is None or declared.law.population is None or delta is None:
         raise FedsimError(
             "Flower asks a ledger for delta and population: "
-            "give it delta=... and declared=cohort.event(...), with a population."
+            "give it delta=... and declared=Event.of(cohort, ...), with a population."
         )
-    replaced = declared.relation == "replace-one"
+    replaced = declared.adjacency == "replace-one"
     relation = NeighboringRelation.ADD_OR_REMOVE_ONE
     return PrivacyConfig(
         target_delta=delta,
-        population_size=declared.population,
+        population_size=declared.law.population,
         neighboring_relation=NeighboringRelation.REPLACE_ONE if replaced else relation,
-        sampling_method=SAMPLING[declared.sampler],
+        sampling_method=SamplingMethod[declared.law.flower],
         max_epsilon=max_epsilon,
     )
 

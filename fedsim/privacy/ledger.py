@@ -22,19 +22,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost, check_delta
-from fedsim.privacy.archive import archived
+from fedsim.privacy.claims import FIXED, Spending, Stopping
+from fedsim.privacy.durable import Fingerprints, archived
 from fedsim.privacy.entry import Entropy, Entry, Fact, Placement
-from fedsim.privacy.events import Event, Level
-from fedsim.privacy.fingerprint import Fingerprints
+from fedsim.privacy.events import Event
+from fedsim.privacy.laws import FixedSizeLaw, Level
 from fedsim.privacy.ledger_file import Budget, LedgerFile
-from fedsim.privacy.parallel import Spending
 from fedsim.privacy.statement import Statement
-from fedsim.privacy.stopping import FIXED, Stopping
 
 if TYPE_CHECKING:
     from flwr.serverapp import GaussianPrivacyEvent, PrivacyConfig, PrivacySpent
-
-__all__ = ["Ledger"]
 
 
 class Ledger:
@@ -348,8 +345,9 @@ class Ledger:
         strategies draw a fixed number.
         """
         ours = self._ours(event).times(count)
-        told = ours.sampler == "poisson" and not isinstance(event, Event)
-        self.record(event=ours, declared_by_user=told, max_epsilon=math.inf)
+        word = not isinstance(event, Event) and ours.law.rate < 1
+        word = word and not isinstance(ours.law, FixedSizeLaw)
+        self.record(event=ours, declared_by_user=word, max_epsilon=math.inf)
 
     def get_epsilon(self, delta: float) -> float:
         """`epsilon`."""

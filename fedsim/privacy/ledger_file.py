@@ -9,19 +9,17 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.privacy import durable
-from fedsim.privacy.archive import archive, archived
-from fedsim.privacy.chain import GENESIS, opened, sealed, split
-from fedsim.privacy.entry import Entry, torn_entry
-from fedsim.privacy.events import Event, Level
-from fedsim.privacy.header import Header
-from fedsim.privacy.history import History
+from fedsim.privacy.chain import GENESIS, Header, opened, sealed, split
+from fedsim.privacy.durable import archive, archived
+from fedsim.privacy.entry import Entry, History, torn_entry
+from fedsim.privacy.events import Event
+from fedsim.privacy.laws.base import Level
+from fedsim.privacy.laws.declared import NAME, DeclaredLaw
 from fedsim.privacy.old_ledger import is_old, old_entries
-
-__all__ = ["Budget", "LedgerFile"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +79,7 @@ class LedgerFile:
         self.lines: list[bytes] = []
         self.heads: list[str] = []
         self.history = History()
+        self._laws: dict[str, Any] = {}  # those that are data, by their digests, as lines hold them
         self._size = 0  # of the file, as far as it was read
         self._is_old = False
         self._torn_on_disk = False
@@ -101,7 +100,7 @@ class LedgerFile:
         """Whether the torn line that stands last is the beginning of this entry's."""
         if not entry.repeatable or len(self.heads) < 2:
             return False
-        return self.history.began(entry, self.heads[-2], upto=upto)
+        return self.history.began(self._data(entry), self.heads[-2], upto=upto)
 
     def refresh(self) -> None:
         """Take up what another process has written since."""
@@ -160,7 +159,7 @@ class LedgerFile:
             raise self._removed()
         self._check(entry, budget)
         header, first = Header(entry.level, entry.client).sealed()
-        line, head = sealed(entry.to_dict(), first, _noted(entry))
+        line, head = sealed(self._data(entry), first, _noted(entry))
         if not durable.create(self.path, header + line):
             return False
         self._take_line(header[:-1])
@@ -180,7 +179,7 @@ class LedgerFile:
         self._check(entry, budget)
         if self.header is None:
             self._take_line(Header(entry.level, entry.client).sealed()[0][:-1])
-        line, head = sealed(entry.to_dict(), self.head, _noted(entry))
+        line, head = sealed(self._data(entry), self.head, _noted(entry))
         if file is not None:
             durable.append(file, line)
         self._take(entry, line, head)
@@ -259,7 +258,7 @@ class LedgerFile:
         # What is noted has a time in it, and is not hashed.
         torn = torn_entry(tail.partition(b',"noted":')[0], [*known, *planned])
         entry = replace(torn, level=self.level)
-        self._take(entry, *sealed(entry.to_dict(), self.head))
+        self._take(entry, *sealed(self._data(entry), self.head))
         self._torn_on_disk = self._read_only
         if self.path is None or self._read_only:
             return False
@@ -290,14 +289,35 @@ class LedgerFile:
     def _opened(self, line: bytes) -> tuple[Entry, str]:
         try:
             data, noted, head = opened(line, self.head)
-            entry = Entry.from_dict(data, noted)
+            entry = Entry.from_dict(self._whole(data), noted)
             if entry.level != self.level and entry.kind == "release":
                 raise FedsimError(f"level is {entry.level!r}, in a ledger of {self.level} level.")
             return entry, head
         except FedsimError as error:
             raise self._changed(f"line {len(self.lines) + 1}: {error}") from None
 
+    def _data(self, entry: Entry) -> dict[str, Any]:
+        """What a line says: of a law that an earlier line holds as data, only its digest."""
+        data, law = entry.to_dict(), entry.event.law
+        if isinstance(law, DeclaredLaw) and law.digest in self._laws:
+            data["event"]["law"] = {"name": NAME, "as": law.digest}
+        return data
+
+    def _whole(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Inverse of `_data`."""
+        event = data.get("event")
+        law = event.get("law") if isinstance(event, dict) else None
+        if not isinstance(law, dict) or "as" not in law:
+            return data
+        if law["as"] not in self._laws:
+            raise FedsimError("its law stands in no line before it.")
+        return {**data, "event": {**data["event"], "law": self._laws[law["as"]]}}
+
     def _take(self, entry: Entry, line: bytes, head: str) -> None:
+        law = entry.event.law
+        # A torn line stands for one that was not written: it holds nothing for later ones.
+        if isinstance(law, DeclaredLaw) and entry.kind != "torn":
+            self._laws[law.digest] = law.to_dict()
         self.history.take(entry)
         self._keep(line, head)
 

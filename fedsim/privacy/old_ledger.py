@@ -15,9 +15,8 @@ from typing import Any
 from fedsim.errors import FedsimError
 from fedsim.privacy.chain import GENESIS, parsed, split
 from fedsim.privacy.entry import Entry, torn_entry
-from fedsim.privacy.events import Event, Level
-
-__all__ = ["is_old", "old_entries"]
+from fedsim.privacy.events import Event
+from fedsim.privacy.laws.base import Level
 
 _BEGINS = (b'{"kind":"release",', b'{"kind":"torn",')
 _SEAL = len(',"hash":""}') + 64
@@ -93,5 +92,5 @@ def _entry(data: dict[str, Any]) -> Entry:
 
 def _zero_out(event: Event, level: Level) -> Event:
     if level == "example" and event.adjacency == "add-remove":
-        return replace(event, adjacency="zero-out")
+        return replace(event, law=replace(event.law, adjacency="zero-out"))
     return event

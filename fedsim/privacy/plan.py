@@ -6,20 +6,25 @@ nowhere else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Generic, Literal, Protocol, TypeVar
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost
 from fedsim.privacy.calibration import calibrate_events
 from fedsim.privacy.entry import DECLARED, Fact
-from fedsim.privacy.events import Event, Level
-from fedsim.privacy.inclusion import declared_by_user, of_user
+from fedsim.privacy.events import Event
+from fedsim.privacy.laws import (
+    Full,
+    InclusionSampler,
+    Law,
+    Level,
+    Poisson,
+    Sampler,
+    ShuffledPasses,
+)
 from fedsim.privacy.noise import Noise
-from fedsim.privacy.samplers import Full, Poisson, ShuffledPasses
-from fedsim.privacy.sampling import Sampler
-
-__all__ = ["Bounded", "LocalWork", "ReleasePlan"]
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ class ReleasePlan(Generic[BoundT]):
     Raises
     ------
     FedsimError
-        If the sampler's neighbours are not the level's.
+        If the sampler's neighbours are not the level's, or something is no sampler or noise.
     """
 
     level: Level
@@ -146,6 +151,12 @@ class ReleasePlan(Generic[BoundT]):
     releases: int = 1
 
     def __post_init__(self) -> None:
+        for part, base in ((self.sampler, Sampler), (self.noise, Noise)):
+            if not isinstance(part, base):
+                raise FedsimError(
+                    f"{type(part).__name__} is no {base.__name__.lower()}; it must be derived "
+                    f"from {base.__module__}.{base.__name__}."
+                )
         if self.level == "example" and self.sampler.adjacency != "zero-out":
             raise FedsimError(
                 f"the {self.sampler.name} sampler's neighbours are {self.sampler.adjacency}; at "
@@ -162,19 +173,28 @@ class ReleasePlan(Generic[BoundT]):
     def amplified(self) -> bool:
         """Whether the guarantee counts on nobody knowing who was drawn."""
         event = self.event()
-        return event.private and event.sampler not in ("full", "shuffle") and event.rate < 1
+        return event.private and event.law.rate < 1
 
     @property
     def declared_by_user(self) -> bool:
-        """Whether nothing but a user's sampler says that its event is true of its draws."""
-        return declared_by_user(self.sampler)
+        """Whether nothing but a user's word says that its events are true of its releases."""
+        return bool({"sampler", "noise"} & set(self.declared))
+
+    @property
+    def law(self) -> Law:
+        """What a sum over one sample costs, with this noise."""
+        return self.noise.law(self.sampler.law())
 
     @property
     def public(self) -> dict[str, Fact]:
         """What a ledger's line says of it beside the event."""
         # Of fedsim's bounds it is proved and tested that no row leaves the ball.
-        declared: dict[str, Fact] = {"bound": DECLARED} if of_user(self.bound) else {}
-        return {"denominator": self.denominator, **declared}
+        return {"denominator": self.denominator, **dict.fromkeys(self.declared, DECLARED)}
+
+    @property
+    def declared(self) -> list[str]:
+        """See `declared_parts`."""
+        return declared_parts(self.sampler, self.noise, self.bound)
 
     @property
     def denominator(self) -> float:
@@ -187,8 +207,11 @@ class ReleasePlan(Generic[BoundT]):
 
     def event(self) -> Event:
         """What one round costs."""
-        return self.noise.event(
-            self.sampler, releases=self.releases, guarantee=self.bound.guarantee == "gaussian"
+        return Event(
+            noise_multiplier=self.noise.multiplier,
+            law=self.law,
+            count=self.sampler.gaussians(self.releases),
+            guarantee=self.bound.guarantee == "gaussian",
         )
 
     def cost(self, delta: float, *, after: int | None = None) -> Cost:
@@ -232,3 +255,33 @@ class ReleasePlan(Generic[BoundT]):
 
     def _with_noise(self, multiplier: float) -> ReleasePlan[BoundT]:
         return replace(self, noise=self.noise.scaled(multiplier))
+
+
+def declared_parts(sampler: Sampler, noise: Noise, bound: Bounded) -> list[str]:
+    """Of which of "sampler", "noise" and "bound" nothing but a user's word says what they do.
+
+    From inclusion probabilities the law follows, and an audit tests them; no audit tests how a
+    noise that is not fedsim's is distributed or correlated.
+    """
+    parts = {
+        "sampler": of_user(sampler) and not isinstance(sampler, InclusionSampler),
+        "noise": of_user(noise),
+        "bound": of_user(bound),
+    }
+    return [name for name, declared in parts.items() if declared]
+
+
+def of_user(value: object) -> bool:
+    """Whether its class, or that of a bound that it is composed of, is not fedsim's."""
+    ours = type(value).__module__.partition(".")[0] == "fedsim"
+    return not ours or any(map(of_user, _bounds_in(value)))
+
+
+def _bounds_in(value: object) -> Iterator[object]:
+    """Bounds that a bound is composed of: its fields, or what these list."""
+    if isinstance(value, list | tuple):
+        inner = list(value)
+    else:
+        inner = [getattr(value, f.name) for f in fields(value)] if is_dataclass(value) else []
+    for entry in inner:
+        yield from [entry] if hasattr(entry, "guarantee") else _bounds_in(entry)

@@ -1,4 +1,4 @@
-"""Privacy loss distributions of Poisson-sampled Gaussians, and their composition.
+"""Privacy loss distributions of dominating pairs, and their composition.
 
 A loss distribution lives on the grid ``h * integers``. One release is put on it by the
 Connect-the-Dots rule (Doroshenko, Ghazi, Kamath, Kumar & Manurangsi 2022), which rounds so
@@ -17,37 +17,29 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtr, ndtri
 
-__all__ = ["Component", "composed_delta", "composed_epsilon", "composed_profile"]
+from fedsim.privacy.losses import Array, DiscretePair, DominatingPair
 
-Array = npt.NDArray[np.float64]
 Complex = npt.NDArray[np.complex128]
+Pairs: TypeAlias = tuple[DominatingPair, DominatingPair]
+"""Both directions of one release: a row removed, and added."""
 
-# Mass cut off each tail of one release, and each side of the window of a composition; the
-# part that could be a large loss is counted as an infinite one.
-RELEASE_TAIL = 1e-22
+# Mass cut off each side of the window of a composition; the part that could be a large loss is
+# counted as an infinite one.
 WINDOW_TAIL = 1e-15
 # Of the mass of a composition, a release.
 ROUNDING = 2.0**-53
 # Steps of the grid in one standard deviation of the loss: relative error of epsilon about
 # 1 / (12 * 40^2), far below 1e-4, for any number of rounds.
 STEPS_PER_STD = 40
-LARGEST_STEP = 0.02
+LARGEST_STEP, LEAST_STEP = 0.02, 1e-12
 MOST_POINTS = 2**19
 MOST_WINDOW_POINTS = 2**22
 MOST_PROFILE_POINTS = 2**12
-
-
-@dataclass(frozen=True)
-class Component:
-    """A Poisson-sampled Gaussian: rate ``q`` in (0, 1], noise multiplier ``z``."""
-
-    rate: float
-    noise_multiplier: float
 
 
 @dataclass(frozen=True)
@@ -59,14 +51,14 @@ class _Losses:
     infinite: float
 
 
-def composed_epsilon(counts: Mapping[Component, int], delta: float) -> float:
-    """Epsilon at ``delta`` of ``counts[c]`` releases of each component c."""
+def composed_epsilon(counts: Mapping[Pairs, int], delta: float) -> float:
+    """Epsilon at ``delta`` of ``counts[p]`` releases of each pair p."""
     return _composed_epsilon(frozenset(counts.items()), delta)
 
 
 # Kept, because a budget check before a round asks what the display asks after it.
 @lru_cache(maxsize=64)
-def _composed_epsilon(items: frozenset[tuple[Component, int]], delta: float) -> float:
+def _composed_epsilon(items: frozenset[tuple[Pairs, int]], delta: float) -> float:
     counts = dict(items)
     h = _step(counts)
     # Phases are rounded in every release; where that is much of delta nothing finer is claimed.
@@ -74,8 +66,8 @@ def _composed_epsilon(items: frozenset[tuple[Component, int]], delta: float) -> 
     return max(_epsilon(_composed(counts, h, side), allowed) for side in (0, 1))
 
 
-def composed_delta(counts: Mapping[Component, int], epsilon: float) -> float:
-    """Delta at ``epsilon >= 0`` of ``counts[c]`` releases of each component c."""
+def composed_delta(counts: Mapping[Pairs, int], epsilon: float) -> float:
+    """Delta at ``epsilon >= 0`` of ``counts[p]`` releases of each pair p."""
     h = _step(counts)
     worst = 0.0
     for side in (0, 1):
@@ -86,7 +78,7 @@ def composed_delta(counts: Mapping[Component, int], epsilon: float) -> float:
     return min(1.0, worst)
 
 
-def composed_profile(counts: Mapping[Component, int]) -> tuple[Array, Array]:
+def composed_profile(counts: Mapping[Pairs, int]) -> tuple[Array, Array]:
     """Epsilons ascending from 0, and the delta of the worse direction at each: ``[points]``."""
     h = _step(counts)
     profiles = [_deltas(*_compose(counts, h, side), h) for side in (0, 1)]
@@ -107,82 +99,42 @@ def _deltas(start: int, probs: Array, infinite: float, h: float) -> Array:
     return np.asarray(above - _discounted(probs, h))
 
 
-def _step(counts: Mapping[Component, int]) -> float:
-    """Grid step for a composition, from a coarse ladder so that components keep theirs."""
-    variance = sum(n * _loss_std(c) ** 2 for c, n in counts.items())
+def _step(counts: Mapping[Pairs, int]) -> float:
+    """Grid step for a composition, from a coarse ladder so that releases keep theirs."""
+    variance = sum(n * _std(p[0]) ** 2 for p, n in counts.items())
     std = math.sqrt(variance / sum(counts.values()))
     step = min(std / STEPS_PER_STD, LARGEST_STEP)
     # Plans beyond all reason get a coarser grid, which is still an upper bound.
-    widest = max(_loss_range(c) for c in counts)
-    variance = sum(n * _loss_std(c, with_row=True) ** 2 for c, n in counts.items())
+    widest = max(_range(p[0]) for p in counts)
+    variance = sum(n * _std(p[0], upper=True) ** 2 for p, n in counts.items())
     least = 2 * max(widest / MOST_POINTS, 18 * math.sqrt(variance) / MOST_WINDOW_POINTS)
-    return float(2.0 ** (math.floor(4 * math.log2(max(step, least))) / 4))
+    return float(2.0 ** (math.floor(4 * math.log2(max(step, least, LEAST_STEP))) / 4))
 
 
 @lru_cache(maxsize=4096)
-def _loss_std(component: Component, *, with_row: bool = False) -> float:
-    """Standard deviation of the loss under the data without the row, or with it."""
-    q, z = component.rate, component.noise_multiplier
-    x = np.linspace(-9.0, 9.0, 4001)
-    weight = np.exp(-(x**2) / 2)
-    if with_row:
-        x, weight = np.append(x, x + 1 / z), np.append((1 - q) * weight, q * weight)
-    loss = _loss(component, x * z)
-    mean = weight @ loss / weight.sum()
-    return math.sqrt(float(weight @ (loss - mean) ** 2 / weight.sum()))
+def _std(pair: DominatingPair, *, upper: bool = False) -> float:
+    return pair.std(upper=upper)
 
 
-def _loss_range(component: Component) -> float:
-    ends = _loss(component, np.array([-1.0, 1.0]) * _reach(component) + [0.0, 1.0])
-    return float(ends[1] - ends[0])
-
-
-def _reach(component: Component) -> float:
-    return -component.noise_multiplier * float(ndtri(RELEASE_TAIL))
-
-
-def _loss(component: Component, x: Array) -> Array:
-    """log of (density with the row / density without it) at ``x``; increasing."""
-    q, z = component.rate, component.noise_multiplier
-    exponent = (2 * x - 1) / (2 * z**2)
-    if q == 1:
-        return exponent
-    return np.asarray(np.logaddexp(math.log1p(-q), math.log(q) + exponent))
+def _range(pair: DominatingPair) -> float:
+    low, high = pair.ends()
+    return high - low
 
 
 @lru_cache(maxsize=128)
-def _release(component: Component, h: float) -> tuple[_Losses, _Losses]:
-    """Both directions of one release on the grid of step ``h``."""
-    q, z = component.rate, component.noise_multiplier
-    reach = _reach(component)
-    low, high = _loss(component, np.array([-reach, 1 + reach]))
+def _release(pair: DominatingPair, h: float) -> _Losses:
+    """One direction of one release on the grid of step ``h``."""
+    low, high = pair.ends()
     first, last = math.floor(low / h), math.ceil(high / h)
-    grid = np.arange(first, last + 1) * h
-    # Where the loss crosses each grid point; below log(1 - q) it never does.
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        if q == 1:
-            x = grid * z**2 + 0.5
-        else:
-            x = 0.5 + z**2 * (grid + np.log(-np.expm1(math.log1p(-q) - grid)) - math.log(q))
-    x = np.where(np.isnan(x), -np.inf, x)
-    without = _masses(x / z)
-    with_row = (1 - q) * without + q * _masses((x - 1) / z) if q < 1 else _masses((x - 1) / z)
-    removed = _connect(grid, with_row, without, h)
-    added = _connect(-grid[::-1], without[::-1], with_row[::-1], h)
-    return _trimmed(first, removed), _trimmed(-last, added)
+    grid = np.arange(first, last + 1, dtype=np.float64) * h
+    return _trimmed(first, _connect(grid, *pair.masses(grid), h))
 
 
-def _masses(points: Array) -> Array:
-    """Standard normal mass left of, between and right of ``points``: ``[len + 1]``.
-
-    Differences are taken in the nearer tail, so that small masses keep their digits.
-    """
-    edges = np.concatenate([[-np.inf], points, [np.inf]])
-    lower, upper = edges[:-1], edges[1:]
-    in_upper_tail = lower > 0
-    return np.asarray(
-        np.where(in_upper_tail, ndtr(-lower) - ndtr(-upper), ndtr(upper) - ndtr(lower))
-    )
+def discretised(pair: DominatingPair, most: int = 2**11) -> DiscretePair:
+    """A pair that dominates another one, as about ``most`` numbers at the most."""
+    step = max(min(_std(pair) / STEPS_PER_STD, LARGEST_STEP), _range(pair) / most, LEAST_STEP)
+    losses = _release(pair, step)
+    return DiscretePair(losses.start, step, tuple(losses.probs.tolist()), losses.infinite)
 
 
 def _connect(grid: Array, upper: Array, lower: Array, h: float) -> Array:
@@ -235,14 +187,14 @@ class _Composed:
         return np.maximum(np.fft.irfft(spectrum, self.size)[: self.points], 0.0)
 
 
-def _compose(counts: Mapping[Component, int], h: float, side: int) -> tuple[int, Array, float]:
+def _compose(counts: Mapping[Pairs, int], h: float, side: int) -> tuple[int, Array, float]:
     """Start, probabilities and infinite mass of the composition, in one direction."""
     composed = _composed(counts, h, side)
     return composed.first, composed.probs(), composed.infinite
 
 
-def _composed(counts: Mapping[Component, int], h: float, side: int) -> _Composed:
-    factors = [(_release(c, h)[side], c, count) for c, count in counts.items()]
+def _composed(counts: Mapping[Pairs, int], h: float, side: int) -> _Composed:
+    factors = [(_release(pairs[side], h), pairs[side], n) for pairs, n in counts.items()]
     least, most = _window(counts, h, side)
     first = max(math.floor(least / h), sum(n * p.start for p, _, n in factors))
     last = min(math.ceil(most / h), sum(n * (p.start + len(p.probs) - 1) for p, _, n in factors))
@@ -251,11 +203,11 @@ def _composed(counts: Mapping[Component, int], h: float, side: int) -> _Composed
     # Every factor has magnitude at most 1, so where the most frequent release's part has
     # vanished the product has: the others are looked at only where it has not.
     factors.sort(key=lambda factor: -factor[2])
-    seen = np.flatnonzero(factors[0][2] * _transform(factors[0][1], h, side, size)[0] > -50.0)
+    seen = np.flatnonzero(factors[0][2] * _transform(factors[0][1], h, size)[0] > -50.0)
     exponent = np.zeros(len(seen), dtype=np.complex128)
     start, finite = 0, 0.0
-    for losses, component, count in factors:
-        log_magnitude, angle = _transform(component, h, side, size)
+    for losses, pair, count in factors:
+        log_magnitude, angle = _transform(pair, h, size)
         exponent += count * (log_magnitude[seen] + 1j * angle[seen])
         start += count * losses.start
         finite += count * math.log1p(-losses.infinite)
@@ -265,30 +217,30 @@ def _composed(counts: Mapping[Component, int], h: float, side: int) -> _Composed
     return _Composed(h, first, last - first + 1, size, seen, np.exp(exponent), infinite)
 
 
-def _window(counts: Mapping[Component, int], h: float, side: int) -> tuple[float, float]:
+def _window(counts: Mapping[Pairs, int], h: float, side: int) -> tuple[float, float]:
     """Losses that the composition stays between, but for `WINDOW_TAIL` on either side.
 
     Chernoff's bound at orders about ``sqrt(2 log(1 / tail)) / std``, the best for a Gaussian
     of the loss's standard deviation, down to those that suit the rarest losses.
     """
     low, high = (
-        math.sqrt(sum(n * _loss_std(c, with_row=with_row) ** 2 for c, n in counts.items()))
-        for with_row in (False, True)
+        math.sqrt(sum(n * _std(pairs[0], upper=upper) ** 2 for pairs, n in counts.items()))
+        for upper in (False, True)
     )
     low, high = max(low, high * 2.0**-20), max(low, high)
     # Rare large losses, where there are any, want orders about log(1 / tail) / loss.
-    widest = max(_loss_range(c) for c in counts)
+    widest = max(_range(pairs[0]) for pairs in counts)
     least_order = min(2.0 / high, 4.0 / widest)
     ladder = range(math.floor(math.log2(least_order)), math.ceil(math.log2(16.0 / low)))
-    moments = sum(n * _log_moments(c, h, side, ladder) for c, n in counts.items())
+    moments = sum(n * _log_moments(pairs[side], h, ladder) for pairs, n in counts.items())
     least, most = np.min((moments - math.log(WINDOW_TAIL)) / 2.0 ** np.array(ladder), axis=1)
     return -float(least), float(most)
 
 
 @lru_cache(maxsize=1024)
-def _log_moments(component: Component, h: float, side: int, ladder: range) -> Array:
+def _log_moments(pair: DominatingPair, h: float, ladder: range) -> Array:
     """log E exp(-+2^k * loss) of one release's finite losses, k in ladder: ``[2, ladder]``."""
-    release = _release(component, h)[side]
+    release = _release(pair, h)
     losses = h * (release.start + np.arange(len(release.probs)))
     log_probs = np.log(np.maximum(release.probs, 1e-300))
     moments = np.empty((2, len(ladder)))
@@ -306,15 +258,15 @@ def _fast_size(needed: int) -> int:
     return next(parts * power for parts in (4, 5, 6, 7, 8) if parts * power >= needed)
 
 
-def _transform(component: Component, h: float, side: int, size: int) -> tuple[Array, Array]:
+def _transform(pair: DominatingPair, h: float, size: int) -> tuple[Array, Array]:
     """Log-magnitude and phase of one release's transform; kept, unless memory forbids."""
     find = _transformed if size <= 2**18 else _transformed.__wrapped__
-    return find(component, h, side, size)
+    return find(pair, h, size)
 
 
 @lru_cache(maxsize=256)
-def _transformed(component: Component, h: float, side: int, size: int) -> tuple[Array, Array]:
-    spectrum = np.fft.rfft(_release(component, h)[side].probs, size)
+def _transformed(pair: DominatingPair, h: float, size: int) -> tuple[Array, Array]:
+    spectrum = np.fft.rfft(_release(pair, h).probs, size)
     return np.log(np.maximum(np.abs(spectrum), 1e-300)), np.angle(spectrum)
 
 

@@ -9,23 +9,13 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from fedsim.privacy.accountant import Accountant, Cost
-from fedsim.privacy.adversary import NOT_COVERED, adversary, large_delta, public_facts
+from fedsim.privacy.adversary import NOT_COVERED as NOT_COVERED
+from fedsim.privacy.adversary import adversary, large_delta, public_facts
+from fedsim.privacy.calibration import Extrapolation
+from fedsim.privacy.claims import FIXED, GroupCost, Spending, Stopping, costliest_ledger, group_cost
 from fedsim.privacy.entry import Entry
-from fedsim.privacy.events import Adjacency, Level, Sampling
-from fedsim.privacy.extrapolation import Extrapolation
-from fedsim.privacy.groups import GroupCost, group_cost
-from fedsim.privacy.parallel import Spending, dearest
-from fedsim.privacy.stopping import FIXED, Stopping
+from fedsim.privacy.laws.base import Adjacency, Level
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
-
-__all__ = ["NOT_COVERED", "Statement", "claimed"]
-
-_SAMPLERS: dict[Sampling, str] = {
-    "poisson": "Poisson sampling (each {row} independently)",
-    "fixed": "samples of a fixed size without replacement",
-    "full": "full participation (no amplification by sampling)",
-    "shuffle": "shuffled passes (one unamplified release a pass)",
-}
 
 _ADJACENCIES: dict[Adjacency, str] = {
     "add-remove": "adding or removing one {row}",
@@ -150,7 +140,7 @@ class Statement:
             Whether what was released might end the run; by default its rounds were fixed in
             advance.
         """
-        worst = dearest(ledgers, delta, stopping)
+        worst = costliest_ledger(ledgers, delta, stopping)
         alone = len(ledgers) == 1 and place is None
         spent, last = worst.accountant(), worst.last_event
         this_run = Accountant(entry.event for entry in worst.of_this_run) if worst.before else None
@@ -176,8 +166,7 @@ class Statement:
         last = self.charged[-1].event if self.charged else None
         planned = self.stopping.planned(Accountant(e.event for e in self.charged), last)
         # A user's own sampler may draw rows of one owner together.
-        declared = any(entry.declared_by_user for entry in self.charged)
-        return replace(self, group=group_cost(planned, size, self.delta, chained=declared))
+        return replace(self, group=group_cost(planned, size, self.delta, chained=self.declared))
 
     def of_operator(self) -> Self:
         """At example level, of a run that protects whole clients too: it is not for everybody."""
@@ -219,14 +208,20 @@ class Statement:
         return sum(entry.kind == "torn" for entry in self.charged)
 
     @property
-    def samplers(self) -> tuple[Sampling, ...]:
-        """How rows were drawn."""
-        return tuple(sorted({entry.event.sampler for entry in self.charged}))
+    def samplers(self) -> tuple[str, ...]:
+        """Names of the laws by which rows were drawn."""
+        return tuple(sorted({entry.event.law.name for entry in self.charged}))
+
+    @property
+    def declared(self) -> bool:
+        """Whether some law is a user's word."""
+        return any(entry.declared_by_user for entry in self.charged)
 
     @property
     def words(self) -> str:
         """What an epsilon of this statement is called wherever it is shown."""
-        return "epsilon (simulated)" if self.simulated else "epsilon"
+        provisos = ["simulated"] * self.simulated + ["declared by the user"] * self.declared
+        return f"epsilon ({', '.join(provisos)})" if provisos else "epsilon"
 
     def __str__(self) -> str:
         return "\n".join(self.sentences())
@@ -251,12 +246,14 @@ class Statement:
     def _guarantee(self) -> list[str]:
         cost, many = self.cost, self.cost.releases != 1
         simulated = ", simulated" if self.simulated else ""
+        simulated += ", as the user declares" if self.declared else ""
         dearest_client = " for the client that has spent most" if self.ledgers > 1 else ""
         row = "client with all its data" if self.level == "client" else "example"
         neighbours = _ADJACENCIES[cost.adjacency].format(row=row)
         if self.level == "example":
             neighbours += ", the number of every client's examples staying as it is"
-        sampling = " and ".join(_SAMPLERS[name].format(row=self.level) for name in self.samplers)
+        laws = sorted({entry.event.law for entry in self.charged}, key=lambda law: law.name)
+        sampling = " and ".join(dict.fromkeys(law.sentence(self.level) for law in laws))
         sentences = [
             f"The sequence of global models is ({cost.epsilon:.4g}, {cost.delta:g})-differentially "
             f"private at {self.level} level{simulated}.",
@@ -343,7 +340,7 @@ class Statement:
         sentences.append(f"Ledger: {self.ledger or 'kept in memory only'}.")
         if self.head:
             sentences.append(
-                f"Head of its {self.lines:,} lines: {self.head} (a chain of hashes shows "
+                f"Final hash of {self.lines:,} entries: {self.head} (a chain of hashes shows "
                 "accidents; against forgers keep the head elsewhere, or sign it)."
             )
         return sentences
@@ -366,6 +363,7 @@ class Statement:
                 None if self.extrapolated is None else self.extrapolated.epsilon
             ),
             "simulated": self.simulated,
+            "declared": self.declared,
             "adjacency": cost.adjacency,
             "level": self.level,
             "method": cost.method,
@@ -397,7 +395,7 @@ def _rows(ledger: Recorded) -> int | None:
     if last is None:
         return None
     examples = last.public.get("examples")
-    declared = last.event.population if ledger.level == "client" else examples
+    declared = last.event.law.population if ledger.level == "client" else examples
     return declared if isinstance(declared, int) else None
 
 

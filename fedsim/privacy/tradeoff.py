@@ -20,8 +20,6 @@ from scipy.special import log_ndtr, ndtr, ndtri
 from fedsim.privacy.accountant import SMALLEST_PLD_DELTA, Accountant
 from fedsim.privacy.events import Event
 
-__all__ = ["TradeOff", "tradeoff"]
-
 Array = npt.NDArray[np.float64]
 
 # A Gaussian's closed form loses its last digits in the special functions.
@@ -130,8 +128,8 @@ class TradeOff:
         missed = self([0.01, 0.05, 0.1])
         at_one, at_five, at_ten = (f"{math.floor(1000 * rate) / 10:g} %" for rate in missed)
         return (
-            "Whoever tries to tell two neighbours apart and raises false alarms in 1 % of cases "
-            f"misses at least {at_one}; in 5 %, {at_five}; in 10 %, {at_ten}."
+            "At a false-positive rate of 1 %, any membership-inference attack misses at least "
+            f"{at_one}; at 5 %, {at_five}; at 10 %, {at_ten}."
         )
 
 
@@ -140,7 +138,7 @@ def tradeoff(events: Iterable[Event] | Accountant) -> TradeOff:
 
     Examples
     --------
-    >>> curve = tradeoff([Event(noise_multiplier=10.0, sampler="full", count=100)])
+    >>> curve = tradeoff([Event(noise_multiplier=10.0, count=100)])
     >>> round(float(curve(0.05)), 4), round(curve.mu, 6)
     (0.7405, 1.0)
     """

@@ -15,15 +15,11 @@ from typing import Any
 from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant
+from fedsim.privacy.claims import FIXED, Stopping, costliest_ledger
 from fedsim.privacy.client_ledgers import ClientLedgers
-from fedsim.privacy.fingerprint import Fingerprints
+from fedsim.privacy.durable import Fingerprints
 from fedsim.privacy.ledger import Ledger
-from fedsim.privacy.manifest import KEYED, MANIFEST, End, Manifest, file_digest
-from fedsim.privacy.parallel import dearest
-from fedsim.privacy.signing import check_signature
-from fedsim.privacy.stopping import FIXED, Stopping
-
-__all__ = ["METADATA", "Verified", "model_metadata", "verify"]
+from fedsim.privacy.manifest import KEYED, MANIFEST, End, Manifest, check_signature, file_digest
 
 METADATA = "fedsim"
 """Name of the entry in a model file's metadata that is about its ledger."""
@@ -260,7 +256,7 @@ def _of_clients(
         return
     # A budget that ends a run is the server's.
     stopping = replace(stopping.after(int(rows[-1]["round"])), max_epsilon=None)
-    worst = dearest(ledgers, delta, stopping)
+    worst = costliest_ledger(ledgers, delta, stopping)
     spent = stopping.epsilon(worst.accountant(), worst.last_event, delta)
     stored = f"examples' epsilon {shown[-1]:.6g}"
     holds = shown[-1] <= spent * (1 + 1e-6)

@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedsim.reports.markup import Markup, inert_json, tag
-from fedsim.reports.numbers import brief, size
-
-__all__ = ["Bars", "Heat", "Line", "Lines", "thinned"]
+from fedsim.reports.describe import (
+    EXAMPLE_COUNTS,
+    OPERATORS,
+    PREFIXES,
+    QUANTILES,
+    brief,
+    display_name,
+    is_share,
+    learning_columns,
+    size,
+)
+from fedsim.reports.record import RunRecord
 
 MOST_POINTS = 800
 """Of one line; of more, the lowest and highest of each stretch are drawn."""
 
 _TABLE_ROWS = 12
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number as it is read, and what a table is sorted by."""
+
+    text: str
+    value: float = math.nan
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Rows under headings; the first cell of each names it.
+
+    With a ``name``, a click on a heading sorts.
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -37,7 +66,8 @@ class Line:
 class Lines:
     """Curves over one axis.
 
-    They are ``percent`` of a whole, ``counts`` from 0 up, ``bytes``, or in a unit ``square``.
+    They are ``percent`` of a whole, ``counts`` from 0 up, ``bytes``, or in a unit ``square``; the
+    axis of others begins near the lowest value, or ``from_zero``.
     """
 
     title: str
@@ -49,34 +79,27 @@ class Lines:
     square: bool = False
     counts: bool = False
     bytes: bool = False
+    from_zero: bool = False
 
     def spec(self) -> dict[str, Any]:
         """What the page's script draws."""
+        flags = ("x", "y", "percent", "square", "counts", "bytes", "from_zero")
         series = []
         for line in self.lines:
             keep = thinned(line.y, MOST_POINTS)
             columns = {"x": line.x, "y": line.y, "low": line.low, "high": line.high}
-            kept = {
+            shown = {
                 name: [_short(values[i]) for i in keep]
                 for name, values in columns.items()
                 if values
             }
-            series.append({"name": line.name, "reference": line.reference, **kept})
-        return {
-            "kind": "lines",
-            "x": self.x,
-            "y": self.y,
-            "percent": self.percent,
-            "square": self.square,
-            "counts": self.counts,
-            "bytes": self.bytes,
-            "series": series,
-        }
+            series.append({"name": line.name, "reference": line.reference, **shown})
+        return {"kind": "lines", "series": series, **{flag: getattr(self, flag) for flag in flags}}
 
     def words(self) -> str:
         """What a reader would say of it."""
-        told = [self._course(line) for line in self.lines if not line.reference]
-        return f"{self.title}. " + " ".join(told)
+        courses = [self._course(line) for line in self.lines if not line.reference]
+        return f"{self.title}. " + " ".join(courses)
 
     def _course(self, line: Line) -> str:
         real = [(y, x) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(y)]
@@ -85,15 +108,15 @@ class Lines:
         (first, _), (last, _) = real[0], real[-1]
         (low, where_low), (high, where_high) = min(real), max(real)
         return (
-            f"{line.name}: from {self._told(first)} to {self._told(last)}, lowest "
-            f"{self._told(low)} at {brief(where_low)}, highest {self._told(high)} at "
+            f"{line.name}: from {self._number(first)} to {self._number(last)}, lowest "
+            f"{self._number(low)} at {brief(where_low)}, highest {self._number(high)} at "
             f"{brief(where_high)}."
         )
 
-    def _told(self, value: float | None) -> str:
+    def _number(self, value: float | None) -> str:
         return size(value) if self.bytes and value is not None else brief(value, self.percent)
 
-    def table(self) -> Markup:
+    def table(self) -> PageTable:
         """A few points of every curve."""
         names = [self.x, *(line.name for line in self.lines)]
         places = sorted({x for line in self.lines for x in line.x})
@@ -101,10 +124,10 @@ class Lines:
         chosen = sorted({round(i * step) for i in range(_TABLE_ROWS)} & set(range(len(places))))
         values = [dict(zip(line.x, line.y, strict=True)) for line in self.lines]
         rows = [
-            [brief(places[i]), *(self._told(curve.get(places[i])) for curve in values)]
+            [brief(places[i]), *(self._number(curve.get(places[i])) for curve in values)]
             for i in chosen
         ]
-        return numbers_table(names, rows)
+        return PageTable(names, rows)
 
 
 @dataclass(frozen=True)
@@ -121,14 +144,7 @@ class Bars:
 
     def spec(self) -> dict[str, Any]:
         """What the page's script draws."""
-        return {
-            "kind": "bars",
-            "x": self.x,
-            "y": self.y,
-            "percent": self.percent,
-            "labels": list(self.labels),
-            "values": list(self.values),
-        }
+        return {"kind": "bars", **vars(self)}
 
     def words(self) -> str:
         """What a reader would say of it."""
@@ -140,13 +156,13 @@ class Bars:
             f"{brief(self.values[most], self.percent)}."
         )
 
-    def table(self) -> Markup:
+    def table(self) -> PageTable:
         """Every bar."""
         rows = [
             [label, brief(value, self.percent)]
             for label, value in zip(self.labels, self.values, strict=True)
         ]
-        return numbers_table([self.x, self.y], rows[:200])
+        return PageTable([self.x, self.y], rows[:200])
 
 
 @dataclass(frozen=True)
@@ -167,64 +183,23 @@ class Heat:
 
     def spec(self) -> dict[str, Any]:
         """What the page's script draws."""
-        return {
-            "kind": "heat",
-            "ticks": self.ticks,
-            "x": self.x,
-            "y": self.y,
-            "labels": list(self.labels),
-            "columns": list(self.columns),
-            "values": [[round(100 * share) for share in row] for row in self.values],
-        }
+        shares = [[round(100 * share) for share in row] for row in self.values]
+        return {"kind": "heat", **vars(self), "values": shares}
 
     def words(self) -> str:
         """What a reader would say of it."""
         return f"{self.title}. {len(self.labels)} rows of {len(self.columns)} shares."
 
-    def table(self) -> Markup:
+    def table(self) -> PageTable:
         """Each row's mean and largest share."""
         rows = [
             [label, f"{sum(row) / max(len(row), 1):.1%}", f"{max(row, default=0):.1%}"]
             for label, row in zip(self.labels, self.values, strict=True)
         ]
-        return numbers_table([self.y, "mean share", "largest share"], rows)
+        return PageTable([self.y, "mean share", "largest share"], rows)
 
 
 Chart = Lines | Bars | Heat
-
-
-def figure(chart: Chart, identifier: str) -> Markup:
-    """A chart with its caption, its words and its table."""
-    return tag(
-        "figure",
-        tag(
-            "figcaption",
-            tag("h3", chart.title),
-            tag("p", chart.about) if chart.about else None,
-        ),
-        tag(
-            "div",
-            class_="plot",
-            role="img",
-            tabindex=0,
-            aria_label=chart.words(),
-            data_chart=identifier,
-        ),
-        inert_json(chart.spec(), identifier),
-        tag("details", tag("summary", "Numbers"), chart.table()),
-        class_="chart",
-    )
-
-
-def numbers_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> Markup:
-    """A table whose first column names its rows."""
-    head = tag("tr", *(tag("th", heading, scope="col") for heading in headings))
-    body = [
-        tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:]))
-        for row in rows
-    ]
-    table = tag("table", tag("thead", head), tag("tbody", *body))
-    return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=headings[0])
 
 
 def thinned(values: Sequence[float], at_most: int) -> list[int]:
@@ -246,3 +221,118 @@ def _short(value: float) -> float | None:
     if not math.isfinite(value):
         return None
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
+
+
+_ABOUT = {
+    "update-norm": "The length of what a round released, noise and all; not what it is made of.",
+    "unclipped": "The share of clients whose update was within the bound, and the noise on it.",
+}
+
+_OTHERS = {"round", "epsilon", "example-epsilon", "simulated"}
+
+
+def learning_curves(record: RunRecord) -> list[Lines]:
+    """A chart a metric: on test examples, at clients, and while training."""
+    charts = []
+    for name, columns in learning_columns(record.columns()).items():
+        lines = [Line(PREFIXES[who], *record.curve(column)) for who, column in columns.items()]
+        only = f" ({lines[0].name})" if len(lines) == 1 else ""
+        charts.append(
+            Lines(
+                title=display_name(name, title=True) + only,
+                x="round",
+                y=display_name(name),
+                lines=lines,
+                percent=is_share(name, (y for line in lines for y in line.y)),
+                about=_about(record, columns),
+            )
+        )
+    return charts
+
+
+def client_spreads(record: RunRecord) -> list[Lines]:
+    """A chart a metric of how it spreads over the clients that evaluated."""
+    charts = []
+    for name, columns in learning_columns(record.columns()).items():
+        ends = [f"{columns.get('clients')}-{end}" for end in QUANTILES]
+        low, p10, median, p90, high = (record.curve(column) for column in ends)
+        if not len(low[0]) == len(p10[0]) == len(median[0]) == len(p90[0]) == len(high[0]) > 0:
+            continue
+        lines = [
+            Line("median client", *median, low=p10[1], high=p90[1]),
+            Line("lowest client", *low),
+            Line("highest client", *high),
+        ]
+        charts.append(
+            Lines(
+                title=f"{display_name(name, title=True)} over clients",
+                x="round",
+                y=display_name(name),
+                lines=lines,
+                about="The band holds the middle 80 % of the clients that evaluated.",
+                percent=is_share(name, (y for line in lines for y in line.y)),
+            )
+        )
+    return charts
+
+
+def release_curves(record: RunRecord) -> list[Lines]:
+    """A chart for each sort of number that releases say of themselves, where it ever changes."""
+    charts: dict[str, list[Line]] = {}
+    for column in record.columns():
+        if column == "update-norm":
+            charts[column] = _norms(record)
+            continue
+        known = column in OPERATORS | _OTHERS | EXAMPLE_COUNTS or column.startswith("failed-")
+        # What the next round will have stands in the next row.
+        if known or column.partition("-")[0] in {*PREFIXES, "next"}:
+            continue
+        x, y = record.curve(column)
+        if len({value for value in y if math.isfinite(value)}) > 1:
+            charts.setdefault(re.split(r"[./]", column)[-1], []).append(Line(column, x, y))
+    return [
+        Lines(
+            title=display_name(name, title=True),
+            x="round",
+            y=display_name(name),
+            lines=lines[:8],
+            about=_ABOUT.get(name, ""),
+        )
+        for name, lines in charts.items()
+    ]
+
+
+def _norms(record: RunRecord) -> list[Line]:
+    """Norms of what was released, beside the most that an update adds and what noise adds alone."""
+    lines = [Line("the round's released mean", *record.curve("update-norm"))]
+    x, bounds = record.curve("clip-norm")
+    if not x:
+        return lines
+    lines.append(Line("the bound on one update", x, bounds, reference=True))
+    share = _noise_share(record)
+    if share:
+        noise = [share * bound for bound in bounds]
+        lines.append(Line("noise alone, about", x, noise, reference=True))
+    return lines
+
+
+def _noise_share(record: RunRecord) -> float | None:
+    """Norm of the noise on a mean, in units of the bound: ``z sqrt(d) / denominator``."""
+    multiplier, larger = (
+        _positive(record.config.get(f"noise.{key}")) for key in ("multiplier", "cohort-size")
+    )
+    public = record.released.public if record.released is not None else {}
+    denominator = larger or _positive(public.get("denominator"))
+    d = _positive(record.summary.get("parameters"))
+    return multiplier * math.sqrt(d) / denominator if denominator else None
+
+
+def _positive(value: object) -> float:
+    """A number, or 0 for what is none."""
+    return float(value) if isinstance(value, int | float) and value > 0 else 0.0
+
+
+def _about(record: RunRecord, columns: Iterable[str]) -> str:
+    if record.private and {"clients", "train"} & set(columns):
+        return "What is of clients' examples is released without noise (evaluate.unprotected)."
+    return ""

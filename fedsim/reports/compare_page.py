@@ -8,15 +8,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fedsim.config import Scalar
-from fedsim.reports.charts import Line, Lines, numbers_table
-from fedsim.reports.markup import Markup, tag
-from fedsim.reports.numbers import brief, duration
-from fedsim.reports.page import Page
-from fedsim.reports.palette import SERIES
+from fedsim.reports.charts import Cell, Line, Lines, PageTable
+from fedsim.reports.describe import (
+    brief,
+    display_name,
+    duration,
+    is_share,
+    learning_columns,
+    lowest_is_best,
+)
+from fedsim.reports.page import render
+from fedsim.reports.plots import SERIES
 from fedsim.reports.record import RunRecord
-from fedsim.reports.series import is_share, learning_columns, lowest_is_best, spoken
-
-__all__ = ["compare_page"]
 
 # What two runs may differ in and be the same but for their seeds.
 _IGNORED = ("name", "title", "seed", "data.dir", "client.state-dir", "noise.ledger-key")
@@ -67,24 +70,17 @@ class SeedGroup:
 def compare_page(records: Sequence[RunRecord]) -> str:
     """The page of several runs, as HTML that stands alone."""
     groups = grouped(records)
-    page = Page(f"{len(records)} runs compared")
-    several = any(len(group.records) > 1 for group in groups)
-    page.lead(
-        tag("p", _said(records, groups), class_="lead"),
-        tag(
-            "p",
-            "Numbers of several seeds are their mean ± one standard deviation over seeds (n - 1); "
-            "bands are the same.",
-            class_="quiet",
-        )
-        if several
-        else "",
+    return render(
+        "compare.html",
+        title=f"{len(records)} runs compared",
+        summary=_summary(records, groups),
+        several_seeds=any(len(group.records) > 1 for group in groups),
+        several_private=sum(record.last("epsilon") is not None for record in records) > 1,
+        results=_results(groups),
+        curves=_curves(groups),
+        differences=_differences(groups),
+        runs=_every_run(records),
     )
-    page.section("Results", _table(groups), _price(records))
-    page.section("Curves", *_curves(groups))
-    page.section("Where configs differ", _differences(groups))
-    page.section("Every run", _every_run(records))
-    return page.html()
 
 
 def grouped(records: Iterable[RunRecord]) -> list[SeedGroup]:
@@ -126,8 +122,8 @@ def _label(group: SeedGroup, groups: Sequence[SeedGroup]) -> str:
     ]
     if not keys or len(keys) > _MOST_KEYS:
         return name
-    told = ", ".join(f"{key} {_value(group.point[key])}" for key in keys)
-    return told if len(peers) == len(groups) else f"{name}: {told}"
+    settings = ", ".join(f"{key} {_value(group.point[key])}" for key in keys)
+    return settings if len(peers) == len(groups) else f"{name}: {settings}"
 
 
 def _value(value: Scalar | None) -> str:
@@ -136,7 +132,7 @@ def _value(value: Scalar | None) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _said(records: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> str:
+def _summary(records: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> str:
     many = len(groups)
     if many == 1:
         return f"{len(records)} runs of one config, which differ in their seeds only."
@@ -156,53 +152,41 @@ def _metrics(groups: Sequence[SeedGroup]) -> dict[str, str]:
     return dict(sorted(columns.items(), key=lambda item: lowest_is_best(item[0])))
 
 
-def _table(groups: Sequence[SeedGroup]) -> Markup:
-    """A row a group; a click on a heading sorts."""
+def _results(groups: Sequence[SeedGroup]) -> PageTable:
+    """A row a group."""
     metrics = _metrics(groups)
     epsilons = {
         name: column
         for name, column in (("epsilon", "epsilon"), ("examples' epsilon", "example-epsilon"))
         if any(group.ends(column) for group in groups)
     }
-    headings = ["config", "runs", *map(spoken, metrics), *epsilons, "rounds", "time"]
-    rows = []
+    rows: list[list[object]] = []
     for group in groups:
-        cells = [_cell(len(group.records), str(len(group.records)))]
+        row: list[object] = [group.label, Cell(str(len(group.records)), len(group.records))]
         for name, column in metrics.items():
             values = group.ends(column)
-            cells.append(_spread_cell(values, is_share(name, values)))
+            row.append(_mean_cell(values, is_share(name, values)))
         for column in epsilons.values():
-            cells.append(_spread_cell(group.ends(column), suffix=_simulated([group])))
-        cells.append(_spread_cell([float(record.rounds) for record in group.records]))
+            row.append(_mean_cell(group.ends(column), suffix=_simulated([group])))
+        row.append(_mean_cell([float(record.rounds) for record in group.records]))
         seconds = [
             math.fsum(y for y in record.curve("seconds")[1] if math.isfinite(y))
             for record in group.records
         ]
-        mean = math.fsum(seconds) / len(seconds)
-        cells.append(_cell(mean, duration(mean)))
-        rows.append(tag("tr", tag("th", group.label, scope="row"), *cells))
-    return _sortable(headings, rows, "Results")
+        mean = statistics.fmean(seconds)
+        rows.append([*row, Cell(duration(mean), mean)])
+    headings = ["config", "runs", *map(display_name, metrics), *epsilons, "rounds", "time"]
+    return PageTable(headings, rows, name="Results")
 
 
-def _sortable(headings: Sequence[str], rows: Sequence[Markup], name: str) -> Markup:
-    head = tag("tr", *(tag("th", heading, scope="col") for heading in headings))
-    table = tag("table", tag("thead", head), tag("tbody", *rows), class_="sortable")
-    return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=name)
-
-
-def _cell(value: float | None, text: str) -> Markup:
-    return tag("td", text, data_value="NaN" if value is None else repr(value))
-
-
-def _spread_cell(values: Sequence[float], percent: bool = False, suffix: str = "") -> Markup:
+def _mean_cell(values: Sequence[float], percent: bool = False, suffix: str = "") -> Cell:
     if not values:
-        return _cell(None, "–")
-    mean = math.fsum(values) / len(values)
-    off = ""
+        return Cell("–")
+    mean, off = statistics.fmean(values), ""
     if len(set(values)) > 1:
         deviation = _deviation(values)
         off = " ± " + (brief(deviation, True) if percent else f"{deviation:.2g}")
-    return _cell(mean, brief(mean, percent) + off + suffix)
+    return Cell(brief(mean, percent) + off + suffix, mean)
 
 
 def _deviation(values: Sequence[float]) -> float:
@@ -212,29 +196,16 @@ def _deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def _price(records: Sequence[RunRecord]) -> Markup | None:
-    """What choosing among private runs costs."""
-    private = [record for record in records if record.last("epsilon") is not None]
-    if len(private) < 2:
-        return None
-    return tag(
-        "p",
-        "Each private run has the epsilon of its line. Whoever sees several runs on the same "
-        "clients, as choosing the best does, has seen their composition, which costs more.",
-        class_="warning",
-    )
-
-
 def _simulated(groups: Sequence[SeedGroup]) -> str:
     """What is said after an epsilon, where noise follows from a seed in one of the runs."""
     records = (record for group in groups for record in group.records)
     return " (simulated)" if any(record.last("simulated") for record in records) else ""
 
 
-def _curves(groups: Sequence[SeedGroup]) -> list[Markup | Lines | str]:
+def _curves(groups: Sequence[SeedGroup]) -> list[Lines]:
     """A chart a metric, with as many groups as can be told apart."""
     most = len(SERIES)
-    parts: list[Markup | Lines | str] = []
+    charts: list[Lines] = []
     for name, column in [*_metrics(groups).items(), ("epsilon", "epsilon")]:
         measured = [group for group in groups if group.ends(column)]
         if not measured:
@@ -250,48 +221,42 @@ def _curves(groups: Sequence[SeedGroup]) -> list[Markup | Lines | str]:
         if len(shown) == 1 < len(groups):  # one curve has no legend
             about = f"Of {shown[0].label} alone."
         after = _simulated(shown) if name == "epsilon" else ""
-        parts.append(
+        charts.append(
             Lines(
-                title=spoken(column, title=True) + after,
+                title=display_name(column, title=True) + after,
                 x="round",
-                y=spoken(name) + after,
+                y=display_name(name) + after,
                 lines=lines,
                 about=about,
                 percent=is_share(name, (y for line in lines for y in line.y)),
+                from_zero=True,  # else small differences between runs look large
             )
         )
-    return parts
+    return charts
 
 
-def _differences(groups: Sequence[SeedGroup]) -> Markup | str:
+def _differences(groups: Sequence[SeedGroup]) -> PageTable | None:
     """The keys in which configs differ: a row a config or, where keys are more, a row a key."""
     keys = list(dict.fromkeys(key for group in groups for key in group.point))
     if not keys:
-        return "In nothing but seeds."
+        return None
     if len(keys) > len(groups):
         by_key = [[key, *(_value(group.point.get(key)) for group in groups)] for key in keys]
-        return numbers_table(["key", *(group.label for group in groups)], by_key)
-    rows = [
-        tag(
-            "tr",
-            tag("th", group.label, scope="row"),
-            *(tag("td", _value(group.point.get(key))) for key in keys),
-        )
-        for group in groups
-    ]
-    return _sortable(["config", *keys], rows, "Where configs differ")
+        return PageTable(["key", *(group.label for group in groups)], by_key)
+    rows = [[group.label, *(_value(group.point.get(key)) for key in keys)] for group in groups]
+    return PageTable(["config", *keys], rows, name="Where configs differ")
 
 
-def _every_run(records: Sequence[RunRecord]) -> Markup:
+def _every_run(records: Sequence[RunRecord]) -> PageTable:
     metrics = _metrics([SeedGroup("", {}, records)])
     rows = []
     for record in records:
-        cells = [_cell(None, str(record.config.get("seed", "–")))]
+        row: list[object] = [record.path, str(record.config.get("seed", "–"))]
         for name, column in metrics.items():
             last = record.last(column)
             values = [] if last is None else [last]
-            cells.append(_spread_cell(values, is_share(name, values)))
+            row.append(_mean_cell(values, is_share(name, values)))
         planned = record.config.get("rounds", "?")
-        cells.append(_cell(record.rounds, f"{record.rounds:,} of {planned}"))
-        rows.append(tag("tr", tag("th", str(record.path), scope="row"), *cells))
-    return _sortable(["run", "seed", *map(spoken, metrics), "rounds"], rows, "Every run")
+        rows.append([*row, Cell(f"{record.rounds:,} of {planned}", record.rounds)])
+    headings = ["run", "seed", *map(display_name, metrics), "rounds"]
+    return PageTable(headings, rows, name="Every run")

@@ -1,96 +1,108 @@
-"""One page in one file: its head, its colours, its script. It asks no network for anything."""
+"""Pages: plain data in, HTML out by the templates. A page is one file and fetches nothing."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
+import json
+import math
 import os
-from importlib.resources import files
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fedsim import regular_files
 from fedsim.errors import FedsimError
-from fedsim.reports.charts import Chart, figure
-from fedsim.reports.markup import Markup, inert_json, tag
-from fedsim.reports.palette import DARK, DASHES, LIGHT, Theme
+from fedsim.reports.plots import DARK, DASHES, LIGHT, Theme
 from fedsim.version import VERSION
 
-__all__ = ["Page", "write"]
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 _GENERATOR = '<meta name="generator" content="fedsim'
+_TEMPLATES = Path(__file__).parent / "templates"
 
 
-class Page:
-    """A document that grows section by section.
+def render(template: str, **context: object) -> str:
+    """A template's HTML; whatever is put into it is escaped.
 
     Parameters
     ----------
-    title : str
+    template : str
+        A file's name in ``templates``; `page.html` and those that extend it need a ``title``.
     """
+    environment = _environment()
+    # Macros of a page number its charts.
+    numbers = itertools.count(1)
+    html = environment.get_template(template).render(
+        next_chart_id=lambda: f"chart-{next(numbers)}", **context
+    )
+    # Names of files that are no UTF-8 have characters that no page can have.
+    return html.encode(errors="replace").decode()
 
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._header: list[Markup] = [tag("h1", title)]
-        self._main: list[Markup] = []
-        self._charts = 0
 
-    def lead(self, *content: object) -> None:
-        """What stands before the first heading."""
-        self._header += [part if isinstance(part, Markup) else tag("p", part) for part in content]
+@dataclass(frozen=True)
+class ProgressBar:
+    """A fact that is drawn: so much ``done`` of a ``total``, and a text beside."""
 
-    def section(self, heading: str, *content: Markup | Chart | str | None) -> None:
-        """A heading and what stands under it; charts beside one another, text as a paragraph.
+    done: int
+    total: int
+    text: str
 
-        Nothing is added where nothing stands under it.
-        """
-        blocks: list[Markup] = []
-        row: list[Markup] = []
-        for part in content:
-            if not isinstance(part, Markup | str | None):
-                self._charts += 1
-                row.append(figure(part, f"chart-{self._charts}"))
-                continue
-            if row:
-                blocks.append(tag("div", *row, class_="charts"))
-                row = []
-            if part:
-                blocks.append(part if isinstance(part, Markup) else tag("p", part))
-        if row:
-            blocks.append(tag("div", *row, class_="charts"))
-        if blocks:
-            self._main.append(tag("section", tag("h2", heading), *blocks))
 
-    def html(self) -> str:
-        """The whole document."""
-        script = _asset("report.js")
-        # Whatever a title or a label may smuggle in: no other script runs, nothing is fetched.
-        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        policy = (
-            f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
-            "img-src data:; base-uri 'none'; form-action 'none'"
-        )
-        head = tag(
-            "head",
-            tag("meta", charset="utf-8"),
-            tag("meta", http_equiv="Content-Security-Policy", content=policy),
-            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            tag("meta", name="generator", content=f"fedsim {VERSION}"),
-            tag("title", f"{self._title} – fedsim"),
-            tag("style", Markup(_colours() + _asset("report.css"))),
-        )
-        about = f"Made by fedsim {VERSION}. This page is one file and works offline."
-        body = tag(
-            "body",
-            tag("header", *self._header),
-            tag("main", *self._main),
-            tag("footer", tag("p", about)),
-            tag("noscript", tag("p", "Charts need JavaScript; their numbers are in the tables.")),
-            inert_json(DASHES, "dashes"),
-            tag("script", Markup(script)),
-        )
-        document = f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
-        # Names of files that are no UTF-8 have characters that no page can have.
-        return document.encode(errors="replace").decode()
+def facts_table(facts: Mapping[str, object]) -> str:
+    """Names and facts as a bare table, for a notebook."""
+    return render("facts.html", facts=facts)
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # only where a page is made
+
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_function"] = _json
+    script = (_TEMPLATES / "page.js").read_text(encoding="utf-8")
+    environment.globals |= {
+        # Of the bytes between the tags: the policy lets no other script run.
+        "script_digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "script": script,
+        "version": VERSION,
+        "dashes": DASHES,
+        "light": LIGHT,
+        "dark": DARK,
+        "custom_properties": _custom_properties,
+    }
+    return environment
+
+
+def _json(value: object, **_: object) -> str:
+    """JSON, which has no number that is not finite: null in its place."""
+    return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(content) for key, content in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(content) for content in value]
+    return value
+
+
+def _custom_properties(theme: Theme) -> str:
+    names = ("background", "surface", "ink", "muted", "grid", "frame", "accent")
+    plain = "".join(f"--{name}:{getattr(theme, name)};" for name in names)
+    return plain + "".join(f"--series-{i}:{colour};" for i, colour in enumerate(theme.series))
 
 
 def write(html: str, path: Path) -> None:
@@ -114,22 +126,3 @@ def write(html: str, path: Path) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def _asset(name: str) -> str:
-    return files("fedsim.reports").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _colours() -> str:
-    """Custom properties of both themes; what is printed is light."""
-    return (
-        f":root{{{_properties(LIGHT)}}}\n"
-        f"@media screen and (prefers-color-scheme: dark){{:root{{{_properties(DARK)}}}}}\n"
-        "@media print{html{color-scheme:light}}\n"
-    )
-
-
-def _properties(theme: Theme) -> str:
-    names = ("background", "surface", "ink", "muted", "grid", "frame", "accent")
-    plain = "".join(f"--{name}:{getattr(theme, name)};" for name in names)
-    return plain + "".join(f"--series-{i}:{colour};" for i, colour in enumerate(theme.series))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedsim.reports.palette import HATCHES, INK, LIGHT, SERIES
-
-__all__ = ["class_counts", "draw", "save", "summary", "tabulate"]
+from fedsim.reports.plots import HATCHES, INK, LIGHT, SERIES
 
 Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -138,17 +134,6 @@ def draw(counts: Counts, title: str) -> Figure:
     if n <= _BARS_UP_TO and num_classes <= _COLOURS_UP_TO:
         return _bars(counts, title)
     return _heat_map(counts, title)
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure as a PNG, whole or not at all; its directory is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        figure.savefig(part, format="png", dpi=150)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _bars(counts: Counts, title: str) -> Figure:

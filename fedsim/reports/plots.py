@@ -1,18 +1,115 @@
-"""One look for every picture, and how a picture is written."""
+"""One look for every picture and page: colours told apart by everybody, on paper and on a screen.
+
+Within a theme every two series differ by at least 25 in CIE Lab, also for people with colour
+blindness of any kind, and every colour has a contrast of at least 3 with what is behind it, text
+of at least 4.5 (WCAG 2.2). Colour is never alone: series differ by marker and dash too.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-from fedsim.reports.palette import DASHES, INK, LIGHT, MARKERS, SERIES
 
-__all__ = ["curve_style", "dress", "grid", "save"]
+@dataclass(frozen=True)
+class Theme:
+    """Colours as ``#rrggbb``.
+
+    Attributes
+    ----------
+    background, surface : str
+        Of the page, and of what stands on it.
+    ink, muted : str
+        Text, and text that matters less.
+    grid, frame : str
+        Lines that are no data.
+    accent : str
+        Links and focus.
+    series : tuple of str
+        One curve each, in the order in which they are used.
+    """
+
+    background: str
+    surface: str
+    ink: str
+    muted: str
+    grid: str
+    frame: str
+    accent: str
+    series: tuple[str, ...]
+
+
+LIGHT = Theme(
+    background="#ffffff",
+    surface="#f6f7f9",
+    ink="#1f2328",
+    muted="#5a6370",
+    grid="#e3e6ea",
+    frame="#79828c",
+    accent="#002da7",
+    series=(
+        "#002da7",
+        "#cd7817",
+        "#3d9a60",
+        "#623569",
+        "#77300a",
+        "#151916",
+        "#8d7dd8",
+        "#b37ca3",
+    ),
+)
+
+DARK = Theme(
+    background="#12161c",
+    surface="#1b2129",
+    ink="#e8ecf1",
+    muted="#a3adb9",
+    grid="#2b333d",
+    frame="#6b7682",
+    accent="#4fb6fa",
+    series=(
+        "#4fb6fa",
+        "#ed8100",
+        "#4fffa8",
+        "#a9779e",
+        "#ffdf6a",
+        "#f6fffd",
+        "#3b70d0",
+        "#c73819",
+    ),
+)
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+"""Of each series, by matplotlib's names; pages draw the same ones."""
+
+DASHES = ("", "6 3", "2 2", "8 3 2 3", "10 4", "4 2 1 2", "1 3", "12 3 3 3")
+"""Of each series, as lengths of strokes and gaps; empty is a whole line."""
+
+HATCHES = ("", "//", "..")
+"""Of areas, where there are more of them than colours."""
+
+INK = LIGHT.ink
+SERIES = LIGHT.series
+
+COLOURS = {
+    "normalization": SERIES[0],
+    "adaclip": SERIES[0],
+    "clipping": SERIES[1],
+    "third": SERIES[2],
+    "literal": SERIES[3],
+    "norm-bound": SERIES[4],
+    "fedavg": SERIES[5],
+    "neutral": SERIES[5],
+    "other": SERIES[6],
+}
+"""A colour for each method, the same in every picture."""
 
 
 def curve_style(colour: str) -> dict[str, Any]:
@@ -33,6 +130,8 @@ def grid(
     rows: int, columns: int, *, title: str, width: float = 10.0, height: float = 4.0
 ) -> tuple[Figure, list[Axes]]:
     """A figure with a title and ``rows * columns`` axes, dressed, row by row."""
+    from matplotlib.figure import Figure  # pages need the colours alone
+
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(title, fontsize=12, color=INK, x=0.01, ha="left")
     axes: list[Axes] = list(figure.subplots(rows, columns, squeeze=False).ravel())

@@ -14,25 +14,12 @@ from typing import Any
 
 from fedsim import regular_files
 from fedsim.config import Scalar
-from fedsim.config.past import past_config
 from fedsim.config.plan import beside, has_devices, stopping
+from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
-from fedsim.privacy import ClientLedgers, Ledger, Statement, claimed
-from fedsim.privacy.archive import archived
-from fedsim.privacy.stopping import FIXED
-
-__all__ = [
-    "MARKER",
-    "RUN_FORMAT",
-    "SUMMARY_FORMAT",
-    "RunRecord",
-    "clients_ledgers",
-    "ending",
-    "is_marked",
-    "read_all",
-    "read_config",
-    "read_metrics",
-]
+from fedsim.privacy import ClientLedgers, Entry, Ledger, Statement, claimed
+from fedsim.privacy.claims import FIXED
+from fedsim.privacy.durable import archived
 
 Row = Mapping[str, float]
 
@@ -60,6 +47,8 @@ class RunRecord:
         Of every level at which there is a ledger.
     summary : mapping
         Of summary.json; empty for a run that did not end in good order.
+    released : Entry or None
+        The last line of the server's ledger.
     """
 
     path: Path
@@ -67,6 +56,7 @@ class RunRecord:
     rows: Sequence[Row]
     statements: list[Statement] = field(default_factory=list)
     summary: Mapping[str, Any] = field(default_factory=dict)
+    released: Entry | None = None
 
     @classmethod
     def read(cls, path: Path, *, ledgers: bool = True) -> RunRecord:
@@ -84,12 +74,14 @@ class RunRecord:
                 "`fedsim run` has written, such as runs/NAME."
             )
         config = read_config(path / "config.toml")
+        statements, released = _ledgers(path, config) if ledgers else ([], None)
         return cls(
             path=path,
             config=config,
             rows=read_metrics(path / "metrics.csv"),
-            statements=_statements(path, config) if ledgers else [],
+            statements=statements,
             summary=_read_summary(path / "summary.json"),
+            released=released,
         )
 
     @property
@@ -264,11 +256,19 @@ def ending(path: Path) -> tuple[str, str]:
         return "interrupted", "The run has not come to its end."
 
 
-def _statements(path: Path, config: Mapping[str, Scalar]) -> list[Statement]:
-    server, examples, end = None, None, FIXED
+def last_release(run: Path) -> Entry | None:
+    """The last line of the server's ledger; None without any."""
+    ledger = Ledger.read(run / "ledger.jsonl") if (run / "ledger.jsonl").is_file() else None
+    return ledger.charged[-1] if ledger is not None and ledger.charged else None
+
+
+def _ledgers(path: Path, config: Mapping[str, Scalar]) -> tuple[list[Statement], Entry | None]:
+    """What is claimed, and the last line of the server's ledger."""
+    server, examples, end, released = None, None, FIXED, None
     if (path / "ledger.jsonl").is_file():
         delta = _number(config.get("noise.delta"))
         ledger = Ledger.read(path / "ledger.jsonl", delta=delta)
+        released = ledger.charged[-1] if ledger.charged else None
         end = stopping(config, ledger.rounds_made, ending(path)[0])
         server = ledger.statement(delta, stopping=end)
         grouped = config.get("privacy.group", 1) != 1
@@ -277,7 +277,7 @@ def _statements(path: Path, config: Mapping[str, Scalar]) -> list[Statement]:
     if (kept := clients_ledgers(path, config)) is not None:
         delta = _number(config.get("client.noise.delta"))
         examples = ClientLedgers(kept, delta=delta, read_only=True).statement(stopping=end)
-    return claimed(server, examples)
+    return claimed(server, examples), released
 
 
 def _number(value: object) -> float:

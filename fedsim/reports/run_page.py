@@ -1,4 +1,7 @@
-"""report.html: what a run was, what it reached, what it cost, in one page."""
+"""report.html: what a run was, what it reached, what it cost, in one page.
+
+Here is what each section says, as plain data; ``templates/run.html`` makes the markup.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,36 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tomli_w
 
-from fedsim.config import RunConfig
+from fedsim.config import RunConfig, Scalar
 from fedsim.privacy import Statement
-from fedsim.reports import words
-from fedsim.reports.charts import Bars, Chart, Heat, Line, Lines, numbers_table
-from fedsim.reports.markup import Markup, tag
-from fedsim.reports.numbers import brief, duration, size
-from fedsim.reports.page import Page
-from fedsim.reports.record import RunRecord
-from fedsim.reports.series import (
+from fedsim.reports.charts import (
+    Bars,
+    Chart,
+    Heat,
+    Line,
+    Lines,
+    PageTable,
     client_spreads,
+    learning_curves,
+    release_curves,
+)
+from fedsim.reports.describe import (
+    brief,
+    description,
+    display_name,
+    duration,
+    ending_sentence,
     is_share,
     learning_columns,
-    learning_curves,
     lowest_is_best,
-    release_curves,
-    spoken,
+    size,
     tail_mean,
 )
-
-__all__ = ["run_page"]
+from fedsim.reports.page import render
+from fedsim.reports.record import RunRecord
 
 OPERATORS_FACTS = (
     "The operator's facts: seen by whoever runs this, decided nothing, and not covered by the "
@@ -36,6 +47,7 @@ OPERATORS_FACTS = (
 )
 
 _SHOWN_CLASSES = 20
+_SHOWN_REASONS = 6
 
 
 def run_page(record: RunRecord) -> str:
@@ -44,46 +56,56 @@ def run_page(record: RunRecord) -> str:
     Of a run with a guarantee it shows what is public, and the operator's facts by that name;
     what clients' data alone would tell is not in a record unless ``evaluate.unprotected`` is set.
     """
-    page = Page(record.name)
-    page.lead(
-        _subtitle(record),
-        tag("p", words.told(record.config), class_="lead"),
-        words.ended(record.summary, record.rounds, record.config.get("rounds", "?")),
-        *(tag("p", note, class_="quiet") for note in record.summary.get("notes", ())),
-        _tiles(record),
+    config, summary = record.config, record.summary
+    learning = learning_curves(record)
+    return render(
+        "run.html",
+        title=record.name,
+        subtitle=_subtitle(record),
+        description=description(config, record.released),
+        ending=ending_sentence(summary, record.rounds, config.get("rounds", "?")),
+        notes=summary.get("notes", ()),
+        tiles=_tiles(record),
+        private=record.private,
+        operators_facts=OPERATORS_FACTS,
+        learning=learning,
+        not_finite=_not_finite(record),
+        thinned=any(len(line.x) > 1000 for chart in learning for line in chart.lines),
+        ledgered=any(statement.cost.releases for statement in record.statements),
+        meant_private=record.meant_private,
+        simulated=any(s.simulated and s.private for s in record.statements),
+        statements=[statement.sentences() for statement in record.statements],
+        spending=[*_spending(record), *(_tradeoff(s) for s in record.statements if s.private)],
+        mistakes=_mistakes(record),
+        bound=_bound(record),
+        releases=release_curves(record),
+        clients=_clients(record),
+        partition=_partition(record),
+        machine=_machine(record),
+        times=_times(record),
+        changed=_changed(config),
+        config=_toml(config),
     )
-    page.section("What it learnt", *_learning(record))
-    page.section("Privacy", *_privacy(record))
-    page.section("What it gets wrong", *_mistakes(record))
-    page.section("Updates and their bound", *_releases(record))
-    page.section("Clients", *_clients(record))
-    page.section("How data falls on clients", *_partition(record))
-    page.section("Time and memory", *_time(record))
-    page.section("Config", *_config(record))
-    return page.html()
 
 
-def _subtitle(record: RunRecord) -> Markup:
-    made = record.summary.get("versions", {})
+def _subtitle(record: RunRecord) -> str:
+    version = record.summary.get("versions", {}).get("fedsim")
     parts = [str(record.config.get("name", "")), str(record.summary.get("ended-at", ""))]
-    if version := made.get("fedsim"):
-        parts.append(f"fedsim {version}")
-    return tag("p", " · ".join(part for part in parts if part), class_="quiet")
+    parts += [f"fedsim {version}"] if version else []
+    return " · ".join(part for part in parts if part)
 
 
-def _tiles(record: RunRecord) -> Markup:
-    """The few numbers that everybody asks for first."""
+def _tiles(record: RunRecord) -> list[tuple[str, str]]:
+    """The few numbers that everybody asks for first, and what they are."""
     tiles: list[tuple[str, str]] = []
     for name, columns in sorted(
         learning_columns(record.columns()).items(), key=lambda item: lowest_is_best(item[0])
     ):
         column = columns.get("test") or next(iter(columns.values()))
         values = record.curve(column)[1]
-        last = record.last(column)
-        percent = is_share(name, values)
-        mean = tail_mean(values)
+        percent, mean = is_share(name, values), tail_mean(values)
         recent = "" if mean is None else f"; last five {brief(mean, percent)}"
-        tiles.append((brief(last, percent), spoken(column) + recent))
+        tiles.append((brief(record.last(column), percent), display_name(column) + recent))
     for statement in record.statements:
         if statement.private and statement.cost.releases:
             level = f"{statement.level} level, delta {statement.delta:g}"
@@ -94,70 +116,31 @@ def _tiles(record: RunRecord) -> Markup:
     tiles.append((f"{record.rounds:,}", "round" if one else "rounds"))
     if seconds := record.curve("seconds")[1]:
         tiles.append((duration(math.fsum(seconds)), "in this round" if one else "in these rounds"))
-    items = [tag("li", tag("strong", number), tag("span", what)) for number, what in tiles]
-    return tag("ul", *items, class_="tiles")
+    return tiles
 
 
-def _learning(record: RunRecord) -> list[Markup | Chart | str]:
-    charts = learning_curves(record)
-    holes = sum(1 for row in record.rows for value in row.values() if not math.isfinite(value))
-    parts: list[Markup | Chart | str] = []
-    if not charts:
-        parts.append("Nothing was evaluated.")
-    if holes:
-        parts.append(tag("p", f"{holes:,} of the numbers are not finite.", class_="warning"))
-    if any(len(line.x) > 1000 for chart in charts for line in chart.lines):
-        parts.append(
-            "Of so many rounds the charts show the highs and lows; all are in metrics.csv."
-        )
-    return [*parts, *charts]
+def _not_finite(record: RunRecord) -> str:
+    count = sum(1 for row in record.rows for value in row.values() if not math.isfinite(value))
+    return f"{count:,}" if count else ""
 
 
-def _privacy(record: RunRecord) -> list[Markup | Chart | str]:
-    parts: list[Markup | Chart | str] = []
-    if not any(statement.cost.releases for statement in record.statements):
-        if record.meant_private:
-            missing = "There is no ledger of this run's releases: what it has cost is not known."
-            return [tag("p", missing, class_="warning")]
-        return ["There is no ledger of private releases: this run claims no privacy."]
-    for statement in record.statements:
-        if statement.simulated and statement.private:
-            parts.append(
-                tag(
-                    "p",
-                    "Simulated: noise follows from the config's seed. This tells what a real run "
-                    'would cost; for real data set noise.entropy = "system".',
-                    class_="warning",
-                )
-            )
-            break
-    for statement in record.statements:
-        first, *others = statement.sentences()
-        parts.append(tag("p", first, class_="lead"))
-        parts.append(tag("ul", *(tag("li", sentence) for sentence in others), class_="fine"))
-    charts: list[Chart | None] = [_spending(record)]
-    charts += [_tradeoff(statement) for statement in record.statements if statement.private]
-    return [*parts, *(chart for chart in charts if chart is not None)]
-
-
-def _spending(record: RunRecord) -> Lines | None:
+def _spending(record: RunRecord) -> list[Lines]:
     """Epsilon over rounds, and where a budget would end it."""
-    names = {"epsilon": "client level", "example-epsilon": "example level"}
-    budgets = {"epsilon": "noise.max-epsilon", "example-epsilon": "client.noise.max-epsilon"}
     lines = []
-    for column, name in names.items():
+    for column, name, key in (
+        ("epsilon", "client level", "noise.max-epsilon"),
+        ("example-epsilon", "example level", "client.noise.max-epsilon"),
+    ):
         x, y = record.curve(column)
         if not any(math.isfinite(value) for value in y):
             continue
         lines.append(Line(name, [0.0, *x], [0.0, *y]))
-        budget = record.config.get(budgets[column])
+        budget = record.config.get(key)
         if isinstance(budget, int | float):
             ends = [0.0, x[-1]]
             lines.append(Line(f"budget, {name}", ends, [float(budget)] * 2, reference=True))
-    if not lines:
-        return None
-    called = next((s.words for s in record.statements if s.private), "epsilon")
-    return Lines("Epsilon as it was spent", "round", called, lines)
+    label = next((s.words for s in record.statements if s.private), "epsilon")
+    return [Lines("Epsilon as it was spent", "round", label, lines)] if lines else []
 
 
 def _tradeoff(statement: Statement) -> Lines:
@@ -173,92 +156,80 @@ def _tradeoff(statement: Statement) -> Lines:
             Line("a blind guess", [0.0, 1.0], [1.0, 0.0], reference=True),
         ],
         about=(
-            "Whoever guesses which of two neighbouring federations it was cannot be below the "
-            "curve. The nearer to the diagonal, the less there is to be learnt."
+            "No attacker that guesses which of two neighbouring federations it was can be below "
+            "the curve. The nearer to the diagonal, the less there is to be learnt."
         ),
         percent=True,
         square=True,
     )
 
 
-def _mistakes(record: RunRecord) -> list[Markup | Chart | str]:
+def _mistakes(record: RunRecord) -> dict[str, Any] | None:
+    """Of the model on test examples: a confusion matrix, or predictions against true values."""
     test = record.summary.get("test") or {}
-    if test.get("kind") == "classes":
-        counts = np.asarray(test["counts"], dtype=np.int64)
-        several = bool(record.summary.get("data", {}).get("y-shape"))
-        what = "answers on test examples" if several else "test examples"
-        return [*_whose(record), *_confusion(counts, test.get("labels"), what)]
+    mistakes: dict[str, Any] = {
+        "of_clients": record.private and record.summary.get("test-of-clients"),
+        "summary": "",
+        "matrix": None,
+        "frequent": None,
+        "charts": [],
+    }
     if test.get("kind") == "numbers":
-        return [*_whose(record), _scatter(test)]
-    return []
+        return mistakes | {"charts": [_scatter(test)]}
+    if test.get("kind") != "classes":
+        return None
+    counts = np.asarray(test["counts"], dtype=np.int64)
+    several = bool(record.summary.get("data", {}).get("y-shape"))
+    answers = "answers on test examples" if several else "test examples"
+    mistakes["summary"] = (
+        f"{counts.sum():,} {answers}: a row for each true class, a column for what the model said."
+    )
+    return mistakes | _confusion(counts, test.get("labels") or list(map(str, range(len(counts)))))
 
 
-def _whose(record: RunRecord) -> list[Markup | Chart | str]:
-    """That test examples are clients', where a guarantee covers these."""
-    if not (record.private and record.summary.get("test-of-clients")):
-        return []
-    said = "Test examples are clients' own, and measured without noise (evaluate.unprotected)"
-    return [tag("p", f"{said}: not covered.", class_="operator")]
-
-
-def _confusion(counts: Any, labels: list[str] | None, what: str) -> list[Markup | Chart | str]:
-    names = labels or [str(k) for k in range(len(counts))]
-    truths = counts.sum(1)
-    recall = np.divide(np.diag(counts), truths, out=np.zeros(len(counts)), where=truths > 0)
-    parts: list[Markup | Chart | str] = [
-        f"{counts.sum():,} {what}: a row for each true class, a column for what the model said."
-    ]
+def _confusion(counts: npt.NDArray[np.int64], names: list[str]) -> dict[str, Any]:
+    """The matrix of few classes; of many, the mistakes and classes that matter most."""
+    truths = np.maximum(counts.sum(1), 1)
+    recall = np.diag(counts) / truths
     if len(counts) <= _SHOWN_CLASSES:
-        parts.append(_matrix(counts, names, recall))
-        return parts
-    wrong = [
-        (int(counts[i, j]), i, j)
-        for i, j in zip(*np.nonzero(counts - np.diag(np.diag(counts))), strict=True)
-    ]
-    most = sorted(wrong, reverse=True)[:_SHOWN_CLASSES]
-    parts.append("The most frequent mistakes:")
-    rows = [[names[i], names[j], f"{n:,}", brief(n / truths[i], True)] for n, i, j in most]
-    parts.append(numbers_table(["class", "taken for", "examples", "of the class"], rows))
-    worst = np.argsort(recall, kind="stable")[:60]
-    parts.append(
-        Bars(
-            "Classes that are recognised least",
-            "class",
-            "recognised",
-            [names[k] for k in worst],
-            [float(recall[k]) for k in worst],
-            percent=True,
-        )
-    )
-    return parts
-
-
-def _matrix(counts: Any, names: list[str], recall: Any) -> Markup:
-    """The confusion matrix as a table, shaded by each row's shares."""
-    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    head = [tag("th", "class", scope="col")]
-    head += [tag("th", name, scope="col") for name in names]
-    head.append(tag("th", "recognised", scope="col"))
-    rows = []
-    for i, name in enumerate(names):
-        cells = [
-            tag(
-                "td",
-                f"{count:,}" if count else "·",
-                class_="right" if i == j else None,
-                style=f"--share:{shares[i, j]:.3f}",
+        rows = [
+            (
+                name,
+                [
+                    (f"{count:,}" if count else "·", f"{count / total:.3f}")
+                    for count in counts[i].tolist()
+                ],
+                brief(float(recall[i]), True),
             )
-            for j, count in enumerate(counts[i])
+            for i, (name, total) in enumerate(zip(names, truths, strict=True))
         ]
-        total = tag("td", brief(float(recall[i]), True), class_="sum")
-        rows.append(tag("tr", tag("th", name, scope="row"), *cells, total))
-    table = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *rows), class_="matrix")
-    return tag(
-        "div", table, class_="scroll", tabindex=0, role="region", aria_label="Confusion matrix"
-    )
+        return {"matrix": {"names": names, "rows": rows}}
+    wrong = counts - np.diag(np.diag(counts))
+    places = sorted(zip(*np.nonzero(wrong), strict=True), key=lambda ij: (wrong[ij], ij))
+    most = places[: -_SHOWN_CLASSES - 1 : -1]
+    worst = np.argsort(recall, kind="stable")[:60].tolist()
+    return {
+        "frequent": PageTable(
+            ["class", "taken for", "examples", "of the class"],
+            [
+                [names[i], names[j], f"{wrong[i, j]:,}", brief(wrong[i, j] / truths[i], True)]
+                for i, j in most
+            ],
+        ),
+        "charts": [
+            Bars(
+                "Classes that are recognised least",
+                "class",
+                "recognised",
+                [names[k] for k in worst],
+                [float(recall[k]) for k in worst],
+                percent=True,
+            )
+        ],
+    }
 
 
-def _scatter(test: Mapping[str, Any]) -> Chart:
+def _scatter(test: Mapping[str, Any]) -> Heat:
     """Predictions against the truth, binned."""
     return Heat(
         "Predicted against true values",
@@ -272,73 +243,54 @@ def _scatter(test: Mapping[str, Any]) -> Chart:
     )
 
 
-def _releases(record: RunRecord) -> list[Markup | Chart | str]:
-    charts: list[Chart] = list(release_curves(record))
+def _bound(record: RunRecord) -> str:
     bound = record.last("clip-norm")
-    if bound is None and not charts:
-        return []
-    said = "" if bound is None else f"The bound on an update's norm was {brief(bound)} at the end."
+    if bound is None and not release_curves(record):
+        return ""
+    sentence = (
+        "" if bound is None else f"The bound on an update's norm was {brief(bound)} at the end."
+    )
     if record.client_private:
-        said += " Norms of single updates are not public, and nothing here was made from them."
-    return [said.strip(), *charts]
+        sentence += " Norms of single updates are not public, and nothing here was made from them."
+    return sentence.strip()
 
 
-def _clients(record: RunRecord) -> list[Markup | Chart | str]:
+def _clients(record: RunRecord) -> dict[str, Any] | None:
+    """Who was asked, and what became of it."""
     if record.last("asked") is None:
-        return []
-    note = tag("p", OPERATORS_FACTS, class_="operator") if record.private else None
+        return None
     reasons = [column for column in record.columns() if column.startswith("failed-")]
     totals = {
         column: sum(row.get(column, 0) for row in record.rows if math.isfinite(row.get(column, 0)))
         for column in ("asked", "usable", "failed", *reasons)
     }
     happened = [column for column in reasons if totals[column]]
-    lines = [
-        Line(name.replace("failed-", "failed: "), *record.curve(name))
-        for name in ("asked", "usable", *happened[:6])
-    ]
-    if not totals["failed"]:
-        lines = lines[:1]
-    asked = set(lines[0].y)
-    said = (
+    shown = ("asked", "usable", *happened[:_SHOWN_REASONS]) if totals["failed"] else ("asked",)
+    lines = [Line(name.replace("failed-", "failed: "), *record.curve(name)) for name in shown]
+    summary = (
         f"{brief(totals['asked'])} times a client was asked, and {brief(totals['usable'])} times "
         f"its work was usable; it failed {brief(totals['failed'])} times."
     )
+    charts = [Lines("Clients of each round", "round", "clients", lines, counts=True)]
+    sizes = set(lines[0].y)
+    if len(lines) == 1 and len(sizes) == 1:
+        summary, charts = f"{brief(sizes.pop())} clients in every round. {summary}", []
     rows = [[column.removeprefix("failed-"), brief(totals[column])] for column in happened]
-    table = numbers_table(["reason", "times"], rows) if rows else None
-    chart = Lines("Clients of each round", "round", "clients", lines, counts=True)
-    if len(lines) == 1 and len(asked) == 1:
-        return [
-            part for part in (note, f"{brief(asked.pop())} clients in every round. " + said) if part
-        ]
-    return [part for part in (note, said, table, chart) if part is not None]
+    table = PageTable(["reason", "times"], rows) if rows else None
+    return {"summary": summary, "reasons": table, "charts": charts}
 
 
-def _partition(record: RunRecord) -> list[Markup | Chart | str]:
-    dealt = record.summary.get("partition")
-    if not dealt:
-        if record.private:
-            return [
-                "Not shown: in a private run what clients' data are like is covered "
-                "(evaluate.unprotected = true would show it)."
-            ]
-        return []
-    note = None
-    if record.private:
-        note = tag(
-            "p",
-            "Made from clients' data without noise (evaluate.unprotected): not covered.",
-            class_="operator",
-        )
-    sizes = dealt["sizes"]
+def _partition(record: RunRecord) -> dict[str, Any] | None:
+    """How many examples and classes clients have, and how metrics spread over clients."""
+    split = record.summary.get("partition")
+    if not split:
+        return None
     charts: list[Chart] = [
-        Bars("Examples a client", "examples", "clients", sizes["labels"], sizes["counts"])
+        Bars(f"{what.capitalize()} a client", what, "clients", bins["labels"], bins["counts"])
+        for what, bins in (("examples", split["sizes"]), ("classes", split.get("classes")))
+        if bins
     ]
-    if classes := dealt.get("classes"):
-        charts.append(
-            Bars("Classes a client", "classes", "clients", classes["labels"], classes["counts"])
-        )
-    if mixes := dealt.get("mixes"):
+    if mixes := split.get("mixes"):
         charts.append(
             Heat(
                 "Each client's mix of classes",
@@ -349,26 +301,24 @@ def _partition(record: RunRecord) -> list[Markup | Chart | str]:
                 values=mixes["shares"],
             )
         )
-    charts += client_spreads(record)
-    return [part for part in (note, dealt["said"], *charts) if part is not None]
+    return {"summary": split["said"], "charts": [*charts, *client_spreads(record)]}
 
 
-def _time(record: RunRecord) -> list[Markup | Chart | str]:
+def _machine(record: RunRecord) -> dict[str, str]:
     summary = record.summary
     facts: dict[str, str] = {}
-    if y := record.curve("seconds")[1]:
-        facts["all rounds"] = duration(math.fsum(y))
-        facts["a round"] = f"{duration(float(np.median(y)))} (median)"
-    if memory := summary.get("peak-memory"):
-        facts["most memory"] = size(memory)
-    if memory := summary.get("peak-gpu-memory"):
-        facts["most GPU memory"] = size(memory)
-    for name, value in {**summary.get("machine", {}), **summary.get("versions", {})}.items():
-        facts[name] = str(value)
-    if not facts:
-        return []
-    note = tag("p", OPERATORS_FACTS, class_="operator") if record.private else None
-    charts = [
+    if seconds := record.curve("seconds")[1]:
+        facts["all rounds"] = duration(math.fsum(seconds))
+        facts["a round"] = f"{duration(float(np.median(seconds)))} (median)"
+    for name, key in (("most memory", "peak-memory"), ("most GPU memory", "peak-gpu-memory")):
+        if memory := summary.get(key):
+            facts[name] = size(memory)
+    about = {**summary.get("machine", {}), **summary.get("versions", {})}
+    return facts | {name: str(value) for name, value in about.items()}
+
+
+def _times(record: RunRecord) -> list[Lines]:
+    return [
         Lines(
             title,
             "round",
@@ -379,7 +329,6 @@ def _time(record: RunRecord) -> list[Markup | Chart | str]:
         for title, unit, lines in _TIMES
         if all(record.curve(column)[1] for column, _ in lines)
     ]
-    return [part for part in (note, _facts(facts), *charts) if part is not None]
 
 
 _TIMES = (
@@ -389,33 +338,22 @@ _TIMES = (
 )
 
 
-def _facts(facts: Mapping[str, str]) -> Markup:
-    rows = [
-        tag("tr", tag("th", name, scope="row"), tag("td", fact)) for name, fact in facts.items()
-    ]
-    return tag("table", tag("tbody", *rows), class_="facts")
-
-
-def _config(record: RunRecord) -> list[Markup | Chart | str]:
-    usual = RunConfig().to_run_config()
-    other = {
+def _changed(config: Mapping[str, Scalar]) -> dict[str, str]:
+    """The keys whose values are not the defaults."""
+    defaults = RunConfig().to_run_config()
+    return {
         key: str(value)
-        for key, value in record.config.items()
-        if value != usual.get(key) and value != ""
+        for key, value in config.items()
+        if value != defaults.get(key) and value != ""
     }
+
+
+def _toml(config: Mapping[str, Scalar]) -> str:
     tree: dict[str, Any] = {}
-    for key, value in record.config.items():
+    for key, value in config.items():
         *tables, last = key.split(".")
         branch = tree
         for table in tables:
             branch = branch.setdefault(table, {})
         branch[last] = value
-    return [
-        "What differs from the defaults:",
-        _facts(other),
-        tag(
-            "details",
-            tag("summary", "The whole config, as resolved (config.toml)"),
-            tag("pre", tomli_w.dumps(tree)),
-        ),
-    ]
+    return tomli_w.dumps(tree)

@@ -11,8 +11,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["REASONS", "Block", "Ids", "MalformedBlockError", "Reason"]
-
 Ids = npt.NDArray[np.int64]
 
 Reason = Literal[

@@ -14,18 +14,6 @@ from fedsim.lazy import Tensor, torch
 from fedsim.rows.exact import Owners
 from fedsim.rows.norms import norms_, whiten_
 
-__all__ = [
-    "BlockRows",
-    "Chunks",
-    "DenseRows",
-    "Index",
-    "MeasuredRows",
-    "Rows",
-    "Weights",
-    "row_weights",
-    "scatter",
-]
-
 CHUNK_BYTES = 2**22
 CUDA_CHUNK_BYTES = 2**28
 

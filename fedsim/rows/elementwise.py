@@ -12,8 +12,6 @@ import math
 
 from fedsim.lazy import Tensor
 
-__all__ = ["power", "powers_of", "sigmoid_"]
-
 
 def power(values: Tensor, exponent: float) -> Tensor:
     """``values ** exponent`` of numbers that are not negative."""

@@ -13,25 +13,9 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from fedsim.compiled.rows import add_rounded
 from fedsim.errors import FedsimError
+from fedsim.kernels.rows import add_rounded
 from fedsim.lazy import Tensor, torch
-
-__all__ = [
-    "EVERYBODY",
-    "FREE_ROWS",
-    "FREE_TOTAL",
-    "FREE_UNIT",
-    "GRID_BITS",
-    "MAX_ROWS",
-    "GridSum",
-    "GridSums",
-    "Owners",
-    "Rounding",
-    "RowMasks",
-    "grid_unit",
-    "grid_units",
-]
 
 GRID_BITS = 30
 MAX_ROWS = 2**22
@@ -145,7 +129,7 @@ class GridSum:
     def add_scaled_(self, rows: Tensor, factors: Tensor) -> None:
         """Add rows ``[c, size]`` times ``factors [c]`` to the one sum: the bytes of `add_`.
 
-        They are rows that `fedsim.compiled.rows` takes.
+        They are rows that `fedsim.kernels.rows` takes.
         """
         add_rounded(rows, factors, self.coarse, self.fine, self._fine_scale)
 

@@ -32,20 +32,6 @@ from torch import Tensor
 
 from fedsim.rows.block import Block, Ids
 
-__all__ = [
-    "CLIENT_STATE",
-    "DECLARED_EXAMPLES",
-    "KEEP_SINCE",
-    "RUN",
-    "BlockSum",
-    "Collection",
-    "Instructions",
-    "MessageType",
-    "Replies",
-    "Summing",
-    "Sums",
-]
-
 CLIENT_STATE = "client-state"
 KEEP_SINCE = "keep-since"
 RUN = "run"

@@ -15,11 +15,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedsim.rows.alignment import aligned_double, product
 from fedsim.rows.dense import BlockRows, DenseRows, Index, MeasuredRows
 from fedsim.rows.norms import norms_
-
-__all__ = ["LinearPart", "OuterRows", "Squares"]
+from fedsim.rows.packing import aligned_double, product
 
 # Of its sizes, a value that is believed: a sum of a thousand rows then keeps 23 digits of each.
 LEAST = 2.0**-16

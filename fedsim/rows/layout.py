@@ -1,4 +1,9 @@
-"""Layout: which slice of a row is which parameter."""
+"""Layout: which slice of a row is which parameter, or an entry of a named vector.
+
+An algorithm may send vectors with its update (a control variate) and receive what the server makes
+of them. They lie at the end of a row, so that whatever is done to rows (bounds, exact sums,
+transport, refusals) is done to them as well.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
-
-__all__ = ["Layout", "Parameter"]
 
 
 @dataclass(frozen=True)
@@ -121,3 +125,27 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """Number of coordinates for each name."""
         return {entry.name: math.prod(entry.shape) for entry in self.entries}
+
+
+Width = Literal["model", "number"]
+"""As many coordinates as the parameters that are sent have, or one."""
+
+PREFIX = "client/"
+
+
+def with_vectors(layout: Layout, sends: Mapping[str, Width]) -> Layout:
+    """The layout of a row that ends in these vectors; they are called ``client/NAME`` there."""
+    entries = list(layout.entries)
+    for name, width in sends.items():
+        start, size = entries[-1].stop, layout.d if width == "model" else 1
+        entries.append(Parameter(PREFIX + name, (size,), layout.dtype, start, start + size))
+    return Layout(tuple(entries), layout.kept)
+
+
+def vectors_in(layout: Layout, rows: Tensor) -> dict[str, Tensor]:
+    """The named vectors of rows ``[..., d]``, each ``[..., size]``; views."""
+    return {
+        entry.name.removeprefix(PREFIX): rows[..., entry.start : entry.stop]
+        for entry in layout.entries
+        if entry.name.startswith(PREFIX)
+    }

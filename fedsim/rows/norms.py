@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from fedsim.compiled.rows import by_halves, squared_norms, taken
+from fedsim.kernels.rows import by_halves, is_supported, squared_norms
 from fedsim.lazy import Tensor, torch
-
-__all__ = ["norms_", "norms_of", "round_up", "usual", "whiten_"]
 
 # Squares of float64 entries beyond these may overflow or lose all their digits.
 SMALL, LARGE = 2.0**-400, 2.0**400
@@ -15,13 +13,13 @@ def norms_of(y: Tensor) -> Tensor:
     """Norms of rows ``y [..., d]``, float64 ``[...]``, wherever float64 holds their squares.
 
     Their relative error is below ``2^-44 + d 2^-52``. On a CPU the order of the sum is that of
-    `fedsim.compiled.rows.by_halves`; on a GPU it is torch's.
+    `fedsim.kernels.rows.by_halves`; on a GPU it is torch's.
     """
     if y.is_cuda:
         norms: Tensor = torch.linalg.vector_norm(y, dim=-1, dtype=torch.float64)
         return norms
     rows = y.reshape(-1, y.shape[-1])
-    squares = squared_norms(rows) if taken(rows) else by_halves(rows.double().square())
+    squares = squared_norms(rows) if is_supported(rows) else by_halves(rows.double().square())
     return squares.sqrt_().view(y.shape[:-1])
 
 

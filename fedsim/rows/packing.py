@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from fedsim.lazy import Tensor, torch
-from fedsim.rows.alignment import LINE
 from fedsim.rows.layout import Layout
 
-__all__ = ["Packing", "channels_last"]
+LINE = 64  # bytes
 
 
 def channels_last(images: Tensor) -> Tensor:
@@ -114,3 +115,41 @@ class Packing:
             entry.name: packed[..., self.slices[entry.name]].view((*lead, *entry.shape))
             for entry in self.layout.entries
         }
+
+
+def aligned_empty(like: Tensor, n: int, *shape: int) -> Tensor:
+    """Uninitialised ``[n, *shape]`` whose ``n`` parts are contiguous and start on a line."""
+    per_line = LINE // like.element_size()
+    size = 1
+    for length in shape:
+        size *= length
+    stride = -(-size // per_line) * per_line
+    return like.new_empty(n, stride)[:, :size].view(n, *shape)
+
+
+def aligned_double(block: Tensor) -> Tensor:
+    """A float64 copy of one matrix ``[p, q]`` or of ``[n, p, q]``, each on a line."""
+    if block.dim() == 2:
+        return block.to(torch.float64, copy=True)
+    like = block.new_empty(0, dtype=torch.float64)
+    return aligned_empty(like, *block.shape).copy_(block)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` of one matrix each, or of ``n`` that start on a line: ``[..., p, r]``."""
+    if a.dim() == 2:
+        return a @ b
+    return torch.bmm(a, b, out=aligned_empty(a, len(a), a.shape[1], b.shape[2]))
+
+
+def empty_rows(n: int, d: int, dtype: torch.dtype) -> Tensor:
+    """Rows ``[n, d]`` in a CPU's memory, uninitialised, that start on a cache line.
+
+    Blocks of rows come and go. What one leaves the next one of its size fits into, as numpy asks
+    for no more than that; torch asks for room to align it besides, which there is not, so that
+    glibc finds ever new memory. And numpy asks for large pages where there are any.
+    """
+    size = n * d * dtype.itemsize
+    room = torch.from_numpy(np.empty(size + LINE, dtype=np.uint8))
+    first = -room.data_ptr() % LINE
+    return room[first : first + size].view(dtype).view(n, d)

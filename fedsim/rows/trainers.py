@@ -12,8 +12,6 @@ from torch import Tensor
 
 from fedsim.rows.block import Block, Ids
 
-__all__ = ["CLIENT_IDS", "BlockTrainer", "ClientStates", "TrainerDefaults"]
-
 CLIENT_IDS = "client_ids"
 
 ClientStates = Mapping[str, Tensor]

@@ -41,15 +41,12 @@ from torch import Tensor
 
 from fedsim import regular_files
 from fedsim.errors import FedsimError
-from fedsim.privacy.fingerprint import KEY, Fingerprints
+from fedsim.privacy.durable import KEY, Fingerprints
 from fedsim.privacy.manifest import MANIFEST
 from fedsim.privacy.verification import METADATA
 from fedsim.reports.record import ending, is_marked
-from fedsim.runs.checkpoint import Checkpoints
-from fedsim.runs.marker import Marker
-from fedsim.runs.state import RunState
-
-__all__ = ["OUT", "RUNS", "Ended", "Row", "RunDirectory", "last_run", "row_text"]
+from fedsim.runs.checkpoints import Checkpoints, RunState
+from fedsim.runs.run_lock import RunLock
 
 RUNS = "FEDSIM_RUNS"
 """Environment variable: the directory in which each run of a SuperLink gets one of its own."""
@@ -87,7 +84,7 @@ class RunDirectory:
         self.clients = self.path / "clients"
         self.archive = self.path / "archive"
         self.checkpoints = Checkpoints(self.checkpoint)
-        self._marker = Marker(self.path)
+        self._marker = RunLock(self.path)
         self._columns: tuple[str, ...] = ()
 
     def check_free(self, overwrite: bool) -> None:

@@ -10,11 +10,9 @@ from typing import Self
 from flwr.app import ArrayRecord
 
 from fedsim.config import RunConfig
+from fedsim.federation.state_tree import Tree, split_tree
 from fedsim.runs.artefacts import Ended, Row, RunDirectory
 from fedsim.strategies import RoundReport
-from fedsim.strategies.state import Tree, parted
-
-__all__ = ["Callback", "Callbacks", "RunStatus"]
 
 _log = logging.getLogger("fedsim")
 
@@ -146,7 +144,7 @@ class Callbacks(Callback):
 
         def take(name: str, callback: Callback) -> None:
             if state := callback.state():
-                parted(state)  # what no checkpoint can hold fails its callback alone
+                split_tree(state)  # what no checkpoint can hold fails its callback alone
                 kept[name] = state
 
         self._each(take)

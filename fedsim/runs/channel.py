@@ -22,12 +22,10 @@ from typing import Any, Self
 import torch
 
 from fedsim.config import RunConfig
-from fedsim.engines.arrays import array_record, tensors
+from fedsim.federation.arrays import array_record, tensors
+from fedsim.federation.state_tree import Tree, join_tree, split_tree
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
-from fedsim.strategies.state import Tree, joined, parted
-
-__all__ = ["CHANNEL", "CallbackServer", "DistantCallback", "distant_callback"]
 
 CHANNEL = "FEDSIM_CALLBACKS"
 """Environment variable: the key and the socket of whoever has a run's callbacks."""
@@ -169,10 +167,10 @@ class _Sent:
 
 
 def _packed(tree: Tree) -> _Parts:
-    kept, text = parted(tree)
+    kept, text = split_tree(tree)
     return {name: tensor.numpy() for name, tensor in kept.items()}, text
 
 
 def _unpacked(parts: _Parts) -> Tree:
     arrays, text = parts
-    return joined({name: torch.from_numpy(array) for name, array in arrays.items()}, text)
+    return join_tree({name: torch.from_numpy(array) for name, array in arrays.items()}, text)

@@ -10,11 +10,9 @@ from flwr.app import ConfigRecord
 
 from fedsim.rows.exchange import KEEP_SINCE
 from fedsim.runs.artefacts import Row, RunDirectory
-from fedsim.runs.build import Build
-from fedsim.runs.state import RunState
+from fedsim.runs.checkpoints import RunState
+from fedsim.runs.resolve import Resolved
 from fedsim.runs.stopping import Judge
-
-__all__ = ["Checkpointing"]
 
 
 class Checkpointing:
@@ -22,7 +20,7 @@ class Checkpointing:
 
     Parameters
     ----------
-    build : Build
+    resolved : Resolved
     directory : RunDirectory
     state : callable
         Gives what is to be saved.
@@ -36,16 +34,16 @@ class Checkpointing:
     """
 
     def __init__(
-        self, build: Build, directory: RunDirectory, state: Callable[[], RunState], done: int
+        self, resolved: Resolved, directory: RunDirectory, state: Callable[[], RunState], done: int
     ) -> None:
         self._state = state
-        self._settings = build.config.checkpoint
+        self._settings = resolved.config.checkpoint
         self._kept = directory.checkpoints
         self._sync_metrics = directory.sync_metrics
         self._best: float | None = None
         self._judge: Judge | None = None
         if self._settings.best:
-            self._judge = Judge.of(build, "checkpoint.best", self._settings.best)
+            self._judge = Judge.of(resolved, "checkpoint.best", self._settings.best)
             best = self._kept.best()
             self._best = None if best is None else best.row.get(self._settings.best)
         self._saved = done
@@ -53,7 +51,7 @@ class Checkpointing:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: list[Future[None]] = []
         self.train_config: ConfigRecord | None = None
-        if self._settings.every and build.config.client.state == "client":
+        if self._settings.every and resolved.config.client.state == "client":
             self.train_config = ConfigRecord()
             self._tell_clients()
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from fedsim.errors import FedsimError
-from fedsim.runs.build import Build
+from fedsim.federation.client_metrics import QUANTILES
+from fedsim.runs.resolve import Resolved
 from fedsim.strategies import DPFedAvg, RoundReport
-from fedsim.strategies.summaries import QUANTILES
-
-__all__ = ["columns_of"]
 
 
-def columns_of(build: Build, strategy: DPFedAvg) -> tuple[str, ...]:
+def columns_of(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
     """Every name that a row of this run's metrics may have, in order.
 
     Raises
@@ -18,14 +16,14 @@ def columns_of(build: Build, strategy: DPFedAvg) -> tuple[str, ...]:
     FedsimError
         If a metric of the user's has the name of another column.
     """
-    config = build.config
-    evaluated = ("loss", *build.trainer.metrics)
+    config = resolved.config
+    evaluated = ("loss", *resolved.trainer.metrics)
     columns = ["round"]
     if config.evaluate.every:
         splits = ["test", *(["validation"] if config.data.validation else [])]
         columns += [f"{split}-{name}" for split in splits for name in evaluated]
     if strategy.shows_clients:
-        columns += [f"train-{name}" for name in sorted(build.trainer.reported)]
+        columns += [f"train-{name}" for name in sorted(resolved.trainer.reported)]
         if config.evaluate.clients_every:
             columns.append("clients-num-examples")
             columns += [
@@ -35,15 +33,15 @@ def columns_of(build: Build, strategy: DPFedAvg) -> tuple[str, ...]:
             ]
     if strategy.private:
         columns.append("epsilon")
-    if build.client_ledgers is not None:
+    if resolved.client_ledgers is not None:
         columns.append("example-epsilon")
-    if strategy.private or build.client_ledgers is not None:
+    if strategy.private or resolved.client_ledgers is not None:
         # 1 where noise follows from the config's seed: what the epsilons then are.
         columns.append("simulated")
     columns += RoundReport.columns()
-    columns += [*strategy.mechanism.shown(build.trainer.layout), "update-norm"]
+    columns += [*strategy.mechanism.shown(resolved.trainer.layout), "update-norm"]
     columns += ["bytes-down", "bytes-up"]
-    if build.devices.clocked:
+    if resolved.devices.clocked:
         columns.append("virtual-seconds")
     columns += ["clients-per-second", "seconds"]
     twice = [name for name in columns if columns.count(name) > 1]

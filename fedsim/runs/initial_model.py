@@ -1,22 +1,43 @@
-"""The model that a run starts from."""
+"""The model that a run starts from, tried on an example before anything is trained."""
 
 from __future__ import annotations
 
 import copy
 
+import numpy as np
 import torch
-from torch import nn
+from flwr.app import ArrayRecord
+from torch import Tensor, nn
 
 from fedsim import models
 from fedsim.config import RunConfig
-from fedsim.config.things import find, settings_for
+from fedsim.config.instantiate import find, settings_for
 from fedsim.datasets import Dataset
-from fedsim.errors import FedsimError, printable
+from fedsim.errors import FedsimError, printable, users_place
+from fedsim.federation.arrays import array_record
+from fedsim.runs.object_overrides import ObjectOverrides
+from fedsim.training import ClientData
+from fedsim.training.client_state import Personal
+from fedsim.training.side_effects import scratch_copy
 
-__all__ = ["copied_model", "named_model", "prepared_model"]
+
+def initial_model(
+    config: RunConfig, dataset: Dataset, overrides: ObjectOverrides | None = None
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model that a run starts from, on the CPU, and sentences about what was done to it.
+
+    Raises
+    ------
+    FedsimError
+        If one from Python cannot be copied, or such a run may not train it.
+    """
+    override = None if overrides is None else overrides.model
+    model = _named(config, dataset) if override is None else _copy_of(override)
+    model, notes = _prepared(config, model)
+    return model, tuple(notes)
 
 
-def named_model(config: RunConfig, dataset: Dataset) -> nn.Module:
+def _named(config: RunConfig, dataset: Dataset) -> nn.Module:
     """The model that a config names, for the examples of a data set."""
     settings = config.model
     return models.build(
@@ -30,14 +51,7 @@ def named_model(config: RunConfig, dataset: Dataset) -> nn.Module:
     )
 
 
-def copied_model(model: nn.Module) -> nn.Module:
-    """A copy of a model from Python.
-
-    Raises
-    ------
-    FedsimError
-        If it cannot be copied.
-    """
+def _copy_of(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
     except Exception as error:  # a user's code
@@ -47,21 +61,15 @@ def copied_model(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def prepared_model(config: RunConfig, model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """A model as the run trains it, on the CPU, and sentences about what was done to it.
-
-    Raises
-    ------
-    FedsimError
-        If such a run may not train it.
-    """
+def _prepared(config: RunConfig, model: nn.Module) -> tuple[nn.Module, list[str]]:
+    """A model as the run trains it, and sentences about what was done to it."""
     settings, notes = config.model, list[str]()
     dtype = getattr(torch, settings.dtype)
     others = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}
     model = model.cpu().to(dtype)
     if others:
-        given = " and ".join(sorted(map(str, others)))
-        notes.append(f"The model's parameters of {given} are trained as {dtype} (model.dtype).")
+        found = " and ".join(sorted(map(str, others)))
+        notes.append(f"The model's parameters of {found} are trained as {dtype} (model.dtype).")
     if settings.fix:
         model, changes = models.fix_normalisation(model)
         notes += changes
@@ -75,3 +83,96 @@ def prepared_model(config: RunConfig, model: nn.Module) -> tuple[nn.Module, list
     if config.private:
         models.refuse_running_statistics(model)
     return model, notes
+
+
+def personal_parameters(config: RunConfig, model: nn.Module) -> list[str]:
+    """Names of the trained parameters that clients keep to themselves."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    matching = models.matching("model.personal", config.model.personal, names)
+    # With a normalisation's parameters go its statistics, whatever the patterns.
+    personal = {*models.statistics_of(model), *matching}
+    return [name for name in names if name in personal]
+
+
+def shared_arrays(model: nn.Module, personal: list[str]) -> ArrayRecord:
+    """A copy of the trained parameters that are shared, as Flower sends them."""
+    parameters = dict(model.named_parameters())
+    shared = Personal.of(model, personal).shared.layout
+    return array_record(
+        {entry.name: parameters[entry.name].detach().clone() for entry in shared.entries}
+    )
+
+
+def try_model(config: RunConfig, model: nn.Module, clients: ClientData) -> None:
+    """Let a model take an example of its data, once as in training and once as in evaluation.
+
+    Raises
+    ------
+    FedsimError
+        If the model fails, with its error and where that is; or if what it gives is no row of
+        numbers for each example, or nothing that training could change.
+    """
+    example = next((indices[0] for indices in clients.indices if len(indices)), None)
+    if example is None:
+        return
+    device, dtype = clients.x.device, getattr(torch, config.model.dtype)
+    # Two: layers that normalise a batch do not take one, and are refused by name later.
+    x = clients.inputs(torch.from_numpy(np.full(2, example)).to(device), dtype)
+    for training in (True, False):
+        tried = scratch_copy(model.to(device)).train(training)
+        with torch.random.fork_rng([device] if x.is_cuda else []), torch.enable_grad():
+            _check_outputs(_outputs(tried, x), x)
+
+
+def _outputs(model: nn.Module, x: Tensor) -> object:
+    try:
+        return model(x.clone())
+    except (Exception, SystemExit) as error:  # a user's code
+        lines = str(error).strip().splitlines() or [""]
+        place = users_place(error.__traceback__)
+        raise FedsimError(
+            f"the model ends in {type(error).__name__} ({printable(lines[0])})"
+            f"{_module(model, error)}{place and f', at {place}'}; it must take {_batch(x)}, as its "
+            "data are."
+        ) from error
+
+
+def _check_outputs(outputs: object, x: Tensor) -> None:
+    """Refuse outputs with which no loss could begin."""
+    if not isinstance(outputs, Tensor):
+        raise FedsimError(
+            f"the model gives {type(outputs).__name__} for {_batch(x)}; it must give one "
+            "torch.Tensor [B, ...], such as logits alone."
+        )
+    if outputs.shape[:1] != x.shape[:1]:
+        raise FedsimError(
+            f"the model gives outputs {list(outputs.shape)} for {len(x)} examples; it must give "
+            f"some for each, [{len(x)}, ...]."
+        )
+    if not outputs.is_floating_point():
+        raise FedsimError(
+            f"the model gives outputs of {outputs.dtype}; they must be real numbers, such as "
+            "logits: classes are made of them later."
+        )
+    if not outputs.requires_grad:
+        raise FedsimError(
+            "what the model gives does not depend on a parameter that is trained, or has no "
+            "gradient any more (by detach or torch.no_grad); there must be one."
+        )
+
+
+def _batch(x: Tensor) -> str:
+    return f"a batch [B, {', '.join(map(str, x.shape[1:]))}] of {x.dtype}"
+
+
+def _module(model: nn.Module, error: BaseException) -> str:
+    """Which of the model's parts an error is of: the innermost that was running."""
+    trace, running = error.__traceback__, ""
+    parts = {id(module): (name, module) for name, module in model.named_modules() if name}
+    while trace is not None:
+        name, module = parts.get(id(trace.tb_frame.f_locals.get("self")), ("", model))
+        if name:
+            said = type(module).__name__ if any(module.children()) else repr(module)
+            running = f" in its '{name}', {printable(said)}"
+        trace = trace.tb_next
+    return running

@@ -14,29 +14,26 @@ from flwr.app import ArrayRecord
 from safetensors.torch import load_file
 
 from fedsim import allowed_code, registry, regular_files
-from fedsim.config.things import modules_named
+from fedsim.closing import end_on_signal
+from fedsim.config import RunConfig
+from fedsim.config.instantiate import modules_named
 from fedsim.deploy.bundle import write_app
 from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.flwr_cli import Operator
-from fedsim.deploy.rehearsal import Rehearsal
-from fedsim.deploy.simulation import Simulation, resources
-from fedsim.engines.arrays import array_record
+from fedsim.deploy.rehearsal import Rehearsal, Simulation, resources
 from fedsim.errors import FedsimError
+from fedsim.federation.arrays import array_record
 from fedsim.privacy import Ledger
 from fedsim.runs.artefacts import OUT, RunDirectory, last_run
-from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
-from fedsim.runs.result import RanElsewhere, RunResult
-from fedsim.runs.signals import asked_to_end
-from fedsim.runs.statements import statements
+from fedsim.runs.resolve import Resolved
+from fedsim.runs.result import RanElsewhere, RunResult, statements
 from fedsim.strategies import RunFailedError
-
-__all__ = ["run_deployment", "run_simulation"]
 
 
 def run_simulation(
-    build: Build,
+    resolved: Resolved,
     out: Path | None = None,
     callbacks: Iterable[Callback] = (),
     *,
@@ -49,8 +46,8 @@ def run_simulation(
 
     Parameters
     ----------
-    build : Build
-        Its config, resolved, goes with the run. Every client of the partition is a SuperNode.
+    resolved : Resolved
+        Its config goes with the run. Every client of the partition is a SuperNode.
     out : path, optional
         Directory for the artefacts, claimed already; a run that is there goes on.
     callbacks : iterable of Callback
@@ -69,16 +66,16 @@ def run_simulation(
         CallbackServer(callbacks) as server,
         Simulation({OUT: str(directory), **allowed, **server.variables}) as simulation,
     ):
-        app = write_app(simulation.directory / "app", build.resolved.to_tree())
-        sized = resources(build.config.partition.clients, cpus_per_client, gpus_per_client)
+        app = write_app(simulation.directory / "app", resolved.config.to_tree())
+        sized = resources(resolved.config.partition.clients, cpus_per_client, gpus_per_client)
         run_id = simulation.operator.submit(app, federation_config=sized)
         with _ended_by(server):
             _follow(simulation.operator, run_id, alive=simulation.check)
-        return _read(build, RunDirectory(directory))
+        return _read(resolved, RunDirectory(directory))
 
 
 def run_deployment(
-    build: Build,
+    resolved: Resolved,
     out: Path | None = None,
     callbacks: Iterable[Callback] = (),
     *,
@@ -88,7 +85,7 @@ def run_deployment(
 
     Parameters
     ----------
-    build, out, callbacks
+    resolved, out, callbacks
         As for `run_simulation`.
     federation : path, optional
         Directory of a federation that is up: the ServerApp writes the artefacts on its
@@ -104,13 +101,13 @@ def run_deployment(
         If the federation cannot be reached.
     """
     if federation is not None:
-        return _submit(build, Federation.load(federation), out, callbacks)
-    policy = _own_policy(build)
+        return _submit(resolved, Federation.load(federation), out, callbacks)
+    policy = _own_policy(resolved.config)
     with (
         _directory(out) as directory,
         CallbackServer(callbacks) as server,
         Rehearsal.temporary(
-            build.config.partition.clients,
+            resolved.config.partition.clients,
             variables={OUT: str(directory), **server.variables},
             policy=policy,
             modules=policy["modules"],
@@ -119,15 +116,14 @@ def run_deployment(
     ):
         rehearsal.start_all()
         operator = rehearsal.operator
-        run_id = operator.submit(write_app(Path(app), build.resolved.to_tree()))
+        run_id = operator.submit(write_app(Path(app), resolved.config.to_tree()))
         with _ended_by(server):
             _follow(operator, run_id, alive=rehearsal.tend)
-        return _read(build, RunDirectory(directory))
+        return _read(resolved, RunDirectory(directory))
 
 
-def _own_policy(build: Build) -> dict[str, Any]:
+def _own_policy(config: RunConfig) -> dict[str, Any]:
     """Policy of nodes that are this user's own: what the config names, if it is allowed here."""
-    config = build.config
     modules = set()
     for key, name, module in modules_named(config):
         home = allowed_code.home_of(registry.load(key, name)) if ":" in name else None
@@ -139,28 +135,27 @@ def _own_policy(build: Build) -> dict[str, Any]:
 
 
 def _submit(
-    build: Build, federation: Federation, out: Path | None, callbacks: Iterable[Callback]
+    resolved: Resolved, federation: Federation, out: Path | None, callbacks: Iterable[Callback]
 ) -> RunResult:
     operator = Operator(federation.operator, CONNECTION)
-    earlier = (
-        last_run(federation.runs, build.config.name) if build.config.checkpoint.resume else None
-    )
+    config = resolved.config
+    earlier = last_run(federation.runs, config.name) if config.checkpoint.resume else None
     with tempfile.TemporaryDirectory(prefix="fedsim-app-") as app:
-        run_id = operator.submit(write_app(Path(app), build.resolved.to_tree()))
-    written = earlier or RunDirectory(federation.runs / f"{build.config.name}-{run_id}")
-    rows = _Rows(build, written, Callbacks.numbered(callbacks))
+        run_id = operator.submit(write_app(Path(app), config.to_tree()))
+    written = earlier or RunDirectory(federation.runs / f"{config.name}-{run_id}")
+    rows = _Rows(resolved, written, Callbacks.numbered(callbacks))
     _follow(operator, run_id, look=rows.look)
     if not written.path.is_dir():
         raise RanElsewhere(run_id, _where(operator.log(run_id)))
     if out is not None:
         RunDirectory(out).copy_from(written)
-    return _read(build, written if out is None else RunDirectory(out))
+    return _read(resolved, written if out is None else RunDirectory(out))
 
 
 @contextmanager
 def _ended_by(server: CallbackServer) -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end a run after its round, or at once with Flower's processes."""
-    with asked_to_end(server.end):
+    with end_on_signal(server.end):
         try:
             yield
         except (FedsimError, RunFailedError):
@@ -190,8 +185,8 @@ def _follow(
 class _Rows:
     """Tells callbacks of the rows of a run that another machine may be driving."""
 
-    def __init__(self, build: Build, directory: RunDirectory, callbacks: Callbacks) -> None:
-        self._build = build
+    def __init__(self, resolved: Resolved, directory: RunDirectory, callbacks: Callbacks) -> None:
+        self._resolved = resolved
         self._directory = directory
         self._callbacks = callbacks
         self._told = 0
@@ -209,20 +204,20 @@ class _Rows:
         for row in rows[self._told :]:
             self._callbacks.on_round(
                 RunStatus(
-                    config=self._build.resolved,
+                    config=self._resolved.config,
                     round=int(row["round"]),
                     row=row,
                     arrays=ArrayRecord(),
-                    protects=self._build.config.private or self._build.config.client.private,
-                    of_clients=self._build.dealt.of_clients,
+                    protects=self._resolved.config.private or self._resolved.config.client.private,
+                    of_clients=self._resolved.data.split.of_clients,
                     directory=self._directory,
                 )
             )
         self._told = len(rows)
 
 
-def _read(build: Build, directory: RunDirectory) -> RunResult:
-    delta = build.config.noise.delta
+def _read(resolved: Resolved, directory: RunDirectory) -> RunResult:
+    delta = resolved.config.noise.delta
     written = directory.ledger.exists()
     ledger = Ledger.read(directory.ledger, delta=delta) if written else Ledger(delta=delta)
     saved = load_file(regular_files.require(directory.model))
@@ -231,12 +226,12 @@ def _read(build: Build, directory: RunDirectory) -> RunResult:
     return RunResult(
         metrics=[*rows],
         # In the model's order, which the file does not keep.
-        arrays=array_record({name: saved[name] for name in build.initial_arrays}),
-        statements=partial(statements, build.config, ledger, build.client_ledgers, ended),
+        arrays=array_record({name: saved[name] for name in resolved.initial_arrays}),
+        statements=partial(statements, resolved.config, ledger, resolved.client_ledgers, ended),
         ended=ended,
         why=why,
         directory=directory,
-        notes=build.notes,
+        notes=resolved.notes,
     )
 
 

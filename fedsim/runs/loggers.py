@@ -7,10 +7,8 @@ import time
 from typing import Any
 
 from fedsim.errors import FedsimError
+from fedsim.federation.state_tree import Tree
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.strategies.state import Tree
-
-__all__ = ["LOGGERS", "MLflow", "TensorBoard", "WandB", "loggers"]
 
 
 class TensorBoard(Callback):

@@ -2,38 +2,60 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
+import os
+import platform
+import resource
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
-from fedsim import regular_files
+from fedsim import models, regular_files
 from fedsim.config import RunConfig
-from fedsim.engines.arrays import tensors
+from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError
+from fedsim.federation.arrays import tensors
+from fedsim.privacy.durable import Fingerprints
+from fedsim.privacy.manifest import LEDGER_KEY, Manifest, private_key, signature
 from fedsim.privacy.verification import model_metadata
-from fedsim.reports.record import SUMMARY_FORMAT, RunRecord
+from fedsim.reports.record import (
+    SUMMARY_FORMAT,
+    RunRecord,
+    clients_ledgers,
+    last_release,
+    read_config,
+)
 from fedsim.reports.run_page import run_page
 from fedsim.runs.artefacts import Ended, RunDirectory
-from fedsim.runs.build import Build
+from fedsim.runs.checkpoints import versions
+from fedsim.runs.resolve import CentralEvaluation, Resolved, resolve
 from fedsim.runs.result import RunResult
-from fedsim.runs.sealing import seal
-from fedsim.runs.summary import measured, summarise
-
-__all__ = ["leave_report", "tell_ending", "whole_record"]
+from fedsim.training import Trainer
+from fedsim.version import VERSION
 
 _log = logging.getLogger("fedsim")
 
 
-def leave_report(build: Build, result: RunResult, failure: str = "") -> None:
+def leave_report(
+    resolved: Resolved, evaluation: CentralEvaluation, result: RunResult, failure: str = ""
+) -> None:
     """Write a run's summary and its page, if it has a directory.
 
     The run is whole without them: what goes wrong here is logged.
 
     Parameters
     ----------
-    build : Build
+    resolved : Resolved
+    evaluation : CentralEvaluation
     result : RunResult
         What the run has reached.
     failure : str
@@ -47,7 +69,7 @@ def leave_report(build: Build, result: RunResult, failure: str = "") -> None:
         why = result.why
         if failure:
             ended, why = "failed", f"It failed: {failure}"
-        summary = summarise(build, tensors(result.arrays), ended=ended, why=why)
+        summary = summarise(resolved, evaluation, tensors(result.arrays), ended=ended, why=why)
         directory.save_summary(summary)
         seal(directory)
         statements = [result.privacy]
@@ -55,10 +77,11 @@ def leave_report(build: Build, result: RunResult, failure: str = "") -> None:
             statements.append(result.example_privacy)
         record = RunRecord(
             path=directory.path,
-            config=build.resolved.to_run_config(),
+            config=read_config(directory.path / "config.toml"),
             rows=result.metrics,
             statements=statements,
             summary=summary,
+            released=last_release(directory.path),
         )
         directory.save_report(run_page(record))
     except (OSError, FedsimError) as error:
@@ -67,7 +90,7 @@ def leave_report(build: Build, result: RunResult, failure: str = "") -> None:
         _log.exception("the run is whole, but its report could not be made")
 
 
-def tell_ending(directory: RunDirectory, ended: Ended, why: str) -> None:
+def record_ending(directory: RunDirectory, ended: Ended, why: str) -> None:
     """Say in what a run has left how it ended, where that was decided after it had paused.
 
     Parameters
@@ -102,11 +125,245 @@ def whole_record(path: Path) -> RunRecord:
     try:
         if model_metadata(model).get("round") != record.rounds:
             return record  # what an earlier model got wrong is not what the last row is about
-        build = Build(RunConfig.load(path / "config.toml"))
+        resolved = resolve(RunConfig.load(path / "config.toml"))
         saved = load_file(regular_files.require(model))
-        summary = measured(build, {name: saved[name] for name in build.initial_arrays})
+        arrays = {name: saved[name] for name in resolved.initial_arrays}
+        summary = measured(resolved, CentralEvaluation(resolved), arrays)
     except Exception as error:  # of data that is gone, or of the user's own code
         _log.warning("what the model gets wrong cannot be measured: %s", error)
         return record
     why = "It was interrupted; the model is the one of the last whole round."
     return replace(record, summary=summary | {"ended": "interrupted", "why": why})
+
+
+MOST_CLASSES = 200
+"""With more, a confusion matrix is no picture, and no small file."""
+
+_MOST_COLUMNS = 120  # of a picture of all clients; of more, neighbours are averaged
+_MOST_BARS = 24
+_BINS = 20
+_CHUNK = 256
+
+
+def summarise(
+    resolved: Resolved,
+    evaluation: CentralEvaluation,
+    arrays: Mapping[str, Tensor],
+    *,
+    ended: str,
+    why: str,
+) -> dict[str, Any]:
+    """The summary of a run that has just reached these parameters, safe for JSON.
+
+    Parameters
+    ----------
+    resolved : Resolved
+    evaluation : CentralEvaluation
+    arrays : mapping of name to Tensor
+        The trained parameters.
+    ended, why : str
+        As in `RunResult`, or "failed".
+    """
+    summary: dict[str, Any] = {
+        "ended": ended,
+        "why": why,
+        "ended-at": datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="minutes")[:16],
+        "peak-memory": _peak_memory(),
+        "machine": {
+            "engine": resolved.config.engine.name,
+            "device": resolved.device.type,
+            "processor": platform.machine(),
+            "system": platform.system(),
+        },
+        "versions": {
+            "fedsim": VERSION,
+            "python": platform.python_version(),
+            **versions(),
+        },
+    }
+    if resolved.device.type == "cuda":
+        summary["peak-gpu-memory"] = torch.cuda.max_memory_allocated(resolved.device)
+    return measured(resolved, evaluation, arrays) | summary
+
+
+def measured(
+    resolved: Resolved, evaluation: CentralEvaluation, arrays: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """What of a summary follows from a run's config and the parameters that it has reached."""
+    config = resolved.config
+    summary: dict[str, Any] = {"format": SUMMARY_FORMAT}
+    if config.engine.name != "deployment":  # there the data are the nodes' own
+        summary["data"] = _shape(resolved.data.dataset)
+    summary["notes"] = list(resolved.notes)
+    summary["parameters"] = sum(values.numel() for values in arrays.values())
+    if config.evaluate.every:
+        summary["test"] = _test(evaluation.trainers["test"], arrays)
+        summary["test-of-clients"] = "test" in resolved.data.split.of_clients or any(
+            len(indices) for indices in resolved.data.split.test or ()
+        )
+    if config.evaluate.unprotected or not (config.private or config.client.private):
+        summary["partition"] = _partition(resolved)
+    return summary
+
+
+def _shape(dataset: Dataset) -> dict[str, Any]:
+    """What building the model anew asks of the data set, and no example of it."""
+    x, y = dataset.train.x, dataset.train.y
+    return {
+        "x-shape": list(x.shape[1:]),
+        "x-dtype": str(x.dtype).removeprefix("torch."),
+        "y-shape": list(y.shape[1:]),
+        "y-dtype": str(y.dtype).removeprefix("torch."),
+        "classes": dataset.num_classes,
+        "vocabulary": dataset.vocabulary,
+        "mean": dataset.mean,
+        "std": dataset.std,
+    }
+
+
+def _peak_memory() -> int:
+    """Bytes that this process has had at most."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+@torch.no_grad()
+def _test(trainer: Trainer, arrays: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """What the model says of the test examples against what they are."""
+    count = len(trainer.data.y)
+    if not count:
+        return None
+    model = trainer.model.eval()
+    said, true = [], []
+    for start in range(0, count, _CHUNK):
+        index = torch.arange(start, min(start + _CHUNK, count), device=trainer.data.y.device)
+        x = trainer.data.inputs(index, _dtype(arrays))
+        outputs = models.call_with(model, arrays, x)
+        targets = trainer.data.targets(index, _dtype(arrays))
+        if targets.is_floating_point():
+            if outputs.numel() != targets.numel():
+                return None
+            said.append(outputs.reshape(-1))
+        elif outputs.shape[:-1] == targets.shape and outputs.shape[-1] <= MOST_CLASSES:
+            alone = outputs.shape[-1] == 1
+            said.append(((outputs[..., 0] > 0).long() if alone else outputs.argmax(-1)).reshape(-1))
+        else:
+            return None
+        true.append(targets.reshape(-1))
+    predictions, truths = torch.cat(said).cpu().numpy(), torch.cat(true).cpu().numpy()
+    if np.issubdtype(truths.dtype, np.floating):
+        real = ~np.isnan(truths)  # where a target does not count, there is none
+        predictions, truths = predictions[real], truths[real]
+        if len(truths) and np.isin(truths, (0.0, 1.0)).all():  # labels, and logits of them
+            return _confusion((predictions > 0).astype(np.int64), truths.astype(np.int64))
+        return _binned(predictions.astype(np.float64), truths.astype(np.float64))
+    return _confusion(predictions, truths)
+
+
+def _dtype(arrays: Mapping[str, Tensor]) -> torch.dtype:
+    return next(iter(arrays.values())).dtype
+
+
+def _confusion(
+    predictions: npt.NDArray[np.int64], truths: npt.NDArray[np.int64]
+) -> dict[str, Any] | None:
+    counted = truths >= 0  # a position of a sequence that is no target has a negative class
+    predictions, truths = predictions[counted], truths[counted]
+    if not len(truths):
+        return None
+    classes = int(max(predictions.max(), truths.max())) + 1
+    if classes > MOST_CLASSES:
+        return None
+    cells = np.bincount(truths * classes + predictions, minlength=classes * classes)
+    return {"kind": "classes", "counts": cells.reshape(classes, classes).tolist()}
+
+
+def _binned(
+    predictions: npt.NDArray[np.float64], truths: npt.NDArray[np.float64]
+) -> dict[str, Any] | None:
+    real = np.isfinite(predictions) & np.isfinite(truths)
+    if not real.any():
+        return None
+    # Outliers of a model that is far off would leave one bin for all others.
+    low, high = np.quantile(truths[real], [0.0, 1.0])
+    edges = np.linspace(low, high if high > low else low + 1.0, _BINS + 1)
+    shown = np.clip(predictions[real], edges[0], edges[-1])
+    counts, _, _ = np.histogram2d(shown, truths[real], bins=[edges, edges])
+    shares = counts / np.maximum(counts.sum(0, keepdims=True), 1)
+    middles = [f"{middle:.3g}" for middle in (edges[:-1] + edges[1:]) / 2]
+    return {
+        "kind": "numbers",
+        "true": middles,
+        "predicted": middles[::-1],
+        "shares": shares[::-1].round(4).tolist(),
+    }
+
+
+def _partition(resolved: Resolved) -> dict[str, Any]:
+    """How many examples and classes clients have."""
+    data = resolved.trainer.data
+    sizes = np.array([len(indices) for indices in data.indices], dtype=np.int64)
+    least, median, most = np.quantile(sizes, [0, 0.5, 1])
+    spread = f"{least:,.10g} at least, {median:,.10g} in the median, {most:,.10g} at most"
+    dealt: dict[str, Any] = {
+        "said": f"{sizes.sum():,} training examples on {len(sizes):,} clients: {spread}.",
+        "sizes": _bars(sizes),
+    }
+    y = data.y
+    if y.dim() == 1 and not y.is_floating_point() and len(y) and int(y.max()) < MOST_CLASSES:
+        dealt |= _classes(y.cpu().numpy(), data.indices, int(y.max()) + 1)
+    return dealt
+
+
+def _bars(values: npt.NDArray[np.int64]) -> dict[str, list[Any]]:
+    """A histogram of whole numbers in at most so many bars of equal width."""
+    low, high = int(values.min()), int(values.max())
+    width = max(1, -(-(high - low + 1) // _MOST_BARS))
+    counts = np.bincount((values - low) // width)
+    starts = [low + width * k for k in range(len(counts))]
+    labels = [str(start) if width == 1 else f"{start}–{start + width - 1}" for start in starts]
+    return {"labels": labels, "counts": counts.tolist()}
+
+
+def _classes(y: npt.NDArray[np.int64], indices: Any, classes: int) -> dict[str, Any]:
+    owner = np.repeat(np.arange(len(indices)), [len(own) for own in indices])
+    labels = y[np.concatenate(indices)] if len(owner) else np.zeros(0, dtype=np.int64)
+    counts = np.bincount(owner * classes + labels, minlength=len(indices) * classes)
+    counts = counts.reshape(len(indices), classes)
+    found: dict[str, Any] = {"classes": _bars((counts > 0).sum(1))}
+    if classes <= _BINS:
+        shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+        # Among equal shares a client takes one by its id, so that ties favour no class.
+        turn = (np.arange(len(counts))[:, None] - np.arange(classes)) % classes
+        largest = (counts * classes + turn).argmax(1)
+        order = np.lexsort((-shares.max(1), largest))
+        columns = np.array_split(order, min(len(order), _MOST_COLUMNS))
+        found["mixes"] = {
+            "labels": [str(k) for k in range(classes)],
+            "columns": [str(c[0]) if len(c) == 1 else f"{len(c)} neighbours" for c in columns],
+            "shares": np.stack([shares[c].mean(0) for c in columns], 1).round(4).tolist(),
+        }
+    return found
+
+
+def seal(directory: RunDirectory) -> None:
+    """Write the manifest of a run's files as they are now, and sign it where there is a key.
+
+    Whatever changes one of these files afterwards has to seal them again.
+
+    Parameters
+    ----------
+    directory : RunDirectory
+        Its config or `LEDGER_KEY` may name a key.
+
+    Raises
+    ------
+    FedsimError
+        If what should be the key is none.
+    """
+    config = read_config(directory.config)
+    clients = clients_ledgers(directory.path, config)
+    manifest = Manifest.of(directory.path, clients, Fingerprints(directory.path)).to_json()
+    key = str(config.get("noise.ledger-key") or os.environ.get(LEDGER_KEY, ""))
+    signed = signature(private_key(Path(key)), manifest.encode()) if key else ""
+    directory.save_manifest(manifest, signed)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from flwr.app import ArrayRecord
 
-from fedsim.privacy import Statement
-from fedsim.reports.markup import Markup, tag
-from fedsim.reports.numbers import brief
-from fedsim.reports.series import is_share, spoken
+from fedsim.config import RunConfig
+from fedsim.config.plan import beside, stopping
+from fedsim.privacy import ClientLedgers, Ledger, Statement, claimed
+from fedsim.reports.describe import brief, display_name, is_share
+from fedsim.reports.page import facts_table
 from fedsim.runs.artefacts import Ended, Row, RunDirectory
-
-__all__ = ["RanElsewhere", "RunResult"]
 
 
 class RanElsewhere(Exception):  # noqa: N818 - a run that succeeded is no error
@@ -96,9 +95,7 @@ class RunResult:
         cells |= self._facts()
         if self.directory is not None:
             cells["directory"] = self.directory.path
-        rows = (tag("tr", tag("th", name), tag("td", value)) for name, value in cells.items())
-        table: Markup = tag("table", tag("tbody", *rows))
-        return str(table)
+        return facts_table(cells)
 
     @property
     def _rounds(self) -> int:
@@ -110,7 +107,8 @@ class RunResult:
         for row in self.metrics:
             last |= {name: value for name, value in row.items() if name.startswith("test-")}
         facts = {
-            spoken(name): brief(value, is_share(name, [value])) for name, value in last.items()
+            display_name(name): brief(value, is_share(name, [value]))
+            for name, value in last.items()
         }
         for statement in (self.privacy, self.example_privacy):
             if statement is not None and statement.private and statement.cost.releases:
@@ -119,3 +117,33 @@ class RunResult:
         if not math.isfinite(self.privacy.epsilon):
             facts["privacy"] = "none"
         return facts
+
+
+def statements(
+    config: RunConfig, ledger: Ledger, of_clients: ClientLedgers | None, ended: str
+) -> tuple[Statement, Statement | None]:
+    """What is claimed of the run, and at example level.
+
+    Parameters
+    ----------
+    config : RunConfig
+    ledger : Ledger
+        The server's.
+    of_clients : ClientLedgers or None
+        Those of the clients, where anybody here has them.
+    ended : str
+        As in `RunResult`.
+    """
+    end = stopping(config.to_run_config(), ledger.rounds_made, ended)
+    examples = None if of_clients is None else of_clients.statement(stopping=end)
+    server = beside(config, ledger.statement(config.noise.delta, stopping=end))
+    if examples is not None:
+        of_run = claimed(server if config.private else None, examples)
+        return of_run[0], of_run[-1]
+    if config.client.private:
+        note = (
+            "Clients protect their own examples: what that has cost each of them is in a "
+            "ledger where the client keeps it, and not here."
+        )
+        server = replace(server, note=f"{server.note} {note}".strip())
+    return server, None

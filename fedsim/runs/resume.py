@@ -7,18 +7,17 @@ from pathlib import Path
 
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.digest import affects_release
-from fedsim.config.keys import shown
-from fedsim.config.past import past_config
 from fedsim.config.plan import declares_stops, stopping
+from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
-from fedsim.privacy.stopping import FIXED
+from fedsim.privacy.claims import FIXED
 from fedsim.runs.artefacts import RunDirectory
-from fedsim.runs.build import Build
-from fedsim.runs.given import Given
-from fedsim.runs.state import RunState
-
-__all__ = ["move_client_ledgers", "refuse_other_objects", "resumed_config"]
+from fedsim.runs.checkpoints import RunState
+from fedsim.runs.local_training import ledger_dir
+from fedsim.runs.object_overrides import ObjectOverrides
+from fedsim.runs.resolve import Resolved, calibrated
+from fedsim.settings import shown
 
 Flat = dict[str, Scalar]
 
@@ -33,7 +32,7 @@ _LEFT_TO_A_RULE: dict[str, Scalar] = {
 
 
 def resumed_config(
-    config: RunConfig, directory: RunDirectory, given: Given | None = None
+    config: RunConfig, directory: RunDirectory, overrides: ObjectOverrides | None = None
 ) -> RunConfig:
     """The resolved config with which the run in ``directory`` goes on as ``config`` wants.
 
@@ -46,7 +45,7 @@ def resumed_config(
     if state is not None:
         directory.rows_before(state)  # refused before anything is changed
     began = _began_with(directory, state)
-    wanted = _resolved(config, began, given)
+    wanted = _resolved(config, began, overrides)
     keys = dict.fromkeys([*wanted, *began])
     changed = {key: wanted.get(key) for key in keys if wanted.get(key) != began.get(key)}
     for key, value in changed.items():
@@ -119,7 +118,7 @@ def _began_with(directory: RunDirectory, state: RunState | None) -> Flat:
     return began
 
 
-def _resolved(config: RunConfig, began: Flat, given: Given | None) -> Flat:
+def _resolved(config: RunConfig, began: Flat, overrides: ObjectOverrides | None) -> Flat:
     """``config`` with what it leaves to rules and calibrations as the run has it, flat."""
     wanted = config.to_run_config()
     for key, unset in _LEFT_TO_A_RULE.items():
@@ -129,16 +128,15 @@ def _resolved(config: RunConfig, began: Flat, given: Given | None) -> Flat:
         return wanted
     # Calibrated as it was, to the rounds, and at the delta, that there were then.
     as_then = {key: began[key] for key in ("rounds", "stop.metric", "stop.callbacks")}
-    calibrated = RunConfig.from_run_config({**wanted, **as_then})
-    released = Build(calibrated, given=given).released.to_run_config()
-    return {**released, **{key: wanted[key] for key in as_then}}
+    then = calibrated(RunConfig.from_run_config({**wanted, **as_then}), overrides)
+    return {**then.to_run_config(), **{key: wanted[key] for key in as_then}}
 
 
 def _told(value: Scalar | None) -> str:
     return "unset" if value is None else shown(value)
 
 
-def refuse_other_objects(directory: RunDirectory, build: Build) -> None:
+def refuse_other_objects(directory: RunDirectory, resolved: Resolved) -> None:
     """Refuse to go on with other objects from Python than the run in ``directory`` began with.
 
     Raises
@@ -148,16 +146,16 @@ def refuse_other_objects(directory: RunDirectory, build: Build) -> None:
     if not directory.ledger.exists():
         return
     made = {entry.release for entry in Ledger.read(directory.ledger).entries if entry.release}
-    if made and build.release not in made:
+    if made and resolved.release not in made:
         raise FedsimError(
             f"the run in {directory.path} has released something else than this one would; it must "
             "go on with the model=, data= and partition= that it began with."
         )
 
 
-def move_client_ledgers(directory: RunDirectory, build: Build) -> None:
+def move_client_ledgers(directory: RunDirectory, resolved: Resolved) -> None:
     """Take clients' ledgers along where the engine wants them in another place of the directory."""
-    place = build.ledger_dir
+    place = ledger_dir(resolved.config, resolved.out)
     if place is None or place == directory.clients or not directory.clients.is_dir():
         return
     for path in sorted(directory.clients.iterdir()):

@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flwr.serverapp import Grid
 
 from fedsim.config import RunConfig
-from fedsim.config.keys import shown
+from fedsim.datasets import dataset_of
 from fedsim.engines import LocalGrid
-from fedsim.engines.process import settled
-from fedsim.engines.workers import helpful_workers
 from fedsim.errors import FedsimError
-from fedsim.privacy.archive import archive
+from fedsim.federation.engines.process import settled
+from fedsim.federation.engines.schedule import helpful_workers
+from fedsim.privacy.durable import archive
 from fedsim.runs.artefacts import RunDirectory
-from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, Callbacks
-from fedsim.runs.check import check, check_past, warnings
-from fedsim.runs.drive import YOURS, drive
-from fedsim.runs.given import Given
+from fedsim.runs.local_training import state_dir
+from fedsim.runs.object_overrides import ObjectOverrides
+from fedsim.runs.preflight import check, check_past, warnings
+from fedsim.runs.resolve import Resolved, resolve
 from fedsim.runs.result import RunResult
 from fedsim.runs.resume import move_client_ledgers, refuse_other_objects, resumed_config
-from fedsim.training.operations import operations_of
+from fedsim.runs.session import YOURS, drive
+from fedsim.settings import shown
+from fedsim.training.workload import local_multiplications
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
     from torch import nn
 
     from fedsim.datasets import Dataset
-    from fedsim.engines.ray import RayGrid
+    from fedsim.federation.engines.ray import RayGrid
     from fedsim.partitions import Partition
 
-__all__ = ["run"]
 
 _log = logging.getLogger("fedsim")
 
@@ -51,7 +52,7 @@ def run(
     resume: bool = False,
     callbacks: Iterable[Callback] = (),
     model: nn.Module | None = None,
-    data: Dataset | None = None,
+    data: Dataset | Mapping[str, Any] | Sequence[Any] | None = None,
     partition: Partition | None = None,
     strategy: Strategy | None = None,
 ) -> RunResult:
@@ -73,7 +74,8 @@ def run(
         Called in this process, on every engine.
     model, data, partition : nn.Module, Dataset, Partition, optional
         In the place of what the config's tables name, on the engines 'local' and 'ray'. The run's
-        config.toml then needs them to say the same run again.
+        config.toml then needs them to say the same run again. ``data`` may be a dict of arrays or a
+        pair of (x, y) or torch data sets, too; see `fedsim.datasets.dataset_of`.
     strategy : Strategy, optional
         A strategy of Flower's that refines the mean (`FedAdam`, `FedAvgM`, ...), in the place of
         what [server] says; on the same engines. Who takes part, bounds and noise stay the config's.
@@ -102,49 +104,50 @@ def run(
         )
     config = config if engine is None else config.replace(**{"engine.name": engine})
     callbacks = _checked(callbacks)
-    given = Given(model, data, partition, strategy)
+    made = None if data is None else dataset_of(data)
+    overrides = ObjectOverrides(model, made, partition, strategy)
     directory = None if out is None else RunDirectory(out)
     if resume and config.engine.federation:
         config = config.replace(**{"checkpoint.resume": True})
     resume = resume and directory is not None and directory.holds_run()
     if directory is not None:
         if resume:
-            config = resumed_config(config, directory, given)
+            config = resumed_config(config, directory, overrides)
         if _needs_state_dir(config):
             config = config.replace(**{"client.state-dir": str(directory.clients.absolute())})
-    if given.digest() and config.engine.name not in ("local", "ray"):
+    if overrides.digest() and config.engine.name not in ("local", "ray"):
         raise FedsimError(
             f"engine.name = '{config.engine.name}'; with model=, data=, partition= or strategy= "
             "it must be 'local' or 'ray': other processes know a run by its config alone."
         )
-    build = Build(config, None if directory is None else directory.path, given)
-    check(build)
+    resolved = resolve(config, overrides, None if directory is None else directory.path)
+    check(resolved)
     if directory is not None and not resume:
         # After the config: a mistake in it is not hidden by a directory that is taken.
         directory.check_free(overwrite)
-        check_past(build, directory)
+        check_past(resolved, directory)
     elif directory is not None:
-        refuse_other_objects(directory, build)
-    for warning in warnings(build, directory):
+        refuse_other_objects(directory, resolved)
+    for warning in warnings(resolved, directory):
         _log.warning("%s", warning)
     with ExitStack() as stack:
         grid: Grid | None = None
         if config.engine.name == "local":
-            grid = stack.enter_context(_local(build))
+            grid = stack.enter_context(_local(resolved))
         elif config.engine.name == "ray":
-            grid = stack.enter_context(_ray(build))
+            grid = stack.enter_context(_ray(resolved))
         if directory is not None:
-            text = _written(build.resolved, directory).to_toml()
+            text = _written(resolved.config, directory).to_toml()
             if resume:
                 stack.enter_context(directory.resumed(text))
-                move_client_ledgers(directory, build)
+                move_client_ledgers(directory, resolved)
             else:
                 stack.enter_context(directory.claim(text, overwrite=overwrite))
         if not resume:
-            _begin_anew(build)
+            _begin_anew(resolved.config)
         if grid is None:
-            return _launch(build, directory, callbacks)
-        return drive(build, grid, directory, {YOURS: Callbacks.numbered(callbacks)})
+            return _launch(resolved, directory, callbacks)
+        return drive(resolved, grid, directory, {YOURS: Callbacks.numbered(callbacks)})
 
 
 def _checked(callbacks: Iterable[Callback]) -> list[Callback]:
@@ -158,13 +161,13 @@ def _checked(callbacks: Iterable[Callback]) -> list[Callback]:
     return callbacks
 
 
-def _begin_anew(build: Build) -> None:
+def _begin_anew(config: RunConfig) -> None:
     """Put away what clients of an earlier run of this name keep: this run is not its sequel.
 
     Their ledgers stand beside, and count on. On nodes elsewhere only who runs them can do so.
     """
-    kept = build.state_dir
-    if kept is None or build.config.engine.federation or not kept.is_dir():
+    kept = state_dir(config)
+    if kept is None or config.engine.federation or not kept.is_dir():
         return
     put_away = archive(kept)
     _log.info("what clients of an earlier run '%s' kept is now in %s.", kept.name, put_away)
@@ -189,20 +192,22 @@ def _written(config: RunConfig, directory: RunDirectory) -> RunConfig:
     return config.replace(**{"client.state-dir": ""})
 
 
-def _local(build: Build) -> LocalGrid:
-    trainer = build.trainer
-    workers = build.config.engine.workers or helpful_workers(
-        operations_of(trainer), build.plan.sampler.expected_size, trainer.device
+def _local(resolved: Resolved) -> LocalGrid:
+    trainer = resolved.trainer
+    workers = resolved.config.engine.workers or helpful_workers(
+        local_multiplications(trainer.model, trainer.workload, trainer.layout.dtype),
+        resolved.plan.sampler.expected_size,
+        trainer.device,
     )
     return LocalGrid(trainer, workers=workers)
 
 
-def _ray(build: Build) -> RayGrid:
-    from fedsim.engines.ray import RayGrid
+def _ray(resolved: Resolved) -> RayGrid:
+    from fedsim.federation.engines.ray import RayGrid
 
-    engine = build.config.engine
+    engine = resolved.config.engine
     return RayGrid(
-        build.trainer,
+        resolved.trainer,
         workers=engine.workers,
         address=engine.address or None,
         cpus_per_worker=engine.cpus_per_worker,
@@ -211,18 +216,18 @@ def _ray(build: Build) -> RayGrid:
 
 
 def _launch(
-    build: Build, directory: RunDirectory | None, callbacks: Iterable[Callback]
+    resolved: Resolved, directory: RunDirectory | None, callbacks: Iterable[Callback]
 ) -> RunResult:
     """Run on one of Flower's runtimes, whose ServerApp drives and writes the artefacts."""
     from fedsim.runs.launch import run_deployment, run_simulation
 
-    engine = build.config.engine
+    engine = resolved.config.engine
     out = None if directory is None else directory.path
     if engine.name == "deployment":
         federation = Path(engine.federation) if engine.federation else None
-        return run_deployment(build, out, callbacks, federation=federation)
+        return run_deployment(resolved, out, callbacks, federation=federation)
     return run_simulation(
-        build,
+        resolved,
         out,
         callbacks,
         cpus_per_client=engine.cpus_per_worker,

@@ -26,11 +26,16 @@ from fedsim.privacy import Statement
 from fedsim.privacy.verification import model_metadata
 from fedsim.reports.record import RunRecord
 from fedsim.runs.artefacts import RunDirectory
-from fedsim.runs.build import Build
-from fedsim.runs.dealing import load_dataset
-from fedsim.runs.state import RunState
-
-__all__ = ["InferenceModel", "SavedRun", "load"]
+from fedsim.runs.checkpoints import RunState
+from fedsim.runs.data_split import (
+    client_data,
+    device_of,
+    input_statistics,
+    load_dataset,
+    resolve_data,
+)
+from fedsim.runs.initial_model import initial_model, personal_parameters
+from fedsim.runs.local_training import LocalTraining
 
 _CHUNK = 256  # examples that go through the model at a time
 
@@ -191,23 +196,23 @@ class SavedRun:
     @property
     def labels(self) -> tuple[str, ...]:
         """Names of the classes, in the order of the outputs; empty where there are none."""
-        return tuple(str(number) for number in range(self._build.dataset.num_classes))
+        return tuple(str(number) for number in range(self._dataset.num_classes))
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one example."""
-        return self._build.dataset.input_shape
+        return self._dataset.input_shape
 
     @property
     def input_dtype(self) -> torch.dtype:
         """Of the examples as they lie in the data set."""
-        dtype = self._build.dataset.train.x.dtype
+        dtype = self._dataset.train.x.dtype
         return torch.float32 if dtype.is_floating_point else dtype
 
     @property
     def personal(self) -> list[str]:
         """Names of the parameters that clients have kept to themselves."""
-        return self._build.personal
+        return personal_parameters(self._config, self.trained)
 
     @cached_property
     def model(self) -> InferenceModel:
@@ -221,15 +226,21 @@ class SavedRun:
         self._require_whole()
         return InferenceModel(copy.deepcopy(self.trained), *self.statistics)
 
-    @property
+    @cached_property
     def trained(self) -> nn.Module:
         """The bare model as the run has left it; what clients keep of it has its initial values."""
-        return self._build.model
+        model, _ = initial_model(self._config, self._dataset)
+        load_weights(model, self.directory.model)
+        if self.best is not None:
+            values = values_of(model)
+            for name, value in self.best.parameters.items():
+                values[name].copy_(value)
+        return model
 
     @property
     def statistics(self) -> tuple[Tensor | None, Tensor | None]:
         """Mean and standard deviation by which inputs are normalised; None where they are not."""
-        return self._build.statistics
+        return input_statistics(self._dataset)
 
     def _require_whole(self) -> None:
         if self.personal:
@@ -261,7 +272,7 @@ class SavedRun:
         """
         inputs = self._inputs(x)
         outputs = torch.cat([self.model(part) for part in torch.split(inputs, _CHUNK)])
-        if not self._build.dataset.num_classes:
+        if not self._dataset.num_classes:
             numbers: Array = outputs.reshape(len(inputs), -1).numpy()
             return numbers[:, 0] if numbers.shape[1] == 1 else numbers
         if outputs.shape[-1] == 1:
@@ -300,12 +311,11 @@ class SavedRun:
         """
         self._require_whole()
         dataset = self._others(data) if data else self._own()
-        build = copy.copy(self._build)
         # As they are, but for this model's own normalisation.
-        build.dataset = replace(dataset, mean=build.dataset.mean, std=build.dataset.std)
-        build.example_privacy = None  # nothing is trained
+        dataset = replace(dataset, mean=self._dataset.mean, std=self._dataset.std)
         everything = np.arange(len(dataset.test), dtype=np.int64)
-        examiner = build.make_trainer(build.client_data(build.dataset.test, [everything]))
+        local = LocalTraining(self._config, self.trained, [], device_of(self._config))
+        examiner = local.trainer(client_data(dataset, dataset.test, [everything]))
         values = {k: p.detach() for k, p in self.trained.named_parameters() if p.requires_grad}
         vector = examiner.layout.flatten(values)
         (block,) = examiner.evaluate(vector, np.zeros(1, np.int64), self.config.rounds)
@@ -315,18 +325,18 @@ class SavedRun:
     def _own(self) -> Dataset:
         """The run's data set, if metrics of its test examples may be shown."""
         config = self.config
-        build = Build(config.replace(**{"evaluate.every": 0, "engine.device": "cpu"}))
-        if "test" in build.dealt.of_clients and not config.evaluate.unprotected:
+        data = resolve_data(config.replace(**{"evaluate.every": 0, "engine.device": "cpu"}))
+        if "test" in data.split.of_clients and not config.evaluate.unprotected:
             raise FedsimError(
                 f"the test examples of {config.data.name} are clients' own, and metrics of them "
                 "have no noise: of a private run they are measured only if it has "
                 "evaluate.unprotected = true; name other examples by --data."
             )
-        return build.dataset
+        return data.dataset
 
     def _others(self, data: str) -> Dataset:
         """A data set whose test examples the model can take."""
-        mine = self._build.dataset
+        mine = self._dataset
         usual = RunConfig().to_run_config()
         settings = {key: usual[key] for key in usual if key.startswith("data.")}
         settings |= {"data.name": data, "data.dir": self.config.data.dir}
@@ -358,18 +368,17 @@ class SavedRun:
         return dataset
 
     @cached_property
-    def _build(self) -> Build:
-        """Of the run's config, with its data set's shape and its trained model."""
+    def _config(self) -> RunConfig:
+        """The run's, for the CPU and without the weights that it started from."""
         unset = {"model.weights": "", "model.weights-for": "", "engine.device": "cpu"}
-        build = Build(self.config.replace(**unset))
+        return self.config.replace(**unset)
+
+    @cached_property
+    def _dataset(self) -> Dataset:
+        """The run's data set or, if the run has noted its shape, one of that without examples."""
         if (shape := self.record.summary.get("data")) is not None:
-            build.dataset = _shaped(self.config.data.name, shape)
-        load_weights(build.model, self.directory.model)
-        if self.best is not None:
-            values = values_of(build.model)
-            for name, value in self.best.parameters.items():
-                values[name].copy_(value)
-        return build
+            return _shaped(self.config.data.name, shape)
+        return resolve_data(self._config).dataset
 
 
 def _shaped(name: str, about: Mapping[str, Any]) -> Dataset:

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedsim.errors import FedsimError
-from fedsim.runs.build import Build
+from fedsim.federation.state_tree import Tree
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.strategies.state import Tree
-
-__all__ = ["EarlyStopping", "Judge"]
+from fedsim.runs.resolve import Resolved
 
 _CENTRAL = "validation-"
 
@@ -31,7 +29,7 @@ class Judge:
     higher_is_better: bool
 
     @classmethod
-    def of(cls, build: Build, key: str, metric: str) -> Judge:
+    def of(cls, resolved: Resolved, key: str, metric: str) -> Judge:
         """By a metric that the config names under ``key``.
 
         Raises
@@ -40,14 +38,15 @@ class Judge:
             If the run has no such metric, if it is of the test examples, which nothing is chosen
             by, or in a private run of clients' own.
         """
+        config, own = resolved.config, resolved.data.split.of_clients
         evaluated = {"loss": False}
-        evaluated |= {k: m.higher_is_better for k, m in build.trainer.metrics.items()}
-        central = build.config.evaluate.every and build.config.data.validation
-        private = build.config.private or build.config.client.private
+        evaluated |= {k: m.higher_is_better for k, m in resolved.trainer.metrics.items()}
+        central = config.evaluate.every and config.data.validation
+        private = config.private or config.client.private
         # What may be shown all the same (evaluate.unprotected) may still decide nothing.
-        prefixes = [_CENTRAL] if central and "validation" not in build.dealt.of_clients else []
+        prefixes = [_CENTRAL] if central and "validation" not in own else []
         if not private:
-            prefixes += ["clients-"] if build.config.evaluate.clients_every else []
+            prefixes += ["clients-"] if config.evaluate.clients_every else []
         known = {f"{prefix}{name}": high for prefix in prefixes for name, high in evaluated.items()}
         if metric not in known:
             allowed = ", ".join(known) or "unset without data.validation and evaluate.every"

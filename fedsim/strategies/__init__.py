@@ -1,19 +1,27 @@
-"""Strategies: DP-FedAvg, for fedsim's engines and for any Flower app."""
+"""Strategies: DP-FedAvg, for fedsim's engines and for any Flower app; and robust means."""
 
+from fedsim.federation.aggregation.krum import Krum
+from fedsim.federation.aggregation.median import Median
+from fedsim.federation.aggregation.robust_mean import RobustMean
+from fedsim.federation.aggregation.trimmed_mean import TrimmedMean
+from fedsim.federation.dp_fedavg import DPFedAvg
+from fedsim.federation.optimizers import adam, sgd
+from fedsim.federation.round_report import RoundReport, RunFailedError
+from fedsim.federation.rounds import Rounds, round_timeout, rounds_of, run_to_end
 from fedsim.server_optimizers import ServerAdam, ServerOptimizer, ServerSGD
-from fedsim.strategies.dp_fedavg import DPFedAvg
-from fedsim.strategies.loop import Rounds, round_timeout, rounds_of, run_to_end
-from fedsim.strategies.outcome import RoundReport, RunFailedError
-from fedsim.strategies.shorthands import adam, sgd
 
 __all__ = [
     "DPFedAvg",
+    "Krum",
+    "Median",
+    "RobustMean",
     "RoundReport",
     "Rounds",
     "RunFailedError",
     "ServerAdam",
     "ServerOptimizer",
     "ServerSGD",
+    "TrimmedMean",
     "adam",
     "round_timeout",
     "rounds_of",

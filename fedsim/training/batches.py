@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fedsim.privacy.laws.poisson import draw_poisson
+from fedsim.privacy.laws.shuffle import draw_passes
 from fedsim.privacy.plan import LocalWork
-from fedsim.privacy.samplers import draw_passes, draw_poisson
 from fedsim.randomness import Draws, Randomness, Stream
-
-__all__ = ["Batches", "chunk_width", "plan_batches", "plan_poisson", "width"]
 
 Ints = npt.NDArray[np.int64]
 

@@ -12,15 +12,6 @@ from fedsim.errors import FedsimError
 from fedsim.models.local_norm import statistics_of
 from fedsim.training.data import ClientData
 
-__all__ = [
-    "check_algorithm",
-    "check_compression",
-    "check_example_privacy",
-    "check_model",
-    "check_settings",
-    "check_statistics",
-]
-
 CARRIED = (torch.float16, torch.float32, torch.float64)
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from fedsim.errors import FedsimError
 from fedsim.tasks.losses import IGNORED
 
-__all__ = ["ClientData"]
-
 # One by one a million clients take ten seconds.
 CHECKED_TOGETHER = 10_000
 
@@ -127,11 +125,20 @@ class ClientData:
             y = y.masked_fill(absent, float("nan") if y.is_floating_point() else IGNORED)
         return y.reshape(*index.shape, *y.shape[1:])
 
-    def zeros(self, lead: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Zeros like inputs and targets at an index of this shape; there must be an example."""
-        index = torch.zeros(lead, dtype=torch.int64, device=self.x.device)
-        x, y = self.inputs(index, dtype), self.targets(index, dtype)
-        return torch.zeros_like(x), torch.zeros_like(y)
+    def empty(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of no example ``[0, ...]``, for their shapes and dtypes."""
+        nobody = torch.zeros(0, dtype=torch.int64, device=self.x.device)
+        return self.inputs(nobody, dtype), self.targets(nobody, dtype)
+
+    def first(self, count: int) -> Tensor | None:
+        """Positions of the first client's first examples, int64 ``[count]``, to try a model on.
+
+        Fewer are repeated. Where no client has any they are the data's own first; None without any.
+        """
+        owned = next((part for part in self.indices if len(part)), np.arange(len(self.x)))
+        if not len(owned):
+            return None
+        return torch.from_numpy(np.resize(owned[:count], count)).to(self.x.device)
 
 
 def _within(examples: npt.NDArray[np.int64], count: int) -> bool:

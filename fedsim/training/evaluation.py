@@ -2,41 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedsim.tasks.metrics import Metric
+from fedsim.randomness import Randomness
+from fedsim.rows.block import Block
+from fedsim.tasks import MeanOf, Metric
+from fedsim.tasks.losses import Loss
+from fedsim.training.batches import Ints
+from fedsim.training.client_state import PersistentState
 from fedsim.training.data import ClientData
 from fedsim.training.exact_arithmetic import exact
-from fedsim.training.hidden_draws import EVALUATION, Seeds
 from fedsim.training.paths.choice import Path
 from fedsim.training.paths.plain import PlainPath
-
-__all__ = ["Calls", "evaluate_clients"]
+from fedsim.training.side_effects import EVALUATION, Seeds
+from fedsim.training.steps import Stepper
+from fedsim.training.structure.reading import Structure, read
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 WIDTH = 32  # examples in a chunk; a chunk belongs to one client
 MOST_CHUNKS = 64  # chunks in one call
+CLIENTS = 256  # of a block
 CALL_BYTES = 2**26  # of the inputs and outputs of one call
 
 
-@dataclass
-class Calls:
-    """How many chunks go through a model at once: one, until it is known what an output takes."""
+class Evaluation:
+    """Evaluates clients with what each of them has.
 
-    chunks: int = 1
+    Parameters
+    ----------
+    model : nn.Module
+    stepper : Stepper
+    loss : callable
+    metrics : mapping of name to Metric
+    data : ClientData
+        Test examples, or those they train on.
+    client_state : PersistentState
+    trained : Structure or None
+        What was read of the model as it trains.
+    draws : bool
+        Whether the model draws in evaluation.
+    """
 
-    def learn(self, *tensors: Tensor) -> None:
-        """What a call took and gave, each with a chunk to a row."""
-        chunk_bytes = sum(tensor.nbytes // len(tensor) for tensor in tensors)
-        self.chunks = max(1, min(MOST_CHUNKS, CALL_BYTES // max(chunk_bytes, 1)))
+    def __init__(
+        self,
+        model: nn.Module,
+        stepper: Stepper,
+        loss: Loss,
+        metrics: Mapping[str, Metric],
+        data: ClientData,
+        client_state: PersistentState,
+        trained: Structure | None,
+        draws: bool,
+    ) -> None:
+        self.model, self.stepper, self.loss, self.metrics = model, stepper, loss, metrics
+        self.data, self.client_state, self.trained, self.draws = data, client_state, trained, draws
+        self._call_size = CallSize()
+
+    def blocks(
+        self, vector: Tensor, client_ids: Ints, round: int, randomness: Randomness
+    ) -> Iterator[Block]:
+        """Loss and metrics of ``vector [d]``."""
+        for first in range(0, len(client_ids), CLIENTS):
+            ids = client_ids[first : first + CLIENTS]
+            self.data.require_usable(ids.tolist())
+            theta = self.client_state.evaluated(vector, ids)
+            path, by_chunk = self._path
+            self.model.eval()
+            values = evaluate_clients(
+                path,
+                theta,
+                self.data,
+                [self.data.indices[i] for i in ids],
+                {"loss": MeanOf(self.loss), **self.metrics},
+                Seeds([randomness] * len(ids), ids, round) if self.draws else None,
+                self._call_size,
+                by_chunk=by_chunk,
+            )
+            yield Block.sent(ids, None, values)
+
+    @cached_property
+    def _path(self) -> tuple[Path, bool]:
+        """The path that evaluates, and whether metrics see one chunk at a time."""
+        stepper = self.stepper
+        shapes = stepper.data.empty(stepper.dtype)
+        reading = read(self.model.eval(), self.loss, *shapes, declared=True)
+        path = stepper.path
+        # The trained path may run another graph than the model has in evaluation.
+        if self.trained is None or reading.model is None or not self.trained.same(reading.model):
+            path = PlainPath(self.model, stepper.packing, self.loss)
+        functions = [m.function for m in self.metrics.values() if isinstance(m, MeanOf)]
+        by_example = reading.loss is not None and all(map(reading.reads, functions))
+        return path, not by_example
 
 
 @torch.no_grad()
@@ -47,7 +112,7 @@ def evaluate_clients(
     indices: Sequence[npt.NDArray[np.int64]],
     metrics: Mapping[str, Metric],
     seeds: Seeds | None = None,
-    calls: Calls | None = None,
+    call_size: CallSize | None = None,
     *,
     by_chunk: bool = False,
 ) -> dict[str, Floats]:
@@ -55,7 +120,7 @@ def evaluate_clients(
 
     Examples go through the model in chunks of one client's own, and metrics merge exactly, so that
     what a client reports does not depend on who else is asked. ``seeds`` are those of a model that
-    draws even when it is evaluated; ``calls`` is what earlier evaluations of it have learnt. With
+    draws even when it is evaluated; ``call_size`` is known from earlier evaluations of it. With
     ``by_chunk`` metrics see one chunk at a time, as they must where the loss, or a metric, may look
     across the examples that it is given: how many chunks go through a model at once is no matter
     of theirs.
@@ -80,10 +145,10 @@ def evaluate_clients(
     states = [{name: metric.init() for name, metric in metrics.items()} for _ in indices]
     # A GPU is sent all indices at once, not batch by batch.
     all_indices = torch.from_numpy(padded).to(data.x.device)
-    start, calls = 0, calls or Calls()
+    start, call_size = 0, call_size or CallSize()
     with exact(data.x.device):
         while start < len(padded):
-            call = slice(start, start + calls.chunks)
+            call = slice(start, start + call_size.chunks)
             x = data.inputs(all_indices[call], theta.dtype)
             if len(theta) == 1:  # everybody's, which need not be copied for each chunk
                 points = theta.expand(len(owner[call]), -1)
@@ -95,7 +160,7 @@ def evaluate_clients(
             groups = np.arange(len(owner[call])) if by_chunk else owner[call]
             _take(states, metrics, owner[call], groups, real[call], outputs.cpu(), targets.cpu())
             start = call.stop
-            calls.learn(x, outputs)
+            call_size.learn(x, outputs)
     result = {"num-examples": sizes.astype(np.float64)}
     for name, metric in metrics.items():
         values = (
@@ -144,3 +209,15 @@ def _by_chunk(seeds: Seeds, chunks: npt.NDArray[np.int64]) -> list[int]:
         for client_seeds, count in zip(drawn.tolist(), chunks, strict=True)
         for seed in client_seeds[:count]
     ]
+
+
+@dataclass
+class CallSize:
+    """How many chunks go through a model at once: one, until the size of an output is known."""
+
+    chunks: int = 1
+
+    def learn(self, *tensors: Tensor) -> None:
+        """Follow from what a call took and gave, each with a chunk to a row."""
+        chunk_bytes = sum(tensor.nbytes // len(tensor) for tensor in tensors)
+        self.chunks = max(1, min(MOST_CHUNKS, CALL_BYTES // max(chunk_bytes, 1)))

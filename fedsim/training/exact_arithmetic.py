@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["exact"]
-
 
 @contextmanager
 def exact(device: torch.device) -> Iterator[None]:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+import secrets
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
+import torch
+from torch import Tensor, nn
+
+from fedsim import regular_files
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
-from fedsim.privacy import ClientLedgers, Event, worst_client
+from fedsim.privacy import ClientLedgers, ClientRelease, Event, worst_client
+from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import LocalWork, ReleasePlan
-from fedsim.privacy.stopping import FIXED, Stopping
 from fedsim.randomness import Randomness
 from fedsim.tasks.losses import Loss
 from fedsim.training.batches import Batches, Ints, plan_batches, plan_poisson
-
-__all__ = ["ExamplePrivacy", "example_epsilon", "example_events"]
+from fedsim.training.paths.examples import GradientMethod
+from fedsim.training.round_clients import RoundStart
+from fedsim.training.steps import Stepper
 
 
 @dataclass(frozen=True)
@@ -162,3 +171,129 @@ def example_epsilon(
     """Epsilon at ``privacy.delta`` of the client that pays most for ``rounds`` rounds."""
     events = example_events(privacy, work, sizes, rounds)
     return worst_client(events, privacy.delta).cost.epsilon if events else 0.0
+
+
+class ExampleReleases:
+    """What each round of these clients is to their ledgers.
+
+    A release is the same as an earlier one if it is of the same round of the same run (where nobody
+    has named the run, only if this very object made it), and the client's keyed fingerprint
+    of all that it is a function of is the same: data and normalisation, frozen parameters, what
+    came in, the work, and the files of the user's own code.
+
+    Parameters
+    ----------
+    privacy : ExamplePrivacy
+    model : nn.Module
+    stepper : Stepper
+    work : LocalWork
+    loss : Loss
+    method : GradientMethod
+
+    Attributes
+    ----------
+    run : str or None
+        Which run the rounds are of, by the key in its directory; None where it is unknown.
+    """
+
+    def __init__(
+        self,
+        privacy: ExamplePrivacy,
+        model: nn.Module,
+        stepper: Stepper,
+        work: LocalWork,
+        loss: Loss,
+        method: GradientMethod,
+    ) -> None:
+        self.ledgers = privacy.ledgers()
+        self._privacy, self._model, self._work = privacy, model, work
+        self._data, algorithm = stepper.data, stepper.algorithm
+        # Another path or method gives other bits.
+        path = f"{stepper.path.name}, {method.name}"
+        bounded = (privacy.mechanism, privacy.noise_multiplier, privacy.sampling, privacy.hardened)
+        self._settings = (algorithm, work, *bounded, path, stepper.device.type)
+        self._code = (algorithm, loss, privacy.mechanism, *model.modules())
+        self._rows = method.evidence
+        self.run: str | None = None
+        self._once = f"once:{secrets.token_hex(16)}"
+
+    def record(self, round: int, clients: Iterable[RoundStart]) -> None:
+        """A line for each of these clients, on disk when this returns.
+
+        Raises
+        ------
+        FedsimError
+            If a client's budget does not allow it, or it goes through a round of a run again with
+            other data or from another model, and its noise follows from the seed.
+        """
+        for release in self._releases(clients):
+            self.ledgers.record(round, release)
+
+    def exceeded(self, round: int, clients: Iterable[RoundStart]) -> str | None:
+        """Why one of these clients' budgets does not allow the round; None if all do."""
+        if self._privacy.max_epsilon is None:
+            return None
+        return self.ledgers.exceeded(round, self._releases(clients))
+
+    def _releases(self, clients: Iterable[RoundStart]) -> Iterator[ClientRelease]:
+        for start in clients:
+            size = self._data.size(start.client)
+            plan = self._privacy.plan(self._work, size)
+            if plan is not None:
+                yield ClientRelease(
+                    client=start.client,
+                    event=plan.event(),
+                    entropy=start.randomness.entropy,
+                    release=(start.randomness.release or "") if self.run else self._once,
+                    run=self.run,
+                    fingerprint=self.ledgers.fingerprint(self._parts(start)),
+                    mechanism=str(self._privacy.mechanism),
+                    public={
+                        "examples": size,
+                        "steps": plan.releases,
+                        **plan.public,
+                        "rows": self._rows,
+                    },
+                )
+
+    def _parts(self, start: RoundStart) -> Iterator[bytes]:
+        yield self._frozen
+        yield repr((self._settings, start.randomness, dict(start.numbers))).encode()
+        data = self._data
+        examples = torch.from_numpy(data.indices[start.client]).to(data.x.device)
+        tensors = {"x": data.x[examples], "y": data.y[examples], "mean": data.mean, "std": data.std}
+        tensors["mask"] = None if data.mask is None else data.mask[examples]
+        if data.unusable is not None:
+            tensors["unusable"] = torch.from_numpy(data.unusable[data.indices[start.client]])
+        yield from _tensor_parts(tensors | dict(start.received))
+
+    @cached_property
+    def _frozen(self) -> bytes:
+        """Digest of the model, what of it is not trained, and user code; for the HMAC only."""
+        frozen: dict[str, Tensor | None] = {}
+        for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad:
+                frozen[name] = parameter
+        frozen.update(self._model.named_buffers())
+        digest = hashlib.sha256(repr(self._model).encode())
+        for described in (*_tensor_parts(frozen), *_files_of(self._code)):
+            digest.update(len(described).to_bytes(8, "little") + described)
+        return digest.digest()
+
+
+def _files_of(things: Iterable[object]) -> Iterator[bytes]:
+    """Files that define the user's own classes and functions: their bodies may have changed."""
+    callables = (thing.func if isinstance(thing, partial) else thing for thing in things)
+    for name in sorted({str(thing.__module__) for thing in callables}):
+        file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+        if file.is_file() and name.partition(".")[0] not in ("fedsim", "torch"):
+            yield regular_files.read_bytes(file)
+
+
+def _tensor_parts(tensors: Mapping[str, Tensor | None]) -> Iterator[bytes]:
+    for name, tensor in sorted(tensors.items()):
+        if tensor is None:
+            yield f"{name}: none".encode()
+            continue
+        yield f"{name}: {tensor.dtype} {tuple(tensor.shape)}".encode()
+        yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -3,21 +3,27 @@
 Small clients leave a GPU waiting for launches. So what a block does in a step, from gathering
 its batch to updating its state, is captured in a CUDA graph the first time, and replayed from
 then on. A graph reads and writes fixed memory; here these are *buffers*, one for each entry of
-the state. State lives in its buffers while a block trains, and blocks of fewer clients use the
+the state. State lies in its buffers while a block trains, and blocks of fewer clients use the
 first rows of the same memory, so a graph takes none of its own for state. What kernels need
 in between they share, as one graph runs at a time.
 
-A graph is captured for each phase (`LocalAlgorithm.phase`), number of clients and width of
-batch. The number of clients is rounded up, by less than a quarter, for there to be few of
-them; rows that stand for nobody are computed on whatever they hold and never looked at. Where
-a capture fails the trainer goes on without any.
+A graph repeats kernels on addresses and knows nothing else. So what decides which kernels run, and
+on which memory, must be part of the key under which it is kept: the phase (`LocalAlgorithm.phase`),
+the number of clients, and which entries lie in which buffers with which strides, among them the
+batch's width. What a step computes on the host (a rate from a schedule) would be frozen at its
+value of the captured step; it lies in a tensor that is filled before each replay (`_Clock`). And a
+step that reads a tensor back (`.item()`, a branch on values) cannot be captured at all.
+
+The number of clients is rounded up, by less than a quarter, for there to be few graphs; rows that
+stand for nobody are computed on whatever they hold and never read. Where a capture fails the
+trainer trains without graphs.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
@@ -25,13 +31,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fedsim.clients.base import State, Step
-from fedsim.clients.gradients import Dense, Factor, Factored, Parts
-from fedsim.rows.alignment import LINE
-from fedsim.training.local_step import LocalStep
+from fedsim.clients.base import Dense, State, Step
+from fedsim.rows.packing import LINE
+from fedsim.training.gradients import Factor, Factored, Parts
 from fedsim.training.paths.choice import CAPTURED
-
-__all__ = ["CudaRecorder", "GraphRecorder", "StepGraphs", "Work", "steps_by"]
+from fedsim.training.steps import Stepper
 
 _log = logging.getLogger(__name__)
 
@@ -57,42 +61,35 @@ class GraphRecorder(Protocol):
         """
 
 
-def steps_by(launched: LocalStep, device: torch.device) -> LocalStep | StepGraphs:
-    """How a trainer does its steps: the rule of `fedsim.training.paths.choice`."""
-    if device.type == "cuda" and launched.path.name in CAPTURED:
-        return StepGraphs(launched, CudaRecorder(device))
-    return launched
+def captured_steps(stepper: Stepper) -> StepGraphs | None:
+    """Steps from graphs, where the rule of `fedsim.training.paths.choice` has them."""
+    if stepper.device.type == "cuda" and stepper.path.name in CAPTURED:
+        return StepGraphs(stepper, CudaRecorder(stepper.device))
+    return None
 
 
 class StepGraphs:
-    """A `LocalStep` by graphs.
+    """Steps from graphs.
 
     Parameters
     ----------
-    launched : LocalStep
-        What is captured, and what is done where that cannot be.
+    stepper : Stepper
+        Its eager steps are captured, and made where that cannot be.
     recorder : GraphRecorder
     """
 
-    def __init__(self, launched: LocalStep, recorder: GraphRecorder) -> None:
-        self.launched, self.recorder = launched, recorder
+    def __init__(self, stepper: Stepper, recorder: GraphRecorder) -> None:
+        self.stepper, self.recorder = stepper, recorder
         self.graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
         self.works = True
         self._buffers: dict[Hashable, Tensor] = {}
         self._rows = 0
 
-    def __call__(
-        self,
-        state: State,
-        index: Tensor,
-        weight: Tensor,
-        step: Step,
-        seeds: Sequence[int] | None = None,
-    ) -> Tensor:
-        """As `LocalStep`; the state it leaves lies in buffers that the next block writes over."""
-        phase = self.launched.algorithm.phase(step) if self.works else None
-        if phase is None or seeds is not None:
-            return self.launched(state, index, weight, step, seeds)
+    def __call__(self, state: State, index: Tensor, weight: Tensor, step: Step) -> Tensor:
+        """As `Stepper`; the state it leaves lies in buffers that the next block writes over."""
+        phase = self.stepper.algorithm.phase(step) if self.works else None
+        if phase is None:
+            return self.stepper.eager(state, index, weight, step)
         n, rows = len(index), rounded(len(index))
         if rows > self._rows:
             # Graphs know their buffers by address: larger buffers are others.
@@ -112,12 +109,13 @@ class StepGraphs:
                 self._forget()
                 # The state was moved into buffers, and what failed has put it back there.
                 state.update((name, buffered[name][:n]) for name in state)
-                return self.launched(state, index, weight, step)
+                return self.stepper.eager(state, index, weight, step)
             if len(self.graphs) > MOST_GRAPHS:
                 self.graphs.popitem(last=False)
         self.graphs.move_to_end(key)
         captured = self.graphs[key]
-        captured.again(step)
+        captured.clock.set(step)
+        captured.replay()
         # An algorithm may add entries and drop others: the state is what the graph left.
         state.clear()
         state.update((name, value[:n]) for name, value in captured.state.items())
@@ -138,17 +136,17 @@ class StepGraphs:
 
         def work() -> tuple[State, Tensor]:
             state = {name: buffered[name] for name in buffered if name not in (INDEX, WEIGHT)}
-            losses = self.launched(state, buffered[INDEX], buffered[WEIGHT], clock)
+            losses = self.stepper.eager(state, buffered[INDEX], buffered[WEIGHT], clock)
             # Steps may leave new tensors in the state. Copying them back into the buffers is part
             # of the graph, so that the next replay finds what this one left.
             return self._hold(state, rows)[0], losses
 
         try:
-            again, (state, losses) = self.recorder.record(lambda: clock.run(work))
+            replay, (state, losses) = self.recorder.record(lambda: clock.run(work))
         finally:
             for tensor, value in before:
                 tensor.copy_(value)
-        return _Captured(again, clock, state, losses)
+        return _Captured(replay, clock, state, losses)
 
     def _hold(self, entries: State, rows: int) -> tuple[State, Hashable]:
         """The entries as ``rows`` rows of buffers, copied there if they are elsewhere.
@@ -200,26 +198,27 @@ class _Clock(Step):
     """A step as a graph sees it: what depends on where it stands lies in tensors.
 
     A number is known by its place among those that the step asks for: an algorithm may make a new
-    function each time. The first run makes the tensors; one that were made while the graph is
-    captured would be filled by every replay, with the value of the step that was captured.
+    function each time. The tensors are made in the first run, before the capture: making one is
+    a kernel, which every replay would repeat, with the value of the step that was captured.
     """
 
     device: torch.device
     numbers: list[tuple[Callable[[Step], float], Tensor, float]] = field(default_factory=list)
-    asked: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
 
     def run(self, work: Work) -> tuple[State, Tensor]:
         """Do the work once, which asks for as many numbers each time."""
-        self.asked.append(0)
+        self.counts.append(0)
         result = work()
-        if self.asked[-1] != self.asked[0]:
-            raise RuntimeError(f"the step asked for {self.asked[0]} numbers, then {self.asked[-1]}")
+        if self.counts[-1] != self.counts[0]:
+            first, last = self.counts[0], self.counts[-1]
+            raise RuntimeError(f"the step asked for {first} numbers, then {last}")
         return result
 
     def number(self, function: Callable[[Step], float]) -> Tensor:
         # A Python float would be frozen into the graph as the value of the step captured.
-        place = self.asked[-1]
-        self.asked[-1] += 1
+        place = self.counts[-1]
+        self.counts[-1] += 1
         if place == len(self.numbers):
             value = function(Step(self.round, self.index))
             tensor = torch.full((), value, dtype=torch.float64, device=self.device)
@@ -241,10 +240,6 @@ class _Captured:
     clock: _Clock
     state: State
     losses: Tensor
-
-    def again(self, step: Step) -> None:
-        self.clock.set(step)
-        self.replay()
 
 
 def _changed(value: Any, name: str, change: Callable[[str, Tensor], Tensor]) -> Any:
@@ -285,7 +280,7 @@ class CudaRecorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Work) -> tuple[Callable[[], None], tuple[State, Tensor]]:
-        """See `GraphRecorder`."""
+        """Run ``work`` three times on the stream, then capture it."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
@@ -314,7 +309,7 @@ class CudaRecorder:
 
 @contextmanager
 def _no_reading_back() -> Iterator[None]:
-    """Waiting for the GPU is an error: found out here, it spoils no capture."""
+    """Make waiting for the GPU an error: raised here, it spoils no capture."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -10,186 +10,297 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients.base import PERSONAL_MASK
+from fedsim.clients.base import PERSONAL_MASK, LocalAlgorithm
+from fedsim.errors import FedsimError
 from fedsim.randomness import Randomness
+from fedsim.rows.exchange import CLIENT_STATE
 from fedsim.training.batches import Batches, Ints
-from fedsim.training.compression import LEFT_OUT, Compression
-from fedsim.training.entering import Begun, Entering
-from fedsim.training.example_releases import ExampleReleases, Starting, starting
-from fedsim.training.fitting import Fitted, numbers_of
-from fedsim.training.keeping import Keeping, Kept
-from fedsim.training.sending import Received, Sending
-from fedsim.training.stepping import Stepping
-from fedsim.training.steps import Bench, Ended
-
-__all__ = ["LocalRounds"]
+from fedsim.training.client_state import PersistentState
+from fedsim.training.example_privacy import ExampleReleases
+from fedsim.training.payload import LEFT_OUT, Compression, Payload, Received
+from fedsim.training.plain_steps import PlainStepFactory
+from fedsim.training.private_steps import PrivateStepFactory
+from fedsim.training.round_clients import RoundClients, RoundStart, StartedRounds
+from fedsim.training.state_stores import CarriedState
+from fedsim.training.steps import EndState
 
 Floats = npt.NDArray[np.float64]
 
 
+@dataclass(frozen=True)
+class LocalResult:
+    """What ``n`` clients end with.
+
+    Attributes
+    ----------
+    theta : Tensor ``[n, d]``
+        Their parameters ``w_client``.
+    metrics : dict of str to float64 ``[n]``
+    """
+
+    theta: Tensor
+    metrics: dict[str, Floats]
+
+
 @dataclass
 class LocalRounds:
-    """What a block of clients does in a round, in order, and what is left of it.
+    """What a block of clients does in a round, in order.
 
     A client's ledger line is on disk before anything of the round is drawn, and what it keeps
-    changes last, once its block is done: a block that raised can be asked again.
+    changes last, once its block is done: a block that raised can be trained again.
 
     Attributes
     ----------
     model : nn.Module
-    bench : Bench
-    keeping : Keeping
-    sending : Sending
-    stepping : Stepping
+    client_state : PersistentState
+    payload : Payload
+    factory : PlainStepFactory or PrivateStepFactory
     compression : Compression or None
         Of what clients send.
     releases : ExampleReleases or None
         Where they write down what they release of their examples; None where they release
-        nothing, or where somebody else has written it down.
-    told : mapping of str to float
-        The algorithm's numbers as the server says them, in the place of its own.
+        nothing, or where another trainer has written it down.
+    server_numbers : mapping of str to float
+        The algorithm's numbers as the server sends them, in the place of its own.
     """
 
     model: nn.Module
-    bench: Bench
-    keeping: Keeping
-    sending: Sending
-    stepping: Stepping
+    client_state: PersistentState
+    payload: Payload
+    factory: PlainStepFactory | PrivateStepFactory
     compression: Compression | None
     releases: ExampleReleases | None
-    told: Mapping[str, float] = field(default_factory=dict, init=False)
-    _begun: Begun = field(default_factory=Begun, init=False)
+    server_numbers: Mapping[str, float] = field(default_factory=dict, init=False)
+    _started: StartedRounds = field(default_factory=StartedRounds, init=False)
 
     def __post_init__(self) -> None:
         # All of its modules; then, to go through them for each block would take longer than a step.
         self.model.train()
 
-    def enter(self, client_ids: Ints, round: int, randomness: Sequence[Randomness]) -> Entering:
-        """These clients, as they go into a round."""
-        sources = self._begun.sources(client_ids, round, randomness)
-        return Entering(client_ids, round, sources, self.keeping.load(client_ids, round))
-
     def blocks(
         self, client_ids: Ints, round: int, randomness: Randomness, size: int
-    ) -> Iterator[Entering]:
+    ) -> Iterator[RoundClients]:
         """These clients, ``size`` at a time, as they go into a round.
 
-        Some draw their batches before their block's turn comes, many at once: they have begun then.
+        Some draw their batches before their block's turn comes, many at once: they have started
+        the round then.
         """
         first = 0
         while first < len(client_ids):
-            ahead = self.stepping.ahead(client_ids[first:], size)
+            ahead = self.factory.prefetched(client_ids[first:], size)
             ids = client_ids[first : first + (ahead or size)]
-            sources = self._begun.sources(ids, round, [randomness] * len(ids))
+            sources = self._started.sources(ids, round, [randomness] * len(ids))
             drawn = None
             if ahead:
-                self._begun.begin(ids, round)
-                drawn = list(self.stepping.batches(ids, round, sources))
+                self._started.start(ids, round)
+                drawn = list(self.factory.batches(ids, round, sources))
             for start in range(0, len(ids), size):
                 block = slice(start, min(start + size, len(ids)))
-                kept = self.keeping.load(ids[block], round)
+                carried = self.client_state.store.load(ids[block], round)
                 batches = None
                 if drawn is not None:
                     parts = (group.within(block.start, block.stop) for group in drawn)
                     batches = [part for part in parts if len(part.members)]
-                yield Entering(ids[block], round, sources[block], kept, batches)
+                yield RoundClients(ids[block], round, sources[block], carried, batches)
             first += len(ids)
 
-    def starting(self, vectors: Tensor, entering: Entering) -> Iterator[Starting]:
-        """What ledgers know of these clients' round from ``vectors [1 or n, d]``."""
-        numbers = numbers_of(self.bench.algorithm, self.told, {}, len(entering))
-        start = self.keeping.start(self.sending.received(vectors).parameters, entering.kept)
-        return starting(entering, start, numbers)
+    def one_block(
+        self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
+    ) -> RoundClients:
+        """These clients as they go into a round, each with its own source of randomness."""
+        sources = self._started.sources(client_ids, round, randomness)
+        return RoundClients(
+            client_ids, round, sources, self.client_state.store.load(client_ids, round)
+        )
+
+    def starts(self, vectors: Tensor, clients: RoundClients) -> Iterator[RoundStart]:
+        """What these clients go into the round with, from ``vectors [1 or n, d]``."""
+        start = self.client_state.start(self.payload.received(vectors).parameters, clients.carried)
+        return clients.starts(start, self._numbers({}, len(clients)))
 
     @torch.no_grad()
     def fit(
-        self, received: Received, entering: Entering, numbers: Mapping[str, Sequence[float]]
-    ) -> Fitted:
-        """Train from what was ``received``; nothing is kept before `finish`.
+        self, received: Received, clients: RoundClients, numbers: Mapping[str, Sequence[float]]
+    ) -> BlockResult:
+        """Train from what was ``received``; clients keep nothing of it before `finish`.
 
-        Nothing else lies where their parameters do then.
+        The parameters of the result lie in memory of their own.
         """
-        n = len(entering)
-        values = numbers_of(self.bench.algorithm, self.told, numbers, n)
-        start = self.keeping.start(received.parameters, entering.kept)
-        self._begin(entering, start, values)
+        n = len(clients)
+        values = self._numbers(numbers, n)
+        start = self.client_state.start(received.parameters, clients.carried)
+        self._start(clients, start, values)
         named = {k: v.expand(n, -1) for k, v in received.named.items()}
-        nothing = {k: torch.zeros_like(v) for k, v in named.items()}
-        fitted = Fitted(start, self._metrics(entering), nothing)
+        unsent = {k: torch.zeros_like(v) for k, v in named.items()}
+        result = BlockResult(start, self._metrics(clients), unsent)
         if not self.model.training:
             self.model.train()
-        for batches in self._batches(entering):
+        for batches in self._batches(clients):
             members = batches.members
             positions = torch.from_numpy(members).to(start.device)
             everybody = np.array_equal(members, np.arange(n))
-            group = entering if everybody else entering.of(members)
-            steps = self.stepping.steps(batches, group)
-            # One start for all needs no rows of its own before steps write to it.
-            as_it_is = everybody or start.stride(0) == 0
-            ended = steps.run(
-                start[: len(members)] if as_it_is else start[positions],
+            group = clients if everybody else clients.at(members)
+            steps = self.factory.steps(batches, group)
+            # One start for all is given as such: it needs no rows before steps write to them.
+            shared = everybody or start.stride(0) == 0
+            end = steps.run(
+                start[: len(members)] if shared else start[positions],
                 {k: torch.from_numpy(v[members]).to(start) for k, v in values.items()}
                 | {k: v[positions] for k, v in named.items()}
                 | self._mask(len(members)),
-                group.kept.rows,
-                torch.from_numpy(group.kept.present).to(start.device),
+                group.carried.rows,
+                torch.from_numpy(group.carried.present).to(start.device),
             )
             if self.compression is not None:
                 vectors = received.vectors[positions % len(received.vectors)]
-                ended = self._compressed(ended, vectors, group.kept)
-            ended.carried.update(self.keeping.personal.kept(ended.theta))
-            losses = steps.mean_losses() if self.stepping.reports_loss else None
-            fitted.take(members, ended, losses, send=self.keeping.state_kind == "server")
-        if not fitted.carried:  # nobody has data, and the start is not theirs
-            fitted.theta = start.clone()
-        return fitted
+                end = self._compressed(self.compression, end, vectors, group.carried)
+            end.carried.update(self.client_state.personal.of_rows(end.theta))
+            losses = steps.mean_losses() if self.factory.reports_loss else None
+            result.add(members, end, losses, report_state=self.client_state.kind == "server")
+        if not result.carried:  # nobody has data, and the start is not theirs to write to
+            result.theta = start.clone()
+        return result
 
-    def finish(self, fitted: Fitted, entering: Entering) -> None:
+    def finish(self, result: BlockResult, clients: RoundClients) -> None:
         """Let clients keep what they ended with: the last thing that happens to a block."""
-        for members, carried in fitted.carried:
-            self.keeping.memory.store(entering.client_ids[members], entering.round, carried)
-        self._begun.end(entering.client_ids)
+        for members, carried in result.carried:
+            self.client_state.store.store(clients.client_ids[members], clients.round, carried)
+        self._started.end(clients.client_ids)
 
-    def _batches(self, entering: Entering) -> Iterable[Batches]:
-        if entering.drawn is not None:
-            return entering.drawn
-        return self.stepping.batches(entering.client_ids, entering.round, entering.randomness)
+    def _batches(self, clients: RoundClients) -> Iterable[Batches]:
+        if clients.drawn is not None:
+            return clients.drawn
+        return self.factory.batches(clients.client_ids, clients.round, clients.randomness)
 
-    def _begin(self, entering: Entering, start: Tensor, numbers: Mapping[str, Floats]) -> None:
-        """Charge each client, but for a round that it begins again."""
+    def _start(self, clients: RoundClients, start: Tensor, numbers: Mapping[str, Floats]) -> None:
+        """Charge each client, but for a round that it starts again."""
         if self.releases is not None:
-            for client in starting(entering, start, numbers):
-                if not self._begun.has(client.client, entering.round):
-                    self.releases.record(entering.round, [client])
-                    self._begun.begin(np.array([client.client]), entering.round)
-        self._begun.begin(entering.client_ids, entering.round)
+            for client in clients.starts(start, numbers):
+                if not self._started.has(client.client, clients.round):
+                    self.releases.record(clients.round, [client])
+                    self._started.start(np.array([client.client]), clients.round)
+        self._started.start(clients.client_ids, clients.round)
 
-    def _metrics(self, entering: Entering) -> dict[str, Floats]:
-        sizes = [self.bench.data.size(i) for i in entering.client_ids.tolist()]
+    def _numbers(self, of_each: Mapping[str, Sequence[float]], n: int) -> dict[str, Floats]:
+        """The algorithm's numbers of ``n`` clients, each ``[n]``.
+
+        Raises
+        ------
+        FedsimError
+            If the algorithm has no such number.
+        """
+        numbers = {**self.algorithm.numbers(), **self.server_numbers}
+        values: dict[str, Floats] = {k: np.full(n, float(value)) for k, value in numbers.items()}
+        for name, column in of_each.items():
+            if name not in values:
+                raise FedsimError(
+                    f"'{name}' cannot differ between clients of one block; allowed: "
+                    f"{', '.join(values) or 'nothing'}."
+                )
+            values[name] = np.asarray(column, dtype=np.float64)
+        return values
+
+    @property
+    def algorithm(self) -> LocalAlgorithm:
+        """The clients' algorithm."""
+        return self.factory.stepper.algorithm
+
+    def _metrics(self, clients: RoundClients) -> dict[str, Floats]:
+        sizes = [self.factory.stepper.data.size(i) for i in clients.client_ids.tolist()]
         metrics = {"num-examples": np.array(sizes, dtype=np.float64)}
-        if self.stepping.reports_loss:
-            metrics["loss"] = np.zeros(len(entering))
-        if self.keeping.state_kind != "reset":
-            metrics["fresh-state"] = (~entering.kept.present).astype(np.float64)
+        if self.factory.reports_loss:
+            metrics["loss"] = np.zeros(len(clients))
+        if self.client_state.kind != "reset":
+            metrics["fresh-state"] = (~clients.carried.present).astype(np.float64)
         return metrics
 
     def _mask(self, n: int) -> dict[str, Tensor]:
         """Which parameters are personal, for an algorithm that asks."""
-        if not self.bench.algorithm.parts:
+        if not self.algorithm.parts:
             return {}
-        return {PERSONAL_MASK: self.keeping.personal.mask.expand(n, -1)}
+        return {PERSONAL_MASK: self.client_state.personal.mask.expand(n, -1)}
 
-    def _compressed(self, ended: Ended, vectors: Tensor, kept: Kept) -> Ended:
+    def _compressed(
+        self, compression: Compression, end: EndState, vectors: Tensor, carried: CarriedState
+    ) -> EndState:
         """What clients that started at ``vectors [n, d]`` send, and what they leave out."""
-        assert self.compression is not None
-        shared = self.sending.shared
-        target = shared.unpack(ended.theta) - vectors
-        if LEFT_OUT in kept.rows:
-            there = torch.from_numpy(kept.present).to(target.device)[:, None]
-            target = torch.where(there, target + kept.rows[LEFT_OUT].to(target), target)
-        sent = vectors + self.compression(target)
-        # As it arrives: a sum with the parameters has been rounded.
+        shared = self.payload.shared
+        target = shared.unpack(end.theta) - vectors
+        if LEFT_OUT in carried.rows:
+            present = torch.from_numpy(carried.present).to(target.device)[:, None]
+            target = torch.where(present, target + carried.rows[LEFT_OUT].to(target), target)
+        sent = vectors + compression(target)
+        # Against the update as it arrives: the sum with the parameters has been rounded.
         left_out = target - (sent - vectors)
-        return replace(
-            ended, theta=shared.pack(sent), carried={**ended.carried, LEFT_OUT: left_out}
-        )
+        return replace(end, theta=shared.pack(sent), carried={**end.carried, LEFT_OUT: left_out})
+
+
+@dataclass
+class BlockResult:
+    """What a block of clients ends with, put together from groups whose batches have one width.
+
+    Attributes
+    ----------
+    theta : Tensor ``[n, D]``
+        Packed parameters: at first where clients start, who stay there without data.
+    metrics : dict of str to float64 ``[n]``
+    vectors : mapping of name to Tensor ``[n, D]`` or ``[n, 1]``
+        What clients send beside: zeros of those without data.
+    carried : list of (positions, state)
+        What which of the clients are to keep.
+    """
+
+    theta: Tensor
+    metrics: dict[str, Floats]
+    vectors: dict[str, Tensor]
+    carried: list[tuple[Ints, dict[str, Tensor]]] = field(default_factory=list)
+
+    def add(
+        self, members: Ints, end: EndState, losses: Floats | None, *, report_state: bool
+    ) -> None:
+        """Put in where the clients at these positions end.
+
+        ``report_state``: what they keep is one number for each entry, which they report.
+        """
+        n = len(self.theta)
+        if np.array_equal(members, np.arange(n)):
+            self.theta = end.theta
+        else:
+            if not self.carried:
+                self.theta = self.theta.clone()  # it may be one start for all
+            self.theta[torch.from_numpy(members).to(self.theta.device)] = end.theta
+        self.carried.append(_finite_state(members, end))
+        for name, rows in end.sent.items():
+            self.vectors[name][torch.from_numpy(members).to(rows.device)] = rows
+        if losses is not None:
+            self.metrics["loss"][members] = losses
+        for name, report in end.reports.items():
+            self._column(name, 0.0)[members] = report.double().cpu().numpy()
+        if report_state:
+            for name, rows in end.carried.items():
+                # A client without data has no part in the mean.
+                column = self._column(f"{CLIENT_STATE}.{name}", np.nan)
+                column[members] = rows.double().cpu().numpy()
+
+    def _column(self, name: str, default: float) -> Floats:
+        return self.metrics.setdefault(name, np.full(len(self.theta), default))
+
+
+def _finite_state(members: Ints, end: EndState) -> tuple[Ints, dict[str, Tensor]]:
+    """Which clients end with finite numbers, and what they keep; others keep what they had."""
+    if not end.carried:
+        return members, {}
+    carried = {name: _own_memory(rows, end.theta) for name, rows in end.carried.items()}
+    finite = torch.ones(len(members), dtype=torch.bool, device=end.theta.device)
+    for rows in (end.theta, *carried.values()):
+        finite &= torch.isfinite(rows.reshape(len(rows), -1)).all(1).to(finite.device)
+    if bool(finite.all()):
+        return members, carried
+    carried = {name: rows[finite.to(rows.device)] for name, rows in carried.items()}
+    return members[finite.cpu().numpy()], carried
+
+
+def _own_memory(rows: Tensor, theta: Tensor) -> Tensor:
+    """These rows outside the memory of ``theta``, which is overwritten before they are kept."""
+    together = rows.untyped_storage().data_ptr() == theta.untyped_storage().data_ptr()
+    return rows.clone() if together else rows

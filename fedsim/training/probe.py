@@ -5,8 +5,8 @@ of one example by how they are made (`fedsim.training.paths.examples`): from a g
 or one example at a time. This is a second look, on made-up examples, never on anybody's data: what
 a probe finds must not tell of them. It refuses a model that mixes them where it could be seen to,
 which would be trained as something else one example at a time; one that takes no example alone; and
-one that changes its buffers or attributes, or whose loss does. Of the ways to the gradients the
-fastest that gives what one example at a time gives is taken.
+one that changes its buffers or attributes, or whose loss does. Of the methods to compute gradients
+the fastest that gives what one example at a time gives is used.
 """
 
 from __future__ import annotations
@@ -24,35 +24,32 @@ from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
 from fedsim.training.exact_arithmetic import exact
-from fedsim.training.hidden_draws import HiddenDraws, seeded
-from fedsim.training.own_state import OwnState
-from fedsim.training.paths.examples import Way, ways
+from fedsim.training.paths.examples import GradientMethod, gradient_methods
+from fedsim.training.side_effects import HiddenDraws, OwnState, seeded
 from fedsim.training.structure.reading import Reading
-
-__all__ = ["Probe", "probed_way"]
 
 _log = logging.getLogger(__name__)
 
 EXAMPLES = 5
 WATCHED = (0, 2, EXAMPLES - 1)
 TOLERANCE = 1e-5
-"""Of what rounding may do to an example in a batch of another size, or by another way."""
+"""Of what rounding may do to an example in a batch of another size, or by another method."""
 
 SEED = 1
 
 
-def probed_way(
+def probed_method(
     model: nn.Module,
     packing: Packing,
     loss: Loss,
     draws: HiddenDraws,
     data: ClientData,
     reading: Reading,
-) -> Way:
-    """The fastest way to the gradients of single examples that gives them truly; see `Probe`."""
+) -> GradientMethod:
+    """The fastest method that gives gradients of single examples, as a `Probe` finds."""
     drawing = draws.training or draws.evaluation
-    possible = ways(model, packing, loss, reading, data.x.dim() - 1, drawing)
-    return Probe(model, packing, loss, draws, data, reading).fastest(possible)
+    methods = gradient_methods(model, packing, loss, reading, data.x.dim() - 1, drawing)
+    return Probe(model, packing, loss, draws, data, reading).fastest(methods)
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,8 @@ class Probe:
     data: ClientData
     reading: Reading
 
-    def fastest(self, ways: Sequence[Way]) -> Way:
-        """The first of the ways, from fast to slow, that gives gradients of single examples.
+    def fastest(self, methods: Sequence[GradientMethod]) -> GradientMethod:
+        """The first of the methods, from fast to slow, that gives gradients of single examples.
 
         Raises
         ------
@@ -86,7 +83,7 @@ class Probe:
             If the model or the loss mixes examples, or cannot take one alone.
         """
         if not len(self.data.x):
-            return ways[0]  # nobody has an example whose gradient could be taken
+            return methods[0]  # nobody has an example whose gradient could be taken
         with exact(self.data.x.device):
             state = OwnState(self.model, self.loss)
             with state.restored():
@@ -100,30 +97,28 @@ class Probe:
                     "and a loss must leave their buffers and attributes as they are."
                 )
             if self.draws.evaluation:
-                ways = ways[-1:]  # no two of them could be compared
-            believed: Way | None = None
+                methods = methods[-1:]  # no two of them could be compared
+            found: GradientMethod | None = None
             why = ""
-            for way in ways:
+            for method in methods:
                 try:
-                    complaint = self._complaint(way, ways[-1], batch, others)
-                except (
-                    Exception,
-                    SystemExit,
-                ) as error:  # a user's code, in surroundings it was not written for
-                    complaint = f"{type(error).__name__}: {error}"
-                if not complaint:
-                    believed = way
+                    fault = self._fault(method, methods[-1], batch, others)
+                # A user's code, in surroundings that it was not written for.
+                except (Exception, SystemExit) as error:
+                    fault = f"{type(error).__name__}: {error}"
+                if not fault:
+                    found = method
                     break
-                why = f"{way.name}: {complaint}"
+                why = f"{method.name}: {fault}"
             self._train(True)
-        if believed is None:
+        if found is None:
             raise FedsimError(
                 f"the model's examples cannot be taken one at a time ({why}), so that it cannot be "
                 "trained with example-level privacy."
             )
-        if believed is ways[-1] and len(ways) > 1:
+        if found is methods[-1] and len(methods) > 1:
             _log.warning("examples go through this model one by one, which is slow (%s)", why)
-        return believed
+        return found
 
     def _train(self, drawing: bool) -> None:
         """The mode of training, or the one in which a model does not draw."""
@@ -138,7 +133,7 @@ class Probe:
         tried.
         """
         generator = torch.Generator().manual_seed(SEED)
-        x, y = self.data.zeros((EXAMPLES,), self.packing.layout.dtype)
+        x, y = self.data.empty(self.packing.layout.dtype)
         taken: list[tuple[_Batch, _Batch]] = []
         failure: BaseException | None = None
         for positive in (False, True):
@@ -150,10 +145,8 @@ class Probe:
                 losses = torch.cat([self._run(batch)[1] for batch in (first, second)])
             except FedsimError:
                 raise
-            except (
-                Exception,
-                SystemExit,
-            ) as error:  # zeros, or numbers below it, need not suit a user's model
+            # Numbers below zero, or classes of zero, need not suit a user's model.
+            except (Exception, SystemExit) as error:
                 failure = error
                 continue
             taken.append((first, second))
@@ -230,28 +223,32 @@ class Probe:
                     "over a batch)."
                 )
 
-    def _complaint(self, way: Way, reference: Way, batch: _Batch, others: _Batch) -> str:
-        """What speaks against a way; nothing if it is to be believed."""
-        rows, losses = self._rows(way, batch)
+    def _fault(
+        self, method: GradientMethod, reference: GradientMethod, batch: _Batch, others: _Batch
+    ) -> str:
+        """What is wrong with a method; empty if nothing is."""
+        rows, losses = self._rows(method, batch)
         if rows.shape != (EXAMPLES, self.packing.layout.d):
             return f"it gives {len(rows)} gradients for {EXAMPLES} examples"
         for j in WATCHED:
-            changed, their_losses = self._rows(way, others.with_example(j, batch))
+            changed, their_losses = self._rows(method, others.with_example(j, batch))
             if not (_same_bits(rows[j], changed[j]) and _same_bits(losses[j], their_losses[j])):
                 return "an example's gradient has other bits beside other examples"
-        if way is reference or self.draws.evaluation:
+        if method is reference or self.draws.evaluation:
             return ""
-        still, _ = self._rows(way, batch, drawing=False)
+        still, _ = self._rows(method, batch, drawing=False)
         for j in range(EXAMPLES):
             alone, _ = self._rows(reference, batch.only(j), drawing=False)
             if _distance(still[j], alone[0]) > TOLERANCE * _size(alone, still):
                 return "an example's gradient is not what it is alone"
         return ""
 
-    def _rows(self, way: Way, batch: _Batch, *, drawing: bool = True) -> tuple[Tensor, Tensor]:
+    def _rows(
+        self, method: GradientMethod, batch: _Batch, *, drawing: bool = True
+    ) -> tuple[Tensor, Tensor]:
         self._train(drawing)
         with seeded(SEED, batch.x.device):
-            rows, losses = way.of_client(self._theta, batch.x.clone(), batch.y)
+            rows, losses = method.of_client(self._theta, batch.x.clone(), batch.y)
         return rows.dense()[0], losses
 
 
@@ -272,11 +269,12 @@ class _Batch:
 
 def _like(tensor: Tensor, generator: torch.Generator, k: int, positive: bool) -> Tensor:
     """Made-up values: real numbers, larger ones for ``k = 1``; or classes, tokens or lengths."""
+    shape = (EXAMPLES, *tensor.shape[1:])
     if not tensor.is_floating_point():
-        values = torch.randint(2, tensor.shape, generator=generator)
+        values = torch.randint(2, shape, generator=generator)
         return ((1 - values if k else values) + int(positive)).to(tensor)
     draw = torch.rand if positive else torch.randn
-    return (draw(tensor.shape, generator=generator) * (1 + 9 * k)).to(tensor)
+    return (draw(shape, generator=generator) * (1 + 9 * k)).to(tensor)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path as FilePath
 from typing import Any, cast
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients.base import LocalAlgorithm
-from fedsim.clients.proximal import told_numbers
+from fedsim.clients.proximal import server_numbers
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers
 from fedsim.privacy.plan import LocalWork
@@ -25,43 +24,28 @@ from fedsim.rows.layout import Layout
 from fedsim.rows.trainers import ClientStates
 from fedsim.tasks import Accuracy, MeanOf, Metric
 from fedsim.tasks.losses import CrossEntropy, Loss
+from fedsim.training import checks
 from fedsim.training.batches import Ints
-from fedsim.training.checks import (
-    check_algorithm,
-    check_compression,
-    check_example_privacy,
-    check_model,
-    check_settings,
-    check_statistics,
-)
-from fedsim.training.compression import Compression
+from fedsim.training.client_state import PersistentState, Personal
 from fedsim.training.data import ClientData
-from fedsim.training.entering import Entering
-from fedsim.training.evaluation import Calls, evaluate_clients
-from fedsim.training.example_privacy import ExamplePrivacy
-from fedsim.training.example_releases import ExampleReleases, Starting
-from fedsim.training.fitting import Local
-from fedsim.training.graphs import steps_by
-from fedsim.training.hidden_draws import Seeds, hidden_draws
-from fedsim.training.keeping import Keeping
-from fedsim.training.local_rounds import LocalRounds
-from fedsim.training.local_step import LocalStep
-from fedsim.training.memory import StateKind
+from fedsim.training.evaluation import Evaluation
+from fedsim.training.example_privacy import ExamplePrivacy, ExampleReleases
+from fedsim.training.graphs import captured_steps
+from fedsim.training.local_rounds import LocalResult, LocalRounds
 from fedsim.training.paths.choice import Path, PathName, choose
 from fedsim.training.paths.choice import block_size as block_size_of
-from fedsim.training.paths.plain import PlainPath
-from fedsim.training.personal import Personal
-from fedsim.training.probe import probed_way
-from fedsim.training.sending import Sending
-from fedsim.training.stepping import OpenStepping, ReleasedStepping, Stepping
-from fedsim.training.steps import Bench
-from fedsim.training.structure.reading import Reading, read
+from fedsim.training.payload import Compression, Payload
+from fedsim.training.plain_steps import PlainStepFactory
+from fedsim.training.private_steps import PrivateStepFactory
+from fedsim.training.probe import probed_method
+from fedsim.training.round_clients import RoundClients, RoundStart
+from fedsim.training.side_effects import examples_to_try, hidden_draws
+from fedsim.training.state_stores import StateKind
+from fedsim.training.steps import Stepper
+from fedsim.training.structure.reading import read
 from fedsim.training.workload import Workload
 
-__all__ = ["Trainer"]
-
 Floats = npt.NDArray[np.float64]
-EVALUATE_CLIENTS = 256
 
 
 class Trainer:
@@ -107,7 +91,7 @@ class Trainer:
         "client").
     state : "reset", "client" or "server"
         What becomes of the algorithm's state (ADADP's rate, a momentum) between rounds: it
-        starts anew, each client keeps its own, or all start from the mean of what the last
+        starts afresh, each client keeps its own, or all start from the mean of what the last
         round's clients ended with, which the server sends (`receive`) and they report.
     state_dir : path, optional
         Keep it in files there, for runtimes whose processes do not outlive a round.
@@ -154,105 +138,96 @@ class Trainer:
     ) -> None:
         self.device = torch.device(device)
         self.model = model.to(self.device)
-        check_model(self.model)
+        checks.check_model(self.model)
         self.algorithm = algorithm
         self.data = data.to(self.device)
-        self.test = None if test is None else test.to(self.device)
-        check_settings(data, test, max_grad_norm)
+        self.test = test
+        checks.check_settings(data, test, max_grad_norm)
         if privacy is not None:
-            check_example_privacy(algorithm, counts, max_grad_norm)
+            checks.check_example_privacy(algorithm, counts, max_grad_norm)
         self.workload = Workload.of(LocalWork(batch_size, epochs, steps), self.data, counts)
-        loss = CrossEntropy() if loss is None else loss
-        self.loss: Loss = loss
+        self.loss: Loss = CrossEntropy() if loss is None else loss
+        metrics = {"accuracy": Accuracy()} if metrics is None else metrics
         self.metrics: dict[str, Metric] = {
-            name: metric if isinstance(metric, Metric) else MeanOf(metric)
-            for name, metric in ({"accuracy": Accuracy()} if metrics is None else metrics).items()
+            k: m if isinstance(m, Metric) else MeanOf(m) for k, m in metrics.items()
         }
         if privacy is not None and randomness.release is None:
-            randomness = privacy.keyed(randomness, algorithm, self.workload.work, loss)
+            randomness = privacy.keyed(randomness, algorithm, self.workload.work, self.loss)
         self.randomness = randomness
         self.privacy = privacy
         self.max_grad_norm = max_grad_norm
         self.compression = compression
         self.personal = Personal.of(self.model, personal)
-        check_algorithm(algorithm, personal=bool(self.personal))
-        self.keeping = Keeping(state, algorithm, self.personal, data.population, state_dir)
+        checks.check_algorithm(algorithm, personal=bool(self.personal))
+        self.client_state = PersistentState(
+            state, algorithm, self.personal, data.population, state_dir
+        )
         if compression is not None:
-            check_compression(algorithm, state, personal=bool(self.personal))
+            checks.check_compression(algorithm, state, personal=bool(self.personal))
         self.packing = self.personal.packing
         self.layout = self.personal.shared.layout
-        self.sending = Sending.of(self.personal.shared, algorithm)
-        statistics = check_statistics(
+        self.payload = Payload.of(self.personal.shared, algorithm)
+        statistics = checks.check_statistics(
             self.model, algorithm, self.personal.names, private=privacy is not None
         )
-        sample = self.data.zeros((2,), self.layout.dtype)[0] if len(self.data.x) else None
-        self.draws = hidden_draws(self.model, sample)
-        self.reading = self._read(self.model.train(), declared=privacy is None)
+        examples = examples_to_try(self.data, self.layout.dtype, private=privacy is not None)
+        self.draws = hidden_draws(self.model, examples)
+        self.reading = read(
+            self.model.train(),
+            self.loss,
+            *self.data.empty(self.layout.dtype),
+            declared=privacy is None,
+        )
         self.path: Path = choose(
             path,
             self.model,
             self.packing,
-            loss,
+            self.loss,
             self.reading,
             device=self.device,
             data=self.data,
-            alone=self.draws.training or self.draws.evaluation or bool(statistics),
+            plain_only=self.draws.training or self.draws.evaluation or bool(statistics),
         )
         self.block_size = block_size_of(self.model, self.packing, self.device, block_size)
-        launched = LocalStep(
+        self.stepper = Stepper(
             self.path,
             self.data,
             algorithm,
-            self.layout.dtype,
+            self.packing,
+            self.client_state.entries,
             max_grad_norm,
             self.personal.places(statistics) if statistics else None,
         )
-        self.bench = Bench(
-            steps_by(launched, self.device),
-            algorithm,
-            self.data,
-            self.packing,
-            self.keeping.carried,
+        self.stepper.captured = captured_steps(self.stepper)
+        self.rounds = self._rounds()
+        self.evaluation = Evaluation(
+            self.model,
+            self.stepper,
+            self.loss,
+            self.metrics,
+            self.data if test is None else test.to(self.device),
+            self.client_state,
+            self.reading.structure,
+            self.draws.evaluation,
         )
-        drawn = self.draws.training
-        stepping: Stepping = OpenStepping(self.bench, self.workload, self.path, drawn)
+
+    def _rounds(self) -> LocalRounds:
+        stepper, workload, privacy = self.stepper, self.workload, self.privacy
+        draws = self.draws.training
+        factory: PlainStepFactory | PrivateStepFactory = PlainStepFactory(stepper, workload, draws)
         releases = None
         if privacy is not None:
-            way = probed_way(self.model, self.packing, loss, self.draws, self.data, self.reading)
-            keeps = self.keeping.by_clients
-            stepping = ReleasedStepping(self.bench, self.workload, privacy, way, drawn, keeps)
-            releases = ExampleReleases(
-                privacy,
-                self.model,
-                algorithm,
-                self.data,
-                self.workload.work,
-                loss,
-                path=f"{self.path.name}, {way.name}",
-                rows=way.known,
+            method = probed_method(
+                self.model, self.packing, self.loss, self.draws, self.data, self.reading
             )
-        self.rounds = LocalRounds(
-            self.model, self.bench, self.keeping, self.sending, stepping, compression, releases
+            keeps_state = self.client_state.kind == "client"
+            factory = PrivateStepFactory(stepper, workload, privacy, method, draws, keeps_state)
+            releases = ExampleReleases(
+                privacy, self.model, stepper, workload.work, self.loss, method
+            )
+        return LocalRounds(
+            self.model, self.client_state, self.payload, factory, self.compression, releases
         )
-        self._calls = Calls()
-
-    def _read(self, model: nn.Module, *, declared: bool) -> Reading:
-        """What is known of the model, in its mode, and of the loss; see `read`."""
-        nobody = torch.zeros(0, dtype=torch.int64, device=self.device)
-        x, y = (f(nobody, self.layout.dtype) for f in (self.data.inputs, self.data.targets))
-        return read(model, self.loss, x, y, declared=declared)
-
-    @cached_property
-    def _evaluation(self) -> tuple[Path, bool]:
-        """The path that evaluates, and whether metrics see one chunk at a time."""
-        reading = self._read(self.model.eval(), declared=True)
-        trained, evaluated = self.reading.structure, reading.model
-        path = self.path
-        if trained is None or evaluated is None or not trained.same(evaluated):
-            path = PlainPath(self.model, self.packing, self.loss)
-        functions = [m.function for m in self.metrics.values() if isinstance(m, MeanOf)]
-        apart = reading.loss is not None and all(map(reading.reads, functions))
-        return path, not apart
 
     @property
     def population(self) -> int:
@@ -263,30 +238,30 @@ class Trainer:
     def reported(self) -> tuple[str, ...]:
         """Names of what clients report of their training."""
         names = ["num-examples"]
-        if self.rounds.stepping.reports_loss:
+        if self.rounds.factory.reports_loss:
             names.append("loss")
-        if self.keeping.state_kind != "reset":
+        if self.client_state.kind != "reset":
             names.append("fresh-state")
         return (*names, *self.algorithm.report(self.algorithm.sample(1)))
 
     def receive(self, config: Mapping[str, object]) -> None:
         """Take from the config entries of a round's instructions what is meant for clients.
 
-        That is what the server says of their state, of FedProx's mu, and which run it is.
+        That is the state that the server keeps for them, FedProx's mu, and which run it is.
 
         Raises
         ------
         FedsimError
-            If clients count on the server, and it keeps none; or if it tells them to be pulled to
-            its model, as Flower's FedProx does, and they are not.
+            If clients count on the server's state, and it keeps none; or if it sends a pull to its
+            model, as Flower's FedProx does, to clients that have none.
         """
-        self.rounds.told = told_numbers(self.algorithm, config)
-        self.keeping.receive(config)
+        self.rounds.server_numbers = server_numbers(self.algorithm, config)
+        self.client_state.receive(config)
         if isinstance(run := config.get(RUN), str):
             self.join(run)
 
     def join(self, run: str) -> None:
-        """Go through the rounds of this run, by whose name clients' ledgers know them again."""
+        """Take part in this run: clients' ledgers know a round trained again by the run's name."""
         if self.rounds.releases is not None:
             self.rounds.releases.run = run
 
@@ -299,34 +274,34 @@ class Trainer:
         return np.maximum(self.workload.steps(client_ids), 1.0)
 
     def state(self, client_ids: Ints | None = None, round: int | None = None) -> ClientStates:
-        """See `BlockTrainer`."""
-        return self.keeping.state(client_ids, round)
+        """What these clients keep between rounds, as of the start of ``round``."""
+        return self.client_state.state(client_ids, round)
 
     def keep(self, states: ClientStates, round: int) -> None:
-        """See `BlockTrainer`."""
-        self.keeping.keep(states, round)
+        """Let these clients keep what `state` gave elsewhere, at the end of ``round``."""
+        self.client_state.keep(states, round)
 
     def restore(self, states: ClientStates) -> None:
-        """See `BlockTrainer`."""
-        self.keeping.memory.restore(states)
+        """Let clients keep what `state` gave, and nothing else."""
+        self.client_state.store.restore(states)
 
     def on(self, path: PathName, block_size: int = 0) -> Trainer:
-        """The same clients on another path, with no state as yet."""
-        state: StateKind = "client" if self.keeping.required else "reset"
+        """The same clients on another path, without state."""
+        state: StateKind = "client" if self.client_state.required else "reset"
         return self._copy(path=path, block_size=block_size, state=state)
 
     def copy_for(self, device: str) -> Trainer:
-        """See `BlockTrainer`: by the same path, in blocks of the same size."""
+        """The same clients on another device, by the same path, in blocks of the same size."""
         copied = self._copy(
             model=copy.deepcopy(self.model),
             path=cast(PathName, self.path.name),
             block_size=self.block_size,
             device=device,
-            state=self.keeping.state_kind,
+            state=self.client_state.kind,
         )
-        # What a copy releases its original has written down: see `charge`.
+        # What the copy releases is written down by the original, in `charge`.
         copied.rounds.releases = None
-        # Also where the rule for that device is another: clients may be on their way to a third.
+        # Whatever the rule for that device says: the clients of a run may train on several.
         copied.block_size = self.block_size
         return copied
 
@@ -358,20 +333,19 @@ class Trainer:
     @property
     def row_layout(self) -> Layout:
         """Of a row: the parameters that are sent, and the algorithm's vectors after them."""
-        return self.sending.layout
+        return self.payload.layout
 
     def train(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Local work of these clients from ``vector [d]``, block by block."""
         vector = self._on_device(vector)
-        received = self.sending.received(vector[None])
-        blocks = self.rounds.blocks(client_ids, round, self.randomness, self.block_size)
-        for entering in blocks:
-            fitted = self.rounds.fit(received, entering, {})
-            rows = self.sending.rows(fitted.theta, fitted.vectors, vector)
-            block = Block.sent(entering.client_ids, rows, fitted.metrics)
-            self.rounds.finish(fitted, entering)
-            # Nobody holds on to a block's parameters while its rows are looked at.
-            del fitted, entering
+        received = self.payload.received(vector[None])
+        for clients in self.rounds.blocks(client_ids, round, self.randomness, self.block_size):
+            result = self.rounds.fit(received, clients, {})
+            rows = self.payload.rows(result.theta, result.vectors, vector)
+            block = Block.sent(clients.client_ids, rows, result.metrics)
+            self.rounds.finish(result, clients)
+            # A generator would hold on to a block's parameters while its rows are looked at.
+            del result, clients
             yield block
 
     def fit(
@@ -382,7 +356,7 @@ class Trainer:
         *,
         numbers: Mapping[str, Sequence[float]] | None = None,
         randomness: Sequence[Randomness] | None = None,
-    ) -> Local:
+    ) -> LocalResult:
         """Train these clients as one block, and keep where they end.
 
         Parameters
@@ -397,35 +371,21 @@ class Trainer:
         randomness : sequence of n Randomness, optional
             Where each client's draws come from, where that differs by client.
         """
-        if numbers and self.keeping.state_kind != "reset":
+        if numbers and self.client_state.kind != "reset":
             raise FedsimError("clients with numbers of their own must have client.state = 'reset'.")
         sources = [self.randomness] * len(client_ids) if randomness is None else randomness
         vectors = self._on_device(vector).view(-1, self.row_layout.d)
-        entering = self.rounds.enter(client_ids, round, sources)
-        fitted = self.rounds.fit(self.sending.received(vectors), entering, numbers or {})
-        local = Local(self.sending.ended(fitted.theta, fitted.vectors, vectors), fitted.metrics)
-        self.rounds.finish(fitted, entering)
-        return local
+        clients = self.rounds.one_block(client_ids, round, sources)
+        result = self.rounds.fit(self.payload.received(vectors), clients, numbers or {})
+        theta = self.payload.ended(result.theta, result.vectors, vectors)
+        self.rounds.finish(result, clients)
+        return LocalResult(theta, result.metrics)
 
     def evaluate(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Block]:
         """Loss and metrics of ``vector [d]`` on these clients' test examples, or on all theirs."""
-        # An evaluation done twice is the same.
-        source = self.randomness.repeated()
         vector = self._on_device(vector)[: self.layout.d]
-        for first in range(0, len(client_ids), EVALUATE_CLIENTS):
-            ids = client_ids[first : first + EVALUATE_CLIENTS]
-            data = self.data if self.test is None else self.test
-            data.require_usable(ids.tolist())
-            indices = [data.indices[i] for i in ids]
-            seeds = Seeds([source] * len(ids), ids, round) if self.draws.evaluation else None
-            metrics = {"loss": MeanOf(self.loss), **self.metrics}
-            theta = self.keeping.evaluated(vector, ids)
-            path, by_chunk = self._evaluation
-            self.model.eval()
-            values = evaluate_clients(
-                path, theta, data, indices, metrics, seeds, self._calls, by_chunk=by_chunk
-            )
-            yield Block.sent(ids, None, values)
+        # An evaluation done twice is the same.
+        yield from self.evaluation.blocks(vector, client_ids, round, self.randomness.repeated())
 
     @property
     def ledgers(self) -> ClientLedgers | None:
@@ -437,17 +397,18 @@ class Trainer:
         releases = self.rounds.releases
         if releases is None:
             return None
-        return releases.exceeded(round, self._starting(vector, client_ids, round))
+        return releases.exceeded(round, self._starts(vector, client_ids, round))
 
     def charge(self, vector: Tensor, client_ids: Ints, round: int) -> None:
-        """See `BlockTrainer`."""
+        """Write down what these clients will release in a copy that trains them from ``vector``."""
         if self.rounds.releases is not None:
-            self.rounds.releases.record(round, self._starting(vector, client_ids, round))
+            self.rounds.releases.record(round, self._starts(vector, client_ids, round))
 
-    def _starting(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[Starting]:
+    def _starts(self, vector: Tensor, client_ids: Ints, round: int) -> Iterator[RoundStart]:
+        carried = self.client_state.store.load(client_ids, round)
         sources = [self.randomness] * len(client_ids)
-        entering = Entering(client_ids, round, sources, self.keeping.load(client_ids, round))
-        return self.rounds.starting(self._on_device(vector)[None], entering)
+        clients = RoundClients(client_ids, round, sources, carried)
+        return self.rounds.starts(self._on_device(vector)[None], clients)
 
     def _on_device(self, vector: Tensor) -> Tensor:
         return vector.to(self.device, self.layout.dtype)

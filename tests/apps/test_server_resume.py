@@ -12,7 +12,7 @@ from fedsim.apps import server_app
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.runs.artefacts import OUT, RUNS, RunDirectory, last_run
-from fedsim.runs.build import Build
+from fedsim.runs.resolve import resolve
 
 CONFIG = RunConfig.parse(
     {
@@ -28,7 +28,7 @@ CONFIG = RunConfig.parse(
 
 
 def serve(config: RunConfig, run_id: int) -> None:
-    grid = LocalGrid(Build(config).trainer)
+    grid = LocalGrid(resolve(config).trainer)
     context = Context(
         run_id=run_id, node_id=1, node_config={}, state=RecordDict(),
         run_config=dict(config.to_run_config()),

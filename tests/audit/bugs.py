@@ -15,16 +15,17 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from fedsim.federation.aggregation.base import Aggregation
 from fedsim.mechanisms import NoiseSource, Normalization
 from fedsim.mechanisms.base import BareSum, Shaped
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.mechanisms.releaser import Releaser
 from fedsim.privacy import Accountant, Event, Ledger
-from fedsim.privacy.samplers import FixedSize, Poisson
+from fedsim.privacy.laws import FixedSize, Poisson
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows import DenseRows
 from fedsim.strategies import DPFedAvg
-from fedsim.strategies.contributions import Contributions, RoundSum
 
 Plant = Callable[[], AbstractContextManager[object]]
 BUGS: dict[str, Plant] = {}
@@ -496,14 +497,14 @@ def _withheld() -> Iterator[None]:
 @bug("a denominator that counts failures")
 @contextmanager
 def _counts_failures() -> Iterator[None]:
-    release = Contributions.release
+    release = Aggregation.release
 
-    def divided(self: Contributions, gathered: RoundSum) -> Any:
-        made = release(self, gathered)
-        failed = gathered.tally.report(gathered.asked.round).failed
+    def divided(self: Aggregation) -> Any:
+        made = release(self)
+        failed = self.tally.report(self.pending.round).failed
         return dataclasses.replace(made, mean=made.mean / (1 + 1e-3 * failed))
 
-    with patch.object(Contributions, "release", divided):
+    with patch.object(Aggregation, "release", divided):
         yield
 
 
@@ -542,28 +543,22 @@ def _missing() -> AbstractContextManager[object]:
     return recorded(lambda _, line: line["round"] % 10 != 0)
 
 
+def charged(change: Callable[[Event], Event]) -> AbstractContextManager[object]:
+    """Plans whose events say something else than what they release."""
+    event = ReleasePlan.event
+    return patch.object(ReleasePlan, "event", lambda self: change(event(self)))
+
+
 @bug("charged at a larger noise multiplier than drawn")
-@contextmanager
-def _flattered() -> Iterator[None]:
-    event = Poisson.event
-
-    def flattered(self: Poisson, noise_multiplier: float, **rest: Any) -> Event:
-        return event(self, 1.05 * noise_multiplier, **rest)
-
-    with patch.object(Poisson, "event", flattered):
-        yield
+def _flattered() -> AbstractContextManager[object]:
+    return charged(lambda e: dataclasses.replace(e, noise_multiplier=1.05 * e.noise_multiplier))
 
 
 @bug("charged at half the rate")
-@contextmanager
-def _half() -> Iterator[None]:
-    event = Poisson.event
-
-    def half(self: Poisson, noise_multiplier: float, **rest: Any) -> Event:
-        return dataclasses.replace(event(self, noise_multiplier, **rest), rate=self.rate / 2)
-
-    with patch.object(Poisson, "event", half):
-        yield
+def _half() -> AbstractContextManager[object]:
+    return charged(
+        lambda e: dataclasses.replace(e, law=dataclasses.replace(e.law, rate=e.law.rate / 2))
+    )
 
 
 @bug("an accountant that halves epsilon")

@@ -17,16 +17,17 @@ import torch
 from bugs import again, bug, honest_draw, noise, noise_address
 from flwr.app import MetricRecord
 
+from fedsim.federation.aggregation.base import Aggregation
+from fedsim.federation.aggregation.server_sum import ServerSum
 from fedsim.mechanisms import Normalization
 from fedsim.mechanisms.base import Shaped
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.mechanisms.releaser import Release, Releaser
 from fedsim.privacy import Entry, Ledger
+from fedsim.privacy.laws import Poisson
 from fedsim.privacy.ledger_file import LedgerFile
-from fedsim.privacy.samplers import Poisson
 from fedsim.randomness import Draws, Randomness
 from fedsim.strategies import DPFedAvg
-from fedsim.strategies.contributions import Contributions, RoundSum
 
 OF_BUDGETS = {"a budget that stops a round late", "a budget that does not stop"}
 OF_ATTACKS = {"noise from 65,536 seeds of the config"}
@@ -176,30 +177,30 @@ def _float32() -> Iterator[None]:
 @bug("rows that come as messages count twice")
 @contextmanager
 def _messages() -> Iterator[None]:
-    add = Contributions._add
+    add = ServerSum.add
 
-    def added(self: Contributions, releaser: Any, total: Any, asked: Any, reply: Any, *rest: Any):
-        usable = add(self, releaser, total, asked, reply, *rest)
+    def added(self: ServerSum, reply: Any) -> torch.Tensor:
+        usable = add(self, reply)
         if reply.content is not None:
-            add(self, releaser, total, asked, reply, *rest)
+            add(self, reply)
         return usable
 
-    with patch.object(Contributions, "_add", added):
+    with patch.object(ServerSum, "add", added):
         yield
 
 
 @bug("a denominator that shrinks when three clients fail")
 @contextmanager
 def _three_fail() -> Iterator[None]:
-    release = Contributions.release
+    release = Aggregation.release
 
-    def divided(self: Contributions, gathered: RoundSum) -> Any:
-        made = release(self, gathered)
-        failed = gathered.tally.report(gathered.asked.round).failed
-        shrinks = 3 <= failed < len(gathered.asked.client_ids) / 2
+    def divided(self: Aggregation) -> Any:
+        made = release(self)
+        failed = self.tally.report(self.pending.round).failed
+        shrinks = 3 <= failed < len(self.pending.client_ids) / 2
         return dataclasses.replace(made, mean=made.mean * (1.001 if shrinks else 1))
 
-    with patch.object(Contributions, "release", divided):
+    with patch.object(Aggregation, "release", divided):
         yield
 
 
@@ -209,22 +210,22 @@ def _three_fail() -> Iterator[None]:
 @contextmanager
 def aggregated(change: Callable[[DPFedAvg, Any, Any], Any]) -> Iterator[None]:
     """Change what a round gives, with the exact sum as ``strategy.exact``."""
-    aggregate, release = DPFedAvg.aggregate_train, Contributions.release
+    aggregate, release = DPFedAvg.aggregate_train, Aggregation.release
     exact: dict[str, np.ndarray] = {}
 
-    def released(self: Contributions, gathered: RoundSum) -> Release:
+    def released(self: Aggregation) -> Release:
         exact["sum"] = np.concatenate(
-            [part.grids["sum"].value().numpy() for part in gathered.total.segments], axis=None
+            [part.grids["sum"].value().numpy() for part in self.total.segments], axis=None
         )
-        exact["clipped"] = np.float64(gathered.total.clipped)
-        return release(self, gathered)
+        exact["clipped"] = np.float64(self.total.clipped)
+        return release(self)
 
     def changed(self: DPFedAvg, server_round: int, replies: Any) -> Any:
         arrays, metrics = aggregate(self, server_round, replies)
         return change(self, exact, (arrays, metrics))
 
     with (
-        patch.object(Contributions, "release", released),
+        patch.object(Aggregation, "release", released),
         patch.object(DPFedAvg, "aggregate_train", changed),
     ):
         yield
@@ -261,7 +262,7 @@ def _clipped() -> AbstractContextManager[object]:
 @bug("the exact sum stays in the mechanism's state")
 def _state() -> AbstractContextManager[object]:
     def change(strategy: DPFedAvg, exact: Any, made: Any) -> Any:
-        strategy._bound.values = {**strategy._bound.values, "sum": torch.tensor(exact["sum"])}
+        strategy._state.values = {**strategy._state.values, "sum": torch.tensor(exact["sum"])}
         return made
 
     return aggregated(change)

@@ -11,8 +11,8 @@ from planted import (
     strategies,
 )
 
-from fedsim.audit import ALONE, OPPOSED, RARE, Claim, Plan, World, audit
-from fedsim.audit.observe import PARAMETERS, observe
+from fedsim.audit import ALONE, OPPOSED, RARE, Claim, Target, World, audit
+from fedsim.audit.observation import PARAMETERS, observe
 from fedsim.audit.two_world import distinguish, noticeable
 from fedsim.audit.worlds import Canaries, reach
 from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
@@ -130,7 +130,7 @@ def test_the_canary_moves_the_sum_as_far_as_any_client_can(
     mechanism: Mechanism, sensitivity: float, adjacency: str
 ) -> None:
     # Were it weaker, a bug would have room to hide.
-    plan = Plan(strategies(mechanism, FullCohort(10, adjacency=adjacency), z=1e-9))
+    plan = Target(strategies(mechanism, FullCohort(10, adjacency=adjacency), z=1e-9))
     scale = reach(mechanism, Layout.of(PARAMETERS))
     means = [
         observe(
@@ -177,7 +177,7 @@ def test_one_run_follows_each_cohorts_neighbours(cohort: Cohort) -> None:
 
 def test_the_one_run_may_be_another_plan() -> None:
     cohort = FullCohort(64)
-    whole = Plan(strategies(Clipping(1.0), cohort, z=10.0), rounds=10)
+    whole = Target(strategies(Clipping(1.0), cohort, z=10.0), rounds=10)
     verdict = audit(
         strategies(Clipping(1.0), cohort),
         runs=20,

@@ -7,11 +7,11 @@ import typer
 from planted import LessNoise
 from typer.testing import CliRunner
 
-from fedsim.audit.from_config import ConfigAudit
+from fedsim.audit.config_audit import ConfigAudit
 from fedsim.cli.audit import audit
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
-from fedsim.runs import objects
+from fedsim.runs import factories
 
 CONFIG = """
 name = "audited"
@@ -57,7 +57,7 @@ def test_a_config_that_keeps_its_claim_ends_with_status_0_and_a_picture(tmp_path
 def test_a_refuted_claim_ends_with_status_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objects, "mechanism", lambda settings: LessNoise(settings.clip_norm))
+    monkeypatch.setattr(factories, "aggregated", lambda settings: LessNoise(settings.clip_norm))
     status, output = invoke(tmp_path, "--runs", "60", "--canaries", "0", "--rounds", "1")
     assert status == 1
     assert "detected by alone" in output

@@ -8,6 +8,7 @@ from fedsim.audit import Claim
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event, Ledger
+from fedsim.privacy.laws import PoissonLaw
 
 RATES = np.linspace(0.001, 0.999, 200)
 
@@ -21,15 +22,15 @@ def test_a_gaussians_curve_is_the_analytic_one_from_below(mu: float) -> None:
 
 
 def test_releases_compose_and_replacing_doubles_the_shift() -> None:
-    three = Claim((FullCohort().event(2.0),) * 3).curve(RATES)
+    three = Claim((Event.of(FullCohort(), 2.0),) * 3).curve(RATES)
     np.testing.assert_allclose(three, Claim.gaussian(3**0.5 / 2).curve(RATES), atol=1e-9)
-    replaced = Claim((FullCohort(adjacency="replace-one").event(2.0),)).curve(RATES)
+    replaced = Claim((Event.of(FullCohort(adjacency="replace-one"), 2.0),)).curve(RATES)
     np.testing.assert_allclose(replaced, Claim.gaussian(1.0).curve(RATES), atol=1e-9)
 
 
 @pytest.mark.parametrize("cohort", [PoissonCohort(0.2), FixedCohort(3, 10), FullCohort()])
 def test_a_curve_falls_is_convex_and_ends_at_zero(cohort: PoissonCohort) -> None:
-    curve = Claim((cohort.event(1.0),) * 2).curve(np.linspace(0, 1, 101))
+    curve = Claim((Event.of(cohort, 1.0),) * 2).curve(np.linspace(0, 1, 101))
     slopes = np.diff(curve)
     assert (slopes <= 1e-12).all()
     assert (np.diff(slopes) >= -1e-9).all()
@@ -38,13 +39,13 @@ def test_a_curve_falls_is_convex_and_ends_at_zero(cohort: PoissonCohort) -> None
 
 
 def test_sampling_raises_the_curve() -> None:
-    sampled = Claim((PoissonCohort(0.2).event(1.0),)).curve(RATES)
+    sampled = Claim((Event.of(PoissonCohort(0.2), 1.0),)).curve(RATES)
     assert (sampled >= Claim.gaussian(1.0).curve(RATES) - 1e-3).all()
     assert sampled[100] > Claim.gaussian(1.0).curve(RATES)[100] + 0.1
 
 
 def test_a_ledger_that_claims_nothing_cannot_be_audited() -> None:
     ledger = Ledger()
-    ledger.record(event=Event(noise_multiplier=1.0, guarantee=False), round=1)
+    ledger.record(event=Event(noise_multiplier=1.0, law=PoissonLaw(), guarantee=False), round=1)
     with pytest.raises(FedsimError, match="no claim to audit"):
         Claim.of(ledger, 1e-5).curve(0.5)

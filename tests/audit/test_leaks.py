@@ -8,18 +8,22 @@ from bugs import BUGS
 from leaks import OF_BUDGETS
 from planted import strategies
 
-from fedsim.audit import ALONE, OPPOSED, Plan, audit, conformance
+from fedsim.audit import ALONE, OPPOSED, Target, audit, conformance
 from fedsim.audit.checks import Check
-from fedsim.audit.conformance import _failures, _resumed, _several, _system
-from fedsim.audit.from_config import _budget
-from fedsim.audit.low_bits import grid_checks
+from fedsim.audit.config_audit import run_budget_check
+from fedsim.audit.conformance import (
+    failures_check,
+    resume_check,
+    several_check,
+    system_checks,
+)
 from fedsim.audit.neighbouring_runs import Faults
-from fedsim.audit.noise_checks import covariance_check, noise_checks
+from fedsim.audit.noise_checks import covariance_check, grid_checks, noise_checks
 from fedsim.audit.noise_scale import MeasuredNoise, in_units
-from fedsim.audit.observe import columns, observe, parameters
+from fedsim.audit.observation import columns, observe, parameters
 from fedsim.audit.side_channels import NoiseOnly, side_channel_checks
-from fedsim.audit.verdict import quiet
-from fedsim.audit.worlds import still
+from fedsim.audit.verdict import silenced_logs
+from fedsim.audit.worlds import silent_clients
 from fedsim.cohorts import PoissonCohort
 from fedsim.config import RunConfig
 from fedsim.mechanisms import (
@@ -31,7 +35,6 @@ from fedsim.mechanisms import (
     PrivateScalar,
     QuantileClipping,
 )
-from fedsim.rows import Layout
 
 POPULATION = 60
 COHORT = PoissonCohort(0.5, POPULATION)
@@ -39,20 +42,19 @@ START = parameters(64)
 RISK = 1e-5
 
 
-def plan_of(mechanism: Mechanism, rounds: int) -> Plan:
-    return Plan(strategies(mechanism, COHORT, z=2.0), rounds)
+def target_of(mechanism: Mechanism, rounds: int) -> Target:
+    return Target(strategies(mechanism, COHORT, z=2.0), rounds)
 
 
 def noise_tests(mechanism: Mechanism, rounds: int = 40) -> list[Check]:
     """The tests of noise, on one run of clients that send zeros."""
-    plan = plan_of(mechanism, rounds)
-    strategy, found = plan.strategy(3), []
+    target = target_of(mechanism, rounds)
+    found: list[Check] = []
     for d in (512, 8):
         start = parameters(d)
-        nobody = still(POPULATION, d, strategy.mechanism.side_names)
-        denominator = strategy.cohort.expected_size
-        seen = [observe(plan, nobody, start, 3 + k) for k in range(1 if d > 8 else 4)]
-        both = [in_units(run, strategy.mechanism, Layout.of(start), denominator) for run in seen]
+        nobody = target.silent_clients(start)
+        seen = [observe(target, nobody, start, 3 + k) for k in range(1 if d > 8 else 4)]
+        both = [in_units(run, target, start) for run in seen]
         units, steps = (np.stack(parts) for parts in zip(*both, strict=True))
         if d == 8:
             found.append(covariance_check(units.reshape(-1, d), columns(start)))
@@ -95,16 +97,12 @@ def test_noise_that_shows_the_sum_is_detected(name: str, detected_by: str) -> No
         assert detected_by in failed(noise_tests(Normalization(1.0)))
 
 
-def bounds_of(rounds: int = 20) -> list[Check]:
+def bounds_of(rounds: int = 60) -> list[Check]:
     """The tests of several clients at once."""
-    plan = plan_of(Normalization(1.0), rounds)
-    strategy, layout = plan.strategy(3), Layout.of(START)
-    nobody = observe(plan, still(POPULATION, layout.d, ()), START, 3)
-    units = in_units(nobody, strategy.mechanism, layout, strategy.cohort.expected_size)[0]
-    noise = MeasuredNoise.of(
-        units[None], [slice(0, 64)], strategy.mechanism, layout, strategy.cohort.expected_size
-    )
-    return _several(plan, strategy, START, 3, nobody, noise)
+    target = target_of(Normalization(1.0), rounds)
+    nobody = observe(target, target.silent_clients(START), START, 3)
+    noise = MeasuredNoise.of(in_units(nobody, target, START)[0][None], target, START)
+    return [several_check(target, START, 3, nobody, noise), failures_check(target, 3)]
 
 
 def test_honest_bounds_pass_with_several_clients_at_once() -> None:
@@ -128,32 +126,30 @@ def test_bounds_that_fail_for_some_lengths_or_numbers_are_detected(
 
 
 def test_failures_of_bounds_that_adapt_are_compared_with_each_other() -> None:
-    plan = plan_of(AdaClip(), 3)
-    check = _failures(plan, plan.strategy(3), 3)
+    target = target_of(AdaClip(), 3)
+    check = failures_check(target, 3)
     assert check.p_value == 1
     assert "in 3 ways" in check.looked_at
 
 
 def test_rows_that_count_twice_only_in_messages_are_detected() -> None:
-    plan = plan_of(Normalization(1.0), 1)
+    target = target_of(Normalization(1.0), 1)
     found = []
     for name in (None, "rows that come as messages count twice"):
-        faults = Faults()
+        faults = Faults(target, START, 3)
         if name is None:
-            faults.malformed(plan, START, plan.strategy(3), 3)
+            faults.malformed_replies()
         else:
             with BUGS[name]():
-                faults.malformed(plan, START, plan.strategy(3), 3)
+                faults.malformed_replies()
         found.append(failed(faults.checks("")))
     assert found == [set(), {"messages"}]
 
 
 def leaving(mechanism: Mechanism) -> set[str]:
     """The tests of what leaves a round beside the parameters."""
-    plan = plan_of(mechanism, 3)
-    strategy = plan.strategy(3)
-    channels = NoiseOnly.of(plan, strategy, START, 3)
-    return failed(side_channel_checks(plan, strategy, channels, 0.5))
+    target = target_of(mechanism, 3)
+    return failed(side_channel_checks(target, NoiseOnly.of(target, START, 3), 0.5))
 
 
 @pytest.mark.parametrize(
@@ -198,12 +194,12 @@ def test_few_seeds_of_the_system_are_detected(
     name: str | None, detected_by: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conformance, "SYSTEM_ROUNDS", 100)
-    plan = Plan(strategies(Normalization(1.0), PoissonCohort(0.2, 200), z=2.0), 100)
+    target = Target(strategies(Normalization(1.0), PoissonCohort(0.2, 200), z=2.0), 100)
     if name is None:
-        assert not failed(_system(plan, plan.strategy(3), deep=False))
+        assert not failed(system_checks(target, deep=False))
         return
     with BUGS[name]():
-        assert failed(_system(plan, plan.strategy(3), deep=False)) == detected_by
+        assert failed(system_checks(target, deep=False)) == detected_by
 
 
 @pytest.mark.slow
@@ -211,7 +207,12 @@ def test_noise_of_few_seeds_of_a_config_is_detected_among_the_attacks_runs() -> 
     def found() -> bool:
         factory = strategies(Normalization(1.0), PoissonCohort(0.5, 10), z=2.0)
         verdict = audit(
-            factory, rounds=2, runs=300, worlds=(ALONE, OPPOSED), canaries=0, full=Plan(factory, 2)
+            factory,
+            rounds=2,
+            runs=300,
+            worlds=(ALONE, OPPOSED),
+            canaries=0,
+            full=Target(factory, 2),
         )
         return "noise: noise of many seeds" in verdict.refuting
 
@@ -232,21 +233,20 @@ CONFIG = RunConfig.parse(
 
 @pytest.mark.parametrize("name", [None, *sorted(OF_BUDGETS)])
 def test_a_budget_that_lets_a_round_through_is_detected(name: str | None) -> None:
-    with quiet():
+    with silenced_logs():
         if name is None:
-            assert _budget(CONFIG, 4.0, 1e-5, 1).p_value == 1
+            assert run_budget_check(CONFIG, 4.0, 1e-5, 1).p_value == 1
             return
         with BUGS[name]():
-            assert _budget(CONFIG, 4.0, 1e-5, 1).p_value == 0
+            assert run_budget_check(CONFIG, 4.0, 1e-5, 1).p_value == 0
 
 
 def test_noise_that_a_resumed_run_draws_again_is_detected() -> None:
-    plan = plan_of(Normalization(1.0), 6)
-    strategy = plan.strategy(3)
-    whole = observe(plan, still(POPULATION, 64, ()), START, 3)
-    assert _resumed(plan, strategy, START, 3, whole).p_value == 1
+    target = target_of(Normalization(1.0), 6)
+    whole = observe(target, silent_clients(POPULATION, 64, ()), START, 3)
+    assert resume_check(target, START, 3, whole).p_value == 1
     with BUGS["a resumed run draws the noise of its first rounds again"]():
-        assert _resumed(plan, strategy, START, 3, whole).p_value == 0
+        assert resume_check(target, START, 3, whole).p_value == 0
 
 
 def test_a_limit_is_the_value_beyond_which_a_test_detects() -> None:

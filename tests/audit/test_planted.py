@@ -7,7 +7,7 @@ from bugs import BUGS
 from leaks import OF_ATTACKS, OF_BUDGETS
 from planted import strategies
 
-from fedsim.audit import Plan, Verdict, audit
+from fedsim.audit import Target, Verdict, audit
 from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
 from fedsim.mechanisms import (
     AdaClip,
@@ -33,7 +33,7 @@ OF_MORE_ROUNDS = {
 
 def checked(mechanism: Mechanism, cohort: Cohort = POISSON, **settings: str) -> Verdict:
     factory = strategies(mechanism, cohort, z=2.0, **settings)
-    return audit(factory, worlds=(), canaries=0, full=Plan(factory, 30), seed=3)
+    return audit(factory, worlds=(), canaries=0, full=Target(factory, 30), seed=3)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_every_planted_bug_is_caught(name: str) -> None:
     factory = strategies(Normalization(1.0), POISSON, z=2.0)
     rounds = 100 if name in OF_MORE_ROUNDS else 30
     with BUGS[name]():
-        verdict = audit(factory, worlds=(), canaries=0, full=Plan(factory, rounds), seed=3)
+        verdict = audit(factory, worlds=(), canaries=0, full=Target(factory, rounds), seed=3)
     assert verdict.failed
 
 

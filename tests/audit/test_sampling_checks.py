@@ -9,13 +9,14 @@ import pytest
 from fedsim.audit.sampling_checks import draw_checks, inclusion_checks
 from fedsim.cohorts import InclusionSampler
 from fedsim.privacy import Event
+from fedsim.privacy.laws import FixedSizeLaw, PoissonLaw
 
 Ids = npt.NDArray[np.int64]
 Run = list[Ids]
 N, RATE, ROUNDS = 300, 0.2, 80
-POISSON = Event(noise_multiplier=1.0, rate=RATE)
-FIXED = Event(noise_multiplier=1.0, sampler="fixed", size=60, population=N)
-FULL = Event(noise_multiplier=1.0, sampler="full")
+POISSON = Event(noise_multiplier=1.0, law=PoissonLaw(rate=RATE))
+FIXED = Event(noise_multiplier=1.0, law=FixedSizeLaw(size=60, population=N))
+FULL = Event(noise_multiplier=1.0)
 RISK = 1e-5
 
 
@@ -44,7 +45,7 @@ def test_p_values_of_honest_draws_are_not_too_small_too_often(
     n: int, rate: float, rounds: int
 ) -> None:
     rng = np.random.default_rng(1)
-    event = Event(noise_multiplier=1.0, rate=rate)
+    event = Event(noise_multiplier=1.0, law=PoissonLaw(rate=rate))
     p_values = np.array(
         [
             [
@@ -124,7 +125,7 @@ class NightAndDay(InclusionSampler):
 def by_probabilities(runs: list[Run], highest: float = 0.3) -> set[str]:
     sampler = NightAndDay(N, highest)
     chances = np.stack([sampler.probabilities(t) for t in range(1, ROUNDS + 1)])
-    checks = inclusion_checks(runs, chances, sampler.event(1.0))
+    checks = inclusion_checks(runs, chances, Event.of(sampler, 1.0))
     return {check.name for check in checks if check.p_value <= RISK}
 
 

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from fedsim import RunConfig, registry
 from fedsim.cli import main
-from fedsim.config.describe import keys
-from fedsim.config.schema import schema
-from fedsim.config.template import template
+from fedsim.config.describe import keys, schema, template
 
 CHOICES = {
     "data.name": "data", "partition.name": "partition", "model.name": "model",
@@ -106,6 +104,9 @@ def test_the_commands_say_what_there_is(capsys: pytest.CaptureFixture[str]) -> N
     assert "adadp-lr" in capsys.readouterr().out
     assert status("config", "explain", "client.tol") == 0
     assert "It belongs to adadp-lr." in capsys.readouterr().out
+    for key, changeable in (("noise.max-epsilon", True), ("rounds", True), ("client.lr", False)):
+        assert status("config", "explain", key) == 0
+        assert ("A resumed run may change it" in capsys.readouterr().out) is changeable
     for choice in ("partition.iid", "data.mnist", "client.mechanism.median", "task.cross-entropy"):
         assert status("config", "explain", choice) == 0, choice
     assert "It brings no keys of its own." in capsys.readouterr().out

@@ -115,7 +115,7 @@ def test_json_says_that_the_users_own_code_has_ended_it(
     def broken(self: object, *arguments: object) -> None:
         raise ZeroDivisionError("of mine")
 
-    monkeypatch.setattr("fedsim.runs.drive.Session.rounds", broken)
+    monkeypatch.setattr("fedsim.runs.session.Session.rounds", broken)
     with pytest.raises(ZeroDivisionError):
         main(["run", "c.toml", "--json"])
     (end,) = map(json.loads, capsys.readouterr().out.splitlines())

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from fedsim.cli.privacy import privacy
 from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.errors import FedsimError
-from fedsim.privacy import Ledger, calibrate, epsilon, rounds_within
+from fedsim.privacy import Event, Ledger, calibrate, epsilon, rounds_within
 
 CONFIG = """
 name = "plan"
@@ -44,8 +44,11 @@ def answer(output: str, name: str) -> float:
 
 
 def table(output: str) -> list[list[float]]:
-    rows = [line.strip("│ ").split("│") for line in output.splitlines() if line.startswith("│")]
-    return [[float(cell.replace(",", "")) for cell in row] for row in rows]
+    rows = [line.replace(",", "").split() for line in output.splitlines()]
+    numeric = re.compile(r"\d+(\.\d+)?")
+    return [
+        [float(cell) for cell in row] for row in rows if row and all(map(numeric.fullmatch, row))
+    ]
 
 
 @pytest.fixture
@@ -59,7 +62,7 @@ def config(tmp_path):
 def ledger(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     for t in range(1, 21):
-        ledger.record(round=t, event=PoissonCohort(0.2, 200).event(1.5), clip_norm=1.0)
+        ledger.record(round=t, event=Event.of(PoissonCohort(0.2, 200), 1.5), clip_norm=1.0)
     return ledger
 
 

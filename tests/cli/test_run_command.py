@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -7,14 +8,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fedsim.cli import main
 from fedsim.cli.app import app
+from fedsim.cli.progress import Progress
+from fedsim.config import RunConfig
 from fedsim.rows.block import Block
 from fedsim.training import Trainer
 
@@ -93,6 +98,12 @@ def test_run_trains_and_says_what_it_reached(config: Path, tmp_path: Path) -> No
     assert "lr = 0.3" in (tmp_path / "runs" / "small" / "config.toml").read_text()
 
 
+def test_a_run_without_evaluation_says_so(config: Path, tmp_path: Path) -> None:
+    done = fedsim("run", "small.toml", "--set", "evaluate.every=0", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Nothing was evaluated." in done.stdout
+
+
 def test_a_mistake_is_one_sentence_and_status_2_and_writes_nothing(
     config: Path, tmp_path: Path
 ) -> None:
@@ -154,3 +165,37 @@ def test_a_private_run_whose_clients_all_fail_ends_well_and_its_summary_says_it(
     said = capsys.readouterr().err
     assert "the run failed: every client that was asked failed in 3 rounds in a row" in said
     assert "client.lr may be too high" in said
+
+
+@pytest.mark.parametrize("found", ["None", "types.ModuleType('experiments')"])
+def test_experiments_of_an_installed_package_need_a_source_checkout(found):
+    code = (
+        f"import sys, types; sys.modules['experiments'] = {found}; "
+        "from fedsim.cli import main; main()"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, "experiment", "quadratic", "--quick"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("fedsim: `fedsim experiment` needs a source checkout")
+
+
+def test_a_pipe_gets_no_boxes_and_epsilon_stands_before_the_loss(tmp_path):
+    ran = fedsim("run", str(ROOT / "experiments" / "demo.toml"), "--set", "rounds=2", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert not re.search("[\u2500-\u257f]", ran.stdout)
+    line = next(line for line in ran.stdout.splitlines() if line.startswith("round    2/2"))
+    assert line.index("accuracy") < line.index("eps ") < line.index("loss")
+
+
+def test_a_narrow_terminal_shows_epsilon_whole():
+    shown = io.StringIO()
+    console = Console(file=shown, width=80, force_terminal=True, color_system=None)
+    progress = Progress(console, RunConfig.parse({"rounds": 40}))
+    row = {"round": 12, "test-accuracy": 0.912, "test-loss": 0.31234, "epsilon": 2.314}
+    with progress:
+        progress.on_round(SimpleNamespace(row={**row, "simulated": 1, "clients-per-second": 910}))
+    assert "eps 2.31 (simulated)" in shown.getvalue()

@@ -9,7 +9,7 @@ from clients_helpers import make_data, make_mlp
 from torch import nn
 
 from fedsim.clients import SGD, AdadpLR, Step
-from fedsim.clients.gradients import Dense
+from fedsim.clients.base import Dense
 from fedsim.randomness import Randomness
 from fedsim.training import ClientData, Trainer
 

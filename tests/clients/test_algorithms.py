@@ -12,7 +12,7 @@ from clients_helpers import make_data, make_mlp
 from torch import nn
 
 from fedsim.clients import SGD, AdadpLR, AdadpNoise, Adam, Proximal, RMSProp, Schedule, Step
-from fedsim.clients.gradients import Dense
+from fedsim.clients.base import Dense
 from fedsim.errors import FedsimError
 from fedsim.randomness import Randomness
 from fedsim.training import Trainer

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fedsim import RunConfig
-from fedsim.runs import objects
+from fedsim.runs import factories
 
 TUTORIAL = pathlib.Path(__file__).parents[2] / "docs" / "your_own_algorithm.md"
 
@@ -39,9 +39,9 @@ def test_the_tutorials_module_is_under_40_lines(tutorial):
 
 def test_the_tutorials_config_names_what_its_module_has(tutorial):
     config = RunConfig.parse(tomllib.loads(tutorial[1][1]))
-    algorithm = objects.algorithm(config)
+    algorithm = factories.algorithm(config)
     assert (algorithm.beta, algorithm.lr) == (0.8, 0.005)
-    loss, metric = objects.loss(config), objects.metrics(config)["among-3"]
+    loss, metric = factories.loss(config), factories.metrics(config)["among-3"]
     outputs, targets = torch.zeros(4, 3), torch.arange(4) % 3
     np.testing.assert_allclose(loss(outputs, targets), np.log(3) * (2 / 3) ** 1.5, rtol=1e-6)
     assert metric.update(metric.init(), outputs, targets).count == 4

@@ -17,8 +17,7 @@ from fedsim.engines import LocalGrid, array_record, tensors
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping, NoPrivacy
 from fedsim.randomness import Randomness
-from fedsim.robust import TrimmedMean
-from fedsim.strategies import DPFedAvg, sgd
+from fedsim.strategies import DPFedAvg, TrimmedMean, sgd
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
 
 SIZES = [4, 7, 0, 9, 5]

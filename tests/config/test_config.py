@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsim import RunConfig
-from fedsim.config.flower import flower_table
+from fedsim.config.describe import flower_table
 from fedsim.errors import FedsimError
 
 ROOT = Path(__file__).parents[2]

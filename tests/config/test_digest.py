@@ -12,7 +12,7 @@ from fedsim import RunConfig
 from fedsim.config.digest import affects_release, release_digest
 from fedsim.errors import FedsimError
 from fedsim.privacy.digest import digest_of
-from fedsim.runs.build import Build
+from fedsim.runs.resolve import resolve
 
 # What DESIGN's third guarantee names, and what is like it.
 OUTSIDE = {
@@ -100,18 +100,18 @@ def test_resolving_twice_changes_nothing_and_a_calibration_stands_for_its_result
             "client.batch-size": 50,
         }
     )
-    build = Build(config)
-    once = build.resolved
-    again = Build(once)
-    assert again.resolved == once
-    assert again.release == build.release
+    resolved = resolve(config)
+    once = resolved.config
+    again = resolve(once)
+    assert again.config == once
+    assert again.release == resolved.release
     assert (once.noise.target_epsilon, once.client.noise.target_epsilon) == (None, None)
     multipliers = once.noise.multiplier or 0.0, once.client.noise.multiplier or 0.0
     assert max(multipliers) > 0
-    assert again.noise_multiplier == build.noise_multiplier == multipliers[0]
+    assert again.plan.noise.multiplier == resolved.plan.noise.multiplier == multipliers[0]
     # More rounds of the resolved config are the same release, of the calibrated one they are not.
-    assert Build(once.replace(rounds=30)).release == build.release
-    assert Build(config.replace(rounds=30)).release != build.release
+    assert resolve(once.replace(rounds=30)).release == resolved.release
+    assert resolve(config.replace(rounds=30)).release != resolved.release
 
 
 @pytest.mark.parametrize(

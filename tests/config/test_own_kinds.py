@@ -13,8 +13,9 @@ from sample_kinds import CLASSES, IMPORTS
 import fedsim
 from fedsim import RunConfig, registry
 from fedsim.errors import FedsimError
-from fedsim.runs.build import Build
-from fedsim.runs.check import check
+from fedsim.runs import factories
+from fedsim.runs.preflight import check
+from fedsim.runs.resolve import resolve
 
 MODEL_AND_LOSS = """
 from torch import nn
@@ -61,9 +62,9 @@ def test_something_of_ones_own_with_options_stands_in_every_table_at_once() -> N
     assert len(result.metrics) == 3
     assert {"test-accuracy", "test-Certainty-2.0", "test-focal-1"} <= result.metrics[-1].keys()
     assert math.isfinite(result.privacy.epsilon)
-    build = Build(config)
-    assert (len(build.dataset.train), build.partition.region) == (90, 3)
-    assert build.model[1].out_features == 5
+    resolved = resolve(config)
+    assert (len(resolved.data.dataset.train), factories.partition(config).region) == (90, 3)
+    assert resolved.model[1].out_features == 5
 
 
 def test_the_same_by_entry_points_of_an_installed_package_has_keys(
@@ -113,11 +114,11 @@ def test_a_plugin_that_does_not_describe_its_settings_has_options(
         }
     )
     assert RunConfig.from_run_config(config.to_run_config()) == config
-    build = Build(config)
-    assert (build.model[1].out_features, build.plan.sampler.rate) == (5, 0.8)
+    resolved = resolve(config)
+    assert (resolved.model[1].out_features, resolved.plan.sampler.rate) == (5, 0.8)
     assert fedsim.run(config).privacy.epsilon > 0
     with pytest.raises(FedsimError, match=r"model\.options\.depth is no setting of 'theirs'"):
-        check(Build(config.replace(**{"model.options.depth": 2})))
+        check(resolve(config.replace(**{"model.options.depth": 2})))
     with pytest.raises(FedsimError, match=r"model\.width"):
         config.replace(**{"model.width": 2})
 
@@ -150,4 +151,4 @@ def test_an_option_that_is_no_good_is_blamed_by_its_own_name(
     key: str, value: object, sentence: str
 ) -> None:
     with pytest.raises(FedsimError, match=sentence):
-        check(Build(RunConfig.parse(TREE).replace(**{key: value})))
+        check(resolve(RunConfig.parse(TREE).replace(**{key: value})))

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from fedsim import RunConfig
-from fedsim.config.schema import schema
+from fedsim.config.describe import schema
 from fedsim.errors import FedsimError
 
 ROOT = Path(__file__).parents[2]

@@ -168,7 +168,9 @@ def test_a_download_that_fails_says_why_and_what_else_there_is(
 
 
 def test_an_unknown_name_is_told_what_there_is() -> None:
-    with pytest.raises(FedsimError, match=r"'minst'; it must be one of cifar10, .*npz"):
+    with pytest.raises(
+        FedsimError, match=r"'minst'; did you mean 'mnist'\? It must be one of cifar10, .*npz"
+    ):
         load("minst")
 
 

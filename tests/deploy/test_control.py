@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import base64
 import importlib
-import sqlite3
 
 import pytest
 import yaml
@@ -74,12 +73,3 @@ def test_the_operators_flwr_finds_the_token_where_it_looks():
     assert entries[f"{prefix}.authn-type"] == "oidc"
     assert entries[f"{prefix}.oidc-access-token"] == TOKEN
     assert f"{prefix}.oidc-refresh-token" in entries
-
-
-def test_a_request_waits_a_minute_for_the_superlinks_database(monkeypatch, tmp_path):
-    monkeypatch.setattr(sql_mixin, "SQLITE_PRAGMAS", sql_mixin.SQLITE_PRAGMAS)
-    control._be_patient()
-    with sqlite3.connect(tmp_path / "superlink.db") as connection:
-        sql_mixin._set_sqlite_pragmas(connection, None)
-        assert connection.execute("PRAGMA busy_timeout").fetchone() == (60_000,)
-        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from cryptography import x509
 
-from fedsim.deploy import parties as module
+from fedsim.deploy import services as module
 from fedsim.deploy.federation import CONNECTION, Federation
-from fedsim.deploy.parties import Node, SuperLink
+from fedsim.deploy.services import Node, SuperLink
 from fedsim.errors import FedsimError
 
 
@@ -143,7 +143,7 @@ def test_only_what_nodes_need_listens_outside_whatever_the_installed_flower(
     superlink = words(link, "superlink")
     assert superlink[superlink.index("--host") + 1] == "127.0.0.1"
     outside = [service.name for service in link if any("0.0.0.0" in w for w in service.command)]
-    assert outside == (["superlink"] if grpc else ["front"])
+    assert outside == (["superlink"] if grpc else ["fleet-proxy"])
     if grpc:
         assert superlink[superlink.index("--fleet-api-address") + 1] == "0.0.0.0:9092"
     supernode = words(node, "supernode-1")

@@ -10,9 +10,8 @@ import pytest
 
 from fedsim.deploy.bundle import check_bundle
 from fedsim.deploy.federation import Federation
-from fedsim.deploy.parties import Node, SuperLink
 from fedsim.deploy.policy import Policy
-from fedsim.deploy.roster import read_roster
+from fedsim.deploy.services import Node, SuperLink, read_roster
 from fedsim.errors import FedsimError
 
 NODE = {

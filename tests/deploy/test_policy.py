@@ -14,11 +14,11 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from fedsim.apps import client_app
 from fedsim.apps import node as module
 from fedsim.config import RunConfig
-from fedsim.deploy.parties import Node
 from fedsim.deploy.policy import NODE, Policy
+from fedsim.deploy.services import Node
 from fedsim.devices import read_work
-from fedsim.engines.messages import BUDGET_SPENT, ensure_identity
 from fedsim.errors import FedsimError
+from fedsim.federation.flower_internals import BUDGET_SPENT, ensure_identity
 from fedsim.privacy import Ledger
 
 PRIVATE = {
@@ -185,7 +185,7 @@ def test_a_node_without_a_policy_lets_a_run_name_no_module(monkeypatch):
 
 def test_what_a_client_keeps_and_trains_on_is_where_its_node_says(on_a_node, tmp_path, monkeypatch):
     built = []
-    monkeypatch.setattr(module, "NodeBuild", lambda *words: built.append(words) or MagicMock())
+    monkeypatch.setattr(module, "resolve_node", lambda *words: built.append(words) or MagicMock())
     on_a_node('state-dir = "kept"\ndata = "own.npz"')
     kept = {"name": "adadp-lr", "state": "client", "state-dir": "/somewhere/else"}
     context = context_of(config(client=kept))
@@ -387,7 +387,7 @@ def trains(tmp_path, monkeypatch, policy: str, run: RunConfig, round: int = 1) -
              classes=2)  # fmt: skip
     monkeypatch.setenv(NODE, str(node(tmp_path, f'data = "own.npz"\n{policy}')))
     ensure_identity(1)
-    built = module.NodeBuild(run.replace(**{"client.state-dir": str(tmp_path / "elsewhere")}), 0,
+    built = module.resolve_node(run.replace(**{"client.state-dir": str(tmp_path / "elsewhere")}), 0,
                              str(tmp_path / "own.npz"))  # fmt: skip
     content = RecordDict({
         "config": ConfigRecord({"server-round": round}), "arrays": built.initial_arrays,

@@ -27,7 +27,7 @@ from experiments.xu.formulas import (
 from fedsim.clients import SGD
 from fedsim.cohorts import FullCohort, PoissonCohort
 from fedsim.engines import LocalGrid
-from fedsim.engines.arrays import array_record, tensors
+from fedsim.federation.arrays import array_record, tensors
 from fedsim.mechanisms import AdaClip, Clipping, NoPrivacy
 from fedsim.privacy import Ledger, calibrate
 from fedsim.randomness import Randomness

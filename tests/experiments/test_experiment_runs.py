@@ -17,13 +17,21 @@ import tomli_w
 import typer
 from typer.testing import CliRunner
 
-from experiments import Experiment, ExperimentMember, PaperClaim, Report, Settings, find, names
+from experiments.command import experiment
+from experiments.framework import (
+    Experiment,
+    ExperimentMember,
+    PaperClaim,
+    Report,
+    Settings,
+    find,
+    names,
+)
 from experiments.framework import run as running
 from experiments.framework.base import Result
 from experiments.framework.judgement import Judgement
 from experiments.framework.run import KINDS, load, run_experiment
 from experiments.framework.store import Store
-from fedsim.cli.experiment import experiment
 from fedsim.errors import FedsimError
 
 COMMITTED = Path(__file__).parents[2] / "experiments"

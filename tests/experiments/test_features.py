@@ -10,8 +10,8 @@ import torch
 from torchvision.models import resnet18
 from torchvision.transforms.functional import normalize, resize
 
-from experiments import find
 from experiments.das.features import FILE, Extractor, write_features
+from experiments.framework import find
 from experiments.framework.run import load
 from fedsim import datasets
 from fedsim.errors import FedsimError

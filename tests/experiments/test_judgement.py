@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,8 +19,9 @@ from release_helpers import plan_of
 from scipy import stats
 from typer.testing import CliRunner
 
-from experiments import Experiment, PaperClaim, Report, check, find, names
 from experiments.adaclip.regression import descend, make_mechanism
+from experiments.command import experiment
+from experiments.framework import Experiment, PaperClaim, Report, check, find, names
 from experiments.framework.base import BestOfGrid, ExperimentMember, Result, Table
 from experiments.framework.config_runs import chosen
 from experiments.framework.judgement import Judgement, faults
@@ -31,13 +30,12 @@ from experiments.framework.pages import sections
 from experiments.framework.run import load
 from experiments.framework.spread import agreed, all_ahead, listed, paired
 from experiments.framework.stored import Stored, digest, shortened
-from fedsim.cli.experiment import experiment
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import NoiseSource, Releaser
 from fedsim.privacy import Independent
 from fedsim.randomness import Purpose, Randomness
-from fedsim.reports.palette import COLOURS, DARK, LIGHT, SERIES
+from fedsim.reports.plots import COLOURS, DARK, LIGHT, SERIES
 from fedsim.rows import DenseRows, Layout
 
 STORED = [name for name in names() if Stored.load(find(name)) is not None]
@@ -355,15 +353,3 @@ def test_settings_of_a_member_are_those_of_its_config_whatever_its_algorithms_de
         again = RunConfig.from_run_config(chosen(config))
         assert again.client.lr == rate
         assert again == config
-
-
-@pytest.mark.parametrize("there", [None, ModuleType("experiments")])
-def test_without_a_checkout_the_command_says_where_experiments_are(
-    there: ModuleType | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "experiments", there)
-    app = typer.Typer()
-    app.command()(experiment)
-    result = CliRunner().invoke(app, ["xu"])
-    assert isinstance(result.exception, FedsimError)
-    assert "run this from a checkout" in str(result.exception)

@@ -131,8 +131,7 @@ def as_if_on_a_gpu(monkeypatch, trainer):
     monkeypatch.setattr(torch, "from_numpy", lambda array: pretend(real(array)))
     data = trainer.data
     trainer.data = dataclasses.replace(data, x=pretend(data.x), y=pretend(data.y))
-    trainer.bench.data = trainer.data
-    trainer.bench.step = dataclasses.replace(trainer.bench.step, data=trainer.data)
+    trainer.stepper.data = trainer.data
     trainer.block_size = data.population
     return trainer
 

@@ -12,7 +12,7 @@ import httpx
 from cryptography.hazmat.primitives import serialization
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-from fedsim.engines.messages import speaks_grpc
+from fedsim.deploy.flower_replacements import speaks_grpc
 
 
 class Refused(Exception):  # noqa: N818 - what is hoped for is no error

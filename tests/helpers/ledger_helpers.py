@@ -6,17 +6,18 @@ from pathlib import Path
 
 from fedsim.cohorts import PoissonCohort
 from fedsim.privacy import Accountant, Event, Ledger
+from fedsim.privacy.laws import PoissonLaw
 
 COHORT = PoissonCohort(0.2, 479)
 DELTA = 1e-5
-ZEROED = Event(noise_multiplier=1.5, rate=0.2, adjacency="zero-out")
+ZEROED = Event(noise_multiplier=1.5, law=PoissonLaw(rate=0.2, adjacency="zero-out"))
 
 
 def release(round: int, z: float = 1.5) -> dict[str, object]:
     """What `Ledger.record` is told of a round."""
     return {
         "round": round,
-        "event": COHORT.event(z),
+        "event": Event.of(COHORT, z),
         "clip_norm": 1.0,
         "mechanism": "normalization",
         "entropy": "config",
@@ -34,4 +35,4 @@ def written(path: Path, rounds: int = 3) -> bytes:
 
 def spent(rounds: int, z: float = 1.5) -> float:
     """Epsilon after so many rounds."""
-    return Accountant([COHORT.event(z, count=rounds)]).epsilon(DELTA)
+    return Accountant([Event.of(COHORT, z, count=rounds)]).epsilon(DELTA)

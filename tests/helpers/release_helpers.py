@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from fedsim.cohorts import FullCohort, PoissonCohort
+from fedsim.federation.aggregation.shares import ShareRequest
+from fedsim.federation.aggregation.shares import share as made_share
 from fedsim.mechanisms import Mechanism, NoiseSource, Release, Releaser
 from fedsim.privacy import Independent
 from fedsim.privacy.noise import Noise
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.rows import DenseRows, Layout
-from fedsim.training.shares import ShareRequest
-from fedsim.training.shares import share as made_share
 
 
 def layout_of_rows(rows: Tensor) -> Layout:

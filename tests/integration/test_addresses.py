@@ -14,7 +14,7 @@ from fedsim import RunConfig
 from fedsim.clients import SGD
 from fedsim.cohorts import FullCohort
 from fedsim.engines import LocalGrid
-from fedsim.engines.arrays import array_record, tensors
+from fedsim.federation.arrays import array_record, tensors
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Address, Purpose, Randomness
 from fedsim.strategies import DPFedAvg

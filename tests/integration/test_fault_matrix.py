@@ -16,9 +16,8 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from fedsim.deploy.bundle import write_app
-from fedsim.deploy.parties import Node
-from fedsim.deploy.rehearsal import Rehearsal
-from fedsim.deploy.simulation import Simulation, resources
+from fedsim.deploy.rehearsal import Rehearsal, Simulation, resources
+from fedsim.deploy.services import Node
 from fedsim.engines import LocalGrid, RayGrid
 
 APP = Path(__file__).with_name("treacherous_app")

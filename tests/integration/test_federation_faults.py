@@ -14,8 +14,8 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from fedsim.deploy.bundle import CLIENT_APP, write_app
-from fedsim.deploy.parties import Node
 from fedsim.deploy.rehearsal import Rehearsal
+from fedsim.deploy.services import Node
 from fedsim.engines import LocalGrid
 
 APP = Path(__file__).with_name("faulty_app")

@@ -30,11 +30,11 @@ from intruder import Intruder, Refused
 
 from fedsim.deploy.certificates import Authority
 from fedsim.deploy.control import credentials, new_token
+from fedsim.deploy.flower_replacements import speaks_grpc
 from fedsim.deploy.flwr_cli import Operator
-from fedsim.deploy.parties import Node as NodeParty
 from fedsim.deploy.processes import free_ports, wait_for_port
 from fedsim.deploy.rehearsal import Rehearsal
-from fedsim.engines.messages import speaks_grpc
+from fedsim.deploy.services import Node as NodeParty
 from fedsim.errors import FedsimError
 
 pytestmark = pytest.mark.slow

@@ -19,8 +19,7 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from fedsim.deploy.bundle import write_app
-from fedsim.deploy.rehearsal import Rehearsal
-from fedsim.deploy.simulation import Simulation, resources
+from fedsim.deploy.rehearsal import Rehearsal, Simulation, resources
 from fedsim.engines import LocalGrid
 from fedsim.privacy import epsilon
 

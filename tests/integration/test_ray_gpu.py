@@ -10,7 +10,7 @@ from torch import nn
 
 from fedsim.clients import AdadpLR
 from fedsim.engines import LocalGrid, array_record
-from fedsim.engines.ray import RayGrid
+from fedsim.federation.engines.ray import RayGrid
 from fedsim.randomness import Randomness
 from fedsim.rows.exchange import Instructions
 from fedsim.training import ClientData, Trainer

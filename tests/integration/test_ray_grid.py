@@ -14,9 +14,8 @@ from flwr.app import ConfigRecord
 from flwr.clientapp import ClientApp
 
 from fedsim.engines import LocalGrid, array_record
-from fedsim.engines.parcel import Parcel
-from fedsim.engines.ray import RayGrid
 from fedsim.errors import FedsimError
+from fedsim.federation.engines.ray import Parcel, RayGrid
 from fedsim.rows.block import Block
 from fedsim.rows.exchange import Instructions
 from fedsim.rows.trainers import TrainerDefaults

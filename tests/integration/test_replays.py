@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from flwr.app import Context, RecordDict
 
-from fedsim.deploy import parties
+from fedsim.deploy import services
 from fedsim.deploy.bundle import write_app
 from fedsim.deploy.rehearsal import Rehearsal
 from fedsim.engines import LocalGrid
@@ -44,17 +44,17 @@ def settings(out: Path, faults: str = "") -> dict:
 def rehearsal(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(APP), prepend=os.pathsep)
     monkeypatch.syspath_prepend(str(APP))
-    services = parties.Node.services
+    own_services = services.Node.services
 
     def replaying(self, *arguments, **options):
-        node, app = services(self, *arguments, **options)
+        node, app = own_services(self, *arguments, **options)
         if self.client in REPLAYS:
             python, _isolated, _module, _name, *rest = node.command
             command = (python, str(NODE), REPLAYS[self.client], *rest)
             node = replace(node, command=command)
         return [node, app]
 
-    monkeypatch.setattr(parties.Node, "services", replaying)
+    monkeypatch.setattr(services.Node, "services", replaying)
     with Rehearsal.temporary(CLIENTS, apps=APPS) as made:
         made.start_all()
         yield made

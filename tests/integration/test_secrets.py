@@ -13,8 +13,8 @@ import yaml
 
 from fedsim.config import RunConfig
 from fedsim.deploy.bundle import write_app
-from fedsim.deploy.parties import Node
 from fedsim.deploy.rehearsal import Rehearsal
+from fedsim.deploy.services import Node
 
 pytestmark = pytest.mark.slow
 

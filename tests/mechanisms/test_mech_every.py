@@ -15,6 +15,7 @@ from scipy import stats
 from torch import Tensor
 
 from fedsim.errors import FedsimError
+from fedsim.federation.aggregation.shares import add_shares
 from fedsim.mechanisms import (
     AdaClip,
     AdaptiveNoise,
@@ -32,7 +33,6 @@ from fedsim.mechanisms import (
 )
 from fedsim.privacy.noise import share_multiplier, top_up_multiplier
 from fedsim.rows import DenseRows, Layout
-from fedsim.training.shares import add_shares
 
 NAN = float("nan")
 MECHANISMS: list[Mechanism] = [

@@ -11,9 +11,9 @@ import torch
 from release_cases import cases, digest, released
 from release_helpers import plan_of
 
+from fedsim.federation.aggregation.shares import ShareRequest, add_shares, share
 from fedsim.mechanisms import Releaser
 from fedsim.privacy import Independent
-from fedsim.training.shares import ShareRequest, add_shares, share
 
 FROZEN = json.loads((Path(__file__).parent / "frozen" / "releases.json").read_text())
 

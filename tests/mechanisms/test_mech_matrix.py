@@ -7,6 +7,7 @@ import pytest
 import torch
 from release_helpers import plan_of
 
+from fedsim.federation.aggregation.shares import ShareRequest, share
 from fedsim.mechanisms import (
     AdaClip,
     AdaptiveNoise,
@@ -23,7 +24,6 @@ from fedsim.mechanisms import (
 from fedsim.privacy import Independent
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout
-from fedsim.training.shares import ShareRequest, share
 
 MECHANISMS = [
     Clipping(0.7),

@@ -9,11 +9,11 @@ from release_helpers import one_round, releaser, shares_of, source, sources
 from scipy import special, stats
 
 from fedsim.errors import FedsimError
+from fedsim.federation.aggregation.shares import add_shares
 from fedsim.mechanisms import Clipping, Mechanism, NoiseSource, Normalization
 from fedsim.privacy.noise import share_multiplier, top_up_multiplier
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import Layout
-from fedsim.training.shares import add_shares
 
 
 @pytest.mark.parametrize("hardened", [False, True])

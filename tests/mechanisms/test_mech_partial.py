@@ -15,6 +15,7 @@ from release_helpers import layout_of_rows, plan_of, releaser, shares_of, source
 from torch import Tensor
 
 from fedsim.errors import FedsimError
+from fedsim.federation.aggregation.shares import ShareRequest, add_shares, share
 from fedsim.mechanisms import (
     AdaClip,
     AdaptiveNoise,
@@ -27,7 +28,6 @@ from fedsim.mechanisms import (
 )
 from fedsim.privacy import Independent
 from fedsim.rows import DenseRows, Layout
-from fedsim.training.shares import ShareRequest, add_shares, share
 
 LAYOUT = Layout.of(
     {"0.weight": torch.empty(3, 5), "0.bias": torch.empty(3), "2.weight": torch.empty(2, 3)}

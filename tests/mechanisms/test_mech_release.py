@@ -12,10 +12,10 @@ from scipy import stats
 from torch import Tensor
 
 from fedsim.errors import FedsimError
+from fedsim.federation.aggregation.shares import ShareRequest
 from fedsim.mechanisms import Clipping, Mechanism, NoPrivacy, Normalization, PartialSum, Releaser
 from fedsim.privacy import Independent
 from fedsim.rows import DenseRows, Layout
-from fedsim.training.shares import ShareRequest
 
 NAN = float("nan")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import dp_accounting
 import pytest
@@ -15,7 +16,11 @@ from scipy.stats import norm
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Event, cost, epsilon
-from fedsim.privacy.pld import Component, _composed, _step, composed_delta, composed_epsilon
+from fedsim.privacy.laws import FixedSizeLaw, FullLaw, PoissonLaw, ShuffleLaw
+from fedsim.privacy.laws.fixed import fixed_rdp
+from fedsim.privacy.laws.poisson import poisson_rdp
+from fedsim.privacy.losses import SampledGaussian
+from fedsim.privacy.pld import _composed, _step, composed_delta, composed_epsilon
 
 # rate, noise multiplier, releases, delta; RDP, PLD, Opacus's PRV.
 REFERENCE = [
@@ -85,10 +90,13 @@ def test_opacus_agrees_by_prv_and_by_rdp():
 
 def test_loss_distributions_lie_within_the_margin_below_opacus_prv_on_mixtures():
     for events in (
-        [Event(noise_multiplier=2.0, rate=0.1, sampler="poisson").times(50)],
-        [Event(noise_multiplier=4.0).times(3), Event(noise_multiplier=1.5, rate=0.05).times(100)],
-        [Event(noise_multiplier=z, rate=0.2).times(10) for z in (1.5, 2.0, 3.0)],
-        [Event(noise_multiplier=5.0).times(7)],
+        [Event(noise_multiplier=2.0, law=PoissonLaw(rate=0.1)).times(50)],
+        [
+            Event(noise_multiplier=4.0, law=PoissonLaw()).times(3),
+            Event(noise_multiplier=1.5, law=PoissonLaw(rate=0.05)).times(100),
+        ],
+        [Event(noise_multiplier=z, law=PoissonLaw(rate=0.2)).times(10) for z in (1.5, 2.0, 3.0)],
+        [Event(noise_multiplier=5.0, law=PoissonLaw()).times(7)],
     ):
         accountant = Accountant(events)
         upper = accountant.prv_epsilon(1e-5)
@@ -97,9 +105,9 @@ def test_loss_distributions_lie_within_the_margin_below_opacus_prv_on_mixtures()
 
 
 def test_opacus_prv_has_no_opinion_on_cohorts_of_a_fixed_size_or_without_noise():
-    fixed = FixedCohort(size=3, population=30).event(2.0)
+    fixed = Event.of(FixedCohort(size=3, population=30), 2.0)
     assert Accountant([fixed]).prv_epsilon(1e-5) is None
-    assert Accountant([Event(noise_multiplier=0.0)]).prv_epsilon(1e-5) is None
+    assert Accountant([Event(noise_multiplier=0.0, law=PoissonLaw())]).prv_epsilon(1e-5) is None
     assert Accountant().prv_epsilon(1e-5) == 0.0
 
 
@@ -109,7 +117,7 @@ def test_opacus_prv_has_no_opinion_on_cohorts_of_a_fixed_size_or_without_noise()
 def test_our_composition_is_dp_accountings(rate, z, rounds):
     theirs = PLDAccountant(value_discretization_interval=1e-4)
     theirs.compose(poisson(rate, z), rounds)
-    ours = Accountant([PoissonCohort(rate).event(z, count=rounds)])
+    ours = Accountant([Event.of(PoissonCohort(rate), z, count=rounds)])
     assert ours.epsilon(1e-5) == pytest.approx(theirs.get_epsilon(1e-5), rel=2e-4)
     assert ours.delta(1.0) == pytest.approx(theirs.get_delta(1.0), rel=2e-3)
 
@@ -121,9 +129,9 @@ def test_a_mixture_is_composed_as_dp_accounting_composes_it():
     theirs.compose(dp_accounting.GaussianDpEvent(4.0), 2)
     ours = Accountant()
     for _ in range(50):
-        ours.add(PoissonCohort(0.1).event(1.5))
-    ours.add(PoissonCohort(0.02).event(0.8, count=30))
-    ours.add(FullCohort().event(4.0), 2)
+        ours.add(Event.of(PoissonCohort(0.1), 1.5))
+    ours.add(Event.of(PoissonCohort(0.02), 0.8, count=30))
+    ours.add(Event.of(FullCohort(), 4.0), 2)
     assert ours.epsilon(1e-5) == pytest.approx(theirs.get_epsilon(1e-5), rel=2e-4)
     assert (ours.releases, ours.adjacency) == (82, "zero-out")
 
@@ -131,7 +139,7 @@ def test_a_mixture_is_composed_as_dp_accounting_composes_it():
 @pytest.mark.parametrize("mu", [0.01, 0.3, 2.0, 15.0, 40.0, 80.0])
 def test_composed_loss_distributions_reach_the_analytic_gaussian_at_any_scale(mu):
     # A rate this near 1 is composed numerically, and is the Gaussian to 1e-9.
-    event = PoissonCohort(1 - 1e-12).event(5 / mu, count=25)
+    event = Event.of(PoissonCohort(1 - 1e-12), 5 / mu, count=25)
     spent = Accountant([event]).epsilon(1e-6)
     exact = analytic_epsilon(mu, 1e-6)
     assert exact - 1e-7 <= spent <= exact * (1 + 2e-4) + 1e-7
@@ -177,7 +185,7 @@ def test_a_fixed_cohort_of_everybody_is_full_participation_under_replace_one():
 @pytest.mark.parametrize(("z", "zero_out", "replace_one"), [(2.0, 33.1, 91.8), (8.0, 5.68, 13.2)])
 def test_shuffled_passes_are_unamplified(z, zero_out, replace_one):
     for adjacency, expected in (("zero-out", zero_out), ("replace-one", replace_one)):
-        passes = Event(noise_multiplier=z, sampler="shuffle", adjacency=adjacency, count=100)
+        passes = Event(noise_multiplier=z, law=ShuffleLaw(adjacency=adjacency), count=100)
         assert Accountant([passes]).epsilon(1e-5) == pytest.approx(expected, rel=2e-3)
 
 
@@ -210,7 +218,7 @@ def test_loss_distributions_never_exceed_renyi(rate, z, rounds):
 @given(RATES, st.floats(0.6, 10), st.integers(1, 500), st.floats(-8, -2))
 @settings(max_examples=10, deadline=None)
 def test_delta_is_the_inverse_of_epsilon(rate, z, rounds, log_delta):
-    accountant = Accountant([PoissonCohort(rate).event(z, count=rounds)])
+    accountant = Accountant([Event.of(PoissonCohort(rate), z, count=rounds)])
     delta = 10**log_delta
     spent = accountant.epsilon(delta)
     if spent > 0:
@@ -223,9 +231,9 @@ def test_side_scalars_fold_into_one_gaussian_on_the_same_cohort():
     z_bit, total = 20.0, 1.1
     z_main = (total**-2 - z_bit**-2) ** -0.5
     cohort = PoissonCohort(0.05)
-    both = cohort.event(z_main, sides={"bit": z_bit}, count=100)
+    both = replace(Event.of(cohort, z_main, count=100), sides={"bit": z_bit})
     assert both.total_noise_multiplier == pytest.approx(total, rel=1e-12)
-    alone = cohort.event(total, count=100)
+    alone = Event.of(cohort, total, count=100)
     assert Accountant([both]).epsilon(1e-5) == pytest.approx(
         Accountant([alone]).epsilon(1e-5), rel=1e-6
     )
@@ -233,14 +241,14 @@ def test_side_scalars_fold_into_one_gaussian_on_the_same_cohort():
 
 def test_a_side_scalar_with_infinite_noise_changes_nothing():
     cohort = PoissonCohort(0.05)
-    with_side = cohort.event(1.3, sides={"loss": math.inf}, count=10)
+    with_side = replace(Event.of(cohort, 1.3, count=10), sides={"loss": math.inf})
     assert with_side.total_noise_multiplier == 1.3
     assert Event.from_dict(with_side.to_dict()) == with_side
 
 
 def test_two_invocations_an_iteration_are_twice_the_rounds():
     cohort = PoissonCohort(1 / 300)
-    twice = Accountant([cohort.event(2.0, count=2)] * 50)
+    twice = Accountant([Event.of(cohort, 2.0, count=2)] * 50)
     assert twice.releases == 100
     assert twice.epsilon(1e-5) == epsilon(
         noise_multiplier=2.0, cohort=cohort, rounds=100, delta=1e-5
@@ -249,7 +257,7 @@ def test_two_invocations_an_iteration_are_twice_the_rounds():
 
 def test_a_hundred_distinct_noises_are_composed_exactly():
     schedule = [1.0 + 0.002 * t for t in range(40)]
-    ours = Accountant(PoissonCohort(0.05).event(z) for z in schedule).epsilon(1e-5)
+    ours = Accountant(Event.of(PoissonCohort(0.05), z) for z in schedule).epsilon(1e-5)
     theirs = PLDAccountant(value_discretization_interval=1e-3)
     for z in schedule:
         theirs.compose(poisson(0.05, z))
@@ -258,12 +266,12 @@ def test_a_hundred_distinct_noises_are_composed_exactly():
 
 def test_more_distinct_noises_are_rounded_down_and_then_left_to_renyi(monkeypatch):
     monkeypatch.setattr("fedsim.privacy.accountant.MOST_EXACT", 15)
-    near = [PoissonCohort(0.05).event(1.0 + 0.004 * t) for t in range(16)]
+    near = [Event.of(PoissonCohort(0.05), 1.0 + 0.004 * t) for t in range(16)]
     exact = Accountant(near[:15]).epsilon(1e-5)
     rounded = Accountant(near).cost(1e-5)
     assert rounded.method == "pld"
     assert exact <= rounded.epsilon <= min(1.1 * exact, rounded.rdp_epsilon)
-    apart = [PoissonCohort(0.05).event(0.5 * 1.02**t) for t in range(16)]
+    apart = [Event.of(PoissonCohort(0.05), 0.5 * 1.02**t) for t in range(16)]
     spent = Accountant(apart).cost(1e-5)
     assert spent.method == "rdp"
     assert math.isfinite(spent.epsilon)
@@ -275,8 +283,11 @@ def test_a_tiny_delta_is_left_to_renyi():
 
 
 def test_a_release_without_guarantee_costs_infinity():
-    for event in (Event(noise_multiplier=0.0), Event(noise_multiplier=2.0, guarantee=False)):
-        accountant = Accountant([PoissonCohort(0.1).event(1.0), event])
+    for event in (
+        Event(noise_multiplier=0.0, law=PoissonLaw()),
+        Event(noise_multiplier=2.0, law=PoissonLaw(), guarantee=False),
+    ):
+        accountant = Accountant([Event.of(PoissonCohort(0.1), 1.0), event])
         assert accountant.epsilon(1e-5) == math.inf
         assert accountant.delta(1.0) == 1.0
         assert Accountant().would_exceed(event, 1e9, 1e-5)
@@ -294,18 +305,18 @@ def test_extreme_plans_get_a_bound_below_renyis(rate, z, rounds):
 
 def test_nothing_released_costs_nothing():
     assert Accountant().epsilon(1e-5) == 0
-    assert Accountant([PoissonCohort(0.1).event(math.inf, count=5)]).epsilon(1e-5) == 0
+    assert Accountant([Event.of(PoissonCohort(0.1), math.inf, count=5)]).epsilon(1e-5) == 0
 
 
 def test_replace_one_composes_with_nothing_else():
-    accountant = Accountant([PoissonCohort(0.1).event(1.0)])
+    accountant = Accountant([Event.of(PoissonCohort(0.1), 1.0)])
     with pytest.raises(FedsimError, match="replace-one composes with replace-one only"):
-        accountant.add(FixedCohort(1, 10).event(1.0))
+        accountant.add(Event.of(FixedCohort(1, 10), 1.0))
     assert accountant.releases == 1
 
 
 def test_would_exceed_asks_and_does_not_spend():
-    event = PoissonCohort(0.1).event(1.2104)
+    event = Event.of(PoissonCohort(0.1), 1.2104)
     accountant = Accountant([event.times(99)])
     before = accountant.epsilon(1e-5)
     assert accountant.would_exceed(event, 5.0, 1e-5)
@@ -318,17 +329,39 @@ def test_would_exceed_asks_and_does_not_spend():
     [
         ({"noise_multiplier": -1.0}, "noise_multiplier is -1.0"),
         ({"noise_multiplier": math.nan}, "noise_multiplier is nan"),
-        ({"noise_multiplier": 1.0, "rate": 0.0}, "rate is 0.0"),
         ({"noise_multiplier": 1.0, "count": 0}, "count is 0"),
         ({"noise_multiplier": 1.0, "sides": {"bit": -2.0}}, "bit is -2.0"),
-        ({"noise_multiplier": 1.0, "sampler": "grid"}, "sampler is 'grid'"),
-        ({"noise_multiplier": 1.0, "adjacency": "replace-one"}, "add-remove or zero-out"),
-        ({"noise_multiplier": 1.0, "sampler": "fixed"}, "size and population"),
     ],
 )
 def test_impossible_events_get_a_sentence(fields, named):
     with pytest.raises(FedsimError, match=named):
         Event(**fields)
+
+
+@pytest.mark.parametrize(
+    ("law", "fields", "named"),
+    [
+        (PoissonLaw, {"rate": 0.0}, "rate is 0.0"),
+        (PoissonLaw, {"adjacency": "replace-one"}, "add-remove or zero-out"),
+        (FixedSizeLaw, {}, "size and population"),
+        (FixedSizeLaw, {"size": 9, "population": 8}, "size is 9"),
+        (FullLaw, {"population": 0}, "population is 0"),
+    ],
+)
+def test_impossible_laws_get_a_sentence(law, fields, named):
+    with pytest.raises(FedsimError, match=named):
+        law(**fields)
+
+
+def test_a_ledgers_law_is_one_of_fedsims_or_refused():
+    event = Event(noise_multiplier=1.0, law=PoissonLaw(rate=0.1)).to_dict()
+    assert Event.from_dict(event).law == PoissonLaw(rate=0.1)
+    for law in ({"name": "grid"}, {"name": "os:system"}, {"name": "poisson"}, "poisson"):
+        with pytest.raises(FedsimError, match=r"sampling is|law"):
+            Event.from_dict({**event, "law": law})
+    wrong = {**event["law"], "rate": "0.1"}
+    with pytest.raises(FedsimError, match=r"rate is .0\.1."):
+        Event.from_dict({**event, "law": wrong})
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan])
@@ -338,14 +371,12 @@ def test_an_impossible_delta_gets_a_sentence(delta):
 
 
 def test_delta_at_the_epsilon_of_a_fixed_size_cohort_is_the_delta_it_was_for() -> None:
-    accountant = Accountant([FixedCohort(10, 100).event(5.0).times(10)])
+    accountant = Accountant([Event.of(FixedCohort(10, 100), 5.0).times(10)])
     assert accountant.delta(accountant.epsilon(1e-5)) == pytest.approx(1e-5, rel=1e-6)
 
 
 def test_accounting_gives_nobodys_log_a_second_voice(monkeypatch):
     import logging
-
-    from fedsim.privacy.rdp import fixed_rdp, poisson_rdp
 
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     level = logging.getLogger("absl").level
@@ -359,7 +390,7 @@ def test_accounting_gives_nobodys_log_a_second_voice(monkeypatch):
 @pytest.mark.parametrize(("rate", "noise"), [(0.1, 0.8), (0.01, 1.0), (1e-4, 0.7), (0.5, 300.0)])
 def test_epsilon_by_frequencies_is_that_of_the_losses_one_by_one(rate, noise, rounds):
     """`composed_delta` sums over all losses of the inverse transform; epsilon never makes it."""
-    counts = {Component(rate, noise): rounds, Component(1.0, 50.0): 1}
+    counts = {SampledGaussian(rate, noise).both: rounds, SampledGaussian(1.0, 50.0).both: 1}
     for delta in (1e-3, 1e-5, 1e-8):
         epsilon = composed_epsilon(counts, delta)
         assert composed_delta(counts, epsilon) == pytest.approx(delta, rel=2e-3)
@@ -368,7 +399,7 @@ def test_epsilon_by_frequencies_is_that_of_the_losses_one_by_one(rate, noise, ro
 
 
 def test_what_a_rounds_epsilon_looks_at_does_not_grow_with_the_rounds_before():
-    for component in (Component(0.1, 1.1), Component(0.01, 1.0)):
+    for component in (SampledGaussian(0.1, 1.1).both, SampledGaussian(0.01, 1.0).both):
         looked = []
         for rounds in (300, 5000, 20_000):
             counts = {component: rounds}

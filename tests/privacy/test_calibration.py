@@ -17,6 +17,7 @@ from fedsim.privacy import (
     rounds_within,
     worst_client,
 )
+from fedsim.privacy.laws import PoissonLaw
 
 COHORTS = [
     PoissonCohort(0.1),
@@ -59,9 +60,9 @@ def test_a_plan_of_several_events_is_calibrated_as_a_whole():
 
     def plan(z: float) -> list[Event]:
         return [
-            FullCohort().event(16.0),
-            cohort.event(z, count=500),
-            cohort.event(2 * z, count=500),
+            Event.of(FullCohort(), 16.0),
+            Event.of(cohort, z, count=500),
+            Event.of(cohort, 2 * z, count=500),
         ]
 
     z = calibrate_events(plan, target_epsilon=2.0, delta=1e-5)
@@ -103,7 +104,8 @@ def test_impossible_questions_get_a_sentence(call, named):
 def test_the_statement_over_clients_is_the_worst_clients():
     sizes = [100, 150, 200, 400, 1000]
     events = [
-        Event(noise_multiplier=1.2, rate=20 / n, count=n // 20 * 3, population=n) for n in sizes
+        Event(noise_multiplier=1.2, law=PoissonLaw(rate=20 / n, population=n), count=n // 20 * 3)
+        for n in sizes
     ]
     worst = worst_client(events * 3, delta=1e-5)
     every = [Accountant([event]).epsilon(1e-5) for event in events]
@@ -112,5 +114,8 @@ def test_the_statement_over_clients_is_the_worst_clients():
 
 
 def test_a_client_without_guarantee_is_the_worst():
-    events = [Event(noise_multiplier=1.2, rate=0.1), Event(noise_multiplier=9.0, guarantee=False)]
+    events = [
+        Event(noise_multiplier=1.2, law=PoissonLaw(rate=0.1)),
+        Event(noise_multiplier=9.0, law=PoissonLaw(), guarantee=False),
+    ]
     assert worst_client(events, delta=1e-5).cost.epsilon == math.inf

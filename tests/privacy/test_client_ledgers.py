@@ -6,13 +6,14 @@ import pytest
 
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, ClientLedgers, ClientRelease, Event, Ledger
-from fedsim.privacy.fingerprint import Fingerprints
+from fedsim.privacy.durable import Fingerprints
+from fedsim.privacy.laws import PoissonLaw
 
 DELTA = 1e-5
 
 
 def event(rate: float, count: int = 1) -> Event:
-    return Event(noise_multiplier=1.5, rate=rate, adjacency="zero-out", count=count)
+    return Event(noise_multiplier=1.5, law=PoissonLaw(rate=rate, adjacency="zero-out"), count=count)
 
 
 def release(client: int, rate: float = 0.1, fingerprint: str = "f", **named: object):

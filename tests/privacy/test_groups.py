@@ -14,7 +14,8 @@ import fedsim.cli
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Event, Ledger
-from fedsim.privacy.groups import group_cost
+from fedsim.privacy.claims import group_cost
+from fedsim.privacy.laws import FixedSizeLaw, FullLaw, PoissonLaw
 
 DELTA = 1e-5
 
@@ -26,7 +27,7 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize(("adjacency", "moved"), [("zero-out", 1), ("replace-one", 2)])
 def test_without_sampling_a_group_is_one_gaussian_of_its_size(size, adjacency, moved) -> None:
-    event = Event(noise_multiplier=20.0, sampler="full", adjacency=adjacency, count=40)
+    event = Event(noise_multiplier=20.0, law=FullLaw(adjacency=adjacency), count=40)
     cost = group_cost([event], size, DELTA)
     assert cost.method == "analytic"
     mu = size * moved * math.sqrt(40) / 20
@@ -34,7 +35,7 @@ def test_without_sampling_a_group_is_one_gaussian_of_its_size(size, adjacency, m
 
 
 def test_a_group_of_one_is_a_row() -> None:
-    events = [Event(noise_multiplier=1.1, rate=0.05, count=50)]
+    events = [Event(noise_multiplier=1.1, law=PoissonLaw(rate=0.05), count=50)]
     assert group_cost(events, 1, DELTA).epsilon == pytest.approx(
         Accountant(events).epsilon(DELTA), rel=2e-3
     )
@@ -50,7 +51,7 @@ def losses(x: np.ndarray, size: int, q: float, z: float) -> np.ndarray:
 @pytest.mark.parametrize(("size", "q", "z"), [(2, 0.1, 1.0), (4, 0.05, 2.0), (3, 0.5, 2.0)])
 def test_one_poisson_sample_is_the_mixture_over_who_takes_part(size, q, z) -> None:
     delta = 1e-3
-    epsilon = group_cost([Event(noise_multiplier=z, rate=q)], size, delta).epsilon
+    epsilon = group_cost([Event(noise_multiplier=z, law=PoissonLaw(rate=q))], size, delta).epsilon
     x = np.linspace(-14 * z, size + 14 * z, 400_001)
     loss = losses(x, size, q, z)
     nobody = norm.logpdf(x, scale=z)
@@ -62,7 +63,7 @@ def test_one_poisson_sample_is_the_mixture_over_who_takes_part(size, q, z) -> No
 def test_many_poisson_samples_compose_as_simulated() -> None:
     """delta at the claimed epsilon, by simulation: 5 standard errors."""
     size, q, z, rounds, delta = 3, 0.1, 1.5, 30, 0.05
-    event = Event(noise_multiplier=z, rate=q, count=rounds)
+    event = Event(noise_multiplier=z, law=PoissonLaw(rate=q), count=rounds)
     epsilon = group_cost([event], size, delta).epsilon
     generator = np.random.default_rng(0)
     total, trials = np.zeros(40_000), 40_000
@@ -74,7 +75,7 @@ def test_many_poisson_samples_compose_as_simulated() -> None:
 
 
 def test_the_chain_of_neighbours_holds_for_fixed_cohorts_and_is_never_better() -> None:
-    fixed = Event(noise_multiplier=4.0, sampler="fixed", size=10, population=100, count=20)
+    fixed = Event(noise_multiplier=4.0, law=FixedSizeLaw(size=10, population=100), count=20)
     cost = group_cost([fixed], 3, DELTA)
     assert cost.method == "chain"
     assert cost.epsilon > 3 * Accountant([fixed]).epsilon(DELTA)
@@ -82,16 +83,16 @@ def test_the_chain_of_neighbours_holds_for_fixed_cohorts_and_is_never_better() -
     one = cost.epsilon / 3
     grown = math.expm1(cost.epsilon) / math.expm1(one)
     assert Accountant([fixed]).delta(one) * grown <= DELTA * (1 + 1e-9)
-    poisson = [Event(noise_multiplier=2.0, rate=0.1, count=10)]
+    poisson = [Event(noise_multiplier=2.0, law=PoissonLaw(rate=0.1), count=10)]
     chained = group_cost(poisson, 2, DELTA, chained=True)
     assert group_cost(poisson, 2, DELTA).epsilon < chained.epsilon < math.inf
 
 
 def test_more_rows_are_promised_less_and_no_noise_nothing() -> None:
-    events = [Event(noise_multiplier=2.0, rate=0.1, count=10)]
+    events = [Event(noise_multiplier=2.0, law=PoissonLaw(rate=0.1), count=10)]
     epsilons = [group_cost(events, size, DELTA).epsilon for size in (1, 2, 4)]
     assert epsilons == sorted(epsilons)
-    silent = group_cost([Event(noise_multiplier=0.0)], 2, DELTA)
+    silent = group_cost([Event(noise_multiplier=0.0, law=PoissonLaw())], 2, DELTA)
     assert (silent.epsilon, silent.method) == (math.inf, "none")
     assert silent.sentence() == "Whoever owns 2 clients: nothing is promised."
     with pytest.raises(FedsimError, match="a group is of 0 rows; it must be of 1 or more"):
@@ -112,7 +113,7 @@ def test_a_statement_says_what_an_owner_of_several_clients_is_promised(tmp_path,
     result = fedsim.run(RunConfig.parse(PRIVATE), out=tmp_path / "run")
     assert (
         result.privacy.group.epsilon
-        == group_cost([Event(noise_multiplier=8.0, sampler="full", count=2)], 3, DELTA).epsilon
+        == group_cost([Event(noise_multiplier=8.0, count=2)], 3, DELTA).epsilon
     )
     assert result.privacy.to_dict()["group"]["size"] == 3
     assert "Whoever owns up to 3 clients: (" in str(result.privacy)

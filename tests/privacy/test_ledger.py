@@ -17,7 +17,7 @@ from ledger_helpers import COHORT, DELTA, ZEROED, release, spent, written
 
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
-from fedsim.privacy import Ledger
+from fedsim.privacy import Event, Ledger
 from fedsim.privacy.adversary import SAMPLER_DECLARED
 from fedsim.privacy.chain import GENESIS, sealed
 
@@ -30,14 +30,14 @@ def path(tmp_path):
 def test_a_ledger_alone_recomputes_epsilon_as_dp_accounting_does(path):
     ledger = Ledger(path)
     for t in range(20):
-        ledger.record(round=t, event=COHORT.event(1.5))
+        ledger.record(round=t, event=Event.of(COHORT, 1.5))
     for t in range(10):
-        ledger.record(round=20 + t, event=COHORT.event(2.0))
+        ledger.record(round=20 + t, event=Event.of(COHORT, 2.0))
     theirs = PLDAccountant(value_discretization_interval=1e-4)
     # From the file's own text, by somebody who does not know fedsim.
     _, *lines = path.read_text().splitlines()
     events = [json.loads(line)["entry"]["event"] for line in lines]
-    pairs = Counter((event["rate"], event["noise-multiplier"]) for event in events)
+    pairs = Counter((event["law"]["rate"], event["noise-multiplier"]) for event in events)
     for (rate, z), count in pairs.items():
         gaussian = dp_accounting.GaussianDpEvent(z)
         theirs.compose(dp_accounting.PoissonSampledDpEvent(rate, gaussian), count)
@@ -49,13 +49,13 @@ def test_the_line_is_on_disk_when_record_returns_and_says_everything(path):
     assert not path.exists()
     assert ledger.record(**release(7))
     header, line = (json.loads(line)["entry"] for line in path.read_bytes().splitlines())
-    assert (header["kind"], header["version"], header["level"]) == ("ledger", 2, "client")
+    assert (header["kind"], header["version"], header["level"]) == ("ledger", 3, "client")
     assert (line["round"], line["release"], line["attempt"]) == (7, "seed-1", 0)
     assert (line["level"], line["entropy"]) == ("client", "config")
     assert (line["mechanism"], line["clip-norm"]) == ("normalization", 1.0)
     event = line["event"]
-    assert (event["sampler"], event["adjacency"]) == ("poisson", "add-remove")
-    assert (event["population"], event["noise-multiplier"]) == (479, 1.5)
+    assert (event["law"]["name"], event["law"]["adjacency"]) == ("poisson", "add-remove")
+    assert (event["law"]["population"], event["noise-multiplier"]) == (479, 1.5)
 
 
 def test_every_record_is_synced_before_it_returns_and_the_directory_of_a_new_file(
@@ -106,16 +106,16 @@ def test_a_round_run_again_with_the_same_draws_is_charged_once(path):
     assert ledger.epsilon() == spent(4)
     # Another run's draws, or another event, are another release.
     assert ledger.record(**{**release(4), "release": "seed-2"})
-    assert ledger.record(**{**release(4), "event": COHORT.event(1.6)})
+    assert ledger.record(**{**release(4), "event": Event.of(COHORT, 1.6)})
     assert ledger.record(**release(4), attempt=1)
 
 
 def test_a_round_run_again_with_system_entropy_is_charged_again():
     ledger = Ledger(delta=DELTA)
     for _ in range(2):
-        assert ledger.record(round=1, event=COHORT.event(1.5), entropy="system", release="x")
+        assert ledger.record(round=1, event=Event.of(COHORT, 1.5), entropy="system", release="x")
     for _ in range(2):
-        assert ledger.record(round=1, event=COHORT.event(1.5), entropy="config")
+        assert ledger.record(round=1, event=Event.of(COHORT, 1.5), entropy="config")
     assert ledger.epsilon() == spent(4)
 
 
@@ -126,7 +126,7 @@ def json_ends(data: bytes) -> bool:
     return bool(found) and len(rest) >= 65
 
 
-@pytest.mark.parametrize("declared", [None, COHORT.event(1.5)])
+@pytest.mark.parametrize("declared", [None, Event.of(COHORT, 1.5)])
 def test_truncated_at_any_byte_a_ledger_never_counts_less(path, declared, monkeypatch):
     monkeypatch.setattr("os.fsync", lambda fd: None)
     data = written(path, 2)
@@ -162,9 +162,9 @@ def test_resumed_after_a_torn_line_a_run_ends_as_if_never_stopped(path, monkeypa
     ends = [i + 1 for i, byte in enumerate(data) if byte == ord("\n")]
     for cut in range(ends[2] + 1, ends[3], 3):
         path.write_bytes(data[:cut])
-        ledger = Ledger(path, delta=DELTA, declared=COHORT.event(1.5))
+        ledger = Ledger(path, delta=DELTA, declared=Event.of(COHORT, 1.5))
         for t in range(2, 5):
-            planned = COHORT.event(1.5)
+            planned = Event.of(COHORT, 1.5)
             assert not ledger.would_exceed(
                 planned, spent(4), round=t, release="seed-1", entropy="config"
             )
@@ -190,12 +190,12 @@ def test_a_torn_line_of_another_run_stays_charged(path):
 
 def test_a_torn_line_costs_at_least_any_event_known(path):
     ledger = Ledger(path, delta=DELTA)
-    ledger.record(round=1, event=PoissonCohort(0.1, 100).event(1.0))
-    ledger.record(round=2, event=PoissonCohort(0.3, 100).event(2.0, count=2))
+    ledger.record(round=1, event=Event.of(PoissonCohort(0.1, 100), 1.0))
+    ledger.record(round=2, event=Event.of(PoissonCohort(0.3, 100), 2.0, count=2))
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"entry":{"kind":"rel')
     torn = Ledger(path, delta=DELTA).entries[-1].event
-    assert (torn.rate, torn.noise_multiplier, torn.count) == (0.3, 1.0, 2)
+    assert (torn.law.rate, torn.noise_multiplier, torn.count) == (0.3, 1.0, 2)
     # Of a line without any event known, nothing can be said.
     header = whole.splitlines(keepends=True)[0]
     path.write_bytes(header + b'{"entry":{"kind":"rel')
@@ -340,12 +340,12 @@ def test_levels_and_adjacencies_do_not_mix(path):
     with pytest.raises(FedsimError, match="level is 'example'"):
         ledger.record(**{**release(2), "level": "example", "event": ZEROED})
     with pytest.raises(FedsimError, match="replace-one"):
-        ledger.record(**{**release(2), "event": FixedCohort(5, 50).event(1.5)})
+        ledger.record(**{**release(2), "event": Event.of(FixedCohort(5, 50), 1.5)})
     assert path.read_bytes() == before
 
 
 def test_a_budget_is_asked_before_and_not_spent_by_asking(path):
-    event = COHORT.event(1.5)
+    event = Event.of(COHORT, 1.5)
     ledger = Ledger(path, delta=DELTA, max_epsilon=2.0)
     rounds = 0
     while not ledger.would_exceed(event):
@@ -397,7 +397,7 @@ def test_flowers_events_are_accounted_for_by_the_declared_sampler():
 
     theirs = GaussianPrivacyEvent(noise_multiplier=1.5, sample_size=96, population_size=480)
     cohort = PoissonCohort(0.2, 480)
-    ledger = Ledger(delta=DELTA, max_epsilon=2.0, declared=cohort.event(1.5))
+    ledger = Ledger(delta=DELTA, max_epsilon=2.0, declared=Event.of(cohort, 1.5))
     ledger.compose(theirs, 10)
     assert ledger.epsilon() == spent(10)
     assert ledger.would_exceed(theirs, 1e-3)
@@ -412,17 +412,17 @@ def test_flowers_events_are_accounted_for_by_the_declared_sampler():
     undeclared = Ledger(delta=DELTA)
     undeclared.compose(theirs)
     assert SAMPLER_DECLARED not in undeclared.statement().sentences()
-    assert undeclared.entries[0].event == FixedCohort(96, 480).event(1.5)
+    assert undeclared.entries[0].event == Event.of(FixedCohort(96, 480), 1.5)
     with pytest.raises(FedsimError, match="declared="):
         _ = undeclared.config
-    everybody = Ledger(delta=DELTA, declared=FullCohort(480).event(1.5))
+    everybody = Ledger(delta=DELTA, declared=Event.of(FullCohort(480), 1.5))
     assert everybody.config.neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE
     assert everybody.config.sampling_method is SamplingMethod.NO_AMPLIFICATION
 
 
 def test_at_example_level_add_remove_is_refused():
     with pytest.raises(FedsimError, match="must be zero-out"):
-        Ledger().record(event=COHORT.event(1.5), level="example")
+        Ledger().record(event=Event.of(COHORT, 1.5), level="example")
 
 
 def test_a_clients_release_is_the_same_only_under_its_fingerprint():

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from ledger_helpers import COHORT, DELTA, release, spent, written
 
-from fedsim.cohorts import FixedCohort
+from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.errors import BudgetSpentError, FedsimError
-from fedsim.privacy import Ledger
-from fedsim.privacy.archive import archive
+from fedsim.privacy import Accountant, Entry, Event, Ledger
 from fedsim.privacy.chain import GENESIS, sealed
+from fedsim.privacy.durable import archive
 
 
 @pytest.fixture
@@ -34,12 +34,12 @@ def test_a_file_that_is_no_ledger_is_refused(path, content):
 
 def test_a_later_format_is_refused_by_its_number(path):
     data = written(path, 1)
-    path.write_bytes(data.replace(b'"version":2', b'"version":3'))
+    path.write_bytes(data.replace(b'"version":3', b'"version":4'))
     with pytest.raises(FedsimError, match="hash does not match"):
         Ledger(path)
-    line, _ = sealed({"kind": "ledger", "version": 3, "level": "client", "client": None}, GENESIS)
+    line, _ = sealed({"kind": "ledger", "version": 4, "level": "client", "client": None}, GENESIS)
     path.write_bytes(line)
-    with pytest.raises(FedsimError, match="its format is 3; this fedsim reads formats 1 and 2"):
+    with pytest.raises(FedsimError, match="its format is 4; this fedsim reads formats 1 to 3"):
         Ledger(path)
 
 
@@ -100,7 +100,7 @@ def test_a_ledger_of_format_1_is_archived_when_it_is_continued(path):
 def test_a_torn_ledger_of_format_1_counts_no_less(path, cut):
     data = (OLD / "ledger.jsonl").read_bytes()
     path.write_bytes(data[:-cut])
-    ledger = Ledger(path, delta=DELTA, declared=COHORT.event(1.5))
+    ledger = Ledger(path, delta=DELTA, declared=Event.of(COHORT, 1.5))
     assert ledger.epsilon() >= spent(2 + (cut < 600))
     path.write_bytes(data.replace(b'"round":2', b'"round":9'))
     with pytest.raises(FedsimError, match="line 2: its hash does not match"):
@@ -135,7 +135,7 @@ def test_an_archive_counts_towards_the_budget(path):
     ledger = Ledger(path, delta=DELTA, max_epsilon=spent(3))
     new = {"round": 4, "release": "seed-1", "entropy": "config"}
     for t in (2, 4):  # also of a round that the archived run has made
-        assert ledger.would_exceed(COHORT.event(1.5), **{**new, "round": t})
+        assert ledger.would_exceed(Event.of(COHORT, 1.5), **{**new, "round": t})
         with pytest.raises(BudgetSpentError, match=r"would exceed max-epsilon"):
             ledger.record(**release(t))
     assert not path.exists()
@@ -145,5 +145,27 @@ def test_an_archive_that_does_not_compose_is_refused_before_anything_is_written(
     written(path, 3)
     archive(path)
     with pytest.raises(FedsimError, match="replace-one"):
-        Ledger(path, declared=FixedCohort(5, 50).event(1.5))
+        Ledger(path, declared=Event.of(FixedCohort(5, 50), 1.5))
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "event",
+    [Event.of(PoissonCohort(0.1, 100), 1.1), Event.of(FixedCohort(3, 50), 4.0, count=2)],
+)
+def test_a_ledger_of_format_2_is_read_and_continued(path, event):
+    law, new = event.law, event.to_dict()
+    flat = {
+        "sampler": law.name, "adjacency": law.adjacency,
+        "noise-multiplier": new["noise-multiplier"], "rate": law.rate,
+        "size": getattr(law, "size", None), "population": law.population,
+        "count": new["count"], "sides": {}, "guarantee": True,
+    }  # fmt: skip
+    header = {"kind": "ledger", "version": 2, "level": "client", "client": None}
+    first, head = sealed(header, GENESIS)
+    line, _ = sealed({**Entry(event=event, round=1).to_dict(), "event": flat}, head)
+    path.write_bytes(first + line)
+    ledger = Ledger(path)
+    assert [entry.event for entry in ledger.entries] == [event]
+    ledger.record(event=event, round=2)
+    assert Ledger.read(path).epsilon(1e-5) == Accountant([event.times(2)]).epsilon(1e-5)

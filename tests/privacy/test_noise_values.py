@@ -1,9 +1,14 @@
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from fedsim.cohorts import FullCohort, PoissonCohort
+import pytest
+from release_helpers import plan_of
+
+from fedsim.cohorts import PoissonCohort
 from fedsim.errors import FedsimError
+from fedsim.mechanisms import Clipping, NoPrivacy
+from fedsim.privacy import Event
 from fedsim.privacy.noise import Independent
 
 
@@ -14,11 +19,12 @@ def test_independent_noise_is_the_fresh_draws_and_keeps_nothing() -> None:
     assert not noise.correlated
 
 
-def test_a_runs_event_counts_every_release_of_every_round() -> None:
+def test_a_plans_event_counts_every_release_of_a_round() -> None:
     cohort = PoissonCohort(rate=0.1, population=50)
-    event = Independent(1.1).event(cohort, rounds=20, releases=2)
-    assert event == cohort.event(1.1, count=40)
-    assert not Independent(1.1).event(FullCohort(9), guarantee=False).private
+    plan = plan_of(Clipping(1.0), Independent(1.1), 5)
+    plan = replace(plan, sampler=cohort, releases=2)
+    assert plan.event().times(20) == Event.of(cohort, 1.1, count=40)
+    assert not replace(plan, bound=NoPrivacy(), noise=Independent(0.0)).event().private
 
 
 @pytest.mark.parametrize("multiplier", [-0.1, float("nan")])

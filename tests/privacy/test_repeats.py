@@ -11,8 +11,8 @@ import pytest
 from ledger_helpers import COHORT, DELTA, ZEROED, release, spent, written
 
 from fedsim.errors import BudgetSpentError, FedsimError
-from fedsim.privacy import Accountant, ClientLedgers, ClientRelease, Ledger
-from fedsim.privacy.archive import archive
+from fedsim.privacy import Accountant, ClientLedgers, ClientRelease, Event, Ledger
+from fedsim.privacy.durable import archive
 
 FORK = multiprocessing.get_context("fork")
 ROUNDS = 6
@@ -47,7 +47,7 @@ def _spend_server(path: Path, budget: float, run: int, start) -> None:
 @pytest.mark.parametrize("spend", [_spend_client, _spend_server])
 def test_processes_that_share_a_ledger_never_spend_more_than_its_budget(tmp_path, spend):
     """Three processes spent 3.709 of 2.6 where each checked, and then wrote."""
-    event = ZEROED if spend is _spend_client else COHORT.event(1.5)
+    event = ZEROED if spend is _spend_client else Event.of(COHORT, 1.5)
     budget = Accountant([event] * 7).epsilon(DELTA)
     start = FORK.Barrier(3)
     place = tmp_path if spend is _spend_client else tmp_path / "ledger.jsonl"
@@ -91,7 +91,7 @@ def test_a_round_gone_through_again_is_charged_once_only_with_the_same_sum(tmp_p
     assert ledger.record(**release(1), sum=one)
     again = Ledger(path, delta=DELTA)
     assert not again.would_exceed(
-        COHORT.event(1.5), spent(1), round=1, release="seed-1", entropy="config"
+        Event.of(COHORT, 1.5), spent(1), round=1, release="seed-1", entropy="config"
     )
     assert not again.record(**release(1), sum=again.fingerprint([b"a sum"]))
     before = path.read_bytes()
@@ -133,7 +133,7 @@ def test_what_an_archived_run_released_is_charged_again(tmp_path):
     archive(path)
     ledger = Ledger(path, delta=DELTA, max_epsilon=spent(3))
     assert ledger.record(**release(1))
-    assert ledger.would_exceed(COHORT.event(1.5), round=2, release="seed-1", entropy="config")
+    assert ledger.would_exceed(Event.of(COHORT, 1.5), round=2, release="seed-1", entropy="config")
 
 
 def test_at_a_client_a_round_of_another_run_is_charged_and_of_other_data_refused(tmp_path):

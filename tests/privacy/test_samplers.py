@@ -15,17 +15,21 @@ from hypothesis import strategies as st
 
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
-from fedsim.privacy import samplers
-from fedsim.privacy.inclusion import InclusionSampler, declared_by_user
-from fedsim.privacy.samplers import (
+from fedsim.mechanisms import Clipping
+from fedsim.privacy import Event
+from fedsim.privacy.laws import (
     FixedSize,
     Full,
+    InclusionSampler,
     Poisson,
+    Sampler,
     ShuffledPasses,
-    draw_passes,
-    draw_poisson,
+    poisson,
 )
-from fedsim.privacy.sampling import Sampler
+from fedsim.privacy.laws.poisson import draw_poisson
+from fedsim.privacy.laws.shuffle import draw_passes
+from fedsim.privacy.noise import Independent
+from fedsim.privacy.plan import declared_parts
 from fedsim.randomness import Address, Draws, Randomness
 
 
@@ -234,18 +238,18 @@ def test_denominators_come_from_declared_numbers_only():
 
 
 def test_the_event_says_what_the_draw_was():
-    event = Poisson(0.2, 479).event(1.1)
-    assert (event.sampler, event.rate, event.adjacency) == ("poisson", 0.2, "add-remove")
-    assert Poisson(0.2, 479, adjacency="zero-out").event(1.1).adjacency == "zero-out"
-    event = FixedSize(10, 50).event(1.1)
-    assert (event.sampler, event.rate, event.adjacency) == ("fixed", 0.2, "replace-one")
-    event = Full(50).event(1.1)
-    assert (event.sampler, event.rate, event.adjacency) == ("full", 1.0, "zero-out")
-    assert Full(adjacency="replace-one").event(1.1).adjacency == "replace-one"
-    event = ShuffledPasses(7, 20).event(1.1, count=4)
-    assert (event.sampler, event.adjacency, event.count) == ("shuffle", "zero-out", 2)
-    event = Weighted(60, 0.5).event(1.1)
-    assert (event.sampler, event.rate, event.adjacency) == ("poisson", 0.5, "add-remove")
+    event = Event.of(Poisson(0.2, 479), 1.1)
+    assert (event.law.name, event.law.rate, event.adjacency) == ("poisson", 0.2, "add-remove")
+    assert Event.of(Poisson(0.2, 479, adjacency="zero-out"), 1.1).adjacency == "zero-out"
+    event = Event.of(FixedSize(10, 50), 1.1)
+    assert (event.law.name, event.law.rate, event.adjacency) == ("fixed", 0.2, "replace-one")
+    event = Event.of(Full(50), 1.1)
+    assert (event.law.name, event.law.rate, event.adjacency) == ("full", 1.0, "zero-out")
+    assert Event.of(Full(adjacency="replace-one"), 1.1).adjacency == "replace-one"
+    event = Event.of(ShuffledPasses(7, 20), 1.1, count=4)
+    assert (event.law.name, event.adjacency, event.count) == ("shuffle", "zero-out", 2)
+    event = Event.of(Weighted(60, 0.5), 1.1)
+    assert (event.law.name, event.law.rate, event.adjacency) == ("poisson", 0.5, "add-remove")
 
 
 @dataclass(frozen=True)
@@ -283,10 +287,11 @@ class Mine(Poisson):
 
 
 def test_a_users_sampler_is_declared_unless_its_event_follows_from_its_probabilities():
-    assert declared_by_user(Mine(0.1, 10))
-    assert not declared_by_user(Weighted(10, 0.5))
+    others = Independent(1.0), Clipping(1.0)
+    assert declared_parts(Mine(0.1, 10), *others) == ["sampler"]
+    assert not declared_parts(Weighted(10, 0.5), *others)
     for sampler in (Poisson(0.1, 10), FixedSize(1, 10), Full(10), ShuffledPasses(2, 10)):
-        assert not declared_by_user(sampler)
+        assert not declared_parts(sampler, *others)
 
 
 def test_an_inclusion_sampler_cannot_say_another_event_or_draw():
@@ -297,7 +302,7 @@ def test_an_inclusion_sampler_cannot_say_another_event_or_draw():
                 return np.arange(self.population)
 
             def event(self, noise_multiplier, **settings):
-                return Full(10).event(noise_multiplier)
+                return Event.of(Full(10), noise_multiplier)
 
     class Cheap:
         def law(self):
@@ -340,7 +345,7 @@ def test_cohorts_and_accounting_load_neither_torch_nor_flower():
         "import sys, fedsim.cohorts, fedsim.privacy as p;"
         "p.epsilon(noise_multiplier=1.0, cohort=fedsim.cohorts.PoissonCohort(0.1), rounds=5,"
         " delta=1e-5);"
-        "p.Ledger(delta=1e-5).record(event=fedsim.cohorts.FullCohort().event(1.0));"
+        "p.Ledger(delta=1e-5).record(event=p.Event.of(fedsim.cohorts.FullCohort(), 1.0));"
         "bad = {'torch', 'flwr', 'dp_accounting'} & {m.partition('.')[0] for m in sys.modules};"
         "sys.exit(str(bad) if bad else 0)"
     )
@@ -351,7 +356,7 @@ def test_cohorts_and_accounting_load_neither_torch_nor_flower():
 @pytest.mark.parametrize("seed", [3, None])
 def test_samples_of_many_owners_are_those_of_each_alone(monkeypatch, seed, spread):
     # With fewer gaps at a time some samples are not complete at once; the draws stay the same.
-    monkeypatch.setattr(samplers, "SPREAD", spread)
+    monkeypatch.setattr(poisson, "SPREAD", spread)
     randomness = Randomness(seed, "ab")
     owners = [Poisson(0.2, 40), Full(7), Poisson(0.9, 30), Poisson(0.01, 2)]
     sources = [Draws(randomness, "example", amplified=True, client=k) for k in range(4)]

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from ledger_helpers import COHORT, DELTA, ZEROED, release
 
 from fedsim.cohorts import FixedCohort, FullCohort
 from fedsim.privacy import Accountant, Event, Ledger, Statement
+from fedsim.privacy.laws import FullLaw, PoissonLaw
 
 
 @pytest.fixture
@@ -17,8 +19,8 @@ def path(tmp_path):
 
 def test_a_release_without_guarantee_is_infinite_and_json_safe(path):
     ledger = Ledger(path, delta=DELTA)
-    ledger.record(round=1, event=Event(noise_multiplier=0.0), clip_norm=math.inf)
-    ledger.record(round=2, event=COHORT.event(1.0, sides={"loss": math.inf}))
+    ledger.record(round=1, event=Event(noise_multiplier=0.0, law=PoissonLaw()), clip_norm=math.inf)
+    ledger.record(round=2, event=replace(Event.of(COHORT, 1.0), sides={"loss": math.inf}))
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(name))
     again = Ledger.read(path, delta=DELTA)
@@ -45,7 +47,7 @@ def test_the_statement_names_what_it_covers(path):
         "seed",
         "simulated",
         'noise.entropy = "system"',
-        "in 1 % of cases misses at least",
+        "any membership-inference attack misses at least",
         "Against whoever sees the models",
         "the declared population (479 clients)",
         "Not covered: what the operator sees",
@@ -54,7 +56,7 @@ def test_the_statement_names_what_it_covers(path):
     ):
         assert part in said, part
     example = Ledger(delta=DELTA)
-    example.record(event=FixedCohort(5, 50).event(4.0), level="example", entropy="system")
+    example.record(event=Event.of(FixedCohort(5, 50), 4.0), level="example", entropy="system")
     said = str(example.statement())
     for part in ("example level", "replace-one", "memory only", "Poisson cohorts of the same"):
         assert part in said, part
@@ -63,13 +65,13 @@ def test_the_statement_names_what_it_covers(path):
 def test_the_statement_says_what_the_server_and_colluders_see_of_shares():
     ledger = Ledger(delta=DELTA)
     cohort = FullCohort(100)
-    ledger.record(round=1, event=cohort.event(1.0), placement="client")
+    ledger.record(round=1, event=Event.of(cohort, 1.0), placement="client")
     said = str(ledger.statement())
     # 4.3772 with all shares, 4.6530 with 10 of 100 known: the table of the noise shares.
     assert "epsilon 4.377 with nobody missing" in said
     assert "epsilon 4.653 with a tenth" in said
     assert "z sqrt((r-D-k)/r)" in said
-    alone = Accountant([FullCohort().event(0.1)]).epsilon(DELTA)
+    alone = Accountant([Event.of(FullCohort(), 0.1)]).epsilon(DELTA)
     assert f"epsilon {alone:.4g}" in said
 
 
@@ -86,12 +88,12 @@ def test_what_a_user_declares_and_what_was_only_probed_is_said():
 @pytest.mark.parametrize(("delta", "warned"), [(0.01, True), (0.02, True), (0.0099, False)])
 def test_a_delta_that_lets_somebody_be_published_whole_is_warned_of(delta, warned):
     clients = Ledger(delta=delta)
-    clients.record(event=FullCohort(100).event(3.0))
+    clients.record(event=Event.of(FullCohort(100), 3.0))
     warning = f"delta = {delta:g} is at least 1 / 100, the population"
     assert (warning in str(clients.statement())) == warned
     few, many = Ledger(delta=delta), Ledger(delta=delta)
     for ledger, examples, multiplier in ((few, 100, 9.0), (many, 5000, 3.0)):
-        event = Event(noise_multiplier=multiplier, sampler="full", adjacency="zero-out")
+        event = Event(noise_multiplier=multiplier, law=FullLaw(adjacency="zero-out"))
         ledger.record(event=event, level="example", public={"examples": examples})
     # The smallest client's, whoever pays most.
     said = str(Statement.of([few, many], delta))

@@ -5,13 +5,14 @@ import pytest
 from scipy.stats import norm
 
 from fedsim.privacy import Accountant, Event
-from fedsim.privacy.stopping import Stopping, shared_cost
+from fedsim.privacy.claims import Stopping, shared_cost
+from fedsim.privacy.laws import PoissonLaw
 
 DELTA = 1e-5
 
 
 def gaussians(rounds: int, z: float) -> Accountant:
-    return Accountant([Event(noise_multiplier=z, sampler="full", count=rounds)])
+    return Accountant([Event(noise_multiplier=z, count=rounds)])
 
 
 def true_delta(z: float, first: int, rounds: int, claims: tuple[float, float]) -> float:
@@ -34,7 +35,7 @@ def true_delta(z: float, first: int, rounds: int, claims: tuple[float, float]) -
 
 @pytest.mark.parametrize(("z", "rounds"), [(5.0, 20), (10.0, 50), (20.0, 100)])
 def test_the_lesser_of_two_figures_holds_at_delta_only_where_they_share_it(z, rounds):
-    event = Event(noise_multiplier=z, sampler="full")
+    event = Event(noise_multiplier=z)
     old, new = [], []
     for first in (1, rounds // 4, rounds // 2, rounds - 1):
         spent, planned = gaussians(first, z), gaussians(rounds, z)
@@ -55,7 +56,7 @@ def test_the_lesser_of_two_figures_holds_at_delta_only_where_they_share_it(z, ro
 
 
 def test_an_end_that_was_not_declared_costs_all_planned_rounds():
-    event = Event(noise_multiplier=3.0, rate=0.1)
+    event = Event(noise_multiplier=3.0, law=PoissonLaw(rate=0.1))
     spent = Accountant([event.times(4)])
     planned = Accountant([event.times(30)])
     cost = Stopping(left=26).cost(spent, event, DELTA)
@@ -65,7 +66,7 @@ def test_an_end_that_was_not_declared_costs_all_planned_rounds():
 
 
 def test_a_budget_bounds_the_plan_only_where_it_was_one():
-    event = Event(noise_multiplier=3.0, rate=0.1)
+    event = Event(noise_multiplier=3.0, law=PoissonLaw(rate=0.1))
     spent = Accountant([event.times(4)])
     budget = 1.01 * spent.epsilon(DELTA / 2)
     within = Stopping(times=50, left=46, max_epsilon=budget)
@@ -77,6 +78,6 @@ def test_a_budget_bounds_the_plan_only_where_it_was_one():
 
 
 def test_a_run_without_a_guarantee_has_none_however_it_ends():
-    event = Event(noise_multiplier=0.0, guarantee=False, sampler="full")
+    event = Event(noise_multiplier=0.0, guarantee=False)
     assert Stopping(times=9, left=8).epsilon(Accountant([event]), event, DELTA) == np.inf
     assert Stopping(times=9, left=9).epsilon(Accountant(), None, DELTA) == 0

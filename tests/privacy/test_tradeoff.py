@@ -6,14 +6,18 @@ from scipy.stats import norm
 
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.privacy import Accountant, Event, tradeoff
-from fedsim.privacy.analytic import gaussian_delta
+from fedsim.privacy.laws import PoissonLaw
+from fedsim.privacy.losses import gaussian_delta
 
 ALARMS = np.linspace(0.001, 0.999, 300)
 CASES = {
-    "sampled": [PoissonCohort(0.1).event(1.2104, count=100)],
-    "rare": [PoissonCohort(0.01).event(1.1, count=1000)],
-    "mixed": [PoissonCohort(0.2).event(1.5, count=20), PoissonCohort(0.1).event(2.0, count=7)],
-    "fixed": [FixedCohort(30, 100).event(2.0, count=10)],
+    "sampled": [Event.of(PoissonCohort(0.1), 1.2104, count=100)],
+    "rare": [Event.of(PoissonCohort(0.01), 1.1, count=1000)],
+    "mixed": [
+        Event.of(PoissonCohort(0.2), 1.5, count=20),
+        Event.of(PoissonCohort(0.1), 2.0, count=7),
+    ],
+    "fixed": [Event.of(FixedCohort(30, 100), 2.0, count=10)],
 }
 
 
@@ -21,15 +25,15 @@ CASES = {
     ("event", "misses", "advantage", "mu"),
     [
         (
-            PoissonCohort(0.1).event(1.2104, count=100),
+            Event.of(PoissonCohort(0.1), 1.2104, count=100),
             (0.98029, 0.90814, 0.75073, 0.62873), 0.35482, 1.2368,
         ),
         (
-            PoissonCohort(0.01).event(1.1, count=1000),
+            Event.of(PoissonCohort(0.01), 1.1, count=1000),
             (0.99664, 0.97464, 0.89950, 0.82087), 0.14034, 0.4275,
         ),
         (
-            FullCohort().event(10.0, count=100),
+            Event.of(FullCohort(), 10.0, count=100),
             (0.98170, 0.90764, 0.74048, 0.61086), 0.38293, 1.0,
         ),
     ],
@@ -44,11 +48,11 @@ def test_the_curve_the_advantage_and_mu_are_those_of_the_table(event, misses, ad
 @pytest.mark.parametrize("mu", [0.4, 1.0, 2.5])
 def test_a_gaussian_through_loss_distributions_is_the_analytic_curve_from_below(mu):
     exact = norm.cdf(norm.ppf(1 - ALARMS) - mu)
-    closed = tradeoff([FullCohort().event(1 / mu)])
+    closed = tradeoff([Event.of(FullCohort(), 1 / mu)])
     assert (closed(ALARMS) <= exact).all()
     np.testing.assert_allclose(closed(ALARMS), exact, atol=1e-11)
     # A second, negligible component takes the analytic way away.
-    events = [FullCohort().event(1 / mu), PoissonCohort(1e-9).event(50.0)]
+    events = [Event.of(FullCohort(), 1 / mu), Event.of(PoissonCohort(1e-9), 50.0)]
     curve = tradeoff(events)
     assert curve.exact_mu is None
     assert (curve(ALARMS) <= exact + 1e-9).all()
@@ -87,7 +91,7 @@ def test_a_curve_falls_is_convex_and_below_every_line_of_the_accountant(name):
 
 
 def test_nothing_claimed_is_nothing_missed():
-    curve = tradeoff([Event(noise_multiplier=1.0, guarantee=False)])
+    curve = tradeoff([Event(noise_multiplier=1.0, law=PoissonLaw(), guarantee=False)])
     assert (curve(ALARMS) == 0).all()
     assert (curve.advantage, curve.mu) == (1.0, np.inf)
 
@@ -99,5 +103,5 @@ def test_nothing_released_tells_nobody_apart():
 
 
 def test_the_sentence_rounds_misses_down():
-    said = tradeoff([PoissonCohort(0.1).event(1.2104, count=100)]).sentence()
-    assert "in 1 % of cases misses at least 90.8 %; in 5 %, 75 %; in 10 %, 62.8 %" in said
+    said = tradeoff([Event.of(PoissonCohort(0.1), 1.2104, count=100)]).sentence()
+    assert "attack misses at least 90.8 %; at 5 %, 75 %; at 10 %, 62.8 %" in said

@@ -8,11 +8,17 @@ import pytest
 
 from fedsim.cohorts import PoissonCohort
 from fedsim.errors import FedsimError
-from fedsim.privacy import Accountant, Ledger
+from fedsim.privacy import Accountant, Event, Ledger
 from fedsim.privacy.chain import GENESIS, sealed
-from fedsim.privacy.fingerprint import Fingerprints
-from fedsim.privacy.manifest import MANIFEST, Manifest
-from fedsim.privacy.signing import check_signature, new_key, private_key, signature
+from fedsim.privacy.durable import Fingerprints
+from fedsim.privacy.manifest import (
+    MANIFEST,
+    Manifest,
+    check_signature,
+    new_key,
+    private_key,
+    signature,
+)
 from fedsim.privacy.verification import METADATA, verify
 
 DELTA = 1e-5
@@ -25,7 +31,10 @@ def run(tmp_path: Path) -> Path:
     rows = ["round,epsilon,asked"]
     for t in (1, 2, 3):
         ledger.record(
-            round=t, event=PoissonCohort(0.2, 100).event(1.5), entropy="config", release="digest"
+            round=t,
+            event=Event.of(PoissonCohort(0.2, 100), 1.5),
+            entropy="config",
+            release="digest",
         )
         rows.append(f"{t},{ledger.epsilon()},20")
     (tmp_path / "metrics.csv").write_text("\n".join(rows) + "\n")
@@ -81,7 +90,7 @@ def test_a_resealed_a_cut_and_an_emptied_ledger_are_found_out(run):
 
 def test_a_ledger_that_went_on_after_the_model_says_so(run):
     ledger = Ledger(run / "ledger.jsonl", delta=DELTA)
-    ledger.record(round=4, event=PoissonCohort(0.2, 100).event(1.5))
+    ledger.record(round=4, event=Event.of(PoissonCohort(0.2, 100), 1.5))
     failed = {check.subject: check.seen for check in verify(run, DELTA) if not check.holds}
     assert set(failed) == {"manifest", "model", "metrics"}
     assert "names line 4; the ledger has 5" in failed["model"]
@@ -164,7 +173,7 @@ def test_archived_ledgers_and_configs_are_those_that_the_manifest_names(run):
     archived = run / "archive" / "1"
     archived.mkdir(parents=True)
     earlier = Ledger(archived / "ledger.jsonl")
-    earlier.record(round=1, event=PoissonCohort(0.2, 100).event(1.5))
+    earlier.record(round=1, event=Event.of(PoissonCohort(0.2, 100), 1.5))
     (archived / "config.toml").write_text("rounds = 1\n")
     assert "archive" in failing(run)  # added since
     seal(run)
@@ -172,7 +181,7 @@ def test_archived_ledgers_and_configs_are_those_that_the_manifest_names(run):
     (archived / "config.toml").unlink()
     (check,) = [c for c in verify(run, DELTA) if c.subject == "archive"]
     assert (check.holds, check.seen.split(": ")[1]) == (False, "archive/1/config.toml")
-    earlier.record(round=2, event=PoissonCohort(0.2, 100).event(1.5))
+    earlier.record(round=2, event=Event.of(PoissonCohort(0.2, 100), 1.5))
     seal(run)
     (archived / "ledger.jsonl").unlink()
     assert "archive" in failing(run)

@@ -13,7 +13,7 @@ from left_runs import left_run
 import fedsim
 from fedsim import RunConfig
 from fedsim.reports.compare_page import compare_page
-from fedsim.reports.palette import DARK, LIGHT
+from fedsim.reports.plots import DARK, LIGHT
 from fedsim.reports.record import RunRecord, read_all
 from fedsim.reports.run_page import run_page
 
@@ -62,7 +62,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     (folder / "devices.html").write_text(run_page(RunRecord.read(devices)), encoding="utf-8")
     for seed in (1, 2, 3):
         for rate in (0.1, 0.3):
-            some = [{"round": k, "test-loss": rate * seed / (k + 1)} for k in range(30)]
+            some = [{"round": k, "test-loss": 1 + rate * seed / (k + 1)} for k in range(30)]
             left_run(folder / "sweep" / f"{rate}-{seed}", some, seed=seed, **{"client.lr": rate})
     compared = compare_page(read_all([folder / "sweep"]))
     (folder / "compare.html").write_text(compared, encoding="utf-8")
@@ -155,6 +155,24 @@ def test_the_keyboard_reads_values_and_they_are_spoken(
     assert "round 28" in browser.evaluate("document.querySelector('[aria-live]').textContent")
     browser.key("+")
     assert not browser.evaluate("document.querySelector('[aria-label^=\"Reset\"]').disabled")
+
+
+def test_axes_of_compared_runs_begin_at_zero_until_they_are_zoomed(
+    pages: dict[str, Path], browser: Browser
+) -> None:
+    browser.open(pages["compare"])
+    lowest = "[...document.querySelectorAll('.plot > svg text')].map((text) => text.textContent)[0]"
+    assert float(browser.evaluate(lowest)) == 0
+    browser.click("button[aria-label='Zoom in']")
+    assert float(browser.evaluate(lowest)) >= 1
+
+
+def test_keys_of_a_table_stay_whole_on_a_phone(pages: dict[str, Path], browser: Browser) -> None:
+    browser.open(pages["compare"], width=360)
+    lines = browser.evaluate(
+        "[...document.querySelectorAll('.scroll:not(figure *) th')].map((th) => th.clientHeight)"
+    )
+    assert max(lines) < 2 * min(lines)
 
 
 def test_a_legends_key_hides_its_curve(pages: dict[str, Path], browser: Browser) -> None:

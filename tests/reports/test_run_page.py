@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import shutil
 import signal
 from html.parser import HTMLParser
@@ -14,16 +15,18 @@ from left_runs import left_run
 import fedsim
 from fedsim import RunConfig
 from fedsim.errors import FedsimError
-from fedsim.reports.charts import Line, Lines, thinned
-from fedsim.reports.markup import inert_json, tag
-from fedsim.reports.page import Page, write
+from fedsim.federation import client_metrics
+from fedsim.privacy import Entry, Event
+from fedsim.privacy.laws import PoissonLaw
+from fedsim.reports.charts import Line, Lines, PageTable, release_curves, thinned
+from fedsim.reports.describe import OPERATORS, QUANTILES, learning_columns
+from fedsim.reports.page import facts_table, render, write
 from fedsim.reports.record import RunRecord, read_metrics
 from fedsim.reports.run_page import OPERATORS_FACTS, run_page
-from fedsim.reports.series import OPERATORS, QUANTILES, learning_columns, release_curves
 from fedsim.runs.callbacks import Callback
 from fedsim.runs.report import whole_record
 from fedsim.runs.sweep import members, run_sweep
-from fedsim.strategies import RoundReport, RunFailedError, summaries
+from fedsim.strategies import RoundReport, RunFailedError
 
 EVIL = """</script><script>alert(1)</script><img src=x onerror="alert(2)">' & 数字"""
 
@@ -170,14 +173,20 @@ def test_what_strangers_write_is_text(tmp_path: Path) -> None:
     assert not any(name.startswith("on") for _, a in outline.elements for name in a)
 
 
-def test_markup_escapes_all_but_markup() -> None:
-    assert tag("p", "<b>", tag("b", "&"), title='"<') == (
-        '<p title="&quot;&lt;">&lt;b&gt;<b>&amp;</b></p>'
-    )
-    inert = inert_json({"</script>": [math.nan, math.inf, "<!--", "\u2028"]}, "x")
-    assert inert.count("<") == 2
-    inside = inert.removeprefix('<script type="application/json" id="x">').removesuffix("</script>")
-    assert json.loads(inside) == {"</script>": [None, None, "<!--", "\u2028"]}
+def test_a_fact_is_text() -> None:
+    assert "<th>&lt;b&gt;</th><td>&amp; &#34;</td>" in facts_table({"<b>": '& "'})
+
+
+def test_data_of_a_chart_can_neither_end_its_element_nor_run(tmp_path: Path) -> None:
+    rows = [{"round": k, "test-loss": value} for k, value in enumerate((1.0, math.inf, 3.0))]
+    for row in rows:
+        row["test-</script><!--\u2028"] = row["test-loss"]
+    page = page_of(left_run(tmp_path / "run", rows))
+    specs = re.findall(r'<script type="application/json" id="chart-\d+">(.*?)</script>', page)
+    assert not any(character in spec for spec in specs for character in "<>&")
+    (series,) = json.loads(specs[1])["series"]
+    assert json.loads(specs[1])["y"] == "</script><!  \u2028"
+    assert series["y"] == [1, None, 3]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +238,9 @@ def test_what_only_the_operator_knows_is_no_release() -> None:
 def test_noise_alone_has_its_closed_form_beside_the_released_norm() -> None:
     config = RunConfig().replace(**PRIVATE, **{"mechanism.clip-norm": 0.5}).to_run_config()
     rows = [{"round": k, "update-norm": 1.0, "clip-norm": 0.5} for k in (1.0, 2.0)]
-    record = RunRecord(Path("x"), config, rows, summary={"parameters": 400})
+    event = Event(noise_multiplier=2.0, law=PoissonLaw(rate=0.5))
+    released = Entry(event=event, public={"denominator": 0.5 * 40})
+    record = RunRecord(Path("x"), config, rows, summary={"parameters": 400}, released=released)
     (chart,) = release_curves(record)
     released, bound, noise = chart.lines
     assert (released.y, bound.y) == ([1.0, 1.0], [0.5, 0.5])
@@ -241,7 +252,7 @@ def test_noise_alone_has_its_closed_form_beside_the_released_norm() -> None:
 
 
 def test_spreads_over_clients_are_known_by_their_columns() -> None:
-    assert tuple(summaries.QUANTILES) == QUANTILES
+    assert tuple(client_metrics.QUANTILES) == QUANTILES
     columns = ["clients-loss", *(f"clients-loss-{end}" for end in QUANTILES), "test-x-max"]
     assert learning_columns(columns) == {
         "loss": {"clients": "clients-loss"},
@@ -333,10 +344,9 @@ def test_nobody_elses_page_is_overwritten(tmp_path: Path) -> None:
 def test_what_is_drawn_is_told_in_words_and_in_a_table() -> None:
     chart = Lines("Loss", "round", "loss", [Line("test", [0, 1, 2], [3.0, math.nan, 1.0])])
     assert chart.words() == "Loss. test: from 3 to 1, lowest 1 at 2, highest 3 at 0."
-    table = Outline(chart.table()).words.split()
-    assert table == ["round", "test", "0", "3", "1", "–", "2", "1"]
+    assert chart.table() == PageTable(["round", "test"], [["0", "3"], ["1", "–"], ["2", "1"]])
 
 
 def test_a_page_tells_of_files_whose_names_are_no_utf8(tmp_path: Path) -> None:
-    write(Page("runs/r\udcfcn").html(), tmp_path / "page.html")
+    write(render("page.html", title="runs/r\udcfcn"), tmp_path / "page.html")
     assert "runs/r?n" in (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -6,12 +6,12 @@ import torch
 
 from fedsim import RunConfig
 from fedsim.engines import LocalGrid
-from fedsim.engines.arrays import tensors
+from fedsim.federation.arrays import tensors
 from fedsim.runs.artefacts import RunDirectory
-from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.channel import CHANNEL, CallbackServer, DistantCallback, distant_callback
-from fedsim.runs.drive import YOURS, drive
+from fedsim.runs.resolve import resolve
+from fedsim.runs.session import YOURS, drive
 
 CONFIG = RunConfig.parse(
     {"rounds": 4, "partition": {"clients": 4, "max-examples": 40}, "engine": {"device": "cpu"}}
@@ -46,9 +46,9 @@ class Watching(Callback):
 def test_a_distant_callback_sees_stops_and_keeps_as_one_in_the_process():
     watching = Watching()
     with CallbackServer([watching]) as server:
-        build = Build(CONFIG)
+        resolved = resolve(CONFIG)
         distant = DistantCallback(server.variables[CHANNEL])
-        result = drive(build, LocalGrid(build.trainer), None, {YOURS: distant})
+        result = drive(resolved, LocalGrid(resolved.trainer), None, {YOURS: distant})
         assert (result.ended, result.why) == ("stopped", "Stopped early: Watching has stopped it.")
         rounds = [("round", number) for number in range(3)]
         assert watching.seen == [("start", 0), *rounds, ("end: stopped", 2)]
@@ -61,18 +61,18 @@ def test_a_distant_callback_sees_stops_and_keeps_as_one_in_the_process():
 
 def test_a_run_that_is_asked_to_end_elsewhere_keeps_its_last_round(tmp_path):
     directory = RunDirectory(tmp_path / "run")
-    build = Build(CONFIG)
+    resolved = resolve(CONFIG)
 
     class EndsInRoundTwo(Callback):
         def on_round(self, status: RunStatus) -> None:
             if status.round == 2:
                 server.end()
 
-    with CallbackServer([EndsInRoundTwo()]) as server, directory.claim(build.resolved.to_toml()):
+    with CallbackServer([EndsInRoundTwo()]) as server, directory.claim(resolved.config.to_toml()):
         distant = DistantCallback(server.variables[CHANNEL])
         result = drive(
-            build,
-            LocalGrid(build.trainer),
+            resolved,
+            LocalGrid(resolved.trainer),
             directory,
             {YOURS: distant},
             asked_elsewhere=lambda: distant.asked_to_end,

@@ -19,8 +19,8 @@ from fedsim.devices import Devices
 from fedsim.errors import FedsimError
 from fedsim.privacy import epsilon
 from fedsim.randomness import Draws, Randomness
-from fedsim.runs import objects
-from fedsim.runs.build import Build
+from fedsim.runs import factories
+from fedsim.runs.resolve import resolve, strategy_of
 from fedsim.runs.sweep import members, run_sweep
 from fedsim.training import Trainer
 
@@ -76,22 +76,22 @@ def test_clients_with_work_of_their_own_do_what_a_plain_loop_does(path: str, uni
 
 
 def test_work_is_drawn_from_the_seed_or_read_and_refused_at_example_level(tmp_path: Path) -> None:
-    drawn = objects.counts(BASE.replace(**{"client.work": "whole(1,5)"}))
+    drawn = factories.counts(BASE.replace(**{"client.work": "whole(1,5)"}))
     assert drawn is not None
     assert set(drawn.tolist()) <= set(range(1, 6))
     assert len(set(drawn.tolist())) > 2
     assert (
-        drawn == objects.counts(BASE.replace(**{"client.work": "whole(1,5)", "rounds": 9}))
+        drawn == factories.counts(BASE.replace(**{"client.work": "whole(1,5)", "rounds": 9}))
     ).all()
     written = tmp_path / "work.txt"
     written.write_text("\n".join(str(1 + k % 3) for k in range(12)))
-    read = Build(BASE.replace(**{"client.work": str(written)})).trainer
+    read = resolve(BASE.replace(**{"client.work": str(written)})).trainer
     assert read.workload.counts is not None
     assert read.workload.counts.tolist() == [1, 2, 3] * 4
     assert (read.costs(np.arange(3)) == read.costs(np.zeros(3, np.int64)) * [1, 2, 3]).all()
     written.write_text("1 2 3")
     with pytest.raises(FedsimError, match="has 3 numbers"):
-        Build(BASE.replace(**{"client.work": str(written)})).trainer  # noqa: B018
+        resolve(BASE.replace(**{"client.work": str(written)})).trainer  # noqa: B018
     for bad in ("whole(0,3)", "whole(5,2)", "normal(1,2)"):
         with pytest.raises(FedsimError, match=r"client\.work"):
             BASE.replace(**{"client.work": bad})
@@ -106,7 +106,7 @@ def test_who_is_not_there_counts_as_missing_and_the_event_stays_the_cohorts(tmp_
     np.save(tmp_path / "trace.npy", trace)
     config = BASE.replace(**PRIVATE, **{"devices.trace": str(tmp_path / "trace.npy")})
     result = fedsim.run(config)
-    strategy = Build(config).strategy()
+    strategy = strategy_of(resolve(config))
     for row in result.metrics[1:]:
         number = int(row["round"])
         cohort = strategy._participants.cohort(number)
@@ -133,8 +133,8 @@ def test_who_is_not_there_does_not_evaluate_either(tmp_path: Path) -> None:
     config = BASE.replace(
         **{"evaluate.clients-every": 1, "devices.trace": str(tmp_path / "trace.npy"), "rounds": 3}
     )
-    build = Build(config)
-    sizes = [len(part) for part in (build.trainer.test or build.trainer.data).indices]
+    resolved = resolve(config)
+    sizes = [len(part) for part in (resolved.trainer.test or resolved.trainer.data).indices]
     counted = [row.get("clients-num-examples", 0) for row in fedsim.run(config).metrics[1:]]
     assert counted == [sum(sizes[:6]), 0, sum(sizes[3:])]
     devices = Devices(7, availability=0.7, dropout=0.2)
@@ -170,19 +170,19 @@ def test_only_those_that_took_part_move_the_model_and_keep_state(tmp_path: Path)
     config = BASE.replace(**kept, **{"devices.trace": str(tmp_path / "trace.npy")})
     whole = tmp_path / "whole"
     fedsim.run(config, out=whole)
-    build = Build(config)
+    resolved = resolve(config)
     fedsim.run(config.replace(rounds=2), out=tmp_path / "cut")
     fedsim.run(config, out=tmp_path / "cut", resume=True)
     models = [path / "model.safetensors" for path in (whole, tmp_path / "cut")]
     assert models[0].read_bytes() == models[1].read_bytes()
-    vector = build.trainer.initial()
-    trainer = build.trainer
+    vector = resolved.trainer.initial()
+    trainer = resolved.trainer
     for number in range(1, 5):
         blocks = list(trainer.train(vector, np.array([2, 5, 7]), number))
         rows = torch.cat([block.rows for block in blocks]).double()
         sizes = torch.from_numpy(np.concatenate([b.metrics["num-examples"] for b in blocks]))
         vector = vector + ((rows * sizes[:, None]).sum(0) / sizes.sum()).float()
-    assert sorted(trainer.keeping.memory.client_ids.tolist()) == [2, 5, 7]
+    assert sorted(trainer.client_state.store.client_ids.tolist()) == [2, 5, 7]
     saved = fedsim.load(whole)
     end = torch.cat([p.detach().flatten() for p in saved.model.parameters()])
     torch.testing.assert_close(end, vector, rtol=0, atol=1e-5)

@@ -16,8 +16,7 @@ from fedsim import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.runs.artefacts import RunDirectory
-from fedsim.runs.checkpoint import Checkpoints
-from fedsim.runs.state import RunState
+from fedsim.runs.checkpoints import Checkpoints, RunState
 
 CLIENTS = {"mechanism.name": "clipping", "noise.multiplier": 1.0}
 EXAMPLES = {"client.mechanism.name": "clipping", "client.noise.multiplier": 1.0}
@@ -74,7 +73,7 @@ def killed(plan: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "writing", at_round_4)
-        patch.setattr("fedsim.runs.drive.Session.finish", lambda *_, **__: None)
+        patch.setattr("fedsim.runs.session.Session.finish", lambda *_, **__: None)
         with pytest.raises(Killed):
             fedsim.run(plan, out=out)
     for _ in range(1000):  # a thread writes it
@@ -173,11 +172,11 @@ def test_no_file_but_the_key_is_needed_to_tell_sums_apart_and_it_is_the_owners(d
 
 
 def test_another_path_is_another_release(data):
-    from fedsim.runs.build import Build
+    from fedsim.runs.resolve import resolve
 
     plan = config(data, **CLIENTS)
-    auto, plain = Build(plan), Build(plan.replace(**{"client.path": "plain"}))
-    resolved = Build(auto.resolved)
+    auto, plain = resolve(plan), resolve(plan.replace(**{"client.path": "plain"}))
+    resolved = resolve(auto.config)
     assert auto.release == resolved.release
     assert auto.trainer.path.name == resolved.trainer.path.name != "plain"
     assert auto.release != plain.release

@@ -44,7 +44,10 @@ CONFIG = RunConfig().replace(**{"rounds": 1, "partition.clients": 3})
         ),
         ({"model": nn.utils.weight_norm(nn.Linear(64, 10))}, r"model= cannot be copied \(RuntimeE"),
         ({"model": nn.ModuleList([nn.Linear(64, 10)])}, "ends in NotImplementedError .*forward"),
-        ({"data": {"x": 1}}, r"data= is \{'x': 1\}; .*Dataset, or left out"),
+        (
+            {"data": {"x": 1}},
+            "data= is of type dict; it must be a fedsim.datasets.Dataset, a dict of arrays",
+        ),
         ({"partition": [[0], [1], [2]]}, r"partition= is .*Partition, or left out"),
         ({"strategy": "fedadam"}, r"strategy= is 'fedadam'; .*Strategy, or left out"),
         ({"strategy": FedProx(proximal_mu=0.3)}, r"proximal-mu = 0\.3, and client\.proximal is 0"),

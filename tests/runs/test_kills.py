@@ -17,7 +17,7 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger, durable
-from fedsim.runs import checkpoint
+from fedsim.runs import checkpoints
 from fedsim.runs.artefacts import RunDirectory
 
 CONFIG = RunConfig.parse(
@@ -62,7 +62,7 @@ class Steps:
         self.last = last
         for owner, name in (
             (os, "fsync"), (os, "replace"), (os, "link"), (Path, "rename"), (Path, "unlink"),
-            (RunDirectory, "add_row"), (checkpoint.shutil, "rmtree"), (Path, "mkdir"),
+            (RunDirectory, "add_row"), (checkpoints.shutil, "rmtree"), (Path, "mkdir"),
         ):  # fmt: skip
             monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
 
@@ -141,9 +141,9 @@ def half_then_kill(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
             path_or_file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    originals = {"checkpoint": checkpoint._write_synced, "ledger": durable.append}
+    originals = {"checkpoint": checkpoints._write_synced, "ledger": durable.append}
     if what == "checkpoint":
-        monkeypatch.setattr(checkpoint, "_write_synced", written)
+        monkeypatch.setattr(checkpoints, "_write_synced", written)
     else:
         monkeypatch.setattr(durable, "append", written)
 

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 import fedsim
-from fedsim.apps.node import NodeBuild
-from fedsim.apps.split import split_data
+from fedsim.apps.node import resolve_node, write_client_data
 from fedsim.cli import main
 from fedsim.errors import FedsimError
 from fedsim.reports.sweep import read_line
 from fedsim.runs.artefacts import RunDirectory
-from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, RunStatus
+from fedsim.runs.resolve import resolve
 from fedsim.runs.sweep import measure_of, members, parse_axes, run_sweep
 
 OWNERS = 6
@@ -75,9 +74,9 @@ def text(tmp_path: Path) -> str:
 
 
 def test_authors_are_clients_and_evaluate_on_their_own_test_examples(text: str) -> None:
-    build = Build(config(text))
-    assert [len(part) for part in build.parts] == [1, 2, 3, 4, 5, 6]
-    assert [len(part) for part in build.dealt.test] == [1, 2, 0, 3, 0, 1]
+    resolved = resolve(config(text))
+    assert [len(part) for part in resolved.data.split.train] == [1, 2, 3, 4, 5, 6]
+    assert [len(part) for part in resolved.data.split.test] == [1, 2, 0, 3, 0, 1]
     result = fedsim.run(config(text))
     last = result.metrics[-1]
     assert last["clients-num-examples"] == 7
@@ -100,20 +99,20 @@ def test_a_run_of_tokens_is_the_same_for_any_block_and_on_every_engine(
 
 def test_examples_that_are_held_out_are_in_nobodys_hands(text: str) -> None:
     held = config(text, **{"data.validation": 0.3})
-    build = Build(held)
-    dealt = build.dealt
+    resolved = resolve(held)
+    dealt = resolved.data.split
     everything = np.concatenate([*dealt.train, dealt.held_out])
     np.testing.assert_array_equal(np.sort(everything), np.arange(21))
     assert len(dealt.held_out) == 6
     assert min(map(len, dealt.train)) == 1
-    owners = build.dataset.train.columns["owner"]
+    owners = resolved.data.dataset.train.columns["owner"]
     for client, part in enumerate(dealt.train):
         assert set(owners[part]) == {f"author {client}"}
     result = fedsim.run(held)
     assert {"validation-loss", "validation-perplexity"} <= result.metrics[-1].keys()
     for amount in (0.9, 16, 21.5, -1):
         with pytest.raises(FedsimError, match=r"data\.validation"):
-            Build(config(text, **{"data.validation": amount})).parts  # noqa: B018
+            resolve(config(text, **{"data.validation": amount})).data.split.train  # noqa: B018
 
 
 OTHERS = {"owner_test": np.array(["somebody else"] * 9)}
@@ -260,11 +259,11 @@ def test_a_node_has_its_owners_examples_and_evaluates_as_in_a_simulation(
     text: str, tmp_path: Path, file: bool
 ) -> None:
     settings = config(text)
-    whole = Build(settings).trainer
-    paths = split_data(settings, lambda client: tmp_path / f"{client}.npz")
+    whole = resolve(settings).trainer
+    paths = write_client_data(settings, lambda client: tmp_path / f"{client}.npz")
     vector = whole.initial()
     for client in (0, 2, 3):
-        node = NodeBuild(settings, client, str(paths[client]) if file else "").trainer
+        node = resolve_node(settings, client, str(paths[client]) if file else "").trainer
         ids = np.array([client])
         (row,), (same,) = node.train(vector, ids, 1), whole.train(vector, ids, 1)
         assert (row.rows == same.rows).all()

@@ -17,8 +17,8 @@ from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger, epsilon
 from fedsim.reports.record import RunRecord
-from fedsim.runs.build import Build
-from fedsim.runs.statements import statements
+from fedsim.runs.resolve import resolve, strategy_of
+from fedsim.runs.result import statements
 
 BASE = RunConfig().replace(
     **{
@@ -69,7 +69,7 @@ def test_the_mean_has_the_noise_of_the_larger_cohorts_mean() -> None:
     larger = alone.replace(**{"cohort.rate": 0.4, "noise.cohort-size": 0})
     stds = []
     for config in (alone, larger):
-        start = torch.cat([t.flatten() for t in _tensors(Build(config).initial_arrays)])
+        start = torch.cat([t.flatten() for t in _tensors(resolve(config).initial_arrays)])
         end = torch.cat([t.flatten() for t in _tensors(fedsim.run(config).arrays)])
         stds.append(float((end - start).std()))
     # 650 coordinates: the standard error of a standard deviation is 2.8 %.
@@ -83,12 +83,12 @@ def _tensors(arrays) -> list[torch.Tensor]:
 
 def test_a_population_of_its_own_and_fixed_cohorts_are_extrapolated_from() -> None:
     config = BASE.replace(**{"noise.cohort-size": 1000, "noise.cohort-population": 10**6})
-    ledger = Build(config).strategy().ledger
+    ledger = strategy_of(resolve(config)).ledger
     figure = statements(config, ledger, None, "finished")[0].extrapolated
     assert figure is not None
     assert (figure.size, figure.population, figure.epsilon) == (1000, 10**6, 0.0)
     fixed = BASE.replace(**{"cohort.name": "fixed", "cohort.size": 10})
-    assert Build(fixed).noise_multiplier == 1.0
+    assert resolve(fixed).plan.noise.multiplier == 1.0
     result = fedsim.run(fixed)
     larger = epsilon(
         noise_multiplier=4.0, cohort=FixedCohort(size=40, population=100), rounds=2, delta=1e-5

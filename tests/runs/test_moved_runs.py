@@ -12,7 +12,7 @@ from fedsim import RunConfig
 from fedsim.engines import LocalGrid
 from fedsim.runs import runner
 from fedsim.runs.artefacts import RunDirectory
-from fedsim.runs.drive import drive
+from fedsim.runs.session import drive
 
 # An engine whose clients keep what is theirs in files of the run's directory.
 CONFIG = RunConfig.parse(

@@ -12,8 +12,8 @@ import torch
 
 from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.engines import LocalGrid, array_record
-from fedsim.engines.directory import ConsecutiveNodes
 from fedsim.errors import FedsimError
+from fedsim.federation.engines.directory import ConsecutiveNodes
 from fedsim.mechanisms import Clipping
 from fedsim.rows.block import Block
 from fedsim.rows.trainers import TrainerDefaults

@@ -11,10 +11,9 @@ import pytest
 import fedsim
 from fedsim import RunConfig
 from fedsim.runs.artefacts import RunDirectory
-from fedsim.runs.build import Build
-from fedsim.runs.checkpoint import Checkpoints
-from fedsim.runs.drive import Session
-from fedsim.runs.state import RunState
+from fedsim.runs.checkpoints import Checkpoints, RunState
+from fedsim.runs.resolve import resolve
+from fedsim.runs.session import Session
 
 BASE = RunConfig.parse(
     {
@@ -78,7 +77,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, round_number: int) -> None:
         return writing(checkpoints, state, name)
 
     monkeypatch.setattr(Checkpoints, "writing", killed)
-    monkeypatch.setattr("fedsim.runs.drive.Session.finish", lambda *_, **__: None)
+    monkeypatch.setattr("fedsim.runs.session.Session.finish", lambda *_, **__: None)
 
 
 def left(directory: Path) -> dict[str, object]:
@@ -104,7 +103,7 @@ def hashes(ledger: Path) -> list[str]:
 @pytest.fixture(autouse=True)
 def one_key(monkeypatch):
     """Clients' fingerprints are keyed by a secret of the directory's; here all have one."""
-    monkeypatch.setattr("fedsim.privacy.fingerprint.secrets.token_bytes", bytes)
+    monkeypatch.setattr("fedsim.privacy.durable.secrets.token_bytes", bytes)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -129,6 +128,6 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(case, tmp_path, mo
 
 
 def test_a_state_of_another_format_is_refused():
-    kept, text = Session(Build(BASE)).state().parted()
+    kept, text = Session(resolve(BASE)).state().parted()
     with pytest.raises(ValueError, match="has format 9; this version reads 1"):
         RunState.joined(kept, text.replace('"format": 1', '"format": 9'))

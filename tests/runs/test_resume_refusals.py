@@ -12,7 +12,7 @@ from fedsim import RunConfig
 from fedsim.cli.privacy_source import read_source
 from fedsim.config.plan import cohort
 from fedsim.errors import FedsimError
-from fedsim.privacy import Accountant, Ledger
+from fedsim.privacy import Accountant, Event, Ledger
 from fedsim.privacy.verification import verify
 from fedsim.reports.record import read_all
 from fedsim.runs.artefacts import RunDirectory
@@ -170,7 +170,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_and_two_are_refused(do
 
 
 def test_a_checkpoint_of_another_format_is_refused_in_a_sentence(done, monkeypatch):
-    monkeypatch.setattr("fedsim.runs.state.FORMAT", 2)
+    monkeypatch.setattr("fedsim.runs.checkpoints.FORMAT", 2)
     with pytest.raises(FedsimError, match="has format 1; this version reads 2"):
         resume(done)
 
@@ -296,7 +296,7 @@ def test_a_budget_and_a_target_leave_half_of_delta_for_an_earlier_end(tmp_path):
     """The budget's check is a filter: events alone decide it, and they are fixed in advance."""
     delta = CONFIG.noise.delta
     config = CONFIG.replace(**{"noise.multiplier": 20.0, "rounds": 50, "stop.callbacks": True})
-    event = cohort(config).event(20.0)
+    event = Event.of(cohort(config), 20.0)
     budget = 1.001 * Accountant([event.times(5)]).epsilon(delta / 2)
     within = config.replace(**{"noise.max-epsilon": budget})
     spent = fedsim.run(within, out=tmp_path / "spent")

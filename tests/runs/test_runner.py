@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 import fedsim
 from fedsim import RunConfig
 from fedsim.cohorts import PoissonCohort
-from fedsim.engines.arrays import tensors
 from fedsim.errors import FedsimError
+from fedsim.federation.arrays import tensors
 from fedsim.privacy import epsilon
 from fedsim.rows.block import Block
-from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.columns import columns_of
+from fedsim.runs.resolve import resolve, strategy_of
 from fedsim.strategies import RoundReport
 from fedsim.training import Trainer
 
@@ -240,8 +240,8 @@ def test_a_callback_that_fails_does_not_end_the_run() -> None:
 @pytest.mark.parametrize("settings", RICH, ids=lambda settings: " ".join(settings))
 def test_every_column_is_filled_by_some_round(settings: dict[str, Any]) -> None:
     config = BASE.replace(**settings)
-    build = Build(config)
-    columns = columns_of(build, build.strategy())
+    resolved = resolve(config)
+    columns = columns_of(resolved, strategy_of(resolved))
     assert set().union(*fedsim.run(config).metrics) == set(columns)
 
 

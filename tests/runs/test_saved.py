@@ -17,8 +17,7 @@ from fedsim import RunConfig
 from fedsim.config.digest import affects_release
 from fedsim.datasets import load as load_data
 from fedsim.errors import FedsimError
-from fedsim.runs.export import export
-from fedsim.runs.public import publish
+from fedsim.runs.export import export, publish
 
 SMALL = {"rounds": 3, "partition.clients": 20, "client.lr": 0.5}
 PRIVATE = SMALL | {"mechanism.name": "clipping", "noise.multiplier": 1.0}

@@ -16,18 +16,20 @@ from fedsim import RunConfig
 from fedsim.cli.app import app
 from fedsim.cli.progress import Progress
 from fedsim.engines import LocalGrid
-from fedsim.engines.client_app import client_app
 from fedsim.errors import FedsimError
+from fedsim.federation.engines.client_app import client_app
+from fedsim.federation.round_report import failures_in
 from fedsim.privacy import Event, Ledger
-from fedsim.privacy.signing import new_key
+from fedsim.privacy.laws import PoissonLaw
+from fedsim.privacy.manifest import new_key
 from fedsim.privacy.verification import model_metadata, verify
 from fedsim.runs.artefacts import RunDirectory
-from fedsim.runs.build import Build
 from fedsim.runs.callbacks import RunStatus
-from fedsim.runs.drive import RunResult, drive
+from fedsim.runs.local_training import ledger_dir
+from fedsim.runs.resolve import resolve
+from fedsim.runs.result import statements
 from fedsim.runs.runner import _needs_state_dir
-from fedsim.runs.statements import statements
-from fedsim.strategies.outcome import failures_in
+from fedsim.runs.session import RunResult, drive
 
 CLIENTS = RunConfig().replace(
     **{
@@ -134,8 +136,8 @@ def test_a_client_has_spent_what_it_spent_in_runs_of_whatever_name_on_whatever_e
     # A run in Flower's simulation keeps its clients' ledgers where one on the local engine does.
     assert _needs_state_dir(EXAMPLES.replace(**{"engine.name": "simulation"}))
     kept = RunDirectory(tmp_path / "run").clients
-    simulated = Build(EXAMPLES.replace(**{"client.state-dir": str(kept)}))
-    assert simulated.ledger_dir == Build(EXAMPLES, tmp_path / "run").ledger_dir == kept
+    simulated = EXAMPLES.replace(**{"client.state-dir": str(kept)})
+    assert ledger_dir(simulated, None) == ledger_dir(EXAMPLES, tmp_path / "run") == kept
 
 
 def test_a_run_stops_in_good_order_before_a_clients_budget_is_exceeded(tmp_path):
@@ -156,9 +158,9 @@ def test_a_run_stops_in_good_order_before_a_clients_budget_is_exceeded(tmp_path)
 
 def driven_by_messages(config: RunConfig) -> RunResult:
     """As Flower's runtimes do it: each client answers a message, and knows its budget alone."""
-    build = Build(config.replace(**{"engine.name": "simulation"}))
-    app = client_app(lambda _: build.trainer)
-    return drive(build, LocalGrid(app, num_nodes=config.partition.clients))
+    resolved = resolve(config.replace(**{"engine.name": "simulation"}))
+    app = client_app(lambda _: resolved.trainer)
+    return drive(resolved, LocalGrid(app, num_nodes=config.partition.clients))
 
 
 def test_over_messages_a_clients_budget_ends_the_run_with_the_same_model(tmp_path):
@@ -256,7 +258,7 @@ def test_every_place_that_shows_an_epsilon_calls_it_simulated(tmp_path):
     path.write_text(CLIENTS.to_toml())
     invoke = CliRunner().invoke
     said = invoke(app, ["run", str(path), "--out", str(tmp_path / "run")]).output
-    assert "epsilon (simulated)" in said
+    assert re.search(r"eps \d+\.\d\d \(simulated\)", said)
     assert "at client level, simulated" in " ".join(said.replace("│", " ").split())
     header, row, *_ = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
     assert dict(zip(header.split(","), row.split(","), strict=True))["simulated"] == "1"
@@ -304,11 +306,11 @@ def test_a_file_that_is_no_ledger_is_no_claim_of_privacy(tmp_path, name):
 
 def test_what_clients_keep_elsewhere_is_said_and_not_guessed():
     federation = own(EXAMPLES, engine__name="deployment", engine__federation="somewhere")
-    build = Build(federation)
-    assert build.client_ledgers is None
+    resolved = resolve(federation)
+    assert resolved.client_ledgers is None
     server = Ledger(delta=1e-5)
-    server.record(event=Event(noise_multiplier=0.0))
-    said, examples = statements(federation, server, build.client_ledgers, "finished")
+    server.record(event=Event(noise_multiplier=0.0, law=PoissonLaw()))
+    said, examples = statements(federation, server, resolved.client_ledgers, "finished")
     assert examples is None
     assert "in a ledger where the client keeps it" in str(said)
 

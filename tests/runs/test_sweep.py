@@ -16,7 +16,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, ClientLedgers, Event, Ledger, epsilon
 from fedsim.reports.sweep import examples_price, price, read_line
 from fedsim.runs.artefacts import Row, RunDirectory
-from fedsim.runs.drive import Session
+from fedsim.runs.session import Session
 from fedsim.runs.sweep import is_done, measure_of, members, parse_axes, run_sweep
 from fedsim.training import Trainer
 
@@ -160,8 +160,8 @@ def test_choosing_among_members_costs_their_composition(tmp_path: Path) -> None:
     line = read_line(grid[0].point, tmp_path / grid[0].label, measure_of(BASE))
     assert line.epsilon == pytest.approx(alone, rel=1e-6)
     # Where releases have chosen this composition among several, they share delta.
-    spent = Accountant([PoissonCohort(rate=0.4).event(1.0).times(9)])
-    planned = Accountant([PoissonCohort(rate=0.4).event(1.0).times(12)])
+    spent = Accountant([Event.of(PoissonCohort(rate=0.4), 1.0).times(9)])
+    planned = Accountant([Event.of(PoissonCohort(rate=0.4), 1.0).times(12)])
     shared = price(dict.fromkeys(ledgers, 4), 1e-5, 6)
     assert shared.epsilon == min(spent.epsilon(1e-5 / 12), planned.epsilon(1e-5 / 2))
     assert shared.delta == 1e-5
@@ -234,10 +234,10 @@ def test_where_members_deal_differently_an_example_may_be_the_dearest_clients_in
     for directory, few, many in zip(kept, (0, 1), (1, 0), strict=True):
         ledgers = ClientLedgers(directory, delta=1e-5)
         for client, count in ((few, 1), (many, 9)):
-            event = Event(noise_multiplier=3.0, sampler="full", count=count)
+            event = Event(noise_multiplier=3.0, count=count)
             ledgers.of(client).record(event=event, level="example", client=client)
-    by_client = Accountant([Event(noise_multiplier=3.0, sampler="full", count=10)])
-    anybody = Accountant([Event(noise_multiplier=3.0, sampler="full", count=18)])
+    by_client = Accountant([Event(noise_multiplier=3.0, count=10)])
+    anybody = Accountant([Event(noise_multiplier=3.0, count=18)])
     assert examples_price(kept, 1e-5).epsilon == by_client.epsilon(1e-5)
     assert examples_price(kept, 1e-5, same=False).epsilon == anybody.epsilon(1e-5)
 
@@ -245,7 +245,7 @@ def test_where_members_deal_differently_an_example_may_be_the_dearest_clients_in
 def test_releases_that_cannot_be_added_up_are_said_not_to_be(tmp_path: Path) -> None:
     ledgers = [tmp_path / "poisson.jsonl", tmp_path / "fixed.jsonl"]
     for path, cohort in zip(ledgers, (PoissonCohort(0.5, 4), FixedCohort(2, 4)), strict=True):
-        Ledger(path).record(event=cohort.event(1.0))
+        Ledger(path).record(event=Event.of(cohort, 1.0))
     (member,) = members(BASE, parse_axes(["seed=1"]))
     told = _together(dict.fromkeys(ledgers, member), 1e-5, None)
     assert "for which there is no figure: events are accounted for" in told

@@ -15,8 +15,7 @@ from fedsim import RunConfig
 from fedsim.cli import main
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
-from fedsim.reports.sweep import Measure, MemberLine, best_of, over_seeds, price, seeds_csv
-from fedsim.reports.sweep_picture import draw
+from fedsim.reports.sweep import Measure, MemberLine, best_of, draw, over_seeds, price, seeds_csv
 from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.sweep import Halving, Span, drawn, members, parse_axes, run_sweep
 from fedsim.tasks.metrics.accuracy import Accuracy

@@ -14,7 +14,7 @@ from fedsim import RunConfig
 from fedsim.cli import main
 from fedsim.privacy import Accountant, Statement
 from fedsim.reports.run_page import run_page
-from fedsim.runs import drive
+from fedsim.runs import session
 from fedsim.runs.artefacts import Row, RunDirectory
 from fedsim.runs.report import whole_record
 
@@ -88,7 +88,7 @@ def test_going_on_removes_what_was_said_of_the_end_that_is_none_any_more(
     def killed(*_: object) -> None:
         raise SystemExit(137)
 
-    monkeypatch.setattr(drive, "run_to_end", killed)
+    monkeypatch.setattr(session, "run_to_end", killed)
     with pytest.raises(SystemExit):
         fedsim.run(CONFIG, out=directory.path, resume=True)
     assert not any(path.exists() for path in (directory.done, directory.summary, directory.report))

@@ -13,11 +13,10 @@ from flwr.app import Context, RecordDict
 
 import fedsim
 from fedsim import RunConfig
-from fedsim.apps.node import trainer_for
-from fedsim.apps.split import split_data
+from fedsim.apps.node import trainer_for, write_client_data
 from fedsim.datasets import Dataset, load
 from fedsim.errors import FedsimError
-from fedsim.runs.build import Build
+from fedsim.runs.resolve import resolve
 
 WHO, WHICH = 3, 33
 OWNER = np.repeat(np.arange(6), 10)
@@ -84,9 +83,9 @@ def test_a_label_that_is_none_fails_its_client_alone(label: int, classes: int) -
         models.append(model)
     assert models[0] == models[1]
     # As without that client's update: everybody else's is what it was.
-    trainer = Build(config(**settings)).trainer
+    trainer = resolve(config(**settings)).trainer
     write()
-    sound = Build(config(**settings)).trainer
+    sound = resolve(config(**settings)).trainer
     zero = torch.zeros(trainer.row_layout.d)
     others = np.array([0, 1, 2, 4, 5])
     rows = [torch.cat([b.rows for b in t.train(zero, others, 1)]).numpy() for t in (trainer, sound)]
@@ -159,10 +158,10 @@ def test_a_node_of_its_own_file_trains_as_the_simulation(tmp_path: Path) -> None
     for privacy in (CLIENT_LEVEL, EXAMPLE_LEVEL):
         run = config(**privacy, **{"noise.entropy": "config", "data.classes": 2})
         deployed = run.replace(**{"engine.name": "deployment", "client.state-dir": str(tmp_path)})
-        files = split_data(run, lambda client: tmp_path / f"node-{client}.npz")
+        files = write_client_data(run, lambda client: tmp_path / f"node-{client}.npz")
         node_config = {"partition-id": WHO, "data": str(files[WHO])}
         node = trainer_for(Context(1, 7, node_config, RecordDict(), deployed.to_run_config()))
-        zero, whole = torch.zeros(node.row_layout.d), Build(run).trainer
+        zero, whole = torch.zeros(node.row_layout.d), resolve(run).trainer
         if privacy is CLIENT_LEVEL:
             with pytest.raises(FedsimError, match="client 3 has an example"):
                 list(node.train(zero, np.array([WHO]), 1))
@@ -199,7 +198,7 @@ def test_a_mapped_file_keeps_its_bytes_and_no_other_number_is_replaced() -> None
     np.testing.assert_array_equal(split.y.numpy(), changed(Y, 0))
     np.testing.assert_array_equal(np.flatnonzero(split.columns["unusable"]), [WHICH])
     assert (folder / "y_train.npy").read_bytes() == before
-    huge = np.where(np.arange(60) == WHICH, 2**63, Y).astype(np.uint64)
+    huge = np.where(np.arange(60) == WHICH, np.uint64(2**63), Y.astype(np.uint64))
     sides = {"x": X, "y": huge}, {"x": X[:10], "y": Y[:10].astype(np.uint64)}
     made = Dataset.of("huge", *sides, classes=2, protected=True)
     np.testing.assert_array_equal(made.train.y.numpy(), changed(Y, 0))

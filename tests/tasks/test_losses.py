@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fedsim import RunConfig, registry
 from fedsim.allowed_code import allow
 from fedsim.errors import FedsimError
-from fedsim.runs import objects
+from fedsim.runs import factories
 from fedsim.tasks import (
     IGNORED,
     AbsoluteError,
@@ -24,7 +24,7 @@ from fedsim.tasks import (
 
 
 def loss_of(**task):
-    return objects.loss(RunConfig.parse({"task": task}))
+    return factories.loss(RunConfig.parse({"task": task}))
 
 
 def test_the_loss_of_a_sequence_is_the_mean_over_the_positions_that_count() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedsim import RunConfig, registry
 from fedsim.errors import FedsimError
-from fedsim.runs import objects
+from fedsim.runs import factories
 from fedsim.tasks import (
     AUC,
     F1,
@@ -38,7 +38,7 @@ from fedsim.tasks import (
 
 
 def metrics_of(metrics: object) -> dict[str, Metric]:
-    return objects.metrics(RunConfig.parse({"task": {"metrics": metrics}}))
+    return factories.metrics(RunConfig.parse({"task": {"metrics": metrics}}))
 
 
 Case = tuple[Metric, Callable[[Tensor, Tensor], float], str]

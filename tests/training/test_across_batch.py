@@ -180,7 +180,7 @@ def test_a_loss_may_declare_whether_it_looks_across_a_batch():
 def test_a_loss_is_not_taken_at_its_word_where_examples_are_private():
     privacy = ExamplePrivacy(Clipping(0.5), 0.0)
     trainer = trainer_of(make_mlp(), declared(False), data=make_data(SIZES), privacy=privacy)
-    assert trainer.rounds.stepping.way.known == "one at a time: user code"
+    assert trainer.rounds.factory.method.evidence == "one at a time: user code"
 
 
 BY_EXAMPLE = {
@@ -225,7 +225,7 @@ def test_a_captured_step_pads_with_copies_too(monkeypatch):
     graphs = Graphs().double()
     plain = trainer_of(graphs, data=data, path="plain", batch=4)
     trainer = trainer_of(graphs, data=data, path="func", batch=4)
-    trainer.bench.step = StepGraphs(trainer.bench.step, Tape())
+    trainer.stepper.captured = StepGraphs(trainer.stepper, Tape())
     got = torch.cat([b.rows for b in trainer.train(trainer.initial(), np.arange(3), 1)])
     torch.testing.assert_close(got, rows_of(plain), rtol=0, atol=1e-10)
 

@@ -17,20 +17,19 @@ from torch import nn
 from fedsim.clients import SGD, AdadpLR, Adam, LocalAlgorithm
 from fedsim.clients.proximal import Proximal
 from fedsim.clients.schedules import Schedule
-from fedsim.compiled import dense
-from fedsim.compiled.classes import ClassBatches
-from fedsim.compiled.dense_calls import DenseBatch
-from fedsim.engines.blocks import guarded_blocks
 from fedsim.errors import FedsimError
+from fedsim.federation.engines.blocks import guarded_blocks
+from fedsim.kernels import dense
+from fedsim.kernels.classes import ClassBatches
+from fedsim.kernels.dense_calls import DenseBatch
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import Trainer
-from fedsim.training.block_steps import BlockSteps
-from fedsim.training.paths import blocks, stacked
-from fedsim.training.paths.blocks import CompiledBlock, LaunchedBlock
-from fedsim.training.paths.stacked import stack
+from fedsim.training.paths import stacked
+from fedsim.training.paths.stacked import CompiledBlock, EagerBlock, stack
+from fedsim.training.plain_steps import BlockSteps
 
 compiled = pytest.mark.skipif(not dense._compiled(), reason="there is no C compiler")
 
@@ -68,7 +67,7 @@ def trained(algorithm: LocalAlgorithm, features: int = 20, rounds: int = 2, **ch
 
 def launch_by_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled."""
-    monkeypatch.setattr(blocks, "blocks_of", lambda *_: iter(()))
+    monkeypatch.setattr(stacked, "blocks_of", lambda *_: iter(()))
     by_arrays = ClassBatches._by_arrays
     monkeypatch.setattr(
         ClassBatches,
@@ -102,7 +101,7 @@ def test_they_have_the_same_bytes_in_any_block_with_and_without_a_compiler(
 @pytest.mark.parametrize("target", [3, 10**6, -1])
 @pytest.mark.parametrize("alone_bytes", [0, 2**40])
 def test_a_target_that_is_no_class_fails_its_client_alone(target, alone_bytes, monkeypatch) -> None:
-    monkeypatch.setattr(stacked, "ALONE_BYTES", alone_bytes)
+    monkeypatch.setattr(stacked, "SEQUENTIAL_BYTES", alone_bytes)
     data = make_data(SIZES, features=20)
     found = []
     for wrong in (False, True):
@@ -130,7 +129,7 @@ def test_a_target_that_is_no_class_fails_its_client_alone(target, alone_bytes, m
 
 @pytest.mark.parametrize("alone_bytes", [0, 2**40])
 def test_targets_that_are_numbers_are_refused_for_classes(alone_bytes, monkeypatch) -> None:
-    monkeypatch.setattr(stacked, "ALONE_BYTES", alone_bytes)
+    monkeypatch.setattr(stacked, "SEQUENTIAL_BYTES", alone_bytes)
     data = make_data(SIZES, features=20)
     with pytest.raises(FedsimError, match="logits"):
         trained(SGD(lr=0.1), data=type(data)(data.x, data.y.float(), data.indices), metrics={})
@@ -172,20 +171,20 @@ def path_of(widths, biased, relu, dtype):
 @compiled
 @settings(max_examples=80, deadline=None)
 @given(networks(), st.integers(0, 2**32 - 1), st.integers(1, 4))
-def test_a_compiled_pass_has_the_bytes_of_a_launched_one(network, seed, n) -> None:
+def test_a_compiled_pass_has_the_bytes_of_an_eager_one(network, seed, n) -> None:
     widths, batch, biased, relu, dtype = network
     path = path_of(widths, biased, relu, dtype)
     generator = torch.Generator().manual_seed(seed)
     theta, other = (
         torch.randn(n, path.packing.width, generator=generator, dtype=dtype) for _ in range(2)
     )
-    x = blocks.aligned_empty(theta, n, batch, widths[0]).normal_(generator=generator)
+    x = stacked.aligned_empty(theta, n, batch, widths[0]).normal_(generator=generator)
     delta = torch.randn(n, batch, widths[-1], generator=generator, dtype=dtype)
     rates = torch.rand(n, generator=generator, dtype=dtype)
     # Zeros have signs, which sums of zeros keep or lose.
     theta[:, ::7], x[..., ::3], delta[:, :, ::4] = -0.0, 0.0, -0.0
     found = []
-    for way in (path.dense.forward(theta, x), path.dense.launched(theta, x)):
+    for way in (path.dense.forward(theta, x), path.dense.eager(theta, x)):
         gradient = way.backward(delta)
         inside, into = theta.clone(), other.clone()
         gradient.subtract_from(inside, rates)
@@ -197,7 +196,7 @@ def test_a_compiled_pass_has_the_bytes_of_a_launched_one(network, seed, n) -> No
 
 @compiled
 def test_a_usual_model_is_gone_through_compiled() -> None:
-    """Else the other tests would compare what is launched with itself."""
+    """Else the other tests would compare the eager pass with itself."""
     if not dense._compiled()[torch.float32].makes_few:
         pytest.skip("this processor has other products")
     for widths in ([784, 10], [784, 32, 10]):
@@ -205,14 +204,14 @@ def test_a_usual_model_is_gone_through_compiled() -> None:
         for batch in (10, 20):
             theta, x = torch.randn(3, path.packing.width), torch.randn(3, batch, widths[0])
             assert isinstance(path.dense.forward(theta, x), CompiledBlock)
-        assert isinstance(path.dense.forward(theta, torch.randn(3, 200, widths[0])), LaunchedBlock)
+        assert isinstance(path.dense.forward(theta, torch.randn(3, 200, widths[0])), EagerBlock)
 
 
 @compiled
 @pytest.mark.parametrize("wrong", ["outputs", "in place", "other rows", "factors"])
-def test_what_gives_other_bytes_than_torch_is_launched(wrong: str, monkeypatch) -> None:
+def test_what_gives_other_bytes_than_torch_is_not_used(wrong: str, monkeypatch) -> None:
     """As a library would that adds up in another order."""
-    real = blocks.CompiledBlock._subtract
+    real = stacked.CompiledBlock._subtract
 
     def subtract(self, theta, rate, out):
         done = real(self, theta, rate, out)
@@ -221,17 +220,17 @@ def test_what_gives_other_bytes_than_torch_is_launched(wrong: str, monkeypatch) 
         return done
 
     if wrong == "outputs":
-        monkeypatch.setattr(blocks.CompiledBlock, "outputs", property(lambda self: self.x))
+        monkeypatch.setattr(stacked.CompiledBlock, "outputs", property(lambda self: self.x))
     elif wrong == "factors":
         forward = DenseBatch.backward_all
         monkeypatch.setattr(
             DenseBatch, "backward_all", lambda self, *a: forward(self, *a[:2], 2 * a[2])
         )
     else:
-        monkeypatch.setattr(blocks.CompiledBlock, "_subtract", subtract)
+        monkeypatch.setattr(stacked.CompiledBlock, "_subtract", subtract)
     path = path_of([16, 16], True, False, torch.float32)
     theta, x = torch.randn(3, path.packing.width), torch.randn(3, 6, 16)
-    assert isinstance(path.dense.forward(theta, x), LaunchedBlock)
+    assert isinstance(path.dense.forward(theta, x), EagerBlock)
 
 
 def test_rows_with_gaps_and_one_rate_for_all_are_taken_as_they_are() -> None:

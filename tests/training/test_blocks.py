@@ -11,13 +11,13 @@ from clients_helpers import make_cnn, make_data, make_mlp
 from torch import Tensor
 
 from fedsim.clients import SGD
-from fedsim.engines.blocks import guarded_blocks
-from fedsim.engines.parcel import Parcel
+from fedsim.federation.engines.blocks import guarded_blocks
+from fedsim.federation.engines.ray import Parcel
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.rows.block import Block
 from fedsim.tasks import CrossEntropy
-from fedsim.training import ClientData, ExamplePrivacy, Trainer, stepping
+from fedsim.training import ClientData, ExamplePrivacy, Trainer, plain_steps
 from fedsim.training.paths import stacked
 
 SIZES = [9, 0, 4, 1, 12, 7, 4, 30]
@@ -28,7 +28,7 @@ GUILTY = 17
 
 @pytest.fixture(autouse=True)
 def every_row_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacked, "ALONE_BYTES", 0)
+    monkeypatch.setattr(stacked, "SEQUENTIAL_BYTES", 0)
 
 
 def made(*, guilty: tuple[int, ...] = (), **changes: object) -> Trainer:
@@ -71,13 +71,13 @@ def bytes_of(blocks: list[Block]) -> list[tuple[int, bytes, bytes] | tuple[int, 
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of how many clients batches were drawn at once."""
     numbers: list[int] = []
-    plan = stepping.plan_batches
+    plan = plain_steps.plan_batches
 
     def noted(work: object, indices: list, *others: object) -> Iterator:
         numbers.append(len(indices))
         return plan(work, indices, *others)
 
-    monkeypatch.setattr(stepping, "plan_batches", noted)
+    monkeypatch.setattr(plain_steps, "plan_batches", noted)
     return numbers
 
 
@@ -89,8 +89,8 @@ def test_a_client_has_the_same_bytes_however_many_draw_at_once(
     wanted = bytes_of(trained(made(path=path, block_size=1, **changes)))
     assert set(drawn) == {len(SIZES)}
     for most, places in ((1, 2**16), (3, 2**16), (5, 2**16), (64, 40), (64, 1)):
-        monkeypatch.setattr(stepping, "MOST_AHEAD", most)
-        monkeypatch.setattr(stepping, "PLACES_AHEAD", places)
+        monkeypatch.setattr(plain_steps, "MOST_PREFETCHED", most)
+        monkeypatch.setattr(plain_steps, "PREFETCHED_PLACES", places)
         for size in (1, 2, 3):
             drawn.clear()
             assert bytes_of(trained(made(path=path, block_size=size, **changes))) == wanted
@@ -101,7 +101,7 @@ def test_what_is_drawn_at_once_takes_no_more_room_than_is_allowed(
     drawn: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Client 7 takes 16 steps, the others 6 at most: beside it each has room for as many.
-    monkeypatch.setattr(stepping, "PLACES_AHEAD", 4 * 16 * 3)
+    monkeypatch.setattr(plain_steps, "PREFETCHED_PLACES", 4 * 16 * 3)
     trained(made(block_size=1), rounds=1)
     assert drawn == [7, 1]
 

@@ -17,9 +17,9 @@ from fedsim.clients import SGD, Scaffold
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
-from fedsim.runs.build import Build
+from fedsim.runs.resolve import resolve
 from fedsim.training import Trainer
-from fedsim.training.compression import Compression
+from fedsim.training.payload import Compression
 
 SIZES = [9, 0, 4, 12]
 IDS = np.arange(4)
@@ -97,7 +97,7 @@ def test_a_row_is_compressed_alike_whoever_stands_beside_it(row: list[float], bi
 @pytest.mark.parametrize("text", ["top-k(0.05)", "bits(2)"])
 def test_a_private_bound_holds_for_what_is_sent(text: str) -> None:
     config = CONFIG.replace(**{"client.compression": text, "client.lr": 5.0})
-    trainer = Build(config).trainer
+    trainer = resolve(config).trainer
     clipping = Clipping(0.01)
     vector = trainer.initial()
     for number in (1, 2, 3):
@@ -128,9 +128,9 @@ def test_a_compressed_run_that_was_cut_ends_with_the_same_bytes_and_counts_its_b
 def test_compression_without_what_it_needs_is_refused() -> None:
     for bad in ("top-k(0)", "top-k(2)", "bits(0)", "bits(17)", "bits(1.5)", "zip"):
         with pytest.raises(FedsimError, match=r"client\.compression = '"):
-            Build(CONFIG.replace(**{"client.compression": bad})).trainer  # noqa: B018
+            resolve(CONFIG.replace(**{"client.compression": bad})).trainer  # noqa: B018
     with pytest.raises(FedsimError, match="clients keep what is left out"):
-        Build(CONFIG.replace(**{"client.state": "reset"})).trainer  # noqa: B018
+        resolve(CONFIG.replace(**{"client.state": "reset"})).trainer  # noqa: B018
     with pytest.raises(FedsimError, match="send their update alone"):
         Trainer(
             make_mlp(),

@@ -29,9 +29,9 @@ from fedsim.randomness import Randomness
 from fedsim.training import ClientData
 from fedsim.training.batches import plan_batches
 from fedsim.training.exact_arithmetic import exact
+from fedsim.training.frozen_stem import behind_frozen_stem
 from fedsim.training.graphs import CudaRecorder, StepGraphs
 from fedsim.training.paths.choice import choose
-from fedsim.training.paths.frozen import past_frozen
 from fedsim.training.steps import Steps
 
 SIZES = [9, 5, 7, 1, 14, 0, 12]
@@ -45,13 +45,13 @@ def test_steps_for_a_gpu_are_those_of_the_plain_path_and_read_nothing_back(monke
     trainer = make_trainer(MODELS[path](), ALGORITHMS[name], images(SIZES), path)
     vector = pretend(trainer.initial())
     trainer = as_if_on_a_gpu(monkeypatch, trainer)
-    launched = trainer.bench.step
+    eager = trainer.stepper.eager
 
     def watched(*step):
         with NoReadingBack():
-            return launched(*step)
+            return eager(*step)
 
-    trainer.bench.step = watched
+    trainer.stepper.eager = watched
     for got, wanted in zip(rounds(trainer, vector, [range(7)] * 2), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
 
@@ -71,14 +71,14 @@ def test_no_step_mixes_the_gpu_with_the_host(monkeypatch, name):
         monkeypatch.setattr(model, "to", lambda device: model)
         trainer = make_trainer(model, algorithm, clients, "auto", device="cuda")
         assert trainer.path.name == "stacked"
-        trainer.bench.step = trainer.bench.step.launched
+        trainer.stepper.captured = None
         start = trainer.packing.pack(trainer.initial().unsqueeze(0))
         sources = [Randomness(0)] * len(own)
         work = trainer.workload.work
         for t in (1, 2):
             for batches in plan_batches(work, own, np.arange(len(own)), sources, t):
                 n = len(batches.members)
-                ended = Steps(trainer.bench, batches, t).run(
+                ended = Steps(trainer.stepper, batches, t).run(
                     start.expand(n, -1).clone(),
                     {k: start.new_full((n,), v) for k, v in algorithm.numbers().items()},
                     {}, torch.ones(n, dtype=torch.bool, device="cuda"),
@@ -117,7 +117,7 @@ def test_the_host_asks_a_gpu_as_often_for_many_steps_as_for_few(monkeypatch):
         trainer = make_trainer(make_mlp(), ALGORITHMS["adadp"], make_data([9, 9, 9]), "auto")
         trainer.workload.work = dataclasses.replace(trainer.workload.work, epochs=epochs)
         trainer = as_if_on_a_gpu(monkeypatch, trainer)
-        trainer.bench.step = StepGraphs(trainer.bench.step, Tape())
+        trainer.stepper.captured = StepGraphs(trainer.stepper, Tape())
         asked.clear()
         next(trainer.train(pretend(trainer.initial()), np.arange(3), 1))
         counts.add(len(asked))
@@ -147,13 +147,13 @@ def test_a_gpu_computes_exactly_and_the_same_every_time_while_clients_train():
 def test_a_frozen_stem_is_gone_through_as_exactly_as_the_rest(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "fedsim.training.paths.frozen.exact",
+        "fedsim.training.frozen_stem.exact",
         lambda device: asked.append(device) or exact(torch.device("cuda")),
     )
     stem = nn.Conv2d(1, 2, 3).requires_grad_(False)
     stem.register_forward_hook(lambda *_: asked.append(torch.backends.cudnn.allow_tf32))
     data = make_data([3, 3], features=36, shape=(1, 6, 6))
-    rest, _ = past_frozen(nn.Sequential(stem, nn.Flatten(), nn.Linear(32, 3)), data)
+    rest, _ = behind_frozen_stem(nn.Sequential(stem, nn.Flatten(), nn.Linear(32, 3)), data)
     assert len(rest) == 1
     assert asked == [data.x.device] + [False] * 6
 

@@ -22,7 +22,7 @@ from fedsim.rows.packing import Packing
 from fedsim.tasks import CrossEntropy
 from fedsim.training import ExamplePrivacy, Trainer, example_epsilon, example_events
 from fedsim.training.batches import chunk_width, plan_poisson
-from fedsim.training.paths.examples import ways
+from fedsim.training.paths.examples import gradient_methods
 from fedsim.training.paths.factored import PositionsPart
 
 SIZES = [20, 7, 0, 33, 12]
@@ -103,7 +103,7 @@ def test_rows_of_examples_are_their_gradients(model, shape, shaped, way):
     y = torch.randint(3, (2, 7), generator=generator)
     packing = Packing(Layout.of(dict(model.named_parameters())))
     reading = reading_of(model, shape)
-    rows = ways(model, packing, CrossEntropy(), reading, len(shape))[way].rows
+    rows = gradient_methods(model, packing, CrossEntropy(), reading, len(shape))[way].rows
     theta = packing.layout.flatten(dict(model.named_parameters())).expand(2, -1)
     found = list(rows(packing.pack(theta), x, y, [7, 4], None))
     for k, count in enumerate((7, 4)):
@@ -326,7 +326,7 @@ def test_a_clients_ledger_counts_every_invocation(tmp_path):
     ledger = Ledger(tmp_path / "client-3.jsonl")
     assert [entry.round for entry in ledger.entries] == [1, 2]
     event = ledger.entries[0].event
-    assert (event.count, event.rate, event.noise_multiplier) == (6, 5 / 33, 1.5)
+    assert (event.count, event.law.rate, event.noise_multiplier) == (6, 5 / 33, 1.5)
     assert ledger.level == "example"
     assert ledger.epsilon(1e-5) == pytest.approx(
         epsilon(noise_multiplier=1.5, cohort=PoissonCohort(rate=5 / 33), rounds=12, delta=1e-5),
@@ -368,13 +368,13 @@ def test_the_line_is_on_disk_before_anything_is_computed(tmp_path):
 def test_shuffled_passes_are_charged_without_amplification():
     privacy = ExamplePrivacy(Clipping(1.0), 2.0, sampling="shuffle")
     event = privacy.plan(LocalWork(10, epochs=3), 95).event()
-    assert (event.sampler, event.count) == ("shuffle", 3)
+    assert (event.law.name, event.count) == ("shuffle", 3)
     assert privacy.plan(LocalWork(10, None, 11), 95).event().count == 2
 
 
 def test_full_batches_are_charged_as_full_participation():
     event = ExamplePrivacy(Clipping(1.0), 2.0).plan(LocalWork(0, None, 7), 30).event()
-    assert (event.sampler, event.rate, event.count) == ("full", 1.0, 7)
+    assert (event.law.name, event.law.rate, event.count) == ("full", 1.0, 7)
 
 
 def test_the_worst_client_is_found_among_rates_and_counts():

@@ -17,11 +17,11 @@ from fedsim.clients import SGD
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
 from fedsim.privacy import ClientLedgers, Ledger, epsilon
-from fedsim.privacy.samplers import Poisson
+from fedsim.privacy.laws import Poisson
 from fedsim.randomness import Randomness
 from fedsim.tasks import CrossEntropy
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
-from fedsim.training.compression import Compression
+from fedsim.training.payload import Compression
 
 CONFIG = Randomness(1, "d" * 64)
 """What a config's runs draw from: a seed and a release digest."""
@@ -254,7 +254,7 @@ def test_the_line_says_what_is_public_and_how_rows_are_known(tmp_path):
     (entry,) = Ledger.read(tmp_path / "client-0.jsonl").entries
     public = {"examples": 20, "steps": 4, "denominator": 5.0, "rows": "by structure"}
     assert entry.public == public
-    assert entry.event.relation == "zero-out"
+    assert entry.event.adjacency == "zero-out"
     assert (entry.client, entry.placement) == (0, "client")
     said = str(ClientLedgers(tmp_path, delta=1e-5, read_only=True).statement())
     assert "A row is one example's by structure" in said

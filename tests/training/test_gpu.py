@@ -1,4 +1,4 @@
-"""A GPU against the CPU, and captured steps against launched ones, on a real device."""
+"""A GPU against the CPU, and captured steps against eager ones, on a real device."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def make(kind, algorithm, path, device, dtype=torch.float64, sizes=SIZES, **sett
     return make_trainer(model[kind](), algorithm, data, path, device=device, **settings)
 
 
-def launched(trainer):
-    trainer.bench.step = trainer.bench.step.launched
+def eager(trainer):
+    trainer.stepper.captured = None
     return trainer
 
 
@@ -50,8 +50,8 @@ def test_every_path_and_algorithm_agrees_with_the_cpu(kind, path, name):
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
     if path != "plain":
-        assert gpu.bench.step.works
-        assert gpu.bench.step.graphs
+        assert gpu.stepper.captured.works
+        assert gpu.stepper.captured.graphs
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam", "adadp"])
@@ -68,14 +68,14 @@ def test_a_float32_step_agrees_with_the_cpu_to_1e_5(kind, path, name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize(("kind", "path"), [("mlp", "stacked"), ("cnn", "func")])
-def test_captured_steps_are_the_launched_ones_to_the_byte(kind, path, name, dtype):
+def test_captured_steps_are_the_eager_ones_to_the_byte(kind, path, name, dtype):
     # At most seven clients: their number is not rounded up.
     captured = make(kind, ALGORITHMS[name], path, "cuda", dtype)
-    plainly = launched(make(kind, ALGORITHMS[name], path, "cuda", dtype))
+    plainly = eager(make(kind, ALGORITHMS[name], path, "cuda", dtype))
     expected, got = (rounds(t, t.initial(), COHORTS) for t in (plainly, captured))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert captured.bench.step.works
-    assert captured.bench.step.graphs
+    assert captured.stepper.captured.works
+    assert captured.stepper.captured.graphs
 
 
 @pytest.mark.parametrize("name", ["sgd", "adadp"])
@@ -111,8 +111,8 @@ def test_adadps_network_is_captured_and_a_run_repeats_to_the_byte():
         trainer = cifar_trainer("cuda")
         assert trainer.path.name == "func"
         found += rounds(trainer, trainer.initial(), [range(5)])
-        assert trainer.bench.step.works
-        assert trainer.bench.step.graphs
+        assert trainer.stepper.captured.works
+        assert trainer.stepper.captured.graphs
     assert torch.equal(*found)
     plain = cifar_trainer("cpu", "plain")
     expected = rounds(plain, plain.initial(), [range(5)])[0]
@@ -128,20 +128,20 @@ def test_a_loss_of_the_users_own_is_captured_too():
     got, expected = (rounds(t, t.initial(), COHORTS) for t in (gpu, cpu))
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
-    assert gpu.bench.step.works
+    assert gpu.stepper.captured.works
 
 
 def test_a_step_that_reads_back_goes_on_without_a_graph_and_spoils_nothing():
     reads = make("mlp", Reads(lr=0.1), "stacked", "cuda")
-    plain = launched(make("mlp", SGD(lr=0.1), "stacked", "cuda"))
+    plain = eager(make("mlp", SGD(lr=0.1), "stacked", "cuda"))
     got, expected = (rounds(t, t.initial(), COHORTS) for t in (reads, plain))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert isinstance(reads.bench.step, StepGraphs)
-    assert not reads.bench.step.works
+    assert isinstance(reads.stepper.captured, StepGraphs)
+    assert not reads.stepper.captured.works
     # Others can still capture.
     later = make("mlp", SGD(lr=0.1), "stacked", "cuda")
     rounds(later, later.initial(), COHORTS)
-    assert later.bench.step.works
+    assert later.stepper.captured.works
 
 
 def test_memory_does_not_grow_with_rounds():

@@ -15,7 +15,7 @@ from fedsim.clients import SGD, Adam, Proximal
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Draws, Randomness
-from fedsim.runs.build import Build
+from fedsim.runs.resolve import resolve
 from fedsim.training import ExamplePrivacy, Trainer
 
 SIZES = [9, 0, 4, 1, 12, 7]
@@ -104,7 +104,7 @@ def test_a_step_is_no_longer_than_the_rate_times_the_bound_before_a_proximal_pul
 
 def test_a_config_sets_it_and_example_level_privacy_refuses_it() -> None:
     config = RunConfig().replace(**{"client.max-grad-norm": 0.25})
-    assert Build(config).trainer.max_grad_norm == 0.25
+    assert resolve(config).trainer.max_grad_norm == 0.25
     protected = {"client.mechanism.name": "clipping", "client.noise.multiplier": 1.0}
     with pytest.raises(FedsimError, match=r"client\.max-grad-norm = 0\.25; it must be 0 while"):
         config.replace(**protected)

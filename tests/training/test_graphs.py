@@ -31,23 +31,23 @@ COHORTS = [[0, 1, 4], range(11), range(6), range(11)]
 
 @pytest.mark.parametrize("path", ["stacked", "func"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_replayed_steps_are_the_launched_ones_to_the_byte(monkeypatch, path, name):
+def test_replayed_steps_are_the_eager_ones_to_the_byte(monkeypatch, path, name):
     found = []
     for tape in (None, Tape()):
         trainer = make_trainer(MODELS[path](), ALGORITHMS[name], images(SIZES), path)
         vector = pretend(trainer.initial())
         trainer = as_if_on_a_gpu(monkeypatch, trainer)
         if tape is not None:
-            trainer.bench.step = StepGraphs(trainer.bench.step, tape)
+            trainer.stepper.captured = StepGraphs(trainer.stepper, tape)
         found.append(rounds(trainer, vector, COHORTS))
         monkeypatch.undo()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert trainer.bench.step.works
-    assert tape.recordings >= len(trainer.bench.step.graphs) > 0
+    assert trainer.stepper.captured.works
+    assert tape.recordings >= len(trainer.stepper.captured.graphs) > 0
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def eager(monkeypatch):
     """Makes trainers as on a GPU, and an algorithm's rounds by them."""
 
     def make(algorithm, sizes=SIZES):
@@ -59,12 +59,12 @@ def launched(monkeypatch):
 
 
 @pytest.fixture
-def taped(launched):
+def taped(eager):
     """The same, whose steps are captured by a tape."""
 
     def make(algorithm, sizes=SIZES, tape=None):
-        trainer = launched(algorithm, sizes)
-        trainer.bench.step = StepGraphs(trainer.bench.step, tape or Tape())
+        trainer = eager(algorithm, sizes)
+        trainer.stepper.captured = StepGraphs(trainer.stepper, tape or Tape())
         return trainer
 
     return make
@@ -79,7 +79,7 @@ def test_a_later_round_of_the_same_shapes_captures_nothing(taped):
     recordings = []
     for _ in range(3):  # memory grows in the first, from the narrow batches' clients to the others'
         rounds(trainer, start(trainer), [range(11)])
-        recordings.append(trainer.bench.step.recorder.recordings)
+        recordings.append(trainer.stepper.captured.recorder.recordings)
     assert recordings[1] == recordings[2]
 
 
@@ -90,13 +90,13 @@ def test_the_number_of_clients_is_rounded_up_by_less_than_a_quarter():
     assert len(found) == 44
 
 
-def test_graphs_are_bounded_in_number_and_the_oldest_goes(launched, taped, monkeypatch):
+def test_graphs_are_bounded_in_number_and_the_oldest_goes(eager, taped, monkeypatch):
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 3)
-    plain = launched(SGD(lr=0.1))
+    plain = eager(SGD(lr=0.1))
     bounded = taped(SGD(lr=0.1))
     expected, got = (rounds(t, start(t), COHORTS) for t in (plain, bounded))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert len(bounded.bench.step.graphs) == 3 < bounded.bench.step.recorder.recordings
+    assert len(bounded.stepper.captured.graphs) == 3 < bounded.stepper.captured.recorder.recordings
 
 
 class Fails(Tape):
@@ -116,15 +116,15 @@ class Fails(Tape):
 @pytest.mark.parametrize("good", [0, 1, 2, 5])
 @pytest.mark.parametrize("algorithm", [SGD(lr=0.2, momentum=0.5), AdadpLR(lr=0.2)])
 def test_after_a_capture_that_fails_training_goes_on_without_and_nothing_is_lost(
-    algorithm, good, launched, taped, caplog
+    algorithm, good, eager, taped, caplog
 ):
-    plain = launched(algorithm)
+    plain = eager(algorithm)
     tried = taped(algorithm, tape=Fails(good))
     with caplog.at_level(logging.WARNING):
         expected, got = (rounds(t, start(t), COHORTS) for t in (plain, tried))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert not tried.bench.step.works
-    assert not tried.bench.step.graphs
+    assert not tried.stepper.captured.works
+    assert not tried.stepper.captured.graphs
     assert sum("going on without" in record.message for record in caplog.records) == 1
 
 
@@ -132,11 +132,11 @@ def test_a_step_that_reads_a_value_back_is_not_captured(taped):
     trainer = taped(Reads(lr=0.1))
     plain = taped(SGD(lr=0.1))
     got, expected = (rounds(t, start(t), COHORTS) for t in (trainer, plain))
-    assert not trainer.bench.step.works
+    assert not trainer.stepper.captured.works
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-def test_an_algorithm_that_promises_nothing_is_launched(taped):
+def test_an_algorithm_that_promises_nothing_is_not_captured(taped):
     class Warming(SGD):
         def step(self, state, gradient, at):
             gradient.subtract_from(state["theta"], state["lr"] * (at.index + 1))
@@ -144,8 +144,8 @@ def test_an_algorithm_that_promises_nothing_is_launched(taped):
     trainer = taped(Warming(lr=0.1))
     rounds(trainer, start(trainer), COHORTS)
     assert Warming(lr=0.1).phase(None) is None
-    assert trainer.bench.step.recorder.recordings == 0
-    assert trainer.bench.step.works
+    assert trainer.stepper.captured.recorder.recordings == 0
+    assert trainer.stepper.captured.works
 
 
 class Lambdas(SGD):
@@ -159,18 +159,18 @@ class Lambdas(SGD):
         gradient.subtract_from(state["theta"], state["lr"] * rate)
 
 
-def test_a_number_whose_function_is_made_in_the_step_follows_the_step(launched, taped):
-    plain, captured = launched(Lambdas(lr=0.1)), taped(Lambdas(lr=0.1))
+def test_a_number_whose_function_is_made_in_the_step_follows_the_step(eager, taped):
+    plain, captured = eager(Lambdas(lr=0.1)), taped(Lambdas(lr=0.1))
     expected, got = (rounds(t, start(t), COHORTS) for t in (plain, captured))
     # A float multiplies in float32 and a tensor here in float64: the last bit may differ.
     for one, other in zip(expected, got, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
-    assert captured.bench.step.works
-    steps = captured.bench.step.graphs.values()
+    assert captured.stepper.captured.works
+    steps = captured.stepper.captured.graphs.values()
     assert {len(step.clock.numbers) for step in steps} == {2}
 
 
-def test_a_step_that_asks_for_other_numbers_when_it_is_run_again_is_not_captured(launched, taped):
+def test_a_step_that_asks_for_other_numbers_when_it_is_run_again_is_not_captured(eager, taped):
     class Forgets(SGD):
         def phase(self, at):
             return "step"
@@ -182,13 +182,13 @@ def test_a_step_that_asks_for_other_numbers_when_it_is_run_again_is_not_captured
             gradient.subtract_from(state["theta"], state["lr"])
 
     runs = []
-    plain, tried = launched(SGD(lr=0.1)), taped(Forgets(lr=0.1))
+    plain, tried = eager(SGD(lr=0.1)), taped(Forgets(lr=0.1))
     expected, got = (rounds(t, start(t), COHORTS) for t in (plain, tried))
-    assert not tried.bench.step.works
+    assert not tried.stepper.captured.works
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-def test_entries_that_change_places_or_are_one_tensor_stay_what_they_are(launched, taped):
+def test_entries_that_change_places_or_are_one_tensor_stay_what_they_are(eager, taped):
     class Swaps(SGD):
         """Two copies of the parameters that change places, and a name for the first."""
 
@@ -205,7 +205,7 @@ def test_entries_that_change_places_or_are_one_tensor_stay_what_they_are(launche
             state["same"] = state["theta"]
 
     sizes = [12, 12, 12]
-    plain = launched(Swaps(lr=0.1), sizes)
+    plain = eager(Swaps(lr=0.1), sizes)
 
     class Again(Tape):
         """Does the work again, checks in Python included."""
@@ -218,7 +218,7 @@ def test_entries_that_change_places_or_are_one_tensor_stay_what_they_are(launche
     tried = taped(Swaps(lr=0.1), sizes, Again())
     expected, got = (rounds(t, start(t), [range(3)] * 2) for t in (plain, tried))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert tried.bench.step.recorder.recordings > 0
+    assert tried.stepper.captured.recorder.recordings > 0
 
 
 def test_what_a_round_returned_stays_when_the_next_one_trains(taped):

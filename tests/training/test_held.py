@@ -12,10 +12,10 @@ from torch import nn
 from torch.func import functional_call
 
 from fedsim.clients import SGD, AdadpLR, Adam, LocalAlgorithm
-from fedsim.clients.gradients import Parts
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.training import ExamplePrivacy, Trainer
+from fedsim.training.gradients import Parts
 from fedsim.training.paths.choice import PathName
 from fedsim.training.paths.plain import PlainPath
 

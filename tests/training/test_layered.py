@@ -9,8 +9,8 @@ from clients_helpers import make_data, reading_of
 from torch import nn
 
 from fedsim.clients import SGD, AdadpLR, LocalAlgorithm
-from fedsim.compiled import convolutions
 from fedsim.errors import FedsimError
+from fedsim.kernels import convolutions
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.packing import Packing

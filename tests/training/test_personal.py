@@ -18,7 +18,7 @@ from fedsim.mechanisms import Clipping
 from fedsim.models.local_norm import localise
 from fedsim.randomness import Draws, Randomness
 from fedsim.training import ExamplePrivacy, Trainer
-from fedsim.training.personal import Personal
+from fedsim.training.client_state import Personal
 
 SIZES = [4, 0, 9, 2]
 HEAD = ("3.weight", "3.bias")

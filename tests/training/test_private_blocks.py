@@ -32,11 +32,10 @@ from fedsim.mechanisms.base import Shaped
 from fedsim.privacy import Independent
 from fedsim.randomness import Randomness
 from fedsim.rows import DenseRows, Layout, LinearPart, OuterRows
-from fedsim.training import ClientData, ExamplePrivacy, Trainer
-from fedsim.training import steps as steps_module
+from fedsim.training import ClientData, ExamplePrivacy, Trainer, private_steps
 from fedsim.training.batches import plan_poisson
+from fedsim.training.private_steps import PrivateSteps
 from fedsim.training.probe import Probe
-from fedsim.training.steps import PrivateSteps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +172,7 @@ def test_a_block_releases_what_one_sum_at_a_time_does(monkeypatch, mechanism, ma
         mechanism = PerLayer((("0.*", QuantileClipping(bit_noise=2.0)), ("*", AdaClip(0.5))))
     settings = {"model": model, "data": data, "state": "client"}
     together = updates(trainer_of(mechanism, **settings), rounds=2)
-    monkeypatch.setattr(steps_module, "Releaser", OneByOne)
+    monkeypatch.setattr(private_steps, "Releaser", OneByOne)
     apart = updates(trainer_of(mechanism, **settings), rounds=2)
     # Apart, implicit sums are rounded to their grid of 2^-30 once for every chunk.
     torch.testing.assert_close(together, apart, rtol=0, atol=2e-7)
@@ -313,7 +312,7 @@ def test_a_private_step_for_a_gpu_is_that_of_a_cpu_and_reads_nothing_back(
         def start(self, state, active=None):
             return super().start({k: pretend(v) for k, v in state.items()}, active)
 
-    monkeypatch.setattr(steps_module, "Releaser", Pretending)
+    monkeypatch.setattr(private_steps, "Releaser", Pretending)
     step = PrivateSteps.step
 
     def watched(*given):
@@ -348,10 +347,10 @@ def test_no_private_step_mixes_the_gpu_with_the_host(monkeypatch, mechanism):
         monkeypatch.setattr(Probe, "fastest", lambda probe, ways: ways[0])
         trainer = trainer_of(mechanism, model=model, data=clients, device="cuda")
         start = trainer.packing.pack(trainer.initial().unsqueeze(0))
-        entering = trainer.rounds.enter(IDS, 1, [Randomness(0)] * len(IDS))
+        entering = trainer.rounds.one_block(IDS, 1, [Randomness(0)] * len(IDS))
         for batches in plan_poisson(trainer.workload.work, own, IDS, entering.randomness, 1, 4):
             n = len(batches.members)
-            steps = trainer.rounds.stepping.steps(batches, entering.of(batches.members))
+            steps = trainer.rounds.factory.steps(batches, entering.at(batches.members))
             ended = steps.run(
                 start.expand(n, -1).clone(),
                 {k: start.new_full((n,), v) for k, v in trainer.algorithm.numbers().items()},

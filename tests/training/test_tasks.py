@@ -196,7 +196,7 @@ def test_what_the_mask_leaves_out_moves_nothing() -> None:
     other = ClientData(data.x, torch.where(data.mask, data.y, 6), data.indices, mask=data.mask)
     first, second = trainer("tokens"), trainer("tokens")
     second.data = other
-    second.bench.step.data.__dict__["y"] = other.y
+    second.stepper.data.__dict__["y"] = other.y
     assert torch.equal(rows(first), rows(second))
 
 

@@ -8,18 +8,16 @@ round has the bytes of a run that was never looked at.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fedsim.config.plan import stopping
 from fedsim.errors import FedsimError
 from fedsim.reports.sweep import Measure, Spread, validated
 from fedsim.runs.artefacts import Row
+from fedsim.runs.resolve import Resolved
 from fedsim.runs.stopping import Judge
-from fedsim.runs.sweep.building import Builder
 from fedsim.runs.sweep.members import Member, measure_of
-
-__all__ = ["Halving", "outcomes"]
 
 MOST_OUTCOMES = 10**100
 """Of more, delta's share could not be written down."""
@@ -51,7 +49,7 @@ class Halving:
             rung *= self.factor
         return [*between, rounds]
 
-    def check(self, grid: Sequence[Member], builder: Builder) -> None:
+    def check(self, grid: Sequence[Member], resolve_member: Callable[[Member], Resolved]) -> None:
         """Refuse members that could not be compared, or not go on.
 
         Raises
@@ -81,7 +79,7 @@ class Halving:
                     f"to {self.first}, the rounds to the first rung, where members are compared."
                 )
             measure = f"validation-{measure_of(config).name}"
-            Judge.of(builder.build(member), "--halving by", measure)
+            Judge.of(resolve_member(member), "--halving by", measure)
 
     def outcomes(self, grid: Sequence[Member]) -> int:
         """In how many ways the settings that go on at each rung may be chosen."""

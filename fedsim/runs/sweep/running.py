@@ -5,29 +5,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from fedsim.closing import end_on_signal
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.plan import dealing
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError, RunFailedError
 from fedsim.runs.artefacts import Ended, Row, RunDirectory
-from fedsim.runs.build import Build
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.runs.check import check
-from fedsim.runs.drive import YOURS, Session
-from fedsim.runs.objects import algorithm
-from fedsim.runs.report import leave_report, tell_ending
-from fedsim.runs.signals import asked_to_end
-from fedsim.runs.state import RunState
-from fedsim.runs.sweep.building import Builder
+from fedsim.runs.checkpoints import RunState
+from fedsim.runs.data_split import DatasetCache, resolve_data
+from fedsim.runs.factories import algorithm
+from fedsim.runs.preflight import check
+from fedsim.runs.report import leave_report, record_ending
+from fedsim.runs.resolve import Resolved, calibrated, resolve
+from fedsim.runs.session import YOURS, Session
 from fedsim.runs.sweep.halving import Halving
 from fedsim.runs.sweep.members import Member
 from fedsim.runs.sweep.together import in_step
 from fedsim.strategies import run_to_end
-
-__all__ = ["MemberOutcome", "is_done", "run_sweep"]
 
 _log = logging.getLogger("fedsim")
 
@@ -49,6 +47,20 @@ class MemberOutcome:
 
     ended: Ended
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """Where members go, who is told of their rows, and the data sets that they share."""
+
+    out: Path
+    observer: Observer | None
+    datasets: DatasetCache = field(default_factory=DatasetCache)
+
+    def resolve(self, member: Member) -> Resolved:
+        """All that a member is made of: its own, but for the data, which are read once."""
+        data = resolve_data(member.config, load=self.datasets.load)
+        return resolve(member.config, out=self.out / member.label, data=data)
 
 
 def run_sweep(
@@ -93,16 +105,16 @@ def run_sweep(
                 "another keep there."
             )
     _check_clients_kept(grid)
-    builder = Builder(out)
+    sweep = _Sweep(out, observer)
     if halving is not None:
-        halving.check(grid, builder)
+        halving.check(grid, sweep.resolve)
     for member in grid:
         if not is_done(member, out):
             RunDirectory(out / member.label).check_free(overwrite=True)
-            check(builder.build(member))
+            check(sweep.resolve(member))
     if halving is None:
-        return _run_members(grid, builder, observer)
-    return _halved(grid, builder, observer, halving)
+        return _run_members(grid, sweep)
+    return _halved(grid, sweep, halving)
 
 
 def _check_clients_kept(grid: Sequence[Member]) -> None:
@@ -119,27 +131,25 @@ def _check_clients_kept(grid: Sequence[Member]) -> None:
         )
 
 
-def _halved(
-    grid: Sequence[Member], builder: Builder, observer: Observer | None, halving: Halving
-) -> dict[str, MemberOutcome]:
+def _halved(grid: Sequence[Member], sweep: _Sweep, halving: Halving) -> dict[str, MemberOutcome]:
     """Run them from rung to rung; what is there already is looked at, not run again."""
     outcomes: dict[str, MemberOutcome] = {}
     going = list(grid)
     rungs = halving.rungs(grid[0].config.rounds)
     for rung in rungs:
-        reached = _run_members(going, builder, observer, until=rung)
+        reached = _run_members(going, sweep, until=rung)
         outcomes |= reached
         if rung == rungs[-1] or not going:
             break
         rows = [
-            (member, _rows_at(rung, RunDirectory(builder.out / member.label), reached))
+            (member, _rows_at(rung, RunDirectory(sweep.out / member.label), reached))
             for member in going
         ]
         dropped = halving.dropped(rows, rung)
         for label, why in dropped.items():
             if reached[label].ended == "interrupted":
                 outcomes[label] = MemberOutcome("dropped", why)
-                tell_ending(RunDirectory(builder.out / label), "dropped", why)
+                record_ending(RunDirectory(sweep.out / label), "dropped", why)
         going = [member for member in going if member.label not in dropped]
     return outcomes
 
@@ -159,14 +169,14 @@ def _rows_at(
 
 
 def _run_members(
-    grid: Sequence[Member], builder: Builder, observer: Observer | None, until: int | None = None
+    grid: Sequence[Member], sweep: _Sweep, until: int | None = None
 ) -> dict[str, MemberOutcome]:
     """Run them to their ends, or through the round ``until``."""
-    out = builder.out
+    out = sweep.out
     waiting = [member for member in grid if not _has_reached(member, out, until)]
     outcomes: dict[str, MemberOutcome] = {}
     for group in _groups(waiting, out):
-        outcomes |= _run_group(group, builder, observer, until)
+        outcomes |= _run_group(group, sweep, until)
     for member in grid:
         ended, why = RunDirectory(out / member.label).ending()
         outcomes.setdefault(member.label, MemberOutcome(ended, why))
@@ -192,7 +202,7 @@ def is_done(member: Member, out: Path) -> bool:
     if not directory.config.exists():
         return False
     stored = RunConfig.load(directory.config)
-    if _without_resolved(stored) != _without_resolved(Build(member.config).released):
+    if _without_resolved(stored) != _without_resolved(calibrated(member.config)):
         raise FedsimError(f"{directory.path} holds a run of another config; choose another --out.")
     return directory.done.exists()
 
@@ -240,20 +250,20 @@ def _shared_work(member: Member) -> tuple[object, ...]:
 
 
 def _run_group(
-    group: Sequence[Member], builder: Builder, observer: Observer | None, until: int | None
+    group: Sequence[Member], sweep: _Sweep, until: int | None
 ) -> dict[str, MemberOutcome]:
-    directories = [RunDirectory(builder.out / member.label) for member in group]
+    directories = [RunDirectory(sweep.out / member.label) for member in group]
     with ExitStack() as claims:
         sessions = []
         for member, directory in zip(group, directories, strict=True):
-            build = builder.build(member)
-            text = build.resolved.to_toml()
+            resolved = sweep.resolve(member)
+            text = resolved.config.to_toml()
             state = _reached(directory)
             claims.enter_context(
                 directory.claim(text, overwrite=True) if state is None else directory.resumed(text)
             )
-            watching = {} if observer is None else {YOURS: _Watcher(member, observer)}
-            sessions.append(Session(build, directory, watching, resume=state, until=until))
+            watching = {} if sweep.observer is None else {YOURS: _Watcher(member, sweep.observer)}
+            sessions.append(Session(resolved, directory, watching, resume=state, until=until))
         failed = _run_sessions(sessions)
         for index, error in failed.items():
             if isinstance(error, RunFailedError):  # and would again
@@ -281,7 +291,7 @@ def _run_sessions(sessions: Sequence[Session]) -> dict[int, Exception]:
         for session in sessions:
             session.end()
 
-    with asked_to_end(end):
+    with end_on_signal(end):
         try:
             failed = _advance(sessions)
             whole = True
@@ -295,14 +305,19 @@ def _run_sessions(sessions: Sequence[Session]) -> dict[int, Exception]:
             _log.error("a member of the sweep raised", exc_info=error)
         # Whoever asks to end asks more firmly soon after; a member that goes on has its page later.
         if not asked or error is not None or session.ended != "interrupted":
-            leave_report(session.build, result, "" if error is None else _reason(error))
+            leave_report(
+                session.resolved,
+                session.evaluation,
+                result,
+                "" if error is None else _reason(error),
+            )
     if asked:
         raise KeyboardInterrupt
     return failed
 
 
 def _advance(sessions: Sequence[Session]) -> dict[int, Exception]:
-    runs = [(session, LocalGrid(session.build.trainer)) for session in sessions]
+    runs = [(session, LocalGrid(session.resolved.trainer)) for session in sessions]
     if len(runs) == 1:
         ((session, grid),) = runs
         try:
@@ -311,7 +326,7 @@ def _advance(sessions: Sequence[Session]) -> dict[int, Exception]:
             return {0: error}
         return {}
     return in_step(
-        [session.rounds(grid) for session, grid in runs], [session.build for session in sessions]
+        [session.rounds(grid) for session, grid in runs], [session.resolved for session in sessions]
     )
 
 

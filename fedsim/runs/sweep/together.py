@@ -18,21 +18,20 @@ import torch
 from flwr.app import Message
 from torch import Tensor
 
-from fedsim.clients.proximal import told_numbers
+from fedsim.clients.proximal import server_numbers
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows.block import Block, Ids
 from fedsim.rows.exchange import Instructions, Replies
-from fedsim.runs.build import Build
-from fedsim.runs.objects import algorithm
+from fedsim.runs.factories import algorithm
+from fedsim.runs.local_training import seed_of
+from fedsim.runs.resolve import Resolved
 from fedsim.strategies import Rounds
 from fedsim.training import Trainer
-
-__all__ = ["in_step"]
 
 _log = logging.getLogger("fedsim")
 
 
-def in_step(runs: Sequence[Rounds], builds: Sequence[Build]) -> dict[int, Exception]:
+def in_step(runs: Sequence[Rounds], members: Sequence[Resolved]) -> dict[int, Exception]:
     """Advance all runs together: what they ask for at a time is trained at a time.
 
     Returns
@@ -40,7 +39,7 @@ def in_step(runs: Sequence[Rounds], builds: Sequence[Build]) -> dict[int, Except
     dict of int to Exception
         What ended those that failed; the others have gone on without them.
     """
-    shared = _SharedTrainer(builds)
+    shared = _SharedTrainer(members)
     asked: dict[int, Iterable[Message]] = {}
     failed: dict[int, Exception] = {}
 
@@ -81,20 +80,20 @@ class _Shifted(Randomness):
 class _SharedTrainer:
     """One trainer over all members' clients, numbered one member after another."""
 
-    def __init__(self, builds: Sequence[Build]) -> None:
-        sizes = [build.config.partition.clients for build in builds]
+    def __init__(self, members: Sequence[Resolved]) -> None:
+        sizes = [member.config.partition.clients for member in members]
         self._first = np.concatenate([[0], np.cumsum(sizes)])[:-1]
-        numbers = [algorithm(build.config).numbers() for build in builds]
+        numbers = [algorithm(member.config).numbers() for member in members]
         self._numbers = {name: [values[name] for values in numbers] for name in numbers[0]}
         self._randomness = [
-            _Shifted(build.randomness.seed, build.randomness.release, first=int(first))
-            for build, first in zip(builds, self._first, strict=True)
+            _Shifted(seed_of(member.config), member.release, first=int(first))
+            for member, first in zip(members, self._first, strict=True)
         ]
-        first = builds[0]
-        parts = [indices for build in builds for indices in build.parts]
-        data = first.client_data(first.dataset.train, parts)
-        self._trainer: Trainer = first.make_trainer(data)
-        self._members = [build.trainer for build in builds]
+        first = members[0]
+        parts = [indices for member in members for indices in member.data.split.train]
+        data = first.data.clients(first.data.dataset.train, parts)
+        self._trainer: Trainer = first.local.trainer(data)
+        self._members = [member.trainer for member in members]
 
     def replies(self, asked: dict[int, Instructions]) -> dict[int, Replies]:
         """Train or evaluate everybody who was asked."""
@@ -122,7 +121,7 @@ class _SharedTrainer:
         (server_round,) = {instructions.round for instructions in asked.values()}
         vectors = {i: instructions.vector for i, instructions in asked.items()}
         self._told = {
-            i: told_numbers(self._trainer.algorithm, instructions.config)
+            i: server_numbers(self._trainer.algorithm, instructions.config)
             for i, instructions in asked.items()
         }
         for start in range(0, len(ids), self._trainer.block_size):

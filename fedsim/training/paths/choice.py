@@ -3,29 +3,29 @@
 | path    | what it takes                                          | gradients as | on a GPU |
 | ------- | ------------------------------------------------------ | ------------ | -------- |
 | stacked | a chain of (frozen stem,) Linear, ReLU/tanh/sigmoid    | factors      | captured |
-| layered | a chain of Conv2d, ReLU, MaxPool2d; then as above      | mixed        | launched |
+| layered | a chain of Conv2d, ReLU, MaxPool2d; then as above      | mixed        | eager    |
 | func    | what `torch.func.vmap` takes                           | dense rows   | captured |
-| plain   | everything; one client at a time                       | dense rows   | launched |
+| plain   | everything; one client at a time                       | dense rows   | eager    |
 
 Every local algorithm runs on every path: it sees a `Gradient` and not where that came from.
 The rule (`choose`): stacked where the model has it; else layered on a CPU; else func on a GPU,
 which is bound by launches, and on a CPU for small models whose parameters are all in linear
-layers, if it can take them; else plain, as what is left is bound by arithmetic there.
+layers, if it can take them; else plain, as the others are bound by arithmetic there.
 `fedsim tune` measures all of them.
 
-On a CPU clients with large rows (`stacked.ALONE_BYTES`) take their steps one after another,
-each all of its own while its row is in the cache (`fedsim.training.paths.alone`).
+On a CPU clients with large rows (`stacked.SEQUENTIAL_BYTES`) take their steps one after another,
+each all of its own while its row is in the cache (`fedsim.training.paths.layered`).
 
 The first three give all batches of a block one width, by copies of a batch's own examples whose
 weight is 0: they are for models and losses that have been read and look at each example by itself
 (`fedsim.training.structure`). All others have the plain path, which gives a model its real batches
 and nothing else. So has a model that draws random numbers itself (dropout): torch's generator is
-lent to one client at a time (`fedsim.training.hidden_draws`). Clients that protect their examples
-have theirs gone through as `fedsim.training.probe` finds to be true, whatever the path.
+lent to one client at a time (`fedsim.training.side_effects`). Gradients of single examples, for
+clients that protect them, have methods of their own (`fedsim.training.paths.examples`).
 
 Captured: a whole local step is one CUDA graph (`fedsim.training.graphs`), for every algorithm
 here; not for one that does not say which of its steps are alike (`LocalAlgorithm.phase`), nor
-where gradients are privatised in the client. Launched: kernel by kernel.
+where gradients are privatised in the client. Eager: kernel by kernel.
 """
 
 from __future__ import annotations
@@ -36,18 +36,16 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients.gradients import Gradient
+from fedsim.clients.base import Gradient
 from fedsim.errors import FedsimError
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
+from fedsim.training.paths.func import FuncPath
 from fedsim.training.paths.layered import layered
 from fedsim.training.paths.plain import PlainPath
 from fedsim.training.paths.stacked import stack
-from fedsim.training.paths.vmapped import FuncPath
 from fedsim.training.structure.reading import Reading
-
-__all__ = ["Path", "PathName", "block_size", "choose"]
 
 _log = logging.getLogger(__name__)
 
@@ -103,21 +101,21 @@ def choose(
     *,
     device: torch.device,
     data: ClientData,
-    alone: bool = False,
+    plain_only: bool = False,
 ) -> Path:
     """The path a setting asks for, or the rule's.
 
-    The rule tries func on two zeros of the shape of an example before it settles on it. A model
-    that is run for one client ``alone`` has the plain path only: one that draws random numbers, for
-    which torch's generator is lent to a client at a time, or that writes down statistics of it; and
-    so has one that may look across a batch, as its ``reading`` says.
+    The rule tries func on some of the data's own examples before it settles on it. ``plain_only``
+    are models that run for one client at a time: one that draws random numbers, for which torch's
+    generator is lent to a client, or that writes down statistics of its batches. So has one that
+    may look across a batch, as its ``reading`` says, the plain path only.
 
     Raises
     ------
     FedsimError
         If the path asked for does not exist, or cannot take this model.
     """
-    if alone:
+    if plain_only:
         if wanted in ("auto", "plain"):
             return PlainPath(model, packing, loss)
         raise FedsimError(
@@ -143,9 +141,9 @@ def choose(
                 "'auto', 'layered', 'func', 'plain'."
             )
     if wanted == "layered" or (wanted == "auto" and device.type == "cpu"):
-        by_hand = layered(structure, packing, read_loss)
-        if by_hand is not None:
-            return by_hand
+        path = layered(structure, packing, read_loss)
+        if path is not None:
+            return path
         if wanted == "layered":
             raise FedsimError(
                 f"client.path = 'layered' does not take a {type(model).__name__} like this one; it "
@@ -167,13 +165,15 @@ def choose(
 @torch.no_grad()
 def _takes(path: FuncPath, data: ClientData) -> bool:
     """Whether the path can take the model: `vmap` knows no branches on values, for one."""
-    dtype = path.packing.layout.dtype
-    if not len(data.x):
+    dtype, examples = path.packing.layout.dtype, data.first(4)
+    if examples is None:
         return True
-    x, y = data.zeros((2, 2), dtype)
-    theta = x.new_zeros(2, path.packing.width, dtype=dtype)
+    index = examples.view(2, 2)
+    theta = torch.zeros(2, path.packing.width, dtype=dtype, device=index.device)
     try:
-        path.gradient(theta, x, y, theta.new_zeros(2, 2))
+        path.gradient(
+            theta, data.inputs(index, dtype), data.targets(index, dtype), theta.new_zeros(2, 2)
+        )
     except RuntimeError as error:
         _log.warning("torch.func cannot take this model (%s); it trains client by client", error)
         return False

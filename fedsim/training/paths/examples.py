@@ -1,18 +1,23 @@
-"""Rows that are examples: each example's gradient, by the fastest way that gives it truly.
+"""Gradients of single examples: each one a row, by the fastest method that gives it exactly.
 
-A model and a loss that have been read (`fedsim.training.structure`) may go through all examples at
-once: all clients of a block by factors, one client by factors (`fedsim.training.paths.factored`),
-or by Opacus for recurrent layers (`fedsim.training.paths.recurrent`). What runs is the graph that
-was read. Everything else, and what has no factors, goes one example at a time: in parallel by
-`torch.func.vmap`, which gives a model one example and never another's, or one after another. The
-fastest that `fedsim.training.probe` finds nothing against is taken.
+A bound on a row protects an example only if no other example has a part in the row. There are two
+ways to know that. A model and a loss that have been read (`fedsim.training.structure`) act on each
+example by itself, *by structure*, so that one pass may take all examples at once: all clients of a
+block by factors, one client by factors (`fedsim.training.paths.factored`), or by Opacus for
+recurrent layers (`Unrolled`). What runs then is the graph that was read, never the user's forward.
+Everything else goes *one at a time*: in parallel by `torch.func.vmap`, inside which a model sees
+one example, or one after another, each from the same buffers and attributes. The fastest method
+that `fedsim.training.probe` finds nothing against is used.
 """
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +28,10 @@ from fedsim.rows import DenseRows, LinearPart, OuterRows
 from fedsim.rows.dense import BlockRows
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
-from fedsim.training.hidden_draws import seeded
-from fedsim.training.own_state import OwnState
 from fedsim.training.paths.factored import Hooked, owned_by_layers, product_layers
-from fedsim.training.paths.recurrent import Unrolled, is_recurrent
 from fedsim.training.paths.stacked import StackedPath, stack
+from fedsim.training.side_effects import OwnState, seeded
 from fedsim.training.structure.reading import Reading
-
-__all__ = ["ExampleBlock", "ExampleRows", "OneByOne", "OneClientsRows", "Way", "ways"]
-
 
 BY_STRUCTURE, ONE_AT_A_TIME = "by structure", "one at a time: user code"
 """How it is known that a row is one example's."""
@@ -58,12 +58,8 @@ class ExampleBlock:
     losses: Tensor
 
 
-class OneClientsRows(Protocol):
-    """Gradients of one client's examples."""
-
-    def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
-        """From ``theta [D]``, ``x`` and ``y [B, ...]``: rows ``[1, B, d]`` and losses ``[B]``."""
-
+ClientRows = Callable[[Tensor, Tensor, Tensor], tuple[BlockRows, Tensor]]
+"""``(theta [D], x [B, ...], y [B, ...])`` of a client to rows ``[1, B, d]`` and losses ``[B]``."""
 
 ExampleRows = Callable[
     [Tensor, Tensor, Tensor, Sequence[int], "Sequence[int] | None"], Iterator[ExampleBlock]
@@ -76,86 +72,84 @@ and may be left out. The seeds are those of what the model draws for each client
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to the gradients of single examples.
+class GradientMethod:
+    """A method to compute the gradients of single examples.
 
     Attributes
     ----------
     name : str
-    of_client : OneClientsRows
+    of_client : ClientRows
         Of one client.
     rows : ExampleRows
         Of a block.
-    known : str
+    evidence : str
         How it is known that a row is one example's, for ledgers and statements.
     """
 
     name: str
-    of_client: OneClientsRows
+    of_client: ClientRows
     rows: ExampleRows
-    known: str
+    evidence: str
 
 
-def ways(
+def gradient_methods(
     model: nn.Module,
     packing: Packing,
     loss: Loss,
     reading: Reading,
     example_dims: int,
     draws: bool = False,
-) -> list[Way]:
-    """All ways that a model's make allows, from the fastest to the one that takes everything.
+) -> list[GradientMethod]:
+    """All that a model's structure allows, from the fastest to the one that takes everything.
 
     A model that ``draws`` has no stacked path.
     """
-    read, apart = _read_ways(packing, reading, example_dims, draws), OwnState(model, loss)
-    vmapped = _client_by_client("vmapped", Vmapped(model, packing, loss, apart))
-    last = _client_by_client("one by one", OneByOne(model, packing, loss, apart, draws))
-    recurrent = [way for way in read if way.name == "unrolled"]
-    return [*(way for way in read if way.name != "unrolled"), vmapped, *recurrent, last]
+    state = OwnState(model, loss)
+    methods, recurrent = [], []
+    structure, read_loss = reading.structure, reading.loss
+    if structure is not None and read_loss is not None:
+        layers = product_layers(structure, packing)
+        if layers is not None:
+            stacked = None if draws else stack(structure, packing, read_loss, example_dims)
+            if stacked is not None:
+                methods.append(_whole_block(stacked))
+            hooked = Hooked(structure.module, packing, read_loss, layers)
+            methods.append(_client_by_client("factored", hooked, BY_STRUCTURE))
+        if is_recurrent(structure.module) and owned_by_layers(structure, packing):
+            unrolled = Unrolled(structure.module, packing, read_loss)
+            recurrent.append(_client_by_client("unrolled", unrolled, BY_STRUCTURE))
+    vmapped = _client_by_client("vmapped", Vmapped(model, packing, loss, state), ONE_AT_A_TIME)
+    one_by_one = OneByOne(model, packing, loss, state, draws)
+    return [
+        *methods,
+        vmapped,
+        *recurrent,
+        _client_by_client("one by one", one_by_one, ONE_AT_A_TIME),
+    ]
 
 
-def _read_ways(packing: Packing, reading: Reading, example_dims: int, draws: bool) -> list[Way]:
-    """Those of a model and a loss that look at each example by itself."""
-    structure, loss = reading.structure, reading.loss
-    if structure is None or loss is None:
-        return []
-    possible = []
-    layers = product_layers(structure, packing)
-    if layers is not None:
-        stacked = None if draws else stack(structure, packing, loss, example_dims)
-        if stacked is not None:
-            possible.append(_whole_block(stacked))
-        hooked = Hooked(structure.module, packing, loss, layers)
-        possible.append(_client_by_client("factored", hooked, BY_STRUCTURE))
-    if is_recurrent(structure.module) and owned_by_layers(structure, packing):
-        unrolled = Unrolled(structure.module, packing, loss)
-        possible.append(_client_by_client("unrolled", unrolled, BY_STRUCTURE))
-    return possible
-
-
-def _client_by_client(name: str, of_client: OneClientsRows, known: str = ONE_AT_A_TIME) -> Way:
+def _client_by_client(name: str, of_client: ClientRows, evidence: str) -> GradientMethod:
     def rows(
         theta: Tensor, x: Tensor, y: Tensor, counts: Sequence[int], seeds: Sequence[int] | None
     ) -> Iterator[ExampleBlock]:
         for k, count in enumerate(counts):
             if count:
-                # Copies lie where the allocator puts everything: a client's bits are its own.
+                # Copies, at an allocator's address: bits must not depend on where a row lies.
                 with seeded(seeds[k] if seeds else None, theta.device):
                     gradients, losses = of_client(
                         theta[k].clone(), x[k, :count].clone(), y[k, :count]
                     )
                 yield ExampleBlock(slice(k, k + 1), [count], gradients, losses[None])
 
-    return Way(name, of_client, rows, known)
+    return GradientMethod(name, of_client, rows, evidence)
 
 
-def _whole_block(path: StackedPath) -> Way:
+def _whole_block(path: StackedPath) -> GradientMethod:
     def of_client(theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         (examples,) = _stacked_rows(path, theta[None], x[None], y[None], [len(x)])
         return examples.rows, examples.losses[0]
 
-    return Way(
+    return GradientMethod(
         "stacked",
         of_client,
         lambda theta, x, y, counts, seeds: _stacked_rows(path, theta, x, y, counts),
@@ -191,7 +185,7 @@ class Vmapped:
     state: OwnState
 
     def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
-        """See `OneClientsRows`."""
+        """Rows and losses of one client."""
         named = {k: v.detach() for k, v in self.packing.named(theta).items()}
         with self.state.restored():
             gradients, losses = self._all(named, x, y)
@@ -226,7 +220,7 @@ class OneByOne:
     draws: bool
 
     def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
-        """See `OneClientsRows`."""
+        """Rows and losses of one client."""
         rows, losses = [], []
         # Drawn from a generator that is seeded for the client; unused by a model that draws not.
         seeds = torch.randint(2**62, (len(x),)).tolist() if self.draws else [None] * len(x)
@@ -239,3 +233,119 @@ class OneByOne:
             rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
             losses.append(loss.detach())
         return DenseRows(torch.stack(rows)[None]), torch.stack(losses)
+
+
+RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
+
+
+def is_recurrent(model: nn.Module) -> bool:
+    """Whether a layer of the model is torch's RNN, GRU or LSTM."""
+    return any(type(module) in RECURRENT for module in model.modules())
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """Gradients of single examples by Opacus, on a copy of the model with its recurrent layers.
+
+    `torch.func` cannot take such layers. Opacus unrolls one into linear layers, and knows each
+    example's gradient of those. It is imported at the first use: only models with such layers wait
+    for it. The copy is what `fedsim.training.probe` compares with the model: that Opacus's layers
+    compute what torch's do is not taken for granted.
+    """
+
+    model: nn.Module
+    packing: Packing
+    loss: Loss
+
+    def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
+        """Rows and losses of one client."""
+        copied = self._copy
+        parameters: dict[str, Any] = dict(copied.named_parameters())
+        for name, value in self.packing.named(theta).items():
+            parameters[name].data.copy_(value)
+        self._follow_mode()
+        try:
+            # Inputs need no gradients, of which a hook warns.
+            with torch.enable_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                losses = self.loss(copied(x), y)
+                losses.sum().backward()  # type: ignore[no-untyped-call]
+            rows = [_rows(parameters[entry.name], len(x)) for entry in self.packing.layout.entries]
+        finally:
+            for parameter in parameters.values():
+                parameter.grad, parameter.grad_sample = None, None
+        return DenseRows(torch.cat(rows, dim=1)[None]), losses.detach()
+
+    @cached_property
+    def _copy(self) -> nn.Module:
+        """The model with Opacus's layers in the place of torch's, watched by Opacus.
+
+        Raises
+        ------
+        RuntimeError
+            Where Opacus would compute something else than the model does, or knows no rule for a
+            layer; the probe takes the next method then.
+        """
+        from opacus.grad_sample import GradSampleHooks
+
+        copied = copy.deepcopy(self.model)
+        for name, module in list(copied.named_modules()):
+            if type(module) in RECURRENT:
+                parent, _, child = name.rpartition(".")
+                if not child or module is copied:
+                    raise RuntimeError("a model that is one recurrent layer gives no tensor")
+                setattr(copied.get_submodule(parent), child, _unrolled(module))
+        watched = GradSampleHooks(copied, loss_reduction="sum")
+        for module in watched.iterate_submodules(copied):
+            trained = any(p.requires_grad for p in module.parameters(recurse=False))
+            known = type(module) in GradSampleHooks.GRAD_SAMPLERS or _is_unrolled(module)
+            if trained and not known:
+                raise RuntimeError(f"Opacus has no rule for {type(module).__name__}")
+        return copied
+
+    def _follow_mode(self) -> None:
+        """Train or evaluate as the model does; layers with parameters are watched in training."""
+        self._copy.train(self.model.training)
+        for module in self._copy.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                module.training = True
+
+
+def _rows(parameter: Any, examples: int) -> Tensor:
+    """Each example's gradient of one parameter, ``[B, size]``; zero of one that is not used."""
+    rows: Tensor | None = parameter.grad_sample
+    if rows is None:
+        rows = parameter.new_zeros(examples, parameter.numel())
+    return rows.detach().flatten(1)
+
+
+def _unrolled(layer: Any) -> nn.Module:
+    """Opacus's layer with the parameters of torch's."""
+    from opacus import layers
+
+    if layer.dropout:
+        raise RuntimeError("Opacus drops out between steps where torch does between layers")
+    if layer.proj_size:
+        raise RuntimeError("Opacus has no projections in an LSTM")
+    settings = {
+        name: getattr(layer, name)
+        for name in (
+            "input_size", "hidden_size", "num_layers", "bias", "batch_first", "bidirectional",
+        )
+    }  # fmt: skip
+    if isinstance(layer, nn.RNN):
+        settings["nonlinearity"] = layer.nonlinearity
+    unrolled: nn.Module = getattr(layers, f"DP{type(layer).__name__}")(**settings)
+    first = next(layer.parameters())
+    unrolled.to(first)
+    theirs = dict(unrolled.named_parameters())
+    for name, parameter in layer.named_parameters():
+        theirs[name].data.copy_(parameter.data)
+        theirs[name].requires_grad_(parameter.requires_grad)
+    return unrolled.train(layer.training)
+
+
+def _is_unrolled(module: nn.Module) -> bool:
+    from opacus.layers import DPGRU, DPLSTM, DPRNN
+
+    return isinstance(module, DPRNN | DPGRU | DPLSTM)

@@ -1,8 +1,19 @@
 """Gradients of single examples by factors: layers that meet their weights in a product.
 
-Linear layers and convolutions give the gradients of B examples as products of inputs and
-output gradients, whose norms and weighted sums need no gradient of an example ("ghost
-norms"; Goodfellow 2015, Bu et al. 2022).
+A linear layer's gradient of one example is ``delta (x) x``, output gradient times input; that of a
+convolution, or of a linear layer on a sequence, is a sum of such products over L positions. Norms
+and weighted sums follow from the factors, so that no example's gradient need be written down
+("ghost norms"; Goodfellow 2015, Bu et al. 2022)::
+
+    || sum_l delta_l (x) x_l ||^2  =  sum_lm (delta_l . delta_m) (x_l . x_m)
+
+The right side adds L^2 terms of both signs. A norm that came out too small would let a row past its
+bound, so that products are in float64, and beside each square stand the size of the terms that were
+added and how many (`Squares`), from which the bound takes a margin. Where a gradient has fewer than
+L^2 entries it is written down after all, and its norm has no such error.
+
+All of this needs that a parameter is used by one call of one layer: with two, the gradient is a sum
+of two products and its norm no product of their norms (`product_layers`, `owned_by_layers`).
 """
 
 from __future__ import annotations
@@ -22,8 +33,6 @@ from fedsim.rows.factored import Squares
 from fedsim.rows.packing import Packing, channels_last
 from fedsim.tasks.losses import Loss
 from fedsim.training.structure.reading import Structure
-
-__all__ = ["Hooked", "PositionsPart", "owned_by_layers", "product_layers"]
 
 
 def owned_by_layers(structure: Structure, packing: Packing) -> bool:
@@ -47,6 +56,7 @@ def product_layers(structure: Structure, packing: Packing) -> list[tuple[str, nn
     layers = []
     for owner in owners:
         module = model.get_submodule(owner)
+        # Groups and other paddings multiply other windows than those that `_windows` gathers.
         plain = type(module) is nn.Linear or (
             type(module) is nn.Conv2d
             and module.groups == 1
@@ -91,7 +101,7 @@ class PositionsPart(LinearPart):
 
     @property
     def cancels(self) -> bool:
-        """See `LinearPart`; a row that is written down is what it is."""
+        """Whether sums of squares may cancel; those of a row that is written down do not."""
         return not self.small
 
     @property
@@ -100,7 +110,7 @@ class PositionsPart(LinearPart):
         return 2 * self.x.shape[-2] + self.x.shape[-1] + self.delta.shape[-1]
 
     def squares(self, scale: Tensor | None, center: Tensor | None) -> Squares:
-        """See `LinearPart`; by Gram matrices of the positions where those are the smaller."""
+        """Squared norms of the rows, by Gram matrices of the positions where those are smaller."""
         if scale is not None or center is not None:
             return self._whitened_squares(scale, center)
         if self.small:
@@ -126,8 +136,9 @@ class PositionsPart(LinearPart):
         return Squares((shifted * factor).square_().sum(-1), sizes, self.depth)
 
     def sums(self, weights: Tensor) -> list[Tensor]:
-        """See `LinearPart`."""
+        """Weighted sums of the rows: of the weight, and of a bias."""
         absent = weights == 0
+        # Whether there are any is not read back from a GPU, which would wait for it.
         # A row of NaN times zero is NaN: such rows are wiped.
         wipe = weights.is_cuda or bool(absent.any())
         if self.small:
@@ -142,7 +153,7 @@ class PositionsPart(LinearPart):
         return [weight, delta.sum(-2)] if self.bias else [weight]
 
     def dense(self) -> Tensor:
-        """See `LinearPart`."""
+        """The rows, written out."""
         return self._write(self.x, self.delta)
 
     def _write(self, x: Tensor, delta: Tensor) -> Tensor:
@@ -150,11 +161,11 @@ class PositionsPart(LinearPart):
         return torch.cat([outer, delta.sum(-2)], dim=-1) if self.bias else outer
 
     def _row(self, weight: Tensor) -> Tensor:
-        """``[..., outputs, inputs]`` as it lies in a row."""
+        """``[..., outputs, inputs]`` in the order of a row."""
         if self.kernel:
             channels, kh, kw = self.kernel
-            apart = weight.reshape(*weight.shape[:-1], kh, kw, channels)
-            weight = apart.movedim(-1, -3).flatten(-3)
+            split = weight.reshape(*weight.shape[:-1], kh, kw, channels)
+            weight = split.movedim(-1, -3).flatten(-3)
         return weight.flatten(-2)
 
     @cached_property
@@ -170,7 +181,8 @@ class PositionsPart(LinearPart):
 class Hooked:
     """Inputs and output gradients of layers, by one forward and one backward pass.
 
-    See `fedsim.training.paths.examples.OneClientsRows`.
+    The backward pass is of the sum of the losses: each example's loss follows from that example
+    alone, so that the gradient of a layer's outputs has each example's own in its row.
     """
 
     model: nn.Module
@@ -179,21 +191,22 @@ class Hooked:
     layers: Sequence[tuple[str, nn.Module]]
 
     def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
-        """One pass forward and one backward."""
-        seen: dict[str, tuple[Tensor, Tensor]] = {}
+        """Rows and losses of one client."""
+        called: dict[str, tuple[Tensor, Tensor]] = {}
         handles = [
             module.register_forward_hook(
-                lambda _, inputs, output, name=name: seen.update({name: (inputs[0], output)})
+                lambda _, inputs, output, name=name: called.update({name: (inputs[0], output)})
             )
             for name, module in self.layers
         ]
+        # Windows are then gathered in runs of channels.
         if x.dim() == 4 and not x.is_cuda:
             x = channels_last(x)
         leaves = {k: v.requires_grad_() for k, v in self.packing.named(theta).items()}
         try:
             with torch.enable_grad():
                 losses = self.loss(call_with(self.model, leaves, x), y)
-                calls = [seen[name] for name, _ in self.layers]
+                calls = [called[name] for name, _ in self.layers]
                 deltas = torch.autograd.grad(losses.sum(), [output for _, output in calls])
         finally:
             for handle in handles:
@@ -209,8 +222,8 @@ def _part(module: nn.Module, x: Tensor, delta: Tensor) -> LinearPart:
     bias = module.bias is not None and bool(module.bias.requires_grad)
     if isinstance(module, nn.Conv2d):
         kernel = (module.in_channels, *module.kernel_size)
-        seen, delta = _windows(x, module)[None], delta.flatten(2).transpose(1, 2)[None]
-        return PositionsPart(seen, delta, bias, kernel)
+        windows, delta = _windows(x, module)[None], delta.flatten(2).transpose(1, 2)[None]
+        return PositionsPart(windows, delta, bias, kernel)
     if x.dim() == 2:
         return LinearPart(x[None], delta[None], bias)
     return PositionsPart(x.flatten(1, -2)[None], delta.flatten(1, -2)[None], bias)
@@ -222,6 +235,7 @@ def _windows(x: Tensor, module: nn.Conv2d) -> Tensor:
     pad = module.padding
     if any(pad):
         x = F.pad(x, (int(pad[1]), int(pad[1]), int(pad[0]), int(pad[0])))
+    # Views by strides; the first flatten copies them, once.
     windows = x.unfold(2, dh * (kh - 1) + 1, sh).unfold(3, dw * (kw - 1) + 1, sw)
     windows = windows[..., ::dh, ::dw]
     return windows.permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)

@@ -7,14 +7,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedsim.compiled.classes import ClassBatches
+from fedsim.kernels.classes import ClassBatches
 from fedsim.tasks.losses import IGNORED, CrossEntropy, Loss
-
-__all__ = ["BatchLosses", "losses_of"]
 
 
 class BatchLosses(Protocol):
-    """Losses of batches, each gone through at most once, and where they lead."""
+    """Losses of batches, each with at most one pass, and their gradients."""
 
     def delta(self, outputs: Tensor, batch: int) -> Tensor:
         """Gradient of the weighted loss of a batch with respect to its outputs ``[B, ...]``."""
@@ -22,8 +20,8 @@ class BatchLosses(Protocol):
     def deltas(self, outputs: Tensor, first: int) -> Tensor:
         """The same, of as many batches as there are outputs ``[n, B, ...]``."""
 
-    def seen(self) -> Tensor:
-        """Loss of each example, ``[S, B]``, unweighted; 0 of batches not gone through."""
+    def values(self) -> Tensor:
+        """Loss of each example, ``[S, B]``, unweighted; 0 of batches without a pass."""
 
 
 def losses_of(loss: Loss, y: Tensor, weight: Tensor) -> BatchLosses:
@@ -34,7 +32,7 @@ def losses_of(loss: Loss, y: Tensor, weight: Tensor) -> BatchLosses:
     classes, weight = torch.where(counts, y, 0), torch.where(counts, weight, 0.0)
     if weight.dtype == torch.float32 and not weight.is_cuda:
         return ClassLosses(classes, weight, counts)
-    return LaunchedClassLosses(classes, weight, counts)
+    return EagerClassLosses(classes, weight, counts)
 
 
 class ClassLosses:
@@ -52,12 +50,12 @@ class ClassLosses:
         self._batches, self._counts = ClassBatches(classes, weight), counts
         self.delta = self.deltas = self._batches.gradients
 
-    def seen(self) -> Tensor:
-        """See `BatchLosses`."""
+    def values(self) -> Tensor:
+        """Loss of each example, ``[S, B]``."""
         return self._batches.losses().masked_fill_(~self._counts, 0.0)
 
 
-class LaunchedClassLosses:
+class EagerClassLosses:
     """Cross-entropy by torch's own softmax: on a GPU, and of float64. Parameters as above."""
 
     def __init__(self, classes: Tensor, weight: Tensor, counts: Tensor) -> None:
@@ -66,11 +64,11 @@ class LaunchedClassLosses:
         self._losses = torch.zeros_like(weight)
 
     def delta(self, outputs: Tensor, batch: int) -> Tensor:
-        """See `BatchLosses`."""
+        """Of one batch."""
         return self.deltas(outputs[None], batch)[0]
 
     def deltas(self, outputs: Tensor, first: int) -> Tensor:
-        """See `BatchLosses`."""
+        """Of some batches."""
         together = slice(first, first + len(outputs))
         log_p, classes = torch.log_softmax(outputs, -1), self._classes[together]
         self._losses[together] = log_p.gather(-1, classes).squeeze(-1).neg_()
@@ -78,8 +76,8 @@ class LaunchedClassLosses:
         weights = torch.zeros_like(log_p).scatter_(-1, classes, self._minus_weight[together])
         return torch._log_softmax_backward_data(weights, log_p, -1, outputs.dtype)
 
-    def seen(self) -> Tensor:
-        """See `BatchLosses`."""
+    def values(self) -> Tensor:
+        """Loss of each example, ``[S, B]``."""
         return self._losses.masked_fill_(~self._counts, 0.0)
 
 
@@ -91,11 +89,11 @@ class LossesByAutograd:
         self._losses = torch.zeros_like(weight)
 
     def delta(self, outputs: Tensor, batch: int) -> Tensor:
-        """See `BatchLosses`."""
+        """Of one batch."""
         return self._of_some(outputs[None], batch)[0]
 
     def deltas(self, outputs: Tensor, first: int) -> Tensor:
-        """See `BatchLosses`."""
+        """Of some batches."""
         # On a GPU the whole block at once: each example has a loss of its own, so that no client's
         # gradient has another's part. On a CPU an exponential's last bit may depend on where in
         # memory its number lies.
@@ -113,6 +111,6 @@ class LossesByAutograd:
         self._losses[together] = losses.detach().view(-1, self._weight.shape[1])
         return delta
 
-    def seen(self) -> Tensor:
-        """See `BatchLosses`."""
+    def values(self) -> Tensor:
+        """Loss of each example, ``[S, B]``."""
         return self._losses

@@ -2,6 +2,12 @@
 
 The reference that the other paths are tested against, and the fallback for models that they
 cannot take.
+
+On a CPU, where a block has one row, the model's own parameters become views of that row
+(`ParameterBinding`): autograd then runs the module itself, a step writes straight into what the
+model reads next, and a client's many steps share one binding. Two things must hold: the row
+must stay the same tensor in the same memory, or the model would train another one; and the
+parameters must be given back however a step ends, since the next client shares the model.
 """
 
 from __future__ import annotations
@@ -14,30 +20,25 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients.gradients import Gradient, Held, OfOne, Parts
+from fedsim.clients.base import Gradient
 from fedsim.models.calling import call_with
 from fedsim.rows.packing import Packing, channels_last
 from fedsim.tasks.losses import Loss
-from fedsim.training.hidden_draws import seeded
-
-__all__ = ["PlainPath"]
+from fedsim.training.gradients import BlockOfOne, Parts, RowViews
+from fedsim.training.side_effects import seeded
 
 Views = dict[str, Tensor]
 
 
-class Lending:
-    """Lends a model's trained parameters to one client's packed row.
-
-    They are views of the row meanwhile: what is subtracted from it is subtracted from the model,
-    and none of it is gathered or copied for a step.
-    """
+class ParameterBinding:
+    """Makes a model's trained parameters views of one client's packed row, for a while."""
 
     def __init__(self, model: nn.Module, packing: Packing) -> None:
         named = dict(model.named_parameters())
         self.parameters = {name: named[name] for name in packing.slices}
         self._packing = packing
         self._viewed: tuple[Tensor, Views] | None = None
-        self._lent: tuple[Tensor, Views] | None = None
+        self._bound: tuple[Tensor, Views] | None = None
 
     def at(self, theta: Tensor) -> AbstractContextManager[Views]:
         """With the parameters in ``theta [1, D]``; after it they are what they were before.
@@ -47,15 +48,16 @@ class Lending:
         mapping of name to Tensor ``[*shape]``
             Views of the row.
         """
-        if self._lent is not None and self._lent[0] is theta:
-            return nullcontext(self._lent[1])
-        return self._lending(theta)
+        if self._bound is not None and self._bound[0] is theta:
+            return nullcontext(self._bound[1])
+        return self._binding(theta)
 
     @contextmanager
-    def _lending(self, theta: Tensor) -> Iterator[Views]:
+    def _binding(self, theta: Tensor) -> Iterator[Views]:
+        # To cut a row into views takes longer than a small step; algorithms step in one tensor.
         if self._viewed is None or self._viewed[0] is not theta:
             self._viewed = theta, self._packing.named(theta[0])
-        lent_before, self._lent = self._lent, self._viewed
+        bound_before, self._bound = self._bound, self._viewed
         views = self._viewed[1]
         values_before = [parameter.data for parameter in self.parameters.values()]
         for name, parameter in self.parameters.items():
@@ -63,7 +65,7 @@ class Lending:
         try:
             yield views
         finally:
-            self._lent = lent_before
+            self._bound = bound_before
             for parameter, values in zip(self.parameters.values(), values_before, strict=True):
                 parameter.data = values
 
@@ -93,11 +95,13 @@ class PlainPath:
 
         ``seeds [n]`` are those of what the model draws for each client.
         """
-        if self._holds(theta):
-            return self._held_gradient(theta, x[0], y[0], weight[0], seeds[0] if seeds else None)
+        if self._binds(theta):
+            return self._bound_gradient(theta, x[0], y[0], weight[0], seeds[0] if seeds else None)
         losses = torch.zeros_like(weight)
         by_name: dict[str, list[Tensor]] = {name: [] for name in self.packing.slices}
         for k in range(len(theta)):
+            # A leaf for each parameter, cut from the row: the model's own parameters are not
+            # touched.
             leaves = {name: leaf.requires_grad_() for name, leaf in self._named(theta[k]).items()}
             with torch.enable_grad(), seeded(seeds[k] if seeds else None, theta.device):
                 b = _real(weight[k])
@@ -120,28 +124,28 @@ class PlainPath:
         }
         return Parts(stacked, self.packing), losses
 
-    def _holds(self, theta: Tensor) -> bool:
-        """Whether the model holds a block's one row while its gradient is taken."""
+    def _binds(self, theta: Tensor) -> bool:
+        """Whether the model's parameters are views of a block's one row for a gradient."""
         return len(theta) == 1 and not theta.is_cuda and not self._channels_last
 
-    def lent(self, theta: Tensor) -> AbstractContextManager[object]:
-        """Let the model hold ``theta [1, D]`` for many gradients there, if it does so at all."""
-        return self._lending.at(theta) if self._holds(theta) else nullcontext()
+    def bound(self, theta: Tensor) -> AbstractContextManager[object]:
+        """For many gradients at ``theta [1, D]``: bind the model's parameters once, if at all."""
+        return self._binding.at(theta) if self._binds(theta) else nullcontext()
 
     @cached_property
-    def _lending(self) -> Lending:
-        return Lending(self.model, self.packing)
+    def _binding(self) -> ParameterBinding:
+        return ParameterBinding(self.model, self.packing)
 
-    def _held_gradient(
+    def _bound_gradient(
         self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor, seed: int | None
     ) -> tuple[Gradient, Tensor]:
-        """`gradient` of one client on a CPU, whose row the model holds."""
-        parameters = self._lending.parameters
+        """`gradient` of one client on a CPU, with the model's parameters in its row."""
+        parameters = self._binding.parameters
         drawing = nullcontext() if seed is None else seeded(seed, theta.device)
-        with self._lending.at(theta) as views, torch.enable_grad(), drawing:
+        with self._binding.at(theta) as views, torch.enable_grad(), drawing:
             b = _real(weight)
             real = self.loss(self.model(self._placed(x[:b])), y[:b])
-            # Of their sum, each times its weight.
+            # The weights are the gradient of what is minimised with respect to the losses.
             gradients = torch.autograd.grad(
                 real, list(parameters.values()), weight[:b], allow_unused=True
             )
@@ -149,8 +153,8 @@ class PlainPath:
         losses[:b] = real.detach()
         pairs = zip(parameters, gradients, strict=True)
         named = {name: gradient for name, gradient in pairs if gradient is not None}
-        held = Held(theta, [views[name] for name in named], list(named.values()))
-        return Parts(OfOne(named), self.packing, held), losses.unsqueeze(0)
+        row_views = RowViews(theta, [views[name] for name in named], list(named.values()))
+        return Parts(BlockOfOne(named), self.packing, row_views), losses.unsqueeze(0)
 
     def outputs(
         self,
@@ -178,7 +182,7 @@ class PlainPath:
         return any(isinstance(m, nn.Conv2d) for m in self.model.modules())
 
     def _placed(self, x: Tensor) -> Tensor:
-        """One client's inputs, where the allocator puts everything: its bits are its own."""
+        """One client's inputs, at an allocator's address: its bits do not depend on its place."""
         if self._channels_last and x.dim() == 4 and not x.is_cuda:
             return channels_last(x)
         return x.clone()

@@ -1,7 +1,12 @@
 """Batch rules of functions and methods of tensors: where their results have a row for each example.
 
 A rule is given a call whose arguments are known (`NodeCall`) and says what it gives, or raises
-`NotReadError`. What has no rule (`tables`, `modules`) is not known, whatever it does.
+`NotReadError`. What has no rule (`fedsim.training.structure.tables`) is not known.
+
+Three mistakes are possible, and each rule must exclude them: that a result's row follows from
+another example's row (sums over axis 0, examples set beside others by broadcasting), that rows
+change places (a reshape that does not begin with the number of examples, a transposition), and that
+something fixed is written to (in place, or through a view of it: `Batched.shared`).
 """
 
 from __future__ import annotations
@@ -21,8 +26,6 @@ from fedsim.training.structure.values import (
     batched_results,
 )
 
-__all__ = ["Rule", "elementwise", "image", "of_call", "rows"]
-
 Rule = Callable[[NodeCall], Any]
 
 
@@ -36,9 +39,11 @@ def of_call(call: NodeCall, rule: Rule | None) -> Any:
     if rule is None:
         raise call.unknown("is not known to act on each example by itself")
     sizes = sum(isinstance(value, BatchSize) for value in call.values)
+    # As a size of the result, once. Any arithmetic with it could weigh or place examples by it.
     call.need(not sizes or (sizes == 1 and rule in SIZED), "reads the number of examples")
     if call.batched or sizes:
         return rule(call)
+    # Nothing of an example goes in: what comes out is a constant, as a parameter is.
     call.need(not _in_place(call), "writes to what is fixed")
     results = call.results
     call.need(isinstance(results, Tensor), "gives no tensor")
@@ -47,6 +52,7 @@ def of_call(call: NodeCall, rule: Rule | None) -> Any:
 
 def _in_place(call: NodeCall) -> bool:
     named = call.name.endswith("_") and not call.name.endswith("__")
+    # A constant True by position is `inplace` of a function of torch.nn.functional.
     asked = "out" in call.kwargs or call.kwargs.get("inplace")
     return bool(named or asked) or any(value is True for value in call.args)
 
@@ -55,6 +61,9 @@ def elementwise(call: NodeCall) -> Batched:
     """Numbers each of which follows from those at its own place."""
     result = call.results
     call.need(isinstance(result, Tensor), "gives no tensor")
+    # Broadcasting aligns shapes from the right. With as many dimensions as the result, examples
+    # stay beside their own numbers; something fixed with as many would meet them one by one, unless
+    # it has one row for all.
     rank = result.dim()
     for value in call.values:
         if isinstance(value, Batched):
@@ -99,6 +108,7 @@ def reshape(call: NodeCall) -> Batched:
     sizes = call.args[1:] or tuple(call.kwargs.values())
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         sizes = tuple(sizes[0])
+    # In row-major order an example's numbers stay together only behind a leading batch axis.
     leads = bool(sizes) and (isinstance(sizes[0], BatchSize) or sizes[0] == -1)
     call.need(leads, "does not begin with the number of examples")
     return call.same_axis(call.results)
@@ -216,6 +226,8 @@ def matmul(call: NodeCall) -> Batched:
     """A product of matrices whose sum is not over examples."""
     one, two = call.args
     sides = [side.like.dim() if isinstance(side, Batched) else 0 for side in (one, two)]
+    # A product sums over the last axis of one and the last but one of the other. From three
+    # dimensions on, and for a table of two on the other side, neither is the examples'.
     straight = not any(side.axis for side in (one, two) if isinstance(side, Batched))
     call.need(straight, "sums over examples")
     if all(sides):
@@ -262,6 +274,7 @@ def image(rank: int) -> Callable[[NodeCall], Batched]:
     """A function of a batch ``[B, C, ...]`` of so many dimensions."""
 
     def rule(call: NodeCall) -> Batched:
+        # Torch also takes one image without a batch: its channels would pass for examples.
         call.need(call.first.like.dim() == rank, "is given no batch of such examples")
         return rows(rank)(call)
 
@@ -305,6 +318,7 @@ def pad(call: NodeCall) -> Batched:
     """Of the last dimensions."""
     sizes, rank = call.argument(1, "pad"), call.first.like.dim()
     call.need(isinstance(sizes, tuple | list) and len(sizes) // 2 < rank, "pads the batch")
+    # Other modes take a tensor with one dimension less for one example without a batch.
     plain = call.argument(2, "mode", "constant") == "constant" or rank == len(sizes) // 2 + 2
     call.need(plain, "pads the batch")
     return call.same_axis(call.results)

@@ -1,11 +1,17 @@
 """Reads what a model and a loss do, without running either on numbers: their `torch.fx` graphs.
 
-A graph is believed if each of its nodes is on a list of what is known to act on every example of a
-batch by itself, with the shapes that it has there (`tables`, `modules`). A forward that branches
-on values or on how many examples there are has no graph. What was read is what is run afterwards:
-the graph, never the code that it was read from. So padding may stand beside examples, and gradients
-of single examples may be taken from one pass over all of them. Whatever could not be read gets real
-batches only, or one example at a time.
+A graph is accepted if each of its nodes is on a list of what is known to act on every example of a
+batch by itself, with the shapes that it has there (`fedsim.training.structure.tables`). A forward
+that branches on values or on how many examples there are has no graph. What was read is what runs
+afterwards: the graph, never the code that it was read from. So padding may stand beside examples,
+and gradients of single examples may be taken from one pass over all of them. Whatever could not be
+read gets real batches only, or one example at a time.
+
+Everything rests on three points. Values are followed while torch traces, on the device ``meta``, so
+that a rule knows the shapes of its node, and which axis holds the examples (`_Tracer`). Whatever
+the trace cannot see is refused before it or after it: hooks, random draws beside the graph,
+switched gradients, parameters that the graph does not use. And the number of examples is a symbol
+to the code (`BatchSize`): it may be handed on as a size, and any arithmetic with it has no rule.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ from __future__ import annotations
 import builtins
 import copy
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +29,7 @@ from torch import Tensor, fx, nn
 
 from fedsim.tasks.losses import ExampleLoss, Loss
 from fedsim.training.structure.functions import of_call
-from fedsim.training.structure.modules import has_hooks, is_torchs_own, rule_of
-from fedsim.training.structure.tables import FUNCTIONS, METHODS
+from fedsim.training.structure.tables import FUNCTIONS, METHODS, has_hooks, is_torchs_own, rule_of
 from fedsim.training.structure.values import (
     BATCH,
     Batched,
@@ -32,10 +37,10 @@ from fedsim.training.structure.values import (
     NodeCall,
     NotReadError,
     Pair,
+    method_of,
+    module_on_meta,
     on_meta,
 )
-
-__all__ = ["Reading", "Structure", "read"]
 
 
 @dataclass(frozen=True)
@@ -140,9 +145,9 @@ def read(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, *, declared: bool =
         structure = _read_model(model, _of_batch(x), x.device)
     except NotReadError as error:
         return Reading(None, None, y, f"the model's {error}")
-    said = getattr(loss, "across_batch", None)
-    if declared and said is not None:
-        return Reading(structure, None if said else loss, y, "the loss says so" if said else "")
+    across = getattr(loss, "across_batch", None)
+    if declared and across is not None:
+        return Reading(structure, None if across else loss, y, "the loss says so" if across else "")
     if _is_own(loss):
         return Reading(structure, loss, y)
     try:
@@ -170,6 +175,7 @@ def _read_model(model: nn.Module, x: Batched, device: torch.device) -> Structure
     graph, outputs = _traced(copied, [x], device)
     module = fx.GraphModule(copied, graph)
     used = {name for name, _ in module.named_parameters()}
+    # A row would have entries that no gradient of the graph is of.
     missing = [n for n, p in parameters.items() if p.requires_grad and n not in used]
     if missing:
         raise NotReadError(f"parameter '{missing[0]}' is not used")
@@ -210,6 +216,7 @@ def _traced(
     except (Exception, SystemExit) as error:  # a user's code, given no tensors
         lines = str(error).strip().splitlines() or [""]
         raise NotReadError(f"code has no graph ({type(error).__name__}: {lines[0]})") from error
+    # What is drawn while a graph is made stands in it as a constant: each step would repeat it.
     if before != _bytes(torch.get_rng_state()):
         torch.set_rng_state(drawn)
         raise NotReadError("code draws random numbers beside its graph")
@@ -237,6 +244,7 @@ class _Tracer(fx.Tracer):
 
     def __init__(self, inputs: list[Batched], device: torch.device) -> None:
         super().__init__()
+        # Buffers are nodes too: what writes to one is seen to write to something fixed.
         self.proxy_buffer_attributes = True
         self.device = device
         self._inputs = iter(inputs)
@@ -245,36 +253,38 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Torch's own, but for what only calls others, and losses, which are functions."""
+        # They are traced into, so that what they call has nodes of its own.
         inside = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.modules.loss._Loss)
         return is_torchs_own(m) and not isinstance(m, inside)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """See `fx.Tracer`."""
+        """A proxy that knows its shape."""
         return _Proxy(node, self)
 
     def create_proxy(self, kind: str, target: Any, *given: Any, **named: Any) -> Any:
-        """See `fx.Tracer`."""
+        """A node, whose value is worked out before any code sees it."""
         proxy = super().create_proxy(kind, target, *given, **named)
         if kind in ("output", "get_attr"):
             return proxy
+        # At once: the very next line of the code may ask for a shape.
         self._values[proxy.node] = self._result(proxy.node)
-        return self._apart(proxy, self._values[proxy.node])
+        return self._unpacked(proxy, self._values[proxy.node])
 
-    def _apart(self, proxy: Any, value: Any) -> Any:
+    def _unpacked(self, proxy: Any, value: Any) -> Any:
         """A tuple of what is in a tuple, as code expects of one; other values as they are."""
         if not isinstance(value, tuple):
             return None if value is None else proxy
-        inside = (self._apart(proxy[i], v) for i, v in enumerate(value))
+        inside = (self._unpacked(proxy[i], v) for i, v in enumerate(value))
         return Pair(*inside) if isinstance(value, Pair) else tuple(inside)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """See `fx.Tracer`; without a node for what a module of torch's calls for its shapes."""
+        """As torch's; without a node for what a module calls while its shapes are measured."""
         if self._measuring:
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """See `fx.Tracer`."""
+        """As torch's; a real parameter while shapes are measured."""
         if self._measuring:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
@@ -304,8 +314,10 @@ class _Tracer(fx.Tracer):
         if node.op == "call_module":
             module = self.root.get_submodule(str(node.target))
             call = NodeCall(
-                f"{type(module).__name__} '{node.target}'", _on_meta(module), args, kwargs
+                f"{type(module).__name__} '{node.target}'", module_on_meta(module), args, kwargs
             )
+            # The result's shape is found by calling the module on meta, and its rule looks at it.
+            # What it calls inside must leave no nodes then.
             self._measuring = True
             try:
                 return of_call(call, rule_of(module))
@@ -313,7 +325,7 @@ class _Tracer(fx.Tracer):
                 self._measuring = False
         if node.op == "call_method":
             name = str(node.target)
-            return of_call(NodeCall(name, _method(name), args, kwargs), METHODS.get(name))
+            return of_call(NodeCall(name, method_of(name), args, kwargs), METHODS.get(name))
         assert callable(node.target)
         name = getattr(node.target, "__name__", str(node.target))
         return of_call(NodeCall(name, node.target, args, kwargs), FUNCTIONS.get(node.target))
@@ -327,6 +339,7 @@ class _Proxy(fx.Proxy):
         value = self._tensor
         if isinstance(value, Fixed):
             return value.like.shape
+        # A node and no number: a number would be that of this batch for ever.
         count = self.tracer.create_proxy("call_method", "size", (self, value.axis), {})
         return tuple(count if d == value.axis else n for d, n in enumerate(value.like.shape))
 
@@ -372,21 +385,6 @@ def _attribute(root: nn.Module, name: str) -> Tensor:
     raise NotReadError(f"'{name}' is no tensor")
 
 
-def _on_meta(module: nn.Module) -> Callable[..., Any]:
-    def function(*args: Any, **kwargs: Any) -> Any:
-        tensors = {k: on_meta(t) for k, t in (*module.named_parameters(), *module.named_buffers())}
-        return torch.func.functional_call(module, tensors, args, kwargs)
-
-    return function
-
-
-def _method(name: str) -> Callable[..., Any]:
-    def function(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return getattr(tensor, name)(*args, **kwargs)
-
-    return function
-
-
 @contextmanager
 def _sizes_by_len() -> Iterator[None]:
     """With ``len(x)`` of a tensor of a graph as ``x.shape[0]``; torch's own gives no graph."""
@@ -395,6 +393,7 @@ def _sizes_by_len() -> Iterator[None]:
     def length(things: Any) -> Any:
         return things.shape[0] if isinstance(things, _Proxy) else usual(things)
 
+    # A process has one of it: for the time of a trace alone.
     builtins.len = length
     try:
         yield

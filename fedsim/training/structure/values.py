@@ -11,20 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-
-__all__ = [
-    "BATCH",
-    "SIZE",
-    "BatchSize",
-    "Batched",
-    "Fixed",
-    "NodeCall",
-    "NotReadError",
-    "Pair",
-    "batched_results",
-    "on_meta",
-]
+from torch import Tensor, nn
 
 BATCH = 7919
 """Stands for the number of examples on ``meta``: a prime, so that no other size is it by chance."""
@@ -70,6 +57,25 @@ SIZE = BatchSize(BATCH)
 def on_meta(tensor: Tensor) -> Tensor:
     """A tensor of this shape and dtype without numbers."""
     return torch.empty_like(tensor, device="meta")
+
+
+def module_on_meta(module: nn.Module) -> Callable[..., Any]:
+    """A call of a module with its parameters and buffers on meta."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        tensors = {k: on_meta(t) for k, t in (*module.named_parameters(), *module.named_buffers())}
+        return torch.func.functional_call(module, tensors, args, kwargs)
+
+    return function
+
+
+def method_of(name: str) -> Callable[..., Any]:
+    """A call of this method of a tensor."""
+
+    def function(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return getattr(tensor, name)(*args, **kwargs)
+
+    return function
 
 
 class Pair(NamedTuple):
@@ -142,6 +148,7 @@ class NodeCall(NamedTuple):
 
     def same_axis(self, result: Tensor, *, shared: bool | None = None) -> Batched:
         """A result whose first axis must be that of the examples still."""
+        # By its size: it is a prime that no other axis has, so that an axis of it is the examples'.
         rows = isinstance(result, Tensor) and result.dim() > 0 and result.shape[0] == BATCH
         self.need(rows, "does not keep a row for each example")
         return Batched(result, 0, self.shared if shared is None else shared)
@@ -151,6 +158,7 @@ class NodeCall(NamedTuple):
 
         They must be none of the examples'.
         """
+        # `flip(x, 1, 2)` and `flip(x, dims=(1, 2))` are one call.
         given = self.argument(position, name, default)
         if isinstance(given, int) and len(self.args) > position + 1 and name == "dims":
             given = self.args[position:]

@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord
 from flwr.serverapp import ServerApp
 
 from fedsim.cohorts import FullCohort
-from fedsim.deploy.roster import CLIENTS, read_roster
+from fedsim.deploy.services import CLIENTS, read_roster
 from fedsim.engines import StreamingGrid
 from fedsim.mechanisms import Clipping
 from fedsim.strategies import DPFedAvg

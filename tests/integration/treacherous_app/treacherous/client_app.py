@@ -2,7 +2,7 @@
 
 import functools
 
-from fedsim.engines.client_app import client_app
+from fedsim.federation.engines.client_app import client_app
 from treacherous import trainer
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from flwr.serverapp import ServerApp
 
 from fedsim.cohorts import FullCohort
-from fedsim.deploy.roster import CLIENTS, read_roster
-from fedsim.deploy.simulation import replace_dead_actors
+from fedsim.deploy.flower_replacements import replace_dead_actors
+from fedsim.deploy.services import CLIENTS, read_roster
 from fedsim.engines import LocalGrid, RayGrid, StreamingGrid, array_record
 from fedsim.mechanisms import Clipping
 from fedsim.strategies import DPFedAvg

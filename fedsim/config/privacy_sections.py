@@ -1,0 +1,185 @@
+"""The tables about privacy: how rows are bounded, what noise is added, what is promised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, TypeAlias
+
+from fedsim import registry
+from fedsim.config.tables import OUTSIDE_RELEASE, Choice, ConfigTable
+from fedsim.settings import Constraint, Doc, Ge, Gt, Le, Lt
+
+Multiplier: TypeAlias = Annotated[
+    float | None, Constraint(lambda z: z == 0 or 1e-3 <= z <= 1e9, "0.0, or from 0.001 to 1e9")
+]
+"""A noise multiplier, 0 for no noise, or unset."""
+
+TargetEpsilon: TypeAlias = Annotated[
+    float | None, Constraint(lambda epsilon: 1e-6 <= epsilon <= 1e6, "from 1e-6 to 1e6")
+]
+"""The epsilon that noise is calibrated to, or unset."""
+
+
+@dataclass(frozen=True, init=False)
+class BoundingSection(Choice):
+    """How rows are bounded before they enter one noisy sum, at either level."""
+
+    kind: ClassVar[str] = "mechanism"
+    name: Annotated[str, Doc("The bound; 'none' for no privacy.")] = "none"
+    per_layer: Annotated[
+        bool, Doc("Whether every layer is bounded, summed and noised on its own.")
+    ] = False
+
+    @property
+    def gives_none(self) -> bool:
+        """Whether it is a bound that protects nobody, whatever the noise."""
+        return self.is_robust or bool(getattr(self, "unsafe_non_private_raw_statistics", False))
+
+    @property
+    def is_robust(self) -> bool:
+        """Whether it is no bound of rows in a sum, but a mean that needs them all."""
+        if self.name not in registry.names(self.kind):
+            return False
+        thing = registry.find(self.kind, self.name, self.key("name"))
+        return bool(getattr(thing, "protects_nobody", False))
+
+
+@dataclass(frozen=True, init=False)
+class MechanismSection(BoundingSection):
+    """How an update is bounded before it enters the one noisy sum."""
+
+    table: ClassVar[str] = "mechanism"
+    private_scalar: Annotated[
+        str,
+        Doc("A number that clients report, such as 'loss', whose noisy mean is released beside."),
+    ] = ""
+    private_scalar_high: Annotated[
+        float, Gt(0), Doc("The largest value of that number; larger ones are clamped to it.")
+    ] = 1.0
+    private_scalar_fraction: Annotated[
+        float, Ge(0), Lt(1), Doc("What it takes of the privacy budget; the update has the rest.")
+    ] = 0.1
+
+
+@dataclass(frozen=True, init=False)
+class NoiseSection(Choice):
+    """Which noise a release carries, how much of it, and what privacy it must give."""
+
+    table: ClassVar[str] = "noise"
+    kind: ClassVar[str] = "noise"
+    filled: ClassVar[tuple[str, ...]] = ("multiplier", "hardened")
+    name: Annotated[str, Doc("What is added to the sum.")] = "independent"
+    multiplier: Annotated[
+        Multiplier, Doc("Standard deviation of the noise on the sum, over C; 0.0 for no noise.")
+    ] = None
+    target_epsilon: Annotated[
+        TargetEpsilon, Doc("In its place: the epsilon that all rounds together may cost.")
+    ] = None
+    max_epsilon: Annotated[
+        float | None,
+        OUTSIDE_RELEASE,
+        Doc("A budget: the run ends before its epsilon exceeds it, and keeps the model."),
+    ] = None
+    cohort_size: Annotated[
+        int,
+        Ge(0),
+        Doc(
+            "A larger cohort, whose noise on the mean a simulation adds in place of its own "
+            "cohort's: the multiplier is of that; less noise is added here, and charged. 0 for no."
+        ),
+    ] = 0
+    cohort_population: Annotated[
+        int,
+        Ge(0),
+        Doc("The clients that such a cohort would be drawn from; 0 for partition.clients."),
+    ] = 0
+    delta: Annotated[
+        float, Ge(1e-100), Lt(1), Doc("Of every epsilon; below one over the population.")
+    ] = 1e-5
+    entropy: Annotated[
+        Literal["", "config", "system"],
+        Doc(
+            "Where noise, cohorts and batches come from: the seed, so that runs repeat, or the "
+            "operating system, as real clients need; empty for system in a deployment that draws "
+            "noise, and config elsewhere."
+        ),
+    ] = ""
+    placement: Annotated[
+        Literal["server", "client"],
+        Doc("Who adds the noise: the server to the sum, or every client its share of it."),
+    ] = "server"
+    hardened: Annotated[
+        bool, Doc("Draw noise so that its last bits tell nothing; slower, and right for real data.")
+    ] = True
+    ledger_key: Annotated[
+        str,
+        OUTSIDE_RELEASE,
+        Doc("A file with the private key that signs the ledger; empty for no signature."),
+    ] = ""
+
+    @property
+    def adds_noise(self) -> bool:
+        """Whether any noise is asked for."""
+        return self.target_epsilon is not None or bool(self.multiplier)
+
+
+@dataclass(frozen=True, init=False)
+class PrivacySection(ConfigTable):
+    """What is said of privacy beside what one client is promised."""
+
+    table: ClassVar[str] = "privacy"
+    group: Annotated[
+        int,
+        OUTSIDE_RELEASE,
+        Ge(1),
+        Le(1000),
+        Doc(
+            "The most clients that one person owns: the statement says what that person is "
+            "promised too. Budgets and targets stay those of one client."
+        ),
+    ] = 1
+
+
+@dataclass(frozen=True, init=False)
+class ClientMechanismSection(BoundingSection):
+    """How an example's gradient is bounded, in a client with example-level privacy."""
+
+    table: ClassVar[str] = "client.mechanism"
+    filled: ClassVar[tuple[str, ...]] = ("weighting",)
+
+
+@dataclass(frozen=True, init=False)
+class ClientNoiseSection(ConfigTable):
+    """The noise on a client's sums of per-example gradients."""
+
+    table: ClassVar[str] = "client.noise"
+    multiplier: Annotated[
+        Multiplier, Doc("Standard deviation of the noise on a sum of gradients, over C.")
+    ] = None
+    target_epsilon: Annotated[
+        TargetEpsilon,
+        Doc("In its place: the epsilon of the client that pays most, over all rounds."),
+    ] = None
+    max_epsilon: Annotated[
+        float | None,
+        OUTSIDE_RELEASE,
+        Doc("A budget: the run ends before any client's epsilon exceeds it."),
+    ] = None
+    delta: Annotated[
+        float, Ge(1e-100), Lt(1), Doc("Of epsilon; below one over a client's examples.")
+    ] = 1e-5
+    sampling: Annotated[
+        Literal["poisson", "shuffle"],
+        Doc("Batches drawn anew for each step, or a shuffled pass over the examples."),
+    ] = "poisson"
+    hardened: Annotated[
+        bool, Doc("Draw noise so that its last bits tell nothing; slower, and right for real data.")
+    ] = True
+    chunk: Annotated[
+        int,
+        OUTSIDE_RELEASE,
+        Ge(0),
+        Doc(
+            "Rows of a batch that are bounded at a time; 0 to choose. It changes last digits only."
+        ),
+    ] = 0

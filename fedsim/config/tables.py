@@ -1,0 +1,428 @@
+"""Tables of a config: dataclasses of settings, read from TOML or Flower and written back.
+
+A `ConfigTable` is a frozen dataclass whose fields say their type, range and meaning
+(`fedsim.settings`) or are tables themselves. It is made from a tree of kebab-case keys, which it
+checks; a `Choice` has, besides, the settings of the thing that it names: ``[client]`` with
+``name = "adam"`` has the keys that every client has, and those of Adam's dataclass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from fedsim import registry
+from fedsim.config.values import Scalar, read_options
+from fedsim.errors import FedsimError
+from fedsim.settings import REQUIRED, NotAllowedError, Setting, settings_of, shown
+from fedsim.synonyms import closest_key
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Marks a key that has a meaning only where its table's ``name`` is one of ``names``."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NamesOf:
+    """Marks a key whose value is names of things of a kind, each with its options."""
+
+    kind: str
+
+
+class _OutsideRelease:
+    """Marks a key, or a table, that no change of which changes what a run releases."""
+
+
+OUTSIDE_RELEASE = _OutsideRelease()
+
+
+@dataclass(frozen=True, init=False)
+class ConfigTable:
+    """A table with kebab-case keys; unknown keys and wrong types are errors.
+
+    Attributes
+    ----------
+    table : str
+        Its name in a config, with dots; empty for the whole.
+
+    Raises
+    ------
+    FedsimError
+        If a key or a value is not allowed, in one sentence.
+    """
+
+    table: ClassVar[str] = ""
+
+    def __init__(self, /, **tree: Any) -> None:
+        settings = {setting.key: setting for setting in settings_of(type(self))}
+        for key in tree:
+            if key not in settings:
+                raise self._unknown_among(key, list(settings))
+        for key, setting in settings.items():
+            value = setting.default
+            if key in tree:
+                value = _read(setting, tree[key], self.key(key))
+            object.__setattr__(self, setting.name, value)
+        for setting in settings.values():
+            self._require_effect(setting)
+
+    @classmethod
+    def key(cls, key: str) -> str:
+        """One of its keys, with dots."""
+        return f"{cls.table}.{key}".lstrip(".")
+
+    @classmethod
+    def tables(cls) -> dict[str, type[ConfigTable]]:
+        """The tables in it, by their keys."""
+        return {s.key: s.type for s in settings_of(cls) if is_table(s)}
+
+    def to_tree(self) -> dict[str, Any]:
+        """Nested mapping with kebab-case keys, complete; unset is the empty string.
+
+        Keys that belong to another choice than its own are left out.
+        """
+        tree = {}
+        for setting in settings_of(type(self)):
+            value = getattr(self, setting.name)
+            if isinstance(value, ConfigTable):
+                tree[setting.key] = value.to_tree()
+            elif self._is_used(setting):
+                tree[setting.key] = setting.write(value)
+        return tree
+
+    def _is_used(self, setting: Setting) -> bool:
+        names = belongs_to(setting)
+        return not names or getattr(self, "name", "") in names
+
+    def _require_effect(self, setting: Setting) -> None:
+        """Refuse a setting that would silently do nothing: that is a mistake."""
+        value = getattr(self, setting.name)
+        if value != setting.default and not self._is_used(setting):
+            raise FedsimError(
+                f"{self.key(setting.key)} = {value!r} has no effect with {self.table}.name = "
+                f"'{getattr(self, 'name', '')}'; it belongs to {', '.join(belongs_to(setting))}."
+            )
+
+    @classmethod
+    def _unknown_among(cls, key: str, keys: list[str]) -> FedsimError:
+        hint = closest_key(cls.table, key, keys)
+        where = f"[{cls.table}]" if cls.table else "the top level"
+        return FedsimError(
+            f"unknown key {shown(cls.key(key))};{hint} {where} takes {', '.join(keys)}."
+        )
+
+
+@dataclass(frozen=True, init=False)
+class Choice(ConfigTable):
+    """A table that names a thing of a kind, and has its settings for keys.
+
+    Attributes
+    ----------
+    kind : str
+        As `fedsim.registry` calls it.
+    selector : str
+        The key that names the thing.
+    filled : tuple of str
+        Fields of such things that other keys of a config say.
+    own : mapping of str to value
+        The settings of the thing, by Python's names; they are attributes of the table too.
+    options : mapping of str to Scalar
+        In their place those of ``module:name``, which describes none.
+    """
+
+    kind: ClassVar[str]
+    selector: ClassVar[str] = "name"
+    filled: ClassVar[tuple[str, ...]] = ()
+
+    own: Mapping[str, Any] = field(init=False)
+    options: Mapping[str, Scalar] = field(init=False)
+
+    def __init__(self, /, **tree: Any) -> None:
+        name = self.name_in(tree)
+        settings, options = self._settings_and_options(name, tree)
+        own = {}
+        for setting in settings:
+            value, key = tree.pop(setting.key, ""), self.key(setting.key)
+            # Flower has no null and an app's table every key: the empty string is none given.
+            own[setting.name] = setting.default if value == "" else _read(setting, value, key)
+            if own[setting.name] is REQUIRED:
+                raise FedsimError(f"{key} is not set; it must be given.")
+        object.__setattr__(self, "own", own)
+        object.__setattr__(self, "options", options)
+        super().__init__(**tree)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is no field comes here; while an object is unpickled nothing is.
+        try:
+            return vars(self)["own"][name]
+        except KeyError:
+            raise AttributeError(f"[{self.table}] has no key {name!r}") from None
+
+    @property
+    def chosen(self) -> str:
+        """The name of the thing."""
+        name: str = getattr(self, self.selector)
+        return name
+
+    def values(self) -> dict[str, Any]:
+        """What the thing is made with: its settings by the names of its fields, or options."""
+        return dict(self.options if self.has_options(self.chosen) else self.own)
+
+    def to_tree(self) -> dict[str, Any]:
+        """As of any table: what it names stands first, and the settings of that next."""
+        tree = super().to_tree()
+        own = {s.key: s.write(self.own[s.name]) for s in self.own_settings(self.chosen)}
+        first = {self.selector: tree.pop(self.selector)}
+        options = {"options": dict(self.options)} if self.has_options(self.chosen) else {}
+        return {**first, **own, **tree, **options}
+
+    @classmethod
+    def registered(cls, name: str) -> str:
+        """What a thing is called in the registry, by what a config calls it."""
+        return name
+
+    @classmethod
+    def has_options(cls, name: str) -> bool:
+        """Whether what a thing is made with are options, and no keys: it does not describe them."""
+        if ":" in name:
+            return True
+        name = cls.registered(name)
+        plugged = name in registry.plugins(cls.kind)
+        return plugged and not dataclasses.is_dataclass(
+            registry.find(cls.kind, name, cls.key(cls.selector))
+        )
+
+    @classmethod
+    def own_settings(cls, name: str) -> tuple[Setting, ...]:
+        """What a thing brings to the table, less what other keys say; none of ``module:name``."""
+        name, key = cls.registered(name), cls.key(cls.selector)
+        if name not in registry.names(cls.kind) or cls.has_options(name):
+            return ()
+        thing = registry.find(cls.kind, name, key)
+        settings = tuple(s for s in settings_of(thing) if s.name not in cls.filled)
+        fields = {setting.name for setting in settings_of(cls)}
+        if clash := {"own", "options", *fields} & {setting.name for setting in settings}:
+            raise FedsimError(
+                f"{key} = '{name}' has a setting '{min(clash)}', which is a key of every "
+                f"[{cls.table}]; it must be called something else."
+            )
+        return settings
+
+    @classmethod
+    def takers(cls, key: str) -> list[str]:
+        """Names of the things of its kind that have this key."""
+        return [
+            name
+            for name in registry.names(cls.kind)
+            if key in {setting.key for setting in cls.own_settings(name)}
+        ]
+
+    @classmethod
+    def name_in(cls, tree: Mapping[str, Any]) -> str:
+        """The name of the thing that a tree chooses.
+
+        Raises
+        ------
+        FedsimError
+            If there is no such thing.
+        """
+        setting = next(s for s in settings_of(cls) if s.key == cls.selector)
+        key = cls.key(cls.selector)
+        name: str = read_setting(setting, tree.get(cls.selector, setting.default), key)
+        if ":" not in name and cls.registered(name) not in registry.names(cls.kind):
+            raise registry.unknown_name(cls.kind, name, key)
+        return name
+
+    def _settings_and_options(
+        self, name: str, given: dict[str, Any]
+    ) -> tuple[tuple[Setting, ...], Mapping[str, Scalar]]:
+        """What the thing takes; options that are settings become keys of ``given``."""
+        options, key = given.pop("options", ""), self.key("options")
+        if isinstance(options, str):
+            options = read_options(options, key)
+        if not isinstance(options, Mapping):
+            raise FedsimError(f"{key} = {shown(options)}; it must be a table.")
+        settings = self.own_settings(name)
+        common = {setting.key for setting in settings_of(type(self))}
+        if not self.has_options(name):
+            for option, value in options.items():
+                if given.get(option, "") != "":
+                    raise FedsimError(
+                        f"{key}.{option} is given, and so is {self.key(option)}; give one."
+                    )
+                given[option] = value
+            options = {}
+        for option, value in options.items():
+            _check_option(f"{key}.{option}", value)
+        known = {setting.key for setting in settings} | common
+        for other in [k for k, value in given.items() if k not in known]:
+            # Settings of another choice may stand there empty, as in an app's table of defaults.
+            if given[other] == "" and self.takers(other):
+                del given[other]
+            else:
+                raise self._unknown_beside(name, other, given[other])
+        return settings, options
+
+    @classmethod
+    def _unknown_beside(cls, name: str, key: str, value: Any) -> FedsimError:
+        chosen = f"{cls.table}.{cls.selector} = '{name}'"
+        if names := cls.takers(key):
+            return FedsimError(
+                f"{cls.key(key)} = {shown(value)} has no effect with {chosen}; it belongs to "
+                f"{', '.join(names)}."
+            )
+        if cls.has_options(name):
+            return FedsimError(
+                f"unknown key '{cls.key(key)}'; settings of {chosen} stand in "
+                f"[{cls.table}.options]."
+            )
+        own = [setting.key for setting in cls.own_settings(name)]
+        return cls._unknown_among(key, [*(s.key for s in settings_of(cls)), *own])
+
+
+def is_table(setting: Setting) -> bool:
+    """Whether a field is a table in a table."""
+    return isinstance(setting.type, type) and issubclass(setting.type, ConfigTable)
+
+
+def belongs_to(setting: Setting) -> tuple[str, ...]:
+    """The names of its table beside which alone a key has a meaning; none for any."""
+    return next((entry.names for entry in setting.metadata if isinstance(entry, Beside)), ())
+
+
+def drop_switched(
+    table: type[ConfigTable], tree: dict[str, Any], changes: Mapping[str, Any]
+) -> None:
+    """Drop from a tree the settings that follow what a change chooses: those at their defaults."""
+    for key, inner in table.tables().items():
+        if isinstance(tree.get(key), dict):
+            drop_switched(inner, tree[key], changes)
+    if not issubclass(table, Choice):
+        return
+    old, new = table.name_in(tree), changes.get(table.key(table.selector))
+    if new is None or new == old or table.has_options(old):
+        return
+    for setting in table.own_settings(old):
+        at_default = tree.get(setting.key) == setting.write(setting.default)
+        if at_default and table.key(setting.key) not in changes:
+            del tree[setting.key]
+
+
+def read_setting(setting: Setting, value: Any, key: str) -> Any:
+    """The value of a setting, or the sentence that ``key`` may not have this one.
+
+    Raises
+    ------
+    FedsimError
+    """
+    try:
+        return setting.read(value)
+    except NotAllowedError as error:
+        raise FedsimError(f"{key} = {shown(value)}; it must be {error}.") from None
+    except FedsimError as error:
+        words = str(error)
+        raise FedsimError(words if key in words else f"{key} = {shown(value)}: {words}") from None
+
+
+def _read(setting: Setting, value: Any, key: str) -> Any:
+    if not is_table(setting):
+        return read_setting(setting, value, key)
+    if isinstance(value, setting.type):
+        return value
+    if not isinstance(value, Mapping):
+        raise FedsimError(f"{key} = {shown(value)}; it must be a table.")
+    return setting.type(**value)
+
+
+def _check_option(key: str, value: Any) -> None:
+    if not isinstance(value, bool | int | float | str):
+        allowed = "a number, a string, or true or false"
+        raise FedsimError(f"{key} = {shown(value)}; it must be {allowed}.")
+    if isinstance(value, float) and value - value != 0:  # NaN or infinite
+        raise FedsimError(f"{key} = {shown(value)}; it must be a finite number.")
+
+
+def all_tables(table: ConfigTable) -> Iterator[ConfigTable]:
+    """A table and those within it, the innermost first."""
+    for setting in settings_of(type(table)):
+        value = getattr(table, setting.name)
+        if isinstance(value, ConfigTable):
+            yield from all_tables(value)
+    yield table
+
+
+def read_options_of(
+    thing: Callable[..., Any],
+    name: str,
+    options: Mapping[str, Any],
+    table: str,
+    filled: Collection[str] = (),
+) -> Mapping[str, Any]:
+    """What a class or function without keys of its own is called with, by Python's names.
+
+    Parameters
+    ----------
+    thing : callable
+    name : str
+        What a config calls it.
+    options : mapping of key to value
+        In kebab-case, or as Python writes them.
+    table : str
+        Where they stand.
+    filled : collection of str
+        What it gets from elsewhere.
+
+    Raises
+    ------
+    FedsimError
+        If they are not what it takes, by their types and ranges where it is a dataclass and by
+        their names where it is not.
+    """
+    given = {key.replace("-", "_"): value for key, value in options.items()}
+    for key in filled:
+        if key in given:
+            raise FedsimError(f"{table}.{key} is set; what it is follows from other keys.")
+    settings = {s.name: s for s in settings_of(thing) if s.name not in filled}
+    names = set(settings) if settings else parameters_of(thing)
+    for key in given:
+        if names is not None and key not in names:
+            takes = ", ".join(sorted(n.replace("_", "-") for n in names - {*filled}))
+            raise FedsimError(
+                f"{table}.{key.replace('_', '-')} is no setting of '{name}'; it takes "
+                f"{takes or 'no options'}."
+            )
+    required = {key for key, s in settings.items() if s.default is REQUIRED}
+    for key in (required if settings else _required_of(thing)) - {*given, *filled}:
+        raise FedsimError(f"{table}.{key.replace('_', '-')} is not set; it must be given.")
+    if not settings:
+        return given
+    return {
+        name: read_setting(s, given[name], f"{table}.{s.key}") if name in given else s.default
+        for name, s in settings.items()
+    }
+
+
+def parameters_of(thing: Callable[..., Any]) -> set[str] | None:
+    """Names of the keywords that a callable takes; None if any."""
+    try:
+        parameters = inspect.signature(thing).parameters.values()
+    except ValueError as error:
+        raise FedsimError(
+            f"{thing!r} is no Python function or class with known parameters."
+        ) from error
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def _required_of(thing: Callable[..., Any]) -> set[str]:
+    """Those of them without a default."""
+    parameters = inspect.signature(thing).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {p.name for p in parameters if p.kind in named and p.default is p.empty}

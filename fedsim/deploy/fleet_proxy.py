@@ -1,0 +1,177 @@
+"""The one door of a SuperLink through which nodes reach it, and nobody reaches anything else.
+
+From Flower 1.40 on one port serves the operator, the apps and the nodes. So the SuperLink
+listens on loopback, and this process outside: it passes the ten requests that a node makes,
+named to the byte, and answers 404 to all others. It ends TLS and has a connection of its own to
+the SuperLink; nodes sign what they send, so it need not be trusted with who they are.
+
+Run as ``python -m fedsim.deploy.fleet_proxy HOST PORT SUPERLINK_PORT [DIRECTORY]``, the last with
+the server's certificate and key.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+_PATHS = frozenset(
+    f"/v1/fleet/{name}".encode()
+    for name in (
+        *("activate-node", "deactivate-node", "send-node-heartbeat"),
+        *("pull-messages", "push-messages", "get-run", "get-fab"),
+        *("push-object", "pull-object", "confirm-message-received"),
+    )
+)
+# Flower cuts arrays into chunks of 20 MiB.
+_LARGEST_BODY = 1 << 26
+_CONNECTIONS = 256
+_SECONDS = 120.0
+# What concerns one connection, and what would claim to come from somebody else.
+_DROPPED = frozenset(
+    (
+        *(b"host", b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding"),
+        *(b"upgrade", b"proxy-authorization", b"proxy-authenticate", b"proxy-connection"),
+        *(b"content-length", b"authorization", b"cookie", b"expect"),
+        *(b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto"),
+    )
+)
+_KEPT_OF_ANSWER = frozenset((b"content-type", b"retry-after"))
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+def is_passed(method: str, raw_path: bytes, query: bytes) -> bool:
+    """Whether a request is one that a node makes: the very bytes, before anything is decoded."""
+    return method == "POST" and not query and raw_path in _PATHS
+
+
+class FleetProxy:
+    """An ASGI app that hands requests that are passed (`is_passed`) on to the SuperLink.
+
+    Parameters
+    ----------
+    client : httpx.AsyncClient
+        Its base URL is the SuperLink's.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close"})
+        elif not is_passed(scope["method"], scope.get("raw_path") or b"", scope["query_string"]):
+            await _answer(send, 404)
+        elif _announced(scope) > _LARGEST_BODY:
+            await _answer(send, 413)
+        else:
+            await self._pass(scope, receive, send)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        import httpx
+
+        headers = [(name, value) for name, value in scope["headers"] if name not in _DROPPED]
+        path = scope["raw_path"].decode("ascii")
+        try:
+            content = await _body(receive)
+            if content is None:
+                await _answer(send, 413)
+                return
+            answer = await self._client.post(path, content=content, headers=headers)
+        except httpx.HTTPError:
+            # The SuperLink is not there; nodes try again.
+            await _answer(send, 503)
+            return
+        kept = [
+            (name, value) for name, value in answer.headers.raw if name.lower() in _KEPT_OF_ANSWER
+        ]
+        await _answer(send, answer.status_code, kept, answer.content)
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """What was sent; None if it is more than anybody may send, or broke off."""
+    body = bytearray()
+    more = True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if message["type"] != "http.request" or len(body) > _LARGEST_BODY:
+            return None
+    return bytes(body)
+
+
+def _announced(scope: Scope) -> int:
+    lengths = [value for name, value in scope["headers"] if name == b"content-length"]
+    return max((int(value) for value in lengths if value.isdigit()), default=0)
+
+
+async def _answer(
+    send: Send, status: int, headers: list[tuple[bytes, bytes]] | None = None, body: bytes = b""
+) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send(
+        {"type": "http.response.start", "status": status, "headers": [*(headers or []), length]}
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _live(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+def main(host: str, port: int, superlink_port: int, directory: Path | None) -> None:
+    """Listen, with TLS where there is a certificate."""
+    import ssl
+
+    import httpx
+    import uvicorn
+
+    secure: dict[str, Any] = {}
+    trust: ssl.SSLContext | bool = False
+    if directory is not None:
+        secure = {
+            "ssl_certfile": str(directory / "server.pem"),
+            "ssl_keyfile": str(directory / "server.key"),
+        }
+        trust = ssl.create_default_context(cafile=str(directory / "ca.crt"))
+    client = httpx.AsyncClient(
+        base_url=f"{'https' if secure else 'http'}://127.0.0.1:{superlink_port}",
+        verify=trust,
+        timeout=_SECONDS,
+        trust_env=False,
+        limits=httpx.Limits(max_connections=_CONNECTIONS),
+    )
+    uvicorn.run(
+        FleetProxy(client),
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=_CONNECTIONS,
+        timeout_keep_alive=30,
+        ws="none",
+        **secure,
+    )
+
+
+if __name__ == "__main__":
+    main(
+        sys.argv[1],
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        Path(sys.argv[4]) if len(sys.argv) > 4 else None,
+    )

@@ -1,0 +1,232 @@
+"""Flower's private names that a deployment replaces: all of them, each with its reason.
+
+Flower has no public interface for any of this. Each function changes the process that calls it,
+which runs one of Flower's own programs, and nothing on disk. There are two kinds:
+
+- *Guards* (the operator's token, the check of app bundles, the executor). Where a release of
+  Flower no longer has the name, a guard ends its process: it must not run unguarded.
+- *Speed and patience* (how often something is asked, how long a database is waited for). Where
+  the name is gone, Flower's own pace stays, and nothing else changes.
+
+A name that is still there but no longer *used* would be replaced to no effect, which only a look
+at Flower's source shows: `tests/deploy/test_flower_replacements.py` looks, for the installed
+release, and `warn_of_newer_flower` says where a release is newer than those looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import logging
+import os
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from fedsim.errors import FedsimError
+
+if TYPE_CHECKING:
+    from flwr.clientapp import ClientApp
+    from flwr.supercore.superexec.executor import Executor
+    from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
+
+_log = logging.getLogger("fedsim")
+
+NEWEST = (1, 42)
+"""The last release of Flower in whose source these names were looked up."""
+
+FLOWERS_POLL = 3.0
+"""Seconds between two questions of Flower's SuperNode for messages."""
+
+_REPLY_POLL = 0.05  # for the reply of an app, which comes into the SuperNode's own memory
+_UNREADY = 0.1
+_DATABASE_WAIT = "60000"  # milliseconds
+
+SUPERNODE_LOOP = "flwr.supernode.start_client_internal"
+SUPEREXEC_LOOP = "flwr.supercore.superexec.run_superexec"
+CLIENT_RUNTIME = "flwr.supernode.runtime.run_clientapp"
+SERVER_RUNTIME = "flwr.superlink.runtime.run_serverapp"
+
+
+def flower_version() -> tuple[int, int]:
+    """Major and minor version of the installed Flower."""
+    major, minor = importlib.metadata.version("flwr").split(".")[:2]
+    return int(major), int(minor)
+
+
+def speaks_grpc() -> bool:
+    """Whether SuperNodes of the installed Flower reach the SuperLink over gRPC.
+
+    1.40 moved them to protobuf over HTTPS, on the SuperLink's one port.
+    """
+    return flower_version() < (1, 40)
+
+
+@functools.cache
+def warn_of_newer_flower() -> None:
+    """Log one warning where the installed Flower is newer than `NEWEST`."""
+    if flower_version() > NEWEST:
+        _log.warning(
+            "a deployment replaces private names of Flower, which are known up to Flower %s; this "
+            "is %s: a round may be slower, or a process may end with the name that it lacks.",
+            _dotted(NEWEST),
+            _dotted(flower_version()),
+        )
+
+
+def accept_operator_only(plugin: type[NoOpControlAuthnPlugin]) -> None:
+    """Have the SuperLink ask this plug-in who calls its Control API. A guard.
+
+    Flower's community edition has no plug-in that refuses anybody; it asks for one only where
+    OpenID Connect is switched on.
+    """
+    module = _module_with("flwr.superlink.config_loader", "get_control_authn_plugins")
+    module.get_control_authn_plugins = lambda: {"oidc": plugin}
+    os.environ["FLWR_OIDC_ENABLED"] = "1"
+
+
+def wait_for_database() -> None:
+    """Let a request wait a minute for the SuperLink's database, not Flower's five seconds.
+
+    On a machine that is busy enough a message would be lost to "database is locked", and a private
+    round, which has no deadline, would wait for its reply.
+    """
+    module: Any = importlib.import_module("flwr.supercore.sql_mixin")
+    module.SQLITE_PRAGMAS = tuple(
+        (name, _DATABASE_WAIT if name == "busy_timeout" else value)
+        for name, value in module.SQLITE_PRAGMAS
+    )
+
+
+def use_executor(executor: Executor) -> None:
+    """Have the SuperExec hand its tasks to this executor. A guard.
+
+    Flower's own starts a new Python for each, with the task's token on its command line, and runs
+    the code that came with the run.
+    """
+    _module_with(SUPEREXEC_LOOP, "get_executor").get_executor = lambda *_args, **_options: executor
+
+
+def use_task_wait(wait: Callable[[float], None]) -> None:
+    """Have the SuperExec wait by ``wait(seconds)`` between two questions for a task."""
+    module: Any = importlib.import_module(SUPEREXEC_LOOP)
+    if getattr(module, "time", None) is time:
+        module.time = SimpleNamespace(sleep=wait)
+
+
+def check_server_bundles(check: Callable[[bytes], None]) -> None:
+    """Have a ServerApp's process check a bundle before anything of it is extracted. A guard."""
+    module = _module_with(SERVER_RUNTIME, "install_from_fab")
+    install = module.install_from_fab
+
+    def install_checked(content: bytes, *args: Any, **options: Any) -> Any:
+        check(content)
+        return install(content, *args, **options)
+
+    module.install_from_fab = install_checked
+
+
+def run_installed_client(app: ClientApp, check: Callable[[bytes], None]) -> None:
+    """Have a ClientApp's process run this app, whatever a bundle brings. A guard.
+
+    A bundle is checked and never extracted, so that nothing of a run touches the node's disk.
+    """
+    module = _module_with(CLIENT_RUNTIME, "install_from_fab", "get_load_client_app_fn")
+    module.install_from_fab = lambda content, *_args, **_options: check(content)
+    module.get_load_client_app_fn = lambda *_args, **_options: lambda *_ids: app
+
+
+def poll_every(seconds: float) -> None:
+    """Have the SuperNode ask for messages this often, and for its app's reply at once.
+
+    Its loop sleeps by `time.sleep`, which has to be told apart by the number of seconds: the
+    module's name `time` is replaced, not the clock of the process.
+    """
+    module: Any = importlib.import_module(SUPERNODE_LOOP)
+
+    def sleep(wanted: float) -> None:
+        time.sleep(min(wanted, seconds if wanted == FLOWERS_POLL else _REPLY_POLL))
+
+    if getattr(module, "time", None) is time:
+        module.time = SimpleNamespace(sleep=sleep)
+
+
+def before_reply_wait(call: Callable[[], None]) -> None:
+    """Have the SuperNode call this when a message has arrived whole, before its app replies."""
+    module: Any = importlib.import_module(SUPERNODE_LOOP)
+    wait_for_reply = getattr(module, "_push_messages", None)
+    if wait_for_reply is None:
+        return
+
+    def call_and_wait(*args: Any, **options: Any) -> Any:
+        call()
+        return wait_for_reply(*args, **options)
+
+    module._push_messages = call_and_wait
+
+
+def retry_soon() -> None:
+    """Have this process ask again soon for a part of a message that is still on its way.
+
+    A message can be seen before all of its parts have arrived. Flower waits a second then, and
+    twice as long each time; a tenth of that is enough for what takes milliseconds. The functions
+    are imported by name elsewhere, so their defaults are changed and not the functions.
+    """
+    module: Any = importlib.import_module("flwr.supercore.inflatable.inflatable_utils")
+    for name in ("pull_objects", "pull_and_inflate_object_from_tree"):
+        defaults = getattr(getattr(module, name, None), "__kwdefaults__", None) or {}
+        if "initial_backoff" in defaults:
+            defaults["initial_backoff"] = _UNREADY
+
+
+def replace_dead_actors() -> None:
+    """Have Flower's simulation, which runs in this process, replace a Ray actor that has died.
+
+    A client that ends its process (``os._exit``, a crash in C, the system's out-of-memory killer)
+    ends the actor that it ran on. Flower puts the dead actor back on top of its pool and gives it
+    the next client, so that one client's death would be the failure of most others, in every
+    round to come. A new actor takes its place: only that one client has failed.
+    """
+    from flwr.simulation.ray_transport.ray_actor import BasicActorPool
+    from ray.exceptions import ActorDiedError
+
+    pool: Any = BasicActorPool
+    fetch = pool.fetch_result_and_return_actor_to_pool
+    if hasattr(fetch, "__wrapped__"):  # replaced by an earlier run of this process
+        return
+
+    @functools.wraps(fetch)
+    def fetch_or_replace(self: Any, future: Any) -> Any:
+        try:
+            return fetch(self, future)
+        except ActorDiedError:
+            # Flower answers the error by putting back what is noted here.
+            self._future_to_actor[future] = self.create_actor_fn()
+            raise
+
+    pool.fetch_result_and_return_actor_to_pool = fetch_or_replace
+
+
+def _module_with(name: str, *guards: str) -> Any:
+    """A module of Flower's in which these names are there to be replaced.
+
+    Raises
+    ------
+    FedsimError
+        If one is not: to set it would guard nothing.
+    """
+    # `import a.b as m` would give a function that shadows the module of the same name.
+    module: Any = importlib.import_module(name)
+    for guard in guards:
+        if not hasattr(module, guard):
+            raise FedsimError(
+                f"Flower {_dotted(flower_version())} has no {name}.{guard}, which guards a "
+                f"deployment; install a Flower up to {_dotted(NEWEST)}."
+            )
+    return module
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,327 @@
+"""What each party of a federation runs: the server, and each node, from its own directory."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import tomli_w
+
+from fedsim import regular_files
+from fedsim.allowed_code import AllowedCode, inherited
+from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
+from fedsim.deploy.certificates import write_public
+from fedsim.deploy.flower_replacements import speaks_grpc, warn_of_newer_flower
+from fedsim.deploy.policy import NODE
+from fedsim.deploy.processes import Service, program
+from fedsim.deploy.supernode_poll import poll_seconds
+from fedsim.errors import FedsimError
+from fedsim.privacy.manifest import LEDGER_KEY
+
+SUPERLINK = "FEDSIM_SUPERLINK"
+"""Environment variable: where a ServerApp finds its server's ``superlink.toml``."""
+
+CLIENTS = "FEDSIM_CLIENTS"
+"""Environment variable: where a ServerApp finds its roster, a file on the operator's side that says
+which registered key is which client, and that no node can change; empty where nodes have no keys.
+"""
+
+_SUPERLINK_TOML = "superlink.toml"
+
+_POLICY = """
+# [policy]
+# data = "data.npz"                     # this client's own examples, from this directory
+# state-dir = "state"                   # where its ledger and its state are
+# modules = []                          # what a run may name as module:Name
+# files = []                            # directories from which a run may name files
+# least-noise-multiplier = 0.0          # of the updates' release
+# least-share-noise-multiplier = 0.0    # of this node's own share of that noise, over the bound
+# largest-clip-norm = inf               # of updates
+# least-example-noise-multiplier = 0.0  # of this client's own releases
+# largest-epsilon = inf                 # of this client's own ledger, at example level
+# delta = 1e-5                          # at which that epsilon is computed
+# least-population = 1                  # clients that the run declares
+# most-rounds = 0                       # rounds that it joins, over all runs; 0: any number
+# evaluation = true                     # whether metrics leave the node; false where a floor is set
+"""
+"""The table `policy` of a new ``node.toml``, in comments, every key at its default."""
+
+
+@dataclass(frozen=True)
+class SuperLink:
+    """The server: it answers its operator on loopback, and nodes on a port of their own.
+
+    Attributes
+    ----------
+    directory : Path
+        With ``superlink.toml`` (the settings below), ``clients.toml``, ``operator.sha256``,
+        ``superexec.secret``, ``ledger.key``, ``ca.crt``, ``server.pem`` and ``server.key``.
+    port : int
+        For the operator and the server's own apps, on 127.0.0.1 whatever the host.
+    fleet_port : int
+        For nodes.
+    insecure : bool
+        No TLS and no authentication, where somebody has asked for that.
+    app : str
+        The installed ServerApp that is run, and no other.
+    modules : tuple of str
+        Installed modules or packages that a run may name as ``module:Name`` on the server.
+    """
+
+    directory: Path
+    port: int = 8000
+    fleet_port: int = 9092
+    insecure: bool = False
+    app: str = SERVER_APP
+    modules: tuple[str, ...] = ()
+
+    @classmethod
+    def code_here(cls) -> AllowedCode:
+        """What configs may name where this process runs ServerApps; its own where it simulates."""
+        path = os.environ.get(SUPERLINK)
+        if path is not None:
+            return AllowedCode(cls.load(Path(path).parent).modules, file=Path(path).name)
+        return inherited() or AllowedCode(file=_SUPERLINK_TOML)
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Read what `save` wrote."""
+        return cls(directory.absolute(), **_read(directory / _SUPERLINK_TOML, cls))
+
+    def save(self) -> None:
+        """Write the settings."""
+        _write(self.directory / _SUPERLINK_TOML, self)
+
+    def services(self, state: Path, *, host: str = "127.0.0.1") -> list[Service]:
+        """The SuperLink, the SuperExec of its apps, and, from Flower 1.40 on, the nodes' door.
+
+        Parameters
+        ----------
+        state : path
+            What must outlive a restart: the SuperLink's database, and Flower's own files.
+        host : str
+            Address on which nodes are heard; ``0.0.0.0`` where they are elsewhere.
+        """
+        warn_of_newer_flower()
+        files = self.directory
+        home = {"FLWR_HOME": _private(state / "flower")}
+        link = ["--host", "127.0.0.1", "--port", str(self.port), "--isolation", "process"]
+        link += ["--database", str(state / "superlink.db")]
+        link += ["--disable-runtime-dependency-installation"]
+        if speaks_grpc():
+            link += ["--fleet-api-type", "grpc-rere"]
+            link += ["--fleet-api-address", f"{host}:{self.fleet_port}"]
+        secret = ["--superexec-auth-secret-file", _file(files / "superexec.secret")]
+        execute = ["--runtime-api-address", f"127.0.0.1:{self.port}"]
+        if self.insecure:
+            command = [program("flower-superlink"), "--insecure", *link]
+            execute += ["--insecure"]
+        else:
+            link += ["--ssl-ca-certfile", _file(files / "ca.crt"), "--enable-supernode-auth"]
+            link += ["--ssl-certfile", _file(files / "server.pem")]
+            link += ["--ssl-keyfile", _file(files / "server.key"), *secret]
+            command = [*_module("control"), _file(files / "operator.sha256"), *link]
+            execute += ["--root-certificates", _file(files / "ca.crt"), *secret]
+        roster = {CLIENTS: "" if self.insecure else str(files / "clients.toml")}
+        signing = files / "ledger.key"
+        keys = {LEDGER_KEY: str(signing)} if signing.is_file() else {}
+        execute = [*_module("executor"), "server", self.app, "0", *execute]
+        settings = {SUPERLINK: str(files / _SUPERLINK_TOML)}
+        services = [
+            Service("superlink", tuple(command), home, self.port),
+            Service("serverapps", tuple(execute), {**home, **roster, **keys, **settings}),
+        ]
+        if not speaks_grpc():
+            proxy = [*_module("fleet_proxy"), host, str(self.fleet_port), str(self.port)]
+            proxy += [] if self.insecure else [str(files)]
+            services.append(Service("fleet-proxy", tuple(proxy), {}, self.fleet_port))
+        return services
+
+
+@dataclass(frozen=True)
+class Node:
+    """A SuperNode: it asks the server for work, and runs one installed app on its own data.
+
+    Attributes
+    ----------
+    directory : Path
+        With ``node.toml`` (the settings below, and the table ``policy`` of
+        `fedsim.deploy.policy.Policy`), ``superexec.secret``, ``ca.crt`` and ``node.key``.
+    superlink : str
+        ``host:port`` of the server.
+    client, clients : int
+        Which client it is, and of how many.
+    insecure : bool
+        As for `SuperLink`.
+    app : str
+        The installed ClientApp that is run, and no other.
+    task_seconds : float
+        A task that takes longer is ended; 0 for no limit.
+    """
+
+    directory: Path
+    superlink: str
+    client: int
+    clients: int
+    insecure: bool = False
+    app: str = CLIENT_APP
+    task_seconds: float = 3600.0
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Read what `save` wrote, or the node's owner has edited."""
+        return cls(directory.absolute(), **_read(directory / "node.toml", cls))
+
+    def save(self, policy: Mapping[str, Any] | None = None) -> None:
+        """Write the settings, and beside them the policy, or what it may say."""
+        path = self.directory / "node.toml"
+        written = tomli_w.dumps({"policy": policy}) if policy else _POLICY.lstrip()
+        _write(path, self, f"\n{written}")
+
+    def services(
+        self, state: Path, *, port: int = 9094, config: Mapping[str, str | int] | None = None
+    ) -> list[Service]:
+        """The SuperNode and the SuperExec of its app.
+
+        Parameters
+        ----------
+        state : path
+            Flower's own files.
+        port : int
+            On which its app reaches it, on 127.0.0.1.
+        config : mapping, optional
+            Further node config, for an app of one's own.
+        """
+        warn_of_newer_flower()
+        files, name = self.directory, f"supernode-{self.client}"
+        settings = {"partition-id": self.client, "num-partitions": self.clients, **(config or {})}
+        written = " ".join(f"{key}={_word(value)}" for key, value in settings.items())
+        secret = ["--superexec-auth-secret-file", _file(files / "superexec.secret")]
+        command = [*_module("supernode_poll"), f"{poll_seconds(self.clients):g}"]
+        command += ["--grpc-rere"] if speaks_grpc() else []
+        command += ["--superlink", self.superlink, "--isolation", "process", *secret]
+        command += ["--node-config", written, "--host", "127.0.0.1", "--port", str(port)]
+        if self.insecure:
+            command += ["--insecure"]
+        else:
+            command += ["--root-certificates", _file(files / "ca.crt")]
+            command += ["--auth-supernode-private-key", _file(files / "node.key")]
+        # The SuperNode's own API is plaintext on loopback; the secret is never sent, it signs.
+        execute = ["--runtime-api-address", f"127.0.0.1:{port}", "--insecure", *secret]
+        execute = [*_module("executor"), "client", self.app, f"{self.task_seconds:g}", *execute]
+        home = {"FLWR_HOME": _private(state / "flower")}
+        return [
+            Service(name, tuple(command), home, port),
+            Service(f"{name}-app", tuple(execute), {**home, NODE: str(files / "node.toml")}),
+        ]
+
+
+def _module(name: str) -> list[str]:
+    # -P: what lies in the current directory is no module.
+    return [sys.executable, "-P", "-m", f"fedsim.deploy.{name}"]
+
+
+def _private(directory: Path) -> str:
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return str(directory.absolute())
+
+
+def _file(path: Path) -> str:
+    """A file that another process opens; one that lacks is that process's to name."""
+    return str(regular_files.require(path) if path.exists() else path)
+
+
+def _word(value: str | int) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _write(path: Path, party: SuperLink | Node, tables: str = "") -> None:
+    settings = {
+        field.name.replace("_", "-"): getattr(party, field.name)
+        for field in fields(party)
+        if field.name != "directory"
+    }
+    write_public(path, f"{tomli_w.dumps(settings)}{tables}".encode())
+
+
+def _read(path: Path, party: type[SuperLink | Node]) -> dict[str, Any]:
+    try:
+        tree = tomllib.loads(regular_files.read_text(path))
+    except OSError:
+        raise FedsimError(f"{path} is not there; `fedsim deploy init` makes it.") from None
+    except (ValueError, RecursionError) as error:
+        raise FedsimError(f"{path} is no TOML: {error}.") from None
+    tree.pop("policy", None)
+    settings = {
+        field.name.replace("_", "-"): field for field in fields(party) if field.name != "directory"
+    }
+    if unknown := sorted(set(tree) - set(settings)):
+        raise FedsimError(f"{path} has the key {unknown[0]!r}; it may have {sorted(settings)}.")
+    for key, field in settings.items():
+        if key not in tree and field.default is MISSING:
+            raise FedsimError(f"{path} lacks the key {key!r}; `fedsim deploy init` writes it.")
+        # A flag that is a word would be true, and a limit that is no number none at all.
+        if key in tree and not _FITS[str(field.type)](tree[key]):
+            raise FedsimError(f"{path} says {key} = {tree[key]!r:.80}; it must be {field.type}.")
+    # As the fields are: lists of names are tuples.
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in tree.items()}
+    return {key.replace("-", "_"): value for key, value in values.items()}
+
+
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    "str": lambda value: isinstance(value, str) and value != "",
+    "bool": lambda value: isinstance(value, bool),
+    "tuple[str, ...]": lambda value: (
+        isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+    ),
+    "int": lambda value: type(value) is int and value >= 0,
+    "float": lambda value: type(value) in (int, float) and 0 <= value < math.inf,
+}
+"""Values that a setting of a party may have, by its type; numbers are not negative."""
+
+
+_ROSTER_HEADER = """\
+# Client id of each SuperNode's registered key: the SHA-256 of its SubjectPublicKeyInfo.
+# Nodes whose key is not listed take part in nothing, whatever they say about themselves.
+"""
+
+
+def write_roster(path: Path, roster: Mapping[str, int]) -> None:
+    """Write client ids by key digest."""
+    content = _ROSTER_HEADER + tomli_w.dumps({"clients": dict(roster)})
+    write_public(path, content.encode())
+
+
+def read_roster(path: Path) -> dict[str, int]:
+    """Read what `write_roster` wrote, or an operator has edited.
+
+    Raises
+    ------
+    FedsimError
+        If the file is none, or gives two keys one client id.
+    """
+    try:
+        clients = tomllib.loads(regular_files.read_text(path))["clients"]
+        if not isinstance(clients, dict):
+            raise ValueError("clients is no table")
+    except (OSError, ValueError, KeyError, RecursionError) as error:
+        raise FedsimError(
+            f"{path} is no list of clients ({error}); `fedsim deploy init` writes one."
+        ) from None
+    for digest, client in clients.items():
+        is_id = type(client) is int and 0 <= client < 2**63
+        if re.fullmatch("[0-9a-f]{64}", digest) is None or not is_id:
+            raise FedsimError(
+                f"{path} says {digest!r:.80} = {client!r:.80}; it must say the SHA-256 of a key, "
+                "64 hex digits in small letters, and a client id, an integer from 0."
+            )
+    if len(set(clients.values())) < len(clients):
+        raise FedsimError(f"{path} gives two keys one client id; each key is another client.")
+    return dict(clients)

@@ -1,0 +1,1 @@
+"""A round: who takes part, what they are asked, what becomes of it, and where clients run."""

@@ -1,0 +1,184 @@
+"""What a strategy's rounds cost: its event, budget and ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedsim.errors import BudgetSpentError, FedsimError
+from fedsim.federation.aggregation.base import Placement
+from fedsim.privacy import Accountant, Cost, Ledger
+from fedsim.privacy.chain import GENESIS
+from fedsim.privacy.claims import Stopping
+from fedsim.privacy.digest import digest_of
+from fedsim.privacy.plan import Bounded, ReleasePlan
+from fedsim.randomness import Randomness
+
+
+def keyed(
+    seed: int | None,
+    release: str | None,
+    plan: ReleasePlan[Bounded],
+    placement: Placement,
+    others: Mapping[str, object],
+) -> Randomness:
+    """Where a strategy's draws come from: keyed by its release digest, or by its own settings.
+
+    ``others`` are settings that bear on what is released, where they are set.
+    """
+    settings = {
+        "seed": seed,
+        "mechanism": plan.bound,
+        "cohort": plan.sampler,
+        "noise": plan.noise,
+        "placement": placement,
+    } | {name: setting for name, setting in others.items() if setting is not None}
+    return Randomness(seed, release or digest_of(settings))
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """Writes each release down before it is made, and knows when the budget is spent.
+
+    Parameters
+    ----------
+    plan : ReleasePlan
+    delta : float
+    max_epsilon : float or None
+        Budget.
+    stopping : Stopping
+        Whether what is released may end the run, and how far it was to go.
+    ledger : Ledger
+    release : str or None
+        The config's digest; without one no release is taken for one that was made before.
+    placement, randomness
+        What else the ledger's lines say.
+    """
+
+    plan: ReleasePlan[Bounded]
+    delta: float
+    max_epsilon: float | None
+    stopping: Stopping
+    ledger: Ledger
+    release: str | None
+    placement: Placement
+    randomness: Randomness
+
+    @property
+    def _budget_delta(self) -> float:
+        return self.stopping.planned_delta(self.delta)
+
+    def stops(self, server_round: int) -> str | None:
+        """Why this round may not be made, if so."""
+        if self.max_epsilon is None or not self.ledger.would_exceed(
+            self.plan.charge(server_round),
+            self.max_epsilon,
+            delta=self._budget_delta,
+            round=server_round,
+            entropy=self.randomness.entropy,
+            release=self.release,
+        ):
+            return None
+        return self._exceeds(server_round)
+
+    def _exceeds(self, server_round: int) -> str:
+        return (
+            f"round {server_round} would exceed max-epsilon = {self.max_epsilon} "
+            f"at delta = {self._budget_delta}"
+        )
+
+    def record(
+        self, server_round: int, clip_norm: float, summed: Iterable[bytes] | None
+    ) -> str | None:
+        """Write a round's release down; when this returns None it is on the disk, and may be made.
+
+        Parameters
+        ----------
+        server_round : int
+        clip_norm : float
+        summed : iterable of bytes or None
+            The exact sum, of which the ledger keeps a keyed hash; None where nothing is protected.
+
+        Returns
+        -------
+        str or None
+            Why this round may not be made, if another process has spent the budget since `stops`.
+
+        Raises
+        ------
+        FedsimError
+            If this round of the run was recorded with another sum, and its noise follows from the
+            seed.
+        """
+        try:
+            self.ledger.record(
+                round=server_round,
+                event=self.plan.charge(server_round),
+                entropy=self.randomness.entropy,
+                mechanism=str(self.plan.bound),
+                clip_norm=clip_norm,
+                release=self.release,
+                placement=self.placement,
+                declared_by_user=self.plan.declared_by_user,
+                public=self.plan.public,
+                sum=None if summed is None else self.ledger.fingerprint(summed),
+                max_epsilon=self.max_epsilon,
+                delta=self._budget_delta,
+            )
+        except BudgetSpentError:
+            return self._exceeds(server_round)
+        return None
+
+    def check(self) -> None:
+        """Refuse a budget that does not allow one round.
+
+        Raises
+        ------
+        FedsimError
+            Saying what one costs.
+        """
+        if self.max_epsilon is None:
+            return
+        least = Accountant([self.plan.charge(1)]).epsilon(self._budget_delta)
+        if least > self.max_epsilon:
+            raise FedsimError(
+                f"max_epsilon = {self.max_epsilon} (noise.max-epsilon) at delta = "
+                f"{self._budget_delta}; it must be at least {least:.4g}, what one round costs."
+            )
+
+    def cost(self, rounds_done: int) -> Cost:
+        """What may be claimed after so many rounds."""
+        stopping = self.stopping.after(rounds_done)
+        return stopping.cost(self.ledger.accountant(), self.ledger.last_event, self.delta)
+
+    def spent(self, rounds_done: int) -> str:
+        """The same in a few words."""
+        cost = self.cost(rounds_done)
+        simulated = "simulated " if self.randomness.entropy == "config" else ""
+        declared = ", declared by the user" if self.plan.declared_by_user else ""
+        return (
+            f"{simulated}epsilon {cost.epsilon:.4g} at delta {cost.delta:g} "
+            f"(client level, {cost.adjacency}{declared})"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Where the ledger stands; and its lines, if it is in memory only."""
+        kept = {} if self.ledger.path is not None else self.ledger.state_dict()
+        return {"head": self.ledger.head, **kept}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Resume what `state` gave.
+
+        Raises
+        ------
+        FedsimError
+            If the ledger does not hold the releases that were made until then.
+        """
+        if self.ledger.path is None and not self.ledger.entries:
+            self.ledger.load_state_dict(dict(state))
+        if state["head"] not in (GENESIS, *self.ledger.heads):
+            raise FedsimError(
+                f"ledger {self.ledger.path or '(in memory)'} does not hold the releases that the "
+                "state counts; it must be the ledger of the run whose state= this is."
+            )

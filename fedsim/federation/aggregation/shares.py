@@ -1,0 +1,231 @@
+"""Shares: rows that their own clients bound and noise, so that no server need see one bare.
+
+Together the shares of a round have the noise of its release; what missing clients would have
+added, the server adds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedsim.errors import FedsimError
+from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Releaser, State
+from fedsim.privacy.noise import Independent, Noise, share_multiplier
+from fedsim.privacy.plan import ReleasePlan
+from fedsim.rows import DenseRows, Layout
+from fedsim.rows.dense import Weights
+from fedsim.rows.exact import RowMasks
+
+# No honest share lies so many standard deviations of its noise beyond its bound, in one entry
+# (probability below 1e-300) or in all of them together (e^-FARTHEST, 4e-18).
+FARTHEST = 40.0
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What clients send where they bound and noise their own rows.
+
+    Attributes
+    ----------
+    rows : float64 ``[n, d]``
+        Bounded rows in the mechanism's coordinates, with noise, on the sum's grid.
+    sides : mapping of name to float64 ``[n]``
+        Noisy scalars, centred.
+    usable : bool ``[n]``
+        False where the client's row was not finite; its share is noise all the same and the
+        server drops it.
+    """
+
+    rows: Tensor
+    sides: Mapping[str, Tensor]
+    usable: Tensor
+
+
+@dataclass(frozen=True)
+class ShareRequest:
+    """The noisy sum of which each client asked is to send its share.
+
+    Attributes
+    ----------
+    bound, noise, denominator
+        Of the round's release plan.
+    asked : int
+        Number of clients asked in the round: each share has ``z^2 C^2 / asked`` of the noise.
+    release : str
+        Digest that keys the shares' noise beside the seed; empty without one.
+    """
+
+    bound: Mechanism
+    noise: Noise
+    denominator: float
+    asked: int
+    release: str = ""
+
+    @classmethod
+    def of_plan(cls, plan: ReleasePlan[Mechanism], asked: int, release: str = "") -> ShareRequest:
+        """The request for shares of a round of ``plan``."""
+        return cls(plan.bound, plan.noise, plan.denominator, asked, release)
+
+    @classmethod
+    def read(cls, entries: Mapping[str, object], bound: Mechanism) -> ShareRequest:
+        """From a message's config entries, with the client's own bound.
+
+        Raises
+        ------
+        ValueError
+            If an entry is missing or no number.
+        """
+        noise = Independent(
+            _number(entries, "share-noise-multiplier"), hardened=bool(entries["share-hardened"])
+        )
+        denominator, asked = _number(entries, "share-denominator"), entries["share-asked"]
+        if not isinstance(asked, int):
+            raise ValueError(f"the message's share-asked is {asked!r}; it must be a whole number.")
+        return cls(bound, noise, denominator, asked, str(entries["share-release"]))
+
+    def entries(self) -> dict[str, float | int | str]:
+        """The config entries from which `read` makes the same request."""
+        return {
+            "share-noise-multiplier": self.noise.multiplier,
+            "share-denominator": self.denominator,
+            "share-asked": self.asked,
+            "share-hardened": self.noise.hardened,
+            "share-release": self.release,
+        }
+
+
+def _number(entries: Mapping[str, object], key: str) -> float:
+    value = entries.get(key)
+    if not isinstance(value, int | float):
+        raise ValueError(f"the message's {key} is {value!r}; it must be a number.")
+    return float(value)
+
+
+def share(
+    request: ShareRequest,
+    block: Tensor,
+    bounding: State,
+    layout: Layout,
+    *,
+    sources: Sequence[NoiseSource],
+    sides: Mapping[str, Weights] | None = None,
+) -> Shares:
+    """Bound and noise the rows of n clients, on the clients' side.
+
+    Each share is a sum of one row with noise of variance ``z^2 C^2 / asked``, from that
+    client's own source.
+
+    Parameters
+    ----------
+    block : Tensor ``[n, d]``
+    bounding : State
+        `Mechanism.bounding_state`: all that a client is told of the mechanism's state.
+    sources : sequence of n NoiseSource
+
+    Raises
+    ------
+    FedsimError
+        If the mechanism or the noise leaves nothing to share, if ``bounding`` is not of the entries
+        and shapes that the mechanism has, or if what a client is told of the
+        mechanism's state makes its row longer than the bound that its noise is for.
+    """
+    if request.bound.guarantee == "none":
+        raise FedsimError(
+            f"noise placement is 'client'; {request.bound} has no guarantee that shares could keep."
+        )
+    if request.noise.correlated or not request.noise.divisible:
+        raise FedsimError(
+            f"noise placement is 'client'; {type(request.noise).__name__} (noise.name) cannot be "
+            "added in shares, and needs 'server'."
+        )
+    _require_state(bounding, request.bound.bounding_state(request.bound.init(layout), layout))
+    n = len(block)
+    releaser = Releaser([request] * n, layout, device=block.device)
+    total = releaser.start_bounding(
+        {name: tensor.expand(n, *tensor.shape) for name, tensor in bounding.items()}
+    )
+    masks = RowMasks((n, 1), block.device)
+    columns = {name: torch.as_tensor(values)[:, None] for name, values in (sides or {}).items()}
+    ones = torch.ones(n, 1, dtype=torch.float64, device=block.device)
+    total.add_owners(DenseRows(block[:, None]), ones, [1] * n, sides=columns, masks=masks)
+    _require_bounded(total)
+    units, _ = releaser.noised(total, sources, lambda z: share_multiplier(z, request.asked))
+    values = {name: sums.mul_(total.grids[name].unit[:, None]) for name, sums in units.items()}
+    rows = total.joined([values.pop(s.segment.prefix + "sum") for s in total.segments])
+    scalars = {name: column[:, 0] for name, column in values.items()}
+    return Shares(rows, scalars, masks.usable[:, 0])
+
+
+def _require_state(bounding: State, own: State) -> None:
+    """Refuse a mechanism's state that is another's: the server's word, taken from a message."""
+    for name, tensor in own.items():
+        found = bounding.get(name)
+        if found is None or found.numel() != tensor.numel():
+            what = "lacks" if found is None else f"has the shape {tuple(found.shape)} for"
+            raise FedsimError(
+                f"the mechanism-state of the message {what} '{name}'; it must have "
+                f"{', '.join(own)}, '{name}' of shape {tuple(tensor.shape)}."
+            )
+
+
+def _require_bounded(total: PartialSum) -> None:
+    """Refuse rows that have left their ball: the state that shapes them is the server's word."""
+    for summed in total.segments:
+        grid = summed.grids["sum"]
+        norms = torch.linalg.vector_norm(grid.on_grid(), dim=-1) * grid.unit
+        if bool((norms > grid.radius * (1 + ROUNDING)).any()):
+            raise FedsimError(
+                "the mechanism-state of the message makes rows longer than the bound that their "
+                "noise is for; it must be the state that this mechanism has in the round."
+            )
+
+
+def add_shares(total: PartialSum, shares: Shares, *, asked: int = 1) -> Tensor:
+    """Add to the one sum what clients bounded and noised; which of it is usable, bool ``[n]``.
+
+    A share counts in all its vectors and scalars or in none: only then is one top-up right
+    for all of them. One that its bound and noise cannot have made is dropped like one that
+    is not finite: beyond C by more than `FARTHEST` standard deviations s in one entry, or in
+    norm by more than ``s (sqrt(d) + sqrt(2 FARTHEST))``, which the norm of d normal draws
+    exceeds with probability ``e^-FARTHEST`` at most (Laurent and Massart 2000, lemma 1).
+
+    Parameters
+    ----------
+    total : PartialSum
+    shares : Shares
+    asked : int
+        Number of clients asked in this round: each has ``z^2 C^2 / asked`` of the noise.
+    """
+    device, split = total.terms.device, total.terms.split
+    rows = DenseRows(shares.rows.to(device, torch.float64))
+    masks = RowMasks(shares.usable.shape, device)
+    masks.usable &= shares.usable.to(device)
+    missing = torch.full(shares.usable.shape, torch.nan)
+    # What has infinite noise is never sent.
+    grids = {name: grid for name, grid in total.grids.items() if split[name] < math.inf}
+    sent = {
+        segment.prefix + "sum": segment.part_of(rows).dense() for segment in total.terms.segments
+    }
+    for name in grids.keys() - sent.keys():
+        sent[name] = shares.sides.get(name, missing).to(device, torch.float64)[:, None]
+    for name, vectors in sent.items():
+        radius, unit = grids[name].radius, grids[name].unit
+        std = radius * share_multiplier(split[name], asked)
+        root = math.sqrt(vectors.shape[1])
+        # Noise is rounded to the grid. NaN is not below anything.
+        entry = radius + std * FARTHEST + unit
+        norm = radius + std * (root + math.sqrt(2 * FARTHEST)) + unit * root
+        masks.usable &= torch.maximum(vectors.amax(1), -vectors.amin(1)) <= entry
+        masks.usable &= torch.linalg.vector_norm(vectors, dim=1) <= norm
+    total.expect(int(masks.usable.sum()))
+    for name, vectors in sent.items():
+        grids[name].add_(vectors[masks.usable] / grids[name].unit)
+    masks.rejected |= ~masks.usable
+    total.note(masks)
+    return masks.usable

@@ -1,0 +1,128 @@
+"""Flower arrays that are serialised only when somebody wants the bytes.
+
+Flower's `Array` holds serialised bytes: it writes them when made and parses them again at
+every ``.numpy()``. In one process nobody needs the bytes, so a `LazyArray` keeps the tensor
+and serialises on demand; on the wire the two are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from torch import Tensor
+
+# `Array.stype` of an array that `numpy.load` can read.
+NUMPY = "numpy.ndarray"
+
+
+class LazyArray(Array):
+    """A Flower `Array` over a tensor that nobody writes to any more.
+
+    Insert it with ``record[key] = array``: ``ArrayRecord(dict)`` copies the entries to plain
+    serialised arrays. It pickles, and deflates for the wire, as the plain array it stands for.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        Kept, not copied.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__dict__.update(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            stype=NUMPY,
+            _tensor=tensor.detach(),
+        )
+
+    # The base class is a dataclass with a field of this name; a property in its place is
+    # what makes the bytes come into being only when they are read.
+    @property
+    def data(self) -> bytes:
+        """The serialised values, as `numpy.save` writes them."""
+        if "_data" not in self.__dict__:
+            self.__dict__["_data"] = Array.from_numpy_ndarray(self.numpy()).data
+        data: bytes = self.__dict__["_data"]
+        return data
+
+    @data.setter
+    def data(self, value: bytes) -> None:
+        self.__dict__["_data"] = value
+        self.__dict__["_tensor"] = torch.from_numpy(super().numpy())
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor itself; not to be written to."""
+        tensor: Tensor = self.__dict__["_tensor"]
+        return tensor
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """Copy of the values, as Flower's own arrays give."""
+        # Callers train in place on what they get here.
+        return np.array(self.tensor.cpu().numpy())
+
+    def plain(self) -> Array:
+        """The serialised array that this one stands for."""
+        return Array(dtype=self.dtype, shape=self.shape, stype=self.stype, data=self.data)
+
+    def deflate(self) -> bytes:
+        """Bytes for the wire: the receiver finds a plain `Array`."""
+        return self.plain().deflate()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Array, (self.dtype, self.shape, self.stype, self.data)
+
+
+def array_record(arrays: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> ArrayRecord:
+    """Record of named tensors, none of them copied or serialised."""
+    record = ArrayRecord()
+    for name, tensor in dict(arrays).items():
+        record[name] = LazyArray(tensor)
+    return record
+
+
+def tensors(record: ArrayRecord) -> dict[str, Tensor]:
+    """Named tensors of a record, without a copy where it holds them; not to be written to."""
+    return {
+        name: array.tensor
+        if isinstance(array, LazyArray)
+        # np.load of a 0-d array is an array still; from_numpy takes it as it is.
+        else torch.from_numpy(array.numpy())
+        for name, array in record.items()
+    }
+
+
+def own_content(content: RecordDict) -> RecordDict:
+    """Records that their receiver may empty or change without touching anybody else's."""
+    copied = RecordDict()
+    for name, record in content.items():
+        if isinstance(record, ArrayRecord):
+            copied[name] = _own_arrays(record)
+        elif isinstance(record, ConfigRecord):
+            copied[name] = ConfigRecord({key: _own_value(value) for key, value in record.items()})
+        else:
+            copied[name] = MetricRecord({key: _own_value(value) for key, value in record.items()})
+    return copied
+
+
+def _own_arrays(record: ArrayRecord) -> ArrayRecord:
+    shells = ArrayRecord()
+    for name, array in record.items():
+        # New shells around the same bytes: assigning to `array.data` stays with its owner.
+        shells[name] = (
+            LazyArray(array.tensor)
+            if isinstance(array, LazyArray)
+            else Array(
+                dtype=array.dtype, shape=tuple(array.shape), stype=array.stype, data=array.data
+            )
+        )
+    return shells
+
+
+def _own_value(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value

@@ -1,0 +1,257 @@
+"""Metrics that clients report: of their training, and of the global model on their data."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from fedsim.federation.arrays import tensors
+from fedsim.federation.extras import LARGEST, Extra, RoundResult
+from fedsim.federation.participants import Participants, node_ids
+from fedsim.federation.replies import ExpectedReply, Reply, read
+from fedsim.federation.round_report import Tally
+from fedsim.rows import Layout
+from fedsim.rows.block import Ids
+from fedsim.rows.exchange import CLIENT_STATE, Instructions, Replies
+
+QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
+"""Over clients with examples, each counting the same: what their metrics are called, and which."""
+
+_log = logging.getLogger("fedsim")
+
+MetricsAggregator = Callable[[list[RecordDict], str], MetricRecord]
+"""As Flower's ``train_metrics_aggr_fn``: from one record a client to the aggregate."""
+
+
+class MetricMeans:
+    """Weighted means of metrics over clients; the number of examples itself is summed.
+
+    A metric is averaged over the clients that report a number for it, a list entry by entry
+    over those whose lists are as long as most. What is not finite is left out, and counted.
+
+    Parameters
+    ----------
+    weighted_by_key : str
+        Metric that weighs the others; clients without it count one each.
+    aggregate : callable, optional
+        A user's own, in Flower's form: it is given each client's own record instead.
+    quantiles : bool
+        Whether `QUANTILES` of each metric stand beside its mean, as ``accuracy-p10``.
+
+    Attributes
+    ----------
+    left_out : mapping of str to int
+        How many numbers of a metric were not finite, or beyond 1e100.
+    """
+
+    def __init__(
+        self,
+        weighted_by_key: str,
+        aggregate: MetricsAggregator | None = None,
+        *,
+        quantiles: bool = False,
+    ) -> None:
+        self.left_out: Counter[str] = Counter()
+        self._quantiles = quantiles
+        self._key = weighted_by_key
+        self._aggregate = aggregate
+        self._records: list[RecordDict] = []
+        self._reports: dict[str, list[tuple[float, float]]] = {}
+        self._lists: dict[str, list[tuple[float, list[float]]]] = {}
+
+    def add(self, reply: Reply) -> None:
+        """Take in what clients report, none of whom failed."""
+        block = reply.block
+        if self._aggregate is not None and reply.content is not None and len(block.client_ids):
+            self._records.append(reply.content)
+            return
+        metrics = {k: v.tolist() for k, v in block.metrics.items() if not _is_state(k)}
+        if self._aggregate is not None:
+            self._records += [
+                RecordDict({"metrics": MetricRecord({k: v[i] for k, v in metrics.items()})})
+                for i in range(len(block.client_ids))
+            ]
+            return
+        weights = metrics.get(self._key, [1.0] * len(block.client_ids))
+        for name, values in metrics.items():
+            self._note(name, weights, values)
+        for name, entries in reply.lists.items() if weights else ():
+            if not _is_state(name):
+                self._lists.setdefault(name, []).append((weights[0], entries))
+
+    def _note(self, name: str, weights: Sequence[float], values: Sequence[float]) -> None:
+        reports = self._reports.setdefault(name, [])
+        for weight, value in zip(weights, values, strict=True):
+            if abs(value) <= LARGEST:
+                reports.append((weight, value))
+            else:
+                self.left_out[name] += 1
+
+    def record(self) -> MetricRecord | None:
+        """The means; None if nobody reported, or if a user's own way to them failed."""
+        if self._aggregate is not None:
+            return self._users_record(self._aggregate)
+        means: dict[str, float | list[float]] = {}
+        for name, reports in self._reports.items():
+            if (mean := self._mean(name, reports)) is not None:
+                means[name] = mean
+            values = [value for weight, value in reports if weight > 0]
+            if self._quantiles and name != self._key and values:
+                drawn = np.quantile(values, list(QUANTILES.values())).tolist()
+                means |= {f"{name}-{q}": v for q, v in zip(QUANTILES, drawn, strict=True)}
+        for name, lists in self._lists.items():
+            means |= self._list_mean(name, lists)
+        if self.left_out:
+            _log.warning(
+                "%d numbers that clients report stand in no mean, as they are not finite (%s).",
+                self.left_out.total(),
+                ", ".join(f"{name} {count}" for name, count in self.left_out.items()),
+            )
+        return MetricRecord({name: means[name] for name in sorted(means)}) if means else None
+
+    def _list_mean(
+        self, name: str, lists: Sequence[tuple[float, list[float]]]
+    ) -> dict[str, list[float]]:
+        """The mean of lists as long as most of them are, if it has one."""
+        lengths = Counter(len(values) for _, values in lists)
+        length = max(lengths, key=lambda n: (lengths[n], n))
+        sound = []
+        for weight, values in lists:
+            if len(values) == length and all(abs(value) <= LARGEST for value in values):
+                sound.append((weight, values))
+            else:
+                self.left_out[name] += 1
+        entries = ([(w, v[i]) for w, v in sound] for i in range(length))
+        means = [mean for entry in entries if (mean := self._mean("", entry)) is not None]
+        return {name: means} if len(means) == length else {}
+
+    def _users_record(self, aggregate: MetricsAggregator) -> MetricRecord | None:
+        if not self._records:
+            return None
+        try:
+            return aggregate(self._records, self._key)
+        except Exception:
+            _log.exception("the run goes on, but its aggregation of metrics failed")
+            return None
+
+    def _mean(self, name: str, reports: Sequence[tuple[float, float]]) -> float | None:
+        """The weighted mean; None over nobody."""
+        # fsum: the same bytes in whatever order clients report.
+        if name == self._key:
+            return math.fsum(value for _, value in reports)
+        weight = math.fsum(w for w, _ in reports)
+        return math.fsum(w * v for w, v in reports) / weight if weight else None
+
+
+def _is_state(name: str) -> bool:
+    return name.startswith(f"{CLIENT_STATE}.")
+
+
+class TrainMetrics(Extra):
+    """Means of what clients report of their training, in a run that shows them.
+
+    Parameters
+    ----------
+    weighted_by_key, aggregate
+        As for `MetricMeans`.
+    """
+
+    def __init__(self, weighted_by_key: str, aggregate: MetricsAggregator | None) -> None:
+        self._new = partial(MetricMeans, weighted_by_key, aggregate)
+        self._means = self._new()
+
+    def send(self, instructions: Instructions) -> Instructions:
+        """Unchanged: a round begins, of which nothing is known."""
+        self._means = self._new()
+        return instructions
+
+    def take(self, reply: Reply, usable: Tensor) -> None:
+        """Take in what clients report, whether their rows are usable or not."""
+        self._means.add(reply)
+
+    def finish(self, result: RoundResult) -> RoundResult:
+        """With the means."""
+        return replace(result, metrics=self._means.record())
+
+
+@dataclass
+class ClientEvaluation:
+    """Asks a keyed sample of the clients every so many rounds, and averages what they say.
+
+    Parameters
+    ----------
+    participants : Participants
+    fraction : float
+        Of the clients that are there; 0 for no evaluation.
+    every : int
+        Rounds from one evaluation to the next.
+    quantiles : bool
+        Whether quantiles over clients stand beside the means.
+    reachable : callable ``(round, client ids [n]) -> bool [n]``, optional
+        Who of those that were chosen is there to be asked.
+    """
+
+    participants: Participants
+    fraction: float
+    every: int
+    weighted_by_key: str
+    arrayrecord_key: str
+    configrecord_key: str
+    aggregate_fn: MetricsAggregator | None
+    quantiles: bool = False
+    reachable: Callable[[int, Ids], npt.NDArray[np.bool_]] | None = None
+    _asked: dict[int, int] = field(default_factory=dict, init=False)
+
+    def configure(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Messages for this round's evaluators; none when it is not their turn."""
+        self._asked = {}
+        if self.fraction == 0 or server_round % self.every:
+            return []
+        nodes = self.participants.nodes(grid)
+        chosen = self.participants.evaluators(server_round, nodes, self.fraction)
+        if self.reachable is not None:
+            chosen = chosen[self.reachable(server_round, chosen)]
+            if not len(chosen):
+                return []
+        asked = node_ids(chosen, nodes)
+        self._asked = dict(zip(asked.tolist(), chosen.tolist(), strict=True))
+        server = tensors(arrays)
+        return Instructions(
+            message_type="evaluate",
+            round=server_round,
+            arrays=arrays,
+            vector=Layout.of(server).flatten(server),
+            client_ids=chosen,
+            node_ids=asked,
+            config=ConfigRecord({**config, "server-round": server_round}),
+            arrayrecord_key=self.arrayrecord_key,
+            configrecord_key=self.configrecord_key,
+        )
+
+    def aggregate(self, replies: Iterable[Message]) -> MetricRecord | None:
+        """Weighted means of the metrics; None if nobody was asked or nobody answered."""
+        asked, self._asked = self._asked, {}
+        if not asked:
+            return None
+        tally = Tally(np.array(sorted(asked.values()), dtype=np.int64))
+        if isinstance(replies, Replies):
+            sent: Iterator[Reply] = map(Reply, replies.blocks())
+        else:
+            expected = ExpectedReply(None, None, self.arrayrecord_key, self.weighted_by_key)
+            sent = read(replies, asked, expected, tally)
+        means = MetricMeans(self.weighted_by_key, self.aggregate_fn, quantiles=self.quantiles)
+        for reply in sent:
+            means.add(replace(reply, block=tally.take(reply.block)))
+        return means.record()

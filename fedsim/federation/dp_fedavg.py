@@ -1,0 +1,276 @@
+"""DP-FedAvg as a Flower strategy: its keywords, and what they make of the rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from typing import Any, cast
+
+from flwr.serverapp.strategy import Strategy
+
+from fedsim.clients import LocalAlgorithm
+from fedsim.cohorts import Cohort
+from fedsim.federation.accounting import Accounting, keyed
+from fedsim.federation.aggregation.base import (
+    Aggregation,
+    AggregationSettings,
+    PendingRound,
+    Placement,
+)
+from fedsim.federation.aggregation.client_shares import ClientShares
+from fedsim.federation.aggregation.robust import RobustAggregation
+from fedsim.federation.aggregation.robust_mean import RobustMean
+from fedsim.federation.aggregation.server_sum import ServerSum
+from fedsim.federation.client_metrics import ClientEvaluation, MetricsAggregator, TrainMetrics
+from fedsim.federation.extras import (
+    ClientBudget,
+    ClientBudgets,
+    Extra,
+    NamedVectors,
+    SharedClientState,
+)
+from fedsim.federation.optimizers import FlowerOptimizer, StrategyConfig
+from fedsim.federation.participants import Participants, Replying
+from fedsim.federation.private_rounds import PrivateRounds
+from fedsim.federation.strategy_checks import (
+    allowed_fraction,
+    declared_counts,
+    plan_of_keywords,
+    refuse_client_state,
+    refuse_flowers_keywords,
+    refuse_noise,
+    refuse_unplain_means,
+    refuse_void_settings,
+)
+from fedsim.mechanisms import Mechanism, NoPrivacy
+from fedsim.privacy import Ledger
+from fedsim.privacy.claims import FIXED, Stopping
+from fedsim.privacy.plan import ReleasePlan
+from fedsim.server_optimizers import ServerOptimizer, ServerSGD
+
+
+class DPFedAvg(PrivateRounds):
+    """Federated averaging with client-level differential privacy (Das et al., Algorithm 1).
+
+    The guarantee covers the sequence of global models. It holds under any loop that calls
+    `configure_train` and `aggregate_train` in turn: the cohort is drawn and the budget
+    checked in the first; the second writes the release to the ledger before it is made.
+
+    A private round whose cohort was drawn is always released and charged, whoever fails: if
+    nobody asked was usable, the release is noise alone, and still a step. Failures are counted
+    and never end a private run, since clients may fail because of their data. Only where no
+    node can be reached at all is there no round.
+
+    Parameters
+    ----------
+    plan : ReleasePlan, optional
+        What every round releases: cohort, mechanism and noise in one value. The next three
+        keywords, and ``hardened_noise``, make one where it is not given.
+    mechanism : Mechanism or RobustMean
+        Bounds, sums and noises the updates. `NoPrivacy("uniform")` makes this FedAvg; a robust mean
+        (`Krum`, `Median`, `TrimmedMean`), without privacy, takes the place of the sum.
+    cohort : Cohort
+        Who takes part. Its population is declared, and the mean's denominator follows from
+        it, never from who replied.
+    noise_multiplier : float
+        Standard deviation of the noise on the sum, as a multiple of the bound; 0.0 for none. It
+        must be given, but with a mechanism that protects nobody.
+    delta : float
+        Where epsilon is reported.
+    max_epsilon : float, optional
+        Budget: no release is made that would exceed it.
+    stopping : Stopping
+        Whether what is released may end the run before its planned rounds are made: the budget
+        then holds at half of delta.
+    ledger : Ledger or path, optional
+        Where releases are written down; in memory by default.
+    seed : int, optional
+        Keys the cohorts, the noise and the evaluation samples. By default they come from the
+        operating system, as they must wherever the guarantee is meant in earnest.
+    release : str, optional
+        Digest of all that determines what is released, which keys the noise beside the seed, so
+        that two runs of one seed share none. By default it is of the settings given here; then
+        runs whose clients do other work must have other seeds.
+    server_optimizer : ServerOptimizer or Flower Strategy, optional
+        Applied to the noisy mean; by default it is added as it is. Of Flower's strategies,
+        those that refine FedAvg's mean will do: `FedAdam`, `FedYogi`, `FedAvgM`, ...
+    placement : "server" or "client"
+        Where noise is drawn: once on the sum, or in the shares of the clients asked, each of
+        variance ``z^2 C^2 / asked`` (with full participation, Das et al.'s own form), while
+        the server adds what missing clients would have. The total is the same.
+    hardened_noise : bool
+        See `NoiseSource`.
+    fraction_evaluate : float, optional
+        Share of the clients that evaluate the model. Their metrics are released without
+        noise, so a private run needs ``unprotected_metrics=True`` for it, and defaults to 0.
+    evaluate_every : int
+        Rounds from one evaluation by clients to the next.
+    replying : callable ``(round, client ids [n]) -> bool [n]``, optional
+        Who of those that were drawn takes part, by a trace or a model of devices. It must not
+        depend on data: who does not take part counts as missing.
+    reachable : callable ``(round, client ids [n]) -> bool [n]``, optional
+        Who of those that are to evaluate is there for it, in the same way.
+    min_available_nodes : int
+        Clients to wait for before a round, for at most ``node_timeout`` seconds; in a private
+        run before the first round only.
+    max_failed_rounds : int
+        So many rounds in a row without a single usable reply fail a run without privacy.
+    algorithm : LocalAlgorithm, optional
+        What clients run, if it sends named vectors beside its updates (SCAFFOLD's control
+        variates): it says what becomes of them here.
+    average_client_state : bool
+        Whether clients start from the mean of the state (ADADP's rate) that the last round's
+        ended with, which they report: their ``client.state = "server"``.
+    evaluate_quantiles : bool
+        Whether clients' evaluations are shown as quantiles over clients too, and not as means only.
+    unprotected_metrics : bool
+        Whether clients' metrics may be aggregated, without noise, in a private run.
+    private_examples : bool
+        Whether clients protect their own examples (example-level privacy). What they report,
+        and how they fail, is then treated as in a private run, whatever the mechanism here.
+    example_counts : sequence of int, optional
+        Each client's number of examples, declared public: they weigh the updates in place of what
+        clients report. Clients with private examples are weighed by nothing else.
+    client_budget : callable ``(vector [d], client ids, round) -> sentence or None``, optional
+        Asked before clients are: a sentence says why their own budgets do not allow the round,
+        and stops the run. Not where the run is private at client level: it would show who was
+        drawn.
+    budgets_end_run : bool
+        Whether one client that says that its own budget is spent ends a run that is not private at
+        client level, as is right where all clients are of one machine. By default it is left
+        out alone, because a stranger may say so; all of several who were asked end the run.
+    weighted_by_key, arrayrecord_key, configrecord_key, train_metrics_aggr_fn, \
+evaluate_metrics_aggr_fn
+        As for Flower's `FedAvg`. ``weighted_by_key`` weighs metrics, and updates only under
+        ``NoPrivacy(weighting="num-examples")``.
+    **flowers
+        Other keywords of Flower's strategies are refused with the one to use here.
+
+    Raises
+    ------
+    FedsimError
+        If a setting is impossible or would void the guarantee.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: ReleasePlan[Mechanism | RobustMean] | None = None,
+        mechanism: Mechanism | RobustMean | None = None,
+        cohort: Cohort | None = None,
+        noise_multiplier: float | None = None,
+        delta: float = 1e-5,
+        max_epsilon: float | None = None,
+        stopping: Stopping = FIXED,
+        ledger: Ledger | str | PathLike[str] | None = None,
+        seed: int | None = None,
+        release: str | None = None,
+        server_optimizer: ServerOptimizer | Strategy | None = None,
+        placement: Placement = "server",
+        hardened_noise: bool | None = None,
+        fraction_evaluate: float | None = None,
+        evaluate_every: int = 1,
+        replying: Replying | None = None,
+        reachable: Replying | None = None,
+        min_available_nodes: int = 1,
+        node_timeout: float = 180.0,
+        max_failed_rounds: int = 3,
+        algorithm: LocalAlgorithm | None = None,
+        average_client_state: bool = False,
+        evaluate_quantiles: bool = False,
+        unprotected_metrics: bool = False,
+        private_examples: bool = False,
+        example_counts: Sequence[int] | None = None,
+        client_budget: ClientBudget | None = None,
+        budgets_end_run: bool = False,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: MetricsAggregator | None = None,
+        evaluate_metrics_aggr_fn: MetricsAggregator | None = None,
+        **flowers: object,
+    ) -> None:
+        refuse_flowers_keywords(flowers)
+        plan = plan_of_keywords(plan, mechanism, cohort, noise_multiplier, hardened_noise)
+        protects = plan.private or private_examples
+        refuse_void_settings(plan.bound, max_epsilon, private_examples, example_counts)
+        if average_client_state:
+            refuse_client_state(plan.private, placement)
+        self.shows_clients = not protects or unprotected_metrics
+        fraction = allowed_fraction(fraction_evaluate, self.shows_clients)
+        counts = declared_counts(example_counts, plan.sampler)
+        summed, aggregation = _aggregation_of(plan, placement)
+        vectors = NamedVectors(algorithm, plan.sampler.population or 0, protects)
+        refuse_unplain_means(algorithm, plan.bound)
+
+        server_optimizer = server_optimizer or ServerSGD()
+        others = {
+            "algorithm": algorithm, "replying": replying, "server-optimizer": server_optimizer,
+        }  # fmt: skip
+        randomness = keyed(seed, release, plan, placement, others)
+        if isinstance(server_optimizer, Strategy):
+            server_optimizer = FlowerOptimizer(server_optimizer)
+        if not isinstance(ledger, Ledger):
+            ledger = Ledger(ledger, delta=delta, max_epsilon=max_epsilon, declared=plan.event())
+        participants = Participants(
+            plan.sampler,
+            randomness,
+            min_available_nodes,
+            node_timeout,
+            private=protects,
+            amplified=plan.amplified,
+        )
+
+        extras: dict[str, Extra] = {}
+        if self.shows_clients:
+            extras["metrics"] = TrainMetrics(weighted_by_key, train_metrics_aggr_fn)
+        if isinstance(server_optimizer, FlowerOptimizer):
+            # It sees the caller's config entries, the means above and the parameters alone.
+            extras["strategy"] = StrategyConfig(server_optimizer)
+        if average_client_state:
+            extras["clients"] = SharedClientState()
+        super().__init__(
+            Accounting(plan, delta, max_epsilon, stopping, ledger, release, placement, randomness),
+            AggregationSettings(summed, randomness, weighted_by_key, arrayrecord_key, counts),
+            aggregation,
+            participants,
+            ClientEvaluation(
+                participants,
+                fraction,
+                evaluate_every,
+                weighted_by_key,
+                arrayrecord_key,
+                configrecord_key,
+                evaluate_metrics_aggr_fn,
+                evaluate_quantiles,
+                reachable,
+            ),
+            # A client's budget follows from public numbers only where nobody's cohort is secret.
+            ClientBudgets(
+                ask=None if plan.private else client_budget,
+                one_ends_run=budgets_end_run,
+                believed=protects and not plan.private,
+            ),
+            extras,
+            vectors,
+            server_optimizer,
+            replying=replying,
+            max_failed_rounds=None if protects else max_failed_rounds,
+            protects=protects,
+            configrecord_key=configrecord_key,
+        )
+
+
+def _aggregation_of(
+    plan: ReleasePlan[Mechanism | RobustMean], placement: Placement
+) -> tuple[ReleasePlan[Mechanism], Callable[[AggregationSettings, PendingRound], Aggregation]]:
+    """The plan of a round's sum, and what makes the round's aggregation."""
+    bound = plan.bound
+    if isinstance(bound, RobustMean):
+        refuse_noise(bound, plan.noise.multiplier)
+        bound.check(plan.sampler.expected_size)
+        aggregation = partial(RobustAggregation, bound)
+        return cast(Any, replace(plan, bound=NoPrivacy("uniform"))), aggregation
+    return cast(Any, plan), ClientShares if placement == "client" else ServerSum

@@ -1,0 +1,243 @@
+"""The same trainer as an ordinary Flower ClientApp: a block of one."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable, Mod
+from torch import Tensor
+
+from fedsim.errors import BudgetSpentError, FedsimError
+from fedsim.federation.aggregation.client_shares import (
+    SIDE_PREFIX,
+    STATE_RECORD,
+    USABLE,
+    asks_for_share,
+    share_reply,
+)
+from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, error_reply
+from fedsim.mechanisms import Mechanism
+from fedsim.randomness import Randomness
+from fedsim.rows.block import Ids
+from fedsim.rows.exchange import CLIENT_STATE, DECLARED_EXAMPLES
+from fedsim.rows.layout import Layout
+from fedsim.rows.trainers import BlockTrainer
+from fedsim.training.local_rounds import LocalResult
+
+NEEDED = ("num-examples", "fresh-state", f"{CLIENT_STATE}.", USABLE, SIDE_PREFIX)
+"""How the metrics begin that a server needs to take part of an update; the others are shown."""
+
+
+@runtime_checkable
+class AppTrainer(BlockTrainer, Protocol):
+    """What a client that answers Flower's messages asks of its trainer, besides blocks.
+
+    Attributes
+    ----------
+    layout : Layout
+        Which of a message's arrays are trained.
+    randomness : Randomness
+        Where the noise of a client's own share comes from.
+    """
+
+    layout: Layout
+    randomness: Randomness
+
+    @property
+    def row_layout(self) -> Layout:
+        """Those, and the vectors that go to clients and back beside them."""
+
+    def examples(self, client: int) -> int:
+        """How many examples a client has."""
+
+    def fit(self, vector: Tensor, client_ids: Ids, round: int) -> LocalResult:
+        """Where these clients end: a row is ``theta - vector``, and a reply is ``theta`` itself."""
+
+
+def client_app(
+    trainer_for: Callable[[Context], AppTrainer],
+    mechanism_for: Callable[[Context], Mechanism] | None = None,
+    seconds_for: Callable[[Context], float] | None = None,
+) -> ClientApp:
+    """A ClientApp that trains and evaluates one client with `Trainer`.
+
+    Parameters
+    ----------
+    trainer_for : callable
+        Gives the trainer for a node's context. It is called once a message, so cache what is
+        expensive. The client is the node's ``partition-id``.
+    mechanism_for : callable, optional
+        Gives the mechanism with which the client bounds and noises its own row, where the
+        strategy asks for shares; without it such a request is refused.
+    seconds_for : callable, optional
+        Gives the seconds that a message may take this client, from its own start (`time_limit`).
+        One that takes longer replies an error with the code `TIMED_OUT`.
+
+    Returns
+    -------
+    ClientApp
+        ``train`` replies all parameters, as ordinary Flower clients do, and ``num-examples``,
+        ``loss`` and what the algorithm reports; ``evaluate`` replies ``num-examples``, ``loss``
+        and ``accuracy``; ``query`` replies ``client-id``. A client whose own budget does not
+        allow a round replies an error with the code `BUDGET_SPENT`.
+    """
+    app = ClientApp(mods=[_without_exit, *([_in_time(seconds_for)] if seconds_for else [])])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        trainer, ids = trainer_for(context), _client_ids(context)
+        key, arrays = _arrays(message)
+        vector = trainer.row_layout.flatten(arrays.to_torch_state_dict())
+        trainer.receive(_config(message))
+        _require_declared(trainer.examples(int(ids[0])), _config(message))
+        try:
+            local = trainer.fit(vector, ids, _round(message))
+        except BudgetSpentError as error:
+            return error_reply(message, BUDGET_SPENT, str(error))
+        if (request := asks_for_share(message)) is not None:
+            if mechanism_for is None:
+                raise FedsimError("this client has no mechanism to noise its own share with.")
+            reported = {name: float(column[0]) for name, column in local.metrics.items()}
+            row = local.theta[0] - vector.to(local.theta)
+            content = share_reply(
+                mechanism_for(context),
+                row,
+                trainer.row_layout,
+                reported,
+                message,
+                request,
+                trainer.randomness,
+                int(ids[0]),
+            )
+            return Message(content, reply_to=message)
+        # Entries that are not trained go back as they came.
+        reply = ArrayRecord(dict(arrays))
+        named = trainer.row_layout.unflatten(local.theta[0])
+        for entry in trainer.row_layout.entries:
+            reply[entry.name] = Array(named[entry.name].to(entry.dtype).cpu().numpy())
+        metrics = _metrics({name: float(column[0]) for name, column in local.metrics.items()})
+        return Message(RecordDict({key: reply, "metrics": metrics}), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        trainer, ids = trainer_for(context), _client_ids(context)
+        _, arrays = _arrays(message)
+        vector = trainer.layout.flatten(arrays.to_torch_state_dict())
+        (block,) = trainer.evaluate(vector, ids, _round(message))
+        metrics = _metrics({name: float(column[0]) for name, column in block.metrics.items()})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        metrics = MetricRecord({"client-id": int(_client_ids(context)[0])})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    return app
+
+
+def _require_declared(examples: int, config: Mapping[str, object]) -> None:
+    """Refuse to be weighed by a number of examples that is not the client's."""
+    declared = config.get(DECLARED_EXAMPLES, examples)
+    if declared != examples:
+        raise FedsimError(
+            f"this client has {examples} examples, but {declared} are declared of it, by which its "
+            "update would be weighed; the declared count must be that of its own data, or "
+            "mechanism.weighting 'uniform'."
+        )
+
+
+def _without_exit(
+    message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+) -> Message:
+    """Let code that exits fail alone: in a simulation it would take its worker's clients along."""
+    try:
+        return call_next(message, context)
+    except SystemExit as ended:
+        raise RuntimeError(f"the client's code exits, with {ended.code!r}.") from ended
+
+
+def _in_time(seconds_for: Callable[[Context], float]) -> Mod:
+    """Let code that hangs fail alone: it would keep the round, or a worker others wait for."""
+
+    def limited(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        seconds = seconds_for(context)
+        try:
+            with time_limit(seconds):
+                return call_next(message, context)
+        except TimeIsUp:
+            return error_reply(message, TIMED_OUT, f"it has not finished in {seconds:g} s.")
+
+    return limited
+
+
+def _client_ids(context: Context) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    client = context.node_config.get("partition-id")
+    if not isinstance(client, int) or isinstance(client, bool):
+        raise FedsimError(
+            f"node-config 'partition-id' is {client!r}; it must be this client's id, an integer."
+        )
+    return np.array([client], dtype=np.int64)
+
+
+def _arrays(message: Message) -> tuple[str, ArrayRecord]:
+    records = {k: v for k, v in message.content.array_records.items() if k != STATE_RECORD}
+    if len(records) != 1:
+        raise FedsimError(f"a message carries {len(records)} array records; it must carry one.")
+    return next(iter(records.items()))
+
+
+def _config(message: Message) -> dict[str, object]:
+    records: list[ConfigRecord] = list(message.content.config_records.values())
+    return {key: value for record in records for key, value in record.items()}
+
+
+def _round(message: Message) -> int:
+    value = _config(message).get("server-round")
+    return value if isinstance(value, int) else 0
+
+
+def _metrics(values: dict[str, float]) -> MetricRecord:
+    count = int(values.pop("num-examples"))
+    return MetricRecord({"num-examples": count, **values})
+
+
+class TimeIsUp(BaseException):
+    """Raised where a client is when its time is over.
+
+    No `Exception`: code that continues after its own errors would otherwise continue after this.
+    """
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeIsUp` in the code within once it has taken ``seconds``.
+
+    Limits the main thread of a POSIX process, where Flower's runtimes run their clients; elsewhere
+    nothing is limited. Python code, sleep and waits end; a call into C that never comes back does
+    not. A timer that runs already (another's limit) is left alone.
+    """
+    try:
+        before = signal.getsignal(signal.SIGALRM)
+        if before not in (signal.SIG_DFL, None) or signal.getitimer(signal.ITIMER_REAL)[0]:
+            raise ValueError("somebody else's timer runs")
+        signal.signal(signal.SIGALRM, _raise)
+    except (ValueError, AttributeError):  # not the main thread; no such signal
+        yield
+        return
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise TimeIsUp

@@ -1,0 +1,270 @@
+"""Which Flower node is which client.
+
+Node ids are Flower's, random in its simulation runtime; client ids are ours, and draws are
+keyed by them. In a deployment the operator's roster says which registered key is which client,
+and nobody is asked. fedsim's own client app (virtual clients, a federation without keys) says
+which client it is when asked by a QUERY message, by a `MetricRecord` that has a ``client-id``.
+Other people's apps have no answer to that, and each question would be a traceback in their
+log: their nodes are numbered in the order of their node ids, and never asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from cryptography.hazmat.primitives import serialization
+from flwr.app import Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from fedsim.errors import FedsimError
+from fedsim.federation.flower_internals import CLIENT_RAISED, NodeInfo
+
+_log = logging.getLogger("fedsim")
+
+CLIENT_ID_KEY = "client-id"
+
+
+@dataclass(frozen=True, eq=False)
+class ConsecutiveNodes(Mapping[int, int]):
+    """Node ids of clients 0, 1, ..., one after another: a million of them take no memory.
+
+    Attributes
+    ----------
+    first : int
+        Node id of client 0.
+    count : int
+        Number of clients.
+
+    Examples
+    --------
+    >>> dict(ConsecutiveNodes(2, 3))
+    {0: 2, 1: 3, 2: 4}
+    """
+
+    first: int
+    count: int
+
+    def __getitem__(self, client: int) -> int:
+        if client not in range(self.count):
+            raise KeyError(client)
+        return self.first + client
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __contains__(self, client: object) -> bool:
+        return client in range(self.count)
+
+
+@runtime_checkable
+class KnowsClients(Protocol):
+    """A grid that can say which node is which client without asking it."""
+
+    def client_ids(self) -> Mapping[int, int]:
+        """Node id of each client id."""
+
+
+@dataclass
+class ClientDirectory:
+    """Client ids of a grid's nodes: by their registered keys, by their answers, or numbered.
+
+    No node can end a run: one that is not to be believed is ignored and counted.
+
+    Parameters
+    ----------
+    timeout : float
+        Seconds that the first `look` waits for the nodes' answers, and `wait` for clients. A
+        node that has not answered is left out until it does; nobody waits for it again.
+    roster : mapping of str to int, optional
+        Client id of each registered key, by its `key_digest`. What nodes say is then not asked.
+    asks : bool
+        Whether the nodes' app is fedsim's, and says which client it is when asked. Otherwise
+        nodes are numbered in the order of their node ids, and later ones get the next numbers.
+    population : int
+        Answers from this on are no client ids.
+
+    Attributes
+    ----------
+    ignored : Counter of str
+        Nodes connected at the last look that are no client, by reason: ``no key``,
+        ``unlisted key``, ``duplicate key``; without a roster ``bad claim``, ``duplicate claim``.
+    """
+
+    timeout: float = 60.0
+    roster: Mapping[str, int] | None = None
+    asks: bool = False
+    population: int = 2**63
+    ignored: Counter[str] = field(default_factory=Counter, init=False)
+    _client_of: dict[int, int | str] = field(default_factory=dict, init=False, repr=False)
+    _number_of: dict[int, int] = field(default_factory=dict, init=False, repr=False)
+    _pending: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+    _looked: bool = field(default=False, init=False, repr=False)
+
+    def look(self, grid: Grid) -> Mapping[int, int]:
+        """Node id of each client id, of the nodes connected now; sorted by client id.
+
+        Of two nodes with one client id neither is believed.
+        """
+        if isinstance(grid, KnowsClients):
+            known = grid.client_ids()
+            self.ignored = Counter(getattr(grid, "ignored", {}))
+            return known
+        if self.roster is not None:
+            return self._known(
+                (node.node_id, _by_key(node, self.roster)) for node in grid.get_nodes()
+            )
+        if not self.asks:
+            nodes = sorted(grid.get_node_ids())
+            self._number(nodes)
+            return self._known((node, self._number_of[node]) for node in nodes)
+        # Later on a new node must not hold up a round.
+        patience = 0.0 if self._looked else self.timeout
+        self._looked = True
+        return self._look(grid, patience)
+
+    def wait(self, grid: Grid, clients: int, timeout: float | None = None) -> Mapping[int, int]:
+        """`look`, again and again until there are so many clients or the time is up.
+
+        Parameters
+        ----------
+        clients : int
+            How many clients to wait for.
+        timeout : float, optional
+            Seconds to wait for them; the directory's own by default.
+
+        Raises
+        ------
+        FedsimError
+            If there are fewer clients when the time is up.
+        """
+        limit = self.timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        self._looked = True
+        while len(present := self.look(grid)) < clients:
+            if time.monotonic() >= deadline:
+                connected = len(list(grid.get_node_ids()))
+                raise FedsimError(
+                    f"{len(present)} of the {clients} clients have said who they are after "
+                    f"{limit:g} s ({connected} nodes are connected); engine.node-timeout "
+                    "(node_timeout of DPFedAvg) says how long to wait."
+                )
+            time.sleep(0.1)
+        return present
+
+    def _look(self, grid: Grid, patience: float) -> dict[int, int]:
+        nodes = sorted(grid.get_node_ids())
+        self._ask(grid, nodes)
+        self._listen(grid, patience)
+        # A federation whose clients say who they are has no use for the others' numbers,
+        # which would collide with somebody's id.
+        known = self._client_of or self._number_of
+        return self._known((node, known[node]) for node in nodes if node in known)
+
+    def _known(self, claims: Iterable[tuple[int, int | str]]) -> dict[int, int]:
+        """Node of each client, of nodes with a client id or the reason why they have none."""
+        nodes_of: dict[int, list[int]] = {}
+        ignored: Counter[str] = Counter()
+        for node, claim in claims:
+            if isinstance(claim, str):
+                ignored[claim] += 1
+            else:
+                nodes_of.setdefault(claim, []).append(node)
+        known = {client: nodes[0] for client, nodes in sorted(nodes_of.items()) if len(nodes) == 1}
+        doubtful = sum(len(nodes) for nodes in nodes_of.values()) - len(known)
+        if doubtful:
+            ignored["duplicate claim" if self.roster is None else "duplicate key"] = doubtful
+        if ignored != self.ignored:
+            why = ", ".join(f"{count} for {reason}" for reason, count in sorted(ignored.items()))
+            _log.warning("nodes ignored: %s", why or "none any more")
+        self.ignored = ignored
+        return known
+
+    def _ask(self, grid: Grid, nodes: list[int]) -> None:
+        silent = set(self._pending.values())
+        known = self._client_of or self._number_of
+        new = [node for node in nodes if node not in known and node not in silent]
+        if not new:
+            return
+        asked = [Message(RecordDict(), node, MessageType.QUERY) for node in new]
+        for message_id, node in zip(grid.push_messages(asked), new, strict=True):
+            if message_id:
+                self._pending[message_id] = node
+
+    def _listen(self, grid: Grid, patience: float) -> None:
+        deadline = time.monotonic() + patience
+        pause = 0.01
+        numberless: set[int] = set()
+        while self._pending:
+            for reply in grid.pull_messages(sorted(self._pending)):
+                # An error made on a node's behalf comes from elsewhere: only the message
+                # that it answers says whose it is.
+                node = self._pending.pop(reply.metadata.reply_to_message_id, None)
+                if node is not None and not self._note(node, reply):
+                    numberless.add(node)
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 0.25)
+        self._number(sorted(numberless))
+
+    def _number(self, nodes: Iterable[int]) -> None:
+        for node in nodes:
+            self._number_of.setdefault(node, len(self._number_of))
+
+    def _note(self, node: int, reply: Message) -> bool:
+        """Note what a node said; False if its app has no answer to give."""
+        if reply.has_error():
+            # Flower answers for an app without a query handler as for one that raised;
+            # any other error means that the question did not arrive, and is asked again.
+            return reply.error.code != CLIENT_RAISED
+        for record in reply.content.metric_records.values():
+            if CLIENT_ID_KEY in record:
+                claimed = record[CLIENT_ID_KEY]
+                if isinstance(claimed, int) and 0 <= claimed < self.population:
+                    self._client_of[node] = claimed
+                else:
+                    self._client_of[node] = "bad claim"
+                return True
+        return False
+
+
+def key_digest(public_key: bytes) -> str | None:
+    """SHA-256 of a public key's SubjectPublicKeyInfo, in hex; None where it is no key.
+
+    Parameters
+    ----------
+    public_key : bytes
+        PEM, as Flower hands on what was registered, or OpenSSH, as node keys are written.
+    """
+    loaders = (serialization.load_pem_public_key, serialization.load_ssh_public_key)
+    for load in loaders:
+        try:
+            key = load(public_key)
+        except Exception:  # whatever a stranger's bytes make of a parser
+            continue
+        der = key.public_bytes(
+            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+        return hashlib.sha256(der).hexdigest()
+    return None
+
+
+def _by_key(node: NodeInfo, roster: Mapping[str, int]) -> int | str:
+    digest = key_digest(node.public_key)
+    if digest is None:
+        return "no key"
+    return roster.get(digest, "unlisted key")
+
+
+def client_ids(grid: Grid, *, timeout: float = 60.0) -> Mapping[int, int]:
+    """Node id of each client id, of the nodes connected now, as fedsim's client app says it."""
+    return ClientDirectory(timeout, asks=True).look(grid)

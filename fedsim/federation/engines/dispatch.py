@@ -1,0 +1,407 @@
+"""One round over workers: who is asked for which clients, and what becomes of their replies.
+
+Workers are Ray's or processes of this machine (`Crew`); a round knows only that they answer in
+the order in which they are asked, or are lost. Where a strategy collects sums (`Collection`), a
+worker adds up what it trains and gives one sum at the end: until that is here its clients are
+not done, and if it is lost they are trained again, to the same bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+
+from fedsim.errors import BudgetSpentError, FedsimError
+from fedsim.federation.engines.schedule import chunks
+from fedsim.federation.engines.training_worker import (
+    RoundCall,
+    WorkerReply,
+    WorkRequest,
+    from_wire,
+    to_arrays,
+    to_tensors,
+    to_views,
+)
+from fedsim.rows.block import Block, Ids, Reason
+from fedsim.rows.exchange import Collection, Instructions
+from fedsim.rows.trainers import BlockTrainer, ClientStates
+
+_log = logging.getLogger(__name__)
+
+RETRIES = 2
+"""How many times clients may lose their worker before they are tried one by one."""
+# No reply with rows is larger than this, if a single client's is not.
+_CHUNK_BYTES = 64 << 20
+
+
+class WorkerLostError(Exception):
+    """A worker has ended before it answered."""
+
+
+class Worker(ABC):
+    """A process that trains, seen from the one that drives the run."""
+
+    @abstractmethod
+    def begin(self, call: Any) -> None:
+        """Send what the round is about (`Crew.shared`); returns once the worker has started."""
+
+    @abstractmethod
+    def ask(self, work: WorkRequest) -> None:
+        """Ask for something; `answer` gives what it says, in the order asked."""
+
+    @abstractmethod
+    def answer(self) -> WorkerReply:
+        """The next answer, which has arrived; its arrays are good until the worker is asked again.
+
+        Raises
+        ------
+        WorkerLostError
+            If the worker is.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the process at once, whatever it does."""
+
+
+WorkerT = TypeVar("WorkerT", bound=Worker)
+
+
+class Crew(ABC, Generic[WorkerT]):
+    """The workers of an engine.
+
+    Attributes
+    ----------
+    depth : int
+        Chunks that a worker may be asked for at a time: with two, one waits at the worker while
+        the answer to the other travels.
+    workers : list of Worker
+    """
+
+    depth: ClassVar[int]
+
+    def __init__(self, count: int) -> None:
+        self.workers: list[WorkerT] = []
+        for _ in range(count):
+            self.workers.append(self.new_worker())
+
+    @abstractmethod
+    def new_worker(self) -> WorkerT:
+        """Start a worker."""
+
+    def replaced(self, worker: WorkerT) -> WorkerT:
+        """End a worker; another in its place."""
+        index = self.workers.index(worker)
+        # Taken out first: a forked worker closes the connections of the others, and not this one's.
+        self.workers.pop(index).end()
+        self.workers.insert(index, new := self.new_worker())
+        return new
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Drop the answers to what was asked in an earlier round that nobody finished."""
+
+    @abstractmethod
+    def first_done(self, busy: Sequence[WorkerT], seconds: float | None) -> WorkerT | None:
+        """One of these that has answered or was lost; None if none has in that time."""
+
+    @abstractmethod
+    def shared(self, call: RoundCall) -> Any:
+        """A round's call, where every worker can read it: what is sent to each."""
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self.workers:
+            worker.end()
+        self.workers = []
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Clients that a worker is asked for at once.
+
+    Attributes
+    ----------
+    client_ids
+    losses : int
+        How often they lost theirs.
+    alone : bool
+        Whether a worker is asked for nothing else meanwhile.
+    """
+
+    client_ids: Ids
+    losses: int = 0
+    alone: bool = False
+
+    def singles(self, *, alone: bool = False) -> list[_Chunk]:
+        """Each of these clients by itself."""
+        ids = self.client_ids
+        return [_Chunk(ids[k : k + 1], self.losses, alone) for k in range(len(ids))]
+
+
+@dataclass(frozen=True)
+class _TrainedChunk:
+    """What a worker said of a chunk, in memory of this process.
+
+    Attributes
+    ----------
+    chunk
+    blocks : list of Block
+    states : mapping of name to Tensor
+        What its clients keep afterwards.
+    """
+
+    chunk: _Chunk
+    blocks: list[Block]
+    states: ClientStates
+
+    @classmethod
+    def of(cls, chunk: _Chunk, answer: WorkerReply) -> _TrainedChunk:
+        """Copied out of what is the worker's again when it is asked next."""
+        return cls(chunk, [from_wire(wire) for wire in answer.blocks], to_tensors(answer.arrays))
+
+
+@dataclass(eq=False)
+class _Assignment:
+    """A worker in this round.
+
+    Attributes
+    ----------
+    worker
+    queue : deque of _Chunk
+        What it was asked for and has not answered.
+    done : list of _TrainedChunk
+        What it has answered, and keeps in its sum.
+    summing : bool
+        Whether it was asked for that sum.
+    since : float
+        When it began with the first of its queue, by `time.monotonic`.
+    begun : bool
+        Whether it knows of the round.
+    """
+
+    worker: Worker
+    queue: deque[_Chunk] = field(default_factory=deque)
+    done: list[_TrainedChunk] = field(default_factory=list)
+    summing: bool = False
+    since: float = 0.0
+    begun: bool = False
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.queue) or self.summing
+
+    def takes(self, chunk: _Chunk, depth: int) -> bool:
+        """Whether it may be asked for a chunk beside what it was asked for."""
+        if self.summing or len(self.queue) >= depth:
+            return False
+        if chunk.alone:
+            return not self.queue and not self.done
+        return not self.queue or not self.queue[0].alone
+
+
+class Dispatch:
+    """The blocks of one round's clients, from whichever workers train them.
+
+    Chunks of clients go to the workers that are free, longest first. A worker that is lost is
+    replaced and its clients are trained again; clients that keep losing their worker have failed.
+    So has a client that alone takes a worker longer than the round's timeout.
+
+    What must stay true: a client is yielded once, and only when nothing can undo it. Where workers
+    sum, that is when the sum that has its row is merged; until then it stands in `done` of its
+    worker, and goes back to the queue if the worker is lost.
+
+    Parameters
+    ----------
+    crew : Crew
+    trainer : BlockTrainer
+        Keeps what clients keep, and their ledgers.
+    instructions : Instructions
+    timeout : float or None
+    retries : int
+        How many times a chunk may lose its worker before its clients are tried one by one, each
+        on a worker that does nothing else meanwhile.
+    collection : Collection, optional
+    """
+
+    def __init__(
+        self,
+        crew: Crew[Any],
+        trainer: BlockTrainer,
+        instructions: Instructions,
+        timeout: float | None,
+        *,
+        retries: int,
+        collection: Collection | None = None,
+    ) -> None:
+        self._crew, self._trainer, self._collection = crew, trainer, collection
+        self._timeout, self._retries = timeout, retries
+        self._start = instructions.vector.detach().cpu()
+        ids = np.asarray(instructions.client_ids, dtype=np.int64)
+        row_bytes = max(self._start.numel() * self._start.element_size(), 1)
+        largest = len(ids) if collection is not None else max(1, _CHUNK_BYTES // row_bytes)
+        cut = chunks(ids, trainer.costs(ids), workers=len(crew.workers), largest=largest)
+        self._todo = deque(map(_Chunk, cut))
+        self._call = RoundCall(
+            instructions.message_type,
+            self._start.numpy(),
+            instructions.round,
+            dict(instructions.config),
+            None if collection is None else collection.summing,
+        )
+
+    def blocks(self) -> Iterator[Block]:
+        """In no particular order."""
+        self._crew.begin()
+        call = self._crew.shared(self._call)
+        self._assignments = [_Assignment(worker) for worker in self._crew.workers]
+        while True:
+            for client_ids, reason in self._hand_out(call):
+                yield Block.failed(client_ids, reason)
+            busy = [assignment for assignment in self._assignments if assignment.busy]
+            if not busy:
+                return
+            assignment = self._first_done(busy)
+            if assignment is None:
+                yield from self._after_timeout()
+                continue
+            try:
+                answer = assignment.worker.answer()
+            except WorkerLostError as error:
+                yield from self._after_loss(assignment, error)
+                continue
+            yield from self._received(assignment, answer)
+
+    def _hand_out(self, call: Any) -> list[tuple[Ids, Reason]]:
+        """Give idle workers chunks; the clients that cannot begin, and why."""
+        refused: list[tuple[Ids, Reason]] = []
+        # Each worker is given a first chunk before any is given a second.
+        for depth in range(1, self._crew.depth + 1):
+            for assignment in self._assignments:
+                while self._todo and assignment.takes(self._todo[0], depth):
+                    chunk = self._todo.popleft()
+                    try:
+                        states = self._entry_states(chunk)
+                    except FedsimError as error:
+                        # One of them refuses, and the others train.
+                        if len(chunk.client_ids) > 1:
+                            self._todo.extendleft(chunk.singles())
+                            continue
+                        _log.warning("client %s does not train: %s", chunk.client_ids[0], error)
+                        over = isinstance(error, BudgetSpentError)
+                        refused.append((chunk.client_ids, "budget" if over else "raised"))
+                    else:
+                        self._ask(assignment, chunk, states, call)
+        for assignment in self._assignments:
+            # Before a client that may lose its worker begins, what others did there is safe.
+            if assignment.done and not assignment.busy and (not self._todo or self._todo[0].alone):
+                assignment.worker.ask(WorkRequest("sum"))
+                assignment.summing = True
+        return refused
+
+    def _ask(self, assignment: _Assignment, chunk: _Chunk, states: ClientStates, call: Any) -> None:
+        if not assignment.begun:
+            assignment.worker.begin(call)
+            assignment.begun = True
+        if not assignment.queue:
+            assignment.since = time.monotonic()
+        assignment.worker.ask(WorkRequest("clients", chunk.client_ids, to_arrays(states)))
+        assignment.queue.append(chunk)
+
+    def _entry_states(self, chunk: _Chunk) -> ClientStates:
+        """What these clients keep, once their lines are in their ledgers: both are here.
+
+        Raises
+        ------
+        FedsimError
+            If a ledger refuses, or what a client keeps cannot be read.
+        """
+        ids, number = chunk.client_ids, self._call.round
+        if self._call.message_type == "evaluate":
+            return self._trainer.state(ids, None)
+        self._trainer.charge(self._start, ids, number)
+        return self._trainer.state(ids, number)
+
+    def _first_done(self, busy: list[_Assignment]) -> _Assignment | None:
+        """The first with an answer; None once one has worked for the timeout on a chunk."""
+        patience = None
+        working = [assignment.since for assignment in busy if assignment.queue]
+        if self._timeout is not None and working:
+            patience = max(0.0, min(working) + self._timeout - time.monotonic())
+        worker = self._crew.first_done([assignment.worker for assignment in busy], patience)
+        return next((assignment for assignment in busy if assignment.worker is worker), None)
+
+    def _received(self, assignment: _Assignment, answer: WorkerReply) -> Iterator[Block]:
+        if answer.error is not None:
+            raise answer.error
+        if assignment.queue:
+            trained = _TrainedChunk.of(assignment.queue.popleft(), answer)
+            assignment.since = time.monotonic()
+            if self._collection is not None:
+                assignment.done.append(trained)
+            else:
+                yield from self._finished(trained)
+            return
+        assert self._collection is not None
+        self._collection.merge(to_views(answer.arrays))
+        done, assignment.done, assignment.summing = assignment.done, [], False
+        for trained in done:
+            yield from self._finished(trained)
+
+    def _finished(self, trained: _TrainedChunk) -> Iterator[Block]:
+        """The blocks of clients that nothing can undo any more."""
+        if trained.states:
+            self._trainer.keep(trained.states, self._call.round)
+        yield from trained.blocks
+
+    def _after_loss(self, assignment: _Assignment, error: Exception) -> Iterator[Block]:
+        """Replace a worker that was lost.
+
+        An answer that was on its way is lost with it, so that any client that it was
+        asked for may be to blame. Only one that had the worker for itself surely is.
+        """
+        blamed = list(assignment.queue) or [trained.chunk for trained in assignment.done]
+        lost_ids = np.concatenate([chunk.client_ids for chunk in blamed])
+        _log.warning("a worker was lost with clients %s: %s", lost_ids, error)
+        innocent = [trained.chunk for trained in assignment.done] if assignment.queue else []
+        self._replace(assignment)
+        self._todo.extendleft(innocent)
+        for suspect in blamed:
+            lost = replace(suspect, losses=suspect.losses + 1)
+            if suspect.alone:
+                yield Block.failed(suspect.client_ids, "missing")
+            elif lost.losses < self._retries:
+                self._todo.appendleft(lost)
+            else:
+                self._todo.extend(lost.singles(alone=True))
+
+    def _after_timeout(self) -> Iterator[Block]:
+        """Replace the workers that have worked too long on a chunk.
+
+        Which of the chunk's clients is slow nobody knows: each of them is tried alone, with as
+        much time of its own. So one that hangs takes time from no other.
+        """
+        late = time.monotonic() - (self._timeout or 0.0)
+        for assignment in self._assignments:
+            if not assignment.queue or assignment.since > late:
+                continue
+            chunk = assignment.queue.popleft()
+            _log.warning("clients %s have not finished in %s s", chunk.client_ids, self._timeout)
+            self._todo.extendleft([trained.chunk for trained in assignment.done])
+            self._todo.extendleft(reversed(assignment.queue))
+            self._replace(assignment)
+            if len(chunk.client_ids) > 1:
+                self._todo.extend(chunk.singles())
+            else:
+                yield Block.failed(chunk.client_ids, "timeout")
+
+    def _replace(self, assignment: _Assignment) -> None:
+        index = self._assignments.index(assignment)
+        self._assignments[index] = _Assignment(self._crew.replaced(assignment.worker))

@@ -1,0 +1,301 @@
+"""Workers on this machine that share its memory: forked where a run's first round begins.
+
+A forked process has the trainer, its data (also what is mapped from files) and the user's own
+classes without anything being sent or imported again, so that workers start in milliseconds, in
+a notebook as in a script from standard input. It trains on one torch thread, as this process
+does, and never goes back to the code that forked it. Threads of this process do not exist there:
+what they may hold locked (the screen, a log file) a worker does not touch, and what it logs is
+logged here, with its next answer.
+
+A round's parameters lie in memory that all workers map, each worker's answers in some of its own.
+It has no name in any file system, and is gone once the processes have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import pickle
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from fedsim.closing import die_with_parent
+from fedsim.errors import FedsimError
+from fedsim.federation.engines.dispatch import Crew, Worker, WorkerLostError
+from fedsim.federation.engines.process import settle
+from fedsim.federation.engines.schedule import CAN_FORK
+from fedsim.federation.engines.training_worker import (
+    RoundCall,
+    TrainingWorker,
+    WorkerReply,
+    WorkRequest,
+)
+from fedsim.rows.trainers import BlockTrainer
+
+_log = logging.getLogger(__name__)
+
+_LINE = 64
+_PATIENCE = 2.0
+
+Spans = list[tuple[int, int]]
+"""Where a pickled value and its arrays lie in a file."""
+
+
+class SharedValue:
+    """One value at a time, in memory that all processes have which are forked later."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("fedsim")
+        self._map: mmap.mmap | None = None
+
+    def put(self, value: object) -> Spans:
+        """Put a value in the place of the last one; what `get` needs to find it."""
+        buffers: list[pickle.PickleBuffer] = []
+        body = _pickled(value, buffers)
+        pieces = [memoryview(body), *(buffer.raw() for buffer in buffers)]
+        spans: Spans = []
+        end = 0
+        for piece in pieces:
+            spans.append((end, piece.nbytes))
+            end += -(-piece.nbytes // _LINE) * _LINE
+        memory = self._mapped(end)
+        for (start, size), piece in zip(spans, pieces, strict=True):
+            memory[start : start + size] = piece
+        return spans
+
+    def get(self, spans: Spans) -> Any:
+        """The value; its arrays lie here, and are others once another value is put."""
+        memory = self._mapped(sum(spans[-1]))
+        body, *arrays = (memory[start : start + size] for start, size in spans)
+        return pickle.loads(body, buffers=arrays)
+
+    def _mapped(self, size: int) -> memoryview:
+        if self._map is None or len(self._map) < size:
+            length = max(os.fstat(self._file).st_size, size, mmap.PAGESIZE)
+            # Room that is not there is an error here, and not a signal where it is written to.
+            os.posix_fallocate(self._file, 0, length)
+            self._map = mmap.mmap(self._file, length)
+        return memoryview(self._map)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        os.close(self._file)
+        self._map = None
+
+
+def _pickled(value: object, buffers: list[pickle.PickleBuffer]) -> bytes:
+    try:
+        return pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        # A class that no name leads to goes by value.
+        from ray import cloudpickle
+
+        buffers.clear()
+        return bytes(cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class _AnswerNote:
+    """What a worker sends: where its answer lies, and what it logged."""
+
+    spans: Spans
+    records: list[tuple[str, int, str]]
+
+
+class ForkedWorker(Worker):
+    """A process that is forked from the one that drives the run, and asked through a pipe."""
+
+    def __init__(self, trainer: BlockTrainer, calls: SharedValue, others: list[Connection]) -> None:
+        self._answers = SharedValue()
+        self.connection, end_of_worker = Pipe()
+        # What is buffered here must not be written twice.
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            # Python warns of other threads; see above.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                # Else a worker would not see that the driver is gone while another lives.
+                for mine in (self.connection, *others):
+                    mine.close()
+                _become_worker(parent)
+                _serve(trainer, end_of_worker, calls, self._answers)
+                status = 0
+            finally:
+                os._exit(status)
+        end_of_worker.close()
+        self.asked = 0
+
+    def begin(self, call: Spans) -> None:
+        """Send where the round's call lies in the memory that all workers share."""
+        self._send(call)
+
+    def ask(self, work: WorkRequest) -> None:
+        """Send the request; the worker answers its requests one after another."""
+        self._send(work)
+        self.asked += 1
+
+    def _send(self, value: object) -> None:
+        # One that is gone says so when it is asked for its answer.
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(pickle.dumps(value, protocol=5))
+
+    def answer(self) -> WorkerReply:
+        """The next answer, in memory that the worker writes to again when it is asked again."""
+        try:
+            note: _AnswerNote = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise WorkerLostError(f"process {self.pid} has ended") from error
+        self.asked -= 1
+        for name, level, text in note.records:
+            logging.getLogger(name).log(level, "%s", text)
+        answer: WorkerReply = self._answers.get(note.spans)
+        return answer
+
+    def end(self, patience: float = 0.0) -> None:
+        """End the process, at once if it does not end by itself in time."""
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(b"")
+        self.connection.close()
+        deadline = time.monotonic() + patience
+        while not _reaped(self.pid, os.WNOHANG):
+            if time.monotonic() >= deadline:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+                _reaped(self.pid, 0)
+                break
+            time.sleep(0.002)
+        self._answers.close()
+
+
+def _reaped(pid: int, options: int) -> bool:
+    try:
+        return os.waitpid(pid, options)[0] == pid
+    except ChildProcessError:  # somebody else has waited for it
+        return True
+
+
+class ForkedCrew(Crew[ForkedWorker]):
+    """Workers that are forked from this process, of which each sums what it trains.
+
+    Parameters
+    ----------
+    trainer : BlockTrainer
+        As it is now; workers do not see what becomes of it later, but what its clients keep.
+    count : int
+        Number of workers.
+
+    Raises
+    ------
+    FedsimError
+        If processes cannot be forked here.
+    """
+
+    # An answer with rows may fill the pipe that a second request would come through.
+    depth = 1
+
+    def __init__(self, trainer: BlockTrainer, count: int) -> None:
+        if not CAN_FORK:
+            raise FedsimError(
+                f"engine.workers is {count}; on {sys.platform} it must be 1, or engine.name 'ray'."
+            )
+        if trainer.device.type != "cpu":
+            raise FedsimError(
+                f"engine.workers is {count} on a {trainer.device.type} device; it must be 1 there, "
+                "or engine.name 'ray', whose workers share GPUs."
+            )
+        self._trainer = trainer
+        self._calls = SharedValue()
+        super().__init__(count)
+
+    def new_worker(self) -> ForkedWorker:
+        """Fork a worker."""
+        others = [worker.connection for worker in self.workers]
+        return ForkedWorker(self._trainer, self._calls, others)
+
+    def begin(self) -> None:
+        """Replace the workers that still work for an earlier round."""
+        for worker in list(self.workers):
+            if worker.asked:
+                self.replaced(worker)
+
+    def first_done(
+        self, busy: Sequence[ForkedWorker], seconds: float | None
+    ) -> ForkedWorker | None:
+        """The first whose pipe has an answer, or was closed because its process has ended."""
+        done = wait([worker.connection for worker in busy], seconds)
+        return next((worker for worker in busy if worker.connection in done), None)
+
+    def shared(self, call: RoundCall) -> Spans:
+        """Where the call lies in memory that all workers share."""
+        return self._calls.put(call)
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self.workers:
+            worker.end(_PATIENCE)
+        self.workers = []
+        self._calls.close()
+
+
+class _Records(logging.Handler):
+    """Keeps what a worker logs, for the driver of the run to log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[tuple[str, int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append((record.name, record.levelno, record.getMessage()))
+
+
+def _become_worker(parent: int) -> None:
+    """Leave the driver's signals to the driver, and end when it does."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Both are sent to a whole group: the driver decides when workers end.
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent(parent)
+    settle()
+
+
+def _serve(
+    trainer: BlockTrainer, connection: Connection, calls: SharedValue, answers: SharedValue
+) -> None:
+    """WorkerReply until the driver lets go of the connection."""
+    log = _Records()
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger):
+            logger.handlers, logger.propagate = [], True
+    logging.root.handlers = [log]
+    worker = TrainingWorker(trainer, "cpu")
+    while True:
+        try:
+            body = connection.recv_bytes()
+        except (EOFError, OSError):
+            return
+        if not body:
+            return
+        request = pickle.loads(body)
+        if not isinstance(request, WorkRequest):
+            worker.begin(calls.get(request))
+            continue
+        spans = answers.put(worker.work(request))
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        connection.send_bytes(pickle.dumps(_AnswerNote(spans, log.records), protocol=5))
+        log.records = []

@@ -1,0 +1,367 @@
+"""A Flower Grid on this machine, in one process or a few: no server, no Ray."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+
+from fedsim.closing import Closed
+from fedsim.errors import FedsimError
+from fedsim.federation.arrays import own_content
+from fedsim.federation.engines.blocks import guarded_blocks, messages_of
+from fedsim.federation.engines.client_app import AppTrainer, client_app
+from fedsim.federation.engines.directory import ConsecutiveNodes
+from fedsim.federation.engines.dispatch import RETRIES, Crew, Dispatch
+from fedsim.federation.engines.forked import ForkedCrew
+from fedsim.federation.flower_internals import (
+    CLIENT_RAISED,
+    NODE_UNAVAILABLE,
+    NodeInfo,
+    Run,
+    deliver,
+    empty_run,
+    ensure_identity,
+    error_reply,
+    send_as,
+    set_message_id,
+    unavailable,
+)
+from fedsim.rows.block import Block
+from fedsim.rows.exchange import Collection, Instructions, Replies
+from fedsim.rows.trainers import BlockTrainer
+
+# Flower keeps 0 for nobody and 1 for the SuperLink.
+_FIRST_NODE_ID = 2
+
+Handler = Callable[[Message, Context], Message]
+
+
+class LocalGrid(Closed, Grid):
+    """Nodes that live in this process, and run when their replies are asked for.
+
+    Node ids are those of the clients in order, and each node keeps one `Context` for its
+    whole life. A client that raises becomes an error reply. Whatever the clients draw, they
+    must draw from generators that they seed themselves: nothing else here is random.
+
+    Parameters
+    ----------
+    client : ClientApp or BlockTrainer
+        A Flower app is run once for each message. A block trainer trains whole blocks for a
+        strategy that sends `Instructions`, and is wrapped in a Flower app for any other.
+    num_nodes : int, optional
+        Number of nodes; a block trainer's population by default, and no more than that.
+    run_config : mapping, optional
+        What every client finds in ``context.run_config``.
+    node_config : mapping, optional
+        Further entries of every ``context.node_config``, beside "partition-id" and
+        "num-partitions".
+    run_id : int
+    workers : int
+        With more than one, blocks are trained by so many processes that are forked from this one
+        when training first begins, and share its memory; `close` ends them. Each bounds and sums
+        what it trains, and its sum merges exactly: bytes do not depend on their number. A worker
+        that dies is replaced and its clients are trained again; clients that keep killing their
+        worker have failed, and so has one that alone takes longer than the round's timeout.
+    retries : int
+        How many times clients may lose their worker before they are tried one by one, each on a
+        worker that does nothing else meanwhile.
+
+    Attributes
+    ----------
+    times_each_client : bool
+        True: a timeout counts from each client's own start, so that a slow one shuts nobody
+        else out. A private run sets no timeout on a grid that does not say so.
+
+    Examples
+    --------
+    >>> from flwr.clientapp import ClientApp
+    >>> grid = LocalGrid(ClientApp(), num_nodes=3)
+    >>> dict(grid.client_ids())
+    {0: 2, 1: 3, 2: 4}
+    """
+
+    times_each_client = True
+
+    def __init__(
+        self,
+        client: ClientApp | BlockTrainer,
+        *,
+        num_nodes: int | None = None,
+        run_config: Mapping[str, Any] | None = None,
+        node_config: Mapping[str, Any] | None = None,
+        run_id: int = 1,
+        workers: int = 1,
+        retries: int = RETRIES,
+    ) -> None:
+        self._app: Handler | None = client if isinstance(client, ClientApp) else None
+        self._trainer = None if isinstance(client, ClientApp) else require_trainer(client)
+        self._num_nodes = _count_nodes(self._trainer, num_nodes)
+        self._run_config = dict(run_config or {})
+        self._node_config = dict(node_config or {})
+        self._run = empty_run(run_id)
+        self._contexts: dict[int, Context] = {}
+        self._pushed: dict[str, Message] = {}
+        self._expires: dict[str, float] = {}
+        # Seconds that clients have worked, one after another: no age of anybody's message.
+        self._worked = 0.0
+        self._serial = itertools.count(1)
+        self._open: Replies | None = None
+        self._workers = workers
+        self._retries = retries
+        self._crew: Crew[Any] | None = None
+        ensure_identity(run_id)
+
+    def close(self) -> None:
+        """End the workers, if there are any."""
+        if self._crew is not None:
+            self._crew.close()
+            self._crew = None
+
+    def set_run(self, run: Run) -> None:
+        """Set the run that this grid belongs to; in another run nodes begin with an empty state."""
+        if run.run_id != self._run.run_id:
+            self._contexts.clear()
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        """The run that this grid belongs to."""
+        return self._run
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """Make a message; Flower now prefers ``Message(...)`` itself."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> list[int]:
+        """Node ids, sorted; the same in every run."""
+        return list(range(_FIRST_NODE_ID, _FIRST_NODE_ID + self._num_nodes))
+
+    def get_nodes(self) -> list[NodeInfo]:
+        """Flower's description of each node, in the order of the ids."""
+        return [NodeInfo(node_id=node_id) for node_id in self.get_node_ids()]
+
+    def client_ids(self) -> Mapping[int, int]:
+        """Node id of each client id; no message is needed to know."""
+        return ConsecutiveNodes(_FIRST_NODE_ID, self._num_nodes)
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Take messages; their clients run when the replies are pulled.
+
+        Returns
+        -------
+        list of str
+            Ids to pull the replies by, in the order of the messages.
+        """
+        return [self._take(message) for message in messages]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Run the clients of these messages, and give the replies, each once.
+
+        As in Flower the answer is an error where a message has expired by its ``ttl``, has been
+        answered before, or was never sent. What other clients work meanwhile ages no message.
+        """
+        return [self._reply(message_id) for message_id in message_ids]
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send messages and give the replies, in the order of the messages.
+
+        Parameters
+        ----------
+        messages : iterable of Message
+            `Instructions` to a block trainer are trained in blocks as the replies are read.
+        timeout : float, optional
+            Seconds that a client's reply may take from the client's own start: nobody is late
+            because of somebody else. In one process a client cannot be ended, only disregarded;
+            those that train in a block have no times of their own, and are let finish.
+
+        Returns
+        -------
+        Replies or list of Message
+            `Replies` to a block trainer's `Instructions`. What is not read of them is
+            finished before anything else is sent.
+        """
+        if self._open is not None:
+            self._open.drain()
+            self._open = None
+        if self._trainer is not None and isinstance(messages, Instructions):
+            trainer, instructions = self._trainer, messages
+            if instructions.message_type == "train":
+                trainer.receive(instructions.config)
+            self._open = Replies(
+                lambda collection: self._blocks(trainer, instructions, timeout, collection),
+                lambda block: messages_of(instructions, block),
+                sums=self._sums,
+            )
+            return self._open
+        replies = []
+        worked = self._worked
+        for message in messages:
+            message_id = self._take(message, self._worked - worked)
+            started = time.monotonic()
+            reply = self._reply(message_id)
+            if timeout is None or time.monotonic() - started < timeout:
+                replies.append(reply)
+        return replies
+
+    @property
+    def _sums(self) -> bool:
+        """Whether rows are summed where they are trained."""
+        return self._workers > 1 or self._crew is not None
+
+    def _blocks(
+        self,
+        trainer: BlockTrainer,
+        instructions: Instructions,
+        timeout: float | None,
+        collection: Collection | None,
+    ) -> Iterator[Block]:
+        if self._workers > 1 and self._crew is None:
+            self._crew = ForkedCrew(trainer, self._workers)
+        if self._crew is not None:
+            return Dispatch(
+                self._crew,
+                trainer,
+                instructions,
+                timeout,
+                retries=self._retries,
+                collection=collection,
+            ).blocks()
+        return guarded_blocks(
+            trainer,
+            instructions.message_type,
+            instructions.vector,
+            np.asarray(instructions.client_ids, dtype=np.int64),
+            instructions.round,
+        )
+
+    def _take(self, message: Message, waited: float = 0.0) -> str:
+        """Note a message that was made ``waited`` seconds before its turn came."""
+        metadata = message.metadata
+        if metadata.ttl <= 0:
+            raise FedsimError(f"a message's ttl is {metadata.ttl} s; it must be positive.")
+        message_id = f"{next(self._serial):016x}"
+        send_as(message, message_id, self._run.run_id)
+        age = time.time() - metadata.created_at - waited
+        # Flower's strategies put one RecordDict into all of a round's messages.
+        self._pushed[message_id] = deliver(message, own_content(message.content))
+        self._expires[message_id] = self._clock() + metadata.ttl - age
+        return message_id
+
+    def _clock(self) -> float:
+        """Seconds, of which those that clients work are none."""
+        return time.monotonic() - self._worked
+
+    def _reply(self, message_id: str) -> Message:
+        message = self._pushed.pop(message_id, None)
+        left = self._expires.pop(message_id, 0.0) - self._clock()
+        if message is None or left < 0:
+            reply = unavailable(message_id, self._run.run_id)
+        else:
+            started = time.monotonic()
+            reply = self._answer(message)
+            seconds = time.monotonic() - started
+            self._worked += seconds
+            if seconds > left:
+                reply = unavailable(message_id, self._run.run_id)
+        set_message_id(reply, f"{next(self._serial):016x}")
+        return reply
+
+    def _answer(self, message: Message) -> Message:
+        node_id = message.metadata.dst_node_id
+        if not _FIRST_NODE_ID <= node_id < _FIRST_NODE_ID + self._num_nodes:
+            return error_reply(message, NODE_UNAVAILABLE, f"there is no node {node_id}")
+        try:
+            reply = self._handler()(message, self._context(node_id))
+            _check_answers(reply, message)
+        # A client's code may raise anything, and `sys.exit` is one way to.
+        except (Exception, SystemExit) as error:
+            return error_reply(message, CLIENT_RAISED, f"{type(error).__name__}: {error}")
+        return reply
+
+    def _handler(self) -> Handler:
+        if self._app is None:
+            trainer = self._trainer
+            if not isinstance(trainer, AppTrainer):
+                raise FedsimError(
+                    f"a {type(trainer).__name__} trains for fedsim's strategies only; to answer "
+                    "others' messages it must be a fedsim Trainer."
+                )
+            self._app = client_app(lambda _context: trainer)
+        return self._app
+
+    def _context(self, node_id: int) -> Context:
+        if node_id not in self._contexts:
+            self._contexts[node_id] = Context(
+                run_id=self._run.run_id,
+                node_id=node_id,
+                node_config={
+                    **self._node_config,
+                    "partition-id": node_id - _FIRST_NODE_ID,
+                    "num-partitions": self._num_nodes,
+                },
+                state=RecordDict(),
+                run_config=dict(self._run_config),
+            )
+        return self._contexts[node_id]
+
+
+def _check_answers(reply: object, message: Message) -> None:
+    """Refuse what is no reply to ``message`` from its node, as Flower's SuperLink does."""
+    if not isinstance(reply, Message):
+        raise TypeError(f"the client returned a {type(reply).__name__}, not a Message")
+    sent, returned = message.metadata, reply.metadata
+    if returned.reply_to_message_id != sent.message_id:
+        raise ValueError("the client replied to another message than it was sent")
+    if (returned.src_node_id, returned.run_id) != (sent.dst_node_id, sent.run_id):
+        raise ValueError("the client replied in another node's name, or for another run")
+
+
+def require_trainer(trainer: BlockTrainer) -> BlockTrainer:
+    """The trainer, if it is one.
+
+    Raises
+    ------
+    FedsimError
+        If it does not do all that a `BlockTrainer` does.
+    """
+    if isinstance(trainer, BlockTrainer):
+        return trainer
+    raise FedsimError(
+        f"a {type(trainer).__name__} is no fedsim.rows.exchange.BlockTrainer; a class with "
+        "population, train and evaluate that inherits from TrainerDefaults there is one (and a "
+        "ClientApp runs on LocalGrid, or in Flower's own simulation)."
+    )
+
+
+def _count_nodes(trainer: BlockTrainer | None, num_nodes: int | None) -> int:
+    if trainer is None:
+        if num_nodes is None or num_nodes < 1:
+            raise FedsimError(
+                f"num_nodes is {num_nodes}; a LocalGrid of a ClientApp needs at least one node."
+            )
+        return num_nodes
+    population = trainer.population
+    if num_nodes is None:
+        return population
+    if not 1 <= num_nodes <= population:
+        raise FedsimError(
+            f"num_nodes is {num_nodes}; it must lie between 1 and the trainer's population, "
+            f"{population}."
+        )
+    return num_nodes

@@ -1,0 +1,120 @@
+"""Messages that travel as few objects, however many arrays a model has.
+
+Flower's deployment runtime stores and moves each record, array and chunk of an array as an object
+of its own, at some ten milliseconds of the SuperLink's time for each and node: the model of one
+layer makes eight objects, and one of sixty layers a hundred and twenty. Here the records are
+written one after another, as Flower writes them elsewhere, and cut into pieces; a message of up
+to 16 MiB is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp.typing import ClientAppCallable
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.proto.recorddict_pb2 import RecordDict as Written
+
+from fedsim.federation.flower_internals import deliver
+
+# Flower's own chunks have 20 MiB: what stands between nodes and SuperLink lets those through.
+_PIECE = 1 << 24
+# Protobuf writes 2 GiB at most.
+_LARGEST = 1 << 30
+_NAME = "fedsim.packed."
+_KEY = "piece"
+
+
+def pack_messages(messages: Sequence[Message]) -> Iterator[Message]:
+    """The same messages, with their arrays in pieces, and what is said to all alike beside them.
+
+    Messages around the same arrays share their pieces, which Flower then stores once.
+    """
+    said = [
+        {name: dict(it) for name, it in message.content.items() if not isinstance(it, ArrayRecord)}
+        for message in messages
+    ]
+    alike = all(others == said[0] for others in said)
+    made: dict[tuple[tuple[str, str, int], ...], dict[str, ConfigRecord]] = {}
+    for message in messages:
+        content = message.content
+        names = list(content if alike else content.array_records)
+        arrays = tuple(
+            (name, entry, id(array))
+            for name, record in content.array_records.items()
+            for entry, array in record.items()
+        )
+        if arrays not in made:
+            made[arrays] = _pieces(content, names)
+        yield deliver(message, _beside(content, names, made[arrays]))
+
+
+def pack(content: RecordDict, names: Collection[str]) -> RecordDict:
+    """The same content, with the records of these names in pieces.
+
+    Content with nothing to pack, or with more than a gibibyte, comes back as it is.
+    """
+    return _beside(content, names, _pieces(content, names))
+
+
+def _pieces(content: RecordDict, names: Collection[str]) -> dict[str, ConfigRecord]:
+    chosen = RecordDict({name: content[name] for name in names})
+    arrays = (array for record in chosen.array_records.values() for array in record.values())
+    if not chosen or sum(len(array.data) for array in arrays) > _LARGEST:
+        return {}
+    written = recorddict_to_proto(chosen).SerializeToString()
+    starts = range(0, len(written), _PIECE)
+    return {
+        f"{_NAME}{number}": ConfigRecord({_KEY: written[start : start + _PIECE]})
+        for number, start in enumerate(starts)
+    }
+
+
+def _beside(
+    content: RecordDict, names: Collection[str], pieces: dict[str, ConfigRecord]
+) -> RecordDict:
+    """The records of a content that were not packed, and the pieces."""
+    if not pieces:
+        return content
+    left = RecordDict({name: content[name] for name in content if name not in names})
+    for name, piece in pieces.items():
+        left[name] = piece
+    return left
+
+
+def is_packed(content: RecordDict) -> bool:
+    """Whether records of a content have been packed."""
+    return f"{_NAME}0" in content
+
+
+def unpack(content: RecordDict) -> RecordDict:
+    """The content that was packed.
+
+    Raises
+    ------
+    Exception
+        Any, where the pieces are a stranger's.
+    """
+    pieces: list[bytes] = []
+    records = content.config_records
+    while (name := f"{_NAME}{len(pieces)}") in records:
+        piece = records[name][_KEY]
+        if not isinstance(piece, bytes):
+            raise TypeError(f"{name} is {type(piece).__name__}, and no bytes.")
+        pieces.append(piece)
+    restored = recorddict_from_proto(Written.FromString(b"".join(pieces)))
+    for name in content:
+        if not name.startswith(_NAME):
+            restored[name] = content[name]
+    return restored
+
+
+def answer_packed(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """A ClientApp's mod: who sends a packed message gets a packed reply."""
+    if not message.has_content() or not is_packed(message.content):
+        return call_next(message, context)
+    reply = call_next(deliver(message, unpack(message.content)), context)
+    return (
+        deliver(reply, pack(reply.content, list(reply.content))) if reply.has_content() else reply
+    )

@@ -1,0 +1,263 @@
+"""What goes beside the sum of a round: clients' state, named vectors, metrics, budgets.
+
+A strategy has a list of extras and calls each in the order of the list: `Extra.send` when a round
+is configured, `Extra.take` for each reply, `Extra.finish` once the round is released, which is
+after the ledger has its line. What an extra keeps from round to round is its `Extra.state`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from torch import Tensor
+
+from fedsim.clients.base import LocalAlgorithm, refuse_vectors
+from fedsim.errors import printable
+from fedsim.federation.aggregation.base import PendingRound
+from fedsim.federation.arrays import array_record
+from fedsim.federation.replies import Reply
+from fedsim.federation.round_report import RoundReport
+from fedsim.rows.exchange import CLIENT_STATE, Instructions
+from fedsim.rows.layout import Layout, vectors_in, with_vectors
+
+_log = logging.getLogger("fedsim")
+
+LARGEST = 1e100
+"""What is larger than this, or not finite, stands in no mean: sums of it would overflow."""
+
+_STATE_PREFIX = f"{CLIENT_STATE}."
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What a round has reached, for extras to add to.
+
+    Attributes
+    ----------
+    pending : PendingRound
+    update : Tensor ``[p]``
+        Along which the server's optimiser will step: at first the released mean row ``[d]``.
+    count : int
+        Clients in the sum.
+    metrics : MetricRecord or None
+        Of training, where clients' metrics are shown.
+    """
+
+    pending: PendingRound
+    update: Tensor
+    count: int
+    metrics: MetricRecord | None = None
+
+
+class Extra:
+    """Something beside the sum; by default it does nothing."""
+
+    def send(self, instructions: Instructions) -> Instructions:
+        """A round's instructions, with what this sends to clients."""
+        return instructions
+
+    def take(self, reply: Reply, usable: Tensor) -> None:
+        """Note what clients report, of whom the ``usable [n]`` are in the sum.
+
+        It changes nothing where it raises: that client then has no part in this extra.
+        """
+
+    def finish(self, result: RoundResult) -> RoundResult:
+        """The result of a round that was released, with what follows from the replies."""
+        return result
+
+    def state(self) -> Any:
+        """What outlives a round, as tensors and JSON."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Resume what `state` gave."""
+
+
+def offer(extra: Extra, reply: Reply, usable: Tensor) -> None:
+    """Let an extra take a reply; what a client reports ends no round, and no neighbour's part."""
+    try:
+        extra.take(reply, usable)
+    except Exception as error:
+        ids = reply.block.client_ids
+        if len(ids) > 1:
+            for client in ids:
+                alone = ids == client
+                one = replace(reply, block=reply.block.select(alone))
+                offer(extra, one, usable[torch.from_numpy(alone).to(usable.device)])
+            return
+        name = type(extra).__name__
+        _log.warning("%s leaves out what client %s reports: %s", name, ids, printable(error))
+
+
+class SharedClientState(Extra):
+    """Averages the state that clients end with (ADADP's rate), and sends it to the next round's.
+
+    Attributes
+    ----------
+    values : dict of str to float
+        The means, empty before the first round has ended.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+        self._final: dict[str, list[float]] = {}
+
+    def send(self, instructions: Instructions) -> Instructions:
+        """With the means, and word that clients are to report what they end with."""
+        self._final = {}
+        means = {_STATE_PREFIX + name: mean for name, mean in self.values.items()}
+        config = ConfigRecord({**instructions.config, CLIENT_STATE: True, **means})
+        return replace(instructions, config=config)
+
+    def take(self, reply: Reply, usable: Tensor) -> None:
+        """Note what the ``usable [n]`` clients ended with."""
+        counted = usable.cpu().numpy()
+        for key, values in reply.block.metrics.items():
+            if key.startswith(_STATE_PREFIX):
+                # A client without data has ended with nothing.
+                final = values[counted & (np.abs(values) <= LARGEST)].tolist()
+                self._final.setdefault(key.removeprefix(_STATE_PREFIX), []).extend(final)
+
+    def finish(self, result: RoundResult) -> RoundResult:
+        """Average what was noted; what nobody reported stays."""
+        # The exact sum does not depend on the order in which clients came.
+        self.values |= {k: math.fsum(v) / len(v) for k, v in self._final.items() if v}
+        self._final = {}
+        return result
+
+    def state(self) -> dict[str, float]:
+        """The means."""
+        return dict(self.values)
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Resume what `state` gave."""
+        self.values = dict(state)
+
+
+class NamedVectors(Extra):
+    """What an algorithm's clients are sent beside the parameters (SCAFFOLD's control variates).
+
+    Rows are then longer than the parameters: the clients' vectors stand after their update.
+
+    Parameters
+    ----------
+    algorithm : LocalAlgorithm or None
+        Says what clients send and what becomes of its mean; None, or one that sends its update
+        alone, for nothing beside.
+    population : int
+    protects : bool
+        Whether the run claims privacy, at whichever level.
+
+    Attributes
+    ----------
+    values : Tensor ``[k]`` or None
+        The vectors, one after another: all zeros at first, None before the first round.
+
+    Raises
+    ------
+    FedsimError
+        If it claims privacy and clients would send vectors.
+    """
+
+    def __init__(self, algorithm: LocalAlgorithm | None, population: int, protects: bool) -> None:
+        if algorithm is not None and protects:
+            refuse_vectors(algorithm)
+        self._algorithm = algorithm if algorithm is not None and algorithm.sends else None
+        self._population = population
+        self.values: Tensor | None = None
+
+    def row_layout(self, parameters: Layout) -> Layout:
+        """The layout of a row, from that of the parameters."""
+        self._row = with_vectors(parameters, self._algorithm.sends if self._algorithm else {})
+        return self._row
+
+    def send(self, instructions: Instructions) -> Instructions:
+        """With the vectors after the parameters."""
+        if self._algorithm is None:
+            return instructions
+        vector, arrays = instructions.vector, instructions.arrays
+        if self.values is None:
+            self.values = vector.new_zeros(self._row.d - len(vector))
+        vector = torch.cat([vector, self.values.to(vector)])
+        named = self._row.unflatten(vector)
+        beside = array_record({name: named[name] for name in named if name not in arrays})
+        everything = ArrayRecord()
+        # Entry by entry: ArrayRecord(dict) would serialise them all.
+        for name, array in (*arrays.items(), *beside.items()):
+            everything[name] = array
+        return replace(instructions, vector=vector, arrays=everything)
+
+    def finish(self, result: RoundResult) -> RoundResult:
+        """With the update ``[p]`` that is in the mean row; its vectors are the next round's."""
+        if self._algorithm is None or self.values is None:
+            return result
+        row, mean = result.pending.layout, result.update
+        combined = self._algorithm.combine(
+            mean[: row.d - len(self.values)],
+            vectors_in(row, mean),
+            vectors_in(row, result.pending.vector.to(mean)),
+            result.count / self._population,
+        )
+        self.values = torch.cat([combined.vectors[name] for name in self._algorithm.sends])
+        return replace(result, update=combined.update)
+
+    def state(self) -> Tensor | None:
+        """The vectors."""
+        return None if self.values is None else self.values.clone()
+
+    def restore(self, state: Tensor | None) -> None:
+        """Resume what `state` gave."""
+        self.values = state
+
+
+ClientBudget = Callable[[Tensor, npt.NDArray[np.int64], int], str | None]
+"""``(vector [d], client ids, round)`` to why their budgets do not allow the round, or None."""
+
+
+@dataclass(frozen=True)
+class ClientBudgets:
+    """When clients' own budgets, for the privacy of their examples, end a run.
+
+    Never one that is private at client level, where it would show who was drawn. Unlike extras
+    this may stop a round before it is charged.
+
+    Attributes
+    ----------
+    ask : callable or None
+        Knows before clients are asked, where that may be.
+    one_ends_run : bool
+        Whether one client that says that its budget is spent ends the run; else it takes all of
+        several.
+    believed : bool
+        Whether the run goes by what clients say.
+    """
+
+    ask: ClientBudget | None
+    one_ends_run: bool
+    believed: bool
+
+    def exceeded(
+        self, vector: Tensor, client_ids: npt.NDArray[np.int64], server_round: int
+    ) -> str | None:
+        """Why these clients may not be asked for a round from ``vector [d]``, if so."""
+        return None if self.ask is None else self.ask(vector, client_ids, server_round)
+
+    def spent(self, report: RoundReport) -> str | None:
+        """Why the run ends after what clients have said in a round, if so."""
+        spent = report.reasons.get("budget", 0)
+        enough = spent > 0 if self.one_ends_run else 1 < spent == report.asked
+        if not (self.believed and enough):
+            return None
+        return (
+            f"round {report.round} would exceed client.noise.max-epsilon of {spent} of the clients "
+            "asked"
+        )

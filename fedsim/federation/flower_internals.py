@@ -1,0 +1,81 @@
+"""What fedsim needs of Flower beyond its public interface, all of it in this one place."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from flwr.app import Error, Message, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.proto.node_pb2 import NodeInfo as NodeInfo
+from flwr.supercore.run import Run as Run
+from flwr.supercore.task_identity import TaskIdentity
+
+SUPERLINK_NODE_ID = 1
+BUDGET_SPENT = 4096
+"""Error of a fedsim client whose own budget does not allow what it was asked for."""
+TIMED_OUT = 4097
+"""Error of a fedsim client that has taken longer, from its own start, than it may."""
+CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE
+RAISED = frozenset(
+    getattr(ErrorCode, name)
+    for name in (
+        "LOAD_CLIENT_APP_EXCEPTION",
+        "CLIENT_APP_RAISED_EXCEPTION",
+        "MOD_FAILED_PRECONDITION",
+        "INVALID_FAB",
+        "CLIENT_APP_CRASHED",
+    )
+    if hasattr(ErrorCode, name)
+)
+"""Errors of a client's own; any other means that no answer came."""
+
+
+def ensure_identity(run_id: int) -> None:
+    """Let this process make messages.
+
+    ``Message(...)`` reads who is talking from a process global that Flower's own runtimes
+    set. Outside of them nobody does; inside of them theirs stands.
+    """
+    for name, value in (("run_id", run_id), ("node_id", SUPERLINK_NODE_ID), ("task_id", 1)):
+        try:
+            getattr(TaskIdentity, name)
+        except RuntimeError:
+            setattr(TaskIdentity, name, value)
+
+
+def empty_run(run_id: int) -> Run:
+    """A run about which nothing is known but its id."""
+    return Run.create_empty(run_id=run_id)
+
+
+def set_message_id(message: Message, message_id: str) -> None:
+    """Give a message the id that its reply will name."""
+    message.metadata.__dict__["_message_id"] = message_id
+
+
+def send_as(message: Message, message_id: str, run_id: int) -> None:
+    """Give a message the id that its reply will name, and the run that it is sent in."""
+    set_message_id(message, message_id)
+    message.metadata.__dict__["_run_id"] = run_id
+
+
+def deliver(message: Message, content: RecordDict) -> Message:
+    """The same message with other content."""
+    delivered: Any = copy.copy(message)
+    delivered.__dict__["_content"] = content
+    return delivered  # type: ignore[no-any-return]
+
+
+def unavailable(message_id: str, run_id: int) -> Message:
+    """What Flower answers where a message has expired, or was never sent."""
+    asked = Message(RecordDict(), SUPERLINK_NODE_ID, "system")
+    send_as(asked, message_id, run_id)
+    reason = "the message has expired, or there is none of this id."
+    return error_reply(asked, ErrorCode.MESSAGE_UNAVAILABLE, reason)
+
+
+def error_reply(message: Message, code: int, reason: str) -> Message:
+    """Reply saying that there is none."""
+    return Message(Error(code, reason), reply_to=message)

@@ -1,0 +1,196 @@
+"""Who is there, who takes part and who evaluates: keyed draws over client ids."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from flwr.serverapp import Grid
+
+from fedsim.cohorts import Cohort
+from fedsim.errors import FedsimError
+from fedsim.federation.engines.directory import ClientDirectory, ConsecutiveNodes
+from fedsim.privacy.laws import SamplerState, declared_population
+from fedsim.randomness import Draws, Purpose, Randomness
+from fedsim.rows.block import Ids
+
+_log = logging.getLogger("fedsim")
+
+Replying = Callable[[int, Ids], npt.NDArray[np.bool_]]
+"""``(round, client ids [n])`` to who of them takes part, bool ``[n]``."""
+
+
+@dataclass(frozen=True)
+class DrawnCohort:
+    """A round's cohort.
+
+    Attributes
+    ----------
+    client_ids, node_ids : int64 and uint64 ``[a]``
+        Those who are there and take part, sorted, and the Flower node each of them is.
+    absent : int
+        How many others were drawn.
+    """
+
+    client_ids: Ids
+    node_ids: npt.NDArray[np.uint64]
+    absent: int
+
+
+class Participants:
+    """Draws cohorts and evaluation samples from a declared population.
+
+    Parameters
+    ----------
+    cohort : Cohort
+        With a population; a copy of it draws.
+    randomness : Randomness
+    min_available : int
+        Clients to wait for before a round.
+    timeout : float
+        Seconds to wait for them.
+    private : bool
+        Then they are waited for before the first round only: later, clients may have left
+        because of their data, and one is enough.
+    amplified : bool
+        Whether a private event counts on nobody knowing the cohort.
+
+    Attributes
+    ----------
+    ignored : int
+        Nodes there at the last look that are no client of the run.
+    """
+
+    def __init__(
+        self,
+        cohort: Cohort,
+        randomness: Randomness,
+        min_available: int,
+        timeout: float,
+        *,
+        private: bool,
+        amplified: bool,
+    ) -> None:
+        self.population = declared_population(cohort)
+        # Of its own: what it remembers is this run's.
+        self._cohort = copy.deepcopy(cohort)
+        self._randomness = randomness
+        self._draws = Draws(randomness, level="client", amplified=amplified)
+        self._min_available = min_available
+        self._private = private
+        self._begun = False
+        self._warned = (0, 0)
+        self._directory = ClientDirectory(timeout=timeout)
+        self.ignored = 0
+
+    def nodes(self, grid: Grid) -> Mapping[int, int]:
+        """Node id of each client that is there.
+
+        Raises
+        ------
+        FedsimError
+            If the run begins with clients beyond its population, or too few came in time.
+        """
+        nodes = self._directory.wait(grid, self._min_available)
+        there, strangers = _split(nodes, self.population)
+        if strangers and not self._begun:
+            raise FedsimError(
+                f"a node is client {strangers[0]}, but cohort.population = {self.population}; "
+                f"client ids must lie in 0 .. {self.population - 1}."
+            )
+        self.ignored = self._directory.ignored.total() + len(strangers)
+        self._warn(len(there), len(strangers))
+        if self._private:
+            self._min_available = min(self._min_available, 1)
+        self._begun = True
+        return there
+
+    def _warn(self, there: int, strangers: int) -> None:
+        """Warn when the population and the nodes differ, and whenever that has changed."""
+        absent = self.population - there
+        if (absent, strangers) == self._warned:
+            return
+        self._warned = (absent, strangers)
+        if absent:
+            _log.warning(
+                "%d of the population's %d clients are there; the others are drawn too, and count "
+                "as missing: the mean is divided by the expected cohort all the same.",
+                there,
+                self.population,
+            )
+        if strangers:
+            _log.warning("%d nodes beyond the population have no part in the run.", strangers)
+
+    def drawn(self, server_round: int, grid: Grid, replying: Replying | None = None) -> DrawnCohort:
+        """Draw this round's cohort, of which those take part that are there and ``replying``.
+
+        Raises
+        ------
+        FedsimError
+            See `nodes`.
+        """
+        nodes, cohort = self.nodes(grid), self.cohort(server_round)
+        present = cohort[_present(cohort, nodes)]
+        if replying is not None:
+            present = present[replying(server_round, present)]
+        return DrawnCohort(present, node_ids(present, nodes), absent=len(cohort) - len(present))
+
+    def cohort(self, server_round: int) -> Ids:
+        """Sorted ids of this round's cohort, whether or not they are there.
+
+        Raises
+        ------
+        FedsimError
+            If the sampler draws somebody who is not of its population.
+        """
+        drawn = np.asarray(self._cohort.draw(server_round, self._draws))
+        # A user's sampler may draw in any order, and somebody twice, whom its event charges once.
+        ids = np.unique(drawn) if (np.diff(drawn) <= 0).any() else drawn
+        if len(ids) and not (ids.dtype.kind in "iu" and 0 <= ids[0] <= ids[-1] < self.population):
+            raise FedsimError(
+                f"{type(self._cohort).__name__} draws clients {ids[0]} to {ids[-1]} of type "
+                f"{ids.dtype} in round {server_round}; they must be whole numbers in 0 .. "
+                f"{self.population - 1}, of its population."
+            )
+        return ids.astype(np.int64, copy=False)
+
+    def state(self) -> SamplerState:
+        """What the sampler remembers; see `restore`."""
+        return self._cohort.state()
+
+    def restore(self, state: SamplerState) -> None:
+        """Resume what `state` gave."""
+        self._cohort.restore(state)
+
+    def evaluators(self, server_round: int, nodes: Mapping[int, int], fraction: float) -> Ids:
+        """Sorted ids of ``fraction`` of those who are there, at least one."""
+        clients = np.array(sorted(nodes), dtype=np.int64)
+        generator = self._randomness.generator(Purpose.EVALUATE, level="client", round=server_round)
+        return np.sort(generator.permutation(clients)[: max(1, round(fraction * len(clients)))])
+
+
+def _split(nodes: Mapping[int, int], population: int) -> tuple[Mapping[int, int], list[int]]:
+    """Nodes of clients below ``population``, and the other clients."""
+    # A round costs nothing a client that it does not ask.
+    if isinstance(nodes, ConsecutiveNodes) and len(nodes) <= population:
+        return nodes, []
+    there = {client: node for client, node in nodes.items() if client < population}
+    return there, [client for client in nodes if client >= population]
+
+
+def _present(clients: Ids, nodes: Mapping[int, int]) -> npt.NDArray[np.bool_]:
+    """Which of ``clients [n]`` have a node, ``[n]``."""
+    if isinstance(nodes, ConsecutiveNodes):
+        return (clients >= 0) & (clients < nodes.count)
+    return np.array([client in nodes for client in clients.tolist()], dtype=np.bool_)
+
+
+def node_ids(clients: Ids, nodes: Mapping[int, int]) -> npt.NDArray[np.uint64]:
+    """The nodes of ``clients [n]``, ``[n]``."""
+    if isinstance(nodes, ConsecutiveNodes):
+        return (nodes.first + clients).astype(np.uint64)
+    return np.array([nodes[client] for client in clients.tolist()], dtype=np.uint64)

@@ -1,0 +1,377 @@
+"""A private round: draw, ask, aggregate; the ledger's line first, then the release and a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid, PrivacySpent
+from flwr.serverapp.strategy import Result
+from torch import Tensor
+
+from fedsim.errors import FedsimError
+from fedsim.federation.accounting import Accounting
+from fedsim.federation.aggregation.base import (
+    Aggregation,
+    AggregationSettings,
+    MechanismState,
+    PendingRound,
+)
+from fedsim.federation.arrays import array_record, tensors
+from fedsim.federation.client_metrics import ClientEvaluation
+from fedsim.federation.extras import ClientBudgets, Extra, NamedVectors, RoundResult, offer
+from fedsim.federation.participants import Participants, Replying
+from fedsim.federation.replies import to_arrays
+from fedsim.federation.round_report import NOISE_ALONE, Failures, RoundReport
+from fedsim.federation.rounds import ResumableStrategy
+from fedsim.federation.state_tree import Tree
+from fedsim.federation.strategy_checks import (
+    refuse_running_statistics,
+    refuse_shares,
+    refuse_too_many,
+)
+from fedsim.mechanisms import State
+from fedsim.mechanisms.base import state_on
+from fedsim.privacy import Statement
+from fedsim.privacy.flower_records import privacy_spent
+from fedsim.rows import Layout
+from fedsim.rows.exchange import RUN, Instructions
+from fedsim.server_optimizers import ServerOptimizer
+
+
+class PrivateRounds(ResumableStrategy):
+    """The rounds of a strategy, whatever its aggregation, its extras and its server optimiser are.
+
+    A round is `configure_train`, the stages of its aggregation, and `aggregate_train`: accounting,
+    ledger and budget are in these two, and hold under any loop that calls them in turn.
+
+    Parameters
+    ----------
+    accounting : Accounting
+        Has the release plan, the ledger and the budget.
+    settings : AggregationSettings
+    aggregation : callable
+        Makes a round's aggregation of the settings and what is pending.
+    participants : Participants
+    evaluation : ClientEvaluation
+    budgets : ClientBudgets
+    extras : mapping of name to Extra
+        Called in this order, and after them the vectors; a checkpoint has each one's state by its
+        name.
+    vectors : NamedVectors
+    server_optimizer : ServerOptimizer
+    replying : callable, optional
+        Who of those that were drawn takes part; everybody who is there by default.
+    max_failed_rounds : int or None
+        So many rounds in a row without a usable reply fail the run, unless it is private.
+    protects : bool
+        Whether the run claims privacy at either level.
+    configrecord_key : str
+    """
+
+    def __init__(
+        self,
+        accounting: Accounting,
+        settings: AggregationSettings,
+        aggregation: Callable[[AggregationSettings, PendingRound], Aggregation],
+        participants: Participants,
+        evaluation: ClientEvaluation,
+        budgets: ClientBudgets,
+        extras: Mapping[str, Extra],
+        vectors: NamedVectors,
+        server_optimizer: ServerOptimizer,
+        *,
+        replying: Replying | None,
+        max_failed_rounds: int | None,
+        protects: bool,
+        configrecord_key: str,
+    ) -> None:
+        self.plan = accounting.plan
+        """What every round releases, and what that costs."""
+        self.ledger, self.randomness = accounting.ledger, accounting.randomness
+        self.delta, self.placement = accounting.delta, accounting.placement
+        self.cohort, self.mechanism = self.plan.sampler, settings.plan.bound
+        self.private, self.protects = self.plan.private, protects
+        self.server_optimizer, self.replying = server_optimizer, replying
+        self._accounting = accounting
+        self._aggregation_settings, self._aggregation = settings, aggregation
+        self._participants, self._evaluation, self._budgets = participants, evaluation, budgets
+        self._extras, self._vectors = {**extras, "vectors": vectors}, vectors
+        self._configrecord_key = configrecord_key
+        self._failures = Failures(max_failed_rounds)
+        self._state = MechanismState(self.mechanism)
+        self._pending: Aggregation | None = None
+        self.rounds_done = 0
+        self.stopped: str | None = None
+        """Why no further release will be made, once that is so."""
+        self.report: RoundReport | None = None
+        """What happened in the round aggregated last."""
+        self.result: Result | None = None
+        """What `start` has reached, also after an exception."""
+
+    # -- training ---------------------------------------------------------------------
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Draw the cohort; nobody is asked once the budget does not allow a release.
+
+        Raises
+        ------
+        ValueError
+            If the round, or a later one, was aggregated before: its draws would be used twice.
+        """
+        if server_round <= self.rounds_done:
+            raise ValueError(
+                f"round {server_round} cannot follow round {self.rounds_done}: its noise and "
+                "cohort would be drawn twice; a run of its own needs a strategy of its own."
+            )
+        self._pending = None
+        if self.stopped is not None or self._stops(self._accounting.stops(server_round)):
+            return []
+        server = tensors(arrays)
+        layout = self._take_layout(server)
+        drawn = self._participants.drawn(server_round, grid, self.replying)
+        vector = Layout.of(server).flatten(server)
+        if self._stops(self._budgets.exceeded(vector, drawn.client_ids, server_round)):
+            return []
+        instructions = Instructions(
+            message_type="train",
+            round=server_round,
+            arrays=arrays,
+            vector=vector,
+            client_ids=drawn.client_ids,
+            node_ids=drawn.node_ids,
+            config=config,
+            arrayrecord_key=self._aggregation_settings.arrayrecord_key,
+            configrecord_key=self._configrecord_key,
+        )
+        for extra in self._extras.values():
+            instructions = extra.send(instructions)
+        run = {RUN: self.ledger.run} if self.protects else {}
+        own = {**instructions.config, **run, "server-round": server_round}
+        pending = PendingRound(
+            round=server_round,
+            client_ids=drawn.client_ids,
+            absent=drawn.absent,
+            client_of=dict(zip(drawn.node_ids.tolist(), drawn.client_ids.tolist(), strict=True)),
+            server=server,
+            vector=instructions.vector,
+            layout=layout,
+            state=self._state.values,
+        )
+        self._pending = self._aggregation(self._aggregation_settings, pending)
+        return self._pending.request(replace(instructions, config=ConfigRecord(own)))
+
+    def next_stage(self, replies: Iterable[Message]) -> Iterable[Message] | None:
+        """What the round's clients are asked next, where its aggregation takes several stages."""
+        return None if self._pending is None else self._pending.next_stage(replies)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Bound and sum the updates, write the release down, make it, and step.
+
+        Returns
+        -------
+        tuple
+            New parameters, None if no release was made, as where a client's own budget does not
+            allow one and the run stops; and the training metrics, None in a private run without
+            ``unprotected_metrics``.
+
+        Raises
+        ------
+        RunFailedError
+            After ``max_failed_rounds`` rounds in a row without a usable reply, in a run
+            without privacy.
+        ValueError
+            If this round was not configured, or has been aggregated before.
+        """
+        if self.stopped is not None:
+            return None, None
+        aggregation, self._pending = self._pending, None
+        if aggregation is None or aggregation.pending.round != server_round:
+            raise ValueError(f"round {server_round} was not configured, or is aggregated already.")
+        self.rounds_done = server_round
+        for reply in aggregation.replies(replies):
+            usable = aggregation.add(reply)
+            for extra in self._extras.values():
+                offer(extra, reply, usable)
+        report = aggregation.tally.report(server_round)
+        self.report = replace(report, ignored=self._participants.ignored)
+        # On disk before the release exists: a crash from here on counts one too many.
+        if self._stops(self._budgets.spent(report) or self._record(aggregation)):
+            self.rounds_done = server_round - 1  # this round is not made
+            return None, None
+        lost = aggregation.count == 0 and len(aggregation.pending.client_ids) > 0
+        self._failures.note(self.report, lost)
+        # Whether noise is released must not depend on whether anybody failed.
+        if lost and not self.private:
+            return None, None
+        return self._release(aggregation)
+
+    def _record(self, aggregation: Aggregation) -> str | None:
+        """Write the round's release into the ledger; why it may not be made, if so."""
+        pending = aggregation.pending
+        clip_norm = self.mechanism.sensitivity(pending.state, pending.layout)
+        summed = aggregation.content() if self.protects else None
+        return self._accounting.record(pending.round, clip_norm, summed)
+
+    def _release(self, aggregation: Aggregation) -> tuple[ArrayRecord, MetricRecord | None]:
+        """Make the release that the ledger has, and a step along it."""
+        assert self.report is not None
+        pending = aggregation.pending
+        release = aggregation.release()
+        device = pending.vector.device
+        self._state.values = state_on(release.state, device)
+        result = RoundResult(pending, release.mean.to(device), aggregation.count)
+        for extra in self._extras.values():
+            result = extra.finish(result)
+        update = result.update
+        vector = self.server_optimizer.step(pending.vector[: len(update)], update)
+        sides = {name: float(mean) for name, mean in release.sides.items()}
+        self.report = replace(
+            self.report, info={**release.info, **sides}, update_norm=float(update.norm())
+        )
+        arrays = array_record(to_arrays(vector, Layout.of(pending.server), pending.server))
+        return arrays, result.metrics
+
+    def _stops(self, why: str | None) -> bool:
+        """Make no further release, if there is a reason."""
+        if why is not None:
+            self.stopped = why
+            self.log.warning("stopping: %s.", why)
+        return why is not None
+
+    def check(self, arrays: ArrayRecord) -> None:
+        """Refuse now what the first round would refuse.
+
+        Parameters
+        ----------
+        arrays : ArrayRecord
+            The initial parameters.
+
+        Raises
+        ------
+        FedsimError
+            If the mechanism, the placement of its noise or the budget does not fit the model.
+        """
+        layout = self._take_layout(tensors(arrays))
+        self.mechanism.sensitivity(self._state.values, layout)
+        refuse_shares(self.plan, self.placement)
+        self._accounting.check()
+
+    def _take_layout(self, server: dict[str, Tensor]) -> Layout:
+        layout = self._vectors.row_layout(Layout.of(server))
+        if self._state.layout is None:
+            if self.private:
+                refuse_running_statistics(server)
+            self._state.begin(layout, next(iter(server.values())).device)
+            # Refuses a split of the noise that does not exist before anybody is asked.
+            releaser = self._aggregation_settings.releaser(layout)
+            refuse_too_many(self.cohort, releaser.most_rows)
+        elif layout != self._state.layout:
+            raise FedsimError("the model's parameters changed their names or shapes in the run.")
+        return layout
+
+    # -- privacy ----------------------------------------------------------------------
+
+    def privacy_statement(self) -> Statement:
+        """What has been released so far, and what it cost."""
+        stopping = self._accounting.stopping.after(self.rounds_done)
+        return self.ledger.statement(self.delta, stopping=stopping)
+
+    def privacy_spent(self) -> PrivacySpent:
+        """The same, as Flower's own strategies report it."""
+        return privacy_spent(self._accounting.cost(self.rounds_done))
+
+    # -- state ------------------------------------------------------------------------
+
+    @property
+    def mechanism_state(self) -> State:
+        """The mechanism's state after the round aggregated last, as public as the releases."""
+        return dict(self._state.values)
+
+    def state(self) -> Tree:
+        """Everything but the parameters that outlives a round; see `restore`.
+
+        Returns
+        -------
+        mapping of str to tensors, what JSON can say, and such mappings
+            ``round``, the last one aggregated; ``cohort`` (what the sampler remembers),
+            ``mechanism``, ``optimizer``, each extra's by its name, ``failures``, ``stopped``, and
+            ``ledger``: where it stands, and its lines if it is in memory only.
+        """
+        return {
+            "round": self.rounds_done,
+            **self._state.state(),
+            "cohort": self._participants.state(),
+            "optimizer": self.server_optimizer.state(),
+            **{n: kept for n, e in self._extras.items() if (kept := e.state()) is not None},
+            "failures": self._failures.state(),
+            "stopped": self.stopped,
+            "ledger": self._accounting.state(),
+        }
+
+    def restore(self, state: Tree) -> None:
+        """Resume what `state` gave, in a strategy that was made with the same settings.
+
+        Raises
+        ------
+        FedsimError
+            If this strategy has done rounds of its own, or its ledger does not hold the
+            releases that the state counts.
+        """
+        if self.rounds_done:
+            raise FedsimError(
+                f"this strategy has done {self.rounds_done} rounds; state= needs a new strategy."
+            )
+        self._accounting.restore(state["ledger"])
+        self._participants.restore(state["cohort"])
+        self._state.restore(state)
+        self.rounds_done = state["round"]
+        self.server_optimizer.restore(state["optimizer"])
+        for name, extra in self._extras.items():
+            extra.restore(state.get(name))
+        self._failures.restore(state["failures"])
+        self.stopped = state["stopped"]
+
+    # -- evaluation by clients --------------------------------------------------------
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask a keyed sample of the clients to evaluate the model."""
+        return self._evaluation.configure(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Weighted mean of the metrics; None if nobody was asked or nobody answered."""
+        return self._evaluation.aggregate(replies)
+
+    # -- the run ----------------------------------------------------------------------
+
+    def progress(self) -> list[str]:
+        """Lines about the round that was aggregated last: who was usable, and epsilon."""
+        report = self.report
+        if report is None:
+            return []
+        lines = [f"aggregate_train: {report}"]
+        if self.private and not report.usable:
+            lines.append(f"\t├──> {NOISE_ALONE}")
+        if self.private:
+            lines.append(f"\t└──> {self._accounting.spent(self.rounds_done)}")
+        return lines
+
+    def summary(self) -> None:
+        """Log the strategy's settings."""
+        where = "in memory only" if self.ledger.path is None else str(self.ledger.path)
+        for line in (
+            f"Cohort: {self.cohort}",
+            f"Mechanism: {self.plan.bound}",
+            f"Noise multiplier: {self.plan.noise.multiplier:g} ({self.randomness.entropy} entropy)",
+            f"Ledger: {where}",
+        ):
+            self.log.info("\t├──> %s", line)

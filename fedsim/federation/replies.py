@@ -1,0 +1,317 @@
+"""From Flower reply messages to blocks: the one place where what a client sent is read.
+
+A reply is rows or a reason. Whatever it is made of, reading it raises nothing, allocates nothing
+that it merely claims, and takes no weight or scalar on trust.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, Message, RecordDict
+from torch import Tensor
+
+from fedsim.errors import printable
+from fedsim.federation.arrays import NUMPY, LazyArray
+from fedsim.federation.flower_internals import BUDGET_SPENT, RAISED, SUPERLINK_NODE_ID, TIMED_OUT
+from fedsim.federation.round_report import Tally
+from fedsim.rows.block import Block, Reason
+from fedsim.rows.layout import Layout
+
+_log = logging.getLogger("fedsim")
+
+MOST_EXAMPLES = 2.0**32
+"""What a client may say that it has: weights beyond it would leave exact sums."""
+SHARE = "share"
+"""Name of the one array that a client's share is."""
+MOST_METRICS = 1000
+"""Numbers that a client may report."""
+MOST_ENTRIES = 10_000
+"""Entries of all the lists of numbers that a client may report."""
+
+
+_SAID: Mapping[int, Reason] = {BUDGET_SPENT: "budget", TIMED_OUT: "timeout"}
+
+
+@dataclass(frozen=True)
+class ExpectedReply:
+    """What a usable reply of a round is like.
+
+    Attributes
+    ----------
+    layout, vector : Layout and Tensor ``[d]``, or None
+        To compute updates against; None for an evaluation, whose replies carry no arrays.
+    arrayrecord_key, weighted_by_key : str
+    shares : bool
+        Whether the clients bound and noise their own rows: ``rows`` are then those shares.
+    needed : tuple of str
+        Numbers without which a reply is of no use, each finite.
+    """
+
+    layout: Layout | None
+    vector: Tensor | None
+    arrayrecord_key: str
+    weighted_by_key: str
+    shares: bool = False
+    needed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What clients sent, read.
+
+    Attributes
+    ----------
+    block : Block
+        Of one client, where it came in a message.
+    lists : mapping of name to list of float
+        Lists of numbers that this client reports.
+    content : RecordDict or None
+        The message's content as it came.
+    """
+
+    block: Block
+    lists: Mapping[str, list[float]] = field(default_factory=dict)
+    content: RecordDict | None = None
+
+
+class _UnusableError(Exception):
+    """A reply that is not what was asked for, and why."""
+
+    def __init__(self, reason: Reason, why: str) -> None:
+        super().__init__(why)
+        self.reason = reason
+
+
+def read(
+    replies: Iterable[Message], client_of: Mapping[int, int], expected: ExpectedReply, tally: Tally
+) -> Iterator[Reply]:
+    """One block of one for every reply of a client that was asked.
+
+    Parameters
+    ----------
+    client_of : mapping of node id to client id
+        Those who were asked.
+    expected : ExpectedReply
+    tally : Tally
+        Counts the replies of others.
+    """
+    for reply in replies:
+        client = None
+        try:
+            client = client_of.get(reply.metadata.src_node_id)
+            if client is None:
+                _note_stranger(reply, tally)
+                continue
+            yield _usable(reply, client, expected)
+        except GeneratorExit:
+            raise
+        except _UnusableError as error:
+            _log.warning("the reply of client %s is left out: %s", client, printable(error, 400))
+            yield _failed(client, error.reason)
+        # What a reply is made of may raise anything.
+        except Exception as error:
+            _log.warning("the reply of client %s cannot be read: %s", client, printable(error))
+            yield _failed(client, "malformed")
+
+
+def _failed(client: int | None, reason: Reason) -> Reply:
+    ids = [] if client is None else [client]
+    return Reply(Block.failed(np.array(ids, dtype=np.int64), reason))
+
+
+def _note_stranger(reply: Message, tally: Tally) -> None:
+    # Flower answers for a node that it has lost: that client is missing, and nobody unknown.
+    node = reply.metadata.src_node_id
+    if not (reply.has_error() and node == SUPERLINK_NODE_ID):
+        _log.warning("a reply from node %s, which was not asked, is left out.", node)
+        tally.unknown += 1
+
+
+def _usable(reply: Message, client: int, expected: ExpectedReply) -> Reply:
+    if reply.has_error():
+        code = reply.error.code
+        reason: Reason = "raised" if code in RAISED else _SAID.get(code, "missing")
+        raise _UnusableError(reason, str(reply.error.reason))
+    numbers, lists = _reported(reply.content)
+    _require_sound(numbers, expected)
+    rows = None
+    if expected.layout is not None and expected.vector is not None:
+        rows = _rows(reply.content, expected, expected.layout, expected.vector)
+    metrics = {name: np.array([value]) for name, value in numbers.items()}
+    block = Block.sent(np.array([client], dtype=np.int64), rows, metrics)
+    return Reply(block, lists, reply.content)
+
+
+def _reported(content: RecordDict) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Every number, and every list of numbers, in a reply's metric records.
+
+    NaN stands for a number that no float holds.
+
+    Raises
+    ------
+    Exception
+        If there are more than a client has a use for, or something else in a list.
+    """
+    numbers: dict[str, float] = {}
+    lists: dict[str, list[float]] = {}
+    entries = 0
+    for record in content.metric_records.values():
+        for name, value in record.items():
+            if isinstance(value, int | float):
+                numbers[str(name)] = _number(value)
+            elif isinstance(value, list):
+                entries += len(value)
+                if entries > MOST_ENTRIES:
+                    raise ValueError(f"its lists have more than {MOST_ENTRIES} entries.")
+                lists[str(name)] = [_number(entry) for entry in value]
+            if len(numbers) + len(lists) > MOST_METRICS:
+                raise ValueError(f"it reports more than {MOST_METRICS} metrics.")
+    return numbers, lists
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, int | float):
+        raise TypeError(f"it reports a {type(value).__name__} among numbers.")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
+def _require_sound(numbers: Mapping[str, float], expected: ExpectedReply) -> None:
+    """Refuse a reply without the numbers that its part in the sum depends on."""
+    examples = numbers.get(expected.weighted_by_key, 0.0)
+    if not 0 <= examples <= MOST_EXAMPLES:
+        raise _UnusableError(
+            "malformed",
+            f"its '{expected.weighted_by_key}' is {examples}, not from 0 to {MOST_EXAMPLES:g}.",
+        )
+    for name in expected.needed:
+        if name not in numbers:
+            raise _UnusableError("malformed", f"it reports no '{name}'.")
+        if not math.isfinite(numbers[name]):
+            raise _UnusableError("non-finite", f"its '{name}' is {numbers[name]}.")
+
+
+def _rows(content: RecordDict, expected: ExpectedReply, layout: Layout, vector: Tensor) -> Tensor:
+    arrays = _arrays_of(content, "arrays" if expected.shares else expected.arrayrecord_key)
+    if expected.shares:
+        if set(arrays) != {SHARE}:
+            raise _UnusableError(
+                "malformed", "it is no share; the client app must bound and noise its own update."
+            )
+        return float_tensor(arrays[SHARE], (layout.d,), torch.float64).unsqueeze(0)
+    surplus = set(arrays) - {entry.name for entry in layout.entries} - set(layout.kept)
+    missing = {entry.name for entry in layout.entries} - set(arrays)
+    if surplus or missing:
+        what = f"arrays that the model has not, {min(surplus)}" if surplus else f"no {min(missing)}"
+        raise _UnusableError("malformed", f"it has {what:.200}.")
+    # Integer and boolean entries keep the server's value: nobody reads what came of them.
+    named = {entry.name: float_tensor(arrays[entry.name], entry.shape) for entry in layout.entries}
+    return (layout.flatten(named).to(vector.device) - vector).unsqueeze(0)
+
+
+def _arrays_of(content: RecordDict, key: str) -> ArrayRecord:
+    records = content.array_records
+    if key in records:
+        return records[key]
+    if len(records) != 1:
+        raise _UnusableError(
+            "malformed", f"it has {len(records)} array records and none is called '{key}'."
+        )
+    return next(iter(records.values()))
+
+
+def to_arrays(vector: Tensor, layout: Layout, server: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Named parameters of ``vector [d]``; entries outside the layout keep the server's value."""
+    moved = layout.unflatten(vector)
+    dtypes = {entry.name: entry.dtype for entry in layout.entries}
+    return {
+        name: moved[name].to(dtypes[name]) if name in dtypes else torch.as_tensor(value)
+        for name, value in server.items()
+    }
+
+
+_MAGIC = b"\x93NUMPY"
+_LONGEST_HEADER = 4096
+_HEADER = re.compile(
+    rb"\{'descr': '([<>]f[248])', 'fortran_order': (True|False), "
+    rb"'shape': \(((?:\d{1,18}, ?)*(?:\d{1,18})?)\), ?\} *\n"
+)
+
+
+class MalformedArrayError(ValueError):
+    """An array that is not of the shape and dtype that were asked for."""
+
+
+def float_tensor(array: Array, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    """The values of a floating-point array that must have this shape; not to be written to.
+
+    Parameters
+    ----------
+    array : Array
+        As a client sent it: its own fields are claims.
+    shape : tuple of int
+    dtype : torch.dtype, optional
+        By default float16, float32 or float64, as it comes.
+
+    Raises
+    ------
+    MalformedArrayError
+        If it is anything else.
+    """
+    if array.stype != NUMPY:
+        raise MalformedArrayError(f"it is serialised as {array.stype!r:.60}, not {NUMPY!r}.")
+    values = array.tensor if isinstance(array, LazyArray) else _read(array.data, shape)
+    if values.shape != shape:
+        raise MalformedArrayError(f"its shape is {_short(values.shape)}, not {_short(shape)}.")
+    if not values.is_floating_point() or dtype not in (None, values.dtype):
+        wanted = "floating point" if dtype is None else str(dtype)
+        raise MalformedArrayError(f"its dtype is {values.dtype}, not {wanted}.")
+    return values
+
+
+def _read(data: object, shape: tuple[int, ...]) -> Tensor:
+    if not isinstance(data, bytes) or data[:6] != _MAGIC:
+        raise MalformedArrayError("its bytes are no numpy array.")
+    size, start = _header_bounds(data)
+    header = _HEADER.fullmatch(data, start, start + size)
+    if header is None:
+        raise MalformedArrayError("its header is not one of a floating-point array.")
+    descr, fortran, dimensions = header.groups()
+    claimed = tuple(int(number) for number in dimensions.split(b",") if number.strip())
+    if claimed != shape:
+        raise MalformedArrayError(f"its shape is {_short(claimed)}, not {_short(shape)}.")
+    dtype = np.dtype(descr.decode())
+    count = math.prod(shape)
+    if len(data) != start + size + count * dtype.itemsize:
+        raise MalformedArrayError(f"it is {len(data)} bytes long, which its header contradicts.")
+    flat = np.frombuffer(data, dtype, count, start + size)
+    values = flat.reshape(shape, order="F" if fortran == b"True" else "C")
+    # A tensor's memory must be the machine's own, and writable.
+    return torch.from_numpy(np.array(values, dtype=dtype.newbyteorder("="), order="C"))
+
+
+def _header_bounds(data: bytes) -> tuple[int, int]:
+    """Length of the header's text, and where it begins."""
+    version = data[6:8]
+    form = {b"\x01\x00": "<H", b"\x02\x00": "<I", b"\x03\x00": "<I"}.get(version)
+    if form is None or len(data) < 8 + struct.calcsize(form):
+        raise MalformedArrayError("its bytes are no numpy array.")
+    (size,) = struct.unpack_from(form, data, 8)
+    if size > _LONGEST_HEADER:
+        raise MalformedArrayError(f"its header claims {size} bytes.")
+    return size, 8 + struct.calcsize(form)
+
+
+def _short(shape: tuple[int, ...]) -> str:
+    text = str(tuple(shape))
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,263 @@
+"""How a round went, why clients failed in it, and when a run has failed."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from fedsim.errors import RunFailedError as RunFailedError
+from fedsim.rows.block import REASONS, Block, Ids, Reason
+
+_log = logging.getLogger("fedsim")
+
+Bools = npt.NDArray[np.bool_]
+
+_ADVICE: Mapping[Reason, str] = {
+    "missing": "the nodes may be down, or too slow",
+    "raised": "the clients' own logs say what was raised",
+    "budget": "client.noise.max-epsilon allows them no further round",
+    "timeout": "engine.timeout may be too short",
+    "malformed": "the clients may run another app, or train another model",
+    "non-finite": "the app's learning rate or client.lr may be too high",
+}
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What happened in one round: the operator's knowledge, not covered by the guarantee.
+
+    Attributes
+    ----------
+    asked : int
+        Clients that were drawn, whether or not they were there.
+    usable, failed : int
+        Of those.
+    reasons : mapping of Reason to int
+        Why they failed; and under ``duplicate`` and ``unknown`` how many replies were of
+        clients that had replied before, and of nobody that was asked.
+    ignored : int
+        Nodes that were there and are no client of the run: by a key that is unknown or there
+        twice, a claim that is not to be believed, or an id beyond the population.
+    info : mapping of name to float
+        What the release says of itself.
+    update_norm : float, optional
+        L2 norm of the released mean: a function of it, and no release beside it.
+    """
+
+    round: int
+    asked: int
+    usable: int
+    failed: int
+    reasons: Mapping[Reason, int] = field(default_factory=dict)
+    ignored: int = 0
+    info: Mapping[str, float] = field(default_factory=dict)
+    update_norm: float | None = None
+
+    def __str__(self) -> str:
+        failed = f" ({describe_reasons(self.reasons)})" if self.failed else ""
+        return f"{self.usable} of {self.asked} clients drawn are usable{failed}"
+
+    @staticmethod
+    def columns() -> tuple[str, ...]:
+        """Names of the counts of `row`, the same in every run."""
+        reasons = (f"failed-{reason}" for reason in REASONS)
+        return ("asked", "usable", "failed", *reasons, "ignored-nodes")
+
+    def row(self) -> dict[str, int]:
+        """What stands in metrics.csv."""
+        reasons = (self.reasons.get(reason, 0) for reason in REASONS)
+        counts = (self.asked, self.usable, self.failed, *reasons, self.ignored)
+        return dict(zip(self.columns(), counts, strict=True))
+
+
+NOISE_ALONE = "nobody was usable: noise alone was released, and charged"
+"""What there is to say of a private round without a usable reply."""
+
+
+def released_noise_alone(row: Mapping[str, float]) -> bool:
+    """Whether a row of a run's metrics is of a private round in which nobody asked was usable."""
+    return "epsilon" in row and row.get("asked", 0) > 0 and not row.get("usable", 0)
+
+
+def failures_in(rows: Iterable[Mapping[str, float]]) -> str:
+    """What the rows of a run's metrics say of failures and ignored nodes; empty if there are none.
+
+    Examples
+    --------
+    >>> failures_in([{"asked": 5, "usable": 5, "ignored-nodes": 2}])
+    'Up to 2 nodes at once were ignored (ignored-nodes in metrics.csv); the log says why.'
+    >>> failures_in([{"asked": 5, "usable": 4, "failed": 1, "failed-non-finite": 1}])
+    "Clients failed once (non-finite 1; the app's learning rate or client.lr may be too high)."
+    """
+    rows = list(rows)
+    failed = int(sum(row.get("failed", 0) for row in rows))
+    lost = sum(row.get("asked", 0) > 0 and not row.get("usable", 0) for row in rows)
+    counts = reasons_in(rows)
+    sentences = []
+    if counts.total():
+        every = f", all that were asked in {lost} round{'s' if lost != 1 else ''}" if lost else ""
+        times = "once" if failed == 1 else f"{failed} times"
+        sentences.append(
+            f"Clients failed {times} ({describe_reasons(counts, advise=True)}){every}."
+        )
+    if alone := sum(map(released_noise_alone, rows)):
+        rounds = "1 round" if alone == 1 else f"{alone} rounds"
+        sentences.append(f"In {rounds} {NOISE_ALONE}.")
+    if ignored := int(max((row.get("ignored-nodes", 0) for row in rows), default=0)):
+        nodes = f"{ignored} nodes at once were" if ignored > 1 else "1 node at once was"
+        sentences.append(f"Up to {nodes} ignored (ignored-nodes in metrics.csv); the log says why.")
+    return " ".join(sentences)
+
+
+def reasons_in(rows: Iterable[Mapping[str, float]]) -> Counter[Reason]:
+    """How often each reason stands in rows of a run's metrics."""
+    counts: Counter[Reason] = Counter()
+    for row in rows:
+        counts.update({reason: int(row.get(f"failed-{reason}", 0)) for reason in REASONS})
+    return counts
+
+
+class Tally:
+    """What became of each client that was asked in one round: its first reply decides.
+
+    Parameters
+    ----------
+    asked : int64 ``[m]``
+        Sorted client ids.
+    absent : int
+        Clients that were drawn, and were not there to be asked.
+    """
+
+    def __init__(self, asked: Ids, absent: int = 0) -> None:
+        self.unknown = 0
+        self.duplicates = 0
+        self._asked = asked
+        self._absent = absent
+        # Until it is heard of, a client is missing.
+        self._fate = np.full(len(asked), REASONS.index("missing"), dtype=np.int8)
+        self._heard = np.zeros(len(asked), dtype=np.bool_)
+        self._doubts: list[tuple[Ids, Tensor, Reason]] = []
+
+    def take(self, block: Block) -> Block:
+        """The clients of a block that count: asked, heard for the first time, and not failed."""
+        position = np.searchsorted(self._asked, block.client_ids)
+        known = position < len(self._asked)
+        known[known] = self._asked[position[known]] == block.client_ids[known]
+        first = known.copy()
+        first[known] = ~self._heard[position[known]]
+        keep = first & block.ok
+        self._heard[position[first]] = True
+        self._fate[position[keep]] = _USABLE
+        if keep.all():
+            return block
+        self.unknown += int((~known).sum())
+        self.duplicates += int((known & ~first).sum())
+        for client, reason in block.reasons.items():
+            self._fail(position[first & (block.client_ids == client)], reason)
+        return block.select(keep)
+
+    def reject(self, client_ids: Ids, reason: Reason) -> None:
+        """Say that these clients, heard of before, are not usable after all."""
+        self._fail(np.searchsorted(self._asked, client_ids), reason)
+
+    def doubt(self, client_ids: Ids, usable: Tensor, reason: Reason) -> None:
+        """`reject` those of ``usable [n]`` that are not, once somebody asks for the report.
+
+        Until then nobody waits for a GPU.
+        """
+        self._doubts.append((client_ids, usable, reason))
+
+    def _fail(self, position: npt.NDArray[np.intp], reason: Reason) -> None:
+        self._fate[position] = REASONS.index(reason)
+
+    def report(self, server_round: int) -> RoundReport:
+        """What became of everybody that was drawn."""
+        for client_ids, usable, reason in self._doubts:
+            self.reject(client_ids[~usable.cpu().numpy()], reason)
+        self._doubts.clear()
+        counts = np.bincount(self._fate[self._fate != _USABLE], minlength=len(REASONS)).tolist()
+        reasons = dict(zip(REASONS, counts, strict=True))
+        reasons["missing"] += self._absent
+        failed = sum(reasons.values())
+        reasons["duplicate"] += self.duplicates
+        reasons["unknown"] += self.unknown
+        drawn = len(self._asked) + self._absent
+        return RoundReport(server_round, drawn, drawn - failed, failed, reasons)
+
+
+_USABLE = -1
+
+
+class Failures:
+    """Counts rounds in which every client that was asked failed.
+
+    Parameters
+    ----------
+    allowed : int or None
+        So many of them in a row fail the run. None in a private run, which never fails by
+        them: that it continued must not tell what is in clients' data.
+    """
+
+    def __init__(self, allowed: int | None) -> None:
+        self._allowed = allowed
+        self._in_a_row = 0
+        self._reasons: Counter[Reason] = Counter()
+
+    def state(self) -> dict[str, Any]:
+        """What outlives a round."""
+        return {"in-a-row": self._in_a_row, "reasons": dict(self._reasons)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Resume what `state` gave."""
+        self._in_a_row = state["in-a-row"]
+        self._reasons = Counter(state["reasons"])
+
+    def note(self, report: RoundReport, lost: bool) -> None:
+        """Note how a round went.
+
+        Raises
+        ------
+        RunFailedError
+            If it was ``lost``, and too many before it.
+        """
+        if report.failed:
+            failed = (report.failed, report.asked, describe_reasons(report.reasons))
+            _log.info("round %s: %s of %s failed: %s.", report.round, *failed)
+        self._in_a_row = self._in_a_row + 1 if lost else 0
+        if not lost:
+            self._reasons.clear()
+            return
+        self._reasons.update(report.reasons)
+        happened = (
+            f"every client that was asked failed in {_rounds(self._in_a_row)} "
+            f"{report.round}: {describe_reasons(self._reasons, advise=True)}."
+        )
+        if self._allowed is not None and self._in_a_row >= self._allowed:
+            raise RunFailedError(happened)
+        _log.warning("%s", happened)
+
+
+def _rounds(in_a_row: int) -> str:
+    return "round" if in_a_row == 1 else f"{in_a_row} rounds in a row, the last of them round"
+
+
+def describe_reasons(reasons: Mapping[Reason, int], *, advise: bool = False) -> str:
+    """``non-finite 20, raised 1``, most first; and what may be wrong, if ``advise``.
+
+    Examples
+    --------
+    >>> describe_reasons({"raised": 1, "non-finite": 20, "missing": 0}, advise=True)
+    "non-finite 20, raised 1; the app's learning rate or client.lr may be too high"
+    """
+    most: Iterable[tuple[Reason, int]] = sorted(reasons.items(), key=lambda item: -item[1])
+    counted = [(reason, count) for reason, count in most if count]
+    text = ", ".join(f"{reason} {count}" for reason, count in counted)
+    advice = _ADVICE.get(counted[0][0]) if counted and advise else None
+    return f"{text}; {advice}" if advice else text

@@ -1,0 +1,262 @@
+"""The loop over rounds: Flower's own, with a first round, a callback and an early stop."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterable
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from fedsim.errors import FedsimError
+from fedsim.federation.state_tree import Tree
+
+_log = logging.getLogger("fedsim")
+
+
+Rounds = Generator[Iterable[Message], Iterable[Message], Result]
+"""Gives messages to send, takes their replies, returns what the run reached."""
+
+
+class ResumableStrategy(Strategy):
+    """A Flower strategy that may stop early, and be resumed in another process.
+
+    Attributes
+    ----------
+    protects : bool
+        Whether the run claims privacy, at whichever level.
+    rounds_done : int
+        The round that was aggregated last.
+    stopped : str or None
+        Why no further round will be made, once that is so.
+    result : Result or None
+        What `start` has reached, also after an exception.
+    log : Logger
+        Of the run: Flower's own logger, once `start` was called.
+    """
+
+    log: logging.Logger = _log
+    protects: bool
+    rounds_done: int
+    stopped: str | None
+    result: Result | None
+
+    @abstractmethod
+    def restore(self, state: Tree) -> None:
+        """Resume the state that such a strategy has after a round."""
+
+    def next_stage(self, replies: Iterable[Message]) -> Iterable[Message] | None:
+        """What a round's clients are asked after these replies; None, the default, for no more."""
+        return None
+
+    @abstractmethod
+    def progress(self) -> list[str]:
+        """Lines about the round that was aggregated last."""
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        *,
+        first_round: int | None = None,
+        state: Tree | None = None,
+        on_round: Callable[[int, Result], None] | None = None,
+    ) -> Result:
+        """Run rounds up to ``num_rounds``; as Flower's own, and stops at the budget.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds that a client may take. A private run has none where the grid knows but one
+            deadline for all of a round, by which one client would shut others out.
+        first_round : int, optional
+            First round of a resumed run; by default the one after the last of ``state``.
+        state : mapping, optional
+            What `DPFedAvg.state` gave after the round before, in another process perhaps;
+            ``initial_arrays`` are then the parameters that were reached.
+        on_round : callable, optional
+            Called after each round with its number and the result so far, which keeps the
+            arrays reached whatever happens later. What it raises is logged, and the run goes on.
+
+        Raises
+        ------
+        FedsimError
+            If ``first_round`` does not follow what this strategy, or ``state``, has done:
+            momentum, bounds and budget would start anew.
+        """
+        self.log = logging.getLogger("flwr")
+        if state is not None:
+            self.restore(state)
+        elif first_round is None:
+            first_round = 1
+        if first_round is not None:
+            self._check_first(first_round)
+        self.log.info("Starting %s strategy:", type(self).__name__)
+        self.log.info("\t├──> Number of rounds: %s", num_rounds)
+        rounds = rounds_of(
+            self,
+            grid,
+            initial_arrays,
+            range(self.rounds_done + 1, num_rounds + 1),
+            train_config=train_config,
+            evaluate_config=evaluate_config,
+            evaluate_fn=evaluate_fn,
+            on_round=_RoundLog(self, num_rounds, on_round),
+        )
+        return run_to_end(rounds, grid, round_timeout(grid, timeout, private=self.protects))
+
+    def _check_first(self, first_round: int) -> None:
+        done = self.rounds_done
+        if first_round == 1 and done:
+            raise FedsimError(
+                f"this strategy has done {done} rounds; a new run needs a new one, or its noise "
+                "would be drawn twice."
+            )
+        if first_round != done + 1:
+            raise FedsimError(
+                f"first_round is {first_round}, but {done} rounds have been done here; give a new "
+                f"strategy the state= that a run has after round {first_round - 1}, without which "
+                "its momentum, bounds and budget would start anew."
+            )
+
+
+class _RoundLog:
+    """Logs each round as Flower does, and calls an observer whose failures are its own."""
+
+    def __init__(
+        self,
+        strategy: ResumableStrategy,
+        num_rounds: int,
+        observer: Callable[[int, Result], None] | None,
+    ) -> None:
+        self._strategy = strategy
+        self._num_rounds = num_rounds
+        self._observer = observer
+        self._warned = False
+
+    def __call__(self, server_round: int, result: Result) -> None:
+        log = self._strategy.log
+        log.info("[ROUND %s/%s]", server_round, self._num_rounds)
+        # An epsilon a round is not for nothing.
+        for line in self._strategy.progress() if log.isEnabledFor(logging.INFO) else ():
+            log.info("%s", line)
+        for kept in (
+            result.train_metrics_clientapp,
+            result.evaluate_metrics_clientapp,
+            result.evaluate_metrics_serverapp,
+        ):
+            if server_round in kept:
+                log.info("\t└──> MetricRecord: %s", dict(kept[server_round]))
+        if self._observer is None:
+            return
+        try:
+            self._observer(server_round, result)
+        except Exception:
+            if not self._warned:
+                log.warning("on_round failed; the run goes on.", exc_info=True)
+            self._warned = True
+
+
+def rounds_of(
+    strategy: ResumableStrategy,
+    grid: Grid,
+    initial_arrays: ArrayRecord,
+    rounds: range,
+    *,
+    train_config: ConfigRecord | None = None,
+    evaluate_config: ConfigRecord | None = None,
+    evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    on_round: Callable[[int, Result], None] | None = None,
+) -> Rounds:
+    """The rounds of ``strategy``: the caller sends its messages, so that several can go in step.
+
+    Ends early when the strategy has stopped.
+
+    Parameters
+    ----------
+    grid : Grid
+        Knows the nodes; nothing is sent over it here.
+
+    Returns
+    -------
+    generator of Result
+        Its ``arrays`` are the parameters reached: the initial ones if no round succeeded.
+    """
+    strategy.summary()
+    # Held by the strategy too, so that an exception does not lose what was reached.
+    result = strategy.result = Result(arrays=initial_arrays)
+    if rounds and rounds[0] == 1 and evaluate_fn is not None:
+        _keep(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, initial_arrays))
+    for server_round in rounds:
+        asked = strategy.configure_train(
+            server_round, result.arrays, train_config or ConfigRecord(), grid
+        )
+        if _has_stopped(strategy):
+            break
+        replies = yield asked
+        while (stage := strategy.next_stage(replies)) is not None:
+            replies = yield stage
+        arrays, metrics = strategy.aggregate_train(server_round, replies)
+        if _has_stopped(strategy):
+            break
+        if arrays is not None:
+            result.arrays = arrays
+        _keep(result.train_metrics_clientapp, server_round, metrics)
+        evaluators = strategy.configure_evaluate(
+            server_round, result.arrays, evaluate_config or ConfigRecord(), grid
+        )
+        if evaluators:
+            metrics = strategy.aggregate_evaluate(server_round, (yield evaluators))
+            _keep(result.evaluate_metrics_clientapp, server_round, metrics)
+        if evaluate_fn is not None:
+            central = evaluate_fn(server_round, result.arrays)
+            _keep(result.evaluate_metrics_serverapp, server_round, central)
+        if on_round is not None:
+            on_round(server_round, result)
+    return result
+
+
+def _has_stopped(strategy: ResumableStrategy) -> bool:
+    return strategy.stopped is not None
+
+
+def round_timeout(grid: Grid, timeout: float, *, private: bool) -> float | None:
+    """``timeout``, but None where it would let one client of a private run shut others out.
+
+    Where clients share workers, as in Flower's simulation, one deadline is for all of a round: a
+    client that is slow because of its data would decide whose updates are in the sum. fedsim's
+    own engines count from each client's start, and so does a deployment, whose nodes start when
+    they are asked.
+    """
+    if not private or getattr(grid, "times_each_client", False):
+        return timeout
+    _log.info(
+        "timeout = %g s (engine.timeout) does not end a round here: one deadline for all of it "
+        "would let a slow client of a private run shut others out. fedsim's own clients count it "
+        "each from its own start.",
+        timeout,
+    )
+    return None
+
+
+def run_to_end(rounds: Rounds, grid: Grid, timeout: float | None) -> Result:
+    """Send every message of ``rounds`` over ``grid``; what they reached."""
+    try:
+        messages = next(rounds)
+        while True:
+            messages = rounds.send(grid.send_and_receive(messages, timeout=timeout))
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+
+
+def _keep(records: dict[int, MetricRecord], server_round: int, record: MetricRecord | None) -> None:
+    if record is not None:
+        records[server_round] = record

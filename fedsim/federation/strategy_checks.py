@@ -1,0 +1,280 @@
+"""What a strategy cannot take, each with the word to use instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsim.clients import LocalAlgorithm
+from fedsim.cohorts import Cohort
+from fedsim.errors import FedsimError
+from fedsim.federation.aggregation.robust_mean import RobustMean
+from fedsim.mechanisms import Mechanism, NoPrivacy
+from fedsim.privacy.noise import Independent
+from fedsim.privacy.plan import Bounded, ReleasePlan
+
+SPREAD = 10.0
+"""Standard deviations beyond its expected size that no independent cohort is seen at."""
+
+_INSTEAD = {
+    "fraction_train": "cohort=PoissonCohort(rate=fraction_train, population=...), whose draws are "
+    "accounted for",
+    "fraction_fit": "cohort=PoissonCohort(rate=fraction_fit, population=...), whose draws are "
+    "accounted for",
+    "min_train_nodes": "cohort=FixedCohort(size=min_train_nodes, population=...), or "
+    "min_available_nodes= to wait for nodes",
+    "min_fit_clients": "cohort=FixedCohort(size=min_fit_clients, population=...), or "
+    "min_available_nodes= to wait for nodes",
+    "min_evaluate_nodes": "fraction_evaluate=, of the clients that are there",
+    "min_available_clients": "min_available_nodes=",
+    "clipping_norm": "mechanism=Clipping(clip_norm=clipping_norm)",
+    "num_sampled_clients": "cohort=FixedCohort(size=num_sampled_clients, population=...)",
+    "strategy": "DPFedAvg itself, and server_optimizer= for what refines its mean, such as FedAdam",
+    "eta": "server_optimizer=adam(lr=eta)",
+    "server_learning_rate": "server_optimizer=sgd(lr=server_learning_rate)",
+    "server_momentum": "server_optimizer=sgd(momentum=server_momentum)",
+    "initial_parameters": "start(grid, initial_arrays=...)",
+    "accept_failures": "nothing: failures are counted, and end no private run",
+}
+
+
+def refuse_flowers_keywords(keywords: Mapping[str, object]) -> None:
+    """Refuse keywords of Flower's strategies that mean nothing here, or something else.
+
+    Raises
+    ------
+    FedsimError
+        Saying what to use for the first that is known.
+    TypeError
+        As Python does, for one that nobody has.
+    """
+    for name, value in keywords.items():
+        if name in _INSTEAD:
+            raise FedsimError(f"{name} = {value!r} is not DPFedAvg's; use {_INSTEAD[name]}.")
+        raise TypeError(f"DPFedAvg.__init__() got an unexpected keyword argument '{name}'")
+
+
+def plan_of_keywords(
+    plan: ReleasePlan[Mechanism | RobustMean] | None,
+    mechanism: Mechanism | RobustMean | None,
+    cohort: Cohort | None,
+    noise_multiplier: float | None,
+    hardened_noise: bool | None,
+) -> ReleasePlan[Mechanism | RobustMean]:
+    """The plan that was given, or the one that these keywords make.
+
+    Raises
+    ------
+    FedsimError
+        If there are both, or keywords that make no plan.
+    """
+    keywords = {
+        "mechanism": mechanism,
+        "cohort": cohort,
+        "noise_multiplier": noise_multiplier,
+        "hardened_noise": hardened_noise,
+    }
+    if plan is not None:
+        if doubled := [name for name, value in keywords.items() if value is not None]:
+            raise FedsimError(
+                f"{doubled[0]} is given beside plan=, which says it already; leave one of them out."
+            )
+        if plan.level != "client":
+            raise FedsimError(
+                f"plan.level is '{plan.level}'; a strategy's rows are clients: it must be 'client'."
+            )
+        return plan
+    if mechanism is None or cohort is None:
+        missing = "mechanism" if mechanism is None else "cohort"
+        raise FedsimError(
+            f"{missing} is not given; DPFedAvg takes mechanism=, cohort= and noise_multiplier=, or "
+            "a ReleasePlan as plan=."
+        )
+    multiplier = required_noise(mechanism, noise_multiplier)
+    noise = Independent(multiplier, True if hardened_noise is None else hardened_noise)
+    return ReleasePlan(level="client", sampler=cohort, bound=mechanism, noise=noise)
+
+
+def refuse_noise(mechanism: RobustMean, noise_multiplier: float) -> None:
+    """Refuse noise on a mean of which nobody knows what one client moves it by.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if noise_multiplier:
+        raise FedsimError(
+            f"noise.multiplier is {noise_multiplier}; it must be unset with {mechanism} "
+            "(mechanism.name): what one client moves a robust mean by depends on all others' "
+            "updates, and is bounded by no sensitivity of the plan's."
+        )
+
+
+def required_noise(mechanism: Mechanism | RobustMean, noise_multiplier: float | None) -> float:
+    """The noise multiplier, which nothing that could protect anybody goes without unsaid.
+
+    Raises
+    ------
+    FedsimError
+        If none is given.
+    """
+    if noise_multiplier is None and mechanism.guarantee != "none":
+        raise FedsimError(
+            f"noise_multiplier is not given; with {mechanism} it must be a number above 0, or 0.0 "
+            "to train without noise and without a guarantee."
+        )
+    return noise_multiplier or 0.0
+
+
+def refuse_client_state(private: bool, placement: str) -> None:
+    """Refuse to average the state that clients report, where they may not report it.
+
+    Raises
+    ------
+    FedsimError
+    """
+    must = "client.state is 'server' (average_client_state=True); it must be 'reset' or 'client' "
+    if private:
+        raise FedsimError(
+            f"{must}in a run with client-level privacy: what clients report of their state would "
+            "be a release of its own."
+        )
+    if placement == "client":
+        raise FedsimError(
+            f"{must}while noise.placement = 'client': clients send their shares and nothing else."
+        )
+
+
+def refuse_shares(plan: ReleasePlan[Bounded], placement: str) -> None:
+    """Refuse to place noise in clients where there is none, or none that they could share.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if placement != "client":
+        return
+    must = "placement = 'client' (noise.placement); it must be 'server' with"
+    if plan.bound.guarantee == "none":
+        raise FedsimError(f"{must} {plan.bound}, which has no noise that clients could share.")
+    if plan.noise.correlated or not plan.noise.divisible:
+        raise FedsimError(f"{must} {plan.noise} (noise.name), which cannot be added in shares.")
+
+
+def refuse_unplain_means(
+    algorithm: LocalAlgorithm | None, mechanism: Mechanism | RobustMean
+) -> None:
+    """Refuse weights and bounds where the server's vectors are plain means of the clients'.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if algorithm is None or not algorithm.plain_means or mechanism == NoPrivacy("uniform"):
+        return
+    raise FedsimError(
+        f"{mechanism} (mechanism.name) weighs or bounds what clients send, of which "
+        f"{type(algorithm).__name__} (client.name) needs the plain mean; it must be 'none' with "
+        "mechanism.weighting = 'uniform'."
+    )
+
+
+def refuse_void_settings(
+    mechanism: Mechanism | RobustMean,
+    max_epsilon: float | None,
+    private_examples: bool,
+    example_counts: Sequence[int] | None,
+) -> None:
+    """Refuse settings that contradict a guarantee, or claim one that is not there.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if mechanism.guarantee == "none" and max_epsilon is not None:
+        raise FedsimError(
+            f"max_epsilon = {max_epsilon}, but {mechanism} gives no guarantee to account for."
+        )
+    if private_examples and mechanism.weighting == "num-examples" and example_counts is None:
+        raise FedsimError(
+            "example_counts is None, but clients protect their examples and their updates are "
+            "weighed by num-examples (mechanism.weighting); declare the counts, which are then "
+            "public, or weigh uniformly."
+        )
+
+
+def allowed_fraction(fraction_evaluate: float | None, shows_clients: bool) -> float:
+    """Share of the clients that evaluate; by default all, or none where that would show them.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if fraction_evaluate is None:
+        return 1.0 if shows_clients else 0.0
+    if fraction_evaluate > 0 and not shows_clients:
+        raise FedsimError(
+            f"fraction_evaluate = {fraction_evaluate} releases metrics of clients' data "
+            "without noise; set it to 0, or unprotected_metrics=True to have them all the "
+            "same."
+        )
+    return fraction_evaluate
+
+
+def refuse_too_many(cohort: Cohort, most: int) -> None:
+    """Refuse a cohort that may have more clients than one exact sum has room for.
+
+    Found out in a round, it would end a run by who was drawn.
+
+    Raises
+    ------
+    FedsimError
+    """
+    expected = cohort.expected_size
+    likely = min(cohort.population or math.inf, expected + SPREAD * math.sqrt(expected))
+    if likely > most:
+        raise FedsimError(
+            f"the {cohort.name} cohort may draw {likely:,.0f} clients (cohort, partition.clients); "
+            f"one exact sum has room for {most:,}, so that it must draw fewer."
+        )
+
+
+def declared_counts(counts: Sequence[int] | None, cohort: Cohort) -> npt.NDArray[np.float64] | None:
+    """Example counts by client id, ``[population]``.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if counts is None:
+        return None
+    if len(counts) != cohort.population or min(counts) < 0:
+        raise FedsimError(
+            f"example_counts has {len(counts)} numbers; it must have one, 0 or more, for each of "
+            f"the {cohort.population} clients of the population."
+        )
+    return np.asarray(counts, dtype=np.float64)
+
+
+def refuse_running_statistics(names: Iterable[str]) -> None:
+    """Refuse parameters that are statistics of clients' examples, in a private run.
+
+    Raises
+    ------
+    FedsimError
+        Naming the first; by the names that torch and Keras give them.
+    """
+    for name in names:
+        if name.rpartition(".")[2] in _RUNNING or name.rpartition("/")[2] in _RUNNING:
+            raise FedsimError(
+                f"'{name}' is a running statistic of the clients' examples, of which each client "
+                "sends the mean over its data beside what it learnt; a private run cannot have "
+                "it: use a normalisation without one, such as nn.GroupNorm, or leave it out of "
+                "the arrays that are sent."
+            )
+
+
+_RUNNING = {"running_mean", "running_var", "num_batches_tracked", "moving_mean", "moving_variance"}

@@ -1,0 +1,118 @@
+"""Building the compiled parts at their first use, and loading what was built.
+
+A library is kept in the user's cache under a name that says what it was made of, so that every
+process finds it and none finds another's. Where there is no compiler, no such place, or a library
+that does not give the bytes that it should, there is none, and numpy and torch do the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+DISABLED = "FEDSIM_COMPILED"
+"""Environment variable: "0" for no compiled parts."""
+
+# A product and a sum stay two roundings; what the last two leave out has no effect on results.
+FLAGS = (
+    "-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared",
+    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+)  # fmt: skip
+SECONDS = 60
+
+
+def library(
+    source: str, self_test: Callable[[ctypes.CDLL], bool], archives: tuple[Path, ...] = ()
+) -> ctypes.CDLL | None:
+    """A C file of this package, compiled and loaded; None where that cannot be.
+
+    Parameters
+    ----------
+    source : str
+        Its name.
+    self_test : callable
+        Whether a library gives the bytes that it should; also prepares it.
+    archives : tuple of path
+        Static libraries that it is linked with.
+    """
+    if os.environ.get(DISABLED) == "0":
+        return None
+    try:
+        loaded = ctypes.CDLL(str(_built(Path(__file__).with_name(source), archives)))
+        if self_test(loaded):
+            return loaded
+        _log.warning("compiled, %s gives other bytes than it should; it is left out", source)
+    # No compiler, none that takes the flags, nowhere to keep a library (RuntimeError where the user
+    # has no home), none of the symbols.
+    except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
+        _log.debug("%s is not compiled (%s)", source, error)
+    return None
+
+
+def _cache() -> Path:
+    """Where libraries are kept: of this user alone.
+
+    Raises
+    ------
+    OSError
+        If it cannot be made, or others could write to it.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    directory = Path(base) / "fedsim"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _require_private(directory)
+    return directory
+
+
+def _require_private(path: Path) -> None:
+    """Raise OSError where somebody else could have put there what is about to be run."""
+    status = path.lstat()
+    others = stat.S_IWGRP | stat.S_IWOTH
+    if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & others:
+        raise PermissionError(f"{path} is not this user's alone to write")
+
+
+def _built(source: Path, archives: tuple[Path, ...]) -> Path:
+    """The library of a source, compiled unless it is there."""
+    parts = [source.read_bytes(), *(archive.read_bytes() for archive in archives)]
+    parts += [" ".join(FLAGS).encode(), _processor()]
+    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    path = _cache() / f"{source.stem}-{digest[:32]}.so"
+    if path.exists():
+        _require_private(path)
+        return path
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise FileNotFoundError("there is no C compiler")
+    # Written beside and renamed: processes that start together each find a library, or none.
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        draft = Path(directory) / path.name
+        command = [compiler, *FLAGS, str(source), *map(str, archives), "-lm", "-o", str(draft)]
+        subprocess.run(
+            command, check=True, timeout=SECONDS, stdin=subprocess.DEVNULL, capture_output=True
+        )
+        draft.chmod(0o700)
+        os.replace(draft, path)
+    return path
+
+
+def _processor() -> bytes:
+    """What -march=native is about: machines that share a home may differ in it."""
+    described = [platform.machine()]
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+        described += [line for line in lines if line.startswith(("flags", "Features"))][:1]
+    except OSError:  # not Linux
+        described.append(platform.processor())  # asks another process
+    return "\n".join(described).encode()

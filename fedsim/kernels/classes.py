@@ -1,0 +1,159 @@
+"""Cross-entropy of classes, from outputs to gradients in one pass: ``classes.c``, or numpy.
+
+Both make the same sums and products of float32 in the same order. Torch's own exponential is
+another at the end of an array than in its middle, and slow where classes are few.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsim.errors import FedsimError
+from fedsim.kernels.building import library
+from fedsim.lazy import Tensor, torch
+
+Floats = npt.NDArray[np.float32]
+Classes = npt.NDArray[np.int64]
+
+LEAST = -87.0
+"""Below this, e^x is no normal number any more, and 0 here."""
+LOG2_E, LN_2_HIGH, LN_2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
+SERIES = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
+
+_POINTER, _NUMBER, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_ssize_t
+_ARGUMENTS = (_POINTER, _SIZE, _NUMBER, _NUMBER, _POINTER, _SIZE, _POINTER)
+
+
+class _Batches(ctypes.Structure):
+    _fields_ = [
+        *((name, _POINTER) for name in ("targets", "weights", "sums", "below")),
+        ("rows", _NUMBER),
+    ]
+
+
+class ClassBatches:
+    """Targets of batches, and what is known of each example once its batch has been gone through.
+
+    Parameters
+    ----------
+    targets : int64 Tensor ``[S, B]``
+        Classes.
+    weights : float32 Tensor ``[S, B]``
+        What each example's loss counts.
+    """
+
+    def __init__(self, targets: Tensor, weights: Tensor) -> None:
+        self._targets, self._weights = targets.contiguous(), weights.contiguous()
+        self._least, self._largest = (int(bound) for bound in targets.aminmax())
+        # As where there is one class: a loss of 0.
+        self._sums, self._below = torch.ones_like(self._weights), torch.zeros_like(self._weights)
+        self._kept = self._targets, self._weights, self._sums, self._below
+        places = (kept.data_ptr() for kept in self._kept)
+        self._batches = _Batches(*places, targets.shape[1])
+        self._address, self._compiled = ctypes.addressof(self._batches), _compiled()
+
+    def gradients(self, outputs: Tensor, first: int) -> Tensor:
+        """Gradients of the weighted loss with respect to the outputs.
+
+        Parameters
+        ----------
+        outputs : float32 Tensor ``[n, B, K]`` or ``[B, K]``
+            Of the batches from the ``first`` on, or of that one; each without gaps.
+
+        Raises
+        ------
+        FedsimError
+            If a target is no class of the outputs.
+        """
+        shape = outputs.shape
+        count = shape[0] if len(shape) == 3 else 1
+        if self._least < 0 or self._largest >= shape[-1]:
+            wrong = self._least if self._least < 0 else self._largest
+            raise FedsimError(
+                f"a target is class {wrong}; the model has outputs for 0 to {shape[-1] - 1}."
+            )
+        if self._compiled is None:
+            return self._by_arrays(outputs.reshape(count, *shape[-2:]), first).view(shape)
+        gradients = outputs.new_empty(shape)
+        self._compiled.gradients(
+            self._address, first, count, shape[-1],
+            outputs.data_ptr(), outputs.stride(0), gradients.data_ptr(),
+        )  # fmt: skip
+        return gradients
+
+    def _by_arrays(self, outputs: Tensor, first: int) -> Tensor:
+        batches = slice(first, first + len(outputs))
+        targets, weights, sums, below = (kept[batches].numpy() for kept in self._kept)
+        gradients, sums[:], below[:] = by_arrays(outputs.numpy(), targets, weights)
+        return torch.from_numpy(gradients)
+
+    def losses(self) -> Tensor:
+        """Loss of each example, float32 ``[S, B]``; 0 of batches not gone through."""
+        # Numpy's logarithm is the same wherever in an array a number stands.
+        logarithms = np.log(self._sums.double().numpy())
+        losses: Tensor = torch.from_numpy(logarithms).sub_(self._below).to(torch.float32)
+        return losses
+
+
+def by_arrays(outputs: Floats, targets: Classes, weights: Floats) -> tuple[Floats, Floats, Floats]:
+    """What a pass gives of ``outputs [..., K]``, for ``targets`` and ``weights [...]``.
+
+    Returns
+    -------
+    gradients : float32 ``[..., K]``
+    sums : float32 ``[...]``
+        Of the exponentials of what the outputs are less than the largest.
+    below : float32 ``[...]``
+        How much less the target's is.
+    """
+    x = outputs - outputs.max(axis=-1, keepdims=True)
+    places = targets[..., None]
+    below = np.take_along_axis(x, places, axis=-1)[..., 0]
+    exponentials = _exponentials(x)
+    # One class after another.
+    sums = np.cumsum(exponentials, axis=-1)[..., -1]
+    gradients = exponentials / sums[..., None]
+    of_target = np.take_along_axis(gradients, places, axis=-1) - np.float32(1)
+    np.put_along_axis(gradients, places, of_target, axis=-1)
+    gradients *= weights[..., None]
+    return gradients, sums, below
+
+
+def _exponentials(x: Floats) -> Floats:
+    """``e^x`` of numbers that are not positive: ``2^n e^r``, of which a series."""
+    bounded = np.where(x >= LEAST, x, np.float32(LEAST))
+    n: Floats = np.rint(bounded * np.float32(LOG2_E))
+    r: Floats = bounded - n * np.float32(LN_2_HIGH)
+    r = r - n * np.float32(LN_2_LOW)
+    series = np.full_like(r, SERIES[0])
+    for coefficient in SERIES[1:]:
+        series = series * r + np.float32(coefficient)
+    power = ((n.astype(np.int32) + 127) << 23).view(np.float32)
+    small = np.where(x < LEAST, np.float32(0), x)
+    return np.where(x >= LEAST, series * power, small)
+
+
+@functools.cache
+def _compiled() -> ctypes.CDLL | None:
+    return library("classes.c", _self_test)
+
+
+def _self_test(compiled: ctypes.CDLL) -> bool:
+    """Say what the function takes, and compare what it gives with what numpy gives."""
+    compiled.gradients.argtypes, compiled.gradients.restype = _ARGUMENTS, None
+    random = np.random.default_rng(0)
+    # Some far below the largest, and with a gap between the batches.
+    block = (10 * random.standard_cauchy((3, 7, 11))).astype(np.float32)
+    outputs, targets = np.ascontiguousarray(block[1:, :6]), random.integers(0, 11, (3, 6))
+    weights = random.random((3, 6), dtype=np.float32)
+    wanted = by_arrays(outputs, targets[1:], weights[1:])
+    gradients, sums, below = np.empty_like(outputs), *np.empty((2, 3, 6), dtype=np.float32)
+    places = (array.ctypes.data for array in (targets, weights, sums, below))
+    batches = _Batches(*places, 6)
+    first = block[1:].ctypes.data
+    compiled.gradients(ctypes.addressof(batches), 1, 2, 11, first, 77, gradients.ctypes.data)
+    return all(map(np.array_equal, (gradients, sums[1:], below[1:]), wanted))

@@ -1,0 +1,90 @@
+"""Many standard normal draws at a time, of numpy's Philox generator."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsim.kernels.building import library
+
+Array = npt.NDArray[np.float64]
+# Draws from which on taking a generator's state and giving it back is worth it.
+LEAST = 1024
+
+
+class _Stream(ctypes.Structure):
+    """``state_t`` of normals.c."""
+
+    _fields_ = (
+        ("counter", ctypes.c_uint64 * 4),
+        ("key", ctypes.c_uint64 * 2),
+        ("buffer", ctypes.c_uint64 * 4),
+        ("used", ctypes.c_uint64),
+    )
+
+
+def sums_of_normals(generator: np.random.Generator, count: int, terms: int) -> Array:
+    """Sums of so many standard normal draws, float64 ``[count]``; the generator moves on.
+
+    All first terms are drawn, then all second ones, and so on: numpy's draws, compiled or not.
+    """
+    philox = generator.bit_generator
+    # A generator of a class of its own may draw otherwise from the same bits.
+    plain = type(generator) is np.random.Generator and count * terms >= LEAST
+    if plain and isinstance(philox, np.random.Philox):
+        compiled = _compiled()
+        if compiled is not None:
+            with philox.lock:
+                return _drawn(compiled, philox, count, terms)
+    draws = generator.standard_normal(count)
+    for _ in range(terms - 1):
+        draws += generator.standard_normal(count)
+    return draws
+
+
+def _drawn(compiled: ctypes.CDLL, philox: np.random.Philox, count: int, terms: int) -> Array:
+    state: Any = philox.state
+    stream = _Stream(
+        tuple(state["state"]["counter"].tolist()),
+        tuple(state["state"]["key"].tolist()),
+        tuple(state["buffer"].tolist()),
+        state["buffer_pos"],
+    )
+    draws = np.empty(count)
+    compiled.normals(ctypes.byref(stream), count, terms, ctypes.c_void_p(draws.ctypes.data))
+    state["state"] = {"counter": tuple(stream.counter), "key": tuple(stream.key)}
+    state["buffer"], state["buffer_pos"] = tuple(stream.buffer), stream.used
+    philox.state = state
+    return draws
+
+
+def prepare() -> None:
+    """Build and load what draws, where that can be: else the first many draws do."""
+    _compiled()
+
+
+@functools.cache
+def _compiled() -> ctypes.CDLL | None:
+    archive = Path(np.random.__file__).parent / "lib" / "libnpyrandom.a"
+    return library("normals.c", _self_test, (archive,))
+
+
+def _self_test(compiled: ctypes.CDLL) -> bool:
+    """Learn the layers, and compare with numpy."""
+    compiled.learn.argtypes, compiled.learn.restype = (), None
+    compiled.normals.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p,
+    )  # fmt: skip
+    compiled.normals.restype = None
+    compiled.learn()
+    philox = np.random.Philox(key=1)
+    ours, numpys = np.random.Generator(philox), np.random.Generator(np.random.Philox(key=1))
+    draws = _drawn(compiled, philox, 2**14, 2)
+    wanted = numpys.standard_normal(2**14)
+    wanted += numpys.standard_normal(2**14)
+    return draws.tobytes() == wanted.tobytes() and ours.random() == numpys.random()

@@ -1,0 +1,130 @@
+"""Dense rows measured, and added to a sum on a grid, in one pass each: ``rows.c``."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+from fedsim.kernels.building import library
+from fedsim.lazy import Tensor, torch
+
+TILE = 4096
+_POINTER = ctypes.c_void_p
+_BLOCK = (_POINTER, ctypes.c_ssize_t, ctypes.c_size_t, ctypes.c_size_t)
+_ARGUMENTS = {
+    "squares": (*_BLOCK, _POINTER, _POINTER),
+    "add": (*_BLOCK, _POINTER, _POINTER),
+    "add_fine": (*_BLOCK, _POINTER, _POINTER, _POINTER, ctypes.c_double),
+}
+_TYPES = ("float", "double")
+
+
+def by_halves(numbers: Tensor) -> Tensor:
+    """Sums over the last axis of ``[..., d]``, in one order for every machine and block.
+
+    The second half is added to the first until one number is left: of each tile of 4,096, with
+    zeros at the end, then of the tiles' sums.
+    """
+    while numbers.shape[-1] != 1:
+        d = numbers.shape[-1]
+        tile = TILE if d > TILE else 1 << max(d - 1, 1).bit_length()
+        tiles = max(1, -(-d // tile))
+        if tiles * tile != d:
+            numbers = torch.nn.functional.pad(numbers, (0, tiles * tile - d))
+        numbers = numbers.reshape(*numbers.shape[:-1], tiles, tile)
+        while tile > 1:
+            tile //= 2
+            numbers = numbers[..., :tile] + numbers[..., tile:]
+        numbers = numbers.squeeze(-1)
+    return numbers.squeeze(-1)
+
+
+def is_supported(rows: Tensor) -> bool:
+    """Whether the functions below take rows ``[n, d]``: float32 or 64, on a CPU, without gaps."""
+    if rows.is_cuda or rows.dim() != 2 or rows.stride(1) != 1:
+        return False
+    return rows.dtype in (torch.float32, torch.float64) and _compiled() is not None
+
+
+def squared_norms(rows: Tensor) -> Tensor:
+    """Squares of the L2 norms of rows ``[n, d]``, summed as `by_halves` does: float64 ``[n]``."""
+    compiled = _compiled()
+    assert compiled is not None
+    return _squares(compiled, rows)
+
+
+def add_rounded(
+    rows: Tensor, factors: Tensor, coarse: Tensor, fine: Tensor | None, scale: float
+) -> None:
+    """Add rows ``[n, d]`` times ``factors [n]``, rounded towards zero, to ``coarse [d]``.
+
+    What that leaves, times ``scale`` and rounded too, goes to ``fine [d]`` where there is one. All
+    but the rows are float64, without gaps.
+    """
+    compiled = _compiled()
+    assert compiled is not None
+    _add(compiled, rows, factors, coarse, fine, scale)
+
+
+def _squares(compiled: ctypes.CDLL, rows: Tensor) -> Tensor:
+    squares = torch.empty(len(rows), dtype=torch.float64)
+    scratch = torch.empty(rows.shape[1] // TILE + 1, dtype=torch.float64)
+    function = getattr(compiled, f"squares_{_type(rows)}")
+    function(*_block(rows), scratch.data_ptr(), squares.data_ptr())
+    return squares
+
+
+def _add(
+    compiled: ctypes.CDLL,
+    rows: Tensor,
+    factors: Tensor,
+    coarse: Tensor,
+    fine: Tensor | None,
+    scale: float,
+) -> None:
+    sums = (factors.data_ptr(), coarse.data_ptr())
+    if fine is None:
+        getattr(compiled, f"add_{_type(rows)}")(*_block(rows), *sums)
+    else:
+        getattr(compiled, f"add_fine_{_type(rows)}")(*_block(rows), *sums, fine.data_ptr(), scale)
+
+
+def _block(rows: Tensor) -> tuple[int, int, int, int]:
+    return rows.data_ptr(), rows.stride(0), len(rows), rows.shape[1]
+
+
+def _type(rows: Tensor) -> str:
+    return _TYPES[rows.dtype == torch.float64]
+
+
+@functools.cache
+def _compiled() -> ctypes.CDLL | None:
+    return library("rows.c", _self_test)
+
+
+def _self_test(compiled: ctypes.CDLL) -> bool:
+    """Say what its functions take, and compare what they give with what torch gives."""
+    for name, arguments in _ARGUMENTS.items():
+        for dtype in _TYPES:
+            function = getattr(compiled, f"{name}_{dtype}")
+            function.argtypes, function.restype = arguments, None
+    generator = torch.Generator().manual_seed(0)
+    # With a gap between rows, as where they are some columns of a block; and of such different
+    # magnitudes that sums in another order round otherwise.
+    block = torch.randn(8, 2 * TILE + 80, dtype=torch.float64, generator=generator).pow(7)
+    return all(
+        _agrees(compiled, block.to(dtype)[:, 3:]) for dtype in (torch.float32, torch.float64)
+    )
+
+
+def _agrees(compiled: ctypes.CDLL, rows: Tensor) -> bool:
+    factors, scale = torch.logspace(-2, 5, len(rows), dtype=torch.float64).neg_(), 2.0**30
+    products = rows.double() * factors[:, None]
+    coarse = products.trunc()
+    fine = ((products - coarse) * scale).trunc().sum(0)
+    sums = [torch.zeros(rows.shape[1], dtype=torch.float64) for _ in range(3)]
+    _add(compiled, rows, factors, sums[0], None, scale)
+    _add(compiled, rows, factors, sums[1], sums[2], scale)
+    wanted = [by_halves(rows.double().square()), coarse.sum(0), coarse.sum(0), fine]
+    given = [_squares(compiled, rows), *sums]
+    return all(map(torch.equal, given, wanted))

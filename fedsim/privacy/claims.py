@@ -1,0 +1,359 @@
+"""What may be claimed of a composition: at an end that releases chose, of owners, of groups."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, Protocol, TypeVar
+
+import numpy as np
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.accountant import Accountant, Cost, check_delta
+from fedsim.privacy.events import Event
+from fedsim.privacy.laws.base import Law
+from fedsim.privacy.losses import gaussian_epsilon
+
+Figures = Sequence[tuple[Accountant, float]]
+"""Compositions, each at its own delta: the least epsilon of all of them may be claimed."""
+
+
+def shared_cost(spent: Accountant, planned: Accountant, delta: float, times: int) -> Cost:
+    """The cost of a composition that releases have chosen among ``times`` possible ones.
+
+    The lesser of epsilon of ``spent`` at ``delta / (2 times)`` and of ``planned`` at ``delta / 2``.
+
+    Guarantee: (epsilon, delta) for whichever outcome came about, over all of them together.
+    Proof: let outcome s be claimed at E_s, and L_s be its loss. The whole delta is the sum over s
+    of E[1{s} (1 - exp(E_s - L_s))+]. Outcomes claimed by their own figure add at most
+    ``delta / (2 times)`` each, ``delta / 2`` together. The others are claimed at one epsilon, that
+    of ``planned``, of which every outcome is a post-processing, and add at most ``delta / 2``
+    together. (The lesser of two figures that each hold at ``delta`` may add up to twice that.)
+
+    Parameters
+    ----------
+    spent : Accountant
+        What was released.
+    planned : Accountant
+        The same, and all that would have been released in any outcome.
+    delta : float
+    times : int
+        1 or more.
+    """
+    return _cost(_shared(spent, planned, delta, times), delta)
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """How far a run was to go, and whether what it released may end it before.
+
+    Attributes
+    ----------
+    times : int
+        After how many rounds that may be, as was declared before the first one: all of them with
+        ``stop.metric`` or ``stop.callbacks``. 0: it was not declared.
+    left : int
+        Planned rounds that have not been made; 0 where the number made was fixed in advance.
+    max_epsilon : float or None
+        The budget of a run all of whose rounds have one event.
+    """
+
+    times: int = 0
+    left: int = 0
+    max_epsilon: float | None = None
+
+    def planned_delta(self, delta: float) -> float:
+        """Where all planned rounds are accounted for, and a budget or target is held.
+
+        The other half of delta is for ending earlier, where that was declared.
+        """
+        return delta / 2 if self.times else delta
+
+    def after(self, made: int) -> Stopping:
+        """The same after so many of the planned rounds."""
+        return replace(self, left=max(self.left - made, 0))
+
+    def planned(self, spent: Accountant, event: Event | None) -> Accountant:
+        """The accountant of all planned rounds; parameters as for `epsilon`."""
+        planned = spent.copy()
+        if self.left and event is not None:
+            planned.add(event, self.left)
+        return planned
+
+    def epsilon(self, spent: Accountant, event: Event | None, delta: float) -> float:
+        """Epsilon that may be claimed now, whichever round this is.
+
+        Where it was declared that releases may end the run, that is `shared_cost`. Where they have
+        ended it and it was not declared, all planned rounds count: what is released of them is a
+        post-processing. A budget makes the plan shorter: its check looks at events alone, which
+        are the same in every round and known before the first, so the round in which it ends a
+        run is fixed in advance, and the rounds until then cost no more than the budget.
+
+        Parameters
+        ----------
+        spent : Accountant
+            What was released.
+        event : Event or None
+            What one more round costs; None where nothing was released.
+        delta : float
+        """
+        figures = self._figures(spent, event, delta)
+        return self._within_budget(spent, delta, min(a.epsilon(at) for a, at in figures))
+
+    def cost(self, spent: Accountant, event: Event | None, delta: float) -> Cost:
+        """The same, with how it was found."""
+        cost = _cost(self._figures(spent, event, delta), delta)
+        epsilon = self._within_budget(spent, delta, cost.epsilon)
+        return replace(cost, epsilon=epsilon, releases=spent.releases)
+
+    def _figures(self, spent: Accountant, event: Event | None, delta: float) -> Figures:
+        planned = self.planned(spent, event)
+        if self.times and self.left:
+            return _shared(spent, planned, delta, self.times)
+        return [(planned, self.planned_delta(delta))]
+
+    def _within_budget(self, spent: Accountant, delta: float, epsilon: float) -> float:
+        if not self.left or self.max_epsilon is None:
+            return epsilon
+        # A budget that is exceeded already was none of what has been released.
+        holds = spent.epsilon(self.planned_delta(delta)) <= self.max_epsilon
+        return min(epsilon, self.max_epsilon) if holds else epsilon
+
+
+FIXED = Stopping()
+"""The number of rounds was fixed in advance."""
+
+
+def _shared(spent: Accountant, planned: Accountant, delta: float, times: int) -> Figures:
+    return [(spent, delta / (2 * times)), (planned, delta / 2)]
+
+
+def _cost(figures: Figures, delta: float) -> Cost:
+    accountant, at = min(figures, key=lambda figure: figure[0].epsilon(figure[1]))
+    return replace(accountant.cost(at), delta=delta)
+
+
+@dataclass(frozen=True)
+class WorstClient:
+    """The client that an example-level statement over all clients is about."""
+
+    cost: Cost
+    event: Event
+
+
+def worst_client(events: Iterable[Event], delta: float) -> WorstClient:
+    """Largest example-level cost over clients that hold disjoint data.
+
+    Parameters
+    ----------
+    events : iterable of Event
+        One a client: all its invocations at its own rate ``|B| / N_i``. Only those on the
+        Pareto front of (noise, rate, count) are accounted for.
+    delta : float
+
+    Raises
+    ------
+    FedsimError
+        If there is no client.
+    """
+    front = _pareto_front(set(events))
+    if not front:
+        raise FedsimError("there are no clients to account for.")
+    costs = [WorstClient(Accountant([event]).cost(delta), event) for event in front]
+    return max(costs, key=lambda worst: worst.cost.epsilon)
+
+
+class Spending(Protocol):
+    """What has a cost: a ledger."""
+
+    @property
+    def counts(self) -> Counter[Event]:
+        """How often each event is charged."""
+
+    @property
+    def last_event(self) -> Event | None:
+        """What the release charged last has cost; None without any."""
+
+    def accountant(self) -> Accountant:
+        """All that is charged, to ask and to add to."""
+
+
+Spender = TypeVar("Spender", bound=Spending)
+
+
+def costliest_ledger(
+    ledgers: Sequence[Spender], delta: float, stopping: Stopping = FIXED
+) -> Spender:
+    """The ledger with the largest epsilon that may be claimed.
+
+    Only one of those that say the same is accounted for, and of those with one kind of event
+    only the Pareto front.
+    """
+    distinct = {frozenset(ledger.counts.items()): ledger for ledger in reversed(ledgers)}
+    single = {
+        next(event.times(count) for event, count in counts): counts
+        for counts in distinct
+        if len(counts) == 1
+    }
+    front = _pareto_front(single)
+    candidates = [distinct[single[event]] for event in front]
+    candidates += [ledger for counts, ledger in distinct.items() if len(counts) != 1]
+
+    def epsilon(ledger: Spender) -> float:
+        return stopping.epsilon(ledger.accountant(), ledger.last_event, delta)
+
+    return max(candidates, key=epsilon)
+
+
+def _pareto_front(events: Iterable[Event]) -> list[Event]:
+    """Events that no other of their kind is at least as costly as in every respect."""
+
+    def key(event: Event) -> tuple[float, float, int]:
+        return (-event.total_noise_multiplier, event.law.rate, event.count)
+
+    front: list[Event] = []
+    for event in sorted(events, key=key, reverse=True):
+        beaten = any(
+            costlier.law.comparable(event.law)
+            and (event.private or not costlier.private)
+            and all(a >= b for a, b in zip(key(costlier), key(event), strict=True))
+            for costlier in front
+        )
+        if not beaten:
+            front.append(event)
+    return front
+
+
+FINEST, COARSEST = 1e-4, 0.02
+"""Steps of the grid of losses."""
+LARGEST = 1e3
+"""Beyond this epsilon nothing is told apart from nothing at all."""
+
+GroupMethod = Literal["analytic", "pld", "chain", "none"]
+
+_METHODS: Mapping[GroupMethod, str] = {
+    "analytic": "the exact curve of a Gaussian with k times the sensitivity",
+    "pld": "loss distributions of Gaussian mixtures over how many of them take part",
+    "chain": "the general bound over k steps from neighbour to neighbour",
+}
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """(epsilon, delta) of groups of rows that come and go together.
+
+    Attributes
+    ----------
+    size : int
+        k, the most rows of one owner.
+    epsilon, delta : float
+    method : "analytic", "pld", "chain" or "none"
+        How it was found; "none" where a release has no guarantee.
+    """
+
+    size: int
+    epsilon: float
+    delta: float
+    method: GroupMethod
+
+    def sentence(self, row: str = "client") -> str:
+        """In plain words."""
+        if self.method == "none" or math.isinf(self.epsilon):
+            return f"Whoever owns {self.size} {row}s: nothing is promised."
+        return (
+            f"Whoever owns up to {self.size} {row}s: ({self.epsilon:.4g}, {self.delta:g})-"
+            f"differentially private for all of them together, by {_METHODS[self.method]}."
+        )
+
+
+def group_cost(
+    events: Iterable[Event] | Accountant, size: int, delta: float, *, chained: bool = False
+) -> GroupCost:
+    """What these events together promise a group of up to ``size`` rows.
+
+    Everybody taking part, ``size`` rows move a sum by at most k C: one Gaussian of k times the
+    sensitivity, exactly. Of Poisson samples, in which rows are drawn independently, Binomial(k, q)
+    of them take part: the pair ``sum_j P(j) N(j, z^2)`` and ``N(0, z^2)`` dominates (Ganesh 2024,
+    arXiv 2401.10294, "Tight Group-Level DP Guarantees for DP-SGD with Sampling via Mixture of
+    Gaussians Mechanisms"); its loss distributions are dp-accounting's, rounded up. For all else
+    there is what (epsilon, delta) of one row implies along k neighbours: ``(k epsilon,
+    (e^(k epsilon) - 1) / (e^epsilon - 1) delta)``, at the best epsilon.
+
+    Parameters
+    ----------
+    chained : bool
+        Take the last way: where nothing says that rows are drawn independently.
+
+    Raises
+    ------
+    FedsimError
+        If size or delta is out of range.
+
+    Examples
+    --------
+    >>> event = Event(noise_multiplier=30.0, count=100)
+    >>> round(group_cost([event], 3, 1e-5).epsilon, 4)
+    4.3772
+    """
+    check_delta(delta)
+    if size < 1:
+        raise FedsimError(f"a group is of {size} rows; it must be of 1 or more.")
+    accountant = events if isinstance(events, Accountant) else Accountant(events)
+    if not accountant.private:
+        return GroupCost(size, math.inf, delta, "none")
+    mu = accountant.gaussian_mu
+    if mu is not None:
+        epsilon = gaussian_epsilon(size * mu, delta) if mu else 0.0
+        return GroupCost(size, epsilon, delta, "analytic")
+    if chained or any(law.together(size) is None for law, _ in accountant.sampled):
+        return GroupCost(size, _chain(accountant, size, delta), delta, "chain")
+    epsilon = _mixtures(frozenset(accountant.sampled.items()), accountant.mu, size, delta)
+    return GroupCost(size, epsilon, delta, "pld")
+
+
+# Kept: a run's end asks several times.
+@lru_cache(maxsize=64)
+def _mixtures(
+    items: frozenset[tuple[tuple[Law, float], int]], mu: float, size: int, delta: float
+) -> float:
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    ratio = max([min(1.0, size * law.rate) / z for (law, z), _ in items] + [mu])
+    step = float(np.clip(ratio / 40, FINEST, COARSEST))
+    together = pld.identity(step)
+    drawn = np.arange(size + 1).tolist()
+    for (law, z), count in sorted(items, key=repr):
+        once = pld.from_mixture_gaussian_mechanism(
+            z, drawn, law.together(size), value_discretization_interval=step
+        )
+        together = together.compose(once.self_compose(count))
+    if mu:
+        plain = pld.from_gaussian_mechanism(1 / mu / size, value_discretization_interval=step)
+        together = together.compose(plain)
+    return float(together.get_epsilon_for_delta(delta))
+
+
+def _chain(accountant: Accountant, size: int, delta: float) -> float:
+    """The least k epsilon at which the chain's delta is small enough; valid at any epsilon."""
+
+    def holds(epsilon: float) -> bool:
+        one = accountant.delta(epsilon)
+        if one <= 0:
+            return True
+        # log of 1 + e^epsilon + ... + e^((k - 1) epsilon)
+        terms = np.logaddexp.reduce(epsilon * np.arange(size))
+        return bool(math.log(one) + terms <= math.log(delta))
+
+    high = accountant.epsilon(delta)
+    while not holds(high):
+        high = 2 * high if high else 1e-3
+        if size * high > LARGEST:
+            return math.inf
+    low = 0.0
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return size * high if holds(high) else math.inf

@@ -1,0 +1,40 @@
+"""Samplers and the laws of their draws: one file each."""
+
+from __future__ import annotations
+
+from fedsim.privacy.laws.base import (
+    Adjacency,
+    Ids,
+    Inclusion,
+    Law,
+    Level,
+    Sampler,
+    SamplerState,
+    declared_population,
+)
+from fedsim.privacy.laws.declared import DeclaredLaw
+from fedsim.privacy.laws.fixed import FixedSize, FixedSizeLaw
+from fedsim.privacy.laws.full import Full, FullLaw
+from fedsim.privacy.laws.poisson import InclusionSampler, Poisson, PoissonLaw
+from fedsim.privacy.laws.shuffle import ShuffledPasses, ShuffleLaw
+
+__all__ = [
+    "Adjacency",
+    "DeclaredLaw",
+    "FixedSize",
+    "FixedSizeLaw",
+    "Full",
+    "FullLaw",
+    "Ids",
+    "Inclusion",
+    "InclusionSampler",
+    "Law",
+    "Level",
+    "Poisson",
+    "PoissonLaw",
+    "Sampler",
+    "SamplerState",
+    "ShuffleLaw",
+    "ShuffledPasses",
+    "declared_population",
+]

@@ -1,0 +1,306 @@
+"""What a sampler is, and the law of its draws: who is in, and what that costs.
+
+A sampler draws and emits its law; accounting and drawing cannot disagree. One type serves both
+levels: a cohort of clients is a sample of the population, a batch one of a client's examples. A
+draw is a function of the keyed numbers of its round, and of what the sampler remembers of earlier
+ones, if it remembers any; it costs as much as it draws.
+
+Accountant, ledger, statement, pages, planning and audit ask the law, and none of them names one.
+A new sampler with a law of its own is one file beside this one; a law of a user's is the same file
+elsewhere, and is written into ledgers as data (`fedsim.privacy.laws.declared`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.losses import Array, DominatingPair, gaussian_rdp
+from fedsim.randomness import Draws
+
+Adjacency = Literal["add-remove", "zero-out", "replace-one"]
+Level = Literal["client", "example"]
+Ids = npt.NDArray[np.int64]
+
+SamplerState = Mapping[str, Any]
+"""Names to numpy arrays and to what JSON can say."""
+
+
+@dataclass(frozen=True)
+class Inclusion:
+    """What an audit may test of a draw.
+
+    Attributes
+    ----------
+    one, two : float
+        Probability of any one row being in, and of any two.
+    size : int or None
+        Of every sample, where it is fixed.
+    """
+
+    one: float
+    two: float
+    size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law(ABC):
+    """What one draw costs: a Gaussian of multiplier z on a sum of rows that were so drawn.
+
+    A subclass is a frozen dataclass of public numbers. One of a user's gives `rdp`, and `pairs`
+    where it knows them; it is discretised when an event is made of it.
+
+    Attributes
+    ----------
+    name : str
+        As ledgers and ``--sampling`` call it.
+    neighbours : tuple of adjacencies
+        Those it is proved for, the usual one first.
+    population : int or None
+        How many there are to draw from, a declared public number.
+    adjacency : "add-remove", "zero-out" or "replace-one"
+
+    Raises
+    ------
+    FedsimError
+        If the adjacency is not one of `neighbours`, or the population is below 1.
+    """
+
+    name: ClassVar[str]
+    neighbours: ClassVar[tuple[Adjacency, ...]] = ("add-remove", "zero-out")
+    flower: ClassVar[str] = "NO_AMPLIFICATION"
+    """Flower's name for such sampling, in its ``SamplingMethod``."""
+
+    population: int | None = None
+    adjacency: Adjacency = "add-remove"
+
+    def __post_init__(self) -> None:
+        if self.adjacency not in self.neighbours:
+            raise FedsimError(
+                f"adjacency is {self.adjacency!r}; with {self.name} sampling it must be "
+                f"{' or '.join(self.neighbours)}."
+            )
+        if self.population is not None and self.population < 1:
+            raise FedsimError(f"population is {self.population}; it must be 1 or more.")
+
+    @property
+    def rate(self) -> float:
+        """Probability of a row being in, in (0, 1]; 1 where sampling amplifies nothing."""
+        return 1.0
+
+    def gaussian(self, noise_multiplier: float) -> float | None:
+        """Sensitivity in standard deviations where a draw is one plain Gaussian; None elsewhere.
+
+        Replacing a row moves the sum by 2C.
+        """
+        if self.rate < 1:
+            return None
+        return (2 if self.adjacency == "replace-one" else 1) / noise_multiplier
+
+    def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair] | None:
+        """Dominating pairs, of removing a row and of adding one; None where none is known.
+
+        Without them Rényi accounting is all there is.
+        """
+        return None
+
+    def rdp(self, noise_multiplier: float) -> Array:
+        """Rényi curve at `fedsim.privacy.losses.ORDERS`, of the worse direction."""
+        mu = self.gaussian(noise_multiplier)
+        if mu is None:
+            raise NotImplementedError(f"{type(self).__name__} gives no Rényi curve.")
+        return gaussian_rdp(mu)
+
+    def together(self, size: int) -> Array | None:
+        """Probabilities that 0, 1, ... ``size`` given rows are in together; None if unknown."""
+        return None
+
+    def inclusion(self, population: int) -> Inclusion | None:
+        """What an audit may test of draws from so many; None: nothing but that ids are valid."""
+        return Inclusion(self.rate, self.rate**2, population if self.rate == 1 else None)
+
+    def as_poisson(self) -> Law | None:
+        """Independent draws at the same rate, where those would cost less."""
+        return None
+
+    def sampled(self, size: float, population: int) -> Law:
+        """The same kind of draw, of an expected ``size`` out of ``population``."""
+        return replace(self, population=population)
+
+    def comparable(self, other: Law) -> bool:
+        """Whether of these two the one with the larger rate costs no less at equal noise."""
+        return type(self) is type(other) and self.adjacency == other.adjacency
+
+    @property
+    def is_gaussian(self) -> bool:
+        """Whether a draw is one Gaussian against who knows the sample: all of fedsim's own are."""
+        return True
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """A few words for a table, such as "Poisson, rate 0.1"."""
+
+    @abstractmethod
+    def sentence(self, row: str) -> str:
+        """How a ``row`` ("client") is drawn: part of a statement's sentence."""
+
+    def round_sentence(self, population: int) -> str:
+        """Who takes part in a round, for a report's reader."""
+        expected = self.rate * population
+        return f"Clients of a round: {self.label}; about {expected:,.4g} of {population:,}."
+
+    @classmethod
+    def of_options(cls, **options: Any) -> Self:
+        """From options that were given on a command line, of rate, size and so on.
+
+        Raises
+        ------
+        FedsimError
+            If it takes others.
+        """
+        names = {field.name for field in fields(cls)}
+        if options.keys() - names:
+            others = [name for name in ("rate", "size") if name not in names]
+            neither = f"neither --{others[0]} nor" if len(others) > 1 else "no"
+            raise FedsimError(f"--sampling {cls.name} takes {neither} --{others[-1]}.")
+        return cls(**options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """How it is written in a ledger."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"name": self.name, **dict(sorted(own.items()))}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`; ``data`` is without the name.
+
+        Raises
+        ------
+        FedsimError
+            If a field is missing, unknown, of the wrong type or out of range.
+        """
+        known = {field.name: str(field.type) for field in fields(cls)}
+        if data.keys() != known.keys():
+            raise FedsimError(
+                f"the law '{cls.name}' has the fields {sorted(data)}; it must have {sorted(known)}."
+            )
+        for name, value in data.items():
+            if not _has_type(value, known[name]):
+                raise FedsimError(f"an event's {name} is {value!r}; it must be {known[name]}.")
+        return cls(**data)
+
+
+def _has_type(value: object, annotation: str) -> bool:
+    """Whether a number, a word or None out of a ledger is what a law's field says."""
+    if value is None:
+        return "None" in annotation
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, int):
+        return "int" in annotation or "float" in annotation
+    return isinstance(value, float if "float" in annotation else str)
+
+
+class Sampler(ABC):
+    """Who is in, and what it costs. All fields are public information.
+
+    One of your own is *declared by the user* in ledger and statement: nobody has checked that
+    its law is true of its draws. Where rows are in independently of each other, derive it from
+    `fedsim.cohorts.InclusionSampler`: its law then follows from its probabilities.
+    """
+
+    name: ClassVar[str]
+    """As in a config's ``cohort.name``."""
+
+    population: int | None
+    """Declared public number of those who may be drawn."""
+
+    @property
+    def rate(self) -> float:
+        """Mean probability of any one being drawn, in (0, 1]."""
+        return self.law().rate
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """Which neighbouring populations the law is about."""
+        return self.law().adjacency
+
+    @property
+    def expected_size(self) -> float:
+        """``rate * population``: the denominator of a private mean.
+
+        Raises
+        ------
+        FedsimError
+            If no population was declared: those seen must not stand in for it.
+        """
+        return self.rate * declared_population(self)
+
+    @abstractmethod
+    def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
+        """Ids of those who are in, each at most once.
+
+        Parameters
+        ----------
+        round : int
+            A sampler may follow it: groups in turn, rounds apart, a trace. Rounds are drawn in
+            turn.
+        draws : Draws
+            Gives the generators: ``draws.generator(round, part)``, each address once.
+        step : int
+            Samples of one round are numbered; a cohort is step 0.
+
+        Raises
+        ------
+        FedsimError
+            If no population was declared.
+        """
+
+    @abstractmethod
+    def law(self) -> Law:
+        """What one draw costs."""
+
+    def gaussians(self, count: int) -> int:
+        """How often the law applies to any one row in ``count`` sums, of steps 0 to count - 1."""
+        return count
+
+    def state(self) -> SamplerState:
+        """What it remembers of the rounds drawn so far; most remember nothing."""
+        return {}
+
+    def restore(self, state: SamplerState) -> None:
+        """Draw on from what `state` gave, in another process perhaps."""
+        if state:
+            raise FedsimError(
+                f"the state holds {', '.join(sorted(state))} of a sampler, but "
+                f"{type(self).__name__} remembers nothing; it must be of a run with this cohort."
+            )
+
+
+def check_population(population: int | None) -> None:
+    """Refuse a population of nobody."""
+    if population is not None and population < 1:
+        raise FedsimError(f"cohort.population is {population}; it must be 1 or more.")
+
+
+def declared_population(sampler: Sampler) -> int:
+    """The population.
+
+    Raises
+    ------
+    FedsimError
+        If none was declared.
+    """
+    if sampler.population is None:
+        raise FedsimError(
+            f"the {sampler.name} cohort has no population; draws and the denominator of a private "
+            "mean must come from a declared one."
+        )
+    return sampler.population

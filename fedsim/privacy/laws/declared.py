@@ -1,0 +1,239 @@
+"""Laws that fedsim does not ship, as data: what an event holds and a ledger writes of them.
+
+A ledger is verified from what stands in it, never by importing code. A law of a user's is
+therefore evaluated once for each noise multiplier, where an event is made: its Rényi curve as it
+is, its dominating pairs on a grid of losses, rounded up. Nothing else of it is known from there on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property, lru_cache
+from typing import Any, Self, cast, get_args
+
+import numpy as np
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.laws.base import Adjacency, Inclusion, Law
+from fedsim.privacy.losses import ORDERS, Array, DiscretePair, DominatingPair
+from fedsim.privacy.pld import discretised
+
+NAME = "declared"
+"""Of all of them, in a ledger."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeclaredLaw(Law):
+    """A law at one noise multiplier, by its Rényi curve and its discretised pairs.
+
+    Attributes
+    ----------
+    title, label_text, sentence_text : str
+        What its author calls it, in a table, and in a statement.
+    noise_multiplier : float
+        At which it was evaluated; more noise costs no more.
+    inclusion_rate, two : float
+    size : int or None
+        Its `Inclusion`, and `rate`.
+    curve : tuple of float
+        Rényi divergences at `fedsim.privacy.losses.ORDERS`.
+    removed, added : DiscretePair or None
+        Dominating pairs.
+    """
+
+    neighbours = get_args(Adjacency)
+
+    title: str
+    label_text: str
+    sentence_text: str
+    noise_multiplier: float
+    inclusion_rate: float
+    two: float | None
+    size: int | None
+    curve: tuple[float, ...]
+    removed: DiscretePair | None = None
+    added: DiscretePair | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pairs = [pair for pair in (self.removed, self.added) if pair is not None]
+        losses = [loss for pair in pairs for loss in (*pair.probs, pair.infinite)]
+        if len(self.curve) != len(ORDERS) or not all(value >= 0 for value in self.curve):
+            raise FedsimError(
+                f"the law '{self.title}' has a Rényi curve of {len(self.curve)} numbers; it must "
+                f"have {len(ORDERS)}, none below 0."
+            )
+        if not 0 < self.inclusion_rate <= 1 or not self.noise_multiplier >= 0:
+            raise FedsimError(f"the law '{self.title}' has a rate or a noise out of range.")
+        if len(pairs) == 1 or not all(0 <= loss <= 1 for loss in losses):
+            raise FedsimError(f"the pairs of the law '{self.title}' are not distributions.")
+        if any(not pair.probs or not pair.step > 0 for pair in pairs):
+            raise FedsimError(f"the pairs of the law '{self.title}' are not distributions.")
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """Its title."""
+        return self.title
+
+    @property
+    def rate(self) -> float:
+        """See `Law`."""
+        return self.inclusion_rate
+
+    def gaussian(self, noise_multiplier: float) -> None:
+        """Never: what it is, only its data say."""
+
+    def _check(self, noise_multiplier: float) -> None:
+        if noise_multiplier < self.noise_multiplier * (1 - 1e-12):
+            raise FedsimError(
+                f"the law '{self.title}' is known at a noise multiplier of "
+                f"{self.noise_multiplier:g} only, from its author; with less, "
+                f"{noise_multiplier:g}, nobody here knows what it costs: ask with the config that "
+                "names it."
+            )
+
+    def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair] | None:
+        """See `Law`; of no less noise than it was evaluated at."""
+        self._check(noise_multiplier)
+        if self.removed is None or self.added is None:
+            return None
+        return self.removed, self.added
+
+    def rdp(self, noise_multiplier: float) -> Array:
+        """See `Law`; of no less noise than it was evaluated at."""
+        self._check(noise_multiplier)
+        return np.array(self.curve)
+
+    def inclusion(self, population: int) -> Inclusion | None:
+        """See `Law`."""
+        return None if self.two is None else Inclusion(self.rate, self.two, self.size)
+
+    def comparable(self, other: Law) -> bool:
+        """Only if it is the same."""
+        return self == other
+
+    @property
+    def is_gaussian(self) -> bool:
+        """False: nobody here knows."""
+        return False
+
+    @property
+    def label(self) -> str:
+        """See `Law`."""
+        return self.label_text
+
+    def sentence(self, row: str) -> str:
+        """See `Law`."""
+        return self.sentence_text.replace("{row}", row)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @cached_property
+    def digest(self) -> str:
+        """By which later lines of a ledger refer to the one that holds it."""
+        text = json.dumps(self.to_dict(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `Law`; infinite numbers are written as the string "inf"."""
+        return {"name": NAME, **_written(asdict(self))}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """See `Law`."""
+        known = {field.name for field in fields(cls)}
+        if data.keys() != known:
+            raise FedsimError(f"a declared law has the fields {sorted(data)}.")
+        read = dict(data)
+        try:
+            read["curve"] = tuple(_number(value) for value in data["curve"])
+            for side in ("removed", "added"):
+                if (pair := data[side]) is not None:
+                    probs = tuple(_number(value) for value in pair["probs"])
+                    numbers = _number(pair["step"]), probs, _number(pair["infinite"])
+                    read[side] = DiscretePair(int(pair["start"]), *numbers)
+            for name in ("noise_multiplier", "inclusion_rate"):
+                read[name] = _number(data[name])
+            texts = (data["title"], data["label_text"], data["sentence_text"])
+            if not all(isinstance(text, str) for text in texts):
+                raise TypeError(texts)
+            return cls(**read)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise FedsimError("a declared law is not one that fedsim wrote.") from None
+
+
+def as_data(law: Law, noise_multiplier: float) -> Law:
+    """A law that needs no code but fedsim's: itself, or what `DeclaredLaw` keeps of it.
+
+    Raises
+    ------
+    FedsimError
+        If the law gives something else than a curve and pairs.
+    """
+    if type(law).__module__.partition(".")[0] == "fedsim":
+        return law
+    try:
+        return _evaluated(law, noise_multiplier)
+    except TypeError as error:
+        raise FedsimError(
+            f"the law {type(law).__name__} cannot be evaluated ({error}); it must be a frozen "
+            "dataclass derived from fedsim.privacy.laws.Law."
+        ) from error
+
+
+@lru_cache(maxsize=256)
+def _evaluated(law: Law, noise_multiplier: float) -> DeclaredLaw:
+    curve, pairs = np.full(len(ORDERS), math.inf), None
+    if noise_multiplier > 0:
+        curve, pairs = np.asarray(law.rdp(noise_multiplier)), law.pairs(noise_multiplier)
+    tested = law.inclusion(law.population) if law.population is not None else None
+    return DeclaredLaw(
+        title=law.name,
+        label_text=law.label,
+        sentence_text=law.sentence("{row}"),
+        noise_multiplier=float(noise_multiplier),
+        inclusion_rate=float(law.rate),
+        two=None if tested is None else float(tested.two),
+        size=None if tested is None else tested.size,
+        population=law.population,
+        adjacency=law.adjacency,
+        curve=tuple(curve.tolist()),
+        removed=None if pairs is None else discretised(pairs[0]),
+        added=None if pairs is None else discretised(pairs[1]),
+    )
+
+
+def costliest_curve(curves: list[Array], adjacency: Adjacency) -> DeclaredLaw:
+    """A law that costs no less than any of these Rényi curves, at any noise."""
+    return DeclaredLaw(
+        title="at least as costly as all others here",
+        label_text="the largest of several Rényi curves",
+        sentence_text="draws of several laws, the largest of whose Rényi curves is charged",
+        noise_multiplier=0.0,
+        inclusion_rate=1.0,
+        two=None,
+        size=None,
+        adjacency=adjacency,
+        curve=tuple(np.max(curves, axis=0).tolist()),
+    )
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _written(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_written(entry) for entry in value]
+    return "inf" if isinstance(value, float) and math.isinf(value) else value
+
+
+def _number(value: object) -> float:
+    if value == "inf":
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(value)
+    return float(cast(float, value))

@@ -1,0 +1,112 @@
+"""Passes over everybody in an order of their own, cut into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.laws.base import Ids, Sampler, check_population, declared_population
+from fedsim.privacy.laws.full import Full, FullLaw
+from fedsim.randomness import Draws
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffleLaw(FullLaw):
+    """One plain Gaussian a pass: each row is in one of its batches, and which is not secret."""
+
+    name: ClassVar[str] = "shuffle"
+
+    def inclusion(self, population: int) -> None:
+        """See `Law`: batches of one pass are not drawn independently."""
+
+    @property
+    def label(self) -> str:
+        """See `Law`."""
+        return "shuffled passes, no amplification"
+
+    def sentence(self, row: str) -> str:
+        """See `Law`."""
+        return "shuffled passes (one unamplified release a pass)"
+
+
+@dataclass(frozen=True)
+class ShuffledPasses(Sampler):
+    """Passes over everybody in an order of their own, cut into batches; the last may be short.
+
+    Guarantee: zero-out. Everybody is in one batch a pass, which costs one Gaussian without
+    amplification: the order is not secret enough to be credited.
+
+    Parameters
+    ----------
+    batch_size : int
+        In [1, population].
+    population : int
+        Declared public number.
+    """
+
+    name: ClassVar[str] = "shuffle"
+    batch_size: int
+    population: int
+
+    def __post_init__(self) -> None:
+        check_population(self.population)
+        if not 1 <= self.batch_size <= self.population:
+            raise FedsimError(
+                f"the batch size is {self.batch_size}; it must lie in [1, population = "
+                f"{self.population}]."
+            )
+
+    @property
+    def rate(self) -> float:
+        """``batch_size / population``."""
+        return self.batch_size / self.population
+
+    @property
+    def expected_size(self) -> float:
+        """The batch size, also where a pass's last batch is short."""
+        return float(self.batch_size)
+
+    @property
+    def steps(self) -> int:
+        """Batches in one pass."""
+        return -(-self.population // self.batch_size)
+
+    def order(self, round: int, draws: Draws, number: int) -> Ids:
+        """Pass ``number`` of a round: all ids, in the order in which batches take them."""
+        return draws.generator(round, number).permutation(self.population)
+
+    def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
+        """The ids of one batch. `order` gives a pass at a time."""
+        number, batch = divmod(step, self.steps)
+        first = batch * self.batch_size
+        return self.order(round, draws, number)[first : first + self.batch_size]
+
+    def law(self) -> ShuffleLaw:
+        """No amplification."""
+        return ShuffleLaw()
+
+    def gaussians(self, count: int) -> int:
+        """One for each pass that ``count`` sums begin."""
+        return -(-count // self.steps)
+
+
+def draw_passes(
+    sampler: ShuffledPasses | Full, draws: Sequence[Draws], round: int, passes: int
+) -> Ids:
+    """Passes 0 to ``passes - 1`` of n owners alike: int64 ``[n, passes, population]``.
+
+    Each is the sampler's `order`, at a third of what one call a pass costs.
+    """
+    population = declared_population(sampler)
+    orders = np.empty((len(draws), passes, population), dtype=np.int64)
+    orders[:] = np.arange(population)
+    if sampler.rate < 1:
+        for owner_orders, owner_draws in zip(orders, draws, strict=True):
+            generators = owner_draws.generators(round, range(passes))
+            for order, generator in zip(owner_orders, generators, strict=True):
+                generator.shuffle(order)
+    return orders

@@ -1,0 +1,274 @@
+"""What one release shows of a row: closed forms, Rényi curves, and pairs of distributions.
+
+A *dominating pair* of a release is two distributions, its result with the worst row and without
+it, such that no other neighbours are told apart more easily. Its privacy loss is the logarithm of
+their density ratio. `fedsim.privacy.pld` composes pairs; Rényi curves add up as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import log_ndtr, ndtr, ndtri
+
+Array = npt.NDArray[np.float64]
+
+ORDERS = np.array(
+    [*np.arange(1.1, 10.95, 0.1).round(1), *range(11, 65), 80, 96, 128, 192, 256, 512, 1024]
+)
+"""Of all Rényi curves here."""
+
+# Mass cut off each tail of one release; the part that could be a large loss is counted as an
+# infinite one.
+RELEASE_TAIL = 1e-22
+
+
+# A Gaussian without amplification, in closed form. Any composition of such is one Gaussian of
+# mu = sqrt(sum 1/z_j^2), whose curve is delta = Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu)
+# (Balle & Wang, "Improving the Gaussian Mechanism for Differential Privacy", 2018, theorem 8).
+
+
+def gaussian_delta(mu: float, epsilon: float) -> float:
+    """Smallest delta at ``epsilon >= 0`` of a Gaussian of sensitivity ``mu`` stds."""
+    if mu == 0:
+        return 0.0
+    upper = ndtr(mu / 2 - epsilon / mu)
+    lower = math.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu))
+    return max(0.0, float(upper - lower))
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """Smallest epsilon at ``delta``, to 1e-12 relative, rounded up."""
+    if gaussian_delta(mu, 0.0) <= delta:
+        return 0.0
+    low, high = 0.0, 1.0
+    while gaussian_delta(mu, high) > delta:
+        low, high = high, 2 * high
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if gaussian_delta(mu, middle) > delta else (low, middle)
+    return high
+
+
+def gaussian_mu(epsilon: float, delta: float) -> float:
+    """Largest ``mu`` that is (epsilon, delta)-private, to 1e-12 relative, rounded down."""
+    low, high = 0.0, 1.0
+    while gaussian_delta(high, epsilon) <= delta:
+        low, high = high, 2 * high
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if gaussian_delta(middle, epsilon) <= delta else (low, middle)
+    return low
+
+
+def gaussian_rdp(mu: float) -> Array:
+    """RDP at `ORDERS` of a Gaussian whose sensitivity is ``mu`` standard deviations."""
+    return np.asarray(ORDERS * mu**2 / 2)
+
+
+def rdp_epsilon(rdp: Array, delta: float) -> float:
+    """Epsilon of a curve at `ORDERS`."""
+    from dp_accounting.rdp import compute_epsilon
+
+    return float(compute_epsilon(ORDERS, rdp, delta)[0])
+
+
+def rdp_delta(rdp: Array, epsilon: float) -> float:
+    """Delta of a curve at `ORDERS`."""
+    from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
+
+    return float(compute_delta(ORDERS, rdp, epsilon)[0])
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Let dp-accounting leave out orders whose series does not converge, without a word.
+
+    absl, by which it warns, gives the root logger a handler where that has none: from then on
+    every line of others' loggers, Flower's among them, would be shown twice.
+    """
+    absl, root, silent = logging.getLogger("absl"), logging.getLogger(), logging.NullHandler()
+    level = absl.level
+    absl.setLevel(logging.ERROR)
+    root.addHandler(silent)
+    try:
+        yield
+    finally:
+        root.removeHandler(silent)
+        absl.setLevel(level)
+
+
+class DominatingPair(ABC):
+    """One direction of a release: its distribution ``upper`` on one side, ``lower`` on the other.
+
+    Subclasses are frozen dataclasses; equal ones are accounted for once.
+    """
+
+    @abstractmethod
+    def ends(self) -> tuple[float, float]:
+        """The least and the largest finite loss, but for negligible mass (`RELEASE_TAIL`)."""
+
+    @abstractmethod
+    def std(self, *, upper: bool = False) -> float:
+        """Standard deviation of the loss under ``lower``, or under ``upper``."""
+
+    @abstractmethod
+    def masses(self, grid: Array) -> tuple[Array, Array]:
+        """Mass of ``upper`` and ``lower`` at losses below, between and above the grid's points.
+
+        The grid covers `ends`; above its last point is only what counts as an infinite loss.
+        Each is ``[len(grid) + 1]``.
+        """
+
+
+@dataclass(frozen=True)
+class SampledGaussian(DominatingPair):
+    """A Poisson-sampled Gaussian, the row removed: rate ``q`` in (0, 1], noise multiplier ``z``.
+
+    ``upper`` is ``(1 - q) N(0, z^2) + q N(1, z^2)`` and ``lower`` is ``N(0, z^2)``.
+    """
+
+    rate: float
+    noise_multiplier: float
+
+    @property
+    def both(self) -> tuple[DominatingPair, DominatingPair]:
+        """This, and the row added."""
+        return self, Reversed(self)
+
+    def ends(self) -> tuple[float, float]:
+        """See `DominatingPair`."""
+        reach = -self.noise_multiplier * float(ndtri(RELEASE_TAIL))
+        low, high = self._loss(np.array([-reach, 1 + reach]))
+        return float(low), float(high)
+
+    def std(self, *, upper: bool = False) -> float:
+        """See `DominatingPair`; by quadrature."""
+        q, z = self.rate, self.noise_multiplier
+        x = np.linspace(-9.0, 9.0, 4001)
+        weight = np.exp(-(x**2) / 2)
+        if upper:
+            x, weight = np.append(x, x + 1 / z), np.append((1 - q) * weight, q * weight)
+        loss = self._loss(x * z)
+        mean = weight @ loss / weight.sum()
+        return math.sqrt(float(weight @ (loss - mean) ** 2 / weight.sum()))
+
+    def _loss(self, x: Array) -> Array:
+        """log of (upper density / lower density) at ``x``; increasing."""
+        q, z = self.rate, self.noise_multiplier
+        exponent = (2 * x - 1) / (2 * z**2)
+        if q == 1:
+            return exponent
+        return np.asarray(np.logaddexp(math.log1p(-q), math.log(q) + exponent))
+
+    def masses(self, grid: Array) -> tuple[Array, Array]:
+        """See `DominatingPair`."""
+        q, z = self.rate, self.noise_multiplier
+        # Where the loss crosses each grid point; below log(1 - q) it never does.
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            if q == 1:
+                x = grid * z**2 + 0.5
+            else:
+                x = 0.5 + z**2 * (grid + np.log(-np.expm1(math.log1p(-q) - grid)) - math.log(q))
+        x = np.where(np.isnan(x), -np.inf, x)
+        lower, shifted = _normal_masses(x / z), _normal_masses((x - 1) / z)
+        return ((1 - q) * lower + q * shifted if q < 1 else shifted), lower
+
+
+def _normal_masses(points: Array) -> Array:
+    """Standard normal mass left of, between and right of ``points``: ``[len + 1]``.
+
+    Differences are taken in the nearer tail, so that small masses keep their digits.
+    """
+    edges = np.concatenate([[-np.inf], points, [np.inf]])
+    lower, upper = edges[:-1], edges[1:]
+    in_upper_tail = lower > 0
+    return np.asarray(
+        np.where(in_upper_tail, ndtr(-lower) - ndtr(-upper), ndtr(upper) - ndtr(lower))
+    )
+
+
+@dataclass(frozen=True)
+class Reversed(DominatingPair):
+    """A pair with its two distributions in each other's place."""
+
+    pair: DominatingPair
+
+    def ends(self) -> tuple[float, float]:
+        """See `DominatingPair`."""
+        low, high = self.pair.ends()
+        return -high, -low
+
+    def std(self, *, upper: bool = False) -> float:
+        """See `DominatingPair`."""
+        return self.pair.std(upper=not upper)
+
+    def masses(self, grid: Array) -> tuple[Array, Array]:
+        """See `DominatingPair`."""
+        upper, lower = self.pair.masses(-grid[::-1])
+        return lower[::-1], upper[::-1]
+
+
+@dataclass(frozen=True)
+class DiscretePair(DominatingPair):
+    """A pair by the distribution of its loss, which is all that matters of it.
+
+    Attributes
+    ----------
+    start : int
+    step : float
+        Losses are ``(start + i) * step``.
+    probs : tuple of float
+        Mass of ``upper`` at each; that of ``lower`` is ``exp(-loss)`` of it.
+    infinite : float
+        Mass of ``upper`` that ``lower`` does not have.
+    """
+
+    start: int
+    step: float
+    probs: tuple[float, ...]
+    infinite: float
+
+    def _atoms(self) -> tuple[Array, Array]:
+        probs = np.array(self.probs)
+        return (self.start + np.arange(len(probs), dtype=np.float64)) * self.step, probs
+
+    def distributions(self) -> tuple[Array, Array, Array]:
+        """All losses, infinite ones among them, and their masses of ``upper`` and ``lower``."""
+        losses, probs = self._atoms()
+        others = probs * np.exp(-losses)
+        upper = np.concatenate([[0.0], probs, [self.infinite]])
+        lower = np.concatenate([[max(0.0, 1.0 - others.sum())], others, [0.0]])
+        losses = np.concatenate([[-np.inf], losses, [np.inf]])
+        return losses, upper / upper.sum(), lower / lower.sum()
+
+    def ends(self) -> tuple[float, float]:
+        """See `DominatingPair`."""
+        losses, _ = self._atoms()
+        return float(losses[0]), float(losses[-1])
+
+    def std(self, *, upper: bool = False) -> float:
+        """See `DominatingPair`."""
+        losses, weight = self._atoms()
+        weight = weight if upper else weight * np.exp(-losses)
+        mean = weight @ losses / weight.sum()
+        return math.sqrt(float(weight @ (losses - mean) ** 2 / weight.sum()))
+
+    def masses(self, grid: Array) -> tuple[Array, Array]:
+        """See `DominatingPair`."""
+        losses, probs = self._atoms()
+        # What rounding puts beyond the last point is no infinite loss for that.
+        place = np.minimum(np.searchsorted(grid, losses), len(grid) - 1)
+        size = len(grid) + 1
+        upper, lower = np.zeros(size), np.zeros(size)
+        np.add.at(upper, place, probs)
+        np.add.at(lower, place, probs * np.exp(-losses))
+        upper[-1] += self.infinite
+        return upper, lower

@@ -1,0 +1,33 @@
+"""Fresh noise in every release, as in DP-SGD and DP-FedAvg."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fedsim.privacy.laws.base import Law
+from fedsim.privacy.noise.base import Noise, NoiseState
+from fedsim.registry import register
+
+
+@register("noise", "independent")
+@dataclass(frozen=True)
+class Independent(Noise):
+    """A Gaussian in every release that no other release knows of.
+
+    Guarantee: each release is one Gaussian mechanism of this multiplier on a sum of
+    sensitivity C; releases compose.
+    """
+
+    @property
+    def divisible(self) -> bool:
+        """True: sums of Gaussians are Gaussians."""
+        return True
+
+    def combine(self, fresh: Any, state: NoiseState) -> tuple[Any, NoiseState]:
+        """The draws as they are."""
+        return fresh, state
+
+    def law(self, law: Law) -> Law:
+        """The same: laws are of Gaussians."""
+        return law

@@ -1,0 +1,298 @@
+"""A run's examples, and whose they are: loaded, held out, split among clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim import datasets, partitions
+from fedsim.config import RunConfig, Scalar
+from fedsim.config.instantiate import find, settings_for
+from fedsim.datasets import Dataset, Split
+from fedsim.datasets.checks import UNUSABLE
+from fedsim.errors import FedsimError
+from fedsim.partitions import Indices, Partition
+from fedsim.runs import factories
+from fedsim.runs.object_overrides import ObjectOverrides
+from fedsim.training import ClientData
+
+
+@dataclass(frozen=True, eq=False)
+class DataSplit:
+    """Positions of examples.
+
+    Attributes
+    ----------
+    train : list of int64 arrays
+        Each client's training examples.
+    held_out : int64 array
+        Training examples that nobody trains on; empty where none are held out.
+    test : list of int64 arrays, or None
+        Each client's test examples, where the data say whose they are.
+    of_clients : tuple of str
+        Which of ``test`` and ``validation`` are clients' own examples, in a private run: metrics of
+        them are not covered by its guarantee.
+    """
+
+    train: list[Indices]
+    held_out: Indices
+    test: list[Indices] | None = None
+    of_clients: tuple[str, ...] = ()
+
+    @property
+    def sizes(self) -> set[int]:
+        """Numbers of training examples that clients have, but for 0."""
+        return {len(indices) for indices in self.train if len(indices)}
+
+
+@dataclass(frozen=True, eq=False)
+class RunData:
+    """The examples of a run, or of one of its clients.
+
+    Attributes
+    ----------
+    dataset : Dataset
+        On the run's device.
+    split : DataSplit
+    planned_sizes : collection of int
+        Numbers of examples that noise with a target epsilon must be enough for: all clients',
+        also where ``split`` knows of one client alone.
+    """
+
+    dataset: Dataset
+    split: DataSplit
+    planned_sizes: Collection[int]
+
+    @property
+    def statistics(self) -> tuple[Tensor | None, Tensor | None]:
+        """Mean and deviation by which inputs are normalised; None where they are not."""
+        return input_statistics(self.dataset)
+
+    def clients(self, split: Split, parts: list[Indices]) -> ClientData:
+        """Examples of one of its splits, and whose they are."""
+        return client_data(self.dataset, split, parts)
+
+
+def resolve_data(
+    config: RunConfig,
+    overrides: ObjectOverrides | None = None,
+    *,
+    load: Callable[[RunConfig], Dataset] | None = None,
+) -> RunData:
+    """The examples that a run has, and which client has which.
+
+    Parameters
+    ----------
+    config : RunConfig
+    overrides : ObjectOverrides, optional
+    load : callable, optional
+        In the place of `load_dataset`.
+
+    Raises
+    ------
+    FedsimError
+        If there are none, they cannot be split this way, or a private run would find or show what
+        it must not.
+    """
+    overrides = overrides or ObjectOverrides()
+    data, device = config.data, device_of(config)
+    private = config.private or config.client.private
+    dataset = (load or load_dataset)(config) if overrides.data is None else overrides.data
+    if private:
+        dataset = dataset.protected()
+    elif overrides.data is not None:
+        dataset.check_sizes()
+    if overrides.data is not None and (data.train or data.test):
+        dataset = dataset.ranged(data.train, data.test)
+    partition = _partition(config, overrides)
+    if private:
+        refuse_found(dataset, partition)
+    dataset = dataset.to(device)
+    split = split_data(config, partition, dataset)
+    return RunData(dataset, split, split.sizes)
+
+
+def _partition(config: RunConfig, overrides: ObjectOverrides) -> Partition:
+    given, declared = overrides.partition, config.partition.clients
+    if given is not None and given.clients != declared:
+        raise FedsimError(
+            f"partition has {given.clients} clients, and partition.clients = {declared}, the "
+            "declared population; they must be the same."
+        )
+    return given or factories.partition(config)
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """Where a run trains.
+
+    Raises
+    ------
+    FedsimError
+        If there is no such device.
+    """
+    name, available = config.engine.device, torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise FedsimError("engine.device = 'cuda', but there is no CUDA device; it must be 'cpu'.")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and available) else "cpu")
+
+
+def client_data(dataset: Dataset, split: Split, parts: list[Indices]) -> ClientData:
+    """Examples of a data set's split, and whose they are, normalised as the data set says."""
+    unusable = split.columns.get(UNUSABLE)
+    return ClientData(split.x, split.y, parts, *input_statistics(dataset), split.mask, unusable)
+
+
+def input_statistics(dataset: Dataset) -> tuple[Tensor | None, Tensor | None]:
+    """Mean and standard deviation of inputs ``[C, 1, 1]`` or ``[features]``, or None."""
+    images = dataset.train.x.dim() == 4
+    found = []
+    for numbers in (dataset.mean, dataset.std):
+        values = None if numbers is None else torch.tensor(numbers, dtype=torch.float64)
+        # One number a channel, so that it broadcasts over [C, H, W].
+        found.append(values.view(-1, 1, 1) if values is not None and images else values)
+    mean, std = found
+    return mean, std
+
+
+class DatasetCache:
+    """`load_dataset` for many runs: what one ``[data]`` table names is read once."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[tuple[tuple[str, Scalar], ...], Dataset] = {}
+
+    def load(self, config: RunConfig) -> Dataset:
+        """The examples that a config names."""
+        flat = config.to_run_config().items()
+        table = tuple((key, value) for key, value in flat if key.startswith("data."))
+        if table not in self._loaded:
+            self._loaded[table] = load_dataset(config)
+        return self._loaded[table]
+
+
+def load_dataset(config: RunConfig) -> Dataset:
+    """The examples that a config names."""
+    data = config.data
+    return datasets.load(
+        data.name,
+        directory=data.dir,
+        download=data.download,
+        normalize=data.normalize,
+        train=data.train,
+        test=data.test,
+        protected=config.private or config.client.private,
+        **settings_for(data, find(data), ("path", "directory", "download", "normalize")),
+    )
+
+
+def split_data(config: RunConfig, partition: Partition, dataset: Dataset) -> DataSplit:
+    """Hold examples out, and split the others among clients.
+
+    Raises
+    ------
+    FedsimError
+        If they cannot be split this way, or a private run would show what it must not.
+    """
+    train, test = dataset.train, dataset.test
+    if config.evaluate.every and not len(test):
+        raise FedsimError(
+            f"evaluate.every = {config.evaluate.every}; it must be 0, since {dataset.name} has no "
+            "test examples."
+        )
+    private = config.private or config.client.private
+    owners = train.columns.get(getattr(partition, "column", "owner"))
+    of_clients = _of_clients(config, partition, dataset) if private else ()
+    rest, held_out = np.arange(len(train)), np.zeros(0, dtype=np.int64)
+    if config.data.validation:
+        rest, held_out = partitions.hold_out(
+            config.data.validation, len(train), owners, seed=config.seed
+        )
+    targets = train.y.cpu().numpy()[rest]
+    columns = {name: column[rest] for name, column in train.columns.items()}
+    parts = [rest[indices] for indices in partition.indices(targets, columns)]
+    if len(parts) != config.partition.clients:
+        raise FedsimError(
+            f"{partition} deals examples to {len(parts)} clients, and partition.clients = "
+            f"{config.partition.clients}, the declared population; they must be the same."
+        )
+    if private and isinstance(partition, partitions.ByOwner):
+        partition.require_every_client_an_owner(columns)
+    if config.partition.max_examples:
+        parts = partitions.subsample(parts, config.partition.max_examples, seed=config.seed)
+    # Nobody evaluates on one whose label is none.
+    held_out = held_out[~train.columns.get(UNUSABLE, np.zeros(len(train), np.bool_))[held_out]]
+    return DataSplit(parts, held_out, partition.test_indices(columns, test.columns), of_clients)
+
+
+def _of_clients(config: RunConfig, partition: Partition, dataset: Dataset) -> tuple[str, ...]:
+    """Splits for evaluation whose examples belong to a private run's clients.
+
+    Raises
+    ------
+    FedsimError
+        If their metrics, which have no noise, would be shown and may not.
+    """
+    column = getattr(partition, "column", "owner")
+    if column not in dataset.train.columns:
+        return ()
+    splits: list[str] = []
+    if _clients_own_test_examples(dataset, column):
+        splits.append("test")
+        if config.evaluate.every and not config.evaluate.unprotected:
+            raise FedsimError(
+                f"evaluate.every = {config.evaluate.every} measures test examples of clients "
+                f"(column {column}), and metrics of clients' data have no noise: in a private run "
+                "it must be 0, or evaluate.unprotected = true."
+            )
+    if config.data.validation:
+        splits.append("validation")
+        if not config.evaluate.unprotected:
+            raise FedsimError(
+                f"data.validation = {config.data.validation:g} holds out examples that have owners,"
+                " and metrics of clients' data have no noise: in a private run it must be 0, or "
+                "evaluate.unprotected = true."
+            )
+    return tuple(splits)
+
+
+def refuse_found(dataset: Dataset, partition: Partition) -> None:
+    """Refuse what was found in clients' examples, where a private run protects these.
+
+    Raises
+    ------
+    FedsimError
+    """
+    column = getattr(partition, "column", "owner")
+    for key, split in dataset.found_in.items():
+        if split == "test" and not _clients_own_test_examples(dataset, column):
+            continue
+        if key in ("mean", "types"):
+            raise FedsimError(_FOUND_IN_TABLES[key].format(name=dataset.name))
+        noun = "classes" if key == "classes" else "tokens"
+        told = {
+            "train": f"{dataset.name} has no test examples that tell how many {noun} there are",
+            "test": f"the test examples of {dataset.name}, which tell how many {noun} there are, "
+            f"belong to clients (column {column})",
+        }[split]
+        raise FedsimError(
+            f"data.{key} is not set, and {told}: in a private run their number is not found in "
+            f"clients' data; it must be declared, as data.{key} or by the file itself."
+        )
+
+
+_FOUND_IN_TABLES = {
+    "types": "data.types does not say what every column of {name} holds: in a private run that is "
+    "not found in clients' data; it must be declared for each, as in 'age=0:100,sex=female|male'.",
+    "mean": "data.normalize = true takes mean and deviation from the training examples of {name}, "
+    "and in a private run nothing is found in clients' data; it must be false, with a range "
+    "declared for each number, as in data.types = 'age=0:100'.",
+}
+
+
+def _clients_own_test_examples(dataset: Dataset, column: str) -> bool:
+    """Whether a test example has the owner of a training example."""
+    owners, theirs = (split.columns.get(column) for split in (dataset.train, dataset.test))
+    return owners is not None and theirs is not None and bool(np.isin(theirs, owners).any())

@@ -1,0 +1,91 @@
+"""A run as it goes on, in a notebook: one table that changes in place."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fedsim.errors import FedsimError
+from fedsim.federation.round_report import describe_reasons, reasons_in
+from fedsim.reports.describe import brief, display_name, duration, is_share
+from fedsim.reports.page import ProgressBar, facts_table
+from fedsim.runs.callbacks import Callback, RunStatus
+
+BETWEEN = 0.2  # seconds from one picture to the next: rounds can be faster than a browser
+
+
+class Live(Callback):
+    """Shows a run in the output of a notebook's cell: rounds, time left, numbers, failures.
+
+    ``fedsim.run(config, callbacks=[fedsim.Live()])``. What it shows is replaced in place, by means
+    that every notebook has; nothing is installed in the browser.
+    """
+
+    def __init__(self) -> None:
+        self._shown: Any = None
+        self._values: dict[str, float | int] = {}
+        self._failures: dict[str, float] = {}
+        self._first = 0
+        self._since = self._last = 0.0
+
+    def on_start(self, status: RunStatus) -> None:
+        """Begin the table.
+
+        Raises
+        ------
+        FedsimError
+            Outside a notebook, where there is nothing to show it in.
+        """
+        try:
+            from IPython.display import HTML, display
+        except ImportError:
+            raise FedsimError("fedsim.Live() needs IPython; give it in a notebook.") from None
+        self._first, self._since = status.round, time.monotonic()
+        self._shown = display(HTML(self._html(status)), display_id=True)
+
+    def on_round(self, status: RunStatus) -> None:
+        """Replace the table, unless it has just been replaced."""
+        row = status.row
+        self._values |= {
+            name: value
+            for name, value in row.items()
+            if name.startswith(("test-", "validation-")) or name.endswith("epsilon")
+        }
+        for name, value in row.items():
+            if name.startswith("failed-"):
+                self._failures[name] = self._failures.get(name, 0) + value
+        if time.monotonic() - self._last >= BETWEEN:
+            self._show(status)
+
+    def on_end(self, status: RunStatus) -> None:
+        """Say how the run has ended."""
+        self._show(status)
+
+    def _show(self, status: RunStatus) -> None:
+        from IPython.display import HTML
+
+        if self._shown is not None:
+            self._shown.update(HTML(self._html(status)))
+        self._last = time.monotonic()
+
+    def _html(self, status: RunStatus) -> str:
+        config = status.config
+        cells: dict[str, object] = {"run": config.title or config.name}
+        reached = f"{status.round:,} of {config.rounds:,}{self._left(status)}"
+        cells["round"] = ProgressBar(status.round, config.rounds, reached)
+        simulated = " (simulated)" * bool(status.row.get("simulated"))
+        for name, value in self._values.items():
+            said = display_name(name) + simulated * name.endswith("epsilon")
+            cells[said] = brief(value, is_share(name.partition("-")[2], [value]))
+        if any(self._failures.values()):
+            cells["clients failed"] = describe_reasons(reasons_in([self._failures]))
+        if status.ended is not None:
+            cells["ended"] = f"{status.ended}. {status.why}".strip()
+        return facts_table(cells)
+
+    def _left(self, status: RunStatus) -> str:
+        done = status.round - self._first
+        if status.ended is not None or done < 1:
+            return ""
+        seconds = (time.monotonic() - self._since) / done * (status.config.rounds - status.round)
+        return f", {duration(seconds)} left"

@@ -1,0 +1,103 @@
+"""Objects from Python in the place of what a config names, and what tells them apart."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, is_dataclass
+
+import torch
+from flwr.serverapp.strategy import Strategy
+from torch import Tensor, nn
+
+from fedsim import datasets, models, partitions
+from fedsim.errors import FedsimError
+from fedsim.privacy.digest import digest_of
+from fedsim.settings import shown
+from fedsim.strategies import DPFedAvg
+
+
+@dataclass(frozen=True, eq=False)
+class ObjectOverrides:
+    """Objects in the place of what tables of a config name; None for what the table says.
+
+    Attributes
+    ----------
+    model : nn.Module, optional
+        Initialised; it is copied.
+    data : Dataset, optional
+    partition : Partition, optional
+        Of as many clients as the config declares.
+    strategy : Strategy, optional
+        Of Flower's, one that refines the mean; it is copied, and takes the place of [server].
+    """
+
+    model: nn.Module | None = None
+    data: datasets.Dataset | None = None
+    partition: partitions.Partition | None = None
+    strategy: Strategy | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("model", nn.Module),
+            ("data", datasets.Dataset),
+            ("partition", partitions.Partition),
+            ("strategy", Strategy),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise FedsimError(
+                    f"{name}= is {shown(value)}; it must be an object of {kind.__module__}."
+                    f"{kind.__qualname__}, or left out: then the config's table says it."
+                )
+        if self.model is not None:
+            models.refuse_other_than_numbers(self.model)
+        if isinstance(self.strategy, DPFedAvg):
+            raise FedsimError(
+                "strategy is a DPFedAvg, which a config's tables say ([cohort], [mechanism], "
+                "[noise], [server]); it must be a strategy of Flower's that refines the mean, such "
+                "as FedAdam, or the object's own start(grid, initial_arrays) makes its rounds."
+            )
+
+    def digest(self) -> str:
+        """Digest of what of them determines a release and can be said; empty of nothing."""
+        said: dict[str, object] = {}
+        if self.model is not None:
+            # Where a run starts is no secret: its values may be digested, as data may not.
+            values = models.values_of(self.model).items()
+            said["model"] = [
+                re.sub(r" at 0x[0-9a-f]+", "", repr(self.model)),
+                [
+                    name
+                    for name, parameter in self.model.named_parameters()
+                    if parameter.requires_grad
+                ],
+                {name: hashlib.sha256(_bytes_of(value)).hexdigest() for name, value in values},
+            ]
+        if self.data is not None:
+            data, x, y = self.data, self.data.train.x, self.data.train.y
+            sizes = [list(x.shape), str(x.dtype), list(y.shape), str(y.dtype)]
+            constants = [data.num_classes, data.vocabulary, data.mean, data.std]
+            said["data"] = [data.name, data.source, sizes, constants]
+        if self.partition is not None:
+            said["partition"] = (
+                self.partition if is_dataclass(self.partition) else _described(self.partition)
+            )
+        if self.strategy is not None:
+            said["strategy"] = _described(self.strategy)
+        return digest_of(said) if said else ""
+
+
+def _described(thing: object) -> list[object]:
+    """Its class and what settings it has: what else it holds may be clients' data."""
+    settings = {
+        name: value
+        for name, value in sorted(getattr(thing, "__dict__", {}).items())
+        if isinstance(value, bool | int | float | str)
+    }
+    return [type(thing).__qualname__, settings]
+
+
+def _bytes_of(value: Tensor) -> bytes:
+    flat = value.detach().cpu().contiguous().view(-1)
+    return f"{value.dtype} {list(value.shape)} ".encode() + flat.view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,217 @@
+"""Everything that can be wrong with a run, before anything of it is written or started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from flwr.app import ConfigRecord
+from torch import Tensor
+
+from fedsim.clients.proximal import server_numbers
+from fedsim.config import RunConfig
+from fedsim.config.plan import dealing
+from fedsim.config.run_config import past_config
+from fedsim.errors import FedsimError
+from fedsim.federation.optimizers import FlowerOptimizer
+from fedsim.privacy import Ledger
+from fedsim.privacy.adversary import large_delta
+from fedsim.privacy.durable import archived
+from fedsim.privacy.manifest import private_key
+from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.columns import columns_of
+from fedsim.runs.local_training import ledger_dir, most_expensive_client
+from fedsim.runs.loggers import loggers
+from fedsim.runs.resolve import Resolved, strategy_of
+from fedsim.runs.stopping import Judge
+from fedsim.settings import shown
+from fedsim.tasks import MeanOf
+from fedsim.training.evaluation import evaluate_clients
+
+
+def check(resolved: Resolved) -> None:
+    """Refuse a run that cannot be: called before its directory or a server is touched.
+
+    The data, the model and the client algorithm are built, and the mechanism, the placement of its
+    noise, its scalars and the budget are held against the model; the model, loss and metrics are
+    tried on one example. A resolved config is one that has passed.
+
+    Raises
+    ------
+    FedsimError
+        Naming the key, its value and what is allowed. Errors of the user's own code come through
+        as they are.
+    """
+    if resolved.config.engine.name != "deployment":  # there it is the nodes' own
+        _check_state_dir(resolved.config.client.state_dir)
+    strategy = strategy_of(resolved)
+    strategy.check(resolved.initial_arrays)
+    if isinstance(strategy.server_optimizer, FlowerOptimizer):
+        config = strategy.server_optimizer.client_config(resolved.trainer.initial(), ConfigRecord())
+        server_numbers(resolved.trainer.algorithm, config)
+    _check_scalars(resolved, strategy.mechanism.side_names)
+    columns_of(resolved, strategy)
+    for key, metric in (
+        ("checkpoint.best", resolved.config.checkpoint.best),
+        ("stop.metric", resolved.config.stop.metric),
+    ):
+        if metric:
+            Judge.of(resolved, key, metric)
+    loggers(resolved.config.log.to)
+    _check_clients_budget(resolved)
+    key = resolved.config.noise.ledger_key
+    if key and not resolved.config.engine.federation:  # where the key is on the server's machine
+        private_key(Path(key))
+    _try_out(resolved)
+
+
+def check_past(resolved: Resolved, directory: RunDirectory) -> None:
+    """Refuse a directory in which earlier runs released what cannot be added up with this run.
+
+    Raises
+    ------
+    FedsimError
+        If their ledgers cannot be read or do not compose; if clients protect their examples in
+        this run and did not in one of them, or the other way round; if their ledgers were kept
+        elsewhere: an example-level statement over one of the two alone would be false; or if a
+        private one of them dealt examples to other clients.
+    """
+    ledgers = archived(directory.ledger)
+    if directory.ledger.exists():
+        ledgers.append(directory.ledger)
+    if not ledgers:
+        return
+    Ledger.read(directory.ledger, declared=resolved.plan.event())
+    for path in ledgers:
+        config = path.with_name(directory.config.name)
+        if config.exists():
+            _check_clients_past(resolved, directory, past_config(config))
+            _check_dealing(resolved.config, directory, past_config(config))
+
+
+def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
+    """What should be said of a run's guarantee before its first round."""
+    config, said = resolved.config, []
+    past = None if directory is None else directory.ledger
+    before = past is not None and (past.exists() or bool(archived(past)))
+    if past is not None and before and config.private and not Ledger.read(past).private:
+        said.append(
+            f"{past.parent} holds releases of earlier runs without a guarantee, which count: "
+            "epsilon of all that is released there is infinite, this run's included; choose "
+            "another --out for a figure."
+        )
+    if config.private:
+        said.append(large_delta(config.noise.delta, "client", config.partition.clients))
+    elif config.client.private and config.engine.name != "deployment":
+        smallest = min((len(part) for part in resolved.data.split.train if len(part)), default=None)
+        said.append(large_delta(config.client.noise.delta, "example", smallest))
+    return [sentence for sentence in said if sentence]
+
+
+def _check_dealing(config: RunConfig, directory: RunDirectory, past: RunConfig) -> None:
+    """Refuse to add up private runs that have dealt examples to other clients."""
+    if not all(run.private or run.client.private for run in (config, past)):
+        return
+    now, before = dict(dealing(config)), dict(dealing(past))
+    for key in {**before, **now}:
+        if now.get(key) != before.get(key):
+            raise FedsimError(
+                f"{key} = {shown(now.get(key, 'unset'))}; it must be "
+                f"{shown(before.get(key, 'unset'))}, as in the private run in {directory.path}: "
+                "with another value examples are dealt to other clients, and what the two runs "
+                "cost a client cannot be added up; choose another --out."
+            )
+
+
+def _check_clients_past(resolved: Resolved, directory: RunDirectory, past: RunConfig) -> None:
+    config = resolved.config
+    if past.client.private != config.client.private:
+        now, before = ("protect", "did not") if config.client.private else ("do not", "did")
+        raise FedsimError(
+            f"{directory.path} holds a run whose clients {before} protect their examples; in "
+            f"this one they {now} (client.mechanism.name), and what both released cannot be "
+            "added up at example level; choose another --out."
+        )
+    if not config.client.private or config.engine.federation or past.engine.federation:
+        return
+    kept = Path(past.client.state_dir) if past.client.state_dir else directory.clients
+    kept_now = ledger_dir(config, resolved.out)
+    if kept_now is not None and kept.absolute() != kept_now.absolute():
+        raise FedsimError(
+            f"{directory.path} holds a run whose clients' ledgers are in {kept}; this run's would "
+            f"be in {kept_now} (client.state-dir), and what was spent counts only where "
+            "all of it is; keep the directory, or choose another --out."
+        )
+
+
+def _check_clients_budget(resolved: Resolved) -> None:
+    """Refuse a budget of clients' examples that does not allow every client one round."""
+    if resolved.config.private:  # what it costs a client tells its size: it would fail alone
+        return
+    budget = resolved.config.client.noise.max_epsilon
+    sizes = resolved.data.split.sizes
+    worst = most_expensive_client(resolved.config, resolved.example_privacy, sizes, 1)
+    if budget is not None and worst is not None and worst.cost.epsilon > budget:
+        raise FedsimError(
+            f"client.noise.max-epsilon = {budget} at delta = {worst.cost.delta}; it must be at "
+            f"least {worst.cost.epsilon:.4g}, what one round costs a client."
+        )
+
+
+def _check_state_dir(name: str) -> None:
+    """Refuse a place where clients on this machine could keep nothing."""
+    if not name:
+        return
+    path = Path(name).absolute()
+    nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise FedsimError(
+            f"client.state-dir = '{name}', but {nearest} is no directory that can be written to; "
+            "it must be one, or a place for one."
+        )
+
+
+def _check_scalars(resolved: Resolved, names: tuple[str, ...]) -> None:
+    reported = resolved.trainer.reported
+    for name in names:
+        if name not in reported:
+            raise FedsimError(
+                f"mechanism.private-scalar = '{name}'; it must be a number that these clients "
+                f"report: {', '.join(reported)}."
+            )
+
+
+def _try_out(resolved: Resolved) -> None:
+    """Evaluate the initial model on one example."""
+    trainer = resolved.trainer
+    example = next((indices[:1] for indices in trainer.data.indices if len(indices)), None)
+    if example is not None:
+        trainer.model.eval()
+        theta = trainer.personal.initial[None]
+
+        def outputs_fit(outputs: Tensor, _targets: Tensor) -> Tensor:
+            _check_outputs(resolved, tuple(outputs.shape))
+            return outputs.new_zeros(len(outputs))
+
+        # In this order: what does not fit would be an error of torch's in the loss.
+        first = {"outputs": MeanOf(outputs_fit), "loss": MeanOf(trainer.loss)}
+        metrics = {**first, **trainer.metrics}
+        evaluate_clients(trainer.path, theta, trainer.data, [example], metrics)
+
+
+def _check_outputs(resolved: Resolved, shape: tuple[int, ...]) -> None:
+    """Refuse a model without an output for each class, before an example of one comes."""
+    if resolved.config.task.loss != "cross-entropy":
+        return
+    dataset = resolved.data.dataset
+    classes = dataset.num_classes
+    if not (classes or dataset.train.y.is_floating_point()):
+        raise FedsimError(
+            f"{dataset.name} does not say how many classes there are (num_classes of its "
+            "Dataset), which task.loss = 'cross-entropy' needs; Dataset.of finds it."
+        )
+    if len(shape) > 1 and shape[-1] < classes:
+        raise FedsimError(
+            f"the model has {shape[-1]} outputs, and the data have {classes} classes "
+            "(data.classes); it must have one for each."
+        )

@@ -1,0 +1,306 @@
+"""From a config to everything that a run is made of, in the order in which it is made."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from flwr.app import ArrayRecord, MetricRecord
+from torch import nn
+
+from fedsim.config import RunConfig
+from fedsim.config.digest import release_digest
+from fedsim.config.plan import entropy, stopping
+from fedsim.devices import Devices
+from fedsim.federation.arrays import tensors
+from fedsim.mechanisms import Mechanism
+from fedsim.privacy import ClientLedgers
+from fedsim.privacy.digest import digest_of
+from fedsim.privacy.plan import ReleasePlan
+from fedsim.randomness import Randomness
+from fedsim.runs import factories
+from fedsim.runs.data_split import RunData, device_of, resolve_data
+from fedsim.runs.initial_model import (
+    initial_model,
+    personal_parameters,
+    shared_arrays,
+    try_model,
+)
+from fedsim.runs.local_training import (
+    LocalTraining,
+    example_privacy,
+    ledger_dir,
+    seed_of,
+    state_dir,
+)
+from fedsim.runs.object_overrides import ObjectOverrides
+from fedsim.strategies import DPFedAvg, RobustMean
+from fedsim.training import ExamplePrivacy, Trainer
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Resolved:
+    """Everything that a run is made of.
+
+    Attributes
+    ----------
+    config : RunConfig
+        Complete: what was left to a rule or to a calibration is filled in. Resolving it again gives
+        the same run.
+    overrides : ObjectOverrides
+        Objects that take the place of what the config names.
+    out : path or None
+        The run's directory.
+    data : RunData
+    model : nn.Module
+        As the run starts.
+    notes : tuple of str
+        Sentences about what was done to the model.
+    initial_arrays : ArrayRecord
+        Its trained parameters that are shared, as Flower sends them, and nothing else.
+    plan : ReleasePlan
+        What the server releases.
+    local : LocalTraining
+        How clients train.
+    trainer : Trainer
+        All clients, with their data.
+    release : str
+        Digest of all that determines what the run releases.
+    devices : Devices
+        The devices that clients are.
+    client_ledgers : ClientLedgers or None
+        What clients have spent of their examples' privacy; None where nobody here can know.
+    """
+
+    config: RunConfig
+    overrides: ObjectOverrides
+    out: Path | None
+    data: RunData
+    model: nn.Module
+    notes: tuple[str, ...]
+    initial_arrays: ArrayRecord
+    plan: ReleasePlan[Mechanism | RobustMean]
+    local: LocalTraining
+    trainer: Trainer
+    release: str
+    devices: Devices
+    client_ledgers: ClientLedgers | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it trains."""
+        return self.local.device
+
+    @property
+    def example_privacy(self) -> ExamplePrivacy | None:
+        """What clients do to their examples' gradients."""
+        return self.local.privacy
+
+    def replying(self, round: int, client_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of the clients that were drawn take part in a round, by their devices."""
+        trainer = self.trainer
+        values, size = trainer.row_layout.d, trainer.layout.dtype.itemsize
+        down = up = values * size
+        if trainer.compression is not None:
+            up = trainer.compression.bytes(values, size)
+        return self.devices.replying(round, client_ids, trainer.workload.examples, down, up)
+
+
+def resolve(
+    config: RunConfig,
+    overrides: ObjectOverrides | None = None,
+    out: Path | None = None,
+    *,
+    data: RunData | None = None,
+) -> Resolved:
+    """Make everything that a config describes.
+
+    Parameters
+    ----------
+    config : RunConfig
+    overrides : ObjectOverrides, optional
+        Objects that take the place of what the config names.
+    out : path, optional
+        The run's directory: clients' own ledgers go there, unless ``client.state-dir`` is set.
+    data : RunData, optional
+        In the place of what `resolve_data` reads: a node has one client's.
+
+    Raises
+    ------
+    FedsimError
+        Naming the key that cannot be, its value and what is allowed.
+    """
+    overrides = overrides or ObjectOverrides()
+    data = data or resolve_data(config, overrides)
+    dataset, split = data.dataset, data.split
+    clients = data.clients(dataset.train, split.train)
+    test = None if split.test is None else data.clients(dataset.test, split.test)
+
+    model, notes = initial_model(config, dataset, overrides)
+    try_model(config, model, clients)
+    personal = personal_parameters(config, model)
+    # Before a trainer has used the model, whose parameters are its scratch.
+    arrays = shared_arrays(model, personal)
+
+    plan = factories.release_plan(config)
+    privacy = example_privacy(config, data, out)
+    local = LocalTraining(config, model, personal, device_of(config), privacy)
+    trainer = local.trainer(clients, test, state_dir=state_dir(config))
+
+    # The trainer's path is part of what the digest is of, and the digest keys the trainer's draws.
+    released = _released(config, plan, privacy, trainer)
+    release = run_digest(released, overrides)
+    trainer.randomness = Randomness(seed_of(config), release)
+
+    complete = {"client.block-size": trainer.block_size, "engine.device": local.device.type}
+    return Resolved(
+        config=released.replace(**complete),
+        overrides=overrides,
+        out=out,
+        data=data,
+        model=model,
+        notes=notes,
+        initial_arrays=arrays,
+        plan=plan,
+        local=local,
+        trainer=trainer,
+        release=release,
+        devices=factories.devices(config),
+        client_ledgers=_client_ledgers(config, trainer, out),
+    )
+
+
+def calibrated(config: RunConfig, overrides: ObjectOverrides | None = None) -> RunConfig:
+    """A config with noise multipliers in the place of target epsilons.
+
+    Whoever reads it, a node or a resumed run, calibrates nothing, and draws the same noise.
+    """
+    privacy = None
+    if config.client.noise.target_epsilon is not None:
+        privacy = example_privacy(config, resolve_data(config, overrides))
+    plan = None if config.noise.target_epsilon is None else factories.release_plan(config)
+    return config.replace(**_multipliers(config, plan, privacy))
+
+
+def _multipliers(
+    config: RunConfig,
+    plan: ReleasePlan[Mechanism | RobustMean] | None,
+    privacy: ExamplePrivacy | None,
+) -> dict[str, str | float]:
+    found: dict[str, str | float] = {}
+    if plan is not None and config.noise.target_epsilon is not None:
+        found |= {"noise.multiplier": plan.noise.multiplier, "noise.target-epsilon": ""}
+    if privacy is not None and config.client.noise.target_epsilon is not None:
+        z = privacy.noise_multiplier
+        found |= {"client.noise.multiplier": z, "client.noise.target-epsilon": ""}
+    return found
+
+
+def _released(
+    config: RunConfig,
+    plan: ReleasePlan[Mechanism | RobustMean],
+    privacy: ExamplePrivacy | None,
+    trainer: Trainer,
+) -> RunConfig:
+    """The config with everything filled in that bears on what is released."""
+    path = config.client.path
+    chosen = _multipliers(config, plan, privacy) | {
+        "noise.entropy": entropy(config),
+        "client.path": trainer.path.name if path == "auto" else path,
+    }
+    flat = config.to_run_config()
+    complete = all(flat.get(key) == value for key, value in chosen.items())
+    return config if complete else config.replace(**chosen)
+
+
+def run_digest(released: RunConfig, overrides: ObjectOverrides) -> str:
+    """Digest of all that determines what a run releases: its config, and objects from Python."""
+    digest, given = release_digest(released), overrides.digest()
+    return digest_of({"config": digest, "given": given}) if given else digest
+
+
+def _client_ledgers(config: RunConfig, trainer: Trainer, out: Path | None) -> ClientLedgers | None:
+    """On engines of ours the trainer's; other processes on this machine write theirs to files."""
+    if config.client.mechanism.name == "none" or config.engine.federation:
+        return None
+    if config.engine.name in ("local", "ray"):
+        return trainer.ledgers
+    directory = ledger_dir(config, out)
+    return ClientLedgers(directory, delta=config.client.noise.delta, read_only=True)
+
+
+def strategy_of(resolved: Resolved, ledger: Path | None = None) -> DPFedAvg:
+    """A new strategy of a run, which writes its releases to ``ledger``."""
+    config = resolved.config
+    client, evaluate, trainer = config.client, config.evaluate, resolved.trainer
+    server_optimizer = copy.deepcopy(resolved.overrides.strategy)
+    # Elsewhere, and without a budget, nobody asks before clients do themselves.
+    asks = config.engine.name in ("local", "ray") and client.noise.max_epsilon is not None
+    weighs = resolved.plan.bound.weighting == "num-examples"
+    sizes = None
+    if client.private and config.mechanism.name == "none" and weighs:
+        # Where clients do not tell their sizes: the split's, which are public.
+        sizes = [len(indices) for indices in resolved.data.split.train]
+    return DPFedAvg(
+        plan=resolved.plan,
+        delta=config.noise.delta,
+        max_epsilon=config.noise.max_epsilon,
+        stopping=stopping(config.to_run_config()),
+        ledger=ledger,
+        seed=seed_of(config),
+        release=resolved.release,
+        server_optimizer=server_optimizer or factories.server_optimizer(config),
+        placement=config.noise.placement,
+        fraction_evaluate=evaluate.fraction if evaluate.clients_every else 0.0,
+        evaluate_every=max(evaluate.clients_every, 1),
+        evaluate_quantiles=True,
+        node_timeout=config.engine.node_timeout,
+        replying=resolved.replying,
+        reachable=resolved.devices.reachable,
+        max_failed_rounds=config.server.max_failed_rounds,
+        algorithm=factories.algorithm(config),
+        average_client_state=client.state == "server",
+        unprotected_metrics=evaluate.unprotected,
+        client_budget=trainer.over_budget if asks else None,
+        budgets_end_run=not config.engine.federation,
+        private_examples=client.private,
+        example_counts=sizes,
+    )
+
+
+class CentralEvaluation:
+    """Loss and metrics on test and validation examples, in the rounds that ask for them.
+
+    Attributes
+    ----------
+    trainers : mapping of str to Trainer
+        Over the ``test`` examples, and over those held out for ``validation``: all of them are one
+        client's, who has kept nothing. It is none of those whose state lies in files.
+    """
+
+    def __init__(self, resolved: Resolved) -> None:
+        data, config = resolved.data, resolved.config
+        dataset, held_out = data.dataset, data.split.held_out
+        self._every, self._last = config.evaluate.every, config.rounds
+        self._layout, self._device = resolved.trainer.layout, resolved.device
+        everything = np.arange(len(dataset.test), dtype=np.int64)
+        splits = {"test": data.clients(dataset.test, [everything])} if self._every else {}
+        if self._every and config.data.validation:
+            splits["validation"] = data.clients(dataset.train, [held_out])
+        self.trainers = {name: resolved.local.trainer(split) for name, split in splits.items()}
+
+    def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """What a round's parameters reach; None in a round that does not ask."""
+        if not self._every or (server_round % self._every and server_round != self._last):
+            return None
+        vector = self._layout.flatten(tensors(arrays)).to(self._device)
+        metrics: dict[str, int | float | list[int] | list[float]] = {}
+        for split, trainer in self.trainers.items():
+            (block,) = trainer.evaluate(vector, np.zeros(1, np.int64), server_round)
+            measured = {k: v for k, v in block.metrics.items() if k != "num-examples"}
+            metrics |= {f"{split}-{name}": float(values[0]) for name, values in measured.items()}
+        return MetricRecord(metrics)

@@ -1,0 +1,94 @@
+"""The marker of a run's directory: it says whose the directory is, and locks it for its writer."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from fedsim import regular_files
+from fedsim.reports.record import MARKER, RUN_FORMAT
+
+# Some network file systems have no locks; there a directory is guarded by its marker alone.
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+
+
+class RunLock:
+    """A file that only a run's directory has, locked by the one run that writes there.
+
+    The lock ends with the process that holds it, however that ends.
+
+    Parameters
+    ----------
+    directory : Path
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / MARKER
+        self._held: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this object has it."""
+        return self._held is not None
+
+    def take(self) -> bool:
+        """Make the marker unless it is there, and lock it.
+
+        Returns
+        -------
+        bool
+            False if another run holds it.
+        """
+        while True:
+            descriptor = regular_files.opener(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                return False
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    os.close(descriptor)
+                    raise
+            if self._is_there(descriptor):
+                break
+            os.close(descriptor)  # whoever held it before has just removed it
+        self._held = descriptor
+        if not os.fstat(descriptor).st_size:
+            os.write(descriptor, json.dumps({"format": RUN_FORMAT}).encode() + b"\n")
+        return True
+
+    def free(self) -> bool:
+        """Whether nobody holds it."""
+        try:
+            probe = regular_files.opener(self.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return True
+        try:
+            fcntl.flock(probe, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        finally:
+            os.close(probe)
+        return True
+
+    def release(self, *, remove: bool = False) -> None:
+        """Unlock it, and remove it where the directory is to be nobody's again."""
+        if self._held is None:
+            return
+        if remove:
+            self.path.unlink(missing_ok=True)
+        os.close(self._held)
+        self._held = None
+
+    def _is_there(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False

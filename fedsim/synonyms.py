@@ -1,0 +1,107 @@
+"""What other libraries call a key or a value, and what fedsim calls it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+_POISSON, _FIXED = "cohort.rate (with cohort.name = 'poisson')", "cohort.size (with 'fixed')"
+_WIDTHS = "model.widths (with model.name = 'mlp')"
+_CLIP = "mechanism.clip-norm", "client.mechanism.clip-norm"
+_RATE = "client.lr", "server.lr"
+_NOISE = "noise.multiplier", "client.noise.multiplier"
+
+KEYS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("learning-rate", "eta", "step-size", "server-lr", "client-lr"), _RATE),
+    **dict.fromkeys(("batch", "batchsize", "local-batch-size"), ("client.batch-size",)),
+    **dict.fromkeys(("local-epochs", "num-epochs", "e"), ("client.epochs",)),
+    **dict.fromkeys(("local-steps", "num-steps"), ("client.steps",)),
+    **dict.fromkeys(("mu", "proximal-mu", "fedprox"), ("client.proximal",)),
+    **dict.fromkeys(("algorithm", "optimizer", "type"), ("client.name", "server.optimizer")),
+    "name": ("task.loss", "server.optimizer"),
+    **dict.fromkeys(("num-rounds", "server-rounds", "num-server-rounds"), ("rounds",)),
+    **dict.fromkeys(("random-seed", "random-state"), ("seed",)),
+    **dict.fromkeys(("num-clients", "n-clients", "population"), ("partition.clients",)),
+    "dirichlet-alpha": ("partition.alpha (with partition.name = 'dirichlet')",),
+    "dataset": ("data.name",),
+    **dict.fromkeys(("metric", "evaluation"), ("task.metrics",)),
+    "criterion": ("task.loss",),
+    **dict.fromkeys(("clip", "clipping-norm", "l2-norm-clip", "max-grad-norm"), _CLIP),
+    "epsilon": ("noise.target-epsilon", "client.noise.target-epsilon"),
+    "budget": ("noise.max-epsilon", "client.noise.max-epsilon"),
+    **dict.fromkeys(("noise-multiplier", "sigma", "z"), _NOISE),
+    **dict.fromkeys(("fraction", "fraction-fit", "fraction-train", "sampling-rate"), (_POISSON,)),
+    **dict.fromkeys(("clients-per-round", "cohort-size", "num-sampled"), (_FIXED,)),
+    **dict.fromkeys(("hidden", "hidden-sizes", "hidden-units", "layers", "width"), (_WIDTHS,)),
+    **dict.fromkeys(("num-workers", "n-jobs", "jobs"), ("engine.workers",)),
+    **dict.fromkeys(("gpu", "cuda"), ("engine.device",)),
+}
+"""Keys by what else they are called: those of this name in several tables, the likeliest first."""
+
+_PROXIMAL = "client.proximal above 0 adds FedProx's term to any client algorithm"
+_NETS = "such networks come from a file of your own, as 'nets:{name}' for {name} in nets.py"
+
+NAMES: Mapping[str, Mapping[str, str]] = {
+    "data": {"fmnist": "fashion-mnist", "fashion": "fashion-mnist", "cifar": "cifar10"},
+    "partition": {"lda": "dirichlet", "natural": "by-owner", "non-iid": "dirichlet"},
+    "model": {
+        **dict.fromkeys(("linear", "logistic", "logistic-regression"), "softmax"),
+        **dict.fromkeys(("dense", "dnn", "fully-connected"), "mlp"),
+        **dict.fromkeys(("cnn", "convnet"), "adadp-cifar"),
+    },
+    "loss": {
+        **dict.fromkeys(("mse", "l2"), "squared-error"),
+        **dict.fromkeys(("mae", "l1"), "absolute-error"),
+        **dict.fromkeys(("ce", "nll", "crossentropy"), "cross-entropy"),
+        **dict.fromkeys(("bce", "binary-crossentropy"), "binary-cross-entropy"),
+        "pinball": "quantile-error",
+    },
+    "metric": {
+        **dict.fromkeys(("acc", "top-1"), "accuracy"),
+        **dict.fromkeys(("auroc", "roc-auc"), "auc"),
+        **dict.fromkeys(("ap", "auprc"), "average-precision"),
+        "ece": "calibration-error",
+        "mse": "rmse",
+        "ppl": "perplexity",
+    },
+    "client": {"fedavg": "sgd", "fedprox": _PROXIMAL, "fedadam": "adam"},
+    "cohort": {"uniform": "fixed", "bernoulli": "poisson", "all": "full"},
+    "mechanism": {
+        "fedavg": "none",
+        **dict.fromkeys(("gaussian", "clip", "dp-fedavg", "flat"), "clipping"),
+        "normalisation": "normalization",
+    },
+    "server": {
+        "fedavg": "'sgd' at server.lr = 1 adds the mean update, which is FedAvg",
+        "fedprox": _PROXIMAL,
+        "fedsgd": "sgd",
+    },
+}
+"""Names of each kind by what else they are called, or what is to be done in their place."""
+
+
+def closest_key(table: str, key: str, keys: Sequence[str]) -> str:
+    """A question for a sentence about an unknown key of a table; empty where none is like it."""
+    plain = key.lower().replace("_", "-")
+    meant = KEYS.get(plain, ())
+    here = [name.rpartition(".")[2] for name in meant if name.rpartition(".")[0] == table]
+    close = [name for name in (plain, *here) if name in keys]
+    if not close and not meant:
+        close = difflib.get_close_matches(plain, keys, n=1)
+    if close:
+        return f" did you mean '{close[0]}'?"
+    return f" did you mean {' or '.join(meant)}?" if meant else ""
+
+
+def closest(kind: str, name: str, known: Collection[str]) -> str:
+    """The start of a sentence on what a name of a kind must be, with what may have been meant."""
+    plain = name.lower().replace("_", "-").strip()
+    meant = NAMES.get(kind, {}).get(plain, "")
+    if kind == "model" and re.fullmatch(r"(resnet|vgg|densenet|mobilenet|vit)[-a-z]*\d+.*", plain):
+        meant = _NETS.format(name=plain.replace("-", "_"))
+    if meant and meant not in known:
+        return f" {meant}. It"
+    same = [word for word in known if word.replace("-", "") == plain.replace("-", "")]
+    close = [meant] if meant else same or difflib.get_close_matches(plain, known, n=1)
+    return f" did you mean '{close[0]}'? It" if close else " it"

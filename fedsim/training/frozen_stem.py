@@ -1,0 +1,141 @@
+"""Layers that are not trained, at the front of a model: computed once for each example.
+
+Their outputs are the same in every round, so a model that is trained behind a frozen stem
+(pre-trained convolutions, say) is trained on the stem's outputs instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedsim.rows.packing import channels_last
+from fedsim.training.data import ClientData
+from fedsim.training.exact_arithmetic import exact
+
+MOST_BYTES = 2**30
+"""What the outputs of all examples may take; beyond it they are computed batch by batch."""
+
+_LATEST: OrderedDict[bytes, Tensor] = OrderedDict()
+_KEPT = 2
+"""Outputs that are kept for the next run of this process: of training and of test examples."""
+
+# Modules whose output for an example is a function of that example.
+BY_EXAMPLE = (
+    nn.Conv1d, nn.Conv2d, nn.Linear, nn.LayerNorm, nn.GroupNorm,
+    nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
+    nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.LeakyReLU, nn.ELU,
+    nn.Flatten, nn.Identity,
+)  # fmt: skip
+
+
+def behind_frozen_stem(model: nn.Module, data: ClientData) -> tuple[nn.Module, ClientData]:
+    """What is trained, and the data as it sees them.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Taken apart if it is a Sequential that begins with frozen layers of the usual kinds;
+        its parameters keep their names.
+    data : ClientData
+
+    Returns
+    -------
+    nn.Module
+        The rest of the model; the model itself where nothing can be computed once.
+    ClientData
+        Those examples that some client has, as the frozen layers leave them: floating, and
+        not normalised again.
+
+    Notes
+    -----
+    On a CPU examples go one at a time, on a GPU in batches of one width, so that an example's
+    bits do not depend on whose else there are.
+    """
+    if type(model) is not nn.Sequential or not data.population:
+        return model, data
+    children = list(model._modules.items())
+    first = next(k for k, (_, child) in enumerate(children) if not _fixed(child))
+    stem = nn.Sequential(*(child for _, child in children[:first]))
+    used, positions = np.unique(np.concatenate(data.indices), return_inverse=True)
+    if not any(True for _ in stem.parameters()) or not len(used):
+        return model, data
+    examples = torch.from_numpy(used).to(data.x.device)
+    outputs = _kept_outputs(stem.to(data.x.device), data, examples, _dtype(model))
+    if outputs is None:
+        return model, data
+    bounds = np.cumsum([len(indices) for indices in data.indices])[:-1]
+    indices = [client.astype(np.int64) for client in np.split(positions, bounds)]
+    trained = nn.Sequential(OrderedDict(children[first:]))
+    mask = None if data.mask is None else data.mask[examples]
+    unusable = None if data.unusable is None else data.unusable[used]
+    y = data.y[examples]
+    return trained, ClientData(outputs, y, indices, mask=mask, unusable=unusable)
+
+
+def _fixed(module: nn.Module) -> bool:
+    """Whether a module is frozen, and takes its examples one by one."""
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        return False
+    if type(module) is nn.Sequential:
+        return all(_fixed(child) for child in module)
+    return type(module) in BY_EXAMPLE
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in model.parameters() if p.requires_grad)
+
+
+def _kept_outputs(
+    stem: nn.Module, data: ClientData, examples: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """Outputs of the stem, from the run before where its stem and examples were the same.
+
+    The runs of a sweep differ in what comes after the stem, and going through it may take longer
+    than training does.
+    """
+    key = _digest(stem, data, examples, dtype)
+    outputs = _LATEST.pop(key, None)
+    if outputs is None:
+        with exact(data.x.device):
+            outputs = _outputs(stem, data, examples, dtype)
+    if outputs is not None:
+        _LATEST[key] = outputs
+        while len(_LATEST) > _KEPT:
+            _LATEST.popitem(last=False)
+    return outputs
+
+
+def _digest(stem: nn.Module, data: ClientData, examples: Tensor, dtype: torch.dtype) -> bytes:
+    """Of all that outputs depend on; it never leaves the process."""
+    digest = hashlib.blake2b(repr((stem, dtype, data.x.dtype, data.x.device)).encode())
+    for tensor in (*stem.state_dict().values(), data.x[examples], data.mean, data.std):
+        if tensor is not None:
+            digest.update(repr(tuple(tensor.shape)).encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.digest()
+
+
+@torch.no_grad()
+def _outputs(
+    stem: nn.Module, data: ClientData, examples: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """Outputs of the stem ``[N, ...]``; None if they take too much memory."""
+    count, width = len(examples), 256 if data.x.is_cuda else 1
+    outputs: Tensor | None = None
+    for start in range(0, count, width):
+        chunk = examples[start : start + width]
+        x = data.inputs(torch.cat([chunk, chunk[-1:].expand(width - len(chunk))]), dtype)
+        if x.dim() == 4 and not x.is_cuda:
+            x = channels_last(x)
+        features = stem(x)
+        if outputs is None:
+            if count * features[0].numel() * features.element_size() > MOST_BYTES:
+                return None
+            outputs = features.new_empty(count, *features.shape[1:])
+        outputs[start : start + len(chunk)] = features[: len(chunk)]
+    return outputs

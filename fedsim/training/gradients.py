@@ -1,0 +1,296 @@
+"""Gradients of a block's clients in the forms in which paths have them.
+
+Rows are packed (`fedsim.rows.packing`): ``D`` is ``d`` plus gaps of zeros.
+
+A weight gradient of a dense layer is a product of two factors, the layer's inputs and the gradients
+of its outputs. It is as large as the layer, its factors are as large as a batch. A plain step only
+subtracts it, so that the stacked path hands out the factors and the step folds them into the
+weights (`Factored.subtract_from`): what would be written down and read back once never leaves the
+cache. Norms and distances follow from the factors as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedsim.clients.base import Dense, Gradient
+from fedsim.rows.packing import Packing, aligned_empty, product
+
+WIDE = 16  # columns, of which libraries make products as of large matrices
+LARGE = 2**17  # bytes
+
+
+class BlockOfOne(Mapping[str, Tensor]):
+    """One client's tensors ``[*shape]`` by name, as those of a block of one: ``[1, *shape]``."""
+
+    def __init__(self, named: Mapping[str, Tensor]) -> None:
+        self.named = named
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.named[name].unsqueeze(0)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.named)
+
+    def __len__(self) -> int:
+        return len(self.named)
+
+
+class RowViews(NamedTuple):
+    """One client's packed row ``[1, D]``, while a model's parameters are views of it.
+
+    Attributes
+    ----------
+    row : Tensor ``[1, D]``
+    views, gradients : list of Tensor ``[*shape]``
+        Of the parameters that have a gradient.
+    """
+
+    row: Tensor
+    views: list[Tensor]
+    gradients: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Gradients written out parameter by parameter, as autograd gives them.
+
+    Attributes
+    ----------
+    parts : mapping of name to Tensor ``[n, *shape]``
+        A parameter that is missing has no gradient.
+    packing : Packing
+    row_views : RowViews, optional
+        The row that they are gradients at, where the model's parameters are views of it.
+    """
+
+    parts: Mapping[str, Tensor]
+    packing: Packing
+    row_views: RowViews | None = None
+
+    def __getitem__(self, clients: slice) -> Parts:
+        """Of these clients."""
+        return Parts({k: gradient[clients] for k, gradient in self.parts.items()}, self.packing)
+
+    def dense(self) -> Tensor:
+        """Write them side by side, ``[n, D]``."""
+        first = next(iter(self.parts.values()))
+        out = first.new_zeros(len(first), self.packing.width)
+        for name, gradient in self.parts.items():
+            out[:, self.packing.slices[name]].view(gradient.shape).copy_(gradient)
+        return out
+
+    def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
+        """One multiply-add for each parameter."""
+        views = self.row_views
+        if out is None and views is not None and theta is views.row:
+            # One launch for all parameters, written through the views straight into the row.
+            torch._foreach_add_(views.views, views.gradients, alpha=-float(rate))
+            return
+        into = theta if out is None else out
+        for name, packed in self.packing.slices.items():
+            gradient = self.parts.get(name)
+            if gradient is None:
+                into[:, packed] = theta[:, packed]
+                continue
+            old, new = theta[:, packed].view(gradient.shape), into[:, packed].view(gradient.shape)
+            torch.addcmul(
+                old, gradient, rate.view(-1, *[1] * (gradient.dim() - 1)), value=-1, out=new
+            )
+
+    def distance(self, other: Gradient) -> Tensor:
+        """Norms of the difference, parameter by parameter."""
+        if not isinstance(other, Parts):
+            return Dense(self.dense()).distance(other)
+        norms = [
+            torch.linalg.vector_norm((gradient - other.parts[name]).flatten(1), dim=1)
+            for name, gradient in self.parts.items()
+        ]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        return norm
+
+    def norms(self) -> Tensor:
+        """Of the parameters' norms."""
+        norms = [torch.linalg.vector_norm(part.flatten(1), dim=1) for part in self.parts.values()]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        return norm
+
+    def scaled(self, factors: Tensor) -> Parts:
+        """Each part times the factors."""
+        parts = {
+            name: part * factors.view(-1, *[1] * (part.dim() - 1))
+            for name, part in self.parts.items()
+        }
+        return Parts(parts, self.packing)
+
+    def peak(self) -> Tensor:
+        """The largest coordinate."""
+        return torch.stack(
+            [Dense(gradient.flatten(1)).peak() for gradient in self.parts.values()]
+        ).amax(0)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One dense layer's share: ``delta^T x`` is its weight gradient.
+
+    Attributes
+    ----------
+    x : Tensor ``[..., B, in]``
+        Inputs of the layer, of one client or of ``n``.
+    delta : Tensor ``[..., B, out]``
+        Gradients of the loss with respect to its outputs, weighted.
+    weight, bias : slice or None
+        Where the parameters lie in a packed row; None for one that is not trained.
+    """
+
+    x: Tensor
+    delta: Tensor
+    weight: slice | None
+    bias: slice | None
+
+    def __getitem__(self, clients: slice | None) -> Factor:
+        """Of these clients; with None one client's as those of a block of one."""
+        return Factor(self.x[clients], self.delta[clients], self.weight, self.bias)
+
+
+def inner_products(one: Sequence[Factor], other: Sequence[Factor]) -> Tensor:
+    """Inner products of two batches' examples' gradients, from their factors, ``[..., B, B]``.
+
+    ``(x_i . x_j) (delta_i . delta_j)``, added up over the layers: no weight gradient is written
+    down.
+    """
+    total, *others = [_of_layer(mine, theirs) for mine, theirs in zip(one, other, strict=True)]
+    for products in others:
+        total += products
+    return total
+
+
+def distance_between(square: Tensor, other: Tensor, inner: Tensor) -> Tensor:
+    """L2 distance of two gradients from their squared norms and their inner product, ``[...]``.
+
+    The relative error grows with ``(|gradient| / distance)^2``, far below what moves a step.
+    """
+    return (square + other - 2 * inner).clamp_(min=0).sqrt_()
+
+
+def _of_layer(one: Factor, other: Factor) -> Tensor:
+    products = _products(one.delta, other.delta)
+    if one.weight is not None:
+        inputs = _products(one.x, other.x)
+        products *= inputs if one.bias is None else inputs.add_(1)
+    return products
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """``a b^T``."""
+    return product(a, b.transpose(-1, -2))
+
+
+@dataclass(frozen=True)
+class Factored:
+    """Gradients of stacked dense layers, as factors.
+
+    Attributes
+    ----------
+    factors : sequence of Factor
+    packing : Packing
+    fold : callable, optional
+        A faster way to what `subtract_from` does, to the same bytes; False where it is none.
+    """
+
+    factors: Sequence[Factor]
+    packing: Packing
+    fold: Callable[[Tensor, Tensor, Tensor], bool] | None = None
+
+    def __getitem__(self, clients: slice) -> Factored:
+        """Of these clients."""
+        return Factored([factor[clients] for factor in self.factors], self.packing)
+
+    def dense(self) -> Tensor:
+        """Write the gradients out, ``[n, D]``."""
+        first = self.factors[0].delta
+        out = first.new_zeros(len(first), self.packing.width)
+        for factor in self.factors:
+            n, _, outputs = factor.delta.shape
+            if factor.weight is not None:
+                view = out[:, factor.weight].view(n, outputs, -1)
+                torch.bmm(factor.delta.transpose(1, 2), factor.x, out=view)
+            if factor.bias is not None:
+                out[:, factor.bias] = factor.delta.sum(1)
+        return out
+
+    def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
+        """Fold the factors into ``theta`` without a gradient in between."""
+        if self.fold is not None and self.fold(theta, rate, theta if out is None else out):
+            return
+        for factor in self.factors:
+            n, B, outputs = factor.delta.shape
+            scaled = aligned_empty(theta, n, B, outputs)
+            torch.mul(factor.delta, rate.view(n, 1, 1), out=scaled)
+            if factor.weight is not None:
+                old = theta[:, factor.weight].view(n, outputs, -1)
+                if out is None:
+                    old.baddbmm_(scaled.transpose(1, 2), factor.x, alpha=-1)
+                else:
+                    new = out[:, factor.weight].view(n, outputs, -1)
+                    for k in _pieces(new):
+                        # Copies `old` into `new` first: a large layer while it is in the cache.
+                        torch.baddbmm(
+                            old[k], scaled[k].transpose(1, 2), factor.x[k], alpha=-1, out=new[k]
+                        )
+            if factor.bias is not None:
+                into = (theta if out is None else out)[:, factor.bias]
+                torch.sub(theta[:, factor.bias], _summed(scaled), out=into)
+
+    def distance(self, other: Gradient) -> Tensor:
+        """From the factors, by `inner_products`."""
+        if not isinstance(other, Factored):
+            return Dense(self.dense()).distance(other)
+        return distance_between(self._inner(self), other._inner(other), self._inner(other))
+
+    def norms(self) -> Tensor:
+        """From the factors, by `inner_products`."""
+        return self._inner(self).clamp_(min=0).sqrt_()
+
+    def _inner(self, other: Factored) -> Tensor:
+        """Inner product of the two gradients, ``[n]``."""
+        return inner_products(self.factors, other.factors).flatten(1).sum(1)
+
+    def scaled(self, factors: Tensor) -> Factored:
+        """The output gradients times the factors."""
+        scaled = []
+        for factor in self.factors:
+            delta = aligned_empty(factor.delta, *factor.delta.shape)
+            torch.mul(factor.delta, factors.view(-1, 1, 1), out=delta)
+            scaled.append(replace(factor, delta=delta))
+        return Factored(scaled, self.packing)
+
+    def peak(self) -> Tensor:
+        """A bound from the factors: ``max_o sum_b |delta_bo| max |x|``."""
+        bounds = []
+        for factor in self.factors:
+            outputs = factor.delta.abs().sum(1).amax(1)
+            bounds.append(outputs * factor.x.flatten(1).abs().amax(1).clamp_(min=1))
+        return torch.stack(bounds).amax(0)
+
+
+def _summed(deltas: Tensor) -> Tensor:
+    """Sums over the examples ``[n, out]`` of ``deltas [n, B, out]``."""
+    if deltas.is_cuda:
+        return deltas.sum(1)
+    # As products: their order is known, that of a sum depends on how many outputs there are.
+    ones = deltas.new_ones(1, 1, 1).expand(len(deltas), deltas.shape[1], WIDE)
+    return torch.bmm(deltas.transpose(1, 2), ones)[..., 0]
+
+
+def _pieces(block: Tensor) -> list[slice]:
+    """One client at a time where a client's matrix is large, else all at once."""
+    if block.is_cuda or block[0].numel() * block.element_size() < LARGE:
+        return [slice(None)]
+    return [slice(k, k + 1) for k in range(len(block))]

@@ -1,0 +1,119 @@
+"""The func path: `torch.func.vmap` of a gradient over clients, for any model it can take.
+
+On a CPU a client's bits must not depend on where in a block it stands. They would: vectorised loops
+treat the last few numbers of a tensor apart, and products pick their kernel by alignment. Where
+every matrix of a block starts on a cache line and fills whole lines (`FuncPath.aligned`) the block
+goes in one call, with batches padded to whole lines; elsewhere clients go one after another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import grad, vmap
+
+from fedsim.clients.base import Dense, Gradient
+from fedsim.models.calling import call_with
+from fedsim.rows.packing import Packing
+from fedsim.tasks.losses import Loss
+
+_LONG_REGISTERS = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+@dataclass(frozen=True)
+class FuncPath:
+    """`torch.func`: one call for the whole block, on a GPU and for dense models on a CPU."""
+
+    model: nn.Module
+    packing: Packing
+    loss: Loss
+
+    name = "func"
+
+    def _loss(
+        self, named: dict[str, Tensor], x: Tensor, y: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        losses = self.loss(call_with(self.model, named, x), y)
+        return (losses * weight).sum(), losses
+
+    @cached_property
+    def _gradients(self) -> Any:
+        return vmap(grad(self._loss, has_aux=True))
+
+    @cached_property
+    def _outputs(self) -> Any:
+        return vmap(lambda named, x: call_with(self.model, named, x))
+
+    def gradient(
+        self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor
+    ) -> tuple[Gradient, Tensor]:
+        """Gradients of the weighted loss, and the loss of each example ``[n, B]``."""
+        gradients, losses = torch.zeros_like(theta), torch.empty_like(weight)
+        B = weight.shape[1]
+        x, y = (self._padded(t) for t in (x, y))
+        weight = F.pad(weight, (0, x.shape[1] - B))
+        for clients in self._parts(theta):
+            point, inputs = self._placed(theta, clients), self._placed(x, clients)
+            named, client_losses = self._gradients(
+                self.packing.named(point), inputs, y[clients], weight[clients]
+            )
+            losses[clients] = client_losses[:, :B]
+            for name, inside in self.packing.slices.items():
+                gradients[clients, inside] = named[name].flatten(1)
+        return Dense(gradients), losses
+
+    def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Outputs of the model ``[n, B, ...]`` at ``theta [n, D]``."""
+        B = x.shape[1]
+        x = self._padded(x)
+        return torch.cat(
+            [
+                self._outputs(
+                    self.packing.named(self._placed(theta, clients)), self._placed(x, clients)
+                )[:, :B]
+                for clients in self._parts(theta)
+            ]
+        )
+
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether every matrix of a block starts on a cache line, if batches are padded to one.
+
+        Then the library's kernels, and a client's bits, do not depend on its place in a block.
+        """
+        for module in self.model.modules():
+            parameters = list(module.parameters(recurse=False))
+            # A layer of one input or output is a vector: alone it takes another kernel.
+            if parameters and not (
+                type(module) is nn.Linear
+                and module.weight.numel() % self.packing.per_line == 0
+                and min(module.weight.shape) > 1
+            ):
+                return False
+        return True
+
+    def _padded(self, batch: Tensor) -> Tensor:
+        """``[n, B, ...]`` with copies of each first example up to whole cache lines, or pairs."""
+        # A kernel's loop takes two vector registers at a time, and the rest in another way: whole
+        # pairs of each client leave no rest (`fedsim.rows.elementwise`).
+        whole = self.packing.per_line * (2 if _LONG_REGISTERS else 1)
+        missing = -batch.shape[1] % whole
+        if not missing or batch.is_cuda or not self.aligned:
+            return batch
+        return torch.cat([batch, batch[:, :1].expand(-1, missing, *batch.shape[2:])], dim=1)
+
+    @staticmethod
+    def _placed(block: Tensor, clients: slice) -> Tensor:
+        """These clients', on a CPU at an address of the allocator's."""
+        return block if block.is_cuda else block[clients].clone()
+
+    def _parts(self, theta: Tensor) -> list[slice]:
+        """The whole block where that is safe; one client after another elsewhere on a CPU."""
+        if theta.is_cuda or self.aligned:
+            return [slice(None)]
+        return [slice(k, k + 1) for k in range(len(theta))]

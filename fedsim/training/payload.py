@@ -1,0 +1,167 @@
+"""A row as clients send it: the parameters that are shared, then the algorithm's named vectors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from fedsim.clients.base import LocalAlgorithm
+from fedsim.errors import FedsimError
+from fedsim.rows.layout import Layout, Width, vectors_in, with_vectors
+from fedsim.rows.packing import Packing
+
+
+@dataclass(frozen=True)
+class Received:
+    """What clients are sent.
+
+    Attributes
+    ----------
+    vectors : Tensor ``[1 or n, d]``
+        As it came: one row for all, or each client's own.
+    parameters : Tensor ``[1 or n, D]``
+        The shared parameters among it, packed.
+    named : mapping of name to Tensor ``[1 or n, D]`` or ``[1 or n, 1]``
+        The server's vectors.
+    """
+
+    vectors: Tensor
+    parameters: Tensor
+    named: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Payload:
+    """Rows ``[n, d]`` from what clients end with, packed, and back.
+
+    Attributes
+    ----------
+    shared : Packing
+        Of the parameters that are sent.
+    layout : Layout
+        Of a row.
+    sends : mapping of name to "model" or "number"
+        The vectors.
+    """
+
+    shared: Packing
+    layout: Layout
+    sends: Mapping[str, Width]
+
+    @classmethod
+    def of(cls, shared: Packing, algorithm: LocalAlgorithm) -> Self:
+        """What an algorithm's clients send."""
+        return cls(shared, with_vectors(shared.layout, algorithm.sends), algorithm.sends)
+
+    def received(self, vectors: Tensor) -> Received:
+        """What came, ``[1 or n, d]``."""
+        named = {
+            name: self.shared.pack(values) if self.sends[name] == "model" else values
+            for name, values in vectors_in(self.layout, vectors).items()
+        }
+        return Received(vectors, self.shared.pack(vectors[:, : self.shared.layout.d]), named)
+
+    def ended(self, theta: Tensor, sent: Mapping[str, Tensor], vectors: Tensor) -> Tensor:
+        """What ``n`` clients that came from ``vectors [1 or n, d]`` reply, ``[n, d]``.
+
+        To what they received of the server's vectors they add what they send.
+        """
+        parameters = self.shared.unpack(theta)
+        if not sent:
+            return parameters
+        received = vectors_in(self.layout, vectors)
+        added = [values + self._row(name, sent[name]) for name, values in received.items()]
+        return torch.cat([parameters, *added], dim=1)
+
+    def rows(self, theta: Tensor, sent: Mapping[str, Tensor], vector: Tensor) -> Tensor:
+        """`ended` less ``vector [d]``: the same bytes as a server gets from replies.
+
+        They may lie in the memory of ``theta``, which is overwritten.
+        """
+        parameters, beside = slice(self.shared.layout.d), slice(self.shared.layout.d, None)
+        if not sent:
+            return self.shared.difference_(theta, vector)
+        vectors = self.ended(theta, sent, vector[None])[:, beside] - vector[beside]
+        return torch.cat([self.shared.difference_(theta, vector[parameters]), vectors], dim=1)
+
+    def _row(self, name: str, values: Tensor) -> Tensor:
+        return self.shared.unpack(values) if self.sends[name] == "model" else values
+
+
+LEFT_OUT = "compression.left-out"
+"""Name of what a client has left out so far, ``[n, d]``, among what it keeps."""
+
+INDEX_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What of an update is sent.
+
+    With error feedback (Seide et al. 2014; Karimireddy et al. 2019) a client compresses its update
+    plus what it has left out so far, and keeps the difference. What is compressed is what is sent,
+    bounded and summed: a bound sees nothing else.
+
+    Attributes
+    ----------
+    share : float
+        Of the coordinates, the largest in absolute value, at least one; 1 for all of them.
+    bits : int
+        Of a coordinate: it is rounded to one of ``2^bits - 1`` multiples, from -m to m, of the
+        largest absolute value over m. With 1 bit it is its sign times the mean absolute value. 0
+        for as it is.
+    """
+
+    share: float = 1.0
+    bits: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """``top-k(0.01)`` or ``bits(8)``; None for an empty text.
+
+        Raises
+        ------
+        FedsimError
+        """
+        written = re.fullmatch(r"(top-k|bits)\(([0-9.e-]{1,20})\)", text)
+        if not text:
+            return None
+        try:
+            method, amount = written.groups() if written else ("", "")
+            if method == "top-k" and 0 < float(amount) <= 1:
+                return cls(share=float(amount))
+            if method == "bits" and 1 <= int(amount) <= 16:
+                return cls(bits=int(amount))
+        except ValueError:
+            pass
+        raise FedsimError(
+            f"client.compression = '{text}'; it must be top-k(share) with a share above 0 and up "
+            "to 1, bits(number) with a number from 1 to 16, or empty."
+        )
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """The rows ``[n, d]`` as they are sent, each by itself."""
+        if self.bits == 0:
+            kept = torch.topk(rows.abs(), self.coordinates(rows.shape[1]), dim=1).indices
+            return torch.zeros_like(rows).scatter_(1, kept, rows.gather(1, kept))
+        if self.bits == 1:
+            return rows.sign() * rows.abs().mean(dim=1, keepdim=True)
+        steps = 2 ** (self.bits - 1) - 1
+        unit = rows.abs().amax(dim=1, keepdim=True) / steps
+        return torch.where(unit > 0, (rows / unit).round() * unit, rows)
+
+    def coordinates(self, d: int) -> int:
+        """How many of ``d`` are sent."""
+        return min(d, math.ceil(self.share * d))
+
+    def bytes(self, d: int, itemsize: int) -> int:
+        """What a row takes: values with their places, or so many bits each and their unit."""
+        if self.bits:
+            return math.ceil(d * self.bits / 8) + itemsize
+        return self.coordinates(d) * (itemsize + INDEX_BYTES)

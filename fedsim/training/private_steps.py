@@ -1,0 +1,155 @@
+"""Local steps on releases of single examples' gradients: bounded, summed, noised, divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedsim.clients.base import Dense, State, Step
+from fedsim.mechanisms import NoiseSource, Releaser
+from fedsim.randomness import Purpose, Randomness
+from fedsim.training.batches import Batches, Ints
+from fedsim.training.example_privacy import ExamplePrivacy
+from fedsim.training.paths.examples import GradientMethod
+from fedsim.training.round_clients import RoundClients
+from fedsim.training.steps import Stepper, Steps
+from fedsim.training.workload import Workload
+
+MECHANISM = "mechanism."
+"""What the names of the mechanism's state begin with, among what a client keeps."""
+
+
+@dataclass(frozen=True)
+class PrivateStepFactory:
+    """Batches and steps of clients that protect their examples: every gradient is a release.
+
+    Parameters
+    ----------
+    stepper : Stepper
+    workload : Workload
+    privacy : ExamplePrivacy
+    method : GradientMethod
+        Gives the gradients of single examples.
+    draws : bool
+        Whether the model draws in training.
+    keeps_state : bool
+        Whether the mechanism's state outlives a round.
+    """
+
+    stepper: Stepper
+    workload: Workload
+    privacy: ExamplePrivacy
+    method: GradientMethod
+    draws: bool
+    keeps_state: bool
+
+    @property
+    def reports_loss(self) -> bool:
+        """Whether clients report their training loss, which nothing protects."""
+        return self.privacy.unprotected_metrics
+
+    def prefetched(self, client_ids: Ints, size: int) -> int:
+        """Nobody: a client's ledger line is on disk before anything of its round is drawn."""
+        return 0
+
+    def batches(
+        self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
+    ) -> Iterator[Batches]:
+        """Draw these clients' batches as their plan says, those of one width together."""
+        indices = [self.stepper.data.indices[i] for i in client_ids]
+        return self.privacy.batches(self.workload.work, indices, client_ids, randomness, round)
+
+    def steps(self, batches: Batches, clients: RoundClients) -> PrivateSteps:
+        """The steps of the clients whose batches these are, ready to be run."""
+        return PrivateSteps(self, batches, clients)
+
+
+class PrivateSteps(Steps):
+    """Steps on gradients that are noisy sums of bounded per-example gradients.
+
+    Who is in a batch and the noise are drawn on the host; whatever follows from the examples
+    stays on the device.
+
+    Parameters
+    ----------
+    factory : PrivateStepFactory
+    batches : Batches
+        With a chunk axis.
+    clients : RoundClients
+        Whose noise is drawn, and what they have from earlier rounds.
+    """
+
+    def __init__(
+        self, factory: PrivateStepFactory, batches: Batches, clients: RoundClients
+    ) -> None:
+        stepper, privacy = factory.stepper, factory.privacy
+        super().__init__(stepper, batches, clients.round, clients.seeds if factory.draws else None)
+        self.rows, self.keeps_state = factory.method.rows, factory.keeps_state
+        self.counts = (batches.weight > 0).sum(axis=3)
+        self.usable = self.weight > 0
+        if (unusable := stepper.data.unusable) is not None:  # their gradients count as zero
+            self.usable &= torch.from_numpy(~unusable[batches.index]).to(stepper.device)
+        self.noise, plans = [], []
+        for client, source in zip(clients.client_ids.tolist(), clients.randomness, strict=True):
+            # One source a client and round, from which its steps draw one after another.
+            draws = source.generator(
+                Purpose.NOISE, level="example", round=clients.round, client=client
+            )
+            self.noise.append(NoiseSource(draws, privacy.hardened))
+            plan = privacy.plan(factory.workload.work, stepper.data.size(client))
+            if plan is not None:
+                plans.append(plan)
+        layout = stepper.packing.layout
+        self.releaser = Releaser(plans, layout, device=stepper.device, exact=False)
+        carried = clients.carried.rows
+        present = torch.from_numpy(clients.carried.present & self.keeps_state).to(stepper.device)
+        self.state: dict[str, Tensor] = {}
+        """The mechanism's, of the clients that were active last."""
+        for name, initial in privacy.mechanism.init(layout).items():
+            start = initial.to(stepper.device).expand(len(clients), *initial.shape)
+            if MECHANISM + name in carried:
+                mask = present.view(-1, *[1] * initial.dim())
+                start = torch.where(mask, carried[MECHANISM + name].to(start), start)
+            self.state[name] = start
+
+    def step(self, state: State, index: int, active: int) -> None:
+        """One step of the first ``active`` clients."""
+        stepper = self.stepper
+        # The algorithm sees the release and nothing else of the examples.
+        mean = self._released(stepper.algorithm.point(state), index, active)
+        gradient = Dense(stepper.packing.pack(mean))
+        stepper.algorithm.step(state, gradient, Step(self.round, index))
+
+    def _released(self, point: Tensor, index: int, active: int) -> Tensor:
+        """The noisy means ``[active, d]`` of a step's gradients, chunk by chunk."""
+        data, dtype = self.stepper.data, self.stepper.dtype
+        total = self.releaser.start({k: v[:active] for k, v in self.state.items()}, active)
+        losses = torch.zeros_like(self.weight[:active, index])
+        chunks = self.index.shape[2]
+        seeds = None if self.seeds is None else self.seeds.of_step(index, active, chunks).T.tolist()
+        for chunk in range(chunks):
+            # A batch of any size goes through in chunks; a chunk may be empty for all clients.
+            counts = self.counts[:active, index, chunk]
+            if not counts.any():
+                continue
+            examples = self.index[:active, index, chunk]
+            usable = self.usable[:active, index, chunk].double()
+            x, y = data.inputs(examples, dtype), data.targets(examples, dtype)
+            for block in self.rows(point, x, y, counts.tolist(), seeds and seeds[chunk]):
+                clients, b = block.clients, block.rows.count
+                losses[clients, chunk, :b] = block.losses
+                total.add_owners(block.rows, usable[clients, :b], block.counts, clients)
+        self.losses.append(losses.flatten(1))
+        release = self.releaser.release(total, *self.noise[:active])
+        self.state = dict(release.state)
+        return release.mean
+
+    def mechanism_state(self, first: int, theta: Tensor) -> dict[str, Tensor]:
+        """State of the mechanism of the clients that end, from position ``first``."""
+        if not self.keeps_state:
+            return {}
+        clients = slice(first, first + len(theta))
+        return {MECHANISM + name: tensor[clients] for name, tensor in self.state.items()}

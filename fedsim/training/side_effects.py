@@ -1,0 +1,358 @@
+"""What a model does besides giving outputs: it draws random numbers, and may remember what it saw.
+
+A model that draws (dropout, noise layers, `torch.rand` in a forward) takes its numbers from torch's
+global generator. So does everything else in the process, so that its bits would depend on who
+trains beside it. Such a model is found out when its trainer is built, and from then on the
+generator is lent to one client and step at a time, seeded from the client's own keyed stream.
+
+What a model keeps from one call to the next (a counter in a buffer, a list in an attribute) would
+carry one client's data into another's update, or one example's into another's gradient: it is
+refused where it shows (`hidden_draws`), and put back between examples that are protected
+(`OwnState`).
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from fedsim.errors import FedsimError
+from fedsim.models.local_norm import statistics_of
+from fedsim.randomness import Purpose, Randomness, Stream
+from fedsim.tasks.losses import Loss
+from fedsim.training.data import ClientData
+from fedsim.training.structure.tables import is_torchs_own
+
+Ints = npt.NDArray[np.int64]
+
+EVALUATION = 2**40
+"""The part of an evaluation's address, where a training step has its number."""
+
+# Modules of which it is known that they neither draw nor change their buffers.
+QUIET = (
+    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Unflatten,
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm,
+    nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
+    nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.LeakyReLU, nn.ELU,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HiddenDraws:
+    """Whether a model draws in training, and whether in evaluation."""
+
+    training: bool
+    evaluation: bool
+
+
+def hidden_draws(model: nn.Module, x: Tensor | None) -> HiddenDraws:
+    """Run a copy of a model, and watch the generators.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Left as it is.
+    x : Tensor ``[4, ...]`` or None
+        Examples of its data; without any, or where the model does not take them, what its modules
+        are known to draw decides.
+
+    Raises
+    ------
+    FedsimError
+        If it draws from numpy's or Python's generator, changes its buffers in training, or keeps
+        anything else from one call to the next that its outputs follow from.
+    """
+    if all(type(module) in QUIET for module in model.modules()):
+        return HiddenDraws(training=False, evaluation=False)
+    known = any(_known_to_draw(module) for module in model.modules())
+    if x is None:
+        return HiddenDraws(training=known, evaluation=False)
+    try:
+        training, evaluation = (
+            _draws(scratch_copy(model).train(mode), x) for mode in (True, False)
+        )
+    except FedsimError:
+        raise
+    except (Exception, SystemExit):  # a user's code, which will fail in training too
+        return HiddenDraws(training=known, evaluation=False)
+    return HiddenDraws(training or known, evaluation)
+
+
+def examples_to_try(data: ClientData, dtype: torch.dtype, *, private: bool) -> Tensor | None:
+    """Inputs ``[4, ...]`` for `hidden_draws`; None without any data.
+
+    ``private``: examples are protected, and inputs are made up, as the probe's are: what is found,
+    and may be refused, must not tell of anybody.
+    """
+    examples = data.first(4)
+    if examples is None or not private:
+        return None if examples is None else data.inputs(examples, dtype)
+    x, _ = data.empty(dtype)
+    return torch.cat([x.new_zeros(2, *x.shape[1:]), x.new_ones(2, *x.shape[1:])])
+
+
+def scratch_copy(model: nn.Module) -> nn.Module:
+    """A model to try things on: all that it writes to is its own, the parameters are shared."""
+    written = {*statistics_of(model)}
+    shared = {id(p): p for name, p in model.named_parameters() if name not in written}
+    return copy.deepcopy(model, shared)
+
+
+def _known_to_draw(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        return module.dropout > 0
+    return isinstance(module, nn.RReLU)
+
+
+@torch.no_grad()
+def _draws(model: nn.Module, x: Tensor) -> bool:
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    foreign = _foreign_generators()
+    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+        before = _generators(x.device)
+        model(x)
+        drawn = before != _generators(x.device)
+        remembers = _remembers(model, x)
+    changed = [
+        name
+        for name, buffer in model.named_buffers()
+        if not torch.allclose(buffer, buffers[name], rtol=0, atol=0, equal_nan=True)
+    ]
+    if changed:
+        raise FedsimError(
+            f"the model changes its buffers {', '.join(changed)} as it runs, which no client's "
+            "update carries; it must leave them as they are."
+        )
+    if foreign != _foreign_generators():
+        raise FedsimError(
+            "the model draws from numpy's or Python's global generator, so that its draws could "
+            "not be repeated; it must draw from torch's."
+        )
+    if remembers:
+        raise FedsimError(
+            "the model gives other outputs for the same inputs once it has seen others: what it "
+            "keeps in between would carry one client's data into another's update; it must be a "
+            "function of its inputs, parameters and buffers."
+        )
+    return drawn
+
+
+def _remembers(model: nn.Module, x: Tensor) -> bool:
+    """Whether the same inputs, with the same draws, give others outputs after other inputs."""
+    half = len(x) // 2
+    outputs: list[Tensor] = []
+    for others in (None, x[half:], x[:half]):
+        if others is not None:
+            with suppress(Exception):  # a model may take batches of one size only
+                model(others)
+        with seeded(0, x.device):
+            output = model(x[:half])
+        if isinstance(output, Tensor):
+            outputs.append(output.clone())
+    # Not to the bit: a GPU may add in any order.
+    return any(
+        output.shape != outputs[0].shape
+        or not torch.allclose(output, outputs[0], rtol=1e-5, atol=1e-6, equal_nan=True)
+        for output in outputs[1:]
+    )
+
+
+def _generators(device: torch.device) -> list[bytes]:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return [state.numpy().tobytes() for state in states]
+
+
+def _foreign_generators() -> tuple[object, ...]:
+    name, keys, *position = np.random.get_state(legacy=True)  # noqa: NPY002
+    return random.getstate(), name, np.asarray(keys).tobytes(), *position
+
+
+@contextmanager
+def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """With torch's generators of the CPU and this device seeded; without a seed, as they are."""
+    if seed is None:
+        yield
+        return
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """Of what the models of ``n`` clients draw in a round.
+
+    Parameters
+    ----------
+    randomness : sequence of n Randomness
+    client_ids : int64 ``[n]``
+    round : int
+    """
+
+    randomness: Sequence[Randomness]
+    client_ids: Ints
+    round: int
+
+    def of_client(self, position: int) -> Seeds:
+        """Those of one of the clients."""
+        client = slice(position, position + 1)
+        return Seeds(self.randomness[client], self.client_ids[client], self.round)
+
+    def of_step(self, step: int, active: int, count: int = 1) -> Ints:
+        """Seeds for a step of each of the first ``active`` clients, ``[active, count]``."""
+        seeds = np.empty((active, count), dtype=np.int64)
+        stream = Stream()
+        for position, client in enumerate(self.client_ids[:active].tolist()):
+            draws = self.randomness[position].generator(
+                Purpose.DROPOUT,
+                level="example",
+                round=self.round,
+                client=client,
+                part=step,
+                stream=stream,
+            )
+            seeds[position] = draws.integers(2**63, size=count, dtype=np.uint64).astype(np.int64)
+        return seeds
+
+
+# Of every module; nothing that a forward of somebody's own would write to.
+_MODULES_OWN = frozenset(vars(nn.Module())) - {"_buffers"}
+
+_NEVER_CHANGES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """Attributes of one object, as they were."""
+
+    attributes: dict[str, Any]
+    names: frozenset[str]
+    constant: dict[str, Any]
+    changeable: dict[str, Any]
+
+
+class OwnState:
+    """Buffers and attributes of a model, and attributes of a loss.
+
+    Parameters
+    ----------
+    model : nn.Module
+    loss : callable
+        Of a function they are what somebody set on it; what it closes over is out of reach.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        self.model, self.loss = model, loss
+        self._owners = [*_named("the model's ", model), *_named("the loss's ", loss)]
+        # Modules and parameters are not copied: they are what is trained.
+        models = [m for m in (model, loss) if isinstance(m, nn.Module)]
+        self._shared = {id(t): t for m in models for t in (*m.parameters(), *m.modules())}
+        self._saved = [self._save(_attributes(owner)) for _, owner in self._owners]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put back whatever has changed, after a call."""
+        try:
+            yield
+        finally:
+            for saved in self._saved:
+                self._restore(saved)
+
+    @property
+    def changed(self) -> list[str]:
+        """Names of what is not as it was."""
+        return [
+            f"{whose}{name}"
+            for (whose, _), saved in zip(self._owners, self._saved, strict=True)
+            for name in sorted({*_own(saved.attributes)} | saved.names)
+            if not _same(
+                saved.attributes.get(name, _NOTHING),
+                (saved.constant | saved.changeable).get(name, _NOTHING),
+            )
+        ]
+
+    def _save(self, attributes: dict[str, Any]) -> _Saved:
+        own = _own(attributes)
+        constant = {k: v for k, v in own.items() if self._is_constant(v)}
+        rest = {k: v for k, v in own.items() if k not in constant}
+        try:
+            changeable = copy.deepcopy(rest, dict(self._shared))
+        except Exception as error:  # whatever somebody put there
+            raise FedsimError(
+                f"the model's or the loss's attributes {', '.join(rest)} cannot be copied "
+                f"({type(error).__name__}: {error}); with example-level privacy each example "
+                "begins from the same ones: they must be plain values, tensors or modules."
+            ) from error
+        return _Saved(attributes, frozenset(own), constant, changeable)
+
+    def _is_constant(self, value: Any) -> bool:
+        return isinstance(value, _NEVER_CHANGES) or id(value) in self._shared
+
+    def _restore(self, saved: _Saved) -> None:
+        for name in _own(saved.attributes).keys() - saved.names:
+            del saved.attributes[name]
+        saved.attributes.update(saved.constant)
+        if saved.changeable:
+            saved.attributes.update(copy.deepcopy(saved.changeable, dict(self._shared)))
+
+
+_NOTHING = object()
+
+
+def _named(whose: str, owner: object) -> list[tuple[str, object]]:
+    """A module's parts, or what a function is of, each with a name for sentences."""
+    if isinstance(owner, nn.Module):
+        return [(f"{whose}{name}{name and '.'}", part) for name, part in owner.named_modules()]
+    inner = owner.func if isinstance(owner, partial) else getattr(owner, "__self__", None)
+    if inner is None or isinstance(inner, ModuleType | type):
+        return [(whose, owner)]
+    return [(whose, owner), *_named(whose, inner)]
+
+
+def _attributes(owner: object) -> dict[str, Any]:
+    """What may change of an object: of torch's own modules their buffers and nothing else."""
+    if isinstance(owner, nn.Module) and is_torchs_own(owner):
+        return owner._buffers
+    attributes: dict[str, Any] = getattr(owner, "__dict__", {})
+    return attributes
+
+
+def _own(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if name not in _MODULES_OWN}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, as far as they can be looked into."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, (*_NEVER_CHANGES, set, frozenset)):
+        return bool(one == other)
+    inside = getattr(one, "__dict__", None)
+    return inside is None or _same(inside, other.__dict__)

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from fedsim.audit.example_checks import example_checks
+from fedsim.audit.example_runs import ExamplePlan
+from fedsim.mechanisms import AdaClip, Clipping, Mechanism, NoiseSource, PerLayer
+from fedsim.mechanisms.partial import PartialSum
+from fedsim.privacy.laws.poisson import draw_poisson
+from fedsim.privacy.plan import LocalWork
+from fedsim.training import ExamplePrivacy
+
+WORK = LocalWork(6, epochs=1)
+RISK = 1e-5
+
+
+def refuted(mechanism: Mechanism, sampling: str = "poisson", work: LocalWork = WORK) -> set[str]:
+    privacy = ExamplePrivacy(mechanism, 1.5, sampling=sampling)
+    plan = ExamplePlan.smaller(privacy, work, 36, 512)
+    checks = example_checks(plan, rounds=5, runs=40, seed=2)
+    return {check.name.removesuffix(", examples") for check in checks if check.p_value <= RISK}
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "sampling", "work"),
+    [
+        (Clipping(1.0), "poisson", WORK),
+        (Clipping(1.0), "shuffle", WORK),
+        (Clipping(1.0), "poisson", LocalWork(0, steps=2)),
+    ],
+    ids=["poisson", "shuffle", "full batch"],
+)
+def test_local_training_that_is_as_it_should_be_is_accepted(
+    mechanism: Mechanism, sampling: str, work: LocalWork
+) -> None:
+    assert not refuted(mechanism, sampling, work)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", [PerLayer(Clipping(1.0)), AdaClip()])
+def test_layers_of_their_own_and_bounds_that_adapt_are_accepted(mechanism: Mechanism) -> None:
+    assert not refuted(mechanism)
+
+
+@contextmanager
+def less_noise() -> Iterator[None]:
+    normal = NoiseSource.normal
+    with patch.object(NoiseSource, "normal", lambda self, size: 0.9 * normal(self, size)):
+        yield
+
+
+@contextmanager
+def same_noise() -> Iterator[None]:
+    with patch.object(
+        NoiseSource, "normal", lambda self, size: np.random.default_rng(1).standard_normal(size)
+    ):
+        yield
+
+
+@contextmanager
+def twice_the_rate() -> Iterator[None]:
+    def drawn(samplers, *rest):
+        return draw_poisson([replace(s, rate=2 * s.rate) for s in samplers], *rest)
+
+    with patch("fedsim.training.batches.draw_poisson", drawn):
+        yield
+
+
+@contextmanager
+def counted_twice() -> Iterator[None]:
+    add = PartialSum.add_owners
+
+    def added(self, rows, weights, counts, owners=slice(None), **rest):
+        add(self, rows, weights, counts, owners, **rest)
+        add(self, rows, weights, counts, owners, **rest)
+
+    with patch.object(PartialSum, "add_owners", added):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("bug", "seen_by"),
+    [
+        (less_noise, "what one example moves"),
+        (same_noise, "exact repeats"),
+        (twice_the_rate, "sizes"),
+        (counted_twice, "what each example adds"),
+    ],
+)
+def test_a_bug_in_local_training_is_caught(bug, seen_by: str) -> None:
+    with bug():
+        assert seen_by in refuted(Clipping(1.0))

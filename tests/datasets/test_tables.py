@@ -1,0 +1,262 @@
+"""Tables: CSV files, data frames and what else Python code has at hand."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+import fedsim
+from fedsim import datasets
+from fedsim.errors import FedsimError
+
+PEOPLE = """age,sex,hours,hospital,income
+20,f,10.5,north,low
+30,m,20,north,high
+40,f,30,south,low
+50,m,40,south,high
+60,f,50,west,low
+25,m,60,west,high
+"""
+COLUMNS = "y=income,owner=hospital"
+TYPES = "age=0:100,sex=f|m,hours=number,income=low|high"
+
+
+@pytest.fixture
+def people(tmp_path):
+    path = tmp_path / "people.csv"
+    path.write_text(PEOPLE)
+    return str(path)
+
+
+def test_ranges_are_scaled_categories_become_features_and_every_fifth_row_is_for_testing(people):
+    data = datasets.load(people, columns=COLUMNS, types=TYPES)
+    expected = [
+        [0.2, 1, 0, 10.5],
+        [0.3, 0, 1, 20],
+        [0.4, 1, 0, 30],
+        [0.5, 0, 1, 40],
+        [0.25, 0, 1, 60],
+    ]
+    torch.testing.assert_close(data.train.x, torch.tensor(expected))
+    assert data.train.y.tolist() == [0, 1, 0, 1, 1]
+    assert data.test.x.tolist() == [[pytest.approx(0.6), 1, 0, 50]]
+    assert (data.num_classes, data.found_in) == (2, {})
+    assert data.train.columns["owner"].tolist() == ["north", "north", "south", "south", "west"]
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_two_files_in_a_folder_are_training_and_test_examples(tmp_path, separator):
+    for split, rows in (("train", PEOPLE), ("test", PEOPLE.replace("20,f", "44,f"))):
+        (tmp_path / f"{split}.csv").write_text(rows.replace(",", separator), "utf-8-sig")
+    data = datasets.load(str(tmp_path), columns=COLUMNS, types=TYPES)
+    assert (len(data.train), len(data.test)) == (6, 6)
+    assert data.test.x[0, 0].item() == pytest.approx(0.44)
+
+
+def test_types_that_are_not_declared_are_found_and_named_so(people):
+    data = datasets.load(people, columns=COLUMNS)
+    assert data.train.x.shape == (5, 4)
+    assert data.found_in["types"] == "train"
+    assert data.train.y.tolist() == [1, 0, 1, 0, 0]  # high, low: in the order of texts
+
+
+def test_normalisation_is_that_of_the_training_rows(people):
+    data = datasets.load(people, columns=COLUMNS, types=TYPES, normalize=True)
+    hours = np.array([10.5, 20, 30, 40, 60])
+    assert data.mean == pytest.approx((0, 0, 0, hours.mean()))
+    assert data.std == pytest.approx((1, 1, 1, hours.std()))
+    assert data.found_in == {"mean": "train"}
+
+
+def test_a_scale_is_found_in_the_data_even_where_it_changes_nothing(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("a,y\n-1,0\n1,1\n-1,0\n1,1\n3,0\n")
+    data = datasets.load(str(path), columns="y=y", types="a=number,y=0|1", normalize=True)
+    assert (data.mean, data.std) == ((0.0,), (1.0,))
+    assert data.found_in == {"mean": "train"}
+
+
+def test_whole_numbers_are_classes_unless_declared_to_be_numbers(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("a,y\n" + "".join(f"{i},{i % 3}\n" for i in range(10)))
+    assert datasets.load(str(path), columns="y=y").num_classes == 3
+    regression = datasets.load(str(path), columns="y=y", types="a=0:10,y=number")
+    assert (regression.num_classes, regression.train.y.dtype) == (0, torch.float32)
+    assert datasets.load(str(path), columns="y=y", types="y=0|1|2|3").num_classes == 4
+
+
+def test_wild_scales_are_warned_of(tmp_path, caplog):
+    path = tmp_path / "t.csv"
+    path.write_text("pay,age,y\n" + "".join(f"{90000 + i},{i},{i % 2}\n" for i in range(10)))
+    with caplog.at_level(logging.WARNING, "fedsim"):
+        datasets.load(str(path), columns="y=y", types="pay=0:1e6")
+        assert not caplog.records
+        datasets.load(str(path), columns="y=y")
+    assert "above 1000 in pay" in caplog.text
+    assert "'pay=0:" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "sentence"),
+    [
+        (PEOPLE, {}, "must name the target's column"),
+        (PEOPLE, {"columns": "y=pay"}, "names 'pay', and .* has the columns age, sex, hours"),
+        (PEOPLE, {"columns": "y=income,x=age+size"}, "names 'size'"),
+        (PEOPLE, {"columns": COLUMNS, "types": "hospital=a|b"}, "neither an input nor the target"),
+        (PEOPLE, {"columns": COLUMNS, "types": "age=100:0"}, "must be number, a range"),
+        (PEOPLE, {"columns": COLUMNS, "types": "age=old"}, "must be number, a range"),
+        (PEOPLE, {"columns": "y=age", "types": "age=0:100"}, "a range, for the target"),
+        (PEOPLE, {"columns": COLUMNS, "types": "sex=f|x"}, "has 'm' in column 'sex' .* example 2"),
+        (PEOPLE, {"columns": COLUMNS, "types": "sex=number"}, "it must be a finite number"),
+        (PEOPLE + "1,2\n", {"columns": COLUMNS}, "2 values in line 8; .* each of its 5 columns"),
+        ("a,a,y\n1,2,3\n", {"columns": "y=y"}, "its first line must name the columns"),
+        ("a,y\n", {"columns": "y=y"}, "has no rows"),
+        ("", {"columns": "y=y"}, "its first line must name the columns"),
+        ('a,y\n"1,2\n', {"columns": "y=y"}, "could not be read"),
+    ],
+)
+def test_a_table_that_cannot_be_is_one_sentence(tmp_path, text, settings, sentence):
+    path = tmp_path / "people.csv"
+    path.write_text(text)
+    with pytest.raises(FedsimError, match=sentence):
+        datasets.load(str(path), **settings)
+
+
+def test_bytes_that_are_no_text_are_one_sentence(tmp_path):
+    path = tmp_path / "people.csv"
+    path.write_bytes(b"a,y\n\xff\xfe,1\n")
+    with pytest.raises(FedsimError, match="must be a table in UTF-8"):
+        datasets.load(str(path), columns="y=y")
+
+
+def test_a_value_that_cannot_be_spoils_only_its_own_example_of_a_protected_table(people, tmp_path):
+    path = tmp_path / "people.csv"
+    path.write_text(
+        PEOPLE.replace("30,m,20", "30,x,many").replace("40,f,30,south,low", "40,f,30,south,?")
+    )
+    data = datasets.load(str(path), columns=COLUMNS, types=TYPES, protected=True)
+    assert data.train.x.isnan().any(1).tolist() == [False, True, False, False, False]
+    assert data.train.x[1, 1:3].tolist() == [0, 0]
+    assert data.train.columns["unusable"].tolist() == [False, False, True, False, False]
+
+
+CONFIG = """
+rounds = 2
+[data]
+name = "{path}"
+columns = "{columns}"
+types = "{types}"
+normalize = {normalize}
+[partition]
+name = "by-owner"
+clients = 3
+[evaluate]
+every = 0
+"""
+PRIVATE = """
+[mechanism]
+name = "clipping"
+[noise]
+multiplier = 1.0
+"""
+
+
+def _run(tmp_path, path, types, private, normalize="false"):
+    config = tmp_path / "run.toml"
+    config.write_text(
+        CONFIG.format(path=path, columns=COLUMNS, types=types, normalize=normalize)
+        + (PRIVATE if private else "")
+    )
+    return fedsim.run(fedsim.RunConfig.load(config))
+
+
+def test_a_private_run_takes_a_table_whose_columns_are_all_declared(people, tmp_path):
+    assert len(_run(tmp_path, people, TYPES, private=True).metrics) == 2
+    assert len(_run(tmp_path, people, "", private=False, normalize="true").metrics) == 2
+
+
+@pytest.mark.parametrize(
+    ("types", "normalize", "sentence"),
+    [
+        (TYPES.replace(",hours=number", ""), "false", "data.types does not say what every column"),
+        (TYPES, "true", "data.normalize = true takes mean and deviation from the training"),
+    ],
+)
+def test_a_private_run_finds_nothing_in_a_table(people, tmp_path, types, normalize, sentence):
+    with pytest.raises(FedsimError, match=sentence):
+        _run(tmp_path, people, types, True, normalize)
+
+
+def test_a_data_frame_makes_the_numbers_that_its_file_makes(people):
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.read_csv(people)
+    frame.index = range(100, 106)  # rows are counted, whatever they are called
+    ours = datasets.from_table(frame, columns=COLUMNS, types=TYPES)
+    theirs = datasets.load(people, columns=COLUMNS, types=TYPES)
+    assert torch.equal(ours.train.x, theirs.train.x)
+    assert torch.equal(ours.test.y, theirs.test.y)
+    with pytest.raises(FedsimError, match="has 'm' in column 'sex'"):
+        datasets.from_table(frame, columns=COLUMNS, types="sex=f|x")
+
+
+@pytest.mark.parametrize("frame", [3, {"a": [1, 2], "y": [1]}, {"a": 3}, {}, [[1, 2], [3, 4]]])
+def test_what_is_no_table_is_one_sentence(frame):
+    with pytest.raises(FedsimError, match="a table "):
+        datasets.from_table(frame, columns="y=y")
+
+
+X, Y = np.arange(24, dtype=np.float32).reshape(8, 3), np.arange(8) % 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"x_train": X[:6], "y_train": Y[:6], "x_test": X[6:], "y_test": Y[6:]},
+        {"train": {"x": X[:6], "y": Y[:6]}, "test": (X[6:], Y[6:])},
+        ((X[:6], Y[:6]), (torch.from_numpy(X[6:]), torch.from_numpy(Y[6:]))),
+        [
+            torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+            for x, y in ((X[:6], Y[:6]), (X[6:], Y[6:]))
+        ],
+    ],
+)
+def test_arrays_pairs_and_torch_data_sets_are_one_data_set(data):
+    made = datasets.dataset_of(data)
+    assert torch.equal(made.train.x, torch.from_numpy(X[:6]))
+    assert made.test.y.tolist() == [0, 1]
+    assert made.num_classes == 2
+
+
+def test_images_of_a_torch_data_set_keep_their_channels_first():
+    images = torch.rand(4, 3, 8, 8)
+    split = torch.utils.data.TensorDataset(images, torch.tensor([0, 1, 0, 1]))
+    assert torch.equal(datasets.dataset_of((split, split)).train.x, images)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from zip(X, Y, strict=True)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        3, "digits", X, (X, Y, X), {"x": X, "y": Y}, {"x_train": X, "y_train": Y}, (X, Y), [(X, Y)],
+        {"train": 3, "test": 4}, ((X, [[1], [1, 2]]), (X, Y)), (X[:6], Y[:5]),
+        ((X, Y), Stream()),
+        ((X, Y), torch.utils.data.TensorDataset(torch.from_numpy(X))),
+    ],
+)  # fmt: skip
+def test_what_is_no_data_set_is_one_sentence(data):
+    with pytest.raises(FedsimError):
+        datasets.dataset_of(data)
+
+
+def test_a_run_takes_what_python_code_has_at_hand(tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text("rounds = 1\n[partition]\nclients = 2\n")
+    result = fedsim.run(fedsim.RunConfig.load(config), data=((X[:6], Y[:6]), (X[6:], Y[6:])))
+    assert result.arrays["fc1.weight"].numpy().shape == (2, 3)

@@ -1,0 +1,313 @@
+"""Each private name of Flower's that a deployment replaces: there, used, replaced to effect."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import logging
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+from flwr.simulation.ray_transport import ray_actor
+from flwr.supercore import sql_mixin
+from flwr.superlink import config_loader
+
+from fedsim.deploy import flower_replacements
+from fedsim.deploy.control import new_token, operator_plugin, token_digest
+from fedsim.deploy.flower_replacements import (
+    CLIENT_RUNTIME,
+    FLOWERS_POLL,
+    NEWEST,
+    SERVER_RUNTIME,
+    SUPEREXEC_LOOP,
+    SUPERNODE_LOOP,
+    flower_version,
+)
+from fedsim.errors import FedsimError
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """A module of Flower's, some of whose names are put back when the test ends."""
+
+    def found(name, *names):
+        module = importlib.import_module(name)
+        for replaced in names:
+            monkeypatch.setattr(module, replaced, getattr(module, replaced))
+        return module
+
+    return found
+
+
+def uses_of_time(module) -> set[str]:
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "time"
+    }
+
+
+# -- what this Flower is ------------------------------------------------------------------
+
+
+@pytest.fixture
+def warnings(caplog):
+    flower_replacements.warn_of_newer_flower.cache_clear()
+    caplog.set_level(logging.WARNING, logger="fedsim")
+    yield lambda: [record.getMessage() for record in caplog.records]
+    flower_replacements.warn_of_newer_flower.cache_clear()
+
+
+def test_a_newer_flower_is_one_warning(monkeypatch, warnings):
+    monkeypatch.setattr(flower_replacements, "flower_version", lambda: (1, NEWEST[1] + 1))
+    for _ in range(3):
+        flower_replacements.warn_of_newer_flower()
+    (sentence,) = warnings()
+    assert f"1.{NEWEST[1] + 1}" in sentence
+
+
+def test_a_flower_that_was_looked_up_is_no_warning(monkeypatch, warnings):
+    for version in ((1, 38), NEWEST):
+        monkeypatch.setattr(flower_replacements, "flower_version", lambda version=version: version)
+        flower_replacements.warn_of_newer_flower.cache_clear()
+        flower_replacements.warn_of_newer_flower()
+    assert warnings() == []
+
+
+def test_the_installed_flower_is_one_whose_names_were_looked_up():
+    # A newer one: run this file against it, then raise NEWEST.
+    assert (1, 38) <= flower_version() <= NEWEST
+
+
+@pytest.mark.parametrize(
+    ("name", "guard", "replace"),
+    [
+        (
+            "flwr.superlink.config_loader",
+            "get_control_authn_plugins",
+            lambda: flower_replacements.accept_operator_only(object),
+        ),
+        (SUPEREXEC_LOOP, "get_executor", lambda: flower_replacements.use_executor(None)),
+        (
+            SERVER_RUNTIME,
+            "install_from_fab",
+            lambda: flower_replacements.check_server_bundles(lambda content: None),
+        ),
+        (
+            CLIENT_RUNTIME,
+            "install_from_fab",
+            lambda: flower_replacements.run_installed_client(None, lambda content: None),
+        ),
+        (
+            CLIENT_RUNTIME,
+            "get_load_client_app_fn",
+            lambda: flower_replacements.run_installed_client(None, lambda content: None),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_guard_whose_name_is_gone_ends_its_process(monkeypatch, module, name, guard, replace):
+    monkeypatch.setenv("FLWR_OIDC_ENABLED", "0")
+    monkeypatch.delattr(module(name), guard)
+    with pytest.raises(FedsimError, match=f"has no {name}.{guard}, which guards"):
+        replace()
+
+
+# -- the server ---------------------------------------------------------------------------
+
+
+def test_flower_asks_the_plugin_that_it_is_given(monkeypatch, module):
+    module("flwr.superlink.config_loader", "get_control_authn_plugins")
+    monkeypatch.setenv("FLWR_OIDC_ENABLED", "0")
+    token = new_token()
+    flower_replacements.accept_operator_only(operator_plugin(token_digest(token)))
+    plugin = config_loader.load_control_authn_plugin()
+    assert plugin.validate_tokens_in_metadata([("t", token)])[0]
+    assert plugin.validate_tokens_in_metadata([("t", "x")]) == (False, None)
+
+
+def test_a_request_waits_a_minute_for_the_superlinks_database(module, tmp_path):
+    module("flwr.supercore.sql_mixin", "SQLITE_PRAGMAS")
+    flower_replacements.wait_for_database()
+    with sqlite3.connect(tmp_path / "superlink.db") as connection:
+        sql_mixin._set_sqlite_pragmas(connection, None)
+        assert connection.execute("PRAGMA busy_timeout").fetchone() == (60_000,)
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+# -- apps ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [
+        (CLIENT_RUNTIME, ("install_from_fab(", "get_load_client_app_fn(")),
+        (SERVER_RUNTIME, ("install_from_fab(", "get_project_dir(")),
+        (SUPEREXEC_LOOP, ("get_executor(",)),
+    ],
+)
+def test_the_names_that_guard_are_called_where_flower_runs_code(name, calls):
+    # A release that loads code by another way must be looked at before it is let in.
+    text = Path(importlib.util.find_spec(name).origin).read_text()
+    assert all(call in text for call in calls)
+
+
+def test_a_server_checks_a_bundle_before_it_is_extracted(monkeypatch):
+    runtime = importlib.import_module(SERVER_RUNTIME)
+    done = []
+    monkeypatch.setattr(runtime, "install_from_fab", lambda *_, **__: done.append("extracted"))
+    flower_replacements.check_server_bundles(done.append)
+    runtime.install_from_fab(b"bundle", skip_prompt=True)
+    assert done == [b"bundle", "extracted"]
+
+
+def test_a_node_checks_a_bundle_and_runs_the_installed_app(module):
+    runtime = module(CLIENT_RUNTIME, "install_from_fab", "get_load_client_app_fn")
+    checked, app = [], object()
+    flower_replacements.run_installed_client(app, checked.append)
+    runtime.install_from_fab(b"bundle", skip_prompt=True)
+    assert checked == [b"bundle"]
+    load = runtime.get_load_client_app_fn(default_app_ref="", app_path=None, multi_app=True)
+    assert load("evil/app", "9", "0" * 64) is app
+
+
+def test_a_superexec_uses_the_executor_and_the_wait_that_it_is_given(module):
+    superexec = module(SUPEREXEC_LOOP, "get_executor", "time")
+    assert superexec.time is time
+    assert uses_of_time(superexec) == {"sleep"}
+    executor, waited = object(), []
+    flower_replacements.use_executor(executor)
+    flower_replacements.use_task_wait(waited.append)
+    assert superexec.get_executor("subprocess") is executor
+    superexec.time.sleep(1.0)
+    assert waited == [1.0]
+
+
+# -- a node -------------------------------------------------------------------------------
+
+
+def test_flowers_supernode_waits_by_the_name_that_is_replaced_and_no_longer_than_is_said():
+    loop = importlib.import_module(SUPERNODE_LOOP)
+    waits = [
+        ast.literal_eval(call.args[0])
+        for call in ast.walk(ast.parse(inspect.getsource(loop)))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "time.sleep"
+    ]
+    assert loop.time is time
+    assert max(waits) == FLOWERS_POLL
+    assert uses_of_time(loop) == {"sleep"}
+
+
+@pytest.mark.parametrize(("wanted", "waited"), [(3, 0.2), (0.5, 0.05), (0.01, 0.01)])
+def test_a_supernode_asks_again_after_so_many_seconds(monkeypatch, module, wanted, waited):
+    loop = module(SUPERNODE_LOOP, "time")
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    flower_replacements.poll_every(0.2)
+    loop.time.sleep(wanted)
+    assert slept == [waited]
+
+
+def test_a_supernode_calls_before_it_waits_for_its_apps_reply(monkeypatch):
+    loop = importlib.import_module(SUPERNODE_LOOP)
+    done = []
+    monkeypatch.setattr(loop, "_push_messages", lambda **options: done.append(options))
+    flower_replacements.before_reply_wait(lambda: done.append("called"))
+    loop._push_messages(state=1)
+    assert done == ["called", {"state": 1}]
+
+
+def test_flowers_supernode_waits_for_its_apps_reply_when_all_of_a_message_is_there():
+    body = inspect.getsource(importlib.import_module(SUPERNODE_LOOP).start_client_internal)
+    assert body.index("_pull_and_store_message(") < body.index("_push_messages(")
+
+
+def test_what_is_on_its_way_is_asked_for_again_soon(monkeypatch):
+    module = importlib.import_module("flwr.supercore.inflatable.inflatable_utils")
+    pulls = [module.pull_objects, module.pull_and_inflate_object_from_tree]
+    for pull in pulls:
+        monkeypatch.setattr(pull, "__kwdefaults__", dict(pull.__kwdefaults__))
+    flower_replacements.retry_soon()
+    assert {pull.__kwdefaults__["initial_backoff"] for pull in pulls} == {0.1}
+    # Flower's own grid and node use these.
+    asked = []
+
+    def unready(object_id: str) -> bytes:
+        asked.append(time.monotonic())
+        if len(asked) < 3:
+            raise module.ObjectUnavailableError(object_id)
+        return b"here"
+
+    assert module.pull_objects(["a"], unready) == {"a": b"here"}
+    assert asked[2] - asked[0] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "gone", "replace"),
+    [
+        (SUPERNODE_LOOP, "time", lambda: flower_replacements.poll_every(0.2)),
+        (SUPERNODE_LOOP, "_push_messages", lambda: flower_replacements.before_reply_wait(print)),
+        (SUPEREXEC_LOOP, "time", lambda: flower_replacements.use_task_wait(print)),
+        (
+            "flwr.supercore.inflatable.inflatable_utils",
+            "pull_objects",
+            flower_replacements.retry_soon,
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_name_that_only_makes_a_round_quicker_may_be_gone(monkeypatch, name, gone, replace):
+    module = importlib.import_module(name)
+    for pull in ("pull_objects", "pull_and_inflate_object_from_tree"):
+        if hasattr(module, pull):
+            function = getattr(module, pull)
+            monkeypatch.setattr(function, "__kwdefaults__", dict(function.__kwdefaults__))
+    monkeypatch.delattr(module, gone)
+    replace()
+    assert not hasattr(module, gone)
+
+
+# -- the simulation -----------------------------------------------------------------------
+
+
+class Pool(ray_actor.BasicActorPool):
+    """Of actors that are names."""
+
+    def __init__(self, actors: list[str]) -> None:
+        self.pool, self._future_to_actor = list(actors), {}
+        self.create_actor_fn = lambda: "new"
+
+
+def test_an_actor_that_died_is_replaced_and_one_that_raised_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = pytest.importorskip("ray")
+    fetch = ray_actor.BasicActorPool.fetch_result_and_return_actor_to_pool
+    # Put back when the test ends, whatever replaces it.
+    monkeypatch.setattr(ray_actor.BasicActorPool, "fetch_result_and_return_actor_to_pool", fetch)
+    flower_replacements.replace_dead_actors()
+    flower_replacements.replace_dead_actors()
+    results = {
+        "fine": ("0", "reply", "context"),
+        "raised": ValueError("the client's own"),
+        "died": ray.exceptions.ActorDiedError(),
+    }
+
+    def get(future: str) -> tuple[str, str, str]:
+        result = results[future]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(ray_actor.ray, "get", get)
+    for outcome, left in [("fine", "actor"), ("raised", "actor"), ("died", "new")]:
+        pool = Pool(["other", "actor"])
+        future = pool.submit(lambda actor, *job, outcome=outcome: outcome, (None, None, "0", None))
+        try:
+            pool.fetch_result_and_return_actor_to_pool(future)
+        except Exception:  # as Flower's backend does it
+            pool.add_actor_back_to_pool(future)
+        assert pool.pool == ["other", left]

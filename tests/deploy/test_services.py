@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+
+from fedsim.apps.server_app import roster_for
+from fedsim.config import RunConfig
+from fedsim.deploy.federation import Federation
+from fedsim.deploy.services import CLIENTS, read_roster, write_roster
+from fedsim.errors import FedsimError
+from fedsim.federation.engines.directory import key_digest
+
+
+def test_a_federation_lists_each_nodes_key_as_its_client(tmp_path):
+    made = Federation.create(tmp_path / "fed", nodes=3)
+    digests = [key_digest(made.public_key(node).read_bytes()) for node in range(3)]
+    assert read_roster(made.roster) == {digest: node for node, digest in enumerate(digests)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[clients]\nabc = 0", f'[clients]\n{"a" * 64} = "0"', f"[clients]\n{'a' * 64} = true"],
+)
+def test_what_is_no_roster_is_refused(tmp_path, text):
+    path = tmp_path / "clients.toml"
+    path.write_text(text)
+    with pytest.raises(FedsimError):
+        read_roster(path)
+
+
+def test_two_keys_of_one_client_are_refused(tmp_path):
+    write_roster(tmp_path / "clients.toml", {"a" * 64: 1, "b" * 64: 1})
+    with pytest.raises(FedsimError, match="two keys one client id"):
+        read_roster(tmp_path / "clients.toml")
+
+
+def config(engine):
+    return RunConfig.parse({"engine": {"name": engine}})
+
+
+@pytest.mark.parametrize("engine", ["deployment", "simulation", "local"])
+def test_a_server_with_a_roster_asks_no_node_whatever_the_config_says(
+    tmp_path, monkeypatch, engine
+):
+    write_roster(tmp_path / "clients.toml", {"a" * 64: 1})
+    monkeypatch.setenv(CLIENTS, str(tmp_path / "clients.toml"))
+    assert roster_for(config(engine)) == {"a" * 64: 1}
+
+
+def test_a_deployment_without_a_roster_is_refused_unless_it_is_insecure(monkeypatch):
+    monkeypatch.delenv(CLIENTS, raising=False)
+    with pytest.raises(FedsimError, match="fedsim deploy superlink"):
+        roster_for(config("deployment"))
+    assert roster_for(config("simulation")) is None
+    monkeypatch.setenv(CLIENTS, "")
+    assert roster_for(config("deployment")) is None

@@ -1,0 +1,96 @@
+"""Example counts weigh in a run with private examples only as they were declared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fixed_clients import Fixed
+
+from fedsim import RunConfig
+from fedsim.cohorts import FullCohort
+from fedsim.engines import LocalGrid
+from fedsim.errors import FedsimError
+from fedsim.federation.arrays import array_record, tensors
+from fedsim.federation.engines.client_app import client_app
+from fedsim.mechanisms import NoPrivacy
+from fedsim.runs.resolve import resolve, strategy_of
+from fedsim.runs.session import drive
+from fedsim.strategies import DPFedAvg
+from fedsim.training import ClientData
+
+UPDATES = torch.tensor([[1.0], [5.0]])
+
+
+def moved(reported: list[int], **settings: object) -> float:
+    strategy = DPFedAvg(
+        mechanism=NoPrivacy(weighting="num-examples"),
+        cohort=FullCohort(2),
+        **settings,
+    )
+    trainer = Fixed(UPDATES, examples=reported)
+    result = strategy.start(LocalGrid(trainer), array_record({"w": torch.zeros(1)}), 1)
+    return tensors(result.arrays)["w"].item()
+
+
+def test_declared_counts_weigh_whatever_clients_report() -> None:
+    assert moved([1, 1]) == pytest.approx(3.0)
+    for reported in ([1, 1], [1, 1000], [0, 7]):
+        weighed = moved(reported, private_examples=True, example_counts=[3, 1])
+        assert weighed == pytest.approx(2.0)
+
+
+def test_counts_that_clients_report_do_not_weigh_private_examples() -> None:
+    with pytest.raises(FedsimError, match="declare the counts, which are then public"):
+        moved([1, 1], private_examples=True)
+
+
+@pytest.mark.parametrize("counts", [[1], [1, 2, 3], [1, -1]])
+def test_a_count_is_declared_for_every_client(counts: list[int]) -> None:
+    with pytest.raises(FedsimError, match="one, 0 or more, for each of the 2 clients"):
+        moved([1, 1], private_examples=True, example_counts=counts)
+
+
+def test_a_config_declares_the_sizes_of_its_partition() -> None:
+    config = RunConfig().replace(
+        **{
+            "partition.clients": 9,
+            "client.mechanism.name": "clipping",
+            "client.noise.multiplier": 1.0,
+        }
+    )
+    resolved = resolve(config)
+    declared = strategy_of(resolved)._aggregation_settings.example_counts
+    assert declared is not None
+    assert declared.tolist() == [len(part) for part in resolved.data.split.train]
+    uniform = strategy_of(resolve(config.replace(**{"mechanism.weighting": "uniform"})))
+    assert uniform._aggregation_settings.example_counts is None
+
+
+def test_a_node_whose_own_data_are_not_what_is_declared_of_it_refuses(tmp_path, caplog) -> None:
+    config = RunConfig().replace(
+        **{
+            "rounds": 1,
+            "partition.clients": 4,
+            "client.batch-size": 41,
+            "client.mechanism.name": "clipping",
+            "client.noise.multiplier": 1.0,
+            "client.state-dir": str(tmp_path),
+            "evaluate.every": 0,
+        }
+    )
+    server = resolve(config.replace(**{"engine.name": "simulation"}))
+    # Client 2's file has one example less than the partition has.
+    data = server.trainer.data
+    indices = [ids[: len(ids) - (client == 2)] for client, ids in enumerate(data.indices)]
+    nodes = server.local.trainer(ClientData(data.x, data.y, indices))
+    grid = LocalGrid(client_app(lambda _: nodes), num_nodes=4)
+    result = drive(server, grid)
+    (row,) = result.metrics
+    assert (row["usable"], row["failed-raised"]) == (3, 1)
+    size = len(indices[2])
+    assert f"this client has {size} examples, but {size + 1} are declared of it" in caplog.text
+    ledgers = sorted(path.name for path in tmp_path.glob("client-*.jsonl"))
+    assert ledgers == ["client-0.jsonl", "client-1.jsonl", "client-3.jsonl"]
+    # Weighed alike, nothing is declared, and a node's data are its own affair.
+    uniform = resolve(server.config.replace(**{"mechanism.weighting": "uniform"}))
+    assert drive(uniform, grid).metrics[0]["usable"] == 4

@@ -1,0 +1,395 @@
+"""Compiled parts give the bytes that torch and numpy give, or are not there."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from clients_helpers import reading_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from release_helpers import plan_of
+from tensor_bytes import same_bytes
+
+from fedsim.federation.aggregation.noise_prefetch import prefetched
+from fedsim.kernels import building, classes, convolutions, dense, normals, rows
+from fedsim.kernels.normals import sums_of_normals
+from fedsim.kernels.rows import TILE, add_rounded, by_halves, is_supported, squared_norms
+from fedsim.mechanisms import Clipping, NoPrivacy, Normalization, PerLayer, Releaser
+from fedsim.mechanisms.releaser import NoiseSource
+from fedsim.privacy import Independent
+from fedsim.rows import DenseRows, Layout
+from fedsim.rows.norms import norms_of
+from fedsim.rows.packing import Packing
+from fedsim.tasks.losses import CrossEntropy
+from fedsim.training.paths.stacked import CompiledBlock, EagerBlock, stack
+
+compiled = pytest.mark.skipif(
+    rows._compiled() is None or normals._compiled() is None, reason="there is no C compiler"
+)
+
+AWKWARD = [
+    0.0,
+    -0.0,
+    5e-324,
+    -1e-310,
+    1e-45,
+    3e-39,
+    1.5,
+    -2.75,
+    1e30,
+    3e38,
+    np.inf,
+    -np.inf,
+    np.nan,
+]
+
+
+@st.composite
+def blocks(draw):
+    """Rows ``[n, d]`` around the length of a tile, with awkward numbers among them."""
+    dtype = draw(st.sampled_from([np.float32, np.float64]))
+    n, d = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 7, TILE - 1, TILE, TILE + 3]))
+    seed = draw(st.integers(0, 2**32 - 1))
+    block = np.random.default_rng(seed).normal(size=(n, d)).astype(dtype)
+    for _ in range(draw(st.integers(0, 5))):
+        row, column = draw(st.integers(0, n - 1)), draw(st.integers(0, d - 1))
+        with np.errstate(over="ignore"):
+            block[row, column] = draw(st.sampled_from(AWKWARD))
+    return torch.from_numpy(block)
+
+
+@compiled
+@settings(max_examples=60, deadline=None)
+@given(blocks())
+def test_norms_are_those_of_halving_to_the_byte(block) -> None:
+    assert is_supported(block)
+    assert same_bytes(squared_norms(block), by_halves(block.double().square()))
+
+
+@compiled
+@settings(max_examples=60, deadline=None)
+@given(blocks(), st.sampled_from([1.0, 2.0**30, 3e-7, 0.0]), st.booleans())
+def test_rounded_sums_are_torchs_to_the_byte(block, factor, finer) -> None:
+    factors = torch.full((len(block),), factor, dtype=torch.float64)
+    coarse = torch.zeros(block.shape[1], dtype=torch.float64)
+    fine = torch.zeros_like(coarse) if finer else None
+    add_rounded(block, factors, coarse, fine, 2.0**32)
+    wanted, wanted_fine = torch.zeros_like(coarse), torch.zeros_like(coarse)
+    for row in block.double() * factors[:, None]:
+        wanted += row.trunc()
+        wanted_fine += ((row - row.trunc()) * 2.0**32).trunc()
+    assert same_bytes(coarse, wanted)
+    assert fine is None or same_bytes(fine, wanted_fine)
+
+
+@compiled
+def test_rows_with_gaps_of_any_sort_have_the_norms_of_their_copies() -> None:
+    block = torch.randn(7, 400, generator=torch.Generator().manual_seed(0))
+    views = [block[:, 3:], block[::2], block.T, block[:, ::3], block[:1].expand(5, 400)]
+    for view in views:
+        assert torch.equal(norms_of(view), norms_of(view.clone()))
+        clipping = Releaser(
+            plan_of(Clipping(1.0), Independent(1.0), 1.0),
+            Layout.of({"w": torch.zeros(view.shape[1])}),
+        )
+        sums = []
+        for given_rows in (view, view.clone()):
+            total = clipping.start({})
+            total.add(DenseRows(given_rows))
+            sums.append(total.grids["sum"].value())
+        assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize("d", [1, 3, 100, TILE, 3 * TILE + 5, TILE * TILE + 1])
+def test_halving_sums_everything_once(d) -> None:
+    assert float(by_halves(torch.ones(d, dtype=torch.float64))) == d
+
+
+@compiled
+def test_rows_of_many_tiles_are_halved_twice() -> None:
+    row = torch.randn(1, TILE * TILE + 5, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(squared_norms(row), by_halves(row.double().square()))
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "mechanism",
+    [Clipping(1.0), Normalization(0.5), PerLayer(Clipping(1.0)), NoPrivacy(weighting="uniform")],
+)
+def test_a_release_has_the_same_bytes_with_and_without_a_compiler(
+    monkeypatch, mechanism, dtype
+) -> None:
+    layout = Layout.of({"w": torch.zeros(70, 70, dtype=dtype), "b": torch.zeros(70, dtype=dtype)})
+    block = torch.randn(9, layout.d, generator=torch.Generator().manual_seed(1)).to(dtype)
+    multiplier = 0.0 if isinstance(mechanism, NoPrivacy) else 1.0
+
+    def released(block: torch.Tensor) -> bytes:
+        releaser = Releaser(plan_of(mechanism, Independent(multiplier), 9.0), layout)
+        total = releaser.start(mechanism.init(layout))
+        assert total.add(DenseRows(block)).tolist() == block.isfinite().all(1).tolist()
+        return b"".join(tensor.numpy().tobytes() for tensor in total.state().values())
+
+    for spoilt in (None, 0.0, float("nan"), 1e-30):
+        if spoilt is not None:
+            block[3] = spoilt
+        fast = released(block)
+        with monkeypatch.context() as without:
+            without.setattr(rows, "_compiled", lambda: None)
+            assert not is_supported(block)
+            assert released(block) == fast
+
+
+@compiled
+@pytest.mark.parametrize("before", range(6))
+@pytest.mark.parametrize(("count", "terms"), [(1024, 1), (1025, 4), (70_001, 4)])
+def test_normals_are_numpys_and_leave_the_generator_where_numpy_does(before, count, terms) -> None:
+    ours, numpys = (np.random.Generator(np.random.Philox(key=5)) for _ in range(2))
+    for generator in (ours, numpys):
+        generator.bit_generator.random_raw(before)
+        generator.integers(2**31, dtype=np.uint32)  # half a word is left over
+    wanted = sum(numpys.standard_normal(count) for _ in range(terms))
+    assert sums_of_normals(ours, count, terms).tobytes() == wanted.tobytes()
+    assert repr(ours.bit_generator.state) == repr(numpys.bit_generator.state)
+
+
+@compiled
+def test_a_counter_at_its_end_begins_anew() -> None:
+    most = 2**64 - 1
+    draws = []
+    for drawn in (lambda g: g.standard_normal(5000), lambda g: sums_of_normals(g, 5000, 1)):
+        philox = np.random.Philox(
+            key=3, counter=np.array([most - 100, most, most, 7], dtype=np.uint64)
+        )
+        draws.append((drawn(np.random.Generator(philox)).tobytes(), repr(philox.state)))
+    assert draws[0] == draws[1]
+
+
+def test_other_generators_draw_as_they_do() -> None:
+    ours, numpys = np.random.default_rng(0), np.random.default_rng(0)
+    wanted = numpys.standard_normal(5000) + numpys.standard_normal(5000)
+    assert sums_of_normals(ours, 5000, 2).tobytes() == wanted.tobytes()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(building.DISABLED, raising=False)
+    return tmp_path / "fedsim"
+
+
+@compiled
+def test_a_library_is_built_once_and_is_its_users_alone(cache, monkeypatch) -> None:
+    assert building.library("rows.c", rows._self_test) is not None
+    (built,) = cache.iterdir()
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert built.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(building.shutil, "which", lambda name: None)
+    assert building.library("rows.c", rows._self_test) is not None
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_where_there_is_a_compiler_the_compiled_parts_are_in_use() -> None:
+    assert rows._compiled() is not None
+    assert normals._compiled() is not None
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if library.exists() and hasattr(ctypes.CDLL(str(library)), "sgemm_"):
+        assert dense._compiled()
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("source", "before", "after"),
+    [
+        ("rows.c", "trunc((double)x[i] * factor)", "rint((double)x[i] * factor)"),
+        ("rows.c", "trunc((value - whole) * scale)", "(value - whole) * scale"),
+        ("rows.c", "coarse[i] += whole", "coarse[i] = whole"),
+        ("rows.c", "(s[0] + s[4]) + (s[2] + s[6])", "(s[0] + s[2]) + (s[4] + s[6])"),
+        ("rows.c", "if (size % TILE) {", "if (0) {"),
+        ("rows.c", "rows += stride", "rows += size"),
+        ("rows.c", "(ptrdiff_t)row * stride", "(ptrdiff_t)row * (ptrdiff_t)size"),
+        ("normals.c", "words[k] << 55", "words[k] << 56"),
+        ("normals.c", "ROUNDS = 10", "ROUNDS = 9"),
+        ("normals.c", "add ? out[done] + value : value", "value"),
+        ("normals.c", "s->state->used = BLOCK - left % BLOCK", "s->state->used = BLOCK"),
+        ("convolutions.c", "dense[places[o] * outputs + o] +=", "dense[places[o] * outputs + o] ="),
+        ("convolutions.c", "n * image + offsets[places[o]]", "offsets[places[o]]"),
+        ("convolutions.c", "row * step + start", "row * length + start"),
+        ("convolutions.c", "into[i] += total", "into[i] = total"),
+        ("convolutions.c", "UINT64_C(1) << (o % WORD)", "UINT64_C(1) << (o % 32)"),
+        ("convolutions.c", "left < LANES ? left : LANES", "left < LANES ? left : LANES - 1"),
+        ("convolutions.c", "from + o * most", "from"),
+        ("dense.c", "outputs[i] < 0 ? 0 : outputs[i]", "outputs[i]"),
+        ("dense.c", "values[i] <= 0 ? 0 : delta[i]", "values[i] < 0 ? 0 : delta[i]"),
+        ("dense.c", "&alpha, deltas, &l->outputs, ones", "&one, deltas, &l->outputs, ones"),
+        ("dense.c", "if (old != row && l->bias >= 0)", "if (0)"),
+        ("dense.c", "x = buffer + l->values;", ""),
+        ("dense.c", "(l - 1)->deltas : below", "(l - 1)->values : below"),
+        ("classes.c", "1.0f / 720", "1.0f / 721"),
+        ("classes.c", "x < LEAST ? 0 : x", "series * power"),
+        ("classes.c", "row[k] > largest", "row[k] < largest"),
+        ("classes.c", "row[targets[i]] -= 1;", ""),
+        ("classes.c", "outputs += stride;", "outputs += size;"),
+        ("classes.c", "b->targets + batch * rows", "b->targets"),
+    ],
+)
+def test_a_bug_in_what_is_compiled_is_seen_as_it_is_loaded(
+    cache, tmp_path, monkeypatch, source, before, after
+) -> None:
+    text = Path(building.__file__).with_name(source).read_text()
+    assert before in text
+    (tmp_path / source).write_text(text.replace(before, after))
+    monkeypatch.setattr(building, "__file__", str(tmp_path / "building.py"))
+    module = {
+        "rows.c": rows,
+        "normals.c": normals,
+        "convolutions.c": convolutions,
+        "dense.c": dense,
+        "classes.c": classes,
+    }[source]
+    module._compiled.cache_clear()
+    try:
+        assert not module._compiled()
+    finally:
+        module._compiled.cache_clear()
+    assert len(list(cache.iterdir())) == 1  # it was compiled, and left out
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("before", "after", "direction"),
+    [
+        ("bias ? from(bias) + sum[i] : sum[i]", "sum[i]", "forward"),
+        ("HIGH_PAIRS(low, low_next)", "LOW_PAIRS(low, low_next)", "forward"),
+        ("weight + end - LANES", "weight + end", "forward"),
+        ("row + l->weight + k, deltas", "row + l->weight, deltas", "back"),
+        ("total[i][half] + sum[i][half]", "sum[i][half]", "back"),
+        ("alpha * x[i]", "x[i]", "folds"),
+        ("deltas + o, l->outputs", "deltas, l->outputs", "folds"),
+    ],
+)
+def test_a_bug_in_products_of_few_examples_leaves_them_to_the_library(
+    cache, tmp_path, monkeypatch, before, after, direction
+) -> None:
+    shape = (300, 200, 5, True)  # both in two runs, of which the last register is not full
+    if not getattr(dense._runs(*shape), direction):
+        pytest.skip("this processor, or its library, has other products")
+    text = Path(building.__file__).with_name("dense.c").read_text()
+    assert before in text
+    (tmp_path / "dense.c").write_text(text.replace(before, after))
+    monkeypatch.setattr(building, "__file__", str(tmp_path / "building.py"))
+    for cached in (dense._compiled, dense._runs):
+        cached.cache_clear()
+    try:
+        assert dense._compiled()
+        assert not getattr(dense._runs(*shape), direction)
+    finally:
+        for cached in (dense._compiled, dense._runs):
+            cached.cache_clear()
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        ("l->bias < 0 ? NULL : bias, x", "NULL, x", EagerBlock),
+        ("(i) < count ? (i) : count - 1", "0", EagerBlock),
+        ("deltas[i] * rates[c]", "deltas[i] * rates[0]", EagerBlock),
+        ("xs + c * x_stride", "xs", EagerBlock),
+        ("sum -= *x;", "sum = -*x;", EagerBlock),
+        ("from(weight + o * inputs + k) + sum", "from(into + o * inputs + k) + sum", CompiledBlock),
+        ("weight[o * inputs + k] + sum", "weight[o * inputs + k]", CompiledBlock),
+    ],
+)
+def test_a_bug_in_a_blocks_layers_leaves_them_to_torch(
+    cache, tmp_path, monkeypatch, before, after, kind
+) -> None:
+    """Or what is folded in to the library, where that alone is wrong."""
+    if not dense._compiled()[torch.float32].makes_few:
+        pytest.skip("this processor has other products")
+    text = Path(building.__file__).with_name("dense.c").read_text()
+    assert before in text
+    (tmp_path / "dense.c").write_text(text.replace(before, after))
+    monkeypatch.setattr(building, "__file__", str(tmp_path / "building.py"))
+    model = torch.nn.Sequential(torch.nn.Linear(40, 10))
+    packing = Packing(Layout.of(dict(model.named_parameters())))
+    path = stack(reading_of(model, (40,)).structure, packing, CrossEntropy(), 1)
+    assert path is not None
+    for cached in (dense._compiled, dense._runs):
+        cached.cache_clear()
+    try:
+        theta, x = torch.randn(3, packing.width), torch.randn(3, 10, 40)
+        way = path.dense.forward(theta, x)
+    finally:
+        for cached in (dense._compiled, dense._runs):
+            cached.cache_clear()
+    assert isinstance(way, kind)
+    if isinstance(way, CompiledBlock):
+        assert not way.batch.layers[0].folds
+
+
+@compiled
+@pytest.mark.parametrize("spoil", ["directory", "library"])
+def test_what_others_could_have_written_is_not_loaded(cache, spoil) -> None:
+    assert building.library("rows.c", rows._self_test) is not None
+    (built,) = cache.iterdir()
+    (cache if spoil == "directory" else built).chmod(0o777)
+    assert building.library("rows.c", rows._self_test) is None
+
+
+@compiled
+def test_without_a_compiler_or_where_it_is_unwanted_or_wrong_there_is_none(
+    cache, monkeypatch
+) -> None:
+    assert building.library("rows.c", lambda loaded: False) is None
+    with monkeypatch.context() as unwanted:
+        unwanted.setenv(building.DISABLED, "0")
+        assert building.library("rows.c", rows._self_test) is None
+    (built,) = cache.iterdir()
+    built.unlink()
+    no_library = cache / "none.so"
+    no_library.write_bytes(b"no library")
+    with monkeypatch.context() as spoilt:
+        spoilt.setattr(building, "_built", lambda source, archives: no_library)
+        assert building.library("rows.c", rows._self_test) is None
+    no_library.unlink()
+    with monkeypatch.context() as failed:
+        failed.setattr(building.shutil, "which", lambda name: "/bin/false")
+        assert building.library("rows.c", rows._self_test) is None
+    monkeypatch.setattr(building.shutil, "which", lambda name: None)
+    assert building.library("rows.c", rows._self_test) is None
+    assert list(cache.iterdir()) == []
+
+
+def test_noise_that_is_prefetched_builds_nothing_in_its_thread(monkeypatch) -> None:
+    """A worker that is forked meanwhile would wait for what the building holds locked."""
+    built_in = []
+
+    def library(*_: object) -> None:
+        built_in.append(threading.current_thread())
+
+    monkeypatch.setattr(normals, "library", library)
+    normals._compiled.cache_clear()
+    try:
+        source = prefetched(NoiseSource(np.random.Generator(np.random.Philox(key=1))), [5000])
+        assert len(source.normal(5000)) == 5000
+    finally:
+        normals._compiled.cache_clear()
+    assert built_in == [threading.current_thread()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only a process knows")
+def test_naming_a_library_starts_no_process(monkeypatch) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("nobody may be waited for")
+
+    monkeypatch.setattr("subprocess.Popen", start)
+    monkeypatch.setattr("platform._uname_cache", None)
+    assert building._processor()

@@ -1,0 +1,78 @@
+"""Gradients from windows' winners are those of products over all places, to the same bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensor_bytes import same_bytes
+
+from fedsim.kernels import convolutions
+from fedsim.kernels.convolutions import Patches, input_gradient, weight_gradient
+
+compiled = pytest.mark.skipif(convolutions._compiled() is None, reason="there is no C compiler")
+
+SPOILT = [0.0, -0.0, 1e-45, 3e38, -3e38, np.inf, np.nan]
+
+
+@st.composite
+def pooled_convolutions(draw):
+    """Images, weights, the gradient of what windows give, who won them, and what is read."""
+    kernel = (draw(st.integers(1, 3)), draw(st.integers(1, 4)))
+    stride = (draw(st.integers(1, 2)), draw(st.integers(1, 3)))
+    channels, outputs = draw(st.sampled_from([1, 3, 16, 37])), draw(st.sampled_from([1, 6, 67]))
+    height, width = (side + draw(st.integers(0, 5)) for side in kernel)
+    patches = Patches((height, width, channels), kernel, stride)
+    n, windows = draw(st.integers(1, 3)), draw(st.integers(1, 7))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    x = random.normal(size=(n, *patches.image)).astype(np.float32)
+    weight = random.normal(size=(outputs, kernel[0], patches.length)).astype(np.float32)
+    delta = random.normal(size=(n, windows, outputs)).astype(np.float32)
+    delta *= random.random(delta.shape) < draw(st.sampled_from([0.0, 0.3, 1.0]))
+    for values in (x, weight, delta):
+        for _ in range(draw(st.integers(0, 2))):
+            values.flat[random.integers(values.size)] = draw(st.sampled_from(SPOILT))
+    places = random.integers(len(patches.pixels), size=delta.shape)
+    return (*map(torch.from_numpy, (x, weight, delta, places)), patches)
+
+
+@compiled
+@settings(max_examples=60, deadline=None)
+@given(pooled_convolutions())
+def test_gradients_have_the_same_bytes_with_and_without_a_compiler(convolution) -> None:
+    x, weight, delta, places, patches = convolution
+    with_compiler = (
+        weight_gradient(x, delta, places, patches),
+        input_gradient(weight, delta, places, patches),
+    )
+    without = (
+        convolutions._weight_gradient(x, delta, places, patches),
+        convolutions._input_gradient(weight, delta, places, patches),
+    )
+    assert all(map(same_bytes, with_compiler, without))
+
+
+@pytest.mark.parametrize("stride", [(1, 1), (2, 1), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_are_those_that_autograd_gives(dtype, stride) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 5, 13, 12, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(7, 5, 3, 2, generator=generator, dtype=dtype, requires_grad=True)
+    convolved = F.conv2d(x, weight, stride=stride)
+    pooled, places = F.max_pool2d(convolved, 3, 2, return_indices=True)
+    delta = torch.randn(pooled.shape, generator=generator, dtype=dtype)
+    delta = delta * (torch.rand(pooled.shape, generator=generator) < 0.6)
+    of_x, of_weight = torch.autograd.grad((pooled * delta).sum(), (x, weight))
+    patches = Patches((13, 12, 5), (3, 2), stride)
+    assert patches.places == tuple(convolved.shape[2:])
+    images = x.detach().permute(0, 2, 3, 1).contiguous()
+    rows = weight.detach().permute(0, 2, 3, 1).flatten(2)
+    windows, winners = (t.permute(0, 2, 3, 1).flatten(1, 2).contiguous() for t in (delta, places))
+    tolerance = {"rtol": 0, "atol": 1e-4 if dtype == torch.float32 else 1e-12}
+    by_winners = weight_gradient(images, windows, winners, patches)
+    torch.testing.assert_close(by_winners, of_weight.permute(0, 2, 3, 1).flatten(2), **tolerance)
+    by_winners = input_gradient(rows, windows, winners, patches)
+    torch.testing.assert_close(by_winners, of_x.permute(0, 2, 3, 1), **tolerance)

@@ -1,0 +1,101 @@
+"""What cannot be run is refused before anything is written, and an earlier run survives it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fedsim
+from fedsim import RunConfig
+from fedsim.errors import FedsimError
+from fedsim.runs.sweep import members, parse_axes, run_sweep
+
+BASE = RunConfig().replace(
+    **{
+        "rounds": 1,
+        "partition.clients": 20,
+        "cohort.name": "poisson",
+        "cohort.rate": 0.3,
+        "mechanism.name": "clipping",
+        "noise.multiplier": 1.0,
+        "client.batch-size": 5,
+    }
+)
+EXAMPLES = {"client.mechanism.name": "clipping", "client.noise.multiplier": 1.0}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"mechanism.name": "quantile-clipping", "noise.multiplier": 5.0}, "bit-noise"),
+    ({"mechanism.name": "quantile-clipping", "mechanism.per-layer": True}, "bit-noise"),
+    ({"mechanism.private-scalar": "accuracy"}, "clients report: num-examples, loss"),
+    ({"mechanism.private-scalar": "loss", **EXAMPLES}, "clients report: num-examples"),
+    ({"mechanism.private-scalar": "asked"}, "clients report"),
+    (
+        {"noise.placement": "client", "mechanism.name": "none", "noise.multiplier": ""},
+        "must be 'server' with NoPrivacy",
+    ),
+    ({"noise.max-epsilon": 1e-6}, "max-epsilon.* at least 2.* what one round costs"),
+    ({"model.name": "mlp", "model.widths": "8", "model.trainable": "no*"}, "model.trainable"),
+    ({"model.weights": "/etc/passwd"}, "model.weights"),
+    ({"data.train": "9:9"}, "data.train"),
+    ({"partition.clients": 2000}, "partition.clients"),
+    ({"client.name": "tests.runs.test_preflight:starts_with_nan"}, "LocalAlgorithm"),
+    ({"client.name": "os:getpid"}, "'os' is of the standard library"),
+    (
+        {"model.name": "tests.runs.test_preflight:starts_with_nan"},
+        "NaN or infinite numbers in weight",
+    ),
+    ({"model.name": "tests.runs.test_preflight:complex_numbers"}, "complex"),
+    (
+        {**EXAMPLES, "client.batch-size": 1000, "mechanism.name": "none", "noise.multiplier": ""},
+        "client.batch-size",
+    ),
+]
+
+
+def starts_with_nan() -> nn.Module:
+    model = nn.Linear(64, 10)
+    nn.init.constant_(model.weight, float("nan"))
+    return model
+
+
+def complex_numbers() -> nn.Module:
+    return nn.Linear(64, 10, dtype=torch.complex64)
+
+
+@pytest.mark.parametrize(("changes", "sentence"), REFUSED, ids=[str(c) for c, _ in REFUSED])
+def test_what_cannot_be_run_is_refused_before_anything_is_touched(
+    changes: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(FedsimError, match=sentence):
+        fedsim.run(BASE.replace(**changes), out=tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FedsimError, match=sentence):
+        run_sweep(members(BASE.replace(**changes), parse_axes(["seed=1,2"])), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_run_leaves_the_one_that_it_would_have_overwritten(tmp_path: Path) -> None:
+    fedsim.run(BASE, out=tmp_path / "run")
+
+    def content() -> dict[str, bytes]:
+        return {str(p): p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+    before = content()
+    for changes, _ in REFUSED[:6]:
+        with pytest.raises(FedsimError):
+            fedsim.run(BASE.replace(**changes), out=tmp_path / "run", overwrite=True)
+    assert content() == before
+
+
+@pytest.mark.parametrize("key", ["task.loss", "task.metrics"])
+def test_a_users_function_that_fails_keeps_its_traceback_and_leaves_nothing(
+    key: str, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match="starts_with_nan"):
+        fedsim.run(
+            BASE.replace(**{key: "tests.runs.test_preflight:starts_with_nan"}), out=tmp_path / "run"
+        )
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,128 @@
+"""Frozen layers at the front of a model: gone through once, to the same end."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from clients_helpers import make_cnn, make_data
+from torch import Tensor, nn
+
+from fedsim.clients import SGD
+from fedsim.randomness import Randomness
+from fedsim.training import ClientData, Trainer
+from fedsim.training import frozen_stem as module
+from fedsim.training.frozen_stem import behind_frozen_stem
+
+SIZES = (5, 0, 11, 3)
+IDS = np.arange(len(SIZES))
+
+
+def stemmed(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    model = make_cnn(dtype=dtype)
+    model[0].requires_grad_(False)
+    return model
+
+
+def clients(dtype: torch.dtype = torch.float64) -> ClientData:
+    data = make_data(SIZES, features=36, dtype=dtype, shape=(1, 6, 6))
+    unused = torch.zeros(4, 1, 6, 6, dtype=dtype)  # examples that nobody has
+    return ClientData(
+        torch.cat([unused, data.x]),
+        torch.cat([data.y[:1].expand(4), data.y]),
+        [own + 4 for own in data.indices],
+        torch.tensor([[[0.1]]]),
+        torch.tensor([[[2.0]]]),
+    )
+
+
+def trained(model: nn.Module, data: ClientData) -> tuple[Tensor, Tensor]:
+    trainer = Trainer(model, SGD(lr=0.3), data, batch_size=4, epochs=2, randomness=Randomness(3))
+    start = trainer.initial()
+    values = next(iter(trainer.evaluate(start, IDS, 1))).metrics["loss"]
+    return trainer.fit(start, IDS, 1).theta, torch.from_numpy(values)
+
+
+def test_the_same_training_and_evaluation_as_through_the_whole_model() -> None:
+    model, data = stemmed(), clients()
+    rest, outputs = behind_frozen_stem(model, data)
+    assert [name for name, _ in rest.named_parameters()] == ["4.weight", "4.bias"]
+    assert outputs.x.shape == (sum(SIZES), 8)
+    for whole, part in zip(trained(model, data), trained(rest, outputs), strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-10, atol=1e-12)
+
+
+def test_bits_of_an_example_do_not_depend_on_whose_else_there_are() -> None:
+    data = clients(torch.float32)
+    everybody = behind_frozen_stem(stemmed(torch.float32), data)[1]
+    for client, own in enumerate(data.indices):
+        if not len(own):
+            continue
+        alone = ClientData(data.x, data.y, [own[::-1].copy()], data.mean, data.std)
+        outputs = behind_frozen_stem(stemmed(torch.float32), alone)[1]
+        mine = everybody.indices[client]
+        assert torch.equal(outputs.x[outputs.indices[0]], everybody.x[mine[::-1].copy()])
+        assert torch.equal(outputs.y[outputs.indices[0]], everybody.y[mine[::-1].copy()])
+
+
+def test_images_are_scaled_once() -> None:
+    images = torch.randint(0, 256, (6, 1, 6, 6), dtype=torch.uint8)
+    data = ClientData(images, torch.zeros(6, dtype=torch.int64), [np.arange(6)])
+    model = stemmed(torch.float32)
+    rest, outputs = behind_frozen_stem(model, data)
+    found = rest(outputs.inputs(torch.arange(6), torch.float32))
+    torch.testing.assert_close(found, model(images.float() / 255), rtol=1e-5, atol=1e-6)
+
+
+def test_outputs_are_computed_anew_only_where_the_stem_or_the_examples_differ() -> None:
+    data = clients(torch.float32)
+    model = stemmed(torch.float32)
+    first = behind_frozen_stem(model, data)[1].x
+    again = behind_frozen_stem(stemmed(torch.float32), clients(torch.float32))[1].x
+    assert again.data_ptr() == first.data_ptr()
+    other_images = ClientData(data.x + 1, data.y, data.indices, data.mean, data.std)
+    other_scale = ClientData(data.x, data.y, data.indices, data.mean, data.std + 1)
+    fewer = ClientData(data.x, data.y, [data.indices[0]], data.mean, data.std)
+    for changed in (other_images, other_scale, fewer):
+        outputs = behind_frozen_stem(model, changed)[1].x
+        assert outputs.shape != first.shape or not torch.equal(outputs, first)
+    with torch.no_grad():
+        next(iter(model[0].parameters())).mul_(2)
+    assert not torch.equal(behind_frozen_stem(model, data)[1].x, first)
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        make_cnn(),
+        nn.Sequential(nn.Flatten(), nn.Linear(36, 3)),
+        nn.Sequential(Doubling(), *stemmed()),
+        nn.Sequential(nn.Sequential(stemmed())[0], Doubling()),
+    ],
+    ids=["trained", "nothing-frozen", "unknown-first", "one-child"],
+)
+def test_a_model_without_a_frozen_front_of_known_layers_stays_whole(model: nn.Module) -> None:
+    data = clients()
+    assert behind_frozen_stem(model, data) == (model, data)
+
+
+def test_outputs_that_would_take_too_much_memory_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, data = stemmed(), clients()
+    monkeypatch.setattr(module, "_LATEST", OrderedDict())
+    monkeypatch.setattr(module, "MOST_BYTES", sum(SIZES) * 8 * 8 - 1)
+    assert behind_frozen_stem(model, data) == (model, data)
+
+
+def test_clients_without_any_data_leave_the_model_whole() -> None:
+    model, data = stemmed(), clients()
+    nobody = ClientData(data.x, data.y, [np.zeros(0, np.int64)])
+    assert behind_frozen_stem(model, nobody) == (model, nobody)

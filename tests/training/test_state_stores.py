@@ -1,0 +1,189 @@
+"""State of clients across rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from clients_helpers import make_data, make_mlp
+
+from fedsim.clients import SGD, AdadpLR, Adam
+from fedsim.errors import FedsimError
+from fedsim.mechanisms import AdaClip
+from fedsim.randomness import Randomness
+from fedsim.rows.exchange import CLIENT_STATE
+from fedsim.training import ExamplePrivacy, Trainer
+from fedsim.training.state_stores import MemoryStore
+
+IDS = np.arange(4)
+
+
+def trainer_of(state, algorithm=None, *, block_size=0, data=None, **kw):
+    return Trainer(
+        make_mlp(), algorithm or AdadpLR(lr=0.2, tol=0.1), data or make_data([9, 14, 5, 30]),
+        batch_size=4, steps=6, randomness=Randomness(2), state=state, block_size=block_size, **kw,
+    )  # fmt: skip
+
+
+def etas(trainer, rounds=3, ids=IDS):
+    found = []
+    for t in range(1, rounds + 1):
+        blocks = list(trainer.train(trainer.initial(), ids, t))
+        found.append(np.concatenate([b.metrics["eta"] for b in blocks]))
+    return found
+
+
+def test_reset_starts_every_round_from_eta_0():
+    for eta in etas(trainer_of("reset")):
+        assert (eta <= 0.2 * 1.1**3 * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+def test_a_client_keeps_its_own_rate(block_size):
+    trainer = trainer_of("client", block_size=block_size)
+    first, _, last = etas(trainer)
+    assert (last != first).any()
+    assert len(set(last)) > 1
+    rows = [b.rows for b in trainer.train(trainer.initial(), IDS, 4)]
+    whole = trainer_of("client")
+    etas(whole)
+    assert torch.equal(torch.cat(rows), next(whole.train(whole.initial(), IDS, 4)).rows)
+
+
+def test_clients_without_state_start_from_eta_0_and_are_counted():
+    trainer = trainer_of("client")
+    list(trainer.train(trainer.initial(), IDS[:2], 1))
+    (block,) = trainer.train(trainer.initial(), IDS, 2)
+    assert block.metrics["fresh-state"].tolist() == [0, 0, 1, 1]
+    fresh = trainer_of("client")
+    (alone,) = fresh.train(fresh.initial(), IDS[2:], 2)
+    assert torch.equal(block.rows[2:], alone.rows)
+
+
+@pytest.mark.parametrize("algorithm", [SGD(lr=0.1, momentum=0.9), Adam(lr=0.01)])
+def test_two_rounds_with_kept_state_are_one_of_twice_the_steps(algorithm):
+    data = make_data([16, 16], dtype=torch.float64)
+    make = {"batch_size": 0, "randomness": Randomness(0)}
+    model = make_mlp(dtype=torch.float64)
+    kept = Trainer(model, algorithm, data, steps=3, state="client", **make)
+    middle = kept.fit(kept.initial(), IDS[:2], 1).theta
+    ended = kept.fit(middle, IDS[:2], 2).theta
+    once = Trainer(model, algorithm, data, steps=6, **make)
+    torch.testing.assert_close(ended, once.fit(once.initial(), IDS[:2], 1).theta)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+def test_clients_start_from_what_the_server_sends_and_report_what_they_end_with(block_size):
+    slow = AdadpLR(lr=0.05, tol=0.3, eta_max=5.0)
+    told = trainer_of("server", slow, block_size=block_size)
+    told.receive({CLIENT_STATE: True, f"{CLIENT_STATE}.eta": 0.2})
+    started = trainer_of("reset", replace(slow, lr=0.2), block_size=block_size)
+    both = (t.train(t.initial(), IDS, 2) for t in (told, started))
+    for got, expected in zip(*both, strict=True):
+        assert torch.equal(got.rows, expected.rows)
+        assert (got.metrics[f"{CLIENT_STATE}.eta"] == expected.metrics["eta"]).all()
+        assert (got.metrics["fresh-state"] == 0).all()
+
+
+def test_clients_to_whom_the_server_has_sent_nothing_yet_start_from_eta_0():
+    trainer, fresh = trainer_of("server"), trainer_of("reset")
+    trainer.receive({CLIENT_STATE: True})
+    (got,), (expected,) = (t.train(t.initial(), IDS, 1) for t in (trainer, fresh))
+    assert torch.equal(got.rows, expected.rows)
+    assert (got.metrics["fresh-state"] == 1).all()
+
+
+def test_clients_that_count_on_a_server_that_keeps_no_state_are_refused():
+    with pytest.raises(FedsimError, match=r"client\.state is 'server'.*average_client_state"):
+        trainer_of("server").receive({"server-round": 1})
+    trainer_of("client").receive({"server-round": 1})
+
+
+def test_a_client_without_data_reports_no_state():
+    trainer = Trainer(
+        make_mlp(), AdadpLR(lr=0.2), make_data([9, 0, 5]), batch_size=4,
+        randomness=Randomness(2), state="server",
+    )  # fmt: skip
+    (block,) = trainer.train(trainer.initial(), np.arange(3), 1)
+    assert np.isnan(block.metrics[f"{CLIENT_STATE}.eta"]).tolist() == [False, True, False]
+
+
+def test_a_mechanisms_own_state_is_not_sent():
+    privacy = ExamplePrivacy(AdaClip(clip_norm=0.5), 1.0)
+    trainer = trainer_of("server", privacy=privacy)
+    trainer.receive({CLIENT_STATE: True, f"{CLIENT_STATE}.eta": 0.2})
+    (block,) = trainer.train(trainer.initial(), IDS, 2)
+    assert [key for key in block.metrics if key.startswith(CLIENT_STATE)] == ["client-state.eta"]
+
+
+def test_a_state_as_large_as_the_model_is_not_for_the_server():
+    with pytest.raises(FedsimError, match=r"client\.state is 'server'"):
+        trainer_of("server", Adam(lr=0.1))
+
+
+def test_files_keep_what_columns_keep(tmp_path):
+    columns, last = trainer_of("client"), None
+    etas(columns)
+    for t in (1, 2, 3):
+        # A new process for every round, as Flower's runtimes have it.
+        last = trainer_of("client", state_dir=tmp_path / "run")
+        list(last.train(last.initial(), IDS, t))
+    rows = next(columns.train(columns.initial(), IDS, 4)).rows
+    assert torch.equal(rows, next(last.train(last.initial(), IDS, 4)).rows)
+    assert len(list((tmp_path / "run" / "client-1").iterdir())) == 2
+
+
+def test_a_round_run_again_starts_from_where_it_did(tmp_path):
+    trainer = trainer_of("client", state_dir=tmp_path)
+    for t in (1, 2):
+        list(trainer.train(trainer.initial(), IDS, t))
+    again = next(trainer.train(trainer.initial(), IDS, 2))
+    other = trainer_of("client")
+    list(other.train(other.initial(), IDS, 1))
+    assert torch.equal(again.rows, next(other.train(other.initial(), IDS, 2)).rows)
+
+
+def test_a_checkpoint_of_the_state_goes_on_where_it_was():
+    whole = trainer_of("client")
+    etas(whole, rounds=2)
+    saved = {name: tensor.clone() for name, tensor in whole.state().items()}
+    resumed = trainer_of("client")
+    resumed.restore(saved)
+    rows = [next(t.train(t.initial(), IDS, 3)).rows for t in (whole, resumed)]
+    assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_whoever_diverges_first_leaves_the_others_as_they_are(block_size):
+    data = make_data([9, 14, 5, 30])
+    honest = trainer_of("client", Adam(lr=0.1), data=data, block_size=block_size)
+    poisoned = replace(data, x=data.x.clone())
+    poisoned.x[data.indices[0]] = torch.nan
+    hostile = trainer_of("client", Adam(lr=0.1), data=poisoned, block_size=block_size)
+    for t in (1, 2):
+        rows, theirs = (
+            torch.cat([block.rows for block in trainer.train(trainer.initial(), IDS, t)])
+            for trainer in (honest, hostile)
+        )
+        assert not torch.isfinite(theirs[0]).all()
+        assert torch.equal(theirs[1:], rows[1:])
+
+
+def test_columns_of_another_population_are_refused():
+    larger = MemoryStore(4)
+    larger.store(np.array([3]), 1, {"eta": torch.ones(1)})
+    with pytest.raises(FedsimError, match="client 3; this run has clients 0"):
+        MemoryStore(3).restore(larger.state())
+
+
+def test_a_mechanisms_state_is_kept_with_its_client():
+    privacy = ExamplePrivacy(AdaClip(clip_norm=0.5), 1.0)
+    trainer = trainer_of("client", SGD(lr=0.1), privacy=privacy)
+    for t in (1, 2):
+        list(trainer.train(trainer.initial(), IDS, t))
+    saved = trainer.state()
+    names = [name for name in saved if name.startswith("mechanism.")]
+    assert names
+    assert not any(torch.equal(saved[n][0], saved[n][3]) for n in names if saved[n].dim() > 1)
