@@ -67,7 +67,9 @@ class Extra:
     def take(self, reply: Reply, usable: Tensor) -> None:
         """Note what clients report, of whom the ``usable [n]`` are in the sum.
 
-        It changes nothing where it raises: that client then has no part in this extra.
+        Where it raises it must have changed nothing. The client has then failed ("malformed" in
+        the round's report) and has no part in this extra. Its row stays in the sum: engines whose
+        workers add rows up could not take it out again, and a release is the same on all engines.
         """
 
     def finish(self, result: RoundResult) -> RoundResult:
@@ -82,20 +84,27 @@ class Extra:
         """Resume what `state` gave."""
 
 
-def offer(extra: Extra, reply: Reply, usable: Tensor) -> None:
-    """Let an extra take a reply; what a client reports ends no round, and no neighbour's part."""
+def take_reply(extra: Extra, reply: Reply, usable: Tensor) -> list[int]:
+    """Let an extra take a reply, and return the clients that fail because it raises.
+
+    Where it raises over a block, it takes the block's clients one by one: what one reports is no
+    failure of the others.
+    """
     try:
         extra.take(reply, usable)
     except Exception as error:
         ids = reply.block.client_ids
-        if len(ids) > 1:
-            for client in ids:
-                alone = ids == client
-                one = replace(reply, block=reply.block.select(alone))
-                offer(extra, one, usable[torch.from_numpy(alone).to(usable.device)])
-            return
-        name = type(extra).__name__
-        _log.warning("%s leaves out what client %s reports: %s", name, ids, printable(error))
+        if len(ids) == 1:
+            name = type(extra).__name__
+            _log.warning("%s cannot use what client %s reports: %s", name, ids, printable(error))
+            return [int(ids[0])]
+        failed = []
+        for client in ids:
+            alone = ids == client
+            one = replace(reply, block=reply.block.select(alone))
+            failed += take_reply(extra, one, usable[torch.from_numpy(alone).to(usable.device)])
+        return failed
+    return []
 
 
 class SharedClientState(Extra):

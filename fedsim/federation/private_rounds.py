@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid, PrivacySpent
 from flwr.serverapp.strategy import Result
@@ -20,7 +21,7 @@ from fedsim.federation.aggregation.base import (
 )
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.client_metrics import ClientEvaluation
-from fedsim.federation.extras import ClientBudgets, Extra, NamedVectors, RoundResult, offer
+from fedsim.federation.extras import ClientBudgets, Extra, NamedVectors, RoundResult, take_reply
 from fedsim.federation.participants import Participants, Replying
 from fedsim.federation.replies import to_arrays
 from fedsim.federation.round_report import NOISE_ALONE, Failures, RoundReport
@@ -121,6 +122,8 @@ class PrivateRounds(ResumableStrategy):
         ------
         ValueError
             If the round, or a later one, was aggregated before: its draws would be used twice.
+        FedsimError
+            If the aggregation takes several stages and the loop has one, as Flower's own have.
         """
         if server_round <= self.rounds_done:
             raise ValueError(
@@ -161,7 +164,14 @@ class PrivateRounds(ResumableStrategy):
             layout=layout,
             state=self._state.values,
         )
-        self._pending = self._aggregation(self._aggregation_settings, pending)
+        aggregation = self._aggregation(self._aggregation_settings, pending)
+        if aggregation.has_stages and not self.loop_has_stages:
+            raise FedsimError(
+                f"{type(aggregation).__name__} asks clients in several stages, but this loop sends "
+                f"one set of messages a round; run it by {type(self).__name__}.start(...) itself, "
+                "not by a Flower strategy or workflow around it."
+            )
+        self._pending = aggregation
         return self._pending.request(replace(instructions, config=ConfigRecord(own)))
 
     def next_stage(self, replies: Iterable[Message]) -> Iterable[Message] | None:
@@ -197,7 +207,8 @@ class PrivateRounds(ResumableStrategy):
         for reply in aggregation.replies(replies):
             usable = aggregation.add(reply)
             for extra in self._extras.values():
-                offer(extra, reply, usable)
+                failed = take_reply(extra, reply, usable)
+                aggregation.tally.reject(np.array(failed, dtype=np.int64), "malformed")
         report = aggregation.tally.report(server_round)
         self.report = replace(report, ignored=self._participants.ignored)
         # On disk before the release exists: a crash from here on counts one too many.

@@ -35,9 +35,12 @@ class ResumableStrategy(Strategy):
         What `start` has reached, also after an exception.
     log : Logger
         Of the run: Flower's own logger, once `start` was called.
+    loop_has_stages : bool
+        Whether the loop that drives the rounds asks for `next_stage`, as `rounds_of` does.
     """
 
     log: logging.Logger = _log
+    loop_has_stages: bool = False
     protects: bool
     rounds_done: int
     stopped: str | None
@@ -189,6 +192,7 @@ def rounds_of(
     generator of Result
         Its ``arrays`` are the parameters reached: the initial ones if no round succeeded.
     """
+    strategy.loop_has_stages = True
     strategy.summary()
     # Held by the strategy too, so that an exception does not lose what was reached.
     result = strategy.result = Result(arrays=initial_arrays)

@@ -7,9 +7,11 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import Strategy
 
 from fedsim.cohorts import FullCohort
 from fedsim.engines import LocalGrid, array_record, tensors
+from fedsim.errors import FedsimError
 from fedsim.federation.aggregation.server_sum import ServerSum
 from fedsim.federation.extras import Extra, RoundResult
 from fedsim.federation.replies import Reply
@@ -88,14 +90,15 @@ class Watching(Extra):
 
 
 @pytest.mark.parametrize("client", [Rows(), app()], ids=["block", "messages"])
-def test_an_extra_that_raises_loses_that_client_and_nobody_else(client) -> None:
+def test_an_extra_that_raises_fails_that_client_alone_and_leaves_the_release_as_it_is(client) -> None:
     plain = strategy()
     expected = plain.start(LocalGrid(client, num_nodes=CLIENTS), INITIAL, 1)
     watched, log = strategy(), []
     watched._extras["watching"] = Watching("one", log, watched.ledger)
     reached = watched.start(LocalGrid(client, num_nodes=CLIENTS), INITIAL, 1)
     assert [ids for _, ids, *_ in log if isinstance(ids, list)] == [[0], [1], [3], [4]]
-    assert watched.report.usable == CLIENTS
+    assert (watched.report.usable, watched.report.failed) == (CLIENTS - 1, 1)
+    assert watched.report.reasons["malformed"] == 1
     assert torch.equal(tensors(reached.arrays)["w"], tensors(expected.arrays)["w"])
     assert watched.ledger.head == plain.ledger.head
 
@@ -148,3 +151,12 @@ def test_a_round_goes_through_every_stage_of_its_aggregation() -> None:
     assert [each.heard for each in made] == [[set(range(CLIENTS))]] * 2
     assert torch.equal(tensors(reached.arrays)["w"], tensors(expected.arrays)["w"])
     assert not np.allclose(tensors(reached.arrays)["w"], 0)
+
+
+def test_a_loop_with_one_stage_is_refused_by_an_aggregation_that_takes_several() -> None:
+    two = strategy()
+    two._aggregation = TwoStages
+    with pytest.raises(FedsimError, match="TwoStages asks clients in several stages"):
+        Strategy.start(two, LocalGrid(app(), num_nodes=CLIENTS), INITIAL, 1)
+    assert not two.ledger.entries
+    assert two.rounds_done == 0

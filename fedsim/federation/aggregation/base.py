@@ -170,6 +170,11 @@ class Aggregation(ABC):
             sent = read(messages, self.pending.client_of, self.expected(), self.tally)
         return self.counted(sent)
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether clients are asked more than once in a round."""
+        return type(self).next_stage is not Aggregation.next_stage
+
     @abstractmethod
     def expected(self) -> ExpectedReply:
         """What a usable reply is like."""
