@@ -90,7 +90,7 @@ class Watching(Extra):
 
 
 @pytest.mark.parametrize("client", [Rows(), app()], ids=["block", "messages"])
-def test_an_extra_that_raises_fails_that_client_alone_and_leaves_the_release_as_it_is(client) -> None:
+def test_an_extra_that_raises_fails_that_client_and_leaves_the_release_as_it_is(client) -> None:
     plain = strategy()
     expected = plain.start(LocalGrid(client, num_nodes=CLIENTS), INITIAL, 1)
     watched, log = strategy(), []
