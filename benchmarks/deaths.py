@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedsim.privacy import durable
-from fedsim.runs import artefacts, checkpoints
-from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs import checkpoints, directory
+from fedsim.runs.directory import RunDirectory
 
 ROUNDS = 12
 
@@ -122,7 +122,7 @@ def in_a_ledgers_line(chosen: random.Random, seconds: float) -> None:
 
 
 def in_a_row(chosen: random.Random, seconds: float) -> None:
-    left, csv_line = chosen.randrange(3, 13), artefacts._csv_line
+    left, csv_line = chosen.randrange(3, 13), directory._csv_line
 
     def torn(values: Any) -> bytes:
         nonlocal left
@@ -133,7 +133,7 @@ def in_a_row(chosen: random.Random, seconds: float) -> None:
         kill_in(0.02)
         return line[: len(line) // 2]
 
-    artefacts._csv_line = torn
+    directory._csv_line = torn
 
 
 def of_a_file_that_cannot_grow(chosen: random.Random, seconds: float) -> None:

@@ -27,9 +27,9 @@ from fedsim.deploy.bundle import write_app
 from fedsim.deploy.processes import free_ports
 from fedsim.deploy.rehearsal import Rehearsal
 from fedsim.deploy.services import Node
-from fedsim.runs.artefacts import OUT
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.channel import CallbackServer
+from fedsim.runs.directory import OUT
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import resolve
 

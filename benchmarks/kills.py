@@ -36,7 +36,7 @@ from benchmarks.deaths import DEATHS, ROUNDS, Death
 from fedsim import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
-from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.sweep import members, parse_axes, run_sweep
 
 BASE = RunConfig.parse(

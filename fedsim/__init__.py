@@ -23,8 +23,8 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from fedsim.config import RunConfig
+    from fedsim.reports.notebook import Live
     from fedsim.runs.callbacks import Callback, RunStatus
-    from fedsim.runs.notebook import Live
     from fedsim.runs.runner import run
     from fedsim.runs.saved import load
 
@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(callbacks, name)
     if name == "Live":
-        from fedsim.runs.notebook import Live
+        from fedsim.reports.notebook import Live
 
         return Live
     if name == "run":

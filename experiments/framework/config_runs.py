@@ -27,8 +27,8 @@ from experiments.framework.base import (
 from experiments.framework.spread import over_seeds
 from fedsim.config import RunConfig, Scalar
 from fedsim.engines import LocalGrid
-from fedsim.runs.artefacts import Row
 from fedsim.runs.data_split import DatasetCache, resolve_data
+from fedsim.runs.directory import Row
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import Resolved, resolve
 from fedsim.runs.runner import run as run_config

@@ -17,9 +17,9 @@ from fedsim.deploy.services import CLIENTS, SuperLink, read_roster
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.process import settle
 from fedsim.federation.engines.streaming import StreamingGrid
-from fedsim.runs.artefacts import OUT, RUNS, RunDirectory, last_run
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.channel import distant_callback
+from fedsim.runs.directory import OUT, RUNS, RunDirectory, last_run
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import resolve
 from fedsim.runs.resume import resumed_config

@@ -64,8 +64,8 @@ def audit(
     from fedsim.audit.config_audit import ConfigAudit
     from fedsim.audit.report import draw, tabulate
     from fedsim.federation.engines.process import settle
-    from fedsim.reports.describe import duration
     from fedsim.reports.plots import save
+    from fedsim.runs.columns import duration
 
     settle()
     console = Output()

@@ -122,7 +122,7 @@ def superlink(
     runs fedsim's own ServerApp and no other code. Artefacts go to `$FEDSIM_RUNS`, or STATE/runs.
     """
     from fedsim.deploy.services import SuperLink
-    from fedsim.runs.artefacts import RUNS
+    from fedsim.runs.directory import RUNS
 
     party = SuperLink.load(directory)
     kept = (directory / "state" if state is None else state).absolute()
@@ -172,7 +172,7 @@ def up(
     """
     from fedsim.deploy.federation import Federation
     from fedsim.deploy.rehearsal import Rehearsal
-    from fedsim.runs.artefacts import RUNS
+    from fedsim.runs.directory import RUNS
 
     federation = Federation.load(directory)
     console = Output()

@@ -24,7 +24,7 @@ from fedsim.privacy.calibration import Extrapolation
 from fedsim.privacy.claims import FIXED, Stopping, costliest_ledger
 from fedsim.privacy.durable import archived
 from fedsim.privacy.plan import declared_parts, of_user
-from fedsim.reports.record import clients_ledgers, ending, read_config
+from fedsim.runs.record import clients_ledgers, ending, read_config
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from fedsim.federation.round_report import (
     reasons_in,
     released_noise_alone,
 )
-from fedsim.reports.describe import brief, headline_columns, is_share, tail_mean
-from fedsim.runs.artefacts import Row
 from fedsim.runs.callbacks import Callback, RunStatus
+from fedsim.runs.columns import brief, headline_columns, is_share, tail_mean
+from fedsim.runs.directory import Row
 from fedsim.runs.result import RunResult
 
 _EPSILONS = {"epsilon": "eps", "example-epsilon": "examples' eps"}

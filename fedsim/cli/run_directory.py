@@ -105,7 +105,7 @@ def report(
     # Only now: a mistake should not wait for what reads a ledger.
     from fedsim.reports.page import write
     from fedsim.reports.run_page import run_page
-    from fedsim.runs.report import whole_record
+    from fedsim.runs.summary import whole_record
 
     write(run_page(whole_record(run)), page)
     Output().print(f"report: {page}", soft_wrap=True)
@@ -128,7 +128,7 @@ def compare(
     check_page(out)
     from fedsim.reports.compare_page import compare_page
     from fedsim.reports.page import write
-    from fedsim.reports.record import read_all
+    from fedsim.runs.record import read_all
 
     write(compare_page(read_all(runs)), out)
     Output().print(f"comparison: {out}", soft_wrap=True)

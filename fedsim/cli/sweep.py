@@ -19,8 +19,9 @@ from fedsim.config.plan import dealing
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
-    from fedsim.reports.sweep import MemberLine, SeedsLine, Spread
+    from fedsim.reports.sweep import MemberLine, SeedsLine
     from fedsim.runs.sweep import Halving, Member, MemberOutcome
+    from fedsim.runs.sweep.measure import Spread
 
 
 SOME_FAILED = 3
@@ -208,7 +209,7 @@ def _spread(spread: Spread | None, name: str) -> str:
 
 def _figure(value: float, name: str) -> str:
     """A number as a run's page and `fedsim compare` write it."""
-    from fedsim.reports.describe import brief, is_share
+    from fedsim.runs.columns import brief, is_share
 
     return brief(value, is_share(name, [value]))
 

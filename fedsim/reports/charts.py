@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedsim.reports.describe import (
+from fedsim.runs.columns import (
     EXAMPLE_COUNTS,
     OPERATORS,
     PREFIXES,
@@ -19,7 +19,7 @@ from fedsim.reports.describe import (
     learning_columns,
     size,
 )
-from fedsim.reports.record import RunRecord
+from fedsim.runs.record import RunRecord
 
 MOST_POINTS = 800
 """Of one line; of more, the lowest and highest of each stretch are drawn."""

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 
 from fedsim.config import Scalar
 from fedsim.reports.charts import Cell, Line, Lines, PageTable
-from fedsim.reports.describe import (
+from fedsim.reports.page import render
+from fedsim.reports.plots import SERIES
+from fedsim.runs.columns import (
     brief,
     display_name,
     duration,
@@ -17,9 +19,7 @@ from fedsim.reports.describe import (
     learning_columns,
     lowest_is_best,
 )
-from fedsim.reports.page import render
-from fedsim.reports.plots import SERIES
-from fedsim.reports.record import RunRecord
+from fedsim.runs.record import RunRecord
 
 # What two runs may differ in and be the same but for their seeds.
 _IGNORED = ("name", "title", "seed", "data.dir", "client.state-dir", "noise.ledger-key")

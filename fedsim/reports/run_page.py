@@ -26,20 +26,19 @@ from fedsim.reports.charts import (
     learning_curves,
     release_curves,
 )
-from fedsim.reports.describe import (
+from fedsim.reports.describe import description, ending_sentence
+from fedsim.reports.page import render
+from fedsim.runs.columns import (
     brief,
-    description,
     display_name,
     duration,
-    ending_sentence,
     is_share,
     learning_columns,
     lowest_is_best,
     size,
     tail_mean,
 )
-from fedsim.reports.page import render
-from fedsim.reports.record import RunRecord
+from fedsim.runs.record import RunRecord
 
 OPERATORS_FACTS = (
     "The operator's facts: seen by whoever runs this, decided nothing, and not covered by the "

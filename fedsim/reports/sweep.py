@@ -16,25 +16,9 @@ from fedsim import regular_files
 from fedsim.config import Scalar
 from fedsim.privacy import Accountant, ClientLedgers, Cost, Ledger
 from fedsim.privacy.claims import costliest_ledger, shared_cost
-from fedsim.reports.describe import display_name
 from fedsim.reports.plots import SERIES, curve_style, grid
-
-LAST = 5
-
-
-@dataclass(frozen=True)
-class Measure:
-    """What members are compared by.
-
-    Attributes
-    ----------
-    name : str
-        Of a metric, or "loss"; its columns are ``test-name`` and ``validation-name``.
-    higher_is_better : bool
-    """
-
-    name: str
-    higher_is_better: bool
+from fedsim.runs.columns import display_name
+from fedsim.runs.sweep.measure import LAST_EVALUATIONS, Measure, Spread, numbers_in, validated
 
 
 @dataclass(frozen=True)
@@ -90,7 +74,7 @@ def read_line(
         rows = list(csv.DictReader(regular_files.read_text(directory / "metrics.csv").splitlines()))
     except FileNotFoundError:  # it failed before its first row
         rows = []
-    tests, losses = (_numbers(rows, f"test-{name}") for name in (measure.name, "loss"))
+    tests, losses = (numbers_in(rows, f"test-{name}") for name in (measure.name, "loss"))
     spent = rows[-1].get("epsilon") if rows else None
     return MemberLine(
         point=point,
@@ -99,48 +83,12 @@ def read_line(
         rounds=int(rows[-1]["round"]) if rows else 0,
         measure=measure,
         test=tests[-1] if tests else math.nan,
-        mean_test=float(np.mean(tests[-LAST:])) if tests else math.nan,
+        mean_test=float(np.mean(tests[-LAST_EVALUATIONS:])) if tests else math.nan,
         loss=losses[-1] if losses else math.nan,
         epsilon=float(spent) if spent else None,
         simulated=bool(rows) and rows[-1].get("simulated") == "1",
         validation=validated(rows, measure),
     )
-
-
-def validated(rows: Sequence[Mapping[str, object]], measure: Measure) -> float | None:
-    """The mean of the last five evaluations on examples held out, of the trained model if any."""
-    trained = [row for row in rows if int(str(row["round"])) > 0] or rows
-    values = _numbers(trained, f"validation-{measure.name}")
-    return float(np.mean(values[-LAST:])) if values else None
-
-
-def _numbers(rows: Sequence[Mapping[str, object]], column: str) -> list[float]:
-    return [float(str(row[column])) for row in rows if row.get(column) not in (None, "")]
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Numbers over seeds.
-
-    Attributes
-    ----------
-    mean : float
-    std : float or None
-        The standard deviation of one seed's number (n - 1); None of a single one.
-    count : int
-    """
-
-    mean: float
-    std: float | None
-    count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread | None:
-        """Of so many; None of none."""
-        if not values:
-            return None
-        std = float(np.std(values, ddof=1)) if len(values) > 1 else None
-        return cls(float(np.mean(values)), std, len(values))
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from fedsim.config import Scalar
 from fedsim.config.plan import stopping
 from fedsim.errors import FedsimError
 from fedsim.privacy.verification import Verified, verify
-from fedsim.reports.record import RunRecord, clients_ledgers, read_config
 from fedsim.reports.run_page import run_page
+from fedsim.runs.record import RunRecord, clients_ledgers, read_config
 
 # Where a ledger lies may have changed since, and is no claim.
 _PLACE = re.compile(r"Ledger: [^<]*")

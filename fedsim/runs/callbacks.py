@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord
 
 from fedsim.config import RunConfig
 from fedsim.federation.state_tree import Tree, split_tree
-from fedsim.runs.artefacts import Ended, Row, RunDirectory
+from fedsim.runs.directory import Ended, Row, RunDirectory
 from fedsim.strategies import RoundReport
 
 _log = logging.getLogger("fedsim")

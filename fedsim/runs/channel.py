@@ -24,8 +24,8 @@ import torch
 from fedsim.config import RunConfig
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.state_tree import Tree, join_tree, split_tree
-from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
+from fedsim.runs.directory import RunDirectory
 
 CHANNEL = "FEDSIM_CALLBACKS"
 """Environment variable: the key and the socket of whoever has a run's callbacks."""

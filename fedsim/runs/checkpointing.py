@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from flwr.app import ConfigRecord
 
 from fedsim.rows.exchange import KEEP_SINCE
-from fedsim.runs.artefacts import Row, RunDirectory
 from fedsim.runs.checkpoints import RunState
+from fedsim.runs.directory import Row, RunDirectory
 from fedsim.runs.resolve import Resolved
 from fedsim.runs.stopping import Judge
 

@@ -12,9 +12,9 @@ from flwr.app import ArrayRecord
 from fedsim.config import RunConfig
 from fedsim.config.plan import beside, stopping
 from fedsim.privacy import ClientLedgers, Ledger, Statement, claimed
-from fedsim.reports.describe import brief, display_name, is_share
-from fedsim.reports.page import facts_table
-from fedsim.runs.artefacts import Ended, Row, RunDirectory
+from fedsim.runs.columns import brief, display_name, is_share
+from fedsim.runs.directory import Ended, Row, RunDirectory
+from fedsim.runs.wings import wing
 
 
 class RanElsewhere(Exception):  # noqa: N818 - a run that succeeded is no error
@@ -95,7 +95,8 @@ class RunResult:
         cells |= self._facts()
         if self.directory is not None:
             cells["directory"] = self.directory.path
-        return facts_table(cells)
+        table: str = wing("facts table")(cells)
+        return table
 
     @property
     def _rounds(self) -> int:

@@ -12,8 +12,8 @@ from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.privacy.claims import FIXED
-from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.checkpoints import RunState
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.local_training import ledger_dir
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.resolve import Resolved, calibrated

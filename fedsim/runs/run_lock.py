@@ -9,10 +9,41 @@ import os
 from pathlib import Path
 
 from fedsim import regular_files
-from fedsim.reports.record import MARKER, RUN_FORMAT
+from fedsim.errors import FedsimError
+
+MARKER = ".fedsim-run"
+"""The file that says that a directory is a run's, and of which format."""
+
+RUN_FORMAT = 1
 
 # Some network file systems have no locks; there a directory is guarded by its marker alone.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+
+
+def is_marked(directory: Path) -> bool:
+    """Whether a directory is marked as a run's.
+
+    Raises
+    ------
+    FedsimError
+        If it is one of a later fedsim's, whose files may have other names and meanings.
+    """
+    marker = directory / MARKER
+    try:
+        content = json.loads(regular_files.read_text(marker) or "{}")
+        written = int(content.get("format", RUN_FORMAT))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (ValueError, TypeError, AttributeError, OverflowError):
+        raise FedsimError(
+            f"{marker} is damaged; a run's marker holds a JSON object with its format."
+        ) from None
+    if written > RUN_FORMAT:
+        raise FedsimError(
+            f"{directory} is a run's of format {written}, and this fedsim knows {RUN_FORMAT}; "
+            "use the newer fedsim, or choose another directory."
+        )
+    return True
 
 
 class RunLock:

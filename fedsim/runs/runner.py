@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flwr.serverapp import Grid
@@ -18,8 +17,8 @@ from fedsim.errors import FedsimError
 from fedsim.federation.engines.process import settled
 from fedsim.federation.engines.schedule import helpful_workers
 from fedsim.privacy.durable import archive
-from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.callbacks import Callback, Callbacks
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.local_training import state_dir
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.preflight import check, check_past, warnings
@@ -27,6 +26,7 @@ from fedsim.runs.resolve import Resolved, resolve
 from fedsim.runs.result import RunResult
 from fedsim.runs.resume import move_client_ledgers, refuse_other_objects, resumed_config
 from fedsim.runs.session import YOURS, drive
+from fedsim.runs.wings import wing
 from fedsim.settings import shown
 from fedsim.training.workload import local_multiplications
 
@@ -219,17 +219,6 @@ def _launch(
     resolved: Resolved, directory: RunDirectory | None, callbacks: Iterable[Callback]
 ) -> RunResult:
     """Run on one of Flower's runtimes, whose ServerApp drives and writes the artefacts."""
-    from fedsim.runs.launch import run_deployment, run_simulation
-
-    engine = resolved.config.engine
     out = None if directory is None else directory.path
-    if engine.name == "deployment":
-        federation = Path(engine.federation) if engine.federation else None
-        return run_deployment(resolved, out, callbacks, federation=federation)
-    return run_simulation(
-        resolved,
-        out,
-        callbacks,
-        cpus_per_client=engine.cpus_per_worker,
-        gpus_per_client=engine.gpus_per_worker,
-    )
+    result: RunResult = wing(resolved.config.engine.name)(resolved, out, callbacks)
+    return result

@@ -24,8 +24,6 @@ from fedsim.errors import FedsimError
 from fedsim.models import load_weights, values_of
 from fedsim.privacy import Statement
 from fedsim.privacy.verification import model_metadata
-from fedsim.reports.record import RunRecord
-from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.checkpoints import RunState
 from fedsim.runs.data_split import (
     client_data,
@@ -34,8 +32,10 @@ from fedsim.runs.data_split import (
     load_dataset,
     resolve_data,
 )
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.initial_model import initial_model, personal_parameters
 from fedsim.runs.local_training import LocalTraining
+from fedsim.runs.record import RunRecord
 
 _CHUNK = 256  # examples that go through the model at a time
 

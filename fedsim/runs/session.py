@@ -19,16 +19,16 @@ from fedsim.config.plan import entropy, stopping
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.models import values_of
 from fedsim.privacy.manifest import LEDGER_KEY, private_key
-from fedsim.runs.artefacts import Ended, Row, RunDirectory, row_text
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.checkpointing import Checkpointing
 from fedsim.runs.checkpoints import RunState
-from fedsim.runs.columns import columns_of
+from fedsim.runs.directory import Ended, Row, RunDirectory, row_text
 from fedsim.runs.loggers import loggers
-from fedsim.runs.report import leave_report, seal
+from fedsim.runs.preflight import columns_of
 from fedsim.runs.resolve import CentralEvaluation, Resolved, strategy_of
 from fedsim.runs.result import RunResult, statements
 from fedsim.runs.stopping import EarlyStopping, Judge
+from fedsim.runs.summary import leave_report, seal
 from fedsim.strategies import Rounds, RunFailedError, round_timeout, rounds_of, run_to_end
 
 YOURS = "yours"

@@ -11,7 +11,7 @@ from fedsim import RunConfig
 from fedsim.apps import server_app
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
-from fedsim.runs.artefacts import OUT, RUNS, RunDirectory, last_run
+from fedsim.runs.directory import OUT, RUNS, RunDirectory, last_run
 from fedsim.runs.resolve import resolve
 
 CONFIG = RunConfig.parse(

@@ -51,7 +51,7 @@ main()
 """
 SIGNAL_IN_ROUND = """
 import os, signal
-from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.directory import RunDirectory
 add_row = RunDirectory.add_row
 def then_signal(self, row):
     add_row(self, row)

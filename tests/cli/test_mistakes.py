@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import fedsim
 from fedsim.cli import main
 from fedsim.config import RunConfig
-from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.directory import RunDirectory
 
 TOML = """
 name = "small"

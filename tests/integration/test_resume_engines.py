@@ -12,7 +12,7 @@ import pytest
 
 import fedsim
 from fedsim import RunConfig
-from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.directory import RunDirectory
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = RunConfig.parse(
@@ -29,7 +29,7 @@ CONFIG = RunConfig.parse(
 )
 KILLED = """
 import os, signal, sys
-from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.directory import RunDirectory
 add_row = RunDirectory.add_row
 def then_die(self, row):
     if row["round"] == 4:

@@ -18,7 +18,7 @@ from fedsim.deploy.federation import CONNECTION, Federation
 from fedsim.deploy.flwr_cli import Operator
 from fedsim.deploy.processes import Processes, Running, free_ports, wait_for_port
 from fedsim.privacy import Ledger
-from fedsim.runs.artefacts import RUNS, RunDirectory
+from fedsim.runs.directory import RUNS, RunDirectory
 
 NODES = 3
 CONFIG = RunConfig.parse(

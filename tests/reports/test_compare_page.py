@@ -9,7 +9,7 @@ from left_runs import left_run
 
 from fedsim.errors import FedsimError
 from fedsim.reports.compare_page import compare_page, grouped
-from fedsim.reports.record import RunRecord, read_all
+from fedsim.runs.record import RunRecord, read_all
 
 
 def records(tmp_path: Path, *runs: dict) -> list[RunRecord]:

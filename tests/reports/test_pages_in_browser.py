@@ -14,8 +14,8 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.reports.compare_page import compare_page
 from fedsim.reports.plots import DARK, LIGHT
-from fedsim.reports.record import RunRecord, read_all
 from fedsim.reports.run_page import run_page
+from fedsim.runs.record import RunRecord, read_all
 
 pytestmark = [
     pytest.mark.slow,

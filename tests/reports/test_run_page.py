@@ -19,12 +19,12 @@ from fedsim.federation import client_metrics
 from fedsim.privacy import Entry, Event
 from fedsim.privacy.laws import PoissonLaw
 from fedsim.reports.charts import Line, Lines, PageTable, release_curves, thinned
-from fedsim.reports.describe import OPERATORS, QUANTILES, learning_columns
 from fedsim.reports.page import facts_table, render, write
-from fedsim.reports.record import RunRecord, read_metrics
 from fedsim.reports.run_page import OPERATORS_FACTS, run_page
 from fedsim.runs.callbacks import Callback
-from fedsim.runs.report import whole_record
+from fedsim.runs.columns import OPERATORS, QUANTILES, learning_columns
+from fedsim.runs.record import RunRecord, read_metrics
+from fedsim.runs.summary import whole_record
 from fedsim.runs.sweep import members, run_sweep
 from fedsim.strategies import RoundReport, RunFailedError
 

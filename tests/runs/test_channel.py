@@ -7,9 +7,9 @@ import torch
 from fedsim import RunConfig
 from fedsim.engines import LocalGrid
 from fedsim.federation.arrays import tensors
-from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.channel import CHANNEL, CallbackServer, DistantCallback, distant_callback
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.resolve import resolve
 from fedsim.runs.session import YOURS, drive
 

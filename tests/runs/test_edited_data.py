@@ -15,8 +15,8 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
-from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.checkpoints import Checkpoints, RunState
+from fedsim.runs.directory import RunDirectory
 
 CLIENTS = {"mechanism.name": "clipping", "noise.multiplier": 1.0}
 EXAMPLES = {"client.mechanism.name": "clipping", "client.noise.multiplier": 1.0}

@@ -18,7 +18,7 @@ from fedsim import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger, durable
 from fedsim.runs import checkpoints
-from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.directory import RunDirectory
 
 CONFIG = RunConfig.parse(
     {

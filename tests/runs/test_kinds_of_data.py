@@ -16,8 +16,8 @@ from fedsim.apps.node import resolve_node, write_client_data
 from fedsim.cli import main
 from fedsim.errors import FedsimError
 from fedsim.reports.sweep import read_line
-from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.callbacks import Callback, RunStatus
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.resolve import resolve
 from fedsim.runs.sweep import measure_of, members, parse_axes, run_sweep
 

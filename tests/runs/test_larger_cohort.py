@@ -16,7 +16,7 @@ from fedsim.cli import main
 from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger, epsilon
-from fedsim.reports.record import RunRecord
+from fedsim.runs.record import RunRecord
 from fedsim.runs.resolve import resolve, strategy_of
 from fedsim.runs.result import statements
 

@@ -11,7 +11,7 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.engines import LocalGrid
 from fedsim.runs import runner
-from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.session import drive
 
 # An engine whose clients keep what is theirs in files of the run's directory.

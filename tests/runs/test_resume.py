@@ -10,8 +10,8 @@ import pytest
 
 import fedsim
 from fedsim import RunConfig
-from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.checkpoints import Checkpoints, RunState
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.resolve import resolve
 from fedsim.runs.session import Session
 

@@ -14,10 +14,10 @@ from fedsim.config.plan import cohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Event, Ledger
 from fedsim.privacy.verification import verify
-from fedsim.reports.record import read_all
-from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.runs.report import whole_record
+from fedsim.runs.directory import RunDirectory
+from fedsim.runs.record import read_all
+from fedsim.runs.summary import whole_record
 
 CONFIG = RunConfig.parse(
     {

@@ -23,8 +23,8 @@ from fedsim.privacy import Event, Ledger
 from fedsim.privacy.laws import PoissonLaw
 from fedsim.privacy.manifest import new_key
 from fedsim.privacy.verification import model_metadata, verify
-from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.callbacks import RunStatus
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.local_training import ledger_dir
 from fedsim.runs.resolve import resolve
 from fedsim.runs.result import statements

@@ -15,7 +15,7 @@ from fedsim.config.plan import dealing
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, ClientLedgers, Event, Ledger, epsilon
 from fedsim.reports.sweep import examples_price, price, read_line
-from fedsim.runs.artefacts import Row, RunDirectory
+from fedsim.runs.directory import Row, RunDirectory
 from fedsim.runs.session import Session
 from fedsim.runs.sweep import is_done, measure_of, members, parse_axes, run_sweep
 from fedsim.training import Trainer

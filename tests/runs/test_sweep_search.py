@@ -15,9 +15,10 @@ from fedsim import RunConfig
 from fedsim.cli import main
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
-from fedsim.reports.sweep import Measure, MemberLine, best_of, draw, over_seeds, price, seeds_csv
-from fedsim.runs.artefacts import RunDirectory
+from fedsim.reports.sweep import MemberLine, best_of, draw, over_seeds, price, seeds_csv
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.sweep import Halving, Span, drawn, members, parse_axes, run_sweep
+from fedsim.runs.sweep.measure import Measure
 from fedsim.tasks.metrics.accuracy import Accuracy
 
 BASE = RunConfig().replace(

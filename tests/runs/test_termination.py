@@ -15,8 +15,8 @@ from fedsim.cli import main
 from fedsim.privacy import Accountant, Statement
 from fedsim.reports.run_page import run_page
 from fedsim.runs import session
-from fedsim.runs.artefacts import Row, RunDirectory
-from fedsim.runs.report import whole_record
+from fedsim.runs.directory import Row, RunDirectory
+from fedsim.runs.summary import whole_record
 
 CONFIG = RunConfig.parse(
     {

@@ -16,8 +16,8 @@ from fedsim.config import RunConfig, Scalar
 from fedsim.config.values import read_options, read_value, split_top_level
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
-from fedsim.reports.sweep import Measure
 from fedsim.runs import factories
+from fedsim.runs.sweep.measure import Measure
 
 LONGEST_LABEL = 150
 

@@ -13,15 +13,15 @@ from fedsim.config import RunConfig, Scalar
 from fedsim.config.plan import dealing
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError, RunFailedError
-from fedsim.runs.artefacts import Ended, Row, RunDirectory
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.checkpoints import RunState
 from fedsim.runs.data_split import DatasetCache, resolve_data
+from fedsim.runs.directory import Ended, Row, RunDirectory
 from fedsim.runs.factories import algorithm
 from fedsim.runs.preflight import check
-from fedsim.runs.report import leave_report, record_ending
 from fedsim.runs.resolve import Resolved, calibrated, resolve
 from fedsim.runs.session import YOURS, Session
+from fedsim.runs.summary import leave_report, record_ending
 from fedsim.runs.sweep.halving import Halving
 from fedsim.runs.sweep.members import Member
 from fedsim.runs.sweep.together import in_step

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 import fedsim
 from fedsim.config import RunConfig
 from fedsim.federation.engines.blocks import guarded_blocks
-from fedsim.runs.artefacts import RunDirectory
 from fedsim.runs.callbacks import Callback
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.resolve import resolve
 from fedsim.training.state_stores import MemoryStore
 

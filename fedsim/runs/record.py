@@ -20,15 +20,11 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Entry, Ledger, Statement, claimed
 from fedsim.privacy.claims import FIXED
 from fedsim.privacy.durable import archived
+from fedsim.runs.run_lock import is_marked
 
 Row = Mapping[str, float]
 
 SUMMARY_FORMAT = 1
-
-MARKER = ".fedsim-run"
-"""The file that says that a directory is a run's, and of which format."""
-
-RUN_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -147,32 +143,6 @@ def read_all(paths: Sequence[Path]) -> list[RunRecord]:
             raise FedsimError(f"{path} holds no run and no sweep; name directories of runs.")
         runs |= {member.resolve(): member for member in members}
     return [RunRecord.read(run, ledgers=False) for run in dict.fromkeys(runs.values())]
-
-
-def is_marked(directory: Path) -> bool:
-    """Whether a directory is marked as a run's.
-
-    Raises
-    ------
-    FedsimError
-        If it is one of a later fedsim's, whose files may have other names and meanings.
-    """
-    marker = directory / MARKER
-    try:
-        content = json.loads(regular_files.read_text(marker) or "{}")
-        written = int(content.get("format", RUN_FORMAT))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except (ValueError, TypeError, AttributeError, OverflowError):
-        raise FedsimError(
-            f"{marker} is damaged; a run's marker holds a JSON object with its format."
-        ) from None
-    if written > RUN_FORMAT:
-        raise FedsimError(
-            f"{directory} is a run's of format {written}, and this fedsim knows {RUN_FORMAT}; "
-            "use the newer fedsim, or choose another directory."
-        )
-    return True
 
 
 def read_metrics(path: Path) -> list[Row]:

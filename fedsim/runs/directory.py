@@ -44,9 +44,9 @@ from fedsim.errors import FedsimError
 from fedsim.privacy.durable import KEY, Fingerprints
 from fedsim.privacy.manifest import MANIFEST
 from fedsim.privacy.verification import METADATA
-from fedsim.reports.record import ending, is_marked
 from fedsim.runs.checkpoints import Checkpoints, RunState
-from fedsim.runs.run_lock import RunLock
+from fedsim.runs.record import ending
+from fedsim.runs.run_lock import RunLock, is_marked
 
 RUNS = "FEDSIM_RUNS"
 """Environment variable: the directory in which each run of a SuperLink gets one of its own."""

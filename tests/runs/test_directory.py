@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from fedsim import regular_files
 from fedsim.errors import FedsimError
-from fedsim.runs.artefacts import RunDirectory
+from fedsim.runs.directory import RunDirectory
 
 MARKER = ".fedsim-run"
 USERS = ("config.toml", "report.html", "metrics.csv", "ledger.jsonl", "clients/mine.txt", "done")

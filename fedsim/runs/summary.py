@@ -27,18 +27,18 @@ from fedsim.federation.arrays import tensors
 from fedsim.privacy.durable import Fingerprints
 from fedsim.privacy.manifest import LEDGER_KEY, Manifest, private_key, signature
 from fedsim.privacy.verification import model_metadata
-from fedsim.reports.record import (
+from fedsim.runs.checkpoints import versions
+from fedsim.runs.directory import Ended, RunDirectory
+from fedsim.runs.record import (
     SUMMARY_FORMAT,
     RunRecord,
     clients_ledgers,
     last_release,
     read_config,
 )
-from fedsim.reports.run_page import run_page
-from fedsim.runs.artefacts import Ended, RunDirectory
-from fedsim.runs.checkpoints import versions
 from fedsim.runs.resolve import CentralEvaluation, Resolved, resolve
 from fedsim.runs.result import RunResult
+from fedsim.runs.wings import wing
 from fedsim.training import Trainer
 from fedsim.version import VERSION
 
@@ -83,7 +83,7 @@ def leave_report(
             summary=summary,
             released=last_release(directory.path),
         )
-        directory.save_report(run_page(record))
+        directory.save_report(wing("page")(record))
     except (OSError, FedsimError) as error:
         _log.error("the run is whole, but its report could not be written: %s", error)
     except Exception:
@@ -105,7 +105,7 @@ def record_ending(directory: RunDirectory, ended: Ended, why: str) -> None:
         if told != record.summary:
             directory.save_summary(told)
             seal(directory)
-            directory.save_report(run_page(replace(record, summary=told)))
+            directory.save_report(wing("page")(replace(record, summary=told)))
     except (OSError, FedsimError) as error:
         _log.error("%s is whole, but its report could not be written: %s", directory.path, error)
 

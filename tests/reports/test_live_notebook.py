@@ -10,7 +10,7 @@ import pytest
 
 import fedsim
 from fedsim import RunConfig
-from fedsim.runs import notebook
+from fedsim.reports import notebook
 
 CONFIG = RunConfig.parse(
     {

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from fedsim.deploy.launch import _ended_by, _follow
 from fedsim.errors import FedsimError
 from fedsim.runs.channel import CallbackServer
-from fedsim.runs.launch import _ended_by, _follow
 from fedsim.strategies import RunFailedError
 
 LOG = """

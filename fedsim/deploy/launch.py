@@ -24,21 +24,16 @@ from fedsim.deploy.rehearsal import Rehearsal, Simulation, resources
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record
 from fedsim.privacy import Ledger
-from fedsim.runs.artefacts import OUT, RunDirectory, last_run
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
+from fedsim.runs.directory import OUT, RunDirectory, last_run
 from fedsim.runs.resolve import Resolved
 from fedsim.runs.result import RanElsewhere, RunResult, statements
 from fedsim.strategies import RunFailedError
 
 
 def run_simulation(
-    resolved: Resolved,
-    out: Path | None = None,
-    callbacks: Iterable[Callback] = (),
-    *,
-    cpus_per_client: float = 1.0,
-    gpus_per_client: float = 0.0,
+    resolved: Resolved, out: Path | None = None, callbacks: Iterable[Callback] = ()
 ) -> RunResult:
     """Run a config as Flower virtual clients, on Flower's Ray-backed runtime.
 
@@ -49,25 +44,24 @@ def run_simulation(
     resolved : Resolved
         Its config goes with the run. Every client of the partition is a SuperNode.
     out : path, optional
-        Directory for the artefacts, claimed already; a run that is there goes on.
+        Directory for the artefacts, claimed already; a run that is there is resumed.
     callbacks : iterable of Callback
-        The run waits for what they say.
-    cpus_per_client, gpus_per_client : float
-        What Ray reserves for a client, and so how many run at a time.
+        The run waits for their answers.
 
     Raises
     ------
     RunFailedError
         If the run failed, with its last error.
     """
+    config, engine = resolved.config, resolved.config.engine
     allowed = {allowed_code.VARIABLE: ",".join(allowed_code.now().modules)}
     with (
         _directory(out) as directory,
         CallbackServer(callbacks) as server,
         Simulation({OUT: str(directory), **allowed, **server.variables}) as simulation,
     ):
-        app = write_app(simulation.directory / "app", resolved.config.to_tree())
-        sized = resources(resolved.config.partition.clients, cpus_per_client, gpus_per_client)
+        app = write_app(simulation.directory / "app", config.to_tree())
+        sized = resources(config.partition.clients, engine.cpus_per_worker, engine.gpus_per_worker)
         run_id = simulation.operator.submit(app, federation_config=sized)
         with _ended_by(server):
             _follow(simulation.operator, run_id, alive=simulation.check)
@@ -75,23 +69,14 @@ def run_simulation(
 
 
 def run_deployment(
-    resolved: Resolved,
-    out: Path | None = None,
-    callbacks: Iterable[Callback] = (),
-    *,
-    federation: Path | None = None,
+    resolved: Resolved, out: Path | None = None, callbacks: Iterable[Callback] = ()
 ) -> RunResult:
-    """Run a config on a deployed federation of SuperNodes.
+    """Run a config on a deployed federation of SuperNodes; parameters as for `run_simulation`.
 
-    Parameters
-    ----------
-    resolved, out, callbacks
-        As for `run_simulation`.
-    federation : path, optional
-        Directory of a federation that is up: the ServerApp writes the artefacts on its
-        SuperLink's host, and if that is this machine they are copied to ``out``, and callbacks
-        are told of its rows as they come, without parameters. Without one, a federation with a
-        SuperNode for each client is brought up here for this run.
+    With ``engine.federation``, the directory of a federation that is up, the ServerApp writes the
+    artefacts on its SuperLink's host. If that is this machine they are copied to ``out``, and
+    callbacks get its rows as they come, without parameters. Otherwise a federation with a
+    SuperNode for each client is started here for this run.
 
     Raises
     ------
@@ -100,8 +85,9 @@ def run_deployment(
     FedsimError
         If the federation cannot be reached.
     """
-    if federation is not None:
-        return _submit(resolved, Federation.load(federation), out, callbacks)
+    if resolved.config.engine.federation:
+        federation = Federation.load(Path(resolved.config.engine.federation))
+        return _submit(resolved, federation, out, callbacks)
     policy = _own_policy(resolved.config)
     with (
         _directory(out) as directory,
