@@ -6,6 +6,8 @@ import ctypes
 import logging
 import os
 import signal
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -83,12 +85,22 @@ _PDEATHSIG = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process, which ``parent`` has just forked, when that ends.
 
-    However it ends: SIGKILL and the out-of-memory killer leave no time for anything else. On Linux
-    only; elsewhere the parent has to end what it has forked. The process's own children do not
-    count: a tree of processes, which needs time to end, is `fedsim.deploy.processes`'s to end.
+    However it ends: SIGKILL and the out-of-memory killer leave no time for anything else. Where
+    there is no Linux kernel to do it, a thread looks five times a second whether the parent is
+    there. Every process that fedsim forks calls this. Programs that it starts are ended by
+    `fedsim.deploy.processes`, since they have children of their own and need time to end.
     """
-    with suppress(AttributeError):
-        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is None:
+        threading.Thread(target=_end_with, args=[parent], daemon=True).start()
+        return
+    prctl(_PDEATHSIG, signal.SIGKILL)
     # The parent may have ended before the kernel was told.
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(1)

@@ -24,7 +24,7 @@ import tomli_w
 
 from fedsim import regular_files
 from fedsim.deploy.certificates import Authority, node_key, write_private, write_public
-from fedsim.deploy.control import credentials, new_token, token_digest
+from fedsim.deploy.flower_programs import credentials, new_token, token_digest
 from fedsim.deploy.services import Node, SuperLink, write_roster
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.directory import key_digest

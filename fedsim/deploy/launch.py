@@ -19,7 +19,7 @@ from fedsim.config import RunConfig
 from fedsim.config.instantiate import modules_named
 from fedsim.deploy.bundle import write_app
 from fedsim.deploy.federation import CONNECTION, Federation
-from fedsim.deploy.flwr_cli import Operator
+from fedsim.deploy.operator import Operator
 from fedsim.deploy.rehearsal import Rehearsal, Simulation, resources
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record

@@ -1,17 +1,26 @@
-"""Starting processes that cannot outlive the one that started them."""
+"""Starting programs that cannot outlive the process that started them.
+
+Run as ``python -m fedsim.deploy.processes SECONDS``, this module is the janitor of a `Processes`:
+a process that does nothing but wait for its parent to end, and then ends what that has started. A
+program (the SuperLink, a SuperNode) has children of its own and needs time to end, so the kernel's
+signal to a forked process (`fedsim.closing.die_with_parent`) would not do.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -53,7 +62,8 @@ class Running:
 class Processes(Closed):
     """A set of processes that ends with this one: by `close`, by Ctrl-C, or by its death.
 
-    A janitor process holds the other end of a pipe and cleans up when it closes.
+    Each process leads a group of its own, so that its children are ended with it. A janitor (see
+    `tend_pipe`) knows of all of them, and cleans up when this process closes its pipe or is dead.
 
     Parameters
     ----------
@@ -73,7 +83,7 @@ class Processes(Closed):
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = threading.Lock()
         self._janitor = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fedsim.deploy.janitor", str(grace)],
+            [sys.executable, "-P", "-m", "fedsim.deploy.processes", str(grace)],
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -95,7 +105,7 @@ class Processes(Closed):
             Environment variables beside those of `environment`.
         """
         log = self.directory / f"{name}.log"
-        with open(log, "ab", opener=_private) as output:
+        with open(log, "ab", opener=partial(regular_files.opener, mode=0o600)) as output:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -132,14 +142,75 @@ class Processes(Closed):
         pipe.flush()
 
 
-def _private(path: str, flags: int) -> int:
-    """Open a file that, if it is new, nobody but its owner can read."""
-    return regular_files.opener(path, flags, 0o600)
-
-
 def _stream(pipe: IO[str] | None) -> IO[str]:
     assert pipe is not None
     return pipe
+
+
+def tend_pipe(grace: float) -> None:
+    """Be the janitor: read lines from standard input until the parent closes it, then clean up.
+
+    The lines are ``start PID``, ``stop PID`` (answered by a line) and ``remove DIRECTORY``. In the
+    end every process group that was started and not stopped gets SIGTERM, SIGKILL if it is there
+    ``grace`` seconds later, and the directories are removed.
+    """
+    # Ctrl-C goes to the whole foreground group; the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    groups: list[int] = []
+    directories: list[str] = []
+    for line in sys.stdin:
+        verb, _, argument = line.rstrip("\n").partition(" ")
+        if verb == "start":
+            groups.append(int(argument))
+        elif verb == "stop":
+            end_groups([int(argument)], grace)
+            groups.remove(int(argument))
+            print("stopped", flush=True)
+        elif verb == "remove":
+            directories.append(argument)
+    end_groups(groups, grace)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def end_groups(groups: Iterable[int], grace: float) -> None:
+    """End process groups: SIGTERM, and SIGKILL for what is there ``grace`` seconds later."""
+    alive = [group for group in groups if _signal(group, signal.SIGTERM)]
+    deadline = time.monotonic() + grace
+    while alive and time.monotonic() < deadline:
+        time.sleep(0.05)
+        alive = [group for group in alive if _signal(group, 0)]
+    for group in alive:
+        _signal(group, signal.SIGKILL)
+    while alive:
+        time.sleep(0.01)
+        alive = [group for group in alive if _signal(group, 0)]
+
+
+def _signal(group: int, number: int) -> bool:
+    """Signal a group; False when there is nobody left in it."""
+    with suppress(PermissionError):
+        try:
+            os.killpg(group, number)
+        except ProcessLookupError:
+            return False
+    return not _only_zombies(group)
+
+
+def _only_zombies(group: int) -> bool:
+    # A parent that has not looked keeps a dead child in the process table for ever.
+    try:
+        entries = [name for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return False
+    states = []
+    for name in entries:
+        with suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8") as file:
+            fields = file.read().rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                states.append(fields[0])
+    return bool(states) and set(states) <= {"Z", "X"}
 
 
 # What a process may know of the one that started it: where things are, and how fast to go.
@@ -310,3 +381,7 @@ class Supervisor:
         self.running[service.name] = running
         self._services[service.name] = (service, time.monotonic(), ended)
         return running
+
+
+if __name__ == "__main__":
+    tend_pipe(float(sys.argv[1]))

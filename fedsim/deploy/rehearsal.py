@@ -14,7 +14,7 @@ import tomli_w
 from fedsim.closing import Closed
 from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.federation import CONNECTION, Federation
-from fedsim.deploy.flwr_cli import Operator
+from fedsim.deploy.operator import Operator
 from fedsim.deploy.processes import (
     Processes,
     Running,

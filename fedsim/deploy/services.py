@@ -18,10 +18,10 @@ from fedsim import regular_files
 from fedsim.allowed_code import AllowedCode, inherited
 from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.certificates import write_public
+from fedsim.deploy.flower_programs import poll_seconds
 from fedsim.deploy.flower_replacements import speaks_grpc, warn_of_newer_flower
 from fedsim.deploy.policy import NODE
 from fedsim.deploy.processes import Service, program
-from fedsim.deploy.supernode_poll import poll_seconds
 from fedsim.errors import FedsimError
 from fedsim.privacy.manifest import LEDGER_KEY
 
@@ -127,12 +127,13 @@ class SuperLink:
             link += ["--ssl-ca-certfile", _file(files / "ca.crt"), "--enable-supernode-auth"]
             link += ["--ssl-certfile", _file(files / "server.pem")]
             link += ["--ssl-keyfile", _file(files / "server.key"), *secret]
-            command = [*_module("control"), _file(files / "operator.sha256"), *link]
+            digest = _file(files / "operator.sha256")
+            command = [*_module("flower_programs", "superlink"), digest, *link]
             execute += ["--root-certificates", _file(files / "ca.crt"), *secret]
         roster = {CLIENTS: "" if self.insecure else str(files / "clients.toml")}
         signing = files / "ledger.key"
         keys = {LEDGER_KEY: str(signing)} if signing.is_file() else {}
-        execute = [*_module("executor"), "server", self.app, "0", *execute]
+        execute = [*_module("flower_programs", "superexec"), "server", self.app, "0", *execute]
         settings = {SUPERLINK: str(files / _SUPERLINK_TOML)}
         services = [
             Service("superlink", tuple(command), home, self.port),
@@ -204,7 +205,7 @@ class Node:
         settings = {"partition-id": self.client, "num-partitions": self.clients, **(config or {})}
         written = " ".join(f"{key}={_word(value)}" for key, value in settings.items())
         secret = ["--superexec-auth-secret-file", _file(files / "superexec.secret")]
-        command = [*_module("supernode_poll"), f"{poll_seconds(self.clients):g}"]
+        command = [*_module("flower_programs", "supernode"), f"{poll_seconds(self.clients):g}"]
         command += ["--grpc-rere"] if speaks_grpc() else []
         command += ["--superlink", self.superlink, "--isolation", "process", *secret]
         command += ["--node-config", written, "--host", "127.0.0.1", "--port", str(port)]
@@ -215,7 +216,8 @@ class Node:
             command += ["--auth-supernode-private-key", _file(files / "node.key")]
         # The SuperNode's own API is plaintext on loopback; the secret is never sent, it signs.
         execute = ["--runtime-api-address", f"127.0.0.1:{port}", "--insecure", *secret]
-        execute = [*_module("executor"), "client", self.app, f"{self.task_seconds:g}", *execute]
+        limit = f"{self.task_seconds:g}"
+        execute = [*_module("flower_programs", "superexec"), "client", self.app, limit, *execute]
         home = {"FLWR_HOME": _private(state / "flower")}
         return [
             Service(name, tuple(command), home, port),
@@ -223,9 +225,9 @@ class Node:
         ]
 
 
-def _module(name: str) -> list[str]:
+def _module(name: str, *arguments: str) -> list[str]:
     # -P: what lies in the current directory is no module.
-    return [sys.executable, "-P", "-m", f"fedsim.deploy.{name}"]
+    return [sys.executable, "-P", "-m", f"fedsim.deploy.{name}", *arguments]
 
 
 def _private(directory: Path) -> str:

@@ -12,7 +12,7 @@ import tomli_w
 from flwr.cli.build import build_fab_from_disk
 
 from fedsim.config import RunConfig
-from fedsim.deploy import executor
+from fedsim.deploy import flower_programs
 from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP, check_bundle, write_app
 from fedsim.errors import FedsimError
 
@@ -102,7 +102,7 @@ def test_a_node_runs_its_installed_app_and_writes_nothing_of_a_bundle(
     runtime, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    executor._guarded_program("client", CLIENT_APP)
+    flower_programs._guarded_program("client", CLIENT_APP)
     runtime.install_from_fab(bundle(HONEST), skip_prompt=True)
     load = runtime.get_load_client_app_fn(default_app_ref="", app_path=None, multi_app=True)
     assert load("evil/app", "9", "0" * 64) is importlib.import_module("fedsim.apps.client_app").app
@@ -110,7 +110,7 @@ def test_a_node_runs_its_installed_app_and_writes_nothing_of_a_bundle(
 
 
 def test_a_node_refuses_a_hostile_bundle(runtime):
-    executor._guarded_program("client", CLIENT_APP)
+    flower_programs._guarded_program("client", CLIENT_APP)
     with pytest.raises(FedsimError, match="may bring no code"):
         runtime.install_from_fab(bundle(HOSTILE["code beside the config"]), skip_prompt=True)
 
@@ -121,7 +121,7 @@ def test_a_server_refuses_a_hostile_bundle_before_it_is_extracted(monkeypatch):
     monkeypatch.setattr(
         module, "install_from_fab", lambda content, **_options: extracted.append(content)
     )
-    executor._guarded_program("server", SERVER_APP)
+    flower_programs._guarded_program("server", SERVER_APP)
     with pytest.raises(FedsimError, match="may bring no code"):
         module.install_from_fab(bundle(HOSTILE["code beside the config"]), skip_prompt=True)
     assert extracted == []

@@ -120,7 +120,7 @@ def words(services, name):
 def test_tls_authentication_and_isolation_are_on_unless_switched_off(made, tmp_path):
     link, node = services(made, tmp_path)
     assert {"--enable-supernode-auth", "--ssl-certfile"} <= set(words(link, "superlink"))
-    assert "fedsim.deploy.control" in words(link, "superlink")
+    assert "fedsim.deploy.flower_programs" in words(link, "superlink")
     supernode = words(node, "supernode-1")
     assert {"--root-certificates", "--auth-supernode-private-key"} <= set(supernode)
     for command in (words(link, "superlink"), supernode):

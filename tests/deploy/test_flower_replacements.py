@@ -16,7 +16,7 @@ from flwr.supercore import sql_mixin
 from flwr.superlink import config_loader
 
 from fedsim.deploy import flower_replacements
-from fedsim.deploy.control import new_token, operator_plugin, token_digest
+from fedsim.deploy.flower_programs import new_token, operator_plugin, token_digest
 from fedsim.deploy.flower_replacements import (
     CLIENT_RUNTIME,
     FLOWERS_POLL,

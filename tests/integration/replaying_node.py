@@ -1,6 +1,6 @@
 """A SuperNode that replays replies: ``python replaying_node.py HOW SECONDS ARGUMENTS``.
 
-The last as for `fedsim.deploy.supernode_poll`. It says in its log what it has sent again.
+The last as for `fedsim.deploy.flower_programs`. It says in its log what it has sent again.
 """
 
 import importlib
@@ -10,7 +10,7 @@ from flwr.app import Message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
-from fedsim.deploy import supernode_poll
+from fedsim.deploy import flower_programs
 
 loop = importlib.import_module("flwr.supernode.start_client_internal")
 honest = loop._push_messages
@@ -74,4 +74,4 @@ class Replaying:
 
 if __name__ == "__main__":
     loop._push_messages = Replaying(sys.argv[1]).push
-    supernode_poll.main(float(sys.argv[2]), sys.argv[3:])
+    flower_programs.run_supernode(float(sys.argv[2]), sys.argv[3:])

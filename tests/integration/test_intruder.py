@@ -29,9 +29,9 @@ from flwr.proto.run_pb2 import GetRunRequest
 from intruder import Intruder, Refused
 
 from fedsim.deploy.certificates import Authority
-from fedsim.deploy.control import credentials, new_token
+from fedsim.deploy.flower_programs import credentials, new_token
 from fedsim.deploy.flower_replacements import speaks_grpc
-from fedsim.deploy.flwr_cli import Operator
+from fedsim.deploy.operator import Operator
 from fedsim.deploy.processes import free_ports, wait_for_port
 from fedsim.deploy.rehearsal import Rehearsal
 from fedsim.deploy.services import Node as NodeParty

@@ -49,7 +49,7 @@ def rehearsal(monkeypatch):
     def replaying(self, *arguments, **options):
         node, app = own_services(self, *arguments, **options)
         if self.client in REPLAYS:
-            python, _isolated, _module, _name, *rest = node.command
+            python, _isolated, _module, _name, _supernode, *rest = node.command
             command = (python, str(NODE), REPLAYS[self.client], *rest)
             node = replace(node, command=command)
         return [node, app]

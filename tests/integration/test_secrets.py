@@ -152,7 +152,7 @@ def test_no_secret_is_in_a_log_an_artefact_a_bundle_or_flowers_files(story):
 
 def test_no_secret_and_no_token_is_on_a_command_line(story):
     watch, _, secrets, _, _ = story
-    assert any("fedsim.deploy.executor" in words for words in watch.words)
+    assert any("fedsim.deploy.flower_programs" in words for words in watch.words)
     for words in watch.words:
         assert "--token" not in words
         assert not any(secret in words for secret in secrets)

@@ -15,7 +15,7 @@ import pytest
 import fedsim
 from fedsim import RunConfig
 from fedsim.deploy.federation import CONNECTION, Federation
-from fedsim.deploy.flwr_cli import Operator
+from fedsim.deploy.operator import Operator
 from fedsim.deploy.processes import Processes, Running, free_ports, wait_for_port
 from fedsim.privacy import Ledger
 from fedsim.runs.directory import RUNS, RunDirectory

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from fedsim.deploy import flower_replacements, supernode_poll
+from fedsim.deploy import flower_programs, flower_replacements
+from fedsim.deploy.flower_programs import WakeupPipe, poll_seconds, wake
 from fedsim.deploy.flower_replacements import FLOWERS_POLL, SUPERNODE_LOOP
-from fedsim.deploy.supernode_poll import WakeupPipe, poll_seconds, wake
 
 
 def test_a_supernode_asks_often_wakes_its_app_and_is_given_its_arguments(monkeypatch, tmp_path):
@@ -22,7 +22,7 @@ def test_a_supernode_asks_often_wakes_its_app_and_is_given_its_arguments(monkeyp
     monkeypatch.setattr(loop, "_push_messages", lambda: done.append("waits"))
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(flower_replacements, "retry_soon", lambda: done.append("retries soon"))
-    monkeypatch.setattr(supernode_poll, "wake", done.append)
+    monkeypatch.setattr(flower_programs, "wake", done.append)
     monkeypatch.setattr(time, "sleep", done.append)
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
 
@@ -31,7 +31,7 @@ def test_a_supernode_asks_often_wakes_its_app_and_is_given_its_arguments(monkeyp
         loop._push_messages()
 
     monkeypatch.setattr(command, "flower_supernode", program)
-    supernode_poll.main(0.2, ["--insecure"])
+    flower_programs.run_supernode(0.2, ["--insecure"])
     assert sys.argv == ["flower-supernode", "--insecure"]
     assert done == ["retries soon", 0.2, tmp_path, "waits"]
 

@@ -8,8 +8,8 @@ import yaml
 from flwr.supercore import sql_mixin
 from flwr.superlink import config_loader
 
-from fedsim.deploy import control
-from fedsim.deploy.control import credentials, new_token, operator_plugin, token_digest
+from fedsim.deploy import flower_programs
+from fedsim.deploy.flower_programs import credentials, new_token, operator_plugin, token_digest
 
 TOKEN = new_token()
 
@@ -48,13 +48,13 @@ def test_flower_asks_the_plugin_that_it_is_given(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(sql_mixin, "SQLITE_PRAGMAS", sql_mixin.SQLITE_PRAGMAS)
     monkeypatch.setenv("FLWR_OIDC_ENABLED", "0")
-    monkeypatch.setattr(control.sys, "argv", [])
+    monkeypatch.setattr(flower_programs.sys, "argv", [])
     monkeypatch.setattr(
         importlib.import_module("flwr.superlink.cli.flower_superlink"),
         "flower_superlink",
         lambda: asked.append(config_loader.load_control_authn_plugin()),
     )
-    control.main(tmp_path / "digest", ["--host", "127.0.0.1"])
+    flower_programs.run_superlink(tmp_path / "digest", ["--host", "127.0.0.1"])
     ((known, _),) = (plugin.validate_tokens_in_metadata([("t", TOKEN)]) for plugin in asked)
     assert known
     assert asked[0].validate_tokens_in_metadata([("t", "x")]) == (False, None)
@@ -63,7 +63,7 @@ def test_flower_asks_the_plugin_that_it_is_given(monkeypatch, tmp_path):
 def test_a_superlink_without_a_digest_does_not_start(tmp_path):
     (tmp_path / "digest").write_text("")
     with pytest.raises(SystemExit, match="no SHA-256"):
-        control.main(tmp_path / "digest", [])
+        flower_programs.run_superlink(tmp_path / "digest", [])
 
 
 def test_the_operators_flwr_finds_the_token_where_it_looks():

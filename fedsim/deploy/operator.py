@@ -1,6 +1,6 @@
-"""Submitting a run with Flower's command line, and following it to its end.
+"""The operator of a SuperLink: lets nodes in, submits a run and follows it, by Flower's ``flwr``.
 
-Run as ``python -m fedsim.deploy.flwr_cli CONNECTION KEY...`` with FLWR_HOME set, it lets SuperNodes
+Run as ``python -m fedsim.deploy.operator CONNECTION KEY...`` with FLWR_HOME set, it lets SuperNodes
 in by their public keys: Flower's own command for each, without starting Python anew for every one.
 """
 
@@ -45,7 +45,7 @@ class Operator:
         FedsimError
             If the SuperLink refuses one, as it does for a key that it knows already.
         """
-        module = [sys.executable, "-m", "fedsim.deploy.flwr_cli", self.connection]
+        module = [sys.executable, "-m", "fedsim.deploy.operator", self.connection]
         self._finish([*module, *(os.fspath(key) for key in public_keys)], "supernode register")
 
     def nodes(self) -> list[dict[str, Any]]:

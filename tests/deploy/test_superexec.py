@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from fedsim.deploy import executor
-from fedsim.deploy.supernode_poll import wake
+from fedsim.deploy import flower_programs
+from fedsim.deploy.flower_programs import wake
 
 # What Flower's program would do, by the second word of its arguments.
 PROGRAM = """
 import json, os, signal, socket, sys, time
-from fedsim.deploy import executor
+from fedsim.deploy import flower_programs
 
 def program():
     what, path = sys.argv[1:]
@@ -39,9 +39,10 @@ def program():
         time.sleep(60)
     tell("done")
 
-executor._GRACE = 0.3
-executor._guarded_program = lambda role, app: program
-executor._fork_tasks("client", "app", float(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
+flower_programs._GRACE = 0.3
+flower_programs._guarded_program = lambda role, app: program
+superexec = socket.socket(fileno=int(sys.argv[2]))
+flower_programs._fork_tasks("client", "app", float(sys.argv[1]), superexec)
 """
 
 
@@ -147,7 +148,7 @@ def test_a_token_is_on_no_command_line_when_flower_hands_a_task_over(monkeypatch
         lambda: made.update(executor=module.get_executor("subprocess")),
     )
     monkeypatch.setattr(subprocess, "Popen", lambda *_a, **_k: pytest.fail("a program is started"))
-    executor._run_superexec("client", ours, ["--insecure"])
+    flower_programs._accept_tasks("client", ours, ["--insecure"])
 
     def spec(kind):
         return ExecutionSpec(
@@ -187,16 +188,16 @@ def test_a_nodes_superexec_looks_when_its_supernode_rings(monkeypatch, tmp_path)
 
     monkeypatch.setattr(command, "flower_superexec", listen)
     began = time.monotonic()
-    executor._run_superexec("client", socket.socketpair()[0], [])
+    flower_programs._accept_tasks("client", socket.socketpair()[0], [])
     assert time.monotonic() - began < 50
 
 
 MET = """
 import sys
 from flwr.app import Context, Message, RecordDict
-from fedsim.deploy import executor
+from fedsim.deploy import flower_programs
 from fedsim.deploy.bundle import CLIENT_APP
-executor._guarded_program("client", CLIENT_APP)
+flower_programs._guarded_program("client", CLIENT_APP)
 before = set(sys.modules)
 import torch
 from fedsim.apps.client_app import app
@@ -226,7 +227,7 @@ def test_a_task_imports_nothing_of_ours_or_flowers_when_it_is_asked_to_train():
 
 ONLY_SPEAKS = """
 import sys
-from fedsim.deploy import executor, supernode_poll, control
+from fedsim.deploy import flower_programs
 import flwr.supernode.cli, flwr.supernode.start_client_internal
 import flwr.supercore.cli.flower_superexec, flwr.supercore.superexec.run_superexec
 import flwr.superlink.cli.flower_superlink
