@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedsim.cohorts import FullCohort
 from fedsim.mechanisms import Clipping, NoiseSource, PartialSum, Releaser
-from fedsim.privacy import Event, Independent, Ledger
+from fedsim.privacy import Entry, Event, Independent, Ledger
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows import DenseRows, Layout, Rows
@@ -95,11 +95,13 @@ def principal_directions(
     """
     noise = Independent(noise_multiplier, hardened=False)
     ledger.record(
-        event=Event.of(FullCohort(population=len(x)), noise.multiplier),
-        round=0,
-        level="example",
-        entropy="config",
-        mechanism="second moments",
+        Entry(
+            event=Event.of(FullCohort(population=len(x)), noise.multiplier),
+            round=0,
+            level="example",
+            entropy="config",
+            mechanism="second moments",
+        )
     )
     source = NoiseSource(Randomness(seed).generator(Purpose.NOISE, level="example"))
     noisy = noise_multiplier > 0  # decides the grid of the sum

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedsim.cohorts import PoissonCohort
 from fedsim.mechanisms import Mechanism, NoiseSource, Releaser
-from fedsim.privacy import Independent, Ledger
+from fedsim.privacy import Entry, Independent, Ledger
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Draws, Purpose, Randomness
 from fedsim.rows import Layout, LinearPart, OuterRows
@@ -167,11 +167,13 @@ def train(
         total = releaser.start(state)
         total.add(rows)
         ledger.record(
-            event=plan.charge(step),
-            round=step,
-            level="example",
-            entropy="config",
-            mechanism=str(mechanism),
+            Entry(
+                event=plan.charge(step),
+                round=step,
+                level="example",
+                entropy="config",
+                mechanism=str(mechanism),
+            )
         )
         source = NoiseSource(randomness.generator(Purpose.NOISE, level="example", round=step))
         release = releaser.release(total, source)

@@ -21,7 +21,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Question, Statement, claimed
 from fedsim.privacy.adversary import DECLARED_SENTENCES
 from fedsim.privacy.calibration import Extrapolation
-from fedsim.privacy.claims import FIXED, Stopping, costliest_ledger
+from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.durable import archived
 from fedsim.privacy.plan import declared_parts, of_user
 from fedsim.runs.record import clients_ledgers, ending, read_config
@@ -131,7 +131,7 @@ def read_source(source: Path | None, overrides: list[str], delta: float | None) 
 
 
 def _of_clients(directory: Path, delta: float) -> Source:
-    worst = costliest_ledger(_clients(directory, delta).everyone(), delta)
+    worst = _clients(directory, delta).worst()
     return Source(_continued(worst, delta), worst, clients=directory, examples_delta=delta)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.federation.aggregation.base import Placement
-from fedsim.privacy import Accountant, Cost, Ledger
-from fedsim.privacy.chain import GENESIS
+from fedsim.privacy import Accountant, Cost, Entry, Ledger
 from fedsim.privacy.claims import Stopping
 from fedsim.privacy.digest import digest_of
+from fedsim.privacy.ledger_lines import GENESIS
 from fedsim.privacy.plan import Bounded, ReleasePlan
 from fedsim.randomness import Randomness
 
@@ -72,15 +72,23 @@ class Accounting:
     def stops(self, server_round: int) -> str | None:
         """Why this round may not be made, if so."""
         if self.max_epsilon is None or not self.ledger.would_exceed(
-            self.plan.charge(server_round),
-            self.max_epsilon,
-            delta=self._budget_delta,
-            round=server_round,
-            entropy=self.randomness.entropy,
-            release=self.release,
+            self._entry(server_round), self.max_epsilon, delta=self._budget_delta
         ):
             return None
         return self._exceeds(server_round)
+
+    def _entry(self, server_round: int) -> Entry:
+        """A round's line, without what only its releases say."""
+        return Entry(
+            round=server_round,
+            event=self.plan.charge(server_round),
+            entropy=self.randomness.entropy,
+            mechanism=str(self.plan.bound),
+            release=self.release,
+            placement=self.placement,
+            declared_by_user=self.plan.declared_by_user,
+            public=self.plan.public,
+        )
 
     def _exceeds(self, server_round: int) -> str:
         return (
@@ -111,21 +119,10 @@ class Accounting:
             If this round of the run was recorded with another sum, and its noise follows from the
             seed.
         """
+        keyed_hash = None if summed is None else self.ledger.fingerprint(summed)
+        entry = replace(self._entry(server_round), clip_norm=clip_norm, sum=keyed_hash)
         try:
-            self.ledger.record(
-                round=server_round,
-                event=self.plan.charge(server_round),
-                entropy=self.randomness.entropy,
-                mechanism=str(self.plan.bound),
-                clip_norm=clip_norm,
-                release=self.release,
-                placement=self.placement,
-                declared_by_user=self.plan.declared_by_user,
-                public=self.plan.public,
-                sum=None if summed is None else self.ledger.fingerprint(summed),
-                max_epsilon=self.max_epsilon,
-                delta=self._budget_delta,
-            )
+            self.ledger.record(entry, max_epsilon=self.max_epsilon, delta=self._budget_delta)
         except BudgetSpentError:
             return self._exceeds(server_round)
         return None
@@ -150,7 +147,8 @@ class Accounting:
     def cost(self, rounds_done: int) -> Cost:
         """What may be claimed after so many rounds."""
         stopping = self.stopping.after(rounds_done)
-        return stopping.cost(self.ledger.accountant(), self.ledger.last_event, self.delta)
+        spent = self.ledger.history
+        return stopping.cost(spent.accountant, spent.last_event, self.delta)
 
     def spent(self, rounds_done: int) -> str:
         """The same in a few words."""

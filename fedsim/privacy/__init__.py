@@ -18,7 +18,7 @@ from fedsim.privacy.calibration import (
     rounds_within_events,
 )
 from fedsim.privacy.claims import WorstClient, worst_client
-from fedsim.privacy.client_ledgers import ClientLedgers, ClientRelease
+from fedsim.privacy.client_ledgers import ClientLedgers
 from fedsim.privacy.entry import Entropy, Entry
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws import Adjacency, Law, Level
@@ -32,7 +32,6 @@ __all__ = [
     "Adjacency",
     "Answer",
     "ClientLedgers",
-    "ClientRelease",
     "Cost",
     "Entropy",
     "Entry",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, Protocol, TypeVar
+from typing import Literal
 
 import numpy as np
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost, check_delta
+from fedsim.privacy.entry import History
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws.base import Law
 from fedsim.privacy.losses import gaussian_epsilon
@@ -166,46 +166,24 @@ def worst_client(events: Iterable[Event], delta: float) -> WorstClient:
     return max(costs, key=lambda worst: worst.cost.epsilon)
 
 
-class Spending(Protocol):
-    """What has a cost: a ledger."""
-
-    @property
-    def counts(self) -> Counter[Event]:
-        """How often each event is charged."""
-
-    @property
-    def last_event(self) -> Event | None:
-        """What the release charged last has cost; None without any."""
-
-    def accountant(self) -> Accountant:
-        """All that is charged, to ask and to add to."""
-
-
-Spender = TypeVar("Spender", bound=Spending)
-
-
-def costliest_ledger(
-    ledgers: Sequence[Spender], delta: float, stopping: Stopping = FIXED
-) -> Spender:
-    """The ledger with the largest epsilon that may be claimed.
+def costliest(histories: Sequence[History], delta: float, stopping: Stopping = FIXED) -> History:
+    """The history with the largest epsilon that may be claimed.
 
     Only one of those that say the same is accounted for, and of those with one kind of event
     only the Pareto front.
     """
-    distinct = {frozenset(ledger.counts.items()): ledger for ledger in reversed(ledgers)}
+    distinct = {frozenset(history.counts.items()): history for history in reversed(histories)}
     single = {
         next(event.times(count) for event, count in counts): counts
         for counts in distinct
         if len(counts) == 1
     }
-    front = _pareto_front(single)
-    candidates = [distinct[single[event]] for event in front]
-    candidates += [ledger for counts, ledger in distinct.items() if len(counts) != 1]
-
-    def epsilon(ledger: Spender) -> float:
-        return stopping.epsilon(ledger.accountant(), ledger.last_event, delta)
-
-    return max(candidates, key=epsilon)
+    candidates = [distinct[single[event]] for event in _pareto_front(single)]
+    candidates += [history for counts, history in distinct.items() if len(counts) != 1]
+    return max(
+        candidates,
+        key=lambda history: stopping.epsilon(history.accountant, history.last_event, delta),
+    )
 
 
 def _pareto_front(events: Iterable[Event]) -> list[Event]:

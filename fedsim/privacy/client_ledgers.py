@@ -1,62 +1,20 @@
-"""The ledgers of clients that protect their examples: one each, and what all of them say."""
+"""The ledgers of clients that protect their examples: one for each, and what all of them say."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedsim.errors import BudgetSpentError
-from fedsim.privacy.claims import FIXED, Spending, Stopping, costliest_ledger
-from fedsim.privacy.durable import Fingerprints, archived
-from fedsim.privacy.entry import Entropy, Fact
-from fedsim.privacy.events import Event
+from fedsim.errors import BudgetSpentError, FedsimError
+from fedsim.privacy.claims import FIXED, Stopping, costliest
+from fedsim.privacy.digest import Fingerprints
+from fedsim.privacy.durable import archived
+from fedsim.privacy.entry import Entry
 from fedsim.privacy.ledger import Ledger
 from fedsim.privacy.statement import Statement
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientRelease:
-    """What a client is about to release in a round.
-
-    Attributes
-    ----------
-    client : int
-    event : Event
-    entropy : "config" or "system"
-    release : str
-        Digest of the config, or a number used once.
-    fingerprint : str
-        Its own, of its data and of what it received.
-    run : str or None
-        Which run it is, by the key in the run's directory.
-    mechanism : str
-    public : mapping
-        What it has declared: its number of examples, steps, a denominator.
-    """
-
-    client: int
-    event: Event
-    entropy: Entropy
-    release: str
-    fingerprint: str
-    run: str | None = None
-    mechanism: str = ""
-    public: Mapping[str, Fact] = field(default_factory=dict)
-
-    def names(self, round: int) -> dict[str, Any]:
-        """By what a ledger knows it again."""
-        return {
-            "round": round,
-            "level": "example",
-            "entropy": self.entropy,
-            "release": self.release,
-            "client": self.client,
-            "fingerprint": self.fingerprint,
-            "run": self.run,
-        }
 
 
 class ClientLedgers:
@@ -70,13 +28,13 @@ class ClientLedgers:
     directory : path or None
         Where they are, as ``client-7.jsonl``; None: in memory.
     delta : float
-        At which epsilon is asked.
+        Of every epsilon.
     max_epsilon : float or None
-        What no client may spend more than.
+        The budget of each client.
     stopping : Stopping
         Whether what is released may end the run, and at which delta the budget holds.
     read_only : bool
-        Whether they are other processes', to look at.
+        Whether other processes write them.
     """
 
     def __init__(
@@ -111,8 +69,8 @@ class ClientLedgers:
         """A client's keyed fingerprint of what its release is a function of."""
         return self._fingerprints.of(parts)
 
-    def record(self, round: int, release: ClientRelease) -> None:
-        """One line in the client's ledger, on disk before anything is computed.
+    def record(self, entry: Entry) -> None:
+        """One line in a client's ledger, on disk before anything is computed.
 
         Raises
         ------
@@ -123,32 +81,23 @@ class ClientLedgers:
             model, and its noise follows from the seed.
         """
         try:
-            self.of(release.client).record(
-                **release.names(round),
-                event=release.event,
-                mechanism=release.mechanism,
-                placement="client",
-                public=release.public,
-                delta=self._budget_delta,
-            )
+            self.of(_client(entry)).record(entry, delta=self._budget_delta)
         except BudgetSpentError:
-            raise BudgetSpentError(f"{self._exceeds(round, release)}.") from None
+            raise BudgetSpentError(f"{self._exceeds(entry)}.") from None
 
-    def exceeded(self, round: int, releases: Iterable[ClientRelease]) -> str | None:
-        """Why one of these cannot be made within its client's budget; None if all can."""
+    def exceeded(self, entries: Iterable[Entry]) -> str | None:
+        """Why one of these is not within its client's budget; None if all are."""
         if self.max_epsilon is None:
             return None
-        for release in releases:
-            if self.of(release.client).would_exceed(
-                release.event, delta=self._budget_delta, **release.names(round)
-            ):
-                return self._exceeds(round, release)
+        for entry in entries:
+            if self.of(_client(entry)).would_exceed(entry, delta=self._budget_delta):
+                return self._exceeds(entry)
         return None
 
-    def _exceeds(self, round: int, release: ClientRelease) -> str:
+    def _exceeds(self, entry: Entry) -> str:
         return (
-            f"round {round} would exceed client.noise.max-epsilon = {self.max_epsilon} of "
-            f"client {release.client} at delta = {self._budget_delta}"
+            f"round {entry.round} would exceed client.noise.max-epsilon = {self.max_epsilon} of "
+            f"client {entry.client} at delta = {self._budget_delta}"
         )
 
     def everyone(self) -> list[Ledger]:
@@ -160,7 +109,7 @@ class ClientLedgers:
         return [self._open[client] for client in sorted(self._open) if self._open[client].charged]
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Where each of them stands, by its client, for a checkpoint."""
+        """What a checkpoint holds of each of them, by its client."""
         self.everyone()  # as they are on the disk now
         return {
             str(client): self._open[client].state()
@@ -169,7 +118,7 @@ class ClientLedgers:
         }
 
     def restore(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Make sure that they go on from a checkpoint; what is beyond stays charged.
+        """Check that they continue a checkpoint's; lines beyond it stay charged.
 
         Raises
         ------
@@ -187,14 +136,21 @@ class ClientLedgers:
     ) -> float:
         """What the client that has spent most has spent; as of a round, see `Ledger.as_of`."""
         everyone = self.everyone()
-        spent: list[Spending] = [*everyone]
+        spent = [ledger.history for ledger in everyone]
         if round is not None:
             spent = [ledger.as_of(round, release) for ledger in everyone]
         if not spent:
             return 0.0
         stopping = replace(stopping, max_epsilon=None)  # the server's
-        worst = costliest_ledger(spent, self.delta, stopping)
-        return stopping.epsilon(worst.accountant(), worst.last_event, self.delta)
+        worst = costliest(spent, self.delta, stopping)
+        return stopping.epsilon(worst.accountant, worst.last_event, self.delta)
+
+    def worst(self, stopping: Stopping = FIXED) -> Ledger:
+        """The ledger of the client that has spent most; at least one must have released."""
+        everyone = self.everyone()
+        histories = [ledger.history for ledger in everyone]
+        worst = costliest(histories, self.delta, replace(stopping, max_epsilon=None))
+        return everyone[histories.index(worst)]
 
     def statement(self, *, stopping: Stopping = FIXED) -> Statement | None:
         """What holds for every client; None if none has released anything.
@@ -217,9 +173,13 @@ class ClientLedgers:
         """Clients that have a ledger on the disk."""
         if self.directory is None:
             return []
-        paths = [
-            *self.directory.glob("client-*.jsonl"),
-            *archived(self.directory / "client-*.jsonl"),
-        ]
+        pattern = self.directory / "client-*.jsonl"
+        paths = [*self.directory.glob(pattern.name), *archived(pattern)]
         names = (re.fullmatch(r"client-(\d+)\.jsonl", path.name, re.ASCII) for path in paths)
         return sorted({int(name[1]) for name in names if name})
+
+
+def _client(entry: Entry) -> int:
+    if entry.client is None:
+        raise FedsimError("an entry of a client's ledger must name its client.")
+    return entry.client

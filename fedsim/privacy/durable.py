@@ -1,24 +1,21 @@
-"""Files that last: written durably by one writer at a time, recognised by a key, archived.
+"""Files that last: written durably by one writer at a time, and archived where they are replaced.
 
-Ledgers that are not written any more go beside the new ones, where they count on: whoever
-replaces ``DIR/some/ledger.jsonl`` moves it to ``DIR/archive/NUMBER/some/ledger.jsonl``, a run that
-is overwritten all its ledgers at once, a ledger of an old format itself.
+A ledger that is replaced goes on counting. What replaces ``DIR/some/ledger.jsonl`` first moves it
+to ``DIR/archive/NUMBER/some/ledger.jsonl``: a run that is overwritten does so with all its ledgers
+at once, a ledger of an old format with itself.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import hmac
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from fedsim import regular_files
-from fedsim.errors import FedsimError
 
 
 def create(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
@@ -95,68 +92,6 @@ def _written(path: Path, data: bytes, mode: int) -> Path:
             temporary.unlink()
         raise
     return temporary
-
-
-KEY = "fingerprint.key"
-_BYTES = 32
-
-
-class Fingerprints:
-    """HMAC-SHA256 under a key that stays where it was made.
-
-    Without the key a fingerprint says nothing about what it is of, guesses included. Who
-    loses the key loses no privacy: no release is taken for one that was made before.
-
-    Parameters
-    ----------
-    directory : path or None
-        Where the key is, in a file that only its owner may read, made on first use; None: in
-        memory, for this object alone.
-    read_only : bool
-        Whether a key that is not there is refused instead of made.
-    """
-
-    def __init__(self, directory: Path | None, *, read_only: bool = False) -> None:
-        self._directory, self._read_only = directory, read_only
-        self._key: bytes | None = None if directory is not None else secrets.token_bytes(_BYTES)
-
-    def of(self, contents: Iterable[bytes]) -> str:
-        """Fingerprint of these parts, in this order, each as a whole.
-
-        Raises
-        ------
-        FedsimError
-            If the key is damaged, or missing where it may not be made.
-        """
-        code = self.code()
-        for content in contents:
-            # Lengths keep ("ab", "c") and ("a", "bc") apart.
-            code.update(len(content).to_bytes(8, "little"))
-            code.update(content)
-        return code.hexdigest()
-
-    def code(self) -> hmac.HMAC:
-        """An HMAC under the key, of nothing as yet."""
-        if self._key is None:
-            assert self._directory is not None
-            self._key = _key_in(self._directory, self._read_only)
-        return hmac.new(self._key, digestmod=hashlib.sha256)
-
-
-def _key_in(directory: Path, read_only: bool) -> bytes:
-    path = directory / KEY
-    if not path.exists() and read_only:
-        raise FedsimError(f"{path} is missing; put back what was there.")
-    if not path.exists():
-        create(path, secrets.token_bytes(_BYTES), mode=0o600)
-    key = regular_files.read_bytes(path)
-    if len(key) != _BYTES:
-        raise FedsimError(
-            f"{path} has {len(key)} bytes; a fingerprint's key must have {_BYTES}: put back what "
-            "was there, or remove it to have a new one made, by which no earlier release is "
-            "recognised."
-        )
-    return key
 
 
 ARCHIVE = "archive"

@@ -6,21 +6,21 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant
-from fedsim.privacy.chain import DECODER, sealed_part
-from fedsim.privacy.events import Event, dominating_event
+from fedsim.privacy.events import Event
 from fedsim.privacy.laws.base import Level
 from fedsim.privacy.laws.declared import DeclaredLaw
 
+Kind = Literal["release", "torn"]
 Entropy = Literal["config", "system"]
 Placement = Literal["", "server", "client"]
 Fact = str | int | float | bool | None
 Place = tuple[str | None, str, int | None, int | None]
 DECLARED = "declared"
-"""How a user's own bound is known to hold, among an entry's public facts."""
+"""Among an entry's public facts: only the user's word says that this part does what it says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Entry:
         How often the round was drawn before; each attempt is charged.
     release : str or None
         Digest of all settings that the release follows from (or a number used once, for a
-        trainer without a config); None where nothing names it.
+        trainer without a config); None where nothing identifies it.
     client : int or None
         Whose ledger this is, at example level.
     fingerprint : str or None
@@ -49,14 +49,14 @@ class Entry:
     mechanism : str
     clip_norm : float or None
     placement : "", "server" or "client"
-        Where the noise was drawn; "" where nobody said.
+        Where the noise was drawn; "" where that is unknown.
     declared_by_user : bool
-        Whether the event is a user's word for what their sampler draws.
+        Whether only the user's word says that the event is true of what was drawn and added.
     public : mapping of str to str, number, bool or None
         What else was taken as public: a population or number of examples, steps, a
         denominator; ``rows`` says how it is known that each is of one example ("by structure",
-        "one at a time: user code"; in older ledgers "probed"),
-        ``bound`` that it is a user's word that no row is longer than it says ("declared").
+        "one at a time: user code"; in older ledgers "probed"), and ``bound``, ``sampler`` or
+        ``noise`` that the user declares it ("declared").
     settles : bool
         Whether this is the release that the torn line just before it began.
     fragment : str
@@ -68,10 +68,15 @@ class Entry:
         noted beside the hashed part of a line, so that equal runs have equal heads.
     version : int
         Of the format that it was read from; not written into a line.
+
+    Raises
+    ------
+    FedsimError
+        If a value is of the wrong type or out of range.
     """
 
-    # In this order in a line: a torn one is recognised by as much as stands there.
-    kind: Literal["release", "torn"] = "release"
+    # In this order in a line: a torn one is recognised by as much of it as was written.
+    kind: Kind = "release"
     round: int | None = None
     attempt: int = 0
     release: str | None = None
@@ -92,14 +97,14 @@ class Entry:
     version: int = field(default=2, compare=False)
 
     def __post_init__(self) -> None:
-        for name, (holds, allowed) in _FIELDS.items():
+        for name, (is_valid, allowed) in _FIELDS.items():
             value = getattr(self, name)
-            if not holds(value):
+            if not is_valid(value):
                 raise FedsimError(
                     f"{name.replace('_', '-')} is {value!r}; in a ledger it must be {allowed}."
                 )
         object.__setattr__(self, "public", dict(sorted(self.public.items())))
-        # What only data say of a law is its author's word, whoever writes the line.
+        # A law that is known by its data alone is its author's word, whoever writes the line.
         outside = isinstance(self.event.law, DeclaredLaw)
         object.__setattr__(self, "declared_by_user", self.declared_by_user or outside)
 
@@ -140,7 +145,7 @@ class Entry:
 
     @property
     def place(self) -> Place | None:
-        """Where in which run it was made; None where nobody said which release it is."""
+        """The run, round and client of a release; None where nothing identifies it."""
         if self.release is None or self.kind != "release":
             return None
         return (self.run, self.release, self.round, self.client)
@@ -155,7 +160,7 @@ class Entry:
         return self.entropy == "config" and self.place is not None and known
 
     def repeats(self, other: Entry) -> bool:
-        """Whether this is the very release of an earlier line of the same `place`."""
+        """Whether this is the same release as an earlier line of the same `place`."""
         same = (self.attempt, self.event) == (other.attempt, other.event)
         return self.repeatable and other.repeatable and same and not self.differs(other)
 
@@ -164,80 +169,66 @@ class Entry:
         return (self.sum, self.fingerprint) != (other.sum, other.fingerprint)
 
 
-def torn_entry(torn: bytes, known: Iterable[Event]) -> Entry:
-    """An entry at least as costly as whatever a torn line was to say.
-
-    Parameters
-    ----------
-    rest : bytes
-        What is there of the line.
-    known : iterable of Event
-        Everything recorded or planned.
-    """
-    fragment = torn.decode("ascii", "backslashreplace")
-    legible = _event_in(fragment)
-    event = dominating_event([*known, *([legible] if legible is not None else [])])
-    # Of a line without any event known, nothing can be said.
-    unknown = Event(noise_multiplier=0.0, guarantee=False)
-    return Entry(kind="torn", event=event or unknown, fragment=fragment)
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _event_in(fragment: str) -> Event | None:
-    """The event of a torn line, if all of it is legible."""
-    _, marker, tail = fragment.partition('"event":')
-    if not marker:
-        return None
-    try:
-        data, _ = DECODER.raw_decode(tail)
-        return Event.from_dict(data)
-    except (FedsimError, ValueError, TypeError, RecursionError):
-        return None
-
-
-def _whole(value: object, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _optional(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or holds(value)
-
-
-def _number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
 
 
-def _facts(value: object) -> bool:
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _are_facts(value: object) -> bool:
     return isinstance(value, Mapping) and all(
-        isinstance(name, str)
+        _is_text(name)
         and isinstance(fact, str | int | float | bool | None)
         and not (isinstance(fact, float) and not math.isfinite(fact))
         for name, fact in value.items()
     )
 
 
-_BOOL = (lambda value: isinstance(value, bool), "true or false")
-_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "kind": (lambda value: value in ("release", "torn"), "'release' or 'torn'"),
-    "round": (_optional(_whole), "a whole number, 0 or more, or null"),
-    "attempt": (_whole, "a whole number, 0 or more"),
-    "release": (_optional(_text), "text or null"),
-    "client": (_optional(_whole), "a whole number, 0 or more, or null"),
-    "fingerprint": (_optional(_text), "text or null"),
-    "level": (lambda value: value in ("client", "example"), "'client' or 'example'"),
-    "entropy": (lambda value: value in ("config", "system"), "'config' or 'system'"),
-    "mechanism": (_text, "text"),
-    "clip_norm": (_optional(_number), "a number, 0 or more, or null"),
-    "placement": (lambda value: value in ("", "server", "client"), "'', 'server' or 'client'"),
-    "declared_by_user": _BOOL,
-    "public": (_facts, "a table of text, finite numbers, true or false"),
-    "settles": _BOOL,
-    "fragment": (_text, "text"),
-    "run": (_optional(_text), "text or null"),
-    "sum": (_optional(_text), "text or null"),
+_Rule = tuple[Callable[[Any], bool], str]
+
+
+def _optional(rule: _Rule) -> _Rule:
+    is_valid, allowed = rule
+    joint = ", or" if "," in allowed else " or"
+    return lambda value: value is None or is_valid(value), f"{allowed}{joint} null"
+
+
+def _one_of(words: tuple[str, ...]) -> _Rule:
+    *most, last = map(repr, words)
+    return lambda value: value in words, f"{', '.join(most)} or {last}"
+
+
+_WHOLE: _Rule = (_is_whole, "a whole number, 0 or more")
+_TEXT: _Rule = (_is_text, "text")
+_FLAG: _Rule = (_is_flag, "true or false")
+_FIELDS: Mapping[str, _Rule] = {
+    "kind": _one_of(get_args(Kind)),
+    "round": _optional(_WHOLE),
+    "attempt": _WHOLE,
+    "release": _optional(_TEXT),
+    "client": _optional(_WHOLE),
+    "fingerprint": _optional(_TEXT),
+    "level": _one_of(get_args(Level)),
+    "entropy": _one_of(get_args(Entropy)),
+    "mechanism": _TEXT,
+    "clip_norm": _optional((_is_number, "a number, 0 or more")),
+    "placement": _one_of(get_args(Placement)),
+    "declared_by_user": _FLAG,
+    "public": (_are_facts, "a table of text, finite numbers, true or false"),
+    "settles": _FLAG,
+    "fragment": _TEXT,
+    "run": _optional(_TEXT),
+    "sum": _optional(_TEXT),
 }
 _NOTED = ("run", "sum")
 _WRITTEN = tuple(name for name in Entry.__dataclass_fields__ if name not in (*_NOTED, "version"))
@@ -250,86 +241,80 @@ class History:
     ----------
     before : iterable of Entry
         Charged earlier, elsewhere: an archive.
+
+    Attributes
+    ----------
+    entries : list of Entry
+        Of this ledger, torn lines included.
+    charged : list of Entry
+        The archive's and then this ledger's, without torn lines whose release was recorded
+        after all.
+    before : tuple of Entry
+        The archive's among the charged ones.
+    accountant : Accountant
+        What is charged, composed.
+    counts : Counter of Event
+        How often each event is charged, a count of several as several.
     """
 
     def __init__(self, before: Iterable[Entry] = ()) -> None:
         self.entries: list[Entry] = []
-        """Of this ledger, all of them."""
         self.charged: list[Entry] = []
-        """The archive's and all of these but torn ones whose release was recorded after all."""
         self.accountant = Accountant()
         self.counts: Counter[Event] = Counter()
-        """How often each event was charged, a count of several as several."""
-        self._made: dict[Place, list[Entry]] = defaultdict(list)
-        self._untorn: Accountant | None = None
+        self._recorded: dict[Place, list[Entry]] = defaultdict(list)
         for entry in before:
-            self.accountant = self.after(entry)
+            self.accountant.add(entry.event)
             self._charge(entry)
         self.before = tuple(self.charged)
-        """Those of the charged ones that are the archive's."""
 
     @property
     def of_this_run(self) -> tuple[Entry, ...]:
         """What would be charged without the archive."""
-        kept: list[Entry] = []
-        for entry in self.entries:
-            if entry.settles and kept and kept[-1].kind == "torn":
-                kept.pop()
-            kept.append(entry)
-        return tuple(kept)
+        return tuple(self.charged[len(self.before) :])
+
+    @property
+    def last_event(self) -> Event | None:
+        """What the release charged last has cost; None without any."""
+        return self.charged[-1].event if self.charged else None
+
+    @property
+    def ends_torn(self) -> bool:
+        """Whether the last line is torn."""
+        return bool(self.entries) and self.entries[-1].kind == "torn"
 
     def after(self, entry: Entry) -> Accountant:
-        """The accountant once ``entry`` is counted; nobody else's.
+        """An accountant that counts ``entry`` too.
 
         Raises
         ------
         FedsimError
             If its adjacency does not compose with what is here.
         """
-        accountant = self._untorn if entry.settles and self._untorn else self.accountant
-        accountant = accountant.copy()
+        if entry.settles and self.ends_torn:
+            accountant = Accountant(charged.event for charged in self.charged[:-1])
+        else:
+            accountant = self.accountant.copy()
         accountant.add(entry.event)
         return accountant
 
     def attempts(self, entry: Entry) -> Sequence[Entry]:
         """Lines of this ledger, not of its archive, about the same round of the same run."""
-        return self._made.get(entry.place, ()) if entry.place is not None else ()
+        return self._recorded.get(entry.place, ()) if entry.place is not None else ()
 
     def take(self, entry: Entry) -> None:
         """Count one more line."""
-        accountant = self.after(entry)
+        self.accountant = self.after(entry)
+        if entry.settles and self.ends_torn:
+            torn = self.charged.pop().event
+            self.counts[torn.once] -= torn.count
+            if not self.counts[torn.once]:
+                del self.counts[torn.once]
         self.entries.append(entry)
         if entry.place is not None:
-            self._made[entry.place].append(entry)
-        if entry.settles and self._untorn is not None:
-            self._count(self.charged.pop().event, -1)
-        self._untorn = self.accountant if entry.kind == "torn" else None
-        self.accountant = accountant
+            self._recorded[entry.place].append(entry)
         self._charge(entry)
-
-    def began(self, data: Mapping[str, Any], head: str, *, upto: str = "") -> bool:
-        """Whether the torn line that stands last is the beginning of one that says this.
-
-        Parameters
-        ----------
-        data : mapping
-        head : str
-            Hash of the line before the torn one.
-        upto : str
-            Compare what stands before this; by default, all that the hash covers.
-        """
-        if self._untorn is None:
-            return False
-        text, _ = sealed_part(data, head)
-        text = text[: text.index(upto)] if upto else text
-        fragment = self.entries[-1].fragment
-        return text.startswith(fragment) or fragment.startswith(text)
 
     def _charge(self, entry: Entry) -> None:
         self.charged.append(entry)
-        self._count(entry.event, 1)
-
-    def _count(self, event: Event, sign: int) -> None:
-        self.counts[event.once] += sign * event.count
-        if not self.counts[event.once]:
-            del self.counts[event.once]
+        self.counts[entry.event.once] += entry.event.count

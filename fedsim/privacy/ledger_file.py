@@ -13,13 +13,22 @@ from typing import Any, BinaryIO
 
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.privacy import durable
-from fedsim.privacy.chain import GENESIS, Header, opened, sealed, split
 from fedsim.privacy.durable import archive, archived
-from fedsim.privacy.entry import Entry, History, torn_entry
+from fedsim.privacy.entry import Entry, History
 from fedsim.privacy.events import Event
 from fedsim.privacy.laws.base import Level
 from fedsim.privacy.laws.declared import NAME, DeclaredLaw
-from fedsim.privacy.old_ledger import is_old, old_entries
+from fedsim.privacy.ledger_lines import (
+    GENESIS,
+    Header,
+    is_old,
+    old_entries,
+    opened,
+    sealed,
+    sealed_part,
+    split,
+    torn_entry,
+)
 
 
 @dataclass(frozen=True)
@@ -38,9 +47,11 @@ class LedgerFile:
     path : path or None
         None: in memory only.
     planned : Event or None
-        Whatever is torn costs no less than this.
+        A torn line is counted at no less than this.
     read_only : bool
         Nothing is written, not even a repair.
+    with_archive : bool
+        Whether the ledgers archived beside the file count.
 
     Attributes
     ----------
@@ -49,9 +60,9 @@ class LedgerFile:
     lines : list of bytes
         Without their newlines.
     heads : list of str
-        The hash of each.
+        The hash after each line: a ledger that was continued still has its earlier heads.
     history : History
-        What they amount to, with the ledgers archived beside the file.
+        What the lines amount to, with the archive's.
 
     Raises
     ------
@@ -60,25 +71,28 @@ class LedgerFile:
     """
 
     def __init__(
-        self, path: Path | None, *, planned: Event | None = None, read_only: bool = False
+        self,
+        path: Path | None,
+        *,
+        planned: Event | None = None,
+        read_only: bool = False,
+        with_archive: bool = True,
     ) -> None:
         self.path = path
-        self._planned = planned
-        self._read_only = read_only
-        self.clear()
-        if path is None:
-            return
-        self._take_archive()
-        if path.exists():
+        self.read_only = read_only
+        self._planned = [] if planned is None else [planned]
+        self._with_archive = with_archive
+        self._clear()
+        if path is not None and path.exists():
             with durable.locked(path, write=not read_only) as file:
                 self._load(file.read())
 
-    def clear(self) -> None:
-        """Forget everything."""
+    def _clear(self) -> None:
+        """Forget all lines, and count the archive's."""
         self.header: Header | None = None
         self.lines: list[bytes] = []
         self.heads: list[str] = []
-        self.history = History()
+        self.history = self._archived()
         self._laws: dict[str, Any] = {}  # those that are data, by their digests, as lines hold them
         self._size = 0  # of the file, as far as it was read
         self._is_old = False
@@ -86,7 +100,7 @@ class LedgerFile:
 
     @property
     def head(self) -> str:
-        """Hash of the last line."""
+        """Hash of the last line, and by it of the whole ledger."""
         return self.heads[-1] if self.heads else GENESIS
 
     @property
@@ -97,29 +111,35 @@ class LedgerFile:
         return self.history.charged[-1].level if self.history.charged else "client"
 
     def began(self, entry: Entry, *, upto: str = "") -> bool:
-        """Whether the torn line that stands last is the beginning of this entry's."""
-        if not entry.repeatable or len(self.heads) < 2:
+        """Whether the last line is torn and is the beginning of this entry's.
+
+        ``upto``: compare what stands before this; by default, all that the hash covers.
+        """
+        if not (self.history.ends_torn and entry.repeatable and len(self.heads) > 1):
             return False
-        return self.history.began(self._data(entry), self.heads[-2], upto=upto)
+        text, _ = sealed_part(self._data(entry), self.heads[-2])
+        text = text[: text.index(upto)] if upto else text
+        fragment = self.history.entries[-1].fragment
+        return text.startswith(fragment) or fragment.startswith(text)
 
     def refresh(self) -> None:
-        """Take up what another process has written since."""
+        """Read what another process has written since."""
         if self.path is None or not self.path.exists():
             return
         if self.path.stat().st_size != self._size or self._torn_on_disk:
-            with durable.locked(self.path, write=not self._read_only) as file:
+            with durable.locked(self.path, write=not self.read_only) as file:
                 self._catch_up(file)
 
     def load_lines(self, lines: Iterable[bytes]) -> None:
-        """Start anew from these lines, in memory."""
-        self.clear()
+        """Hold these lines, in memory, and no others."""
+        self._clear()
         if data := b"".join(line + b"\n" for line in lines):
             self._load(data)
 
     def write(self, entry: Entry, budget: Budget | None = None) -> bool:
-        """Add a line, durably; False if this very release stands there already.
+        """Add a line, durably; False if the same release stands there already.
 
-        Nobody else writes between the last look at what has been spent and the line.
+        No other process writes between the check of what has been spent and the line.
 
         Raises
         ------
@@ -136,25 +156,24 @@ class LedgerFile:
                     raise self._removed()
                 if self._create(entry, budget):
                     return True
-                continue  # somebody else was faster
+                continue  # another process was faster
             try:
                 with durable.locked(self.path) as file:
                     if self._catch_up(file):
                         continue
                     if not self._is_old:
                         return self._add(entry, file, budget)
-                    # It stays charged, as what went before.
+                    # Nothing is added to a ledger of an old format; archived, it stays charged.
                     archive(self.path)
             except FileNotFoundError:
-                continue  # somebody else has archived it
-            self.clear()
+                continue  # another process has archived it
+            self._clear()
 
     def _create(self, entry: Entry, budget: Budget | None) -> bool:
-        """Put the file there with its first release; False if it has come to be there."""
+        """Create the file with its first release; False if another process has created it."""
         assert self.path is not None
         known = len(self.history.charged)
-        self.clear()
-        self._take_archive()
+        self._clear()
         if len(self.history.charged) < known:
             raise self._removed()
         self._check(entry, budget)
@@ -209,15 +228,13 @@ class LedgerFile:
             "with, or start a run of its own with another seed and another --out."
         )
 
-    def _take_archive(self) -> None:
-        """What was charged by the ledgers that stood here before."""
-        assert self.path is not None
-        charged: list[Entry] = []
+    def _archived(self) -> History:
+        """What was charged by the ledgers that stood at this path before."""
+        if self.path is None or not self._with_archive:
+            return History()
+        before: list[Entry] = []
         for path in archived(self.path):
-            charged += _Archived(path).history.charged
-        self.history = self._composed(charged)
-
-    def _composed(self, before: Iterable[Entry]) -> History:
+            before += LedgerFile(path, read_only=True, with_archive=False).history.charged
         try:
             return History(before)
         except FedsimError as error:
@@ -228,8 +245,7 @@ class LedgerFile:
     def _catch_up(self, file: BinaryIO) -> bool:
         """Read what is new in the file; whether a repair put another in its place."""
         if self.header is None or self._torn_on_disk:
-            self.clear()
-            self._take_archive()
+            self._clear()
         size = os.fstat(file.fileno()).st_size
         if size < self._size:
             raise FedsimError(f"ledger {self.path} was cut off while it was in use.")
@@ -239,9 +255,15 @@ class LedgerFile:
         return self._load(file.read())
 
     def _load(self, data: bytes) -> bool:
-        """Take up more of the file; whether it had to be repaired."""
+        """Read more of the file; whether it had to be repaired."""
         if self.header is None and is_old(data):
-            self._load_old(data)
+            try:
+                entries = old_entries(data, self._planned)
+            except FedsimError as error:
+                raise self._changed(str(error)) from None
+            for entry in entries:
+                self.history.take(entry)
+            self._size, self._is_old = len(data), True
             return False
         lines, tail = split(data)
         if self.header is None and not lines:
@@ -253,27 +275,16 @@ class LedgerFile:
             self._take_line(line)
         if not tail:
             return False
-        planned = [self._planned] if self._planned is not None else []
         known = {charged.event for charged in self.history.charged}
         # What is noted has a time in it, and is not hashed.
-        torn = torn_entry(tail.partition(b',"noted":')[0], [*known, *planned])
+        torn = torn_entry(tail.partition(b',"noted":')[0], [*known, *self._planned])
         entry = replace(torn, level=self.level)
         self._take(entry, *sealed(self._data(entry), self.head))
-        self._torn_on_disk = self._read_only
-        if self.path is None or self._read_only:
+        self._torn_on_disk = self.read_only
+        if self.path is None or self.read_only:
             return False
         durable.replace(self.path, b"".join(line + b"\n" for line in self.lines))
         return True
-
-    def _load_old(self, data: bytes) -> None:
-        planned = [self._planned] if self._planned is not None else []
-        try:
-            entries = old_entries(data, planned)
-        except FedsimError as error:
-            raise self._changed(str(error)) from None
-        for entry in entries:
-            self.history.take(entry)
-        self._size, self._is_old = len(data), True
 
     def _take_line(self, line: bytes) -> None:
         if self.header is not None:
@@ -315,7 +326,7 @@ class LedgerFile:
 
     def _take(self, entry: Entry, line: bytes, head: str) -> None:
         law = entry.event.law
-        # A torn line stands for one that was not written: it holds nothing for later ones.
+        # A torn line stands for one that was not written: later ones cannot refer to its law.
         if isinstance(law, DeclaredLaw) and entry.kind != "torn":
             self._laws[law.digest] = law.to_dict()
         self.history.take(entry)
@@ -339,16 +350,6 @@ class LedgerFile:
         )
 
 
-class _Archived(LedgerFile):
-    """A ledger in an archive, which has no archive of its own."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, read_only=True)
-
-    def _take_archive(self) -> None:
-        pass
-
-
 def _shares_noise(entry: Entry, line: Entry) -> bool:
     """Whether another sum than a line's would be released with that line's noise."""
     known = any(code is not None for code in (entry.run, entry.sum, line.sum))
@@ -356,7 +357,7 @@ def _shares_noise(entry: Entry, line: Entry) -> bool:
 
 
 def _noted(entry: Entry) -> dict[str, str]:
-    """What an operator, or a resumed run, may want to know of a line, and no hash covers."""
+    """What an operator, or a resumed run, may need of a line, outside its hash."""
     time = datetime.now(UTC).isoformat(timespec="milliseconds")
     return {"time": time, "host": _host(), **entry.noted}
 

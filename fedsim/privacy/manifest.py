@@ -28,8 +28,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import (
 from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.privacy import durable
-from fedsim.privacy.chain import GENESIS
-from fedsim.privacy.durable import ARCHIVE, Fingerprints
+from fedsim.privacy.digest import Fingerprints
+from fedsim.privacy.durable import ARCHIVE
+from fedsim.privacy.ledger_lines import GENESIS
 
 MANIFEST = "manifest.json"
 FORMAT = 1

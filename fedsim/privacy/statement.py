@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from fedsim.privacy.accountant import Accountant, Cost
-from fedsim.privacy.adversary import NOT_COVERED as NOT_COVERED
-from fedsim.privacy.adversary import adversary, large_delta, public_facts
+from fedsim.privacy.adversary import NOT_COVERED, adversary, large_delta, public_facts
 from fedsim.privacy.calibration import Extrapolation
-from fedsim.privacy.claims import FIXED, GroupCost, Spending, Stopping, costliest_ledger, group_cost
-from fedsim.privacy.entry import Entry
+from fedsim.privacy.claims import FIXED, GroupCost, Stopping, costliest, group_cost
+from fedsim.privacy.entry import Entry, History
 from fedsim.privacy.laws.base import Adjacency, Level
+from fedsim.privacy.ledger_file import LedgerFile
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
 
 _ADJACENCIES: dict[Adjacency, str] = {
@@ -33,32 +32,6 @@ _OPERATORS = (
     "These figures follow from who took part, and from how many examples each client has, which "
     "the guarantee for whole clients covers: they are the operator's, and not to be published."
 )
-
-
-class Recorded(Spending, Protocol):
-    """What a statement is made from: a ledger."""
-
-    path: Path | None
-
-    @property
-    def level(self) -> Level:
-        """What a row is."""
-
-    @property
-    def charged(self) -> tuple[Entry, ...]:
-        """What is charged, the archive's among it."""
-
-    @property
-    def before(self) -> tuple[Entry, ...]:
-        """The archive's."""
-
-    @property
-    def of_this_run(self) -> tuple[Entry, ...]:
-        """What would be charged without the archive."""
-
-    @property
-    def heads(self) -> tuple[str, ...]:
-        """Hash after each line."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +92,7 @@ class Statement:
     @classmethod
     def of(
         cls,
-        ledgers: Sequence[Recorded],
+        ledgers: Sequence[LedgerFile],
         delta: float,
         place: str | None = None,
         *,
@@ -140,22 +113,24 @@ class Statement:
             Whether what was released might end the run; by default its rounds were fixed in
             advance.
         """
-        worst = costliest_ledger(ledgers, delta, stopping)
-        alone = len(ledgers) == 1 and place is None
-        spent, last = worst.accountant(), worst.last_event
+        worst = costliest([ledger.history for ledger in ledgers], delta, stopping)
+        spent, last = worst.accountant, worst.last_event
         this_run = Accountant(entry.event for entry in worst.of_this_run) if worst.before else None
+        single = ledgers[0] if len(ledgers) == 1 and place is None else None
+        if single is not None and single.path is not None:
+            place = str(single.path)
         return cls(
             cost=stopping.cost(spent, last, delta),
-            level=worst.level,
-            charged=worst.charged,
+            level=ledgers[0].level,
+            charged=tuple(worst.charged),
             tradeoff=tradeoff(stopping.planned(spent, last)),
             ledgers=len(ledgers),
-            rows=min(filter(None, map(_rows, ledgers)), default=None),
+            rows=min(filter(None, (_rows(ledger.history) for ledger in ledgers)), default=None),
             before=sum(entry.event.count for entry in worst.before),
             this_run=None if this_run is None else stopping.cost(this_run, last, delta),
-            ledger=str(worst.path) if alone and worst.path is not None else place,
-            head=worst.heads[-1] if alone and worst.heads else "",
-            lines=len(worst.heads) if alone else 0,
+            ledger=place,
+            head=single.head if single is not None and single.heads else "",
+            lines=len(single.heads) if single is not None else 0,
             stopping=stopping,
         )
 
@@ -163,8 +138,8 @@ class Statement:
         """With what the same releases promise an owner of up to ``size`` rows; 1 adds nothing."""
         if size == 1:
             return self
-        last = self.charged[-1].event if self.charged else None
-        planned = self.stopping.planned(Accountant(e.event for e in self.charged), last)
+        spent = History(self.charged)
+        planned = self.stopping.planned(spent.accountant, spent.last_event)
         # A user's own sampler may draw rows of one owner together.
         return replace(self, group=group_cost(planned, size, self.delta, chained=self.declared))
 
@@ -389,13 +364,12 @@ class Statement:
         }
 
 
-def _rows(ledger: Recorded) -> int | None:
-    """How many rows a ledger's last release was over, as far as it says."""
-    last = ledger.charged[-1] if ledger.charged else None
-    if last is None:
+def _rows(history: History) -> int | None:
+    """How many rows the last release was over, if its line says so."""
+    if not history.charged:
         return None
-    examples = last.public.get("examples")
-    declared = last.event.law.population if ledger.level == "client" else examples
+    last = history.charged[-1]
+    declared = last.event.law.population if last.level == "client" else last.public.get("examples")
     return declared if isinstance(declared, int) else None
 
 

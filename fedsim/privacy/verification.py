@@ -15,9 +15,9 @@ from typing import Any
 from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant
-from fedsim.privacy.claims import FIXED, Stopping, costliest_ledger
+from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.client_ledgers import ClientLedgers
-from fedsim.privacy.durable import Fingerprints
+from fedsim.privacy.digest import Fingerprints
 from fedsim.privacy.ledger import Ledger
 from fedsim.privacy.manifest import KEYED, MANIFEST, End, Manifest, check_signature, file_digest
 
@@ -185,7 +185,7 @@ def _of_metrics(
     of which a resumed run found lines already.
     """
     subject = "metrics"
-    made = [entry for entry in ledger.of_this_run if entry.round is not None]
+    made = [entry for entry in ledger.history.of_this_run if entry.round is not None]
     last = made[-1].round if made else 0
     if not rows or int(rows[-1]["round"]) != last:
         reached = f"round {rows[-1]['round']}" if rows else "no round"
@@ -220,8 +220,8 @@ def _spent_by_round(
     Of a run that releases may end only the last: earlier rows may be from before its number of
     rounds was raised, on which what they say depends.
     """
-    spent = Accountant(entry.event for entry in ledger.before)
-    entries = ledger.of_this_run
+    spent = Accountant(entry.event for entry in ledger.history.before)
+    entries = ledger.history.of_this_run
     last = {entry.round: index for index, entry in enumerate(entries) if entry.round is not None}
     rounds = sorted(last)
     computed = set(rounds[-1:])
@@ -256,8 +256,8 @@ def _of_clients(
         return
     # A budget that ends a run is the server's.
     stopping = replace(stopping.after(int(rows[-1]["round"])), max_epsilon=None)
-    worst = costliest_ledger(ledgers, delta, stopping)
-    spent = stopping.epsilon(worst.accountant(), worst.last_event, delta)
+    worst = clients.worst(stopping).history
+    spent = stopping.epsilon(worst.accountant, worst.last_event, delta)
     stored = f"examples' epsilon {shown[-1]:.6g}"
     holds = shown[-1] <= spent * (1 + 1e-6)
     holds &= not unchanged or math.isclose(shown[-1], spent, rel_tol=1e-6)

@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from fedsim import regular_files
 from fedsim.config import Scalar
 from fedsim.privacy import Accountant, ClientLedgers, Cost, Ledger
-from fedsim.privacy.claims import costliest_ledger, shared_cost
+from fedsim.privacy.claims import shared_cost
+from fedsim.privacy.entry import History
 from fedsim.reports.plots import SERIES, curve_style, grid
 from fedsim.runs.columns import display_name
 from fedsim.runs.sweep.measure import LAST_EVALUATIONS, Measure, Spread, numbers_in, validated
@@ -213,7 +214,7 @@ def price(planned: Mapping[Path, int], delta: float, outcomes: int = 1) -> Cost:
     together = _Together()
     for path, rounds in planned.items():
         ledger = Ledger.read(path)
-        together.take(ledger, rounds - ledger.rounds_made)
+        together.take(ledger.history, rounds - ledger.rounds_made)
     return together.cost(delta, outcomes)
 
 
@@ -235,10 +236,11 @@ def examples_price(
     """
     clients: dict[int | None, _Together] = {}
     for directory, left in planned.items():
-        ledgers = ClientLedgers(directory, delta=delta, read_only=True).everyone()
-        for ledger in ledgers if same or not ledgers else [costliest_ledger(ledgers, delta)]:
+        opened = ClientLedgers(directory, delta=delta, read_only=True)
+        ledgers = opened.everyone()
+        for ledger in ledgers if same or not ledgers else [opened.worst()]:
             key = ledger.charged[-1].client if same else None
-            clients.setdefault(key, _Together()).take(ledger, left)
+            clients.setdefault(key, _Together()).take(ledger.history, left)
     costs = [together.cost(delta, outcomes) for together in clients.values()]
     return max(costs, key=lambda cost: cost.epsilon, default=Accountant().cost(delta))
 
@@ -249,13 +251,13 @@ class _Together:
     def __init__(self) -> None:
         self._spent, self._planned = Accountant(), Accountant()
 
-    def take(self, ledger: Ledger, left: int) -> None:
-        """Add a ledger, and so many more rounds to what might have been."""
-        for entry in ledger.charged:
+    def take(self, history: History, left: int) -> None:
+        """Add a ledger's, and so many more rounds to what might have been."""
+        for entry in history.charged:
             self._spent.add(entry.event)
             self._planned.add(entry.event)
-        if ledger.last_event is not None and left > 0:
-            self._planned.add(ledger.last_event, left)
+        if history.last_event is not None and left > 0:
+            self._planned.add(history.last_event, left)
 
     def cost(self, delta: float, outcomes: int) -> Cost:
         """Of all of them."""

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from fedsim import regular_files
 from fedsim.errors import FedsimError
-from fedsim.privacy.durable import KEY, Fingerprints
+from fedsim.privacy.digest import KEY, Fingerprints
 from fedsim.privacy.manifest import MANIFEST
 from fedsim.privacy.verification import METADATA
 from fedsim.runs.checkpoints import Checkpoints, RunState

@@ -95,7 +95,12 @@ def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
     config, said = resolved.config, []
     past = None if directory is None else directory.ledger
     before = past is not None and (past.exists() or bool(archived(past)))
-    if past is not None and before and config.private and not Ledger.read(past).private:
+    if (
+        past is not None
+        and before
+        and config.private
+        and not Ledger.read(past).history.accountant.private
+    ):
         said.append(
             f"{past.parent} holds releases of earlier runs without a guarantee, which count: "
             "epsilon of all that is released there is infinite, this run's included; choose "

@@ -257,7 +257,7 @@ class Session:
         end = stopping(self._config, server_round)
         if self.strategy.private:
             spent = self.strategy.ledger.as_of(server_round, self.resolved.release)
-            row["epsilon"] = end.epsilon(spent.accountant(), spent.last_event, self.strategy.delta)
+            row["epsilon"] = end.epsilon(spent.accountant, spent.last_event, self.strategy.delta)
         if self.resolved.client_ledgers is not None:
             row["example-epsilon"] = self.resolved.client_ledgers.epsilon(
                 server_round, self.resolved.release, end

@@ -24,7 +24,7 @@ from fedsim.config import RunConfig
 from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
-from fedsim.privacy.durable import Fingerprints
+from fedsim.privacy.digest import Fingerprints
 from fedsim.privacy.manifest import LEDGER_KEY, Manifest, private_key, signature
 from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import versions

@@ -18,7 +18,7 @@ from fedsim import regular_files
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Mechanism
-from fedsim.privacy import ClientLedgers, ClientRelease, Event, worst_client
+from fedsim.privacy import ClientLedgers, Entry, Event, worst_client
 from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Independent
@@ -226,28 +226,31 @@ class ExampleReleases:
             If a client's budget does not allow it, or it goes through a round of a run again with
             other data or from another model, and its noise follows from the seed.
         """
-        for release in self._releases(clients):
-            self.ledgers.record(round, release)
+        for entry in self._entries(round, clients):
+            self.ledgers.record(entry)
 
     def exceeded(self, round: int, clients: Iterable[RoundStart]) -> str | None:
         """Why one of these clients' budgets does not allow the round; None if all do."""
         if self._privacy.max_epsilon is None:
             return None
-        return self.ledgers.exceeded(round, self._releases(clients))
+        return self.ledgers.exceeded(self._entries(round, clients))
 
-    def _releases(self, clients: Iterable[RoundStart]) -> Iterator[ClientRelease]:
+    def _entries(self, round: int, clients: Iterable[RoundStart]) -> Iterator[Entry]:
         for start in clients:
             size = self._data.size(start.client)
             plan = self._privacy.plan(self._work, size)
             if plan is not None:
-                yield ClientRelease(
+                yield Entry(
+                    round=round,
                     client=start.client,
-                    event=plan.event(),
+                    level="example",
+                    event=plan.charge(round),
                     entropy=start.randomness.entropy,
                     release=(start.randomness.release or "") if self.run else self._once,
                     run=self.run,
                     fingerprint=self.ledgers.fingerprint(self._parts(start)),
                     mechanism=str(self._privacy.mechanism),
+                    placement="client",
                     public={
                         "examples": size,
                         "steps": plan.releases,

@@ -20,7 +20,7 @@ from fedsim.mechanisms import NoiseSource, Normalization
 from fedsim.mechanisms.base import BareSum, Shaped
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.mechanisms.releaser import Releaser
-from fedsim.privacy import Accountant, Event, Ledger
+from fedsim.privacy import Accountant, Entry, Event, Ledger
 from fedsim.privacy.laws import FixedSize, Poisson
 from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Draws, Purpose, Randomness
@@ -526,21 +526,14 @@ def _stopping() -> Iterator[None]:
 # -- ledger --------------------------------------------------------------------------------
 
 
-@contextmanager
-def recorded(change: Callable[[Ledger, dict[str, Any]], bool]) -> Iterator[None]:
-    """Change what is recorded; nothing is where ``change`` says so by False."""
-    record = Ledger.record
-
-    def changed(self: Ledger, **line: Any) -> bool:
-        return record(self, **line) if change(self, line) else False
-
-    with patch.object(Ledger, "record", changed):
-        yield
-
-
 @bug("every tenth line missing")
 def _missing() -> AbstractContextManager[object]:
-    return recorded(lambda _, line: line["round"] % 10 != 0)
+    record = Ledger.record
+
+    def changed(self: Ledger, entry: Entry, **budget: Any) -> bool:
+        return record(self, entry, **budget) if (entry.round or 0) % 10 != 0 else False
+
+    return patch.object(Ledger, "record", changed)
 
 
 def charged(change: Callable[[Event], Event]) -> AbstractContextManager[object]:

@@ -7,7 +7,7 @@ from scipy.stats import norm
 from fedsim.audit import Claim
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
-from fedsim.privacy import Event, Ledger
+from fedsim.privacy import Entry, Event, Ledger
 from fedsim.privacy.laws import PoissonLaw
 
 RATES = np.linspace(0.001, 0.999, 200)
@@ -46,6 +46,8 @@ def test_sampling_raises_the_curve() -> None:
 
 def test_a_ledger_that_claims_nothing_cannot_be_audited() -> None:
     ledger = Ledger()
-    ledger.record(event=Event(noise_multiplier=1.0, law=PoissonLaw(), guarantee=False), round=1)
+    ledger.record(
+        Entry(event=Event(noise_multiplier=1.0, law=PoissonLaw(), guarantee=False), round=1)
+    )
     with pytest.raises(FedsimError, match="no claim to audit"):
         Claim.of(ledger, 1e-5).curve(0.5)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from fedsim.cli.privacy import privacy
 from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.errors import FedsimError
-from fedsim.privacy import Event, Ledger, calibrate, epsilon, rounds_within
+from fedsim.privacy import Entry, Event, Ledger, calibrate, epsilon, rounds_within
 
 CONFIG = """
 name = "plan"
@@ -62,7 +62,7 @@ def config(tmp_path):
 def ledger(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     for t in range(1, 21):
-        ledger.record(round=t, event=Event.of(PoissonCohort(0.2, 200), 1.5), clip_norm=1.0)
+        ledger.record(Entry(round=t, event=Event.of(PoissonCohort(0.2, 200), 1.5), clip_norm=1.0))
     return ledger
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedsim.cohorts import PoissonCohort
-from fedsim.privacy import Accountant, Event, Ledger
+from fedsim.privacy import Accountant, Entry, Event, Ledger
 from fedsim.privacy.laws import PoissonLaw
 
 COHORT = PoissonCohort(0.2, 479)
@@ -29,7 +29,7 @@ def written(path: Path, rounds: int = 3) -> bytes:
     """A ledger file of so many rounds."""
     ledger = Ledger(path, delta=DELTA)
     for t in range(1, rounds + 1):
-        ledger.record(**release(t))
+        ledger.record(Entry(**release(t)))
     return path.read_bytes()
 
 

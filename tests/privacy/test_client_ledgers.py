@@ -5,8 +5,8 @@ import stat
 import pytest
 
 from fedsim.errors import FedsimError
-from fedsim.privacy import Accountant, ClientLedgers, ClientRelease, Event, Ledger
-from fedsim.privacy.durable import Fingerprints
+from fedsim.privacy import Accountant, ClientLedgers, Entry, Event, Ledger
+from fedsim.privacy.digest import Fingerprints
 from fedsim.privacy.laws import PoissonLaw
 
 DELTA = 1e-5
@@ -16,9 +16,10 @@ def event(rate: float, count: int = 1) -> Event:
     return Event(noise_multiplier=1.5, law=PoissonLaw(rate=rate, adjacency="zero-out"), count=count)
 
 
-def release(client: int, rate: float = 0.1, fingerprint: str = "f", **named: object):
+def release(round: int, client: int, rate: float = 0.1, fingerprint: str = "f", **named: object):
     given = {"entropy": "config", "release": "digest", "fingerprint": fingerprint}
-    return ClientRelease(client=client, event=event(rate), **(given | named))
+    given |= {"round": round, "level": "example", "client": client}
+    return Entry(event=event(rate), **(given | named))
 
 
 def epsilon(*counts: tuple[float, int]) -> float:
@@ -31,10 +32,10 @@ def test_the_statement_is_that_of_the_client_that_has_spent_most(tmp_path, on_di
     assert ledgers.statement() is None
     assert ledgers.epsilon() == 0.0
     for t in range(1, 6):
-        ledgers.record(t, release(0, 0.1))
+        ledgers.record(release(t, 0, 0.1))
         if t % 2:
-            ledgers.record(t, release(7, 0.2))
-    ledgers.record(6, release(9, 0.01))
+            ledgers.record(release(t, 7, 0.2))
+    ledgers.record(release(6, 9, 0.01))
     said = ledgers.statement()
     assert said.epsilon == ledgers.epsilon() == max(epsilon((0.1, 5)), epsilon((0.2, 3)))
     assert said.ledgers == 3
@@ -44,18 +45,18 @@ def test_the_statement_is_that_of_the_client_that_has_spent_most(tmp_path, on_di
     if on_disk:
         seen = ClientLedgers(tmp_path / "clients", delta=DELTA, read_only=True)
         assert seen.epsilon() == said.epsilon
-        ledgers.record(7, release(7, 0.2))
+        ledgers.record(release(7, 7, 0.2))
         assert seen.epsilon() == ledgers.epsilon() == epsilon((0.2, 4))
 
 
 def test_events_of_different_kinds_add_up_within_a_client_only(tmp_path):
     ledgers = ClientLedgers(tmp_path, delta=DELTA)
     for t, rate in enumerate((0.1, 0.2, 0.3)):
-        ledgers.record(t, release(1, rate))
-        ledgers.record(t, release(2, 0.3))
+        ledgers.record(release(t, 1, rate))
+        ledgers.record(release(t, 2, 0.3))
     assert ledgers.epsilon() == epsilon((0.3, 3))
-    ledgers.record(4, release(1, 0.3))
-    ledgers.record(5, release(1, 0.3))
+    ledgers.record(release(4, 1, 0.3))
+    ledgers.record(release(5, 1, 0.3))
     assert ledgers.epsilon() == epsilon((0.1, 1), (0.2, 1), (0.3, 3))
 
 
@@ -63,13 +64,13 @@ def test_no_release_that_exceeds_a_clients_budget_is_recorded(tmp_path):
     budget = epsilon((0.1, 3))
     ledgers = ClientLedgers(tmp_path, delta=DELTA, max_epsilon=budget)
     for t in (1, 2, 3):
-        assert ledgers.exceeded(t, [release(4)]) is None
-        ledgers.record(t, release(4))
+        assert ledgers.exceeded([release(t, 4)]) is None
+        ledgers.record(release(t, 4))
     with pytest.raises(FedsimError, match=r"round 4 would exceed client\.noise\.max-epsilon"):
-        ledgers.record(4, release(4))
-    assert "of client 4 at delta" in ledgers.exceeded(4, [release(3), release(4)])
+        ledgers.record(release(4, 4))
+    assert "of client 4 at delta" in ledgers.exceeded([release(4, 3), release(4, 4)])
     # Run again, a release that was paid for costs nothing.
-    ledgers.record(3, release(4))
+    ledgers.record(release(3, 4))
     assert Ledger.read(tmp_path / "client-4.jsonl", delta=DELTA).epsilon() == budget
 
 
@@ -95,13 +96,13 @@ def test_a_damaged_key_is_refused(tmp_path):
 def test_ledgers_of_an_overwritten_run_count_for_clients_that_come_back_and_that_do_not(tmp_path):
     ledgers = ClientLedgers(tmp_path / "clients", delta=DELTA)
     for t in (1, 2):
-        ledgers.record(t, release(0, 0.3))
-        ledgers.record(t, release(1, 0.1))
+        ledgers.record(release(t, 0, 0.3))
+        ledgers.record(release(t, 1, 0.1))
     kept = tmp_path / "archive" / "1"
     kept.mkdir(parents=True)
     (tmp_path / "clients").rename(kept / "clients")
     ledgers = ClientLedgers(tmp_path / "clients", delta=DELTA)
     assert ledgers.epsilon() == epsilon((0.3, 2))
-    ledgers.record(1, release(1, 0.1))  # whatever it repeats, a new run is charged
+    ledgers.record(release(1, 1, 0.1))  # whatever it repeats, a new run is charged
     assert ledgers.of(1).epsilon() == epsilon((0.1, 3))
     assert ledgers.epsilon() == epsilon((0.3, 2))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedsim.errors import FedsimError
-from fedsim.privacy import Accountant, Event, Law, Ledger
+from fedsim.privacy import Accountant, Entry, Event, Law, Ledger
 from fedsim.privacy.accountant import MOST_EXACT
 from fedsim.privacy.events import dominating_event, shipped_laws
 from fedsim.privacy.laws import DeclaredLaw, FixedSizeLaw, FullLaw, PoissonLaw
@@ -73,10 +73,10 @@ def test_a_ledger_is_continued_and_read_with_a_law_that_stands_there_once(tmp_pa
     event = Event(noise_multiplier=1.1, law=Own())
     ledger = Ledger(tmp_path / "ledger.jsonl", delta=DELTA)
     for t in (1, 2):
-        assert ledger.record(event=event, round=t, release="a", entropy="config", run="r")
+        assert ledger.record(Entry(event=event, round=t, release="a", entropy="config", run="r"))
     again = Ledger(tmp_path / "ledger.jsonl", delta=DELTA)
-    assert not again.record(event=event, round=2, release="a", entropy="config", run="r")
-    again.record(event=event, round=3, release="a", entropy="config", run="r")
+    assert not again.record(Entry(event=event, round=2, release="a", entropy="config", run="r"))
+    again.record(Entry(event=event, round=3, release="a", entropy="config", run="r"))
     lines = again.path.read_bytes().splitlines(keepends=True)
     assert len(lines[1]) > 20 * len(lines[2]) > 20 * len(lines[3]) / 2
     assert Ledger.read(again.path).epsilon(DELTA) == spent(Own(), 1.1, 3)
@@ -89,14 +89,14 @@ def test_a_torn_line_with_a_users_law_is_settled_by_the_same_release(tmp_path):
         path = tmp_path / f"{whole}.jsonl"
         ledger = Ledger(path)
         for t in range(1, whole):
-            ledger.record(event=event, round=t, **names)
+            ledger.record(Entry(event=event, round=t, **names))
         lines = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join(lines[:-1]) + lines[-1][: len(lines[-1]) // 2])
         torn = Ledger(path, declared=event)
         assert torn.entries[-1].kind == "torn"
-        torn.record(event=event, round=whole - 1, **names)
+        torn.record(Entry(event=event, round=whole - 1, **names))
         assert torn.entries[-1].settles
-        assert Ledger.read(path).counts == {event: whole - 1}
+        assert Ledger.read(path).history.counts == {event: whole - 1}
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_a_discrete_pair_is_a_pair_of_distributions():
 
 def test_a_users_law_is_declared_whoever_writes_it_down():
     ledger = Ledger(delta=DELTA)
-    ledger.record(event=Event(noise_multiplier=1.1, law=PoissonLaw(rate=0.1)), round=1)
+    ledger.record(Entry(event=Event(noise_multiplier=1.1, law=PoissonLaw(rate=0.1)), round=1))
     assert not ledger.statement().declared
-    ledger.record(event=Event(noise_multiplier=1.1, law=Own()), round=2)
+    ledger.record(Entry(event=Event(noise_multiplier=1.1, law=Own()), round=2))
     statement = ledger.statement()
     assert statement.declared
     assert "declared by the user" in statement.words

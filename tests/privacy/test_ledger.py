@@ -17,9 +17,9 @@ from ledger_helpers import COHORT, DELTA, ZEROED, release, spent, written
 
 from fedsim.cohorts import FixedCohort, FullCohort, PoissonCohort
 from fedsim.errors import FedsimError
-from fedsim.privacy import Event, Ledger
+from fedsim.privacy import Entry, Event, Ledger
 from fedsim.privacy.adversary import SAMPLER_DECLARED
-from fedsim.privacy.chain import GENESIS, sealed
+from fedsim.privacy.ledger_lines import GENESIS, sealed
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def path(tmp_path):
 def test_a_ledger_alone_recomputes_epsilon_as_dp_accounting_does(path):
     ledger = Ledger(path)
     for t in range(20):
-        ledger.record(round=t, event=Event.of(COHORT, 1.5))
+        ledger.record(Entry(round=t, event=Event.of(COHORT, 1.5)))
     for t in range(10):
-        ledger.record(round=20 + t, event=Event.of(COHORT, 2.0))
+        ledger.record(Entry(round=20 + t, event=Event.of(COHORT, 2.0)))
     theirs = PLDAccountant(value_discretization_interval=1e-4)
     # From the file's own text, by somebody who does not know fedsim.
     _, *lines = path.read_text().splitlines()
@@ -47,7 +47,7 @@ def test_a_ledger_alone_recomputes_epsilon_as_dp_accounting_does(path):
 def test_the_line_is_on_disk_when_record_returns_and_says_everything(path):
     ledger = Ledger(path, delta=DELTA)
     assert not path.exists()
-    assert ledger.record(**release(7))
+    assert ledger.record(Entry(**release(7)))
     header, line = (json.loads(line)["entry"] for line in path.read_bytes().splitlines())
     assert (header["kind"], header["version"], header["level"]) == ("ledger", 3, "client")
     assert (line["round"], line["release"], line["attempt"]) == (7, "seed-1", 0)
@@ -71,7 +71,7 @@ def test_every_record_is_synced_before_it_returns_and_the_directory_of_a_new_fil
     ledger = Ledger(path)
     for t in (1, 2, 3):
         synced.clear()
-        ledger.record(**release(t))
+        ledger.record(Entry(**release(t)))
         kinds = [kind for kind, _ in synced]
         assert kinds == (["file", "directory"] if t == 1 else ["file"])
         assert synced[0][1] == path.stat().st_size
@@ -80,7 +80,7 @@ def test_every_record_is_synced_before_it_returns_and_the_directory_of_a_new_fil
 def test_a_ledger_goes_on_where_it_stopped(path):
     written(path, 3)
     again = Ledger(path, delta=DELTA)
-    again.record(**release(4))
+    again.record(Entry(**release(4)))
     assert again.epsilon() == spent(4)
     assert Ledger(path, delta=DELTA).epsilon() == spent(4)
     assert Ledger(path).heads == again.heads
@@ -101,21 +101,23 @@ def test_a_round_run_again_with_the_same_draws_is_charged_once(path):
     written(path, 3)
     ledger = Ledger(path, delta=DELTA)
     for t in (2, 3):
-        assert not ledger.record(**release(t))
-    assert ledger.record(**release(4))
+        assert not ledger.record(Entry(**release(t)))
+    assert ledger.record(Entry(**release(4)))
     assert ledger.epsilon() == spent(4)
     # Another run's draws, or another event, are another release.
-    assert ledger.record(**{**release(4), "release": "seed-2"})
-    assert ledger.record(**{**release(4), "event": Event.of(COHORT, 1.6)})
-    assert ledger.record(**release(4), attempt=1)
+    assert ledger.record(Entry(**{**release(4), "release": "seed-2"}))
+    assert ledger.record(Entry(**{**release(4), "event": Event.of(COHORT, 1.6)}))
+    assert ledger.record(Entry(**release(4), attempt=1))
 
 
 def test_a_round_run_again_with_system_entropy_is_charged_again():
     ledger = Ledger(delta=DELTA)
     for _ in range(2):
-        assert ledger.record(round=1, event=Event.of(COHORT, 1.5), entropy="system", release="x")
+        assert ledger.record(
+            Entry(round=1, event=Event.of(COHORT, 1.5), entropy="system", release="x")
+        )
     for _ in range(2):
-        assert ledger.record(round=1, event=Event.of(COHORT, 1.5), entropy="config")
+        assert ledger.record(Entry(round=1, event=Event.of(COHORT, 1.5), entropy="config"))
     assert ledger.epsilon() == spent(4)
 
 
@@ -166,9 +168,9 @@ def test_resumed_after_a_torn_line_a_run_ends_as_if_never_stopped(path, monkeypa
         for t in range(2, 5):
             planned = Event.of(COHORT, 1.5)
             assert not ledger.would_exceed(
-                planned, spent(4), round=t, release="seed-1", entropy="config"
+                Entry(event=planned, round=t, release="seed-1", entropy="config"), spent(4)
             )
-            ledger.record(**release(t))
+            ledger.record(Entry(**release(t)))
         for again in (ledger, Ledger(path, delta=DELTA)):
             assert again.epsilon() == spent(4)
             assert [entry.round for entry in again.charged] == [1, 2, 3, 4]
@@ -179,19 +181,19 @@ def test_a_torn_line_of_another_run_stays_charged(path):
     cut = data.rindex(b'"hash"')
     path.write_bytes(data[:cut])
     ledger = Ledger(path, delta=DELTA)
-    ledger.record(**{**release(2), "release": "seed-2"})
+    ledger.record(Entry(**{**release(2), "release": "seed-2"}))
     assert ledger.epsilon() == spent(3)
     path.write_bytes(data[:cut])
     ledger = Ledger(path, delta=DELTA)
-    ledger.record(**{**release(2), "entropy": "system"})
+    ledger.record(Entry(**{**release(2), "entropy": "system"}))
     assert ledger.epsilon() == spent(3)
     assert Ledger(path, delta=DELTA).epsilon() == spent(3)
 
 
 def test_a_torn_line_costs_at_least_any_event_known(path):
     ledger = Ledger(path, delta=DELTA)
-    ledger.record(round=1, event=Event.of(PoissonCohort(0.1, 100), 1.0))
-    ledger.record(round=2, event=Event.of(PoissonCohort(0.3, 100), 2.0, count=2))
+    ledger.record(Entry(round=1, event=Event.of(PoissonCohort(0.1, 100), 1.0)))
+    ledger.record(Entry(round=2, event=Event.of(PoissonCohort(0.3, 100), 2.0, count=2)))
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"entry":{"kind":"rel')
     torn = Ledger(path, delta=DELTA).entries[-1].event
@@ -252,7 +254,7 @@ def test_lines_of_one_ledger_do_not_fit_into_another(path, tmp_path):
     lines = written(path, 3).splitlines(keepends=True)
     other = Ledger(tmp_path / "other.jsonl")
     for t in (5, 6, 7):
-        other.record(**release(t))
+        other.record(Entry(**release(t)))
     theirs = (tmp_path / "other.jsonl").read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], theirs[2], *lines[3:]]))
     with pytest.raises(FedsimError, match="line 3: it does not follow"):
@@ -262,10 +264,10 @@ def test_lines_of_one_ledger_do_not_fit_into_another(path, tmp_path):
 def test_two_writers_take_turns_on_one_chain(path):
     written(path, 1)
     first, second = Ledger(path, delta=DELTA), Ledger(path, delta=DELTA)
-    first.record(**release(2))
-    second.record(**release(3))
-    assert not first.record(**release(3))
-    first.record(**release(4))
+    first.record(Entry(**release(2)))
+    second.record(Entry(**release(3)))
+    assert not first.record(Entry(**release(3)))
+    first.record(Entry(**release(4)))
     assert [entry.round for entry in Ledger(path).entries] == [1, 2, 3, 4]
     assert first.epsilon() == spent(4)
     second.refresh()
@@ -274,22 +276,22 @@ def test_two_writers_take_turns_on_one_chain(path):
 
 def test_two_writers_of_a_new_ledger_make_one(path):
     first, second = Ledger(path), Ledger(path)
-    first.record(**release(1))
-    second.record(**release(2))
+    first.record(Entry(**release(1)))
+    second.record(Entry(**release(2)))
     assert Ledger(path).num_releases == 2
 
 
 def test_a_ledger_cut_or_removed_while_in_use_is_noticed(path):
     ledger = Ledger(path)
     for t in (1, 2):
-        ledger.record(**release(t))
+        ledger.record(Entry(**release(t)))
     data = path.read_bytes()
     path.write_bytes(b"".join(data.splitlines(keepends=True)[:2]))
     with pytest.raises(FedsimError, match="cut off while it was in use"):
-        ledger.record(**release(3))
+        ledger.record(Entry(**release(3)))
     path.unlink()
     with pytest.raises(FedsimError, match="removed while it was in use"):
-        ledger.record(**release(3))
+        ledger.record(Entry(**release(3)))
 
 
 def test_a_chain_proves_nothing_against_forgers_but_its_head_does(path):
@@ -317,7 +319,7 @@ def test_a_ledger_is_restored_where_it_continues_a_checkpoint(path):
     state = json.loads(json.dumps(Ledger(path).state()))
     assert state["lines"] == 3
     ledger = Ledger(path)
-    ledger.record(**release(3))
+    ledger.record(Entry(**release(3)))
     ledger.restore(state)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:2]))
@@ -328,19 +330,19 @@ def test_a_ledger_is_restored_where_it_continues_a_checkpoint(path):
 def test_reading_neither_needs_nor_allows_writing(path, tmp_path):
     written(path, 2)
     with pytest.raises(FedsimError, match="reading only"):
-        Ledger.read(path).record(**release(3))
+        Ledger.read(path).record(Entry(**release(3)))
     with pytest.raises(FedsimError, match="there is no ledger"):
         Ledger.read(tmp_path / "none.jsonl")
 
 
 def test_levels_and_adjacencies_do_not_mix(path):
     ledger = Ledger(path, delta=DELTA)
-    ledger.record(**release(1))
+    ledger.record(Entry(**release(1)))
     before = path.read_bytes()
     with pytest.raises(FedsimError, match="level is 'example'"):
-        ledger.record(**{**release(2), "level": "example", "event": ZEROED})
+        ledger.record(Entry(**{**release(2), "level": "example", "event": ZEROED}))
     with pytest.raises(FedsimError, match="replace-one"):
-        ledger.record(**{**release(2), "event": Event.of(FixedCohort(5, 50), 1.5)})
+        ledger.record(Entry(**{**release(2), "event": Event.of(FixedCohort(5, 50), 1.5)}))
     assert path.read_bytes() == before
 
 
@@ -350,13 +352,13 @@ def test_a_budget_is_asked_before_and_not_spent_by_asking(path):
     rounds = 0
     while not ledger.would_exceed(event):
         rounds += 1
-        assert ledger.record(**release(rounds))
+        assert ledger.record(Entry(**release(rounds)))
         assert ledger.epsilon() <= 2.0
     assert spent(rounds) <= 2.0 < spent(rounds + 1)
     # A round that stands there already costs nothing more.
     names = {"round": rounds, "release": "seed-1"}
-    assert not ledger.would_exceed(event, entropy="config", **names)
-    assert ledger.would_exceed(event, entropy="system", **names)
+    assert not ledger.would_exceed(Entry(event=event, entropy="config", **names))
+    assert ledger.would_exceed(Entry(event=event, entropy="system", **names))
 
 
 def test_a_checkpoint_restores_a_ledger_in_memory_and_checks_one_on_disk(path):
@@ -366,7 +368,7 @@ def test_a_checkpoint_restores_a_ledger_in_memory_and_checks_one_on_disk(path):
     in_memory.load_state_dict(state)
     assert in_memory.entries == on_disk.entries
     assert in_memory.head == on_disk.head
-    on_disk.record(**release(4))
+    on_disk.record(Entry(**release(4)))
     on_disk.load_state_dict(state)  # the file is ahead, and stays charged
     assert on_disk.epsilon() == spent(4)
     path.unlink()
@@ -422,15 +424,15 @@ def test_flowers_events_are_accounted_for_by_the_declared_sampler():
 
 def test_at_example_level_add_remove_is_refused():
     with pytest.raises(FedsimError, match="must be zero-out"):
-        Ledger().record(event=Event.of(COHORT, 1.5), level="example")
+        Ledger().record(Entry(event=Event.of(COHORT, 1.5), level="example"))
 
 
 def test_a_clients_release_is_the_same_only_under_its_fingerprint():
     ledger = Ledger(delta=DELTA)
     names = {"level": "example", "entropy": "config", "release": "r", "client": 3, "round": 1}
     for _ in range(2):
-        assert ledger.record(event=ZEROED, **names)  # nobody vouches for its data
-    assert ledger.record(event=ZEROED, fingerprint="a", **names)
-    assert not ledger.record(event=ZEROED, fingerprint="a", **names)
-    assert ledger.record(event=ZEROED, fingerprint="b", **names)
+        assert ledger.record(Entry(event=ZEROED, **names))  # nobody vouches for its data
+    assert ledger.record(Entry(event=ZEROED, fingerprint="a", **names))
+    assert not ledger.record(Entry(event=ZEROED, fingerprint="a", **names))
+    assert ledger.record(Entry(event=ZEROED, fingerprint="b", **names))
     assert ledger.num_releases == 4

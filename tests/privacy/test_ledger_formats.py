@@ -10,8 +10,8 @@ from ledger_helpers import COHORT, DELTA, release, spent, written
 from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.errors import BudgetSpentError, FedsimError
 from fedsim.privacy import Accountant, Entry, Event, Ledger
-from fedsim.privacy.chain import GENESIS, sealed
 from fedsim.privacy.durable import archive
+from fedsim.privacy.ledger_lines import GENESIS, sealed
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_ledger_of_format_1_is_archived_when_it_is_continued(path):
     old = path.read_bytes()
     ledger = Ledger(path, delta=DELTA)
     assert path.read_bytes() == old  # opening changes nothing
-    ledger.record(**release(3))  # under whatever names: no release of format 1 is the same
+    ledger.record(Entry(**release(3)))  # under whatever names: no release of format 1 is the same
     assert ledger.epsilon() == spent(4)
     assert (path.parent / "archive" / "1" / "ledger.jsonl").read_bytes() == old
     again = Ledger(path, delta=DELTA)
@@ -115,14 +115,14 @@ def test_what_is_archived_beside_a_ledger_counts_whatever_a_new_run_repeats(path
     ledger = Ledger(path, delta=DELTA)
     assert ledger.epsilon() == spent(3)
     for t in (1, 2, 3):
-        assert ledger.record(**release(t))
+        assert ledger.record(Entry(**release(t)))
     assert ledger.heads == heads
     for again in (ledger, Ledger.read(path, delta=DELTA)):
         assert again.epsilon() == spent(6)
     archive(path)
     assert (path.parent / "archive" / "2" / "ledger.jsonl").is_file()
     last = Ledger(path, delta=DELTA)
-    last.record(**{**release(1), "release": "third"})
+    last.record(Entry(**{**release(1), "release": "third"}))
     assert last.epsilon() == spent(7)
     said = str(last.statement())
     assert "6 of the releases were made by earlier runs" in said
@@ -135,9 +135,9 @@ def test_an_archive_counts_towards_the_budget(path):
     ledger = Ledger(path, delta=DELTA, max_epsilon=spent(3))
     new = {"round": 4, "release": "seed-1", "entropy": "config"}
     for t in (2, 4):  # also of a round that the archived run has made
-        assert ledger.would_exceed(Event.of(COHORT, 1.5), **{**new, "round": t})
+        assert ledger.would_exceed(Entry(event=Event.of(COHORT, 1.5), **{**new, "round": t}))
         with pytest.raises(BudgetSpentError, match=r"would exceed max-epsilon"):
-            ledger.record(**release(t))
+            ledger.record(Entry(**release(t)))
     assert not path.exists()
 
 
@@ -167,5 +167,5 @@ def test_a_ledger_of_format_2_is_read_and_continued(path, event):
     path.write_bytes(first + line)
     ledger = Ledger(path)
     assert [entry.event for entry in ledger.entries] == [event]
-    ledger.record(event=event, round=2)
+    ledger.record(Entry(event=event, round=2))
     assert Ledger.read(path).epsilon(1e-5) == Accountant([event.times(2)]).epsilon(1e-5)

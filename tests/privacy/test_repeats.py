@@ -11,17 +11,18 @@ import pytest
 from ledger_helpers import COHORT, DELTA, ZEROED, release, spent, written
 
 from fedsim.errors import BudgetSpentError, FedsimError
-from fedsim.privacy import Accountant, ClientLedgers, ClientRelease, Event, Ledger
+from fedsim.privacy import Accountant, ClientLedgers, Entry, Event, Ledger
 from fedsim.privacy.durable import archive
 
 FORK = multiprocessing.get_context("fork")
 ROUNDS = 6
 
 
-def client_release(run: str | None, fingerprint: str = "f", entropy: str = "config"):
-    return ClientRelease(
-        client=0, event=ZEROED, entropy=entropy, release="digest", fingerprint=fingerprint, run=run
-    )
+def client_release(round: int, run: str | None, fingerprint: str = "f", entropy: str = "config"):
+    return Entry(
+        round=round, client=0, level="example", event=ZEROED, entropy=entropy,
+        release="digest", fingerprint=fingerprint, run=run,
+    )  # fmt: skip
 
 
 def _spend_client(directory: Path, budget: float, run: int, start) -> None:
@@ -29,7 +30,7 @@ def _spend_client(directory: Path, budget: float, run: int, start) -> None:
     start.wait()
     for t in range(ROUNDS):
         try:
-            ledgers.record(t, client_release(f"run {run}"))
+            ledgers.record(client_release(t, f"run {run}"))
         except BudgetSpentError:
             break
 
@@ -39,7 +40,7 @@ def _spend_server(path: Path, budget: float, run: int, start) -> None:
     start.wait()
     for t in range(ROUNDS):
         try:
-            ledger.record(**{**release(t), "release": f"run {run}"})
+            ledger.record(Entry(**{**release(t), "release": f"run {run}"}))
         except BudgetSpentError:
             break
 
@@ -66,7 +67,7 @@ def test_processes_that_share_a_ledger_never_spend_more_than_its_budget(tmp_path
 def _continue_old(path: Path, run: int, start) -> None:
     ledger = Ledger(path, delta=DELTA)
     start.wait()
-    ledger.record(**{**release(1), "release": f"run {run}"})
+    ledger.record(Entry(**{**release(1), "release": f"run {run}"}))
 
 
 def test_processes_that_continue_an_old_ledger_archive_it_once(tmp_path):
@@ -88,16 +89,16 @@ def test_a_round_gone_through_again_is_charged_once_only_with_the_same_sum(tmp_p
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path, delta=DELTA)
     one, other = (ledger.fingerprint([text]) for text in (b"a sum", b"another sum"))
-    assert ledger.record(**release(1), sum=one)
+    assert ledger.record(Entry(**release(1), sum=one))
     again = Ledger(path, delta=DELTA)
     assert not again.would_exceed(
-        Event.of(COHORT, 1.5), spent(1), round=1, release="seed-1", entropy="config"
+        Entry(event=Event.of(COHORT, 1.5), round=1, release="seed-1", entropy="config"), spent(1)
     )
-    assert not again.record(**release(1), sum=again.fingerprint([b"a sum"]))
+    assert not again.record(Entry(**release(1), sum=again.fingerprint([b"a sum"])))
     before = path.read_bytes()
     for changed in ({"sum": other}, {}):
         with pytest.raises(FedsimError, match=r"round 1 was recorded .* for another sum: data"):
-            again.record(**release(1), **changed)
+            again.record(Entry(**release(1), **changed))
     assert path.read_bytes() == before
     assert again.epsilon() == spent(1)
 
@@ -106,7 +107,7 @@ def test_under_system_entropy_another_attempt_is_numbered_and_charged(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl", delta=DELTA)
     drawn = {**release(1), "entropy": "system"}
     for text in (b"a sum", b"a sum", b"another"):
-        assert ledger.record(**drawn, sum=ledger.fingerprint([text]))
+        assert ledger.record(Entry(**drawn, sum=ledger.fingerprint([text])))
     assert [entry.attempt for entry in ledger.entries] == [0, 1, 2]
     assert ledger.epsilon() == spent(3)
 
@@ -117,7 +118,7 @@ def test_a_sum_is_noted_keyed_and_outside_the_hash(tmp_path):
     for path in paths:
         ledger = Ledger(path, delta=DELTA)
         codes.append(ledger.fingerprint([b"a sum"]))
-        ledger.record(**release(1), sum=codes[-1])
+        ledger.record(Entry(**release(1), sum=codes[-1]))
         line = json.loads(path.read_text().splitlines()[-1])
         assert line["noted"]["sum"] == codes[-1]
         assert "sum" not in line["entry"]
@@ -132,21 +133,23 @@ def test_what_an_archived_run_released_is_charged_again(tmp_path):
     written(path, 2)
     archive(path)
     ledger = Ledger(path, delta=DELTA, max_epsilon=spent(3))
-    assert ledger.record(**release(1))
-    assert ledger.would_exceed(Event.of(COHORT, 1.5), round=2, release="seed-1", entropy="config")
+    assert ledger.record(Entry(**release(1)))
+    assert ledger.would_exceed(
+        Entry(event=Event.of(COHORT, 1.5), round=2, release="seed-1", entropy="config")
+    )
 
 
 def test_at_a_client_a_round_of_another_run_is_charged_and_of_other_data_refused(tmp_path):
     ledgers = ClientLedgers(tmp_path, delta=DELTA)
-    ledgers.record(1, client_release("run 1"))
-    ledgers.record(1, client_release("run 1"))  # resumed
+    ledgers.record(client_release(1, "run 1"))
+    ledgers.record(client_release(1, "run 1"))  # resumed
     assert ledgers.of(0).num_releases == 1
-    ledgers.record(1, client_release("run 2"))  # whatever it repeats
+    ledgers.record(client_release(1, "run 2"))  # whatever it repeats
     assert ledgers.of(0).num_releases == 2
     with pytest.raises(FedsimError, match=r"round 1 of client 0 was recorded .* another sum"):
-        ledgers.record(1, client_release("run 1", "other data"))
+        ledgers.record(client_release(1, "run 1", "other data"))
     for _ in range(2):  # drawn anew, and charged each time
-        ledgers.record(2, client_release("run 1", "other data", "system"))
+        ledgers.record(client_release(2, "run 1", "other data", "system"))
     assert [entry.attempt for entry in ledgers.of(0).entries] == [0, 0, 0, 1]
 
 
@@ -155,7 +158,7 @@ def test_a_line_without_a_sum_of_an_older_fedsim_is_not_taken_for_the_same(tmp_p
     written(path, 2)
     ledger = Ledger(path, delta=DELTA)
     with pytest.raises(FedsimError, match=r"fedsim's version have changed"):
-        ledger.record(**release(2), sum=ledger.fingerprint([b"a sum"]))
+        ledger.record(Entry(**release(2), sum=ledger.fingerprint([b"a sum"])))
 
 
 def test_a_line_cut_behind_its_hash_is_completed_whatever_its_sum_was(tmp_path):
@@ -163,11 +166,11 @@ def test_a_line_cut_behind_its_hash_is_completed_whatever_its_sum_was(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path, delta=DELTA)
     for t in (1, 2):
-        ledger.record(**release(t), sum=ledger.fingerprint([b"%d" % t]))
+        ledger.record(Entry(**release(t), sum=ledger.fingerprint([b"%d" % t])))
     data = path.read_bytes()
     for cut in range(data.rindex(b'"hash"') + 8, len(data), 7):
         path.write_bytes(data[:cut])
         ledger = Ledger(path, delta=DELTA)
         assert ledger.epsilon() == pytest.approx(spent(2), rel=1e-12)
-        assert ledger.record(**release(2), sum=ledger.fingerprint([b"edited"]))
+        assert ledger.record(Entry(**release(2), sum=ledger.fingerprint([b"edited"])))
         assert ledger.epsilon() == spent(2)

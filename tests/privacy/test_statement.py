@@ -8,7 +8,7 @@ import pytest
 from ledger_helpers import COHORT, DELTA, ZEROED, release
 
 from fedsim.cohorts import FixedCohort, FullCohort
-from fedsim.privacy import Accountant, Event, Ledger, Statement
+from fedsim.privacy import Accountant, Entry, Event, Ledger, Statement
 from fedsim.privacy.laws import FullLaw, PoissonLaw
 
 
@@ -19,8 +19,10 @@ def path(tmp_path):
 
 def test_a_release_without_guarantee_is_infinite_and_json_safe(path):
     ledger = Ledger(path, delta=DELTA)
-    ledger.record(round=1, event=Event(noise_multiplier=0.0, law=PoissonLaw()), clip_norm=math.inf)
-    ledger.record(round=2, event=replace(Event.of(COHORT, 1.0), sides={"loss": math.inf}))
+    ledger.record(
+        Entry(round=1, event=Event(noise_multiplier=0.0, law=PoissonLaw()), clip_norm=math.inf)
+    )
+    ledger.record(Entry(round=2, event=replace(Event.of(COHORT, 1.0), sides={"loss": math.inf})))
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(name))
     again = Ledger.read(path, delta=DELTA)
@@ -36,7 +38,7 @@ def test_the_statement_names_what_it_covers(path):
     ledger = Ledger(path, delta=DELTA)
     assert "Nothing was released" in str(ledger.statement())
     for t in range(3):
-        ledger.record(**release(t))
+        ledger.record(Entry(**release(t)))
     said = str(ledger.statement())
     for part in (
         "sequence of global models",
@@ -56,7 +58,9 @@ def test_the_statement_names_what_it_covers(path):
     ):
         assert part in said, part
     example = Ledger(delta=DELTA)
-    example.record(event=Event.of(FixedCohort(5, 50), 4.0), level="example", entropy="system")
+    example.record(
+        Entry(event=Event.of(FixedCohort(5, 50), 4.0), level="example", entropy="system")
+    )
     said = str(example.statement())
     for part in ("example level", "replace-one", "memory only", "Poisson cohorts of the same"):
         assert part in said, part
@@ -65,7 +69,7 @@ def test_the_statement_names_what_it_covers(path):
 def test_the_statement_says_what_the_server_and_colluders_see_of_shares():
     ledger = Ledger(delta=DELTA)
     cohort = FullCohort(100)
-    ledger.record(round=1, event=Event.of(cohort, 1.0), placement="client")
+    ledger.record(Entry(round=1, event=Event.of(cohort, 1.0), placement="client"))
     said = str(ledger.statement())
     # 4.3772 with all shares, 4.6530 with 10 of 100 known: the table of the noise shares.
     assert "epsilon 4.377 with nobody missing" in said
@@ -77,7 +81,9 @@ def test_the_statement_says_what_the_server_and_colluders_see_of_shares():
 
 def test_what_a_user_declares_and_what_was_only_probed_is_said():
     ledger = Ledger(delta=DELTA)
-    ledger.record(event=ZEROED, level="example", declared_by_user=True, public={"rows": "probed"})
+    ledger.record(
+        Entry(event=ZEROED, level="example", declared_by_user=True, public={"rows": "probed"})
+    )
     said = str(ledger.statement())
     assert "Declared by the user" in said
     assert "probed on the model" in said
@@ -88,13 +94,13 @@ def test_what_a_user_declares_and_what_was_only_probed_is_said():
 @pytest.mark.parametrize(("delta", "warned"), [(0.01, True), (0.02, True), (0.0099, False)])
 def test_a_delta_that_lets_somebody_be_published_whole_is_warned_of(delta, warned):
     clients = Ledger(delta=delta)
-    clients.record(event=Event.of(FullCohort(100), 3.0))
+    clients.record(Entry(event=Event.of(FullCohort(100), 3.0)))
     warning = f"delta = {delta:g} is at least 1 / 100, the population"
     assert (warning in str(clients.statement())) == warned
     few, many = Ledger(delta=delta), Ledger(delta=delta)
     for ledger, examples, multiplier in ((few, 100, 9.0), (many, 5000, 3.0)):
         event = Event(noise_multiplier=multiplier, law=FullLaw(adjacency="zero-out"))
-        ledger.record(event=event, level="example", public={"examples": examples})
+        ledger.record(Entry(event=event, level="example", public={"examples": examples}))
     # The smallest client's, whoever pays most.
     said = str(Statement.of([few, many], delta))
     assert ("is at least 1 / 100, a client's examples" in said) == warned

@@ -8,9 +8,9 @@ import pytest
 
 from fedsim.cohorts import PoissonCohort
 from fedsim.errors import FedsimError
-from fedsim.privacy import Accountant, Event, Ledger
-from fedsim.privacy.chain import GENESIS, sealed
-from fedsim.privacy.durable import Fingerprints
+from fedsim.privacy import Accountant, Entry, Event, Ledger
+from fedsim.privacy.digest import Fingerprints
+from fedsim.privacy.ledger_lines import GENESIS, sealed
 from fedsim.privacy.manifest import (
     MANIFEST,
     Manifest,
@@ -31,10 +31,12 @@ def run(tmp_path: Path) -> Path:
     rows = ["round,epsilon,asked"]
     for t in (1, 2, 3):
         ledger.record(
-            round=t,
-            event=Event.of(PoissonCohort(0.2, 100), 1.5),
-            entropy="config",
-            release="digest",
+            Entry(
+                round=t,
+                event=Event.of(PoissonCohort(0.2, 100), 1.5),
+                entropy="config",
+                release="digest",
+            )
         )
         rows.append(f"{t},{ledger.epsilon()},20")
     (tmp_path / "metrics.csv").write_text("\n".join(rows) + "\n")
@@ -90,7 +92,7 @@ def test_a_resealed_a_cut_and_an_emptied_ledger_are_found_out(run):
 
 def test_a_ledger_that_went_on_after_the_model_says_so(run):
     ledger = Ledger(run / "ledger.jsonl", delta=DELTA)
-    ledger.record(round=4, event=Event.of(PoissonCohort(0.2, 100), 1.5))
+    ledger.record(Entry(round=4, event=Event.of(PoissonCohort(0.2, 100), 1.5)))
     failed = {check.subject: check.seen for check in verify(run, DELTA) if not check.holds}
     assert set(failed) == {"manifest", "model", "metrics"}
     assert "names line 4; the ledger has 5" in failed["model"]
@@ -173,7 +175,7 @@ def test_archived_ledgers_and_configs_are_those_that_the_manifest_names(run):
     archived = run / "archive" / "1"
     archived.mkdir(parents=True)
     earlier = Ledger(archived / "ledger.jsonl")
-    earlier.record(round=1, event=Event.of(PoissonCohort(0.2, 100), 1.5))
+    earlier.record(Entry(round=1, event=Event.of(PoissonCohort(0.2, 100), 1.5)))
     (archived / "config.toml").write_text("rounds = 1\n")
     assert "archive" in failing(run)  # added since
     seal(run)
@@ -181,7 +183,7 @@ def test_archived_ledgers_and_configs_are_those_that_the_manifest_names(run):
     (archived / "config.toml").unlink()
     (check,) = [c for c in verify(run, DELTA) if c.subject == "archive"]
     assert (check.holds, check.seen.split(": ")[1]) == (False, "archive/1/config.toml")
-    earlier.record(round=2, event=Event.of(PoissonCohort(0.2, 100), 1.5))
+    earlier.record(Entry(round=2, event=Event.of(PoissonCohort(0.2, 100), 1.5)))
     seal(run)
     (archived / "ledger.jsonl").unlink()
     assert "archive" in failing(run)

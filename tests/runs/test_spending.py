@@ -19,7 +19,7 @@ from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.client_app import client_app
 from fedsim.federation.round_report import failures_in
-from fedsim.privacy import Event, Ledger
+from fedsim.privacy import Entry, Event, Ledger
 from fedsim.privacy.laws import PoissonLaw
 from fedsim.privacy.manifest import new_key
 from fedsim.privacy.verification import model_metadata, verify
@@ -309,7 +309,7 @@ def test_what_clients_keep_elsewhere_is_said_and_not_guessed():
     resolved = resolve(federation)
     assert resolved.client_ledgers is None
     server = Ledger(delta=1e-5)
-    server.record(event=Event(noise_multiplier=0.0, law=PoissonLaw()))
+    server.record(Entry(event=Event(noise_multiplier=0.0, law=PoissonLaw())))
     said, examples = statements(federation, server, resolved.client_ledgers, "finished")
     assert examples is None
     assert "in a ledger where the client keeps it" in str(said)

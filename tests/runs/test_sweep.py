@@ -13,7 +13,7 @@ from fedsim.cli.sweep import _together
 from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.config.plan import dealing
 from fedsim.errors import FedsimError
-from fedsim.privacy import Accountant, ClientLedgers, Event, Ledger, epsilon
+from fedsim.privacy import Accountant, ClientLedgers, Entry, Event, Ledger, epsilon
 from fedsim.reports.sweep import examples_price, price, read_line
 from fedsim.runs.directory import Row, RunDirectory
 from fedsim.runs.session import Session
@@ -235,7 +235,7 @@ def test_where_members_deal_differently_an_example_may_be_the_dearest_clients_in
         ledgers = ClientLedgers(directory, delta=1e-5)
         for client, count in ((few, 1), (many, 9)):
             event = Event(noise_multiplier=3.0, count=count)
-            ledgers.of(client).record(event=event, level="example", client=client)
+            ledgers.of(client).record(Entry(event=event, level="example", client=client))
     by_client = Accountant([Event(noise_multiplier=3.0, count=10)])
     anybody = Accountant([Event(noise_multiplier=3.0, count=18)])
     assert examples_price(kept, 1e-5).epsilon == by_client.epsilon(1e-5)
@@ -245,7 +245,7 @@ def test_where_members_deal_differently_an_example_may_be_the_dearest_clients_in
 def test_releases_that_cannot_be_added_up_are_said_not_to_be(tmp_path: Path) -> None:
     ledgers = [tmp_path / "poisson.jsonl", tmp_path / "fixed.jsonl"]
     for path, cohort in zip(ledgers, (PoissonCohort(0.5, 4), FixedCohort(2, 4)), strict=True):
-        Ledger(path).record(event=Event.of(cohort, 1.0))
+        Ledger(path).record(Entry(event=Event.of(cohort, 1.0)))
     (member,) = members(BASE, parse_axes(["seed=1"]))
     told = _together(dict.fromkeys(ledgers, member), 1e-5, None)
     assert "for which there is no figure: events are accounted for" in told

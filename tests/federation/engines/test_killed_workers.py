@@ -125,7 +125,7 @@ def test_clients_whose_workers_are_killed_are_charged_once():
         assert run(grid, mine, NoPrivacy("uniform"), 0.0) == expected
         assert grid.deaths > 0
     spent = [
-        [ledgers.of(client).counts for client in range(CLIENTS)]
+        [ledgers.of(client).history.counts for client in range(CLIENTS)]
         for ledgers in (alone.ledgers, mine.ledgers)
     ]
     assert spent[0] == spent[1]

@@ -1,0 +1,245 @@
+"""Lines of a ledger file: JSON, one for each entry, each sealed with the hash of all before it.
+
+A line is ``{"entry": {...}, "hash": "...", "noted": {...}}``. The hash covers the bytes of the
+entry, which contain the hash of the line before. What is noted beside it (time, host, the keyed
+hashes that only a resumed run needs) is covered by no hash, so that equal runs have equal heads.
+
+What a chain proves: that no line was damaged, lost or swapped by accident. It has no secret:
+anybody who can write the file can seal a forged one, cut its end off or empty it. To notice that,
+compare its head with one kept elsewhere (`fedsim privacy RUN --verify`), or sign it.
+
+Ledgers of format 1 are read and counted, and never written to. Their lines were flat, sealed at
+the end, with a time inside the hash and no header. At example level they claimed add-remove; what
+held was zero-out with every client's number of examples public, and so they are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn, cast, get_args
+
+from fedsim.errors import FedsimError
+from fedsim.privacy.entry import Entry
+from fedsim.privacy.events import Event, dominating_event
+from fedsim.privacy.laws.base import Level
+
+GENESIS = "0" * 64
+"""Stands for the hash of the line before the first one."""
+VERSION: Literal[3] = 3
+"""Of the format that is written. In format 2 an event gave rate and size beside a sampler."""
+HEADER = b'{"entry":{"kind":"ledger","version":'
+"""What a ledger file begins with."""
+_BEFORE = '{"entry":'
+
+
+def sealed(
+    entry: Mapping[str, Any], previous: str, noted: Mapping[str, Any] | None = None
+) -> tuple[bytes, str]:
+    """One line with its newline, and its hash."""
+    hashed, digest = sealed_part(entry, previous)
+    beside = json.dumps(dict(noted or {}), separators=(",", ":"), allow_nan=False)
+    return f'{hashed},"noted":{beside}}}\n'.encode(), digest
+
+
+def sealed_part(entry: Mapping[str, Any], previous: str) -> tuple[str, str]:
+    """A line up to and including its hash, and the hash."""
+    body = json.dumps({**entry, "previous": previous}, separators=(",", ":"), allow_nan=False)
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return f'{_BEFORE}{body},"hash":"{digest}"', digest
+
+
+def split(data: bytes) -> tuple[list[bytes], bytes]:
+    """Whole lines, without their newlines, and what stands after the last newline."""
+    *lines, tail = data.split(b"\n")
+    return lines, tail
+
+
+def opened(line: bytes, previous: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Entry, what is noted beside it, and hash of a line that follows one of hash ``previous``.
+
+    Raises
+    ------
+    FedsimError
+        If the line is not one that `sealed` wrote there.
+    """
+    try:
+        text = line.decode("ascii")
+        if not text.startswith(_BEFORE):
+            raise ValueError(text)
+        entry, end = _DECODER.raw_decode(text, len(_BEFORE))
+    except (ValueError, RecursionError):
+        raise FedsimError("it is not a ledger's line.") from None
+    # The bytes that are there are hashed, and not the entry written out again: a line has one
+    # spelling only.
+    digest = hashlib.sha256(text[len(_BEFORE) : end].encode()).hexdigest()
+    seal = f',"hash":"{digest}"'
+    if not isinstance(entry, dict) or not text.startswith(seal, end):
+        raise FedsimError("its hash does not match its content.")
+    beside = text[end + len(seal) :]
+    noted = _parsed(f"{{{beside[1:]}") if beside.startswith(',"noted":') else None
+    if not isinstance(noted, dict) or not isinstance(noted["noted"], dict):
+        raise FedsimError("what is noted beside its entry is not legible.")
+    if entry.pop("previous", None) != previous:
+        raise FedsimError("it does not follow the line before it.")
+    return entry, noted["noted"], digest
+
+
+def _parsed(text: str | bytes) -> Any:
+    try:
+        return _DECODER.decode(text if isinstance(text, str) else text.decode())
+    except (ValueError, RecursionError):
+        raise FedsimError("it is not a ledger's line.") from None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of a ledger")
+
+
+# Python reads and writes NaN and infinities, which no other reader of JSON does.
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What all lines of a ledger have in common.
+
+    Attributes
+    ----------
+    level : "client" or "example"
+        What a row of its releases is.
+    client : int or None
+        Whose examples, at example level.
+    """
+
+    level: Level
+    client: int | None = None
+
+    def sealed(self) -> tuple[bytes, str]:
+        """The line with its newline, and its hash."""
+        about = {"level": self.level, "client": self.client}
+        return sealed({"kind": "ledger", "version": VERSION, **about}, GENESIS)
+
+    @classmethod
+    def of(cls, line: bytes) -> tuple[Header, str]:
+        """The header that a line is, and its hash.
+
+        Raises
+        ------
+        FedsimError
+            If it is none, or of a format that this fedsim does not know.
+        """
+        if not line.startswith(HEADER):
+            raise FedsimError(
+                "it is not a ledger; a ledger is a file that fedsim wrote, such as "
+                "runs/NAME/ledger.jsonl."
+            )
+        data, _, head = opened(line, GENESIS)
+        version = data.pop("version", None)
+        if version not in (2, VERSION):
+            raise FedsimError(
+                f"its format is {version}; this fedsim reads formats 1 to {VERSION}: read it "
+                "with the fedsim that wrote it."
+            )
+        level, client = data.get("level"), data.get("client")
+        known = set(data) == {"kind", "level", "client"} and level in get_args(Level)
+        if not known or isinstance(client, bool) or not isinstance(client, int | None):
+            raise FedsimError("its header is not one that fedsim wrote.")
+        return cls(cast(Level, level), client), head
+
+
+def torn_entry(torn: bytes, known: Iterable[Event]) -> Entry:
+    """An entry at least as costly as anything that a torn line might have said.
+
+    Parameters
+    ----------
+    torn : bytes
+        What was written of the line.
+    known : iterable of Event
+        Everything recorded or planned.
+    """
+    fragment = torn.decode("ascii", "backslashreplace")
+    events = list(known)
+    _, _, tail = fragment.partition('"event":')
+    with suppress(FedsimError, ValueError, TypeError, RecursionError):  # it may not be legible
+        events.append(Event.from_dict(_DECODER.raw_decode(tail)[0]))
+    # Of a line without any event known, nothing can be said.
+    event = dominating_event(events) or Event(noise_multiplier=0.0, guarantee=False)
+    return Entry(kind="torn", event=event, fragment=fragment)
+
+
+# Format 1.
+
+_OLD_BEGINS = (b'{"kind":"release",', b'{"kind":"torn",')
+_OLD_SEAL = len(',"hash":""}') + 64
+_OLD_FIELDS = {"kind", "round", "event", "level", "entropy", "mechanism", "clip-norm", "draws"}
+_OLD_FIELDS |= {"client", "time", "settles", "fragment"}
+
+
+def is_old(data: bytes) -> bool:
+    """Whether a file is, or begins as, a ledger of format 1."""
+    return any(data.startswith(begin) for begin in _OLD_BEGINS) or (
+        len(data) >= 8 and any(begin.startswith(data) for begin in _OLD_BEGINS)
+    )
+
+
+def old_entries(data: bytes, planned: Iterable[Event] = ()) -> list[Entry]:
+    """Its charged entries; a torn last line costs no less than any other, or than is planned.
+
+    Raises
+    ------
+    FedsimError
+        If a line is damaged or does not follow the one before it.
+    """
+    lines, tail = split(data)
+    entries: list[Entry] = []
+    head = GENESIS
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry, head = _old_entry(line, head)
+        except FedsimError as error:
+            raise FedsimError(f"line {number}: {error}") from None
+        if entry.settles and entries and entries[-1].kind == "torn":
+            entries.pop()
+        entries.append(replace(entry, settles=False))
+    if tail:
+        try:
+            entries.append(_old_entry(tail, head)[0])
+        except FedsimError:
+            known = [*{entry.event for entry in entries}, *planned]
+            entries.append(replace(torn_entry(tail, known), version=1))
+    return entries
+
+
+def _old_entry(line: bytes, previous: str) -> tuple[Entry, str]:
+    body, seal = line[:-_OLD_SEAL] + b"}", line[-_OLD_SEAL:]
+    digest = hashlib.sha256(body).hexdigest()
+    if seal != f',"hash":"{digest}"}}'.encode():
+        raise FedsimError("its hash does not match its content.")
+    data = _parsed(body)
+    if not isinstance(data, dict) or data.pop("previous", None) != previous:
+        raise FedsimError("it does not follow the line before it.")
+    if set(data) != _OLD_FIELDS or not isinstance(data["event"], Mapping):
+        raise FedsimError("its fields are not those of a ledger.")
+    event = Event.from_dict(data["event"])
+    if data["level"] == "example" and event.adjacency == "add-remove":
+        event = replace(event, law=replace(event.law, adjacency="zero-out"))
+    # What it called draws was an unkeyed digest of data at example level: it is not kept, and
+    # no release of format 1 is ever taken for the same as another.
+    entry = Entry(
+        kind=data["kind"],
+        round=data["round"],
+        event=event,
+        level=data["level"],
+        entropy=data["entropy"],
+        mechanism=data["mechanism"],
+        clip_norm=float("inf") if data["clip-norm"] == "inf" else data["clip-norm"],
+        client=data["client"],
+        settles=data["settles"],
+        fragment=data["fragment"],
+        version=1,
+    )
+    return entry, digest
