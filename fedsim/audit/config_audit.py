@@ -23,7 +23,7 @@ from fedsim.audit.verdict import Verdict, audit, silenced_logs
 from fedsim.audit.worlds import WORLDS
 from fedsim.cohorts import FixedCohort
 from fedsim.config import RunConfig
-from fedsim.config.plan import cohort, local_work, realised
+from fedsim.config.plan import cohort, local_work, with_added_noise
 from fedsim.errors import FedsimError
 from fedsim.privacy import Event, calibrate, epsilon
 from fedsim.runs.factories import release_plan
@@ -162,7 +162,7 @@ class ConfigAudit:
         deep: bool,
         tick: Callable[[int], None],
     ) -> tuple[Verdict, dict[str, str]]:
-        noise, config = release_plan(self.config).noise.multiplier, realised(self.config)
+        noise, config = release_plan(self.config).noise.multiplier, with_added_noise(self.config)
         declared = cohort(config)
         smaller = _smaller(config)
         delta = config.noise.delta

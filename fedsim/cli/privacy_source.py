@@ -9,13 +9,13 @@ from pathlib import Path
 from fedsim.config import RunConfig
 from fedsim.config.instantiate import make
 from fedsim.config.plan import (
-    beside,
     cohort,
     entropy,
     extrapolation,
     made_noise,
-    realised,
     stopping,
+    with_added_noise,
+    with_config_figures,
 )
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Ledger, Question, Statement, claimed
@@ -88,7 +88,9 @@ class Source:
     def _of_server(self, server: Ledger, delta: float) -> Statement:
         statement = server.statement(delta, stopping=self._end)
         return (
-            statement if self._config is None else beside(RunConfig.load(self._config), statement)
+            statement
+            if self._config is None
+            else with_config_figures(RunConfig.load(self._config), statement)
         )
 
 
@@ -175,7 +177,7 @@ def _continued(ledger: Ledger, delta: float) -> Question:
 
 
 def _configured(config: RunConfig) -> Question:
-    noise = realised(config).noise
+    noise = with_added_noise(config).noise
     if not config.private and config.client.private:
         return _examples(config)
     if not config.private:
@@ -191,7 +193,7 @@ def _configured(config: RunConfig) -> Question:
         delta=noise.delta,
         simulated=entropy(config) == "config",
         stopping=stopping(config.to_run_config()),
-        law=made_noise(config).law(cohort(config).law()),
+        law=made_noise(config.noise).law(cohort(config).law()),
         invocations=cohort(config).gaussians(1),
     )
 
@@ -200,7 +202,7 @@ def _declared(config: RunConfig) -> Iterator[str]:
     """What is the user's own, and believed."""
     parts = set()
     if config.private:
-        parts |= {*declared_parts(cohort(config), made_noise(config), make(config.mechanism))}
+        parts |= {*declared_parts(cohort(config), made_noise(config.noise), make(config.mechanism))}
     if config.client.private and of_user(make(config.client.mechanism)):
         parts.add("bound")
     yield from (DECLARED_SENTENCES[part] for part in DECLARED_SENTENCES if part in parts)

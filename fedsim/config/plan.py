@@ -8,6 +8,7 @@ from typing import Literal
 
 from fedsim.cohorts import Cohort
 from fedsim.config.instantiate import find, make
+from fedsim.config.privacy_sections import ClientNoiseSection, NoiseSection
 from fedsim.config.run_config import RunConfig
 from fedsim.config.sections import DevicesSection
 from fedsim.config.values import Scalar
@@ -19,7 +20,6 @@ from fedsim.privacy.plan import LocalWork
 from fedsim.privacy.statement import Statement
 
 __all__ = [
-    "beside",
     "cohort",
     "dealing",
     "declares_stops",
@@ -28,8 +28,9 @@ __all__ = [
     "has_devices",
     "local_work",
     "made_noise",
-    "realised",
     "stopping",
+    "with_added_noise",
+    "with_config_figures",
 ]
 
 _BY_WHAT_IS_RELEASED = ("stopped", "dropped")
@@ -50,17 +51,18 @@ def cohort(config: RunConfig) -> Cohort:
     return sampler
 
 
-def made_noise(config: RunConfig) -> Noise:
-    """What the server adds, at the multiplier of a config that has one; 0 otherwise."""
-    section = config.noise
+def made_noise(section: NoiseSection | ClientNoiseSection) -> Noise:
+    """The noise that a table names, at its multiplier, or at 0 where it has none."""
     noise = make(section, multiplier=section.multiplier or 0.0, hardened=section.hardened)
     if not isinstance(noise, Noise):
-        raise FedsimError(f"noise.name is '{section.name}'; it must name a fedsim.privacy.Noise.")
+        raise FedsimError(
+            f"{section.key('name')} is '{section.name}'; it must name a fedsim.privacy.Noise."
+        )
     return noise
 
 
-def realised(config: RunConfig) -> RunConfig:
-    """The same run said by the noise that is really added.
+def with_added_noise(config: RunConfig) -> RunConfig:
+    """The same run, configured by the noise that is added.
 
     The noise of a larger cohort on the mean (``noise.cohort-size``) is less noise on the sum over
     the cohort that is drawn: by the one's expected size over the other's size.
@@ -129,7 +131,7 @@ def declares_stops(flat: Mapping[str, Scalar]) -> bool:
     return bool(flat.get("stop.metric") or flat.get("stop.callbacks"))
 
 
-def beside(config: RunConfig, statement: Statement) -> Statement:
+def with_config_figures(config: RunConfig, statement: Statement) -> Statement:
     """A statement of the server's releases, with what only the config says beside.
 
     These are the figures that it asks for, and what it takes to say nothing of clients' data.

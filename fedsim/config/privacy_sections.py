@@ -149,10 +149,15 @@ class ClientMechanismSection(BoundingSection):
 
 
 @dataclass(frozen=True, init=False)
-class ClientNoiseSection(ConfigTable):
+class ClientNoiseSection(Choice):
     """The noise on a client's sums of per-example gradients."""
 
     table: ClassVar[str] = "client.noise"
+    kind: ClassVar[str] = "noise"
+    filled: ClassVar[tuple[str, ...]] = ("multiplier", "hardened")
+    name: Annotated[str, Doc("What is added to each sum: 'independent' and no other.")] = (
+        "independent"
+    )
     multiplier: Annotated[
         Multiplier, Doc("Standard deviation of the noise on a sum of gradients, over C.")
     ] = None

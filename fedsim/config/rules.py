@@ -172,6 +172,12 @@ RULES: tuple[KeyRule, ...] = (
         "set, to 'clipping' for one, while client.noise says how much noise there is",
     ),
     KeyRule(
+        "client.noise.name",
+        lambda c: c.client.noise.name == "independent",
+        "'independent': a client's steps are drawn and charged one by one, and no other noise has "
+        "a place to keep what its draws share",
+    ),
+    KeyRule(
         "client.noise.multiplier",
         lambda c: (
             not _bounds_examples(c)

@@ -17,7 +17,7 @@ from fedsim import regular_files
 from fedsim.allowed_code import AllowedCode, inherited
 from fedsim.config import RunConfig
 from fedsim.config.instantiate import modules_named
-from fedsim.config.plan import entropy, realised
+from fedsim.config.plan import entropy, with_added_noise
 from fedsim.config.sections import DataSection
 from fedsim.errors import FedsimError
 from fedsim.privacy.noise import share_multiplier
@@ -198,7 +198,7 @@ class Policy:
         self._check_code_and_files(config)
         bound = config.mechanism.name
         # Noise beside what gives no guarantee is none.
-        multiplier = (realised(config).noise.multiplier or 0.0) if config.private else 0.0
+        multiplier = (with_added_noise(config).noise.multiplier or 0.0) if config.private else 0.0
         clip_norm = config.mechanism.clip_norm if bound in _WITH_CLIP_NORM else math.inf
         noised_examples = config.client.private
         example_multiplier = (config.client.noise.multiplier or 0.0) if noised_examples else 0.0

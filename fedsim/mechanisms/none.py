@@ -28,7 +28,7 @@ class NoPrivacy(Bound):
 
     Rows are summed to a resolution of 2^-48 and weights to one of 2^-20, so that the mean has
     the same bytes for any order and any block size. A row longer than 2^20 has diverged: it
-    is rejected and counted, like one that is not finite. The sum is divided by the realised
+    is rejected and counted, like one that is not finite. The sum is divided by the sum of the
     weights, and the mean over no rows is zero.
     """
 
@@ -76,7 +76,7 @@ class NoPrivacy(Bound):
         return Shaped(factor, torch.zeros_like(factor, dtype=torch.bool), sides)
 
     def divisor(self, bare_sums: Mapping[str, Tensor], denominator: Tensor) -> Tensor:
-        """The realised weights.
+        """The sum of the weights, counted and not declared.
 
         Raises
         ------

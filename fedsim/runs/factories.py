@@ -15,7 +15,7 @@ from fedsim import mechanisms, partitions, tasks
 from fedsim.clients import LocalAlgorithm, Proximal
 from fedsim.clients.schedules import CONSTANT, Schedule
 from fedsim.config import RunConfig, instantiate
-from fedsim.config.plan import cohort, made_noise, realised, stopping
+from fedsim.config.plan import cohort, made_noise, stopping, with_added_noise
 from fedsim.config.privacy_sections import ClientMechanismSection, MechanismSection
 from fedsim.devices import Devices, draw_work, read_trace, read_work
 from fedsim.errors import FedsimError
@@ -104,13 +104,13 @@ def devices(config: RunConfig) -> Devices:
 
 def release_plan(config: RunConfig) -> ReleasePlan[Mechanism | RobustMean]:
     """What the server releases: its noise as the config says, or calibrated to the target."""
-    realised_config = realised(config)
-    noise = realised_config.noise
+    added = with_added_noise(config)
+    noise = added.noise
     plan = ReleasePlan(
         level="client",
         sampler=cohort(config),
         bound=aggregated(config.mechanism),
-        noise=made_noise(realised_config),
+        noise=made_noise(noise),
         rounds=config.rounds,
     )
     if noise.target_epsilon is None:

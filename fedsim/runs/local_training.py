@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fedsim.config import RunConfig
-from fedsim.config.plan import entropy, local_work, stopping
+from fedsim.config.plan import entropy, local_work, made_noise, stopping
 from fedsim.errors import FedsimError
 from fedsim.privacy import WorstClient, worst_client
 from fedsim.randomness import Randomness
@@ -131,12 +131,13 @@ def example_privacy(
             f"{smallest}, what the smallest client has."
         )
     end = stopping(config.to_run_config())
+    noise = made_noise(client.noise)
     unnoised = ExamplePrivacy(
         mechanism=factories.mechanism(client.mechanism),
-        noise_multiplier=client.noise.multiplier or 0.0,
+        noise_multiplier=noise.multiplier,
         sampling=client.noise.sampling,
         chunk=client.noise.chunk,
-        hardened=client.noise.hardened,
+        hardened=noise.hardened,
         delta=client.noise.delta,
         max_epsilon=client.noise.max_epsilon,
         stopping=end,

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedsim import regular_files
 from fedsim.config import Scalar
-from fedsim.config.plan import beside, has_devices, stopping
+from fedsim.config.plan import has_devices, stopping, with_config_figures
 from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Entry, Ledger, Statement, claimed
@@ -243,7 +243,7 @@ def _ledgers(path: Path, config: Mapping[str, Scalar]) -> tuple[list[Statement],
         server = ledger.statement(delta, stopping=end)
         grouped = config.get("privacy.group", 1) != 1
         if grouped or config.get("noise.cohort-size") or has_devices(config):
-            server = beside(past_config(path / "config.toml", dict(config)), server)
+            server = with_config_figures(past_config(path / "config.toml", dict(config)), server)
     if (kept := clients_ledgers(path, config)) is not None:
         delta = _number(config.get("client.noise.delta"))
         examples = ClientLedgers(kept, delta=delta, read_only=True).statement(stopping=end)

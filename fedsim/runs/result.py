@@ -10,7 +10,7 @@ from functools import cached_property
 from flwr.app import ArrayRecord
 
 from fedsim.config import RunConfig
-from fedsim.config.plan import beside, stopping
+from fedsim.config.plan import stopping, with_config_figures
 from fedsim.privacy import ClientLedgers, Ledger, Statement, claimed
 from fedsim.runs.columns import brief, display_name, is_share
 from fedsim.runs.directory import Ended, Row, RunDirectory
@@ -137,7 +137,7 @@ def statements(
     """
     end = stopping(config.to_run_config(), ledger.rounds_made, ended)
     examples = None if of_clients is None else of_clients.statement(stopping=end)
-    server = beside(config, ledger.statement(config.noise.delta, stopping=end))
+    server = with_config_figures(config, ledger.statement(config.noise.delta, stopping=end))
     if examples is not None:
         of_run = claimed(server if config.private else None, examples)
         return of_run[0], of_run[-1]

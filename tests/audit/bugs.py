@@ -172,9 +172,9 @@ def _layer() -> Iterator[None]:
         yield
 
 
-@bug("realised denominator")
+@bug("counted denominator")
 @contextmanager
-def _realised() -> Iterator[None]:
+def _counted() -> Iterator[None]:
     with (
         patch.object(Normalization, "bare_sums", {"count": BareSum(unit=1.0)}),
         patch.object(

@@ -44,7 +44,7 @@ POISSON = PoissonCohort(0.5, 20)
         (WeightedByExamples(1.0), ALONE, 1, 100),
         (RAW, RARE, 2, 100),
     ],
-    ids=["noise / 5", "counted twice", "realised count", "example counts", "raw statistics"],
+    ids=["noise / 5", "counted twice", "counted denominator", "example counts", "raw statistics"],
 )
 def test_a_planted_bug_is_caught(bug: Mechanism, world: World, rounds: int, runs: int) -> None:
     verdict = audit(
