@@ -43,7 +43,7 @@ def train(message: Message, context: Context) -> Message:
     with _admitted(context) as policy:
         if policy is not None:
             from fedsim.config import RunConfig
-            from fedsim.federation.aggregation.client_shares import asks_for_share
+            from fedsim.federation.aggregation.shares import asks_for_share
 
             config = RunConfig.from_run_config(context.run_config)
             policy.check_share(asks_for_share(message), config)

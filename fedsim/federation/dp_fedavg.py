@@ -12,28 +12,27 @@ from flwr.serverapp.strategy import Strategy
 
 from fedsim.clients import LocalAlgorithm
 from fedsim.cohorts import Cohort
-from fedsim.federation.accounting import Accounting, keyed
-from fedsim.federation.aggregation.base import (
-    Aggregation,
-    AggregationSettings,
-    PendingRound,
-    Placement,
-)
-from fedsim.federation.aggregation.client_shares import ClientShares
-from fedsim.federation.aggregation.robust import RobustAggregation
-from fedsim.federation.aggregation.robust_mean import RobustMean
-from fedsim.federation.aggregation.server_sum import ServerSum
-from fedsim.federation.client_metrics import ClientEvaluation, MetricsAggregator, TrainMetrics
-from fedsim.federation.extras import (
+from fedsim.federation.accounting import (
+    Accounting,
     ClientBudget,
     ClientBudgets,
-    Extra,
-    NamedVectors,
-    SharedClientState,
+    Placement,
+    keyed,
 )
+from fedsim.federation.aggregation.robust_mean import RobustMean
+from fedsim.federation.aggregation.server_sum import (
+    AggregationSettings,
+    PendingRound,
+    RobustAggregation,
+    ServerSum,
+)
+from fedsim.federation.aggregation.shares import ClientShares
+from fedsim.federation.client_metrics import ClientEvaluation, MetricsAggregator, TrainMetrics
+from fedsim.federation.extras import NamedVectors, SharedClientState
 from fedsim.federation.optimizers import FlowerOptimizer, StrategyConfig
 from fedsim.federation.participants import Participants, Replying
 from fedsim.federation.private_rounds import PrivateRounds
+from fedsim.federation.round_report import Failures
 from fedsim.federation.strategy_checks import (
     allowed_fraction,
     declared_counts,
@@ -192,80 +191,82 @@ evaluate_metrics_aggr_fn
         evaluate_metrics_aggr_fn: MetricsAggregator | None = None,
         **flowers: object,
     ) -> None:
+        super().__init__()
         refuse_flowers_keywords(flowers)
         plan = plan_of_keywords(plan, mechanism, cohort, noise_multiplier, hardened_noise)
-        protects = plan.private or private_examples
+        self.plan, self.private, self.cohort = plan, plan.private, plan.sampler
+        self.delta, self.placement = delta, placement
+        self.protects = plan.private or private_examples
+        self.shows_clients = not self.protects or unprotected_metrics
         refuse_void_settings(plan.bound, max_epsilon, private_examples, example_counts)
         if average_client_state:
             refuse_client_state(plan.private, placement)
-        self.shows_clients = not protects or unprotected_metrics
         fraction = allowed_fraction(fraction_evaluate, self.shows_clients)
         counts = declared_counts(example_counts, plan.sampler)
-        summed, aggregation = _aggregation_of(plan, placement)
-        vectors = NamedVectors(algorithm, plan.sampler.population or 0, protects)
+        summed, self._aggregation = _aggregation_of(plan, placement)
+        self.mechanism = summed.bound
+        self._vectors = NamedVectors(algorithm, plan.sampler.population or 0, self.protects)
         refuse_unplain_means(algorithm, plan.bound)
 
         server_optimizer = server_optimizer or ServerSGD()
         others = {
             "algorithm": algorithm, "replying": replying, "server-optimizer": server_optimizer,
         }  # fmt: skip
-        randomness = keyed(seed, release, plan, placement, others)
+        self.randomness = keyed(seed, release, plan, placement, others)
         if isinstance(server_optimizer, Strategy):
             server_optimizer = FlowerOptimizer(server_optimizer)
+        self.server_optimizer, self.replying = server_optimizer, replying
         if not isinstance(ledger, Ledger):
             ledger = Ledger(ledger, delta=delta, max_epsilon=max_epsilon, declared=plan.event())
-        participants = Participants(
+        self.ledger = ledger
+        self._accounting = Accounting(
+            plan, delta, max_epsilon, stopping, ledger, release, placement, self.randomness
+        )
+        # A client's budget follows from public numbers only where nobody's cohort is secret.
+        self._budgets = ClientBudgets(
+            ask=None if plan.private else client_budget,
+            one_ends_run=budgets_end_run,
+            believed=self.protects and not plan.private,
+        )
+        self._failures = Failures(None if self.protects else max_failed_rounds)
+        self._configrecord_key = configrecord_key
+        self._aggregation_settings = AggregationSettings(
+            summed, self.randomness, weighted_by_key, arrayrecord_key, counts
+        )
+        self._participants = Participants(
             plan.sampler,
-            randomness,
+            self.randomness,
             min_available_nodes,
             node_timeout,
-            private=protects,
+            private=self.protects,
             amplified=plan.amplified,
         )
-
-        extras: dict[str, Extra] = {}
+        self._evaluation = ClientEvaluation(
+            self._participants,
+            fraction,
+            evaluate_every,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            evaluate_metrics_aggr_fn,
+            evaluate_quantiles,
+            reachable,
+        )
+        self._extras = {}
         if self.shows_clients:
-            extras["metrics"] = TrainMetrics(weighted_by_key, train_metrics_aggr_fn)
+            self._extras["metrics"] = TrainMetrics(weighted_by_key, train_metrics_aggr_fn)
         if isinstance(server_optimizer, FlowerOptimizer):
             # It sees the caller's config entries, the means above and the parameters alone.
-            extras["strategy"] = StrategyConfig(server_optimizer)
+            self._extras["strategy"] = StrategyConfig(server_optimizer)
         if average_client_state:
-            extras["clients"] = SharedClientState()
-        super().__init__(
-            Accounting(plan, delta, max_epsilon, stopping, ledger, release, placement, randomness),
-            AggregationSettings(summed, randomness, weighted_by_key, arrayrecord_key, counts),
-            aggregation,
-            participants,
-            ClientEvaluation(
-                participants,
-                fraction,
-                evaluate_every,
-                weighted_by_key,
-                arrayrecord_key,
-                configrecord_key,
-                evaluate_metrics_aggr_fn,
-                evaluate_quantiles,
-                reachable,
-            ),
-            # A client's budget follows from public numbers only where nobody's cohort is secret.
-            ClientBudgets(
-                ask=None if plan.private else client_budget,
-                one_ends_run=budgets_end_run,
-                believed=protects and not plan.private,
-            ),
-            extras,
-            vectors,
-            server_optimizer,
-            replying=replying,
-            max_failed_rounds=None if protects else max_failed_rounds,
-            protects=protects,
-            configrecord_key=configrecord_key,
-        )
+            self._extras["clients"] = SharedClientState()
+        # Last: it takes the vectors out of the mean, after which nothing else has its layout.
+        self._extras["vectors"] = self._vectors
 
 
 def _aggregation_of(
     plan: ReleasePlan[Mechanism | RobustMean], placement: Placement
-) -> tuple[ReleasePlan[Mechanism], Callable[[AggregationSettings, PendingRound], Aggregation]]:
+) -> tuple[ReleasePlan[Mechanism], Callable[[AggregationSettings, PendingRound], ServerSum]]:
     """The plan of a round's sum, and what makes the round's aggregation."""
     bound = plan.bound
     if isinstance(bound, RobustMean):

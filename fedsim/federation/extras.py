@@ -1,4 +1,4 @@
-"""What goes beside the sum of a round: clients' state, named vectors, metrics, budgets.
+"""What goes beside the sum of a round: clients' state and named vectors.
 
 A strategy has a list of extras and calls each in the order of the list: `Extra.send` when a round
 is configured, `Extra.take` for each reply, `Extra.finish` once the round is released, which is
@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from torch import Tensor
 
 from fedsim.clients.base import LocalAlgorithm, refuse_vectors
 from fedsim.errors import printable
-from fedsim.federation.aggregation.base import PendingRound
+from fedsim.federation.aggregation.server_sum import PendingRound
 from fedsim.federation.arrays import array_record
 from fedsim.federation.replies import Reply
-from fedsim.federation.round_report import RoundReport
 from fedsim.rows.exchange import CLIENT_STATE, Instructions
 from fedsim.rows.layout import Layout, vectors_in, with_vectors
 
@@ -226,47 +224,3 @@ class NamedVectors(Extra):
     def restore(self, state: Tensor | None) -> None:
         """Resume what `state` gave."""
         self.values = state
-
-
-ClientBudget = Callable[[Tensor, npt.NDArray[np.int64], int], str | None]
-"""``(vector [d], client ids, round)`` to why their budgets do not allow the round, or None."""
-
-
-@dataclass(frozen=True)
-class ClientBudgets:
-    """When clients' own budgets, for the privacy of their examples, end a run.
-
-    Never one that is private at client level, where it would show who was drawn. Unlike extras
-    this may stop a round before it is charged.
-
-    Attributes
-    ----------
-    ask : callable or None
-        Knows before clients are asked, where that may be.
-    one_ends_run : bool
-        Whether one client that says that its budget is spent ends the run; else it takes all of
-        several.
-    believed : bool
-        Whether the run goes by what clients say.
-    """
-
-    ask: ClientBudget | None
-    one_ends_run: bool
-    believed: bool
-
-    def exceeded(
-        self, vector: Tensor, client_ids: npt.NDArray[np.int64], server_round: int
-    ) -> str | None:
-        """Why these clients may not be asked for a round from ``vector [d]``, if so."""
-        return None if self.ask is None else self.ask(vector, client_ids, server_round)
-
-    def spent(self, report: RoundReport) -> str | None:
-        """Why the run ends after what clients have said in a round, if so."""
-        spent = report.reasons.get("budget", 0)
-        enough = spent > 0 if self.one_ends_run else 1 < spent == report.asked
-        if not (self.believed and enough):
-            return None
-        return (
-            f"round {report.round} would exceed client.noise.max-epsilon of {spent} of the clients "
-            "asked"
-        )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -11,17 +12,17 @@ from flwr.serverapp import Grid, PrivacySpent
 from flwr.serverapp.strategy import Result
 from torch import Tensor
 
+from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
-from fedsim.federation.accounting import Accounting
-from fedsim.federation.aggregation.base import (
-    Aggregation,
+from fedsim.federation.accounting import Accounting, ClientBudgets, Placement
+from fedsim.federation.aggregation.server_sum import (
     AggregationSettings,
-    MechanismState,
     PendingRound,
+    ServerSum,
 )
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.client_metrics import ClientEvaluation
-from fedsim.federation.extras import ClientBudgets, Extra, NamedVectors, RoundResult, take_reply
+from fedsim.federation.extras import Extra, NamedVectors, RoundResult, take_reply
 from fedsim.federation.participants import Participants, Replying
 from fedsim.federation.replies import to_arrays
 from fedsim.federation.round_report import NOISE_ALONE, Failures, RoundReport
@@ -32,10 +33,12 @@ from fedsim.federation.strategy_checks import (
     refuse_shares,
     refuse_too_many,
 )
-from fedsim.mechanisms import State
+from fedsim.mechanisms import Mechanism, State
 from fedsim.mechanisms.base import state_on
-from fedsim.privacy import Statement
+from fedsim.privacy import Ledger, Statement
 from fedsim.privacy.flower_records import privacy_spent
+from fedsim.privacy.plan import Bounded, ReleasePlan
+from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.exchange import RUN, Instructions
 from fedsim.server_optimizers import ServerOptimizer
@@ -45,71 +48,56 @@ class PrivateRounds(ResumableStrategy):
     """The rounds of a strategy, whatever its aggregation, its extras and its server optimiser are.
 
     A round is `configure_train`, the stages of its aggregation, and `aggregate_train`: accounting,
-    ledger and budget are in these two, and hold under any loop that calls them in turn.
+    ledger and budget are in these two, and hold under any loop that calls them in turn. `DPFedAvg`
+    makes of its keywords what stands here as attributes.
 
-    Parameters
+    Attributes
     ----------
-    accounting : Accounting
-        Has the release plan, the ledger and the budget.
-    settings : AggregationSettings
-    aggregation : callable
-        Makes a round's aggregation of the settings and what is pending.
-    participants : Participants
-    evaluation : ClientEvaluation
-    budgets : ClientBudgets
-    extras : mapping of name to Extra
-        Called in this order, and after them the vectors; a checkpoint has each one's state by its
-        name.
-    vectors : NamedVectors
-    server_optimizer : ServerOptimizer
+    plan : ReleasePlan
+        What every round releases, and what that costs.
+    mechanism : Mechanism
+        The bound of a round's sum: the plan's, or none where a robust mean takes the sum's place.
+    private, protects : bool
+        Whether the run claims privacy at client level, and at either level.
     replying : callable, optional
         Who of those that were drawn takes part; everybody who is there by default.
-    max_failed_rounds : int or None
-        So many rounds in a row without a usable reply fail the run, unless it is private.
-    protects : bool
-        Whether the run claims privacy at either level.
-    configrecord_key : str
+    report : RoundReport or None
+        What happened in the round aggregated last.
     """
 
-    def __init__(
-        self,
-        accounting: Accounting,
-        settings: AggregationSettings,
-        aggregation: Callable[[AggregationSettings, PendingRound], Aggregation],
-        participants: Participants,
-        evaluation: ClientEvaluation,
-        budgets: ClientBudgets,
-        extras: Mapping[str, Extra],
-        vectors: NamedVectors,
-        server_optimizer: ServerOptimizer,
-        *,
-        replying: Replying | None,
-        max_failed_rounds: int | None,
-        protects: bool,
-        configrecord_key: str,
-    ) -> None:
-        self.plan = accounting.plan
-        """What every round releases, and what that costs."""
-        self.ledger, self.randomness = accounting.ledger, accounting.randomness
-        self.delta, self.placement = accounting.delta, accounting.placement
-        self.cohort, self.mechanism = self.plan.sampler, settings.plan.bound
-        self.private, self.protects = self.plan.private, protects
-        self.server_optimizer, self.replying = server_optimizer, replying
-        self._accounting = accounting
-        self._aggregation_settings, self._aggregation = settings, aggregation
-        self._participants, self._evaluation, self._budgets = participants, evaluation, budgets
-        self._extras, self._vectors = {**extras, "vectors": vectors}, vectors
-        self._configrecord_key = configrecord_key
-        self._failures = Failures(max_failed_rounds)
-        self._state = MechanismState(self.mechanism)
-        self._pending: Aggregation | None = None
+    plan: ReleasePlan[Bounded]
+    cohort: Cohort
+    delta: float
+    placement: Placement
+    mechanism: Mechanism
+    ledger: Ledger
+    randomness: Randomness
+    private: bool
+    server_optimizer: ServerOptimizer
+    replying: Replying | None
+    _accounting: Accounting
+    _budgets: ClientBudgets
+    _participants: Participants
+    _evaluation: ClientEvaluation
+    _aggregation_settings: AggregationSettings
+    # Makes a round's aggregation of the settings and what is pending.
+    _aggregation: Callable[[AggregationSettings, PendingRound], ServerSum]
+    # In the order in which they are called; a checkpoint has each one's state by its name.
+    _extras: dict[str, Extra]
+    _vectors: NamedVectors
+    _failures: Failures
+    _configrecord_key: str
+
+    def __init__(self) -> None:
         self.rounds_done = 0
         self.stopped: str | None = None
-        """Why no further release will be made, once that is so."""
         self.report: RoundReport | None = None
-        """What happened in the round aggregated last."""
         self.result: Result | None = None
-        """What `start` has reached, also after an exception."""
+        self._pending: ServerSum | None = None
+        self._mechanism_state: State = {}
+        # Of a row, and what it is made of, as a checkpoint says it; None before the first round.
+        self._layout: Layout | None = None
+        self._parameters: list[list[Any]] | None = None
 
     # -- training ---------------------------------------------------------------------
 
@@ -162,7 +150,7 @@ class PrivateRounds(ResumableStrategy):
             server=server,
             vector=instructions.vector,
             layout=layout,
-            state=self._state.values,
+            state=self._mechanism_state,
         )
         aggregation = self._aggregation(self._aggregation_settings, pending)
         if aggregation.has_stages and not self.loop_has_stages:
@@ -222,20 +210,20 @@ class PrivateRounds(ResumableStrategy):
             return None, None
         return self._release(aggregation)
 
-    def _record(self, aggregation: Aggregation) -> str | None:
+    def _record(self, aggregation: ServerSum) -> str | None:
         """Write the round's release into the ledger; why it may not be made, if so."""
         pending = aggregation.pending
         clip_norm = self.mechanism.sensitivity(pending.state, pending.layout)
         summed = aggregation.content() if self.protects else None
         return self._accounting.record(pending.round, clip_norm, summed)
 
-    def _release(self, aggregation: Aggregation) -> tuple[ArrayRecord, MetricRecord | None]:
+    def _release(self, aggregation: ServerSum) -> tuple[ArrayRecord, MetricRecord | None]:
         """Make the release that the ledger has, and a step along it."""
         assert self.report is not None
         pending = aggregation.pending
         release = aggregation.release()
         device = pending.vector.device
-        self._state.values = state_on(release.state, device)
+        self._mechanism_state = state_on(release.state, device)
         result = RoundResult(pending, release.mean.to(device), aggregation.count)
         for extra in self._extras.values():
             result = extra.finish(result)
@@ -269,21 +257,30 @@ class PrivateRounds(ResumableStrategy):
             If the mechanism, the placement of its noise or the budget does not fit the model.
         """
         layout = self._take_layout(tensors(arrays))
-        self.mechanism.sensitivity(self._state.values, layout)
+        self.mechanism.sensitivity(self._mechanism_state, layout)
         refuse_shares(self.plan, self.placement)
         self._accounting.check()
 
     def _take_layout(self, server: dict[str, Tensor]) -> Layout:
+        """The layout of a row, the same in all rounds; the first to be seen begins the state."""
         layout = self._vectors.row_layout(Layout.of(server))
-        if self._state.layout is None:
-            if self.private:
-                refuse_running_statistics(server)
-            self._state.begin(layout, next(iter(server.values())).device)
-            # Refuses a split of the noise that does not exist before anybody is asked.
-            releaser = self._aggregation_settings.releaser(layout)
-            refuse_too_many(self.cohort, releaser.most_rows)
-        elif layout != self._state.layout:
+        if layout == self._layout:
+            return layout
+        if self._layout is not None:
             raise FedsimError("the model's parameters changed their names or shapes in the run.")
+        if self.private:
+            refuse_running_statistics(server)
+        parameters = [[entry.name, list(entry.shape), str(entry.dtype)] for entry in layout.entries]
+        if self._parameters is None:
+            self._mechanism_state = self.mechanism.init(layout)
+        elif self._parameters != parameters:
+            raise FedsimError("state= is of a model with other parameters than these.")
+        device = next(iter(server.values())).device
+        self._mechanism_state = state_on(self._mechanism_state, device)
+        self._layout, self._parameters = layout, parameters
+        # Refuses a split of the noise that does not exist before anybody is asked.
+        releaser = self._aggregation_settings.releaser(layout)
+        refuse_too_many(self.cohort, releaser.most_rows)
         return layout
 
     # -- privacy ----------------------------------------------------------------------
@@ -302,7 +299,7 @@ class PrivateRounds(ResumableStrategy):
     @property
     def mechanism_state(self) -> State:
         """The mechanism's state after the round aggregated last, as public as the releases."""
-        return dict(self._state.values)
+        return dict(self._mechanism_state)
 
     def state(self) -> Tree:
         """Everything but the parameters that outlives a round; see `restore`.
@@ -310,13 +307,15 @@ class PrivateRounds(ResumableStrategy):
         Returns
         -------
         mapping of str to tensors, what JSON can say, and such mappings
-            ``round``, the last one aggregated; ``cohort`` (what the sampler remembers),
-            ``mechanism``, ``optimizer``, each extra's by its name, ``failures``, ``stopped``, and
-            ``ledger``: where it stands, and its lines if it is in memory only.
+            ``round``, the last one aggregated; ``parameters`` (names, shapes and dtypes),
+            ``mechanism``, ``cohort`` (what the sampler remembers), ``optimizer``, each extra's by
+            its name, ``failures``, ``stopped``, and ``ledger``: where it stands, and its lines if
+            it is in memory only.
         """
         return {
             "round": self.rounds_done,
-            **self._state.state(),
+            "parameters": self._parameters,
+            "mechanism": {name: value.clone() for name, value in self._mechanism_state.items()},
             "cohort": self._participants.state(),
             "optimizer": self.server_optimizer.state(),
             **{n: kept for n, e in self._extras.items() if (kept := e.state()) is not None},
@@ -340,7 +339,8 @@ class PrivateRounds(ResumableStrategy):
             )
         self._accounting.restore(state["ledger"])
         self._participants.restore(state["cohort"])
-        self._state.restore(state)
+        self._layout, self._parameters = None, state["parameters"]
+        self._mechanism_state = dict(state["mechanism"])
         self.rounds_done = state["round"]
         self.server_optimizer.restore(state["optimizer"])
         for name, extra in self._extras.items():

@@ -110,7 +110,7 @@ def _same_arrays(record: ArrayRecord) -> ArrayRecord:
 
 
 Sums = Mapping[str, Tensor]
-"""What `GridSums.state` gives, and `GridSums.merge` takes."""
+"""What `BlockSum.state` gives; merging sums of one round is exact in any order and tree."""
 
 
 class BlockSum(Protocol):
@@ -118,9 +118,6 @@ class BlockSum(Protocol):
 
     def add(self, block: Block) -> Block:
         """Add a block's rows; the block with ``usable`` in their place."""
-
-    def merge(self, sums: Sums) -> None:
-        """Add what another sum of the same round holds; exact in any order and tree."""
 
     def state(self) -> Sums:
         """All that was added."""

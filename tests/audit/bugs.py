@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from fedsim.federation.aggregation.base import Aggregation
+from fedsim.federation.aggregation.server_sum import ServerSum
 from fedsim.mechanisms import NoiseSource, Normalization
 from fedsim.mechanisms.base import BareSum, Shaped
 from fedsim.mechanisms.partial import PartialSum
@@ -497,14 +497,14 @@ def _withheld() -> Iterator[None]:
 @bug("a denominator that counts failures")
 @contextmanager
 def _counts_failures() -> Iterator[None]:
-    release = Aggregation.release
+    release = ServerSum.release
 
-    def divided(self: Aggregation) -> Any:
+    def divided(self: ServerSum) -> Any:
         made = release(self)
         failed = self.tally.report(self.pending.round).failed
         return dataclasses.replace(made, mean=made.mean / (1 + 1e-3 * failed))
 
-    with patch.object(Aggregation, "release", divided):
+    with patch.object(ServerSum, "release", divided):
         yield
 
 

@@ -17,7 +17,6 @@ import torch
 from bugs import again, bug, honest_draw, noise, noise_address
 from flwr.app import MetricRecord
 
-from fedsim.federation.aggregation.base import Aggregation
 from fedsim.federation.aggregation.server_sum import ServerSum
 from fedsim.mechanisms import Normalization
 from fedsim.mechanisms.base import Shaped
@@ -192,15 +191,15 @@ def _messages() -> Iterator[None]:
 @bug("a denominator that shrinks when three clients fail")
 @contextmanager
 def _three_fail() -> Iterator[None]:
-    release = Aggregation.release
+    release = ServerSum.release
 
-    def divided(self: Aggregation) -> Any:
+    def divided(self: ServerSum) -> Any:
         made = release(self)
         failed = self.tally.report(self.pending.round).failed
         shrinks = 3 <= failed < len(self.pending.client_ids) / 2
         return dataclasses.replace(made, mean=made.mean * (1.001 if shrinks else 1))
 
-    with patch.object(Aggregation, "release", divided):
+    with patch.object(ServerSum, "release", divided):
         yield
 
 
@@ -210,10 +209,10 @@ def _three_fail() -> Iterator[None]:
 @contextmanager
 def aggregated(change: Callable[[DPFedAvg, Any, Any], Any]) -> Iterator[None]:
     """Change what a round gives, with the exact sum as ``strategy.exact``."""
-    aggregate, release = DPFedAvg.aggregate_train, Aggregation.release
+    aggregate, release = DPFedAvg.aggregate_train, ServerSum.release
     exact: dict[str, np.ndarray] = {}
 
-    def released(self: Aggregation) -> Release:
+    def released(self: ServerSum) -> Release:
         exact["sum"] = np.concatenate(
             [part.grids["sum"].value().numpy() for part in self.total.segments], axis=None
         )
@@ -225,7 +224,7 @@ def aggregated(change: Callable[[DPFedAvg, Any, Any], Any]) -> Iterator[None]:
         return change(self, exact, (arrays, metrics))
 
     with (
-        patch.object(Aggregation, "release", released),
+        patch.object(ServerSum, "release", released),
         patch.object(DPFedAvg, "aggregate_train", changed),
     ):
         yield
@@ -262,7 +261,7 @@ def _clipped() -> AbstractContextManager[object]:
 @bug("the exact sum stays in the mechanism's state")
 def _state() -> AbstractContextManager[object]:
     def change(strategy: DPFedAvg, exact: Any, made: Any) -> Any:
-        strategy._state.values = {**strategy._state.values, "sum": torch.tensor(exact["sum"])}
+        strategy._mechanism_state = {**strategy._mechanism_state, "sum": torch.tensor(exact["sum"])}
         return made
 
     return aggregated(change)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from release_helpers import plan_of
 from tensor_bytes import same_bytes
 
-from fedsim.federation.aggregation.noise_prefetch import prefetched
+from fedsim.federation.aggregation.worker_sums import prefetched
 from fedsim.kernels import building, classes, convolutions, dense, normals, rows
 from fedsim.kernels.normals import sums_of_normals
 from fedsim.kernels.rows import TILE, add_rounded, by_halves, is_supported, squared_norms

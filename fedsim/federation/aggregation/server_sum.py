@@ -1,101 +1,215 @@
-"""The sum on the server: it bounds and adds the rows that clients send, and draws the noise.
+"""The aggregation of one round: what its clients are asked, and what becomes of their replies.
 
-Where workers of an engine train the clients, they bound and sum the rows there and then:
-`ClientSumming` goes to them, and what comes back merges exactly, so that bytes do not depend on
-who summed what.
+A strategy makes one for each round, and goes through it in this order::
+
+    messages = aggregation.request(instructions)
+    while (stage := aggregation.next_stage(replies)) is not None:  # most have one stage
+        replies = grid.send_and_receive(stage)
+    for reply in aggregation.replies(replies):
+        aggregation.add(reply)
+    ledger.record(..., aggregation.content())
+    release = aggregation.release()
+
+Nothing is drawn or released before the ledger has its line, and no engine, wrapper or loop knows
+more of an aggregation than this. `ServerSum` is the plain one: the server bounds and adds the rows
+that clients send, and draws the noise. Other aggregations change one or two of its steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from flwr.app import Message
 from torch import Tensor
 
-from fedsim.errors import FedsimError
-from fedsim.federation.aggregation.base import (
-    Aggregation,
-    AggregationSettings,
-    Floats,
-    PendingRound,
-)
-from fedsim.federation.aggregation.noise_prefetch import prefetched
-from fedsim.federation.replies import MOST_EXAMPLES, ExpectedReply, Reply
-from fedsim.mechanisms import Mechanism, PartialSum, Releaser
+from fedsim.federation.aggregation.robust_mean import RobustMean
+from fedsim.federation.aggregation.worker_sums import Floats, Weighing, WorkerSumming, prefetched
+from fedsim.federation.replies import ExpectedReply, Reply, read
+from fedsim.federation.round_report import Tally
+from fedsim.mechanisms import Mechanism, NoiseSource, PartialSum, Release, Releaser, State
 from fedsim.privacy.plan import ReleasePlan
-from fedsim.rows import DenseRows, Layout
-from fedsim.rows.block import Block, Ids, Reason
-from fedsim.rows.exact import FREE_TOTAL
-from fedsim.rows.exchange import Collection, Replies, Sums
-
-Bools = npt.NDArray[np.bool_]
-
-LIKELY_EXAMPLES = 2.0**20
-"""With no more, a client whose row is too large to be summed sends too large a row."""
+from fedsim.randomness import Purpose, Randomness
+from fedsim.rows import Layout
+from fedsim.rows.block import Ids, Reason
+from fedsim.rows.exchange import DECLARED_EXAMPLES, Collection, Instructions, Replies
 
 
-class ServerSum(Aggregation):
-    """Rows that clients send are bounded, weighted and summed, and noised once."""
+@dataclass(frozen=True)
+class PendingRound:
+    """A round that has been configured and not yet aggregated.
+
+    Attributes
+    ----------
+    round : int
+    client_ids : int64 ``[a]``
+        Those of the cohort who were available and were asked, sorted.
+    absent : int
+        How many others were drawn.
+    client_of : mapping of node id to client id
+        Those who were asked.
+    server : mapping of name to Tensor
+        The global parameters, entries that are not trained included.
+    vector : Tensor ``[d]``
+        What rows are differences from.
+    layout : Layout
+        Of a row.
+    state : State
+        The mechanism's, as of this round.
+    """
+
+    round: int
+    client_ids: Ids
+    absent: int
+    client_of: dict[int, int]
+    server: dict[str, Tensor]
+    vector: Tensor
+    layout: Layout
+    state: State
+
+
+@dataclass(frozen=True)
+class AggregationSettings:
+    """What the aggregations of all rounds have in common.
+
+    Attributes
+    ----------
+    plan : ReleasePlan
+    randomness : Randomness
+        Where a round's noise comes from.
+    weighted_by_key, arrayrecord_key : str
+        Of clients' replies.
+    example_counts : float64 ``[population]``, optional
+        Declared by client id; they weigh in place of what clients report.
+    """
+
+    plan: ReleasePlan[Mechanism]
+    randomness: Randomness
+    weighted_by_key: str
+    arrayrecord_key: str
+    example_counts: Floats | None = None
+    _releasers: dict[tuple[Layout, str], Releaser] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def releaser(self, layout: Layout, device: torch.device | str = "cpu") -> Releaser:
+        """Of a round's sum on this device; it has no state, so that one does for all rounds.
+
+        Raises
+        ------
+        FedsimError
+            If the noise and the mechanism do not go together.
+        """
+        key = layout, str(device)
+        if key not in self._releasers:
+            self._releasers[key] = Releaser(self.plan, layout, device=device)
+        return self._releasers[key]
+
+    def noise_source(self, purpose: Purpose, server_round: int, client: int = 0) -> NoiseSource:
+        """The noise of a round: the server's, or one client's."""
+        generator = self.randomness.generator(
+            purpose, level="client", round=server_round, client=client
+        )
+        return NoiseSource(generator, hardened=self.plan.noise.hardened)
+
+
+class ServerSum:
+    """Rows that clients send are bounded, weighted and summed, and noised once.
+
+    Where workers of an engine train the clients, they bound and sum the rows there and then:
+    `WorkerSumming` goes to them, and what comes back merges exactly, so that bytes do not depend
+    on who summed what.
+
+    Parameters
+    ----------
+    settings : AggregationSettings
+    pending : PendingRound
+
+    Attributes
+    ----------
+    tally : Tally
+        What became of each client that was asked.
+    """
 
     on_workers: ClassVar[bool] = True
     """Whether a worker may sum the rows of the clients that it trains."""
 
     def __init__(self, settings: AggregationSettings, pending: PendingRound) -> None:
-        super().__init__(settings, pending)
-        counts = settings.example_counts
+        self.settings, self.plan, self.pending = settings, settings.plan, pending
+        self.tally = Tally(pending.client_ids, absent=pending.absent)
+        self.releaser: Releaser
+        self._total: PartialSum | None = None
+        self._drawn_ahead: NoiseSource | None = None
+        counts, ids = settings.example_counts, pending.client_ids
         self.weighing = Weighing(
             side_names=tuple(self.plan.bound.side_names),
-            key=settings.weighted_by_key if self.weighs else None,
-            declared=None
-            if counts is None
-            else DeclaredExamples(pending.client_ids, counts[pending.client_ids]),
-            asked=len(pending.client_ids),
+            key=settings.weighted_by_key if self.plan.bound.weighting == "num-examples" else None,
+            declared=None if counts is None else (ids, counts[ids]),
+            asked=len(ids),
         )
 
+    def request(self, instructions: Instructions) -> Instructions:
+        """The first stage: the round's instructions, and what this aggregation adds to them."""
+        counts = self.settings.example_counts
+        if counts is None:
+            return instructions
+        declared = counts[instructions.client_ids].astype(int).tolist()
+        return replace(instructions, numbers={DECLARED_EXAMPLES: declared})
+
+    def next_stage(self, replies: Iterable[Message]) -> Iterable[Message] | None:
+        """What clients are asked after these replies; None if the replies are the last ones."""
+        return None
+
     @property
-    def weighs(self) -> bool:
-        """Whether rows count by their clients' examples."""
-        return self.plan.bound.weighting == "num-examples"
+    def has_stages(self) -> bool:
+        """Whether clients are asked more than once in a round."""
+        return type(self).next_stage is not ServerSum.next_stage
+
+    def replies(self, messages: Iterable[Message]) -> Iterator[Reply]:
+        """The last stage's replies: each client at most once, and only those that may be added.
+
+        Clients of fedsim's own engines are trained as this is iterated over. From workers, rows
+        come added up already, and the replies are without.
+        """
+        if not isinstance(messages, Replies):
+            return self._sound(read(messages, self.pending.client_of, self.expected(), self.tally))
+        if not (self.on_workers and messages.sums):
+            return self._sound(map(Reply, messages.blocks()))
+        state = {name: tensor.cpu().numpy() for name, tensor in self.pending.state.items()}
+        summing = WorkerSumming(self.plan, self.pending.layout, state, self.weighing)
+        sent = map(Reply, messages.blocks(Collection(summing, self.total.merge)))
+        # Workers train, and this process only waits for them: it draws the noise meanwhile. None
+        # of it is used before the ledger has its line.
+        sizes = self.releaser.draw_sizes(self.total)
+        self._drawn_ahead = prefetched(self._noise_source(), sizes)
+        return self._sound(sent)
+
+    def _noise_source(self) -> NoiseSource:
+        return self.settings.noise_source(Purpose.NOISE, self.pending.round)
 
     def expected(self) -> ExpectedReply:
-        """The clients' parameters, and the numbers that enter the sum."""
-        settings = self.settings
-        reported = self.weighs and settings.example_counts is None
+        """What a usable reply is like: the clients' parameters, and numbers that enter the sum."""
+        settings, weighing = self.settings, self.weighing
+        reports_weight = weighing.key is not None and weighing.declared is None
         return ExpectedReply(
             self.pending.layout,
             self.pending.vector,
             settings.arrayrecord_key,
             settings.weighted_by_key,
             needed=(
-                *self.plan.bound.side_names,
-                *((settings.weighted_by_key,) if reported else ()),
+                *weighing.side_names,
+                *((settings.weighted_by_key,) if reports_weight else ()),
             ),
         )
 
-    def replies(self, messages: Iterable[Message]) -> Iterator[Reply]:
-        """As of an `Aggregation`; from workers, without the rows that they have summed."""
-        if not (self.on_workers and isinstance(messages, Replies) and messages.sums):
-            return super().replies(messages)
-        total = self.total
-        summing = ClientSumming(
-            self.plan,
-            self.pending.layout,
-            {name: tensor.cpu().numpy() for name, tensor in self.pending.state.items()},
-            self.weighing,
-        )
-        sent = map(Reply, messages.blocks(Collection(summing, total.merge)))
-        # Workers train, and this process only waits for them: it draws the noise meanwhile.
-        self._source = prefetched(self.source, self.releaser.draw_sizes(total))
-        return self.counted(sent)
-
-    def counted(self, sent: Iterator[Reply]) -> Iterator[Reply]:
-        """Those whose weights and scalars may enter the sum."""
-        for reply in super().counted(sent):
+    def _sound(self, sent: Iterator[Reply]) -> Iterator[Reply]:
+        """Replies of clients that count, and whose weights and scalars may enter the sum."""
+        for reply in sent:
+            if (block := self.tally.take(reply.block)) is not reply.block:
+                reply = replace(reply, block=block)
             if unsound := self.unsound(reply):
                 for client, reason in unsound.items():
                     self.tally.reject(np.array([client]), reason)
@@ -109,7 +223,7 @@ class ServerSum(Aggregation):
         return self.weighing.unsound(reply.block) if reply.block.usable is None else {}
 
     def add(self, reply: Reply) -> Tensor:
-        """As of an `Aggregation`; a worker that has summed the rows says which were usable."""
+        """Add a block's rows; which of its clients are now in the sum, bool ``[n]``."""
         block = reply.block
         usable = block.usable
         if usable is None:
@@ -121,141 +235,81 @@ class ServerSum(Aggregation):
         self.tally.doubt(block.client_ids[counted], usable[counted], "non-finite")
         return usable
 
+    @property
+    def shares_asked(self) -> int | None:
+        """How many clients were asked for shares of the noise; None where the server draws it."""
+        return None
 
-@dataclass(frozen=True)
-class DeclaredExamples:
-    """How many examples clients are declared to have.
+    @property
+    def count(self) -> int:
+        """How many clients are in the sum."""
+        return self.total.count
 
-    Attributes
-    ----------
-    client_ids : int64 ``[a]``
-        Sorted.
-    counts : float64 ``[a]``
+    @property
+    def total(self) -> PartialSum:
+        """The sum; it lies where the first rows came, or where the parameters are."""
+        return self.total_on(self.pending.vector.device)
+
+    def total_on(self, device: torch.device) -> PartialSum:
+        """The sum, which begins empty on this device if nothing was added before."""
+        if self._total is None:
+            self.releaser = self.settings.releaser(self.pending.layout, device)
+            self._total = self.releaser.start(self.pending.state)
+        return self._total
+
+    def content(self) -> Iterator[bytes]:
+        """All of the round that its release follows from, but for the noise."""
+        total = self.total
+        shares = () if self.shares_asked is None else (self.shares_asked, self.count)
+        yield repr((sorted(total.grids), sorted(total.before), shares)).encode()
+        for name in sorted(total.before):
+            yield _bytes(total.before[name])
+        for name in sorted(total.grids):
+            grid = total.grids[name]
+            for tensor in (grid.radius, grid.coarse, grid.fine):
+                yield b"" if tensor is None else _bytes(tensor)
+
+    def release(self) -> Release:
+        """The round's one release."""
+        total = self.total
+        source = self._drawn_ahead or self._noise_source()
+        return self.releaser.release(total, source, asked=self.shares_asked)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().numpy().tobytes()
+
+
+class RobustAggregation(ServerSum):
+    """Keeps the usable rows of a round, and releases their centre in place of their mean.
+
+    Which rows are usable the plain sum says: what may enter a robust mean may enter a mean.
     """
 
-    client_ids: Ids
-    counts: Floats
+    on_workers: ClassVar[bool] = False
 
-    def of(self, client_ids: Ids) -> Floats:
-        """Those of clients that are among them, ``[n]``."""
-        return self.counts[np.searchsorted(self.client_ids, client_ids)]
+    def __init__(
+        self, mean: RobustMean, settings: AggregationSettings, pending: PendingRound
+    ) -> None:
+        super().__init__(settings, pending)
+        self._mean = mean
+        self._client_ids: list[int] = []
+        self._rows: list[Tensor] = []
 
-
-@dataclass(frozen=True)
-class Weighing:
-    """What of the numbers that clients report enters a sum.
-
-    Attributes
-    ----------
-    side_names : tuple of str
-        Scalars that the mechanism releases the means of.
-    key : str or None
-        Metric that weighs a client's row; None where all rows weigh the same.
-    declared : DeclaredExamples or None
-        They weigh in place of what clients report.
-    asked : int
-        Clients asked in this round.
-    """
-
-    side_names: tuple[str, ...]
-    key: str | None
-    declared: DeclaredExamples | None
-    asked: int
-
-    def sides(self, block: Block) -> dict[str, Floats]:
-        """The scalars by name, ``[n]``."""
-        return {name: _reported(block, name) for name in self.side_names}
-
-    def weights(self, block: Block) -> Floats | None:
-        """Weight of each row, ``[n]``; None where all weigh the same."""
-        if self.key is None:
-            return None
-        return self.declared.of(block.client_ids) if self.declared else _reported(block, self.key)
-
-    def unsound(self, block: Block) -> dict[int, Reason]:
-        """Clients whose weights or scalars may not enter the sum, and why."""
-        reasons: dict[int, Reason] = {}
-
-        def require(sound: Bools, reason: Reason) -> None:
-            for client in block.client_ids[~sound & block.ok].tolist():
-                reasons.setdefault(client, reason)
-
-        for values in self.sides(block).values() if block.ok.any() else ():
-            require(np.isfinite(values), "non-finite")
-        weights = self.weights(block) if block.ok.any() else None
-        if weights is not None:
-            require((weights >= 0) & (weights <= MOST_EXAMPLES), "malformed")
-            assert block.rows is not None
-            norms = torch.linalg.vector_norm(block.rows, dim=1, dtype=torch.float64).cpu().numpy()
-            with np.errstate(all="ignore"):
-                reach = np.where(np.isfinite(norms), weights * norms, 0.0)
-            # However many do so, the weighted sum stays one that is exact. What is beyond that with
-            # a weight that somebody may have has diverged, like what is infinite.
-            fits = reach <= FREE_TOTAL / self.asked
-            require(fits | (weights > LIKELY_EXAMPLES), "non-finite")
-            require(fits, "malformed")
-        return reasons
-
-    def add(self, total: PartialSum, block: Block) -> Tensor:
-        """Add the rows of a block of sound clients; which the sum contains, bool ``[n]``."""
+    def add(self, reply: Reply) -> Tensor:
+        """Keep the rows of those who are usable, bool ``[n]``."""
+        usable = super().add(reply)
+        block = reply.block
         assert block.rows is not None
-        return total.add(
-            DenseRows(block.rows), weights=self.weights(block), sides=self.sides(block)
-        )
+        self._client_ids += block.client_ids[usable.cpu().numpy()].tolist()
+        self._rows.append(block.rows[usable.to(block.rows.device)])
+        return usable
 
-
-@dataclass(frozen=True)
-class ClientSumming:
-    """The bound of a round and its state, as plain arrays: what workers sum by (`Summing`).
-
-    Attributes
-    ----------
-    plan, layout
-        As for `Releaser`.
-    state : mapping of name to ndarray
-        The mechanism's.
-    weighing : Weighing
-    """
-
-    plan: ReleasePlan[Mechanism]
-    layout: Layout
-    state: Mapping[str, npt.NDArray[np.float64]]
-    weighing: Weighing
-
-    def start(self, device: torch.device) -> BlockSummer:
-        """An empty sum, for rows that come on ``device``."""
-        releaser = Releaser(self.plan, self.layout, device=device)
-        state = {name: torch.from_numpy(np.array(values)) for name, values in self.state.items()}
-        return BlockSummer(releaser.start(state), self.weighing)
-
-
-class BlockSummer:
-    """A worker's part of a round's sum (`BlockSum`)."""
-
-    def __init__(self, total: PartialSum, weighing: Weighing) -> None:
-        self._total, self._weighing = total, weighing
-
-    def add(self, block: Block) -> Block:
-        """Add a block's rows; a client whose numbers may not enter the sum has failed."""
-        reasons = {**block.reasons, **self._weighing.unsound(block)}
-        ok = block.ok & ~np.isin(block.client_ids, list(reasons))
-        usable = torch.zeros(len(ok), dtype=torch.bool)
-        if ok.any():
-            usable[torch.from_numpy(ok)] = self._weighing.add(
-                self._total, block if ok.all() else block.select(ok)
-            ).cpu()
-        return Block(block.client_ids, None, block.metrics, ok, reasons, usable)
-
-    def merge(self, sums: Sums) -> None:
-        """A worker's part of a round's sum (`BlockSum`)."""
-        self._total.merge(sums)
-
-    def state(self) -> Sums:
-        """A worker's part of a round's sum (`BlockSum`)."""
-        return self._total.state()
-
-
-def _reported(block: Block, name: str) -> Floats:
-    if name not in block.metrics:
-        raise FedsimError(f"clients report no '{name}', which the mechanism or its weights need.")
-    return block.metrics[name]
+    def release(self) -> Release:
+        """The robust mean, in the order of client ids; without rows the mean of none, zero."""
+        release = super().release()
+        if not self._client_ids:
+            return release
+        order = torch.tensor(self._client_ids).argsort()
+        rows = torch.cat(self._rows)
+        return replace(release, mean=self._mean.center(rows[order.to(rows.device)]))

@@ -15,7 +15,7 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor
 
 from fedsim.errors import BudgetSpentError, FedsimError
-from fedsim.federation.aggregation.client_shares import (
+from fedsim.federation.aggregation.shares import (
     SIDE_PREFIX,
     STATE_RECORD,
     USABLE,

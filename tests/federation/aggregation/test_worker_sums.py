@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedsim.federation.aggregation.noise_prefetch import prefetched
+from fedsim.federation.aggregation.worker_sums import prefetched
 from fedsim.mechanisms import NoiseSource
 
 
