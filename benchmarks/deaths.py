@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedsim.privacy import durable
-from fedsim.runs import checkpoints, directory
-from fedsim.runs.directory import RunDirectory
+from fedsim.runs import checkpoints, metrics
+from fedsim.runs.metrics import MetricsFile
 
 ROUNDS = 12
 
@@ -45,14 +45,14 @@ def at_an_instant(
 ) -> None:
     """Some instant of some round but the last two: before the run's end, however fast it goes."""
     left, delay = chosen.randrange(ROUNDS - 2), chosen.uniform(0, seconds / ROUNDS)
-    start_metrics, add_row = RunDirectory.start_metrics, RunDirectory.add_row
+    start, append = MetricsFile.start, MetricsFile.append
 
-    def started(directory: RunDirectory, *arguments: Any) -> None:
-        start_metrics(directory, *arguments)
+    def started(file: MetricsFile, *arguments: Any) -> None:
+        start(file, *arguments)
         count()
 
-    def added(directory: RunDirectory, *arguments: Any) -> None:
-        add_row(directory, *arguments)
+    def added(file: MetricsFile, *arguments: Any) -> None:
+        append(file, *arguments)
         count()
 
     def count() -> None:
@@ -61,8 +61,8 @@ def at_an_instant(
         if left == -1:
             happens(delay)
 
-    RunDirectory.start_metrics = started  # type: ignore[method-assign, assignment]
-    RunDirectory.add_row = added  # type: ignore[method-assign, assignment]
+    MetricsFile.start = started  # type: ignore[method-assign, assignment]
+    MetricsFile.append = added  # type: ignore[method-assign, assignment]
 
 
 def by_sigterm(chosen: random.Random, seconds: float) -> None:
@@ -84,7 +84,7 @@ def before_a_step(chosen: random.Random, seconds: float) -> None:
 
     for owner, name in (
         (os, "fsync"), (os, "replace"), (os, "link"), (Path, "rename"), (Path, "unlink"),
-        (Path, "mkdir"), (shutil, "rmtree"), (RunDirectory, "add_row"),
+        (Path, "mkdir"), (shutil, "rmtree"), (MetricsFile, "append"),
     ):  # fmt: skip
         setattr(owner, name, counted(getattr(owner, name)))
 
@@ -122,7 +122,7 @@ def in_a_ledgers_line(chosen: random.Random, seconds: float) -> None:
 
 
 def in_a_row(chosen: random.Random, seconds: float) -> None:
-    left, csv_line = chosen.randrange(3, 13), directory._csv_line
+    left, csv_line = chosen.randrange(3, 13), metrics._csv_line
 
     def torn(values: Any) -> bytes:
         nonlocal left
@@ -133,7 +133,7 @@ def in_a_row(chosen: random.Random, seconds: float) -> None:
         kill_in(0.02)
         return line[: len(line) // 2]
 
-    directory._csv_line = torn
+    metrics._csv_line = torn
 
 
 def of_a_file_that_cannot_grow(chosen: random.Random, seconds: float) -> None:

@@ -110,7 +110,7 @@ def forked(do: Callable[[], object]) -> int:
 def reached(directory: Path) -> dict[str, Any]:
     """What a run has come to, but for what is the operator's."""
     operators = ("seconds", "clients-per-second", "epsilon", "example-epsilon")
-    rows = RunDirectory(directory).rows()
+    rows = RunDirectory(directory).metrics_file.rows()
     ledgers = [Ledger.read(path, delta=1e-5) for path in _ledgers(directory)]
     return {
         "model": {

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Tensor", "names_of", "torch"]
+__all__ = ["Tensor", "function", "names_of", "torch"]
 
 
 class _Later(ModuleType):
@@ -29,6 +29,13 @@ else:
     torch = _Later("torch")
     # For annotations, which nobody evaluates.
     Tensor = Any
+
+
+def function(name: str) -> Callable[..., Any]:
+    """The function ``module:name``, for a package that the module itself imports."""
+    module, _, attribute = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    return found
 
 
 def names_of(package: str, file: str) -> Callable[[str], Any]:

@@ -28,11 +28,11 @@ from experiments.framework.spread import over_seeds
 from fedsim.config import RunConfig, Scalar
 from fedsim.engines import LocalGrid
 from fedsim.runs.data_split import DatasetCache, resolve_data
-from fedsim.runs.directory import Row
+from fedsim.runs.metrics import Row
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import Resolved, resolve
+from fedsim.runs.runner import drive
 from fedsim.runs.runner import run as run_config
-from fedsim.runs.session import drive
 
 __all__ = ["ConfigRuns", "ConfigRunsSettings", "Score", "best", "chosen"]
 

@@ -23,7 +23,8 @@ from fedsim.runs.directory import OUT, RUNS, RunDirectory, last_run
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import resolve
 from fedsim.runs.resume import resumed_config
-from fedsim.runs.session import YOURS, drive
+from fedsim.runs.runner import drive
+from fedsim.runs.session import YOURS
 
 _log = logging.getLogger("fedsim")
 

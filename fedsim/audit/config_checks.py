@@ -25,7 +25,7 @@ from fedsim.engines import LocalGrid
 from fedsim.randomness import Address, Randomness
 from fedsim.runs import factories
 from fedsim.runs.resolve import Resolved, resolve
-from fedsim.runs.session import drive
+from fedsim.runs.runner import drive
 from fedsim.training import ClientData, Trainer
 
 ROUNDS = 2

@@ -65,7 +65,7 @@ def audit(
     from fedsim.audit.report import draw, tabulate
     from fedsim.federation.engines.process import settle
     from fedsim.reports.plots import save
-    from fedsim.runs.columns import duration
+    from fedsim.runs.metrics import duration
 
     settle()
     console = Output()

@@ -24,8 +24,7 @@ from fedsim.federation.round_report import (
     released_noise_alone,
 )
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.runs.columns import brief, headline_columns, is_share, tail_mean
-from fedsim.runs.directory import Row
+from fedsim.runs.metrics import Row, brief, headline_columns, is_share, tail_mean
 from fedsim.runs.result import RunResult
 
 _EPSILONS = {"epsilon": "eps", "example-epsilon": "examples' eps"}

@@ -60,7 +60,7 @@ def tune(
     import numpy as np
 
     from fedsim.federation.engines.process import settle
-    from fedsim.runs.columns import duration
+    from fedsim.runs.metrics import duration
     from fedsim.runs.resolve import resolve
 
     settle()

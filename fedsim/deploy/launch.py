@@ -27,6 +27,7 @@ from fedsim.privacy import Ledger
 from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
 from fedsim.runs.channel import CallbackServer
 from fedsim.runs.directory import OUT, RunDirectory, last_run
+from fedsim.runs.record import ending
 from fedsim.runs.resolve import Resolved
 from fedsim.runs.result import RanElsewhere, RunResult, statements
 from fedsim.strategies import RunFailedError
@@ -186,7 +187,7 @@ class _Rows:
         if size == self._size:
             return
         self._size = size
-        rows = self._directory.rows()
+        rows = self._directory.metrics_file.rows()
         for row in rows[self._told :]:
             self._callbacks.on_round(
                 RunStatus(
@@ -207,8 +208,8 @@ def _read(resolved: Resolved, directory: RunDirectory) -> RunResult:
     written = directory.ledger.exists()
     ledger = Ledger.read(directory.ledger, delta=delta) if written else Ledger(delta=delta)
     saved = load_file(regular_files.require(directory.model))
-    rows = directory.rows()
-    ended, why = directory.ending()
+    rows = directory.metrics_file.rows()
+    ended, why = ending(directory.path)
     return RunResult(
         metrics=[*rows],
         # In the model's order, which the file does not keep.

@@ -37,10 +37,26 @@ def create(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     return True
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Put a file's new content in its place, whole or not at all."""
-    os.replace(_written(path, data, 0o666), path)
-    sync_directory(path.parent)
+def replace(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Put a file's new content in its place, whole or not at all.
+
+    Raises
+    ------
+    OSError
+        Naming ``path``.
+    """
+    with named_errors(path):
+        os.replace(_written(path, data, mode), path)
+        sync_directory(path.parent)
+
+
+@contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Let errors of writing a file, which name none or a temporary one, name ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def append(file: BinaryIO, data: bytes) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedsim.runs.columns import (
+from fedsim.runs.metrics import (
     EXAMPLE_COUNTS,
     OPERATORS,
     PREFIXES,

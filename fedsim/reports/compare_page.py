@@ -11,7 +11,7 @@ from fedsim.config import Scalar
 from fedsim.reports.charts import Cell, Line, Lines, PageTable
 from fedsim.reports.page import render
 from fedsim.reports.plots import SERIES
-from fedsim.runs.columns import (
+from fedsim.runs.metrics import (
     brief,
     display_name,
     duration,

@@ -28,7 +28,7 @@ from fedsim.reports.charts import (
 )
 from fedsim.reports.describe import description, ending_sentence
 from fedsim.reports.page import render
-from fedsim.runs.columns import (
+from fedsim.runs.metrics import (
     brief,
     display_name,
     duration,

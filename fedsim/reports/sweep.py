@@ -18,7 +18,7 @@ from fedsim.privacy import Accountant, ClientLedgers, Cost, Ledger
 from fedsim.privacy.claims import shared_cost
 from fedsim.privacy.entry import History
 from fedsim.reports.plots import SERIES, curve_style, grid
-from fedsim.runs.columns import display_name
+from fedsim.runs.metrics import display_name
 from fedsim.runs.sweep.measure import LAST_EVALUATIONS, Measure, Spread, numbers_in, validated
 
 

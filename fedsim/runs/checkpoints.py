@@ -1,4 +1,4 @@
-"""Checkpoints: what a run has reached, on the disk whole or not at all.
+"""Checkpoints: the state of a run after a round, on the disk whole or not at all.
 
 ::
 
@@ -7,8 +7,8 @@
     checkpoint/best-12/SHA256.safetensors       where `checkpoint.best` names a metric
 
 One is a directory that is written beside, synced and renamed. The file in it has its digest for
-a name, so that what a crash of the machine or an editor has left of it is not taken for whole.
-What clients keep is in it, which nobody else may read: directories are the owner's alone.
+a name, so that a file that a crash of the machine has cut off, or an editor has changed, is
+recognised. Clients' state is in it, which nobody else may read: directories are the owner's alone.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from flwr.app import ConfigRecord
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
@@ -34,6 +37,11 @@ from fedsim import regular_files
 from fedsim.config import Scalar
 from fedsim.errors import FedsimError
 from fedsim.federation.state_tree import Tree, join_tree, split_tree
+from fedsim.rows.exchange import KEEP_SINCE
+from fedsim.runs.callbacks import Judge
+from fedsim.runs.directory import RunDirectory
+from fedsim.runs.metrics import Row
+from fedsim.runs.resolve import Resolved
 
 _log = logging.getLogger("fedsim")
 
@@ -42,6 +50,94 @@ _KEEP: Mapping[Name, int] = {"round": 2, "best": 1}
 _STATE = "state"
 _DRAFT = ".draft-"
 _SUFFIX = ".safetensors"
+
+FORMAT = 1
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Of the packages whose arithmetic a run's bytes depend on."""
+    return {"torch": torch.__version__} | {
+        name: importlib.metadata.version(name) for name in ("numpy", "flwr")
+    }
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a run has reached after a round; whoever has it needs nothing else to go on.
+
+    Its parts are given by `state` and taken by `restore` of those whose they are; how independent
+    noise and fedsim's own cohorts are drawn is a function of seed, release digest and round, and
+    has no state.
+
+    Attributes
+    ----------
+    round : int
+        The last one whose release was made.
+    parameters : mapping of name to Tensor
+        Reached after it: the run's arrays.
+    strategy : Tree
+        Of `DPFedAvg`: sampler, mechanism and noise, server optimiser, means of the clients' state,
+        failures, budget.
+    clients : mapping of name to Tensor
+        What clients keep: `BlockTrainer.state`.
+    ledger_head : str
+        Hash of the ledger's last line; a ledger that goes on from it has it among its heads.
+    ledger_length : int
+        Lines.
+    metrics_length : int
+        Rows of metrics.csv up to and with this round's.
+    metrics_code : str
+        HMAC of the rows before it, under the run's key; empty in checkpoints of older versions.
+    row : mapping of str to number
+        This round's, which may not have been written yet.
+    config : mapping of str to scalar
+        The resolved config, flat: what a resumed run is held against.
+    client_ledgers : mapping of client id to mapping
+        `Ledger.state` of those that protect their examples, where their ledgers are at hand.
+    callbacks : Tree
+        Of those that keep anything, by their places; and why one of them has stopped the run.
+    versions : mapping of str to str
+        Of the packages that arithmetic depends on.
+    """
+
+    round: int
+    parameters: Mapping[str, Tensor]
+    strategy: Tree
+    clients: Mapping[str, Tensor]
+    ledger_head: str
+    ledger_length: int
+    metrics_length: int
+    row: Mapping[str, float | int]
+    config: Mapping[str, Scalar]
+    metrics_code: str = ""
+    client_ledgers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    callbacks: Tree = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=versions)
+
+    def parted(self) -> tuple[dict[str, Tensor], str]:
+        """Its tensors, by names of their own, and JSON for the rest."""
+        values = {state_field.name: getattr(self, state_field.name) for state_field in fields(self)}
+        return split_tree({"format": FORMAT, **values})
+
+    @classmethod
+    def joined(cls, tensors: Mapping[str, Tensor], text: str) -> RunState:
+        """What `split_tree` took apart.
+
+        Raises
+        ------
+        ValueError
+            If it was written by a version whose format is another.
+        """
+        tree = join_tree(tensors, text)
+        if (written := tree.pop("format", None)) != FORMAT:
+            raise ValueError(f"the run's state has format {written}; this version reads {FORMAT}.")
+        # Checkpoints of older versions know nothing of these.
+        tree.setdefault("client_ledgers", {})
+        tree.setdefault("metrics_code", "")
+        if tree.keys() != {part.name for part in fields(cls)}:
+            raise ValueError("the run's state lacks something, or has what this version does not.")
+        return cls(**tree)
 
 
 class Checkpoints:
@@ -158,90 +254,101 @@ def _write_synced(path: Path, content: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-FORMAT = 1
+class Checkpointing:
+    """Saves a session's state when that is due, in a thread: rounds do not wait for the disk.
 
-
-@cache
-def versions() -> dict[str, str]:
-    """Of the packages whose arithmetic a run's bytes depend on."""
-    return {"torch": torch.__version__} | {
-        name: importlib.metadata.version(name) for name in ("numpy", "flwr")
-    }
-
-
-@dataclass(frozen=True)
-class RunState:
-    """What a run has reached after a round; whoever has it needs nothing else to go on.
-
-    Its parts are given by `state` and taken by `restore` of those whose they are; how independent
-    noise and fedsim's own cohorts are drawn is a function of seed, release digest and round, and
-    has no state.
+    Parameters
+    ----------
+    resolved : Resolved
+    directory : RunDirectory
+    state : callable
+        Gives the state to save.
+    done : int
+        The round after which the run begins or is resumed.
 
     Attributes
     ----------
-    round : int
-        The last one whose release was made.
-    parameters : mapping of name to Tensor
-        Reached after it: the run's arrays.
-    strategy : Tree
-        Of `DPFedAvg`: sampler, mechanism and noise, server optimiser, means of the clients' state,
-        failures, budget.
-    clients : mapping of name to Tensor
-        What clients keep: `BlockTrainer.state`.
-    ledger_head : str
-        Hash of the ledger's last line; a ledger that goes on from it has it among its heads.
-    ledger_length : int
-        Lines.
-    metrics_length : int
-        Rows of metrics.csv up to and with this round's.
-    metrics_code : str
-        HMAC of the rows before it, under the run's key; empty in checkpoints of older versions.
-    row : mapping of str to number
-        This round's, which may not have been written yet.
-    config : mapping of str to scalar
-        The resolved config, flat: what a resumed run is held against.
-    client_ledgers : mapping of client id to mapping
-        `Ledger.state` of those that protect their examples, where their ledgers are at hand.
-    callbacks : Tree
-        Of those that keep anything, by their places; and why one of them has stopped the run.
-    versions : mapping of str to str
-        Of the packages that arithmetic depends on.
+    train_config : ConfigRecord or None
+        Sent to clients in each round, where they keep state of their own: since which round they
+        must keep it, because the run may be resumed from there.
     """
 
-    round: int
-    parameters: Mapping[str, Tensor]
-    strategy: Tree
-    clients: Mapping[str, Tensor]
-    ledger_head: str
-    ledger_length: int
-    metrics_length: int
-    row: Mapping[str, float | int]
-    config: Mapping[str, Scalar]
-    metrics_code: str = ""
-    client_ledgers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    callbacks: Tree = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=versions)
+    def __init__(
+        self, resolved: Resolved, directory: RunDirectory, state: Callable[[], RunState], done: int
+    ) -> None:
+        self._state = state
+        self._settings = resolved.config.checkpoint
+        self._checkpoints = Checkpoints(directory.checkpoint)
+        self._metrics = directory.metrics_file
+        self._best: float | None = None
+        self._judge: Judge | None = None
+        if self._settings.best:
+            self._judge = Judge.of(resolved, "checkpoint.best", self._settings.best)
+            best = self._checkpoints.best()
+            self._best = None if best is None else best.row.get(self._settings.best)
+        self._saved = done
+        self._since = time.monotonic()
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: list[Future[None]] = []
+        self.train_config: ConfigRecord | None = None
+        if self._settings.every and resolved.config.client.state == "client":
+            self.train_config = ConfigRecord()
+            self._set_keep_since()
 
-    def parted(self) -> tuple[dict[str, Tensor], str]:
-        """Its tensors, by names of their own, and JSON for the rest."""
-        values = {state_field.name: getattr(self, state_field.name) for state_field in fields(self)}
-        return split_tree({"format": FORMAT, **values})
-
-    @classmethod
-    def joined(cls, tensors: Mapping[str, Tensor], text: str) -> RunState:
-        """What `split_tree` took apart.
+    def on_round(self, row: Row) -> None:
+        """Save the round if a checkpoint is due, then write its row to metrics.csv.
 
         Raises
         ------
-        ValueError
-            If it was written by a version whose format is another.
+        OSError
+            If that cannot be done, or an earlier save has failed.
         """
-        tree = join_tree(tensors, text)
-        if (written := tree.pop("format", None)) != FORMAT:
-            raise ValueError(f"the run's state has format {written}; this version reads {FORMAT}.")
-        # Checkpoints of older versions know nothing of these.
-        tree.setdefault("client_ledgers", {})
-        tree.setdefault("metrics_code", "")
-        if tree.keys() != {part.name for part in fields(cls)}:
-            raise ValueError("the run's state lacks something, or has what this version does not.")
-        return cls(**tree)
+        while self._pending and self._pending[0].done():
+            self._pending.pop(0).result()
+        number = int(row["round"])
+        tasks: list[Callable[[], None]] = []
+        if self._settings.every and number:
+            if self._judge is not None and self._judge.improves(row, self._best):
+                self._best = row[self._judge.metric]
+                tasks.append(self._checkpoints.writing(self._state(), "best"))
+            waited = time.monotonic() - self._since
+            if number % self._settings.every == 0 or 0 < self._settings.seconds <= waited:
+                tasks.append(self._checkpoints.writing(self._state()))
+                self._saved, self._since = number, time.monotonic()
+                self._set_keep_since()
+        if tasks:
+            # A checkpoint counts on the rows before it.
+            tasks.insert(0, self._metrics.sync)
+        tasks.append(partial(self._metrics.append, row))
+        if len(tasks) > 1 or self._pending:
+            self._pending.append(self._thread.submit(_call_all, tasks))
+        else:
+            tasks[0]()
+
+    def save(self, done: int) -> None:
+        """Save the last round, unless it is saved already."""
+        self.wait()
+        if self._settings.every and done != self._saved:
+            self._metrics.sync()
+            self._checkpoints.save(self._state())
+            self._saved = done
+
+    def wait(self) -> None:
+        """Wait until every save is on the disk.
+
+        Raises
+        ------
+        OSError
+            If one has failed.
+        """
+        while self._pending:
+            self._pending.pop(0).result()
+
+    def _set_keep_since(self) -> None:
+        if self.train_config is not None:
+            self.train_config[KEEP_SINCE] = min(self._checkpoints.rounds(), default=0)
+
+
+def _call_all(tasks: Sequence[Callable[[], None]]) -> None:
+    for task in tasks:
+        task()

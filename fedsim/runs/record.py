@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from fedsim import regular_files
 from fedsim.config import Scalar
@@ -20,11 +18,13 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers, Entry, Ledger, Statement, claimed
 from fedsim.privacy.claims import FIXED
 from fedsim.privacy.durable import archived
+from fedsim.runs.metrics import MetricsFile, Row
 from fedsim.runs.run_lock import is_marked
 
-Row = Mapping[str, float]
-
 SUMMARY_FORMAT = 1
+
+Ended = Literal["finished", "budget", "stopped", "interrupted", "dropped", "failed"]
+"""How a run has ended; 'dropped' is by a sweep's halving."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class RunRecord:
         return cls(
             path=path,
             config=config,
-            rows=read_metrics(path / "metrics.csv"),
+            rows=MetricsFile(path / "metrics.csv").rows(),
             statements=statements,
             summary=_read_summary(path / "summary.json"),
             released=released,
@@ -145,27 +145,6 @@ def read_all(paths: Sequence[Path]) -> list[RunRecord]:
     return [RunRecord.read(run, ledgers=False) for run in dict.fromkeys(runs.values())]
 
 
-def read_metrics(path: Path) -> list[Row]:
-    """Rows of a metrics.csv as numbers; none where there is no such file.
-
-    Raises
-    ------
-    FedsimError
-        If something in it is no number.
-    """
-    try:
-        text = regular_files.read_text(path)
-        whole = text[: text.rfind("\n") + 1]  # the last line may still be written
-        return [
-            {key: float(number) for key, number in row.items() if key and number}
-            for row in csv.DictReader(io.StringIO(whole, newline=""))
-        ]
-    except FileNotFoundError:
-        return []
-    except (ValueError, TypeError, csv.Error) as error:
-        raise FedsimError(f"{path} is damaged ({error}); it must hold numbers.") from None
-
-
 def clients_ledgers(run: Path, config: Mapping[str, Scalar]) -> Path | None:
     """Where a run's clients keep their ledgers, if that is on this machine."""
     kept = config.get("client.state-dir")
@@ -217,11 +196,11 @@ def _read_summary(path: Path) -> dict[str, Any]:
     return dict(summary)
 
 
-def ending(path: Path) -> tuple[str, str]:
+def ending(path: Path) -> tuple[Ended, str]:
     """How the run in a directory has ended, and a sentence if that was early."""
     try:
-        told = json.loads(regular_files.read_text(path / "done"))
-        return str(told["ended"]), str(told["why"])
+        written = json.loads(regular_files.read_text(path / "done"))
+        return cast(Ended, str(written["ended"])), str(written["why"])
     except (OSError, ValueError, KeyError, TypeError):
         return "interrupted", "The run has not come to its end."
 

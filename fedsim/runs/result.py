@@ -11,10 +11,11 @@ from flwr.app import ArrayRecord
 
 from fedsim.config import RunConfig
 from fedsim.config.plan import stopping, with_config_figures
+from fedsim.lazy import function
 from fedsim.privacy import ClientLedgers, Ledger, Statement, claimed
-from fedsim.runs.columns import brief, display_name, is_share
-from fedsim.runs.directory import Ended, Row, RunDirectory
-from fedsim.runs.wings import wing
+from fedsim.runs.directory import RunDirectory
+from fedsim.runs.metrics import Row, brief, display_name, is_share
+from fedsim.runs.record import Ended
 
 
 class RanElsewhere(Exception):  # noqa: N818 - a run that succeeded is no error
@@ -95,7 +96,7 @@ class RunResult:
         cells |= self._facts()
         if self.directory is not None:
             cells["directory"] = self.directory.path
-        table: str = wing("facts table")(cells)
+        table: str = function("fedsim.reports.page:facts_table")(cells)
         return table
 
     @property

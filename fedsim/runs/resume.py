@@ -12,10 +12,11 @@ from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.privacy.claims import FIXED
-from fedsim.runs.checkpoints import RunState
+from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.local_training import ledger_dir
 from fedsim.runs.object_overrides import ObjectOverrides
+from fedsim.runs.record import ending
 from fedsim.runs.resolve import Resolved, calibrated
 from fedsim.settings import shown
 
@@ -41,9 +42,10 @@ def resumed_config(
     FedsimError
         Naming the key, if the run has released, or would release, something else with it.
     """
-    state = directory.checkpoints.newest()
+    state = Checkpoints(directory.checkpoint).newest()
     if state is not None:
-        directory.rows_before(state)  # refused before anything is changed
+        # Damaged rows are refused before anything is changed.
+        directory.metrics_file.rows_before(state.metrics_length, state.metrics_code)
     began = _began_with(directory, state)
     wanted = _resolved(config, began, overrides)
     keys = dict.fromkeys([*wanted, *began])
@@ -61,7 +63,7 @@ def resumed_config(
             f"rounds = {resumed.rounds}; it must be at least {state.round}, which the run in "
             f"{directory.path} has gone through."
         )
-    if stopping(began, ended=directory.ending()[0]) != FIXED:
+    if stopping(began, ended=ending(directory.path)[0]) != FIXED:
         _refuse_lowered(began, wanted, directory.path)
     _refuse_undeclared(began, wanted, resumed)
     kept = resumed.client.private or resumed.client.state == "client"

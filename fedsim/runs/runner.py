@@ -1,23 +1,26 @@
-"""`fedsim.run`: one config, on the engine that it names."""
+"""`fedsim.run`: resolve and check a config, take its directory, and drive its rounds."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from flwr.serverapp import Grid
 
+from fedsim.closing import end_on_signal
 from fedsim.config import RunConfig
 from fedsim.datasets import dataset_of
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.process import settled
 from fedsim.federation.engines.schedule import helpful_workers
+from fedsim.lazy import function
 from fedsim.privacy.durable import archive
 from fedsim.runs.callbacks import Callback, Callbacks
+from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.local_training import state_dir
 from fedsim.runs.object_overrides import ObjectOverrides
@@ -25,9 +28,10 @@ from fedsim.runs.preflight import check, check_past, warnings
 from fedsim.runs.resolve import Resolved, resolve
 from fedsim.runs.result import RunResult
 from fedsim.runs.resume import move_client_ledgers, refuse_other_objects, resumed_config
-from fedsim.runs.session import YOURS, drive
-from fedsim.runs.wings import wing
+from fedsim.runs.session import YOURS, Session
+from fedsim.runs.summary import leave_report
 from fedsim.settings import shown
+from fedsim.strategies import RunFailedError, run_to_end
 from fedsim.training.workload import local_multiplications
 
 if TYPE_CHECKING:
@@ -65,25 +69,25 @@ def run(
     out : path, optional
         Directory for the artefacts; without one nothing is written.
     overwrite : bool
-        Whether ``out`` may replace a run that is there.
+        Whether ``out`` may hold a run, which is then replaced; its ledgers are archived and count.
     resume : bool
-        Whether to go on with the run that is in ``out``, from its last checkpoint; without one
-        there, or without a run, it starts anew. Only keys that cannot affect a release may differ
-        from that run's.
+        Whether to resume the run that is in ``out`` from its last checkpoint, or from its start if
+        it has none; without a run there a new one starts. Only keys that cannot affect a release
+        may differ from that run's.
     callbacks : iterable of Callback
         Called in this process, on every engine.
     model, data, partition : nn.Module, Dataset, Partition, optional
-        In the place of what the config's tables name, on the engines 'local' and 'ray'. The run's
-        config.toml then needs them to say the same run again. ``data`` may be a dict of arrays or a
-        pair of (x, y) or torch data sets, too; see `fedsim.datasets.dataset_of`.
+        Used instead of what the config's tables name, on the engines 'local' and 'ray'. The run's
+        config.toml then reproduces the run only with them. ``data`` may be a dict of arrays or a
+        pair of (x, y) or torch data sets, too; `fedsim.datasets.dataset_of` converts them.
     strategy : Strategy, optional
-        A strategy of Flower's that refines the mean (`FedAdam`, `FedAvgM`, ...), in the place of
-        what [server] says; on the same engines. Who takes part, bounds and noise stay the config's.
+        A strategy of Flower's that refines the mean (`FedAdam`, `FedAvgM`, ...), used instead of
+        [server]; on the same engines. Cohorts, bounds and noise stay the config's.
 
     Raises
     ------
     FedsimError
-        For anything in the config that cannot be, before anything is written.
+        If the config cannot be run, before anything is written.
     RunFailedError
         If too many rounds in a row of a run without privacy had no usable reply.
     RanElsewhere
@@ -104,38 +108,18 @@ def run(
         )
     config = config if engine is None else config.replace(**{"engine.name": engine})
     callbacks = _checked(callbacks)
-    made = None if data is None else dataset_of(data)
-    overrides = ObjectOverrides(model, made, partition, strategy)
+    dataset = None if data is None else dataset_of(data)
+    overrides = ObjectOverrides(model, dataset, partition, strategy)
     directory = None if out is None else RunDirectory(out)
     if resume and config.engine.federation:
         config = config.replace(**{"checkpoint.resume": True})
     resume = resume and directory is not None and directory.holds_run()
-    if directory is not None:
-        if resume:
-            config = resumed_config(config, directory, overrides)
-        if _needs_state_dir(config):
-            config = config.replace(**{"client.state-dir": str(directory.clients.absolute())})
-    if overrides.digest() and config.engine.name not in ("local", "ray"):
-        raise FedsimError(
-            f"engine.name = '{config.engine.name}'; with model=, data=, partition= or strategy= "
-            "it must be 'local' or 'ray': other processes know a run by its config alone."
-        )
-    resolved = resolve(config, overrides, None if directory is None else directory.path)
-    check(resolved)
-    if directory is not None and not resume:
-        # After the config: a mistake in it is not hidden by a directory that is taken.
-        directory.check_free(overwrite)
-        check_past(resolved, directory)
-    elif directory is not None:
-        refuse_other_objects(directory, resolved)
-    for warning in warnings(resolved, directory):
-        _log.warning("%s", warning)
+    resolved = _prepared(config, overrides, directory, overwrite=overwrite, resume=resume)
     with ExitStack() as stack:
-        grid: Grid | None = None
-        if config.engine.name == "local":
-            grid = stack.enter_context(_local(resolved))
-        elif config.engine.name == "ray":
-            grid = stack.enter_context(_ray(resolved))
+        # Before the directory is claimed: workers that cannot start leave nothing behind.
+        grid = _grid(resolved)
+        if grid is not None:
+            stack.enter_context(grid)
         if directory is not None:
             text = _written(resolved.config, directory).to_toml()
             if resume:
@@ -144,10 +128,95 @@ def run(
             else:
                 stack.enter_context(directory.claim(text, overwrite=overwrite))
         if not resume:
-            _begin_anew(resolved.config)
-        if grid is None:
-            return _launch(resolved, directory, callbacks)
-        return drive(resolved, grid, directory, {YOURS: Callbacks.numbered(callbacks)})
+            _archive_client_state(resolved.config)
+        if grid is not None:
+            return drive(resolved, grid, directory, {YOURS: Callbacks.numbered(callbacks)})
+        launch = FLOWER_RUNTIMES[resolved.config.engine.name]
+        result: RunResult = function(launch)(resolved, directory and directory.path, callbacks)
+        return result
+
+
+FLOWER_RUNTIMES = {
+    "simulation": "fedsim.deploy.launch:run_simulation",
+    "deployment": "fedsim.deploy.launch:run_deployment",
+}
+"""The engines on which a ServerApp in another process drives the run, and what starts them."""
+
+
+def _prepared(
+    config: RunConfig,
+    overrides: ObjectOverrides,
+    directory: RunDirectory | None,
+    *,
+    overwrite: bool,
+    resume: bool,
+) -> Resolved:
+    """Resolve a config, and check it and its directory; nothing is written yet."""
+    if directory is not None:
+        if resume:
+            config = resumed_config(config, directory, overrides)
+        if _needs_state_dir(config):
+            config = config.replace(**{"client.state-dir": str(directory.clients.absolute())})
+    if overrides.digest() and config.engine.name in FLOWER_RUNTIMES:
+        raise FedsimError(
+            f"engine.name = '{config.engine.name}'; with model=, data=, partition= or strategy= "
+            "it must be 'local' or 'ray': other processes know a run by its config alone."
+        )
+    resolved = resolve(config, overrides, None if directory is None else directory.path)
+    check(resolved)
+    # After the config: a mistake in it is not hidden by a directory that is taken.
+    if directory is not None and resume:
+        refuse_other_objects(directory, resolved)
+    elif directory is not None:
+        directory.check_free(overwrite)
+        check_past(resolved, directory)
+    for warning in warnings(resolved, directory):
+        _log.warning("%s", warning)
+    return resolved
+
+
+def drive(
+    resolved: Resolved,
+    grid: Grid,
+    directory: RunDirectory | None = None,
+    callbacks: Mapping[str, Callback] | None = None,
+    *,
+    asked_elsewhere: Callable[[], bool] = lambda: False,
+) -> RunResult:
+    """Run all rounds of a config on ``grid``; parameters as for `Session`.
+
+    Resumes from the last checkpoint in ``directory`` if there is one. The model reached so far is
+    saved whatever ends the run; Ctrl-C and SIGTERM end it after the round.
+
+    A run that is interrupted leaves no report and composes no statement: SIGTERM is usually
+    followed by SIGKILL a few seconds later.
+    """
+    checkpoints = None if directory is None else Checkpoints(directory.checkpoint)
+    state = None if checkpoints is None else checkpoints.newest()
+    session = Session(resolved, directory, callbacks, resume=state, asked_elsewhere=asked_elsewhere)
+    failure: RunFailedError | None = None
+    whole = False
+    with end_on_signal(session.end):
+        try:
+            try:
+                run_to_end(session.rounds(grid), grid, session.timeout(grid))
+                whole = True
+            except KeyboardInterrupt:
+                pass
+            except RunFailedError as error:
+                failure = error
+            finally:
+                session.finish(whole=whole)
+        except Exception as error:
+            if directory is not None and checkpoints is not None:
+                error.add_note(directory.remains(checkpoints.rounds()))
+            raise
+    result = session.result(interrupted=not whole)
+    if result.ended != "interrupted" or failure is not None:
+        leave_report(resolved, session.evaluation, result, str(failure or ""))
+    if failure is not None:
+        raise failure
+    return result
 
 
 def _checked(callbacks: Iterable[Callback]) -> list[Callback]:
@@ -161,16 +230,17 @@ def _checked(callbacks: Iterable[Callback]) -> list[Callback]:
     return callbacks
 
 
-def _begin_anew(config: RunConfig) -> None:
-    """Put away what clients of an earlier run of this name keep: this run is not its sequel.
+def _archive_client_state(config: RunConfig) -> None:
+    """Archive the state that clients keep of an earlier run of this name: this is another run.
 
-    Their ledgers stand beside, and count on. On nodes elsewhere only who runs them can do so.
+    Their ledgers stand beside it and still count. On nodes elsewhere only their operators can do
+    so.
     """
-    kept = state_dir(config)
-    if kept is None or config.engine.federation or not kept.is_dir():
+    directory = state_dir(config)
+    if directory is None or config.engine.federation or not directory.is_dir():
         return
-    put_away = archive(kept)
-    _log.info("what clients of an earlier run '%s' kept is now in %s.", kept.name, put_away)
+    place = archive(directory)
+    _log.info("the clients' state of an earlier run '%s' is now in %s.", directory.name, place)
 
 
 def _needs_state_dir(config: RunConfig) -> bool:
@@ -183,42 +253,33 @@ def _needs_state_dir(config: RunConfig) -> bool:
 
 
 def _written(config: RunConfig, directory: RunDirectory) -> RunConfig:
-    """What config.toml says: not where in this very directory clients keep what is theirs.
+    """The config of config.toml: without a ``client.state-dir`` in this very directory.
 
-    So that it says the same run in another place, and the directory can be moved.
+    Then it describes the same run in another place, and the directory can be moved.
     """
     if config.client.state_dir != str(directory.clients.absolute()):
         return config
     return config.replace(**{"client.state-dir": ""})
 
 
-def _local(resolved: Resolved) -> LocalGrid:
-    trainer = resolved.trainer
-    workers = resolved.config.engine.workers or helpful_workers(
+def _grid(resolved: Resolved) -> LocalGrid | RayGrid | None:
+    """The clients, where this process drives the run."""
+    engine, trainer = resolved.config.engine, resolved.trainer
+    if engine.name == "ray":
+        from fedsim.federation.engines.ray import RayGrid
+
+        return RayGrid(
+            trainer,
+            workers=engine.workers,
+            address=engine.address or None,
+            cpus_per_worker=engine.cpus_per_worker,
+            gpus_per_worker=engine.gpus_per_worker,
+        )
+    if engine.name != "local":
+        return None
+    workers = engine.workers or helpful_workers(
         local_multiplications(trainer.model, trainer.workload, trainer.layout.dtype),
         resolved.plan.sampler.expected_size,
         trainer.device,
     )
     return LocalGrid(trainer, workers=workers)
-
-
-def _ray(resolved: Resolved) -> RayGrid:
-    from fedsim.federation.engines.ray import RayGrid
-
-    engine = resolved.config.engine
-    return RayGrid(
-        resolved.trainer,
-        workers=engine.workers,
-        address=engine.address or None,
-        cpus_per_worker=engine.cpus_per_worker,
-        gpus_per_worker=engine.gpus_per_worker,
-    )
-
-
-def _launch(
-    resolved: Resolved, directory: RunDirectory | None, callbacks: Iterable[Callback]
-) -> RunResult:
-    """Run on one of Flower's runtimes, whose ServerApp drives and writes the artefacts."""
-    out = None if directory is None else directory.path
-    result: RunResult = wing(resolved.config.engine.name)(resolved, out, callbacks)
-    return result

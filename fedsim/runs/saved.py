@@ -24,7 +24,7 @@ from fedsim.errors import FedsimError
 from fedsim.models import load_weights, values_of
 from fedsim.privacy import Statement
 from fedsim.privacy.verification import model_metadata
-from fedsim.runs.checkpoints import RunState
+from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.data_split import (
     client_data,
     device_of,
@@ -83,7 +83,7 @@ def load(path: str | PathLike[str], *, best: bool = False) -> SavedRun:
 
 
 def _best(directory: RunDirectory) -> RunState:
-    state = directory.checkpoints.best()
+    state = Checkpoints(directory.checkpoint).best()
     if state is None:
         raise FedsimError(
             f"{directory.path} has kept no best round; a run keeps one with checkpoint.best."

@@ -1,4 +1,4 @@
-"""Drive one run on a grid and keep what it leaves: the same on every engine."""
+"""One run in progress, the same on every engine: its rounds, and what it writes after each."""
 
 from __future__ import annotations
 
@@ -14,31 +14,36 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from fedsim.closing import end_on_signal
 from fedsim.config.plan import entropy, stopping
+from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record, tensors
+from fedsim.federation.client_metrics import QUANTILES
 from fedsim.models import values_of
 from fedsim.privacy.manifest import LEDGER_KEY, private_key
-from fedsim.runs.callbacks import Callback, Callbacks, RunStatus
-from fedsim.runs.checkpointing import Checkpointing
-from fedsim.runs.checkpoints import RunState
-from fedsim.runs.directory import Ended, Row, RunDirectory, row_text
+from fedsim.runs.callbacks import Callback, Callbacks, EarlyStopping, Judge, RunStatus
+from fedsim.runs.checkpoints import Checkpointing, RunState
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.loggers import loggers
-from fedsim.runs.preflight import columns_of
+from fedsim.runs.metrics import Row, update_code
+from fedsim.runs.record import Ended
 from fedsim.runs.resolve import CentralEvaluation, Resolved, strategy_of
 from fedsim.runs.result import RunResult, statements
-from fedsim.runs.stopping import EarlyStopping, Judge
-from fedsim.runs.summary import leave_report, seal
-from fedsim.strategies import Rounds, RunFailedError, round_timeout, rounds_of, run_to_end
+from fedsim.strategies import (
+    DPFedAvg,
+    RoundReport,
+    Rounds,
+    round_timeout,
+    rounds_of,
+)
 
 YOURS = "yours"
-"""Name of the callbacks of whoever has started the run."""
+"""Name of the callbacks that the caller gave, in checkpoints."""
 
 _log = logging.getLogger("fedsim")
 
 
 class Session:
-    """One run in progress: its strategy, and what it writes as it goes.
+    """One run in progress: its strategy, and what it writes after each round.
 
     In a round the ledger's line comes first, then the release, the callbacks, the checkpoint where
     one is due, and the row of metrics.csv.
@@ -51,11 +56,11 @@ class Session:
     callbacks : mapping of str to Callback
         Beside those that the config asks for.
     resume : RunState, optional
-        From where to go on: what `state` gave after a round of the same run.
+        The state, of the same run, from which it is resumed.
     until : int, optional
-        The round after which it pauses, to go on another time; its last one if not given.
+        The round after which it pauses, to be resumed later; its last one if not given.
     asked_elsewhere : callable
-        Whether somebody in another process wants the run to end; asked after each round.
+        Whether another process has asked the run to end; called after each round.
     """
 
     def __init__(
@@ -69,59 +74,58 @@ class Session:
         asked_elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
         self.resolved = resolved
-        rounds = resolved.config.rounds
-        self._until = rounds if until is None else min(until, rounds)
+        config = resolved.config
+        self._until = config.rounds if until is None else min(until, config.rounds)
         self.strategy = strategy_of(resolved, directory.ledger if directory else None)
         self.evaluation = CentralEvaluation(resolved)
         self._arrays = resolved.initial_arrays
         self._rows: list[Row] = []
+        # Of all rows but the last: what a checkpoint, written before its own row, can count on.
+        self._rows_code = None if directory is None else directory.metrics_file.row_code()
         self._directory = directory
-        self._rows_code = None if directory is None else directory.rows_code()
         self._callbacks = Callbacks({**_of_config(resolved), **(callbacks or {})})
+        self._asked_to_end = False
+        self._asked_elsewhere = asked_elsewhere
         if self.strategy.protects:
             resolved.trainer.join(self.strategy.ledger.run)
         if resume is not None:
             self._restore(resume)
-        key = resolved.config.noise.ledger_key or os.environ.get(LEDGER_KEY, "")
+        key = config.noise.ledger_key or os.environ.get(LEDGER_KEY, "")
         if key:
             private_key(Path(key))  # refused now, and not once the run has ended
         self._columns = columns_of(resolved, self.strategy)
-        self._config = resolved.config.to_run_config()
-        if directory is not None:
-            directory.start_metrics(self._columns, self._rows)
+        self._config = config.to_run_config()
         self._checkpoints: Checkpointing | None = None
         if directory is not None:
+            directory.metrics_file.start(self._columns, self._rows)
             done = self.strategy.rounds_done
             self._checkpoints = Checkpointing(resolved, directory, self.state, done)
-        self._asked_to_end = False
-        self._asked_elsewhere = asked_elsewhere
         self._since = time.perf_counter()
 
     def _restore(self, state: RunState) -> None:
         if self._directory is not None:
-            before = {"head": state.ledger_head, "lines": state.ledger_length}
-            self.strategy.ledger.restore(before)
-            if self.resolved.client_ledgers is not None:
-                self.resolved.client_ledgers.restore(state.client_ledgers)
-        # Whether a budget still stops it is asked anew: it may have been raised.
+            ledger, client_ledgers = self.strategy.ledger, self.resolved.client_ledgers
+            ledger.restore({"head": state.ledger_head, "lines": state.ledger_length})
+            if client_ledgers is not None:
+                client_ledgers.restore(state.client_ledgers)
+        # Whether a budget still stops it is found again: the budget may have been raised.
         self.strategy.restore({**state.strategy, "stopped": None})
         self.resolved.trainer.keep(state.clients, state.round)
         self._arrays = array_record(state.parameters)
         self._rows = [state.row]
-        if self._directory is not None and self._rows_code is not None:
-            rows = self._directory.rows_before(state)
-            for row in rows:
-                self._rows_code.update(row_text(row))
-            if len(rows) < state.metrics_length - 1:
-                _log.warning(
-                    "%s has lost rows of rounds before %s.", self._directory.metrics, state.round
-                )
-            self._rows = [*rows, state.row]
         self._callbacks.restore(state.callbacks)
+        if self._directory is None:
+            return
+        file = self._directory.metrics_file
+        rows = file.rows_before(state.metrics_length, state.metrics_code)
+        if len(rows) < state.metrics_length - 1:
+            _log.warning("%s has lost rows of rounds before %s.", file.path, state.round)
+        self._rows_code = file.row_code(rows)
+        self._rows = [*rows, state.row]
 
     def state(self) -> RunState:
         """All that outlives the last round."""
-        ledger, of_clients = self.strategy.ledger, self.resolved.client_ledgers
+        ledger, client_ledgers = self.strategy.ledger, self.resolved.client_ledgers
         return RunState(
             round=self.strategy.rounds_done,
             parameters=tensors(self._reached),
@@ -133,16 +137,16 @@ class Session:
             metrics_code="" if self._rows_code is None else self._rows_code.hexdigest(),
             row=self._rows[-1] if self._rows else {},
             config=self._config,
-            client_ledgers={} if of_clients is None else of_clients.state(),
+            client_ledgers={} if client_ledgers is None else client_ledgers.state(),
             callbacks=self._callbacks.state(),
         )
 
     def end(self) -> None:
-        """Make the round that goes on the last one."""
+        """Let the current round be the last one."""
         self._asked_to_end = True
 
     def rounds(self, grid: Grid) -> Rounds:
-        """The run's rounds that are left, up to whoever sends their messages."""
+        """The rounds from here to the last one; the caller sends their messages."""
         self._callbacks.on_start(self.status())
         self._stop_if_asked()
         return rounds_of(
@@ -162,28 +166,29 @@ class Session:
 
     def finish(self, *, whole: bool) -> None:
         """Write the model reached so far and, after a ``whole`` round, a checkpoint."""
-        if self._checkpoints is not None and not whole:
-            with suppress(OSError):  # the run has ended for a reason of its own
-                self._checkpoints.wait()
-        if self._directory is not None:
-            # What is frozen is not in the run's arrays.
-            frozen = values_of(self.resolved.model)
-            ledger = self.strategy.ledger
-            # Nothing here varies with engine or time: equal runs have equal files.
-            about = {
-                "ledger-head": ledger.head,
-                "ledger-lines": len(ledger.heads),
-                "release": self.resolved.release,
-                "round": self.strategy.rounds_done,
-            }
-            self._directory.save_model(frozen | tensors(self._reached), about)
-        if self._checkpoints is not None and whole:
-            self._checkpoints.save(self.strategy.rounds_done)
-        if self._directory is not None and whole:
-            self._directory.finish(self.ended, self._why(self.ended))
-        if self._directory is not None:
-            seal(self._directory)
+        if self._directory is not None and self._checkpoints is not None:
+            if not whole:
+                with suppress(OSError):  # the run has ended for a reason of its own
+                    self._checkpoints.wait()
+            self._save_model(self._directory)
+            if whole:
+                self._checkpoints.save(self.strategy.rounds_done)
+                self._directory.finish(self.ended, self._why(self.ended))
+            self._directory.seal()
         self._callbacks.on_end(self.status(ended=self.ended if whole else None))
+
+    def _save_model(self, directory: RunDirectory) -> None:
+        # What is frozen is not in the run's arrays.
+        frozen = values_of(self.resolved.model)
+        ledger = self.strategy.ledger
+        # Nothing here varies with engine or time: equal runs have equal files.
+        about = {
+            "ledger-head": ledger.head,
+            "ledger-lines": len(ledger.heads),
+            "release": self.resolved.release,
+            "round": self.strategy.rounds_done,
+        }
+        directory.save_model(frozen | tensors(self._reached), about)
 
     def status(self, ended: Ended | None = None) -> RunStatus:
         """What callbacks see."""
@@ -202,20 +207,15 @@ class Session:
     def result(self, *, interrupted: bool = False) -> RunResult:
         """What the run has reached, and why it ended."""
         ended: Ended = "interrupted" if interrupted else self.ended
+        resolved, ledger = self.resolved, self.strategy.ledger
         return RunResult(
             metrics=self._rows,
             arrays=self._reached,
-            statements=partial(
-                statements,
-                self.resolved.config,
-                self.strategy.ledger,
-                self.resolved.client_ledgers,
-                ended,
-            ),
+            statements=partial(statements, resolved.config, ledger, resolved.client_ledgers, ended),
             ended=ended,
             why=self._why(ended),
             directory=self._directory,
-            notes=self.resolved.notes,
+            notes=resolved.notes,
         )
 
     @property
@@ -243,28 +243,18 @@ class Session:
         """Central evaluation; the initial model's makes row 0 at once."""
         metrics = self.evaluation(server_round, arrays)
         if server_round == 0 and metrics is not None:
-            self._take({"round": 0, **_numbers(metrics)})
+            self._finish_round({"round": 0, **_numbers(metrics)})
         return metrics
 
     def _on_round(self, server_round: int, result: Result) -> None:
         """Row of a finished round."""
-        report = self.strategy.report
         seconds = time.perf_counter() - self._since
         row: dict[str, float | int] = {"round": server_round}
         row |= _numbers(result.evaluate_metrics_serverapp.get(server_round))
         row |= _numbers(result.train_metrics_clientapp.get(server_round), "train-")
         row |= _numbers(result.evaluate_metrics_clientapp.get(server_round), "clients-")
-        end = stopping(self._config, server_round)
-        if self.strategy.private:
-            spent = self.strategy.ledger.as_of(server_round, self.resolved.release)
-            row["epsilon"] = end.epsilon(spent.accountant, spent.last_event, self.strategy.delta)
-        if self.resolved.client_ledgers is not None:
-            row["example-epsilon"] = self.resolved.client_ledgers.epsilon(
-                server_round, self.resolved.release, end
-            )
-        if row.keys() & {"epsilon", "example-epsilon"}:
-            row["simulated"] = int(entropy(self.resolved.config) == "config")
-        if report is not None:
+        row |= self._spent(server_round)
+        if (report := self.strategy.report) is not None:
             row |= report.row()
             row |= report.info
             if report.update_norm is not None:
@@ -274,22 +264,37 @@ class Session:
                 row["virtual-seconds"] = load.seconds
             row["clients-per-second"] = report.usable / seconds
         row["seconds"] = seconds
-        self._take(row)
+        self._finish_round(row)
 
-    def _take(self, row: Row) -> None:
+    def _spent(self, server_round: int) -> Row:
+        """The privacy spent so far: epsilon at each level, and whether noise follows the seed."""
+        row: dict[str, float | int] = {}
+        resolved, end = self.resolved, stopping(self._config, server_round)
+        if self.strategy.private:
+            spent = self.strategy.ledger.as_of(server_round, resolved.release)
+            row["epsilon"] = end.epsilon(spent.accountant, spent.last_event, self.strategy.delta)
+        if resolved.client_ledgers is not None:
+            row["example-epsilon"] = resolved.client_ledgers.epsilon(
+                server_round, resolved.release, end
+            )
+        if row:
+            row["simulated"] = int(entropy(resolved.config) == "config")
+        return row
+
+    def _finish_round(self, row: Row) -> None:
         # What clients report under names that the plan does not have is left out.
         row = {name: row[name] for name in self._columns if name in row}
         if self._rows and self._rows_code is not None:
-            self._rows_code.update(row_text(self._rows[-1]))
+            update_code(self._rows_code, self._rows[-1])
         self._rows.append(row)
         self._callbacks.on_round(self.status())
-        if self._checkpoints is not None and self._directory is not None:
-            self._checkpoints.on_round(row, partial(self._directory.add_row, row))
+        if self._checkpoints is not None:
+            self._checkpoints.on_round(row)
         self._stop_if_asked()
         self._since = time.perf_counter()
 
     def _stop_if_asked(self) -> None:
-        """Let no other round begin, if a callback or whoever has started the run says so."""
+        """Let no other round begin, if a callback, a signal or another process has asked."""
         self._asked_to_end |= self._asked_elsewhere()
         if self._callbacks.stopped is not None:
             self.strategy.stopped = self._callbacks.stopped
@@ -300,54 +305,11 @@ class Session:
 def _of_config(resolved: Resolved) -> dict[str, Callback]:
     """The callbacks that a config asks for."""
     stop = resolved.config.stop
-    asked: dict[str, Callback] = {}
+    chosen: dict[str, Callback] = {}
     if stop.metric:
         judge = Judge.of(resolved, "stop.metric", stop.metric)
-        asked["stop"] = EarlyStopping(judge, stop.patience)
-    return asked | loggers(resolved.config.log.to)
-
-
-def drive(
-    resolved: Resolved,
-    grid: Grid,
-    directory: RunDirectory | None = None,
-    callbacks: Mapping[str, Callback] | None = None,
-    *,
-    asked_elsewhere: Callable[[], bool] = lambda: False,
-) -> RunResult:
-    """Run all rounds of a config on ``grid``; parameters as for `Session`.
-
-    Goes on from the last checkpoint in ``directory`` if there is one. The model reached so far is
-    saved whatever ends the run; Ctrl-C and SIGTERM end it in good order.
-
-    A run that is interrupted leaves no report and composes no statement: whoever sends SIGTERM
-    sends SIGKILL soon after.
-    """
-    state = None if directory is None else directory.checkpoints.newest()
-    session = Session(resolved, directory, callbacks, resume=state, asked_elsewhere=asked_elsewhere)
-    failure: RunFailedError | None = None
-    whole = False
-    with end_on_signal(session.end):
-        try:
-            try:
-                run_to_end(session.rounds(grid), grid, session.timeout(grid))
-                whole = True
-            except KeyboardInterrupt:
-                pass
-            except RunFailedError as error:
-                failure = error
-            finally:
-                session.finish(whole=whole)
-        except Exception as error:
-            if directory is not None:
-                error.add_note(directory.remains())
-            raise
-    result = session.result(interrupted=not whole)
-    if result.ended != "interrupted" or failure is not None:
-        leave_report(resolved, session.evaluation, result, str(failure or ""))
-    if failure is not None:
-        raise failure
-    return result
+        chosen["stop"] = EarlyStopping(judge, stop.patience)
+    return chosen | loggers(resolved.config.log.to)
 
 
 def _numbers(record: MetricRecord | None, prefix: str = "") -> dict[str, float | int]:
@@ -356,3 +318,48 @@ def _numbers(record: MetricRecord | None, prefix: str = "") -> dict[str, float |
         for key, value in (record or {}).items()
         if isinstance(value, int | float)
     }
+
+
+def columns_of(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
+    """Every name that a row of this run's metrics may have, in order.
+
+    Raises
+    ------
+    FedsimError
+        If a metric of the user's has the name of another column.
+    """
+    config = resolved.config
+    evaluated = ("loss", *resolved.trainer.metrics)
+    columns = ["round"]
+    if config.evaluate.every:
+        splits = ["test", *(["validation"] if config.data.validation else [])]
+        columns += [f"{split}-{name}" for split in splits for name in evaluated]
+    if strategy.shows_clients:
+        columns += [f"train-{name}" for name in sorted(resolved.trainer.reported)]
+        if config.evaluate.clients_every:
+            columns.append("clients-num-examples")
+            columns += [
+                f"clients-{name}{suffix}"
+                for name in sorted(evaluated)
+                for suffix in ("", *(f"-{quantile}" for quantile in QUANTILES))
+            ]
+    if strategy.private:
+        columns.append("epsilon")
+    if resolved.client_ledgers is not None:
+        columns.append("example-epsilon")
+    if strategy.private or resolved.client_ledgers is not None:
+        # 1 where noise follows from the config's seed: what the epsilons then are.
+        columns.append("simulated")
+    columns += RoundReport.columns()
+    columns += [*strategy.mechanism.shown(resolved.trainer.layout), "update-norm"]
+    columns += ["bytes-down", "bytes-up"]
+    if resolved.devices.clocked:
+        columns.append("virtual-seconds")
+    columns += ["clients-per-second", "seconds"]
+    twice = [name for name in columns if columns.count(name) > 1]
+    if twice:
+        raise FedsimError(
+            f"'{twice[0]}' would be the name of two columns of metrics.csv; a metric of your own "
+            "(task.metrics, mechanism.private-scalar) must have another name."
+        )
+    return tuple(columns)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-import os
 import platform
 import resource
 import sys
@@ -24,21 +23,19 @@ from fedsim.config import RunConfig
 from fedsim.datasets import Dataset
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import tensors
-from fedsim.privacy.digest import Fingerprints
-from fedsim.privacy.manifest import LEDGER_KEY, Manifest, private_key, signature
+from fedsim.lazy import function
 from fedsim.privacy.verification import model_metadata
 from fedsim.runs.checkpoints import versions
-from fedsim.runs.directory import Ended, RunDirectory
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.record import (
     SUMMARY_FORMAT,
+    Ended,
     RunRecord,
-    clients_ledgers,
     last_release,
     read_config,
 )
 from fedsim.runs.resolve import CentralEvaluation, Resolved, resolve
 from fedsim.runs.result import RunResult
-from fedsim.runs.wings import wing
 from fedsim.training import Trainer
 from fedsim.version import VERSION
 
@@ -71,7 +68,7 @@ def leave_report(
             ended, why = "failed", f"It failed: {failure}"
         summary = summarise(resolved, evaluation, tensors(result.arrays), ended=ended, why=why)
         directory.save_summary(summary)
-        seal(directory)
+        directory.seal()
         statements = [result.privacy]
         if result.example_privacy not in (None, result.privacy):
             statements.append(result.example_privacy)
@@ -83,11 +80,16 @@ def leave_report(
             summary=summary,
             released=last_release(directory.path),
         )
-        directory.save_report(wing("page")(record))
+        directory.save_report(_page(record))
     except (OSError, FedsimError) as error:
         _log.error("the run is whole, but its report could not be written: %s", error)
     except Exception:
         _log.exception("the run is whole, but its report could not be made")
+
+
+def _page(record: RunRecord) -> str:
+    html: str = function("fedsim.reports.run_page:run_page")(record)
+    return html
 
 
 def record_ending(directory: RunDirectory, ended: Ended, why: str) -> None:
@@ -104,8 +106,8 @@ def record_ending(directory: RunDirectory, ended: Ended, why: str) -> None:
         told = {"format": SUMMARY_FORMAT, **record.summary, "ended": ended, "why": why}
         if told != record.summary:
             directory.save_summary(told)
-            seal(directory)
-            directory.save_report(wing("page")(replace(record, summary=told)))
+            directory.seal()
+            directory.save_report(_page(replace(record, summary=told)))
     except (OSError, FedsimError) as error:
         _log.error("%s is whole, but its report could not be written: %s", directory.path, error)
 
@@ -344,26 +346,3 @@ def _classes(y: npt.NDArray[np.int64], indices: Any, classes: int) -> dict[str, 
             "shares": np.stack([shares[c].mean(0) for c in columns], 1).round(4).tolist(),
         }
     return found
-
-
-def seal(directory: RunDirectory) -> None:
-    """Write the manifest of a run's files as they are now, and sign it where there is a key.
-
-    Whatever changes one of these files afterwards has to seal them again.
-
-    Parameters
-    ----------
-    directory : RunDirectory
-        Its config or `LEDGER_KEY` may name a key.
-
-    Raises
-    ------
-    FedsimError
-        If what should be the key is none.
-    """
-    config = read_config(directory.config)
-    clients = clients_ledgers(directory.path, config)
-    manifest = Manifest.of(directory.path, clients, Fingerprints(directory.path)).to_json()
-    key = str(config.get("noise.ledger-key") or os.environ.get(LEDGER_KEY, ""))
-    signed = signature(private_key(Path(key)), manifest.encode()) if key else ""
-    directory.save_manifest(manifest, signed)

@@ -42,7 +42,13 @@ def test_the_last_run_of_the_name_goes_on_in_its_directory(tmp_path: Path, monke
     serve(CONFIG.replace(rounds=2), 11)
     serve(CONFIG.replace(**{"checkpoint.resume": True}), 12)
     assert [path.name for path in tmp_path.iterdir()] == ["served-11"]
-    assert [row["round"] for row in RunDirectory(tmp_path / "served-11").rows()] == [0, 1, 2, 3, 4]
+    assert [row["round"] for row in RunDirectory(tmp_path / "served-11").metrics_file.rows()] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     serve(CONFIG, 13)
     whole, resumed = (RunDirectory(tmp_path / f"served-{run}") for run in (13, 11))
     assert resumed.model.read_bytes() == whole.model.read_bytes()

@@ -51,13 +51,13 @@ main()
 """
 SIGNAL_IN_ROUND = """
 import os, signal
-from fedsim.runs.directory import RunDirectory
-add_row = RunDirectory.add_row
+from fedsim.runs.metrics import MetricsFile
+append = MetricsFile.append
 def then_signal(self, row):
-    add_row(self, row)
+    append(self, row)
     if row["round"] == 2:
         os.kill(os.getpid(), signal.{signal})
-RunDirectory.add_row = then_signal
+MetricsFile.append = then_signal
 from fedsim.cli import main
 main()
 """
@@ -135,7 +135,7 @@ def test_a_limit_on_the_size_of_files_ends_a_run_with_what_is_kept(tmp_path: Pat
     assert done.returncode == 1
     assert done.stderr == (
         "fedsim: run/model.safetensors: File too large. run keeps metrics.csv, ledger.jsonl, "
-        "fingerprint.key; `fedsim run run --resume` goes on from its first round.\n"
+        "fingerprint.key; `fedsim run run --resume` resumes it from its first round.\n"
     )
 
 

@@ -24,6 +24,7 @@ import fedsim
 from fedsim.cli import main
 from fedsim.config import RunConfig
 from fedsim.runs.directory import RunDirectory
+from fedsim.runs.metrics import MetricsFile
 
 TOML = """
 name = "small"
@@ -258,21 +259,25 @@ def test_the_directory_of_the_users_own_files_stays_as_it_is(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
-@pytest.mark.parametrize("method", ["start_metrics", "add_row", "save_model"])
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(MetricsFile, "start"), (MetricsFile, "append"), (RunDirectory, "save_model")],
+)
 def test_a_disk_that_fails_in_mid_run(
     code: int,
+    owner: type,
     method: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     failing = Mock(side_effect=OSError(code, os.strerror(code), "runs/small/some.file"))
-    monkeypatch.setattr(RunDirectory, method, failing)
+    monkeypatch.setattr(owner, method, failing)
     assert status("run", "c.toml") == 1
     told = capsys.readouterr().err
     assert told.startswith(f"fedsim: runs/small/some.file: {os.strerror(code)}.")
     if method == "save_model":  # rounds were made before
         assert "runs/small keeps metrics.csv" in told
-        assert "`fedsim run runs/small --resume` goes on from its first round.\n" in told
+        assert "`fedsim run runs/small --resume` resumes it from its first round.\n" in told
     assert told.count("\n") == 1
 
 
@@ -293,14 +298,14 @@ def test_a_disk_that_is_full_when_the_report_is_written(
 def test_a_directory_that_is_removed_in_mid_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    add_row = RunDirectory.add_row
+    append = MetricsFile.append
 
-    def then_remove(directory: RunDirectory, row: Any) -> None:
-        add_row(directory, row)
+    def then_remove(file: MetricsFile, row: Any) -> None:
+        append(file, row)
         if row["round"] == 1:
-            shutil.rmtree(directory.path)
+            shutil.rmtree(file.path.parent)
 
-    monkeypatch.setattr(RunDirectory, "add_row", then_remove)
+    monkeypatch.setattr(MetricsFile, "append", then_remove)
     assert status("run", "c.toml", "-q") == 1
     assert capsys.readouterr().err == (
         "fedsim: runs/small/model.safetensors: No such file or directory. "

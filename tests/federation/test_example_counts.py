@@ -14,7 +14,7 @@ from fedsim.federation.arrays import array_record, tensors
 from fedsim.federation.engines.client_app import client_app
 from fedsim.mechanisms import NoPrivacy
 from fedsim.runs.resolve import resolve, strategy_of
-from fedsim.runs.session import drive
+from fedsim.runs.runner import drive
 from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData
 

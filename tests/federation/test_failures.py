@@ -20,7 +20,7 @@ from fedsim.federation.arrays import array_record, tensors
 from fedsim.mechanisms import Clipping, NoPrivacy
 from fedsim.rows.block import Block, Ids
 from fedsim.runs.resolve import resolve
-from fedsim.runs.session import drive
+from fedsim.runs.runner import drive
 from fedsim.strategies import DPFedAvg, RunFailedError
 
 EVERYBODY = tuple(range(40))

@@ -29,13 +29,13 @@ CONFIG = RunConfig.parse(
 )
 KILLED = """
 import os, signal, sys
-from fedsim.runs.directory import RunDirectory
-add_row = RunDirectory.add_row
+from fedsim.runs.metrics import MetricsFile
+append = MetricsFile.append
 def then_die(self, row):
     if row["round"] == 4:
         os.kill(os.getpid(), signal.SIGKILL)
-    add_row(self, row)
-RunDirectory.add_row = then_die
+    append(self, row)
+MetricsFile.append = then_die
 from fedsim.cli import main
 main()
 """
@@ -54,6 +54,6 @@ def test_a_run_that_was_killed_locally_goes_on_upon_another_engine(engine, tmp_p
     fedsim.run(CONFIG, out=tmp_path / "whole")
     resumed, whole = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "whole")
     assert resumed.model.read_bytes() == whole.model.read_bytes()
-    assert [row["epsilon"] for row in resumed.rows()[1:]] == (
-        [row["epsilon"] for row in whole.rows()[1:]]
+    assert [row["epsilon"] for row in resumed.metrics_file.rows()[1:]] == (
+        [row["epsilon"] for row in whole.metrics_file.rows()[1:]]
     )

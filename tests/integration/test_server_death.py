@@ -98,7 +98,7 @@ def test_a_run_whose_server_died_goes_on_by_one_command_to_the_same_bytes(
 
     def rows() -> int:
         files = list(federation.runs.glob("served-*/metrics.csv"))
-        return len(RunDirectory(files[0].parent).rows()) if files else 0
+        return len(RunDirectory(files[0].parent).metrics_file.rows()) if files else 0
 
     first = server()
     keys = [federation.public_key(node) for node in range(NODES)]
@@ -126,6 +126,6 @@ def test_a_run_whose_server_died_goes_on_by_one_command_to_the_same_bytes(
     assert left.model.read_bytes() == whole.model.read_bytes()
     ledgers = [Ledger.read(run.ledger, delta=1e-5) for run in (left, whole)]
     assert ledgers[0].heads[-1] == ledgers[1].heads[-1]
-    assert [row["epsilon"] for row in left.rows()[1:]] == [
-        row["epsilon"] for row in whole.rows()[1:]
+    assert [row["epsilon"] for row in left.metrics_file.rows()[1:]] == [
+        row["epsilon"] for row in whole.metrics_file.rows()[1:]
     ]

@@ -22,8 +22,8 @@ from fedsim.reports.charts import Line, Lines, PageTable, release_curves, thinne
 from fedsim.reports.page import facts_table, render, write
 from fedsim.reports.run_page import OPERATORS_FACTS, run_page
 from fedsim.runs.callbacks import Callback
-from fedsim.runs.columns import OPERATORS, QUANTILES, learning_columns
-from fedsim.runs.record import RunRecord, read_metrics
+from fedsim.runs.metrics import OPERATORS, QUANTILES, MetricsFile, learning_columns
+from fedsim.runs.record import RunRecord
 from fedsim.runs.summary import whole_record
 from fedsim.runs.sweep import members, run_sweep
 from fedsim.strategies import RoundReport, RunFailedError
@@ -155,7 +155,7 @@ def test_the_confusion_matrix_counts_every_test_example(private_run: Path) -> No
     assert test["kind"] == "classes"
     assert sum(map(sum, test["counts"])) == 360
     right = sum(row[i] for i, row in enumerate(test["counts"])) / 360
-    accuracy = read_metrics(private_run / "metrics.csv")[-1]["test-accuracy"]
+    accuracy = MetricsFile(private_run / "metrics.csv").rows()[-1]["test-accuracy"]
     assert right == pytest.approx(accuracy)
 
 
@@ -304,7 +304,7 @@ def test_thinning_keeps_ends_and_extremes() -> None:
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     path.write_text("round,test-loss\n0,2.5\n1,2.")
-    assert read_metrics(path) == [{"round": 0.0, "test-loss": 2.5}]
+    assert MetricsFile(path).rows() == [{"round": 0.0, "test-loss": 2.5}]
 
 
 def test_a_config_of_another_version_is_shown_as_it_is(tmp_path: Path) -> None:

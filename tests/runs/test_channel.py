@@ -9,9 +9,12 @@ from fedsim.engines import LocalGrid
 from fedsim.federation.arrays import tensors
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.channel import CHANNEL, CallbackServer, DistantCallback, distant_callback
+from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.directory import RunDirectory
+from fedsim.runs.record import ending
 from fedsim.runs.resolve import resolve
-from fedsim.runs.session import YOURS, drive
+from fedsim.runs.runner import drive
+from fedsim.runs.session import YOURS
 
 CONFIG = RunConfig.parse(
     {"rounds": 4, "partition": {"clients": 4, "max-examples": 40}, "engine": {"device": "cpu"}}
@@ -78,8 +81,8 @@ def test_a_run_that_is_asked_to_end_elsewhere_keeps_its_last_round(tmp_path):
             asked_elsewhere=lambda: distant.asked_to_end,
         )
     assert (result.ended, result.metrics[-1]["round"]) == ("interrupted", 2)
-    assert directory.checkpoints.rounds() == [2]
-    assert directory.ending()[0] == "interrupted"
+    assert Checkpoints(directory.checkpoint).rounds() == [2]
+    assert ending(directory.path)[0] == "interrupted"
 
 
 def test_a_run_that_nobody_watches_asks_nobody(monkeypatch):

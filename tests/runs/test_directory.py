@@ -30,7 +30,7 @@ def old_run(path: Path) -> RunDirectory:
     with directory.claim("seed = 1\n"):
         for file in (directory.ledger, directory.report, directory.done):
             file.write_text("old")
-        directory.start_metrics(["round"])
+        directory.metrics_file.start(["round"])
         directory.save_model({"w": torch.zeros(1)})
         for kept in (directory.clients, directory.checkpoint):
             kept.mkdir()
@@ -172,7 +172,7 @@ def test_a_run_that_fails_later_keeps_what_it_has_left(tmp_path: Path) -> None:
     with ExitStack() as claim:
         claim.enter_context(pytest.raises(KeyError))
         claim.enter_context(directory.claim("seed = 1\n"))
-        directory.start_metrics(["round"])
+        directory.metrics_file.start(["round"])
         raise KeyError
     assert sorted(files(tmp_path / "run")) == [MARKER, "config.toml", "metrics.csv"]
 
@@ -216,7 +216,7 @@ def test_a_row_costs_one_line_however_many_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = RunDirectory(tmp_path)
-    directory.start_metrics(["round", "loss", "asked"])
+    directory.metrics_file.start(["round", "loss", "asked"])
     written: list[int] = []
     opener = regular_files.opener
 
@@ -227,7 +227,7 @@ def test_a_row_costs_one_line_however_many_there_are(
 
     monkeypatch.setattr(regular_files, "opener", counting)
     for number in range(100):
-        directory.add_row({"round": number, "loss": 0.5})
+        directory.metrics_file.append({"round": number, "loss": 0.5})
     monkeypatch.undo()
     assert {later - earlier for earlier, later in pairwise(written[10:])} == {len("10,0.5,\r\n")}
     with directory.metrics.open(newline="") as file:
@@ -238,9 +238,9 @@ def test_a_row_costs_one_line_however_many_there_are(
 
 def test_a_row_makes_no_column(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    directory.start_metrics(["round"])
+    directory.metrics_file.start(["round"])
     with pytest.raises(ValueError, match="no column 'evil'"):
-        directory.add_row({"round": 1, "evil": 1.0})
+        directory.metrics_file.append({"round": 1, "evil": 1.0})
     assert directory.metrics.read_text() == "round\n"
 
 

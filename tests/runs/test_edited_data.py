@@ -77,10 +77,10 @@ def killed(plan: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(Killed):
             fedsim.run(plan, out=out)
     for _ in range(1000):  # a thread writes it
-        if RunDirectory(out).checkpoints.rounds():
+        if Checkpoints(RunDirectory(out).checkpoint).rounds():
             break
         time.sleep(0.01)
-    assert RunDirectory(out).checkpoints.rounds() == [2]
+    assert Checkpoints(RunDirectory(out).checkpoint).rounds() == [2]
 
 
 def released(out: Path) -> list[tuple[int, int]]:

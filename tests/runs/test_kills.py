@@ -19,6 +19,7 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger, durable
 from fedsim.runs import checkpoints
 from fedsim.runs.directory import RunDirectory
+from fedsim.runs.metrics import MetricsFile
 
 CONFIG = RunConfig.parse(
     {
@@ -62,7 +63,7 @@ class Steps:
         self.last = last
         for owner, name in (
             (os, "fsync"), (os, "replace"), (os, "link"), (Path, "rename"), (Path, "unlink"),
-            (RunDirectory, "add_row"), (checkpoints.shutil, "rmtree"), (Path, "mkdir"),
+            (MetricsFile, "append"), (checkpoints.shutil, "rmtree"), (Path, "mkdir"),
         ):  # fmt: skip
             monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
 
@@ -82,7 +83,9 @@ def reached(directory: Path, *, but: tuple[str, ...] = ()) -> dict[str, object]:
     operators = ("seconds", "clients-per-second", *but)
     return {
         "model": {k: v.numpy().tobytes() for k, v in load_file(run.model).items()},
-        "rows": [{k: v for k, v in row.items() if k not in operators} for row in run.rows()],
+        "rows": [
+            {k: v for k, v in row.items() if k not in operators} for row in run.metrics_file.rows()
+        ],
         "charged": [(entry.round, entry.event) for entry in charged.charged],
         "spent": charged.epsilon(),
     }
@@ -165,21 +168,25 @@ def test_a_run_killed_in_the_middle_of_a_write_goes_on(
 def assert_reached(directory: Path, reference: Path) -> None:
     """A torn line counts until its release comes again: rows before it may say more, never less."""
     assert reached(directory, but=("epsilon",)) == reached(reference, but=("epsilon",))
-    rows = zip(RunDirectory(directory).rows(), RunDirectory(reference).rows(), strict=True)
+    rows = zip(
+        RunDirectory(directory).metrics_file.rows(),
+        RunDirectory(reference).metrics_file.rows(),
+        strict=True,
+    )
     assert all(row.get("epsilon", 0) >= expected.get("epsilon", 0) for row, expected in rows)
 
 
 def test_a_row_that_was_cut_off_is_written_again(reference: Path, tmp_path: Path) -> None:
     def killed() -> None:
-        add_row = RunDirectory.add_row
+        append = MetricsFile.append
 
-        def torn(directory: RunDirectory, row: dict[str, float]) -> None:
-            add_row(directory, row)
+        def torn(file: MetricsFile, row: dict[str, float]) -> None:
+            append(file, row)
             if row["round"] == 5:
-                os.truncate(directory.metrics, directory.metrics.stat().st_size - 9)
+                os.truncate(file.path, file.path.stat().st_size - 9)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        RunDirectory.add_row = torn
+        MetricsFile.append = torn
         run(tmp_path / "run")
 
     assert in_a_fork(killed) == -signal.SIGKILL

@@ -230,7 +230,7 @@ def test_members_of_a_sweep_train_and_evaluate_on_the_same_examples_as_alone(
     run_sweep(grid, tmp_path / "sweep")
     for member in grid:
         alone = fedsim.run(member.config).metrics
-        together = RunDirectory(tmp_path / "sweep" / member.label).rows()
+        together = RunDirectory(tmp_path / "sweep" / member.label).metrics_file.rows()
         for column in alone[-1].keys() - {"seconds", "clients-per-second"}:
             assert together[-1][column] == alone[-1][column], column
 

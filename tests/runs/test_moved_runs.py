@@ -12,7 +12,6 @@ from fedsim import RunConfig
 from fedsim.engines import LocalGrid
 from fedsim.runs import runner
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.session import drive
 
 # An engine whose clients keep what is theirs in files of the run's directory.
 CONFIG = RunConfig.parse(
@@ -31,8 +30,12 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place of Flower's runtime, which starts processes."""
     monkeypatch.setattr(
         runner,
-        "_launch",
-        lambda build, directory, callbacks: drive(build, LocalGrid(build.trainer), directory),
+        "function",
+        lambda name: (
+            lambda resolved, out, callbacks: runner.drive(
+                resolved, LocalGrid(resolved.trainer), RunDirectory(out)
+            )
+        ),
     )
 
 
@@ -61,4 +64,4 @@ def test_a_directory_that_was_moved_goes_on_with_what_its_clients_kept(tmp_path:
     assert not (tmp_path / "old").exists()
     whole, moved = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "new")
     assert moved.model.read_bytes() == whole.model.read_bytes()
-    assert moved.rows()[-1]["train-fresh-state"] == 0.0
+    assert moved.metrics_file.rows()[-1]["train-fresh-state"] == 0.0

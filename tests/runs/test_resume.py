@@ -85,7 +85,7 @@ def left(directory: Path) -> dict[str, object]:
     run = RunDirectory(directory)
     rows = [
         {k: v for k, v in row.items() if k not in ("seconds", "clients-per-second")}
-        for row in run.rows()
+        for row in run.metrics_file.rows()
     ]
     ledgers = sorted([run.ledger, *directory.rglob("client-*.jsonl")])
     return {
@@ -120,7 +120,7 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(case, tmp_path, mo
             kill_at(patch, 4)
             with pytest.raises(Killed):
                 fedsim.run(config, out=tmp_path / name)
-    assert RunDirectory(tmp_path / "killed").checkpoints.rounds() == [2]
+    assert Checkpoints(RunDirectory(tmp_path / "killed").checkpoint).rounds() == [2]
     resumed = fedsim.run(config, out=tmp_path / "killed", resume=True)
     assert resumed.ended == whole.ended
     assert left(tmp_path / "killed") == left(tmp_path / "whole")

@@ -15,8 +15,9 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Event, Ledger
 from fedsim.privacy.verification import verify
 from fedsim.runs.callbacks import Callback, RunStatus
+from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.record import read_all
+from fedsim.runs.record import ending, read_all
 from fedsim.runs.summary import whole_record
 
 CONFIG = RunConfig.parse(
@@ -139,7 +140,7 @@ def test_a_run_that_its_budget_stopped_goes_on_with_a_larger_one(tmp_path):
 
 def test_without_a_run_resume_starts_one(tmp_path):
     fedsim.run(CONFIG, out=tmp_path / "run", resume=True)
-    assert RunDirectory(tmp_path / "run").ending() == ("finished", "")
+    assert ending(RunDirectory(tmp_path / "run").path) == ("finished", "")
 
 
 def test_what_is_no_runs_directory_is_refused_untouched(tmp_path):
@@ -207,7 +208,7 @@ def test_a_clients_ledger_that_does_not_go_on_from_the_checkpoint_is_refused(tmp
 
 def test_a_run_that_was_overwritten_has_no_checkpoint_of_the_one_before(done):
     fedsim.run(CONFIG.replace(**{"client.lr": 0.3, "rounds": 1}), out=done.path, overwrite=True)
-    assert done.checkpoints.rounds() == [1]
+    assert Checkpoints(done.checkpoint).rounds() == [1]
     assert resume(done, rounds=2).metrics[-1]["round"] == 2
 
 
@@ -330,8 +331,8 @@ def test_a_run_stops_early_by_a_central_metric_also_after_a_resume(tmp_path):
             fedsim.run(config.replace(**{"stop.metric": metric}))
     best = config.replace(**{"checkpoint.best": "validation-loss", "stop.metric": ""})
     fedsim.run(best, out=tmp_path / "best")
-    kept = RunDirectory(tmp_path / "best").checkpoints.best()
-    rows = RunDirectory(tmp_path / "best").rows()[1:]
+    kept = Checkpoints(RunDirectory(tmp_path / "best").checkpoint).best()
+    rows = RunDirectory(tmp_path / "best").metrics_file.rows()[1:]
     assert kept is not None
     assert kept.row["validation-loss"] == min(row["validation-loss"] for row in rows)
 

@@ -27,9 +27,8 @@ from fedsim.runs.callbacks import RunStatus
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.local_training import ledger_dir
 from fedsim.runs.resolve import resolve
-from fedsim.runs.result import statements
-from fedsim.runs.runner import _needs_state_dir
-from fedsim.runs.session import RunResult, drive
+from fedsim.runs.result import RunResult, statements
+from fedsim.runs.runner import _needs_state_dir, drive
 
 CLIENTS = RunConfig().replace(
     **{

@@ -15,7 +15,8 @@ from fedsim.config.plan import dealing
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, ClientLedgers, Entry, Event, Ledger, epsilon
 from fedsim.reports.sweep import examples_price, price, read_line
-from fedsim.runs.directory import Row, RunDirectory
+from fedsim.runs.directory import RunDirectory
+from fedsim.runs.metrics import MetricsFile, Row
 from fedsim.runs.session import Session
 from fedsim.runs.sweep import is_done, measure_of, members, parse_axes, run_sweep
 from fedsim.training import Trainer
@@ -107,23 +108,23 @@ def test_members_go_on_from_their_own_checkpoints_to_the_bytes_of_running_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grid = members(BASE.replace(**{"checkpoint.every": 1}), parse_axes(["client.lr=0.1,0.5"]))
-    add_row, finish, made = RunDirectory.add_row, Session.finish, []
+    append, finish, made = MetricsFile.append, Session.finish, []
 
-    def killed_in_round_2(directory: RunDirectory, row: Row) -> None:
+    def killed_in_round_2(file: MetricsFile, row: Row) -> None:
         if row["round"] == 2:
             raise Killed
-        add_row(directory, row)
+        append(file, row)
 
-    def noted(directory: RunDirectory, row: Row) -> None:
+    def noted(file: MetricsFile, row: Row) -> None:
         made.append(row["round"])
-        add_row(directory, row)
+        append(file, row)
 
-    monkeypatch.setattr(RunDirectory, "add_row", killed_in_round_2)
+    monkeypatch.setattr(MetricsFile, "append", killed_in_round_2)
     monkeypatch.setattr(Session, "finish", lambda session, *, whole: None)
     with pytest.raises(Killed):
         run_sweep(grid, tmp_path)
     monkeypatch.setattr(Session, "finish", finish)
-    monkeypatch.setattr(RunDirectory, "add_row", noted)
+    monkeypatch.setattr(MetricsFile, "append", noted)
     run_sweep(grid, tmp_path)
     assert 1 not in made
     assert all(is_done(member, tmp_path) for member in grid)
@@ -133,7 +134,7 @@ def test_members_go_on_from_their_own_checkpoints_to_the_bytes_of_running_alone(
             RunDirectory(tmp_path / name) for name in (member.label, f"alone-{number}")
         )
         assert resumed.model.read_bytes() == alone.model.read_bytes()
-        assert [row["round"] for row in resumed.rows()] == [0, 1, 2, 3]
+        assert [row["round"] for row in resumed.metrics_file.rows()] == [0, 1, 2, 3]
 
 
 def test_a_directory_of_another_sweep_is_refused(tmp_path: Path) -> None:
@@ -297,7 +298,10 @@ def test_members_that_ask_their_clients_more_often_wait_for_nobody_and_change_no
         assert together.model.read_bytes() == (alone / "model.safetensors").read_bytes()
         timed = {"seconds", "clients-per-second"}
         rows = [
-            [{k: v for k, v in row.items() if k not in timed} for row in directory.rows()]
+            [
+                {k: v for k, v in row.items() if k not in timed}
+                for row in directory.metrics_file.rows()
+            ]
             for directory in (together, RunDirectory(alone))
         ]
         assert rows[0] == rows[1]

@@ -77,7 +77,7 @@ def test_halving_lets_the_best_on_validation_examples_go_on_to_the_bytes_of_a_ru
     grid = members(BASE, RATES)
     outcomes = run_sweep(grid, tmp_path / "halved", halving=Halving(2, 2))
     run_sweep(grid, tmp_path / "all")
-    rows = [RunDirectory(tmp_path / "all" / member.label).rows() for member in grid]
+    rows = [RunDirectory(tmp_path / "all" / member.label).metrics_file.rows() for member in grid]
     going, expected = list(range(4)), [0] * 4
     for rung in (2, 4, 6):
         for index in going:
@@ -88,7 +88,9 @@ def test_halving_lets_the_best_on_validation_examples_go_on_to_the_bytes_of_a_ru
             for i in going
         }
         going = sorted(going, key=lambda i: -scores[i])[: max(len(going) // 2, 1)]
-    went = [RunDirectory(tmp_path / "halved" / m.label).rows()[-1]["round"] for m in grid]
+    went = [
+        RunDirectory(tmp_path / "halved" / m.label).metrics_file.rows()[-1]["round"] for m in grid
+    ]
     assert went == expected
     ended = [outcomes[member.label].ended for member in grid]
     assert sorted(ended) == ["dropped", "dropped", "dropped", "finished"]
@@ -106,9 +108,9 @@ def test_the_page_of_a_dropped_member_says_that_it_was_and_why(tmp_path: Path) -
         outcome = outcomes[member.label]
         if outcome.ended != "dropped":
             continue
-        last = int(directory.rows()[-1]["round"])
+        last = int(directory.metrics_file.rows()[-1]["round"])
         scores[last] = np.mean(
-            [row["validation-accuracy"] for row in directory.rows()[-min(last, 5) :]]
+            [row["validation-accuracy"] for row in directory.metrics_file.rows()[-min(last, 5) :]]
         )
         told = json.loads(directory.summary.read_text())
         assert (told["ended"], told["why"]) == ("dropped", outcome.reason)
@@ -143,7 +145,7 @@ def test_a_halving_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path)
     for member in grid:
         cut, other = (RunDirectory(tmp_path / name / member.label) for name in ("cut", "whole"))
         assert cut.model.read_bytes() == other.model.read_bytes()
-        assert len(cut.rows()) == len(other.rows())
+        assert len(cut.metrics_file.rows()) == len(other.metrics_file.rows())
     # The rate at which every client's update overflows has failed, and is behind all others.
     assert {whole[m.label].ended for m in grid if m.point["client.lr"] == 1e6} == {"failed"}
     # Two settings of four went on, with both of their seeds.

@@ -14,8 +14,10 @@ from fedsim import RunConfig
 from fedsim.cli import main
 from fedsim.privacy import Accountant, Statement
 from fedsim.reports.run_page import run_page
-from fedsim.runs import session
-from fedsim.runs.directory import Row, RunDirectory
+from fedsim.runs import runner
+from fedsim.runs.checkpoints import Checkpoints
+from fedsim.runs.directory import RunDirectory
+from fedsim.runs.metrics import MetricsFile, Row
 from fedsim.runs.summary import whole_record
 
 CONFIG = RunConfig.parse(
@@ -53,7 +55,7 @@ def interrupted(tmp_path: Path) -> RunDirectory:
 def test_a_terminated_run_saves_its_model_and_a_checkpoint_and_waits_for_nothing_else(
     interrupted: RunDirectory, tmp_path: Path
 ) -> None:
-    state = interrupted.checkpoints.newest()
+    state = Checkpoints(interrupted.checkpoint).newest()
     assert state is not None
     assert state.round == 2
     assert interrupted.model.exists()
@@ -88,7 +90,7 @@ def test_going_on_removes_what_was_said_of_the_end_that_is_none_any_more(
     def killed(*_: object) -> None:
         raise SystemExit(137)
 
-    monkeypatch.setattr(session, "run_to_end", killed)
+    monkeypatch.setattr(runner, "run_to_end", killed)
     with pytest.raises(SystemExit):
         fedsim.run(CONFIG, out=directory.path, resume=True)
     assert not any(path.exists() for path in (directory.done, directory.summary, directory.report))
@@ -112,21 +114,21 @@ def test_a_command_that_is_asked_to_end_accounts_for_nothing_after_the_round(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("c.toml").write_text(CONFIG.to_toml(), encoding="utf-8")
-    add_row = RunDirectory.add_row
+    append = MetricsFile.append
     signalled = []
 
     def asked(*_: object) -> None:
         raise AssertionError("the run had been asked to end")
 
-    def then_signal(directory: RunDirectory, row: Row) -> None:
-        add_row(directory, row)
+    def then_signal(file: MetricsFile, row: Row) -> None:
+        append(file, row)
         if row["round"] == 2 and not signalled:
-            signalled.append(directory.path)
+            signalled.append(file.path.parent)
             monkeypatch.setattr(Statement, "of", asked)
             monkeypatch.setattr(Accountant, "cost", asked)
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(RunDirectory, "add_row", then_signal)
+    monkeypatch.setattr(MetricsFile, "append", then_signal)
     with pytest.raises(SystemExit) as ended:
         main(command)
     assert ended.value.code == 128 + number
@@ -134,6 +136,6 @@ def test_a_command_that_is_asked_to_end_accounts_for_nothing_after_the_round(
         *_, last = map(json.loads, capsys.readouterr().out.splitlines())
         assert (last["ended"], "privacy" in last) == ("interrupted", False)
     runs = [path.parent for path in Path("r").glob("**/metrics.csv")]
-    states = [RunDirectory(path).checkpoints.newest() for path in runs]
+    states = [Checkpoints(RunDirectory(path).checkpoint).newest() for path in runs]
     assert {state.round for state in states if state is not None} <= {2, 3}
     assert None not in states

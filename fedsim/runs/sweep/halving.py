@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from fedsim.config.plan import stopping
 from fedsim.errors import FedsimError
-from fedsim.runs.directory import Row
+from fedsim.runs.callbacks import Judge
+from fedsim.runs.metrics import Row
 from fedsim.runs.resolve import Resolved
-from fedsim.runs.stopping import Judge
 from fedsim.runs.sweep.measure import Measure, Spread, validated
 from fedsim.runs.sweep.members import Member, measure_of
 

@@ -14,11 +14,13 @@ from fedsim.config.plan import dealing
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError, RunFailedError
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.runs.checkpoints import RunState
+from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.data_split import DatasetCache, resolve_data
-from fedsim.runs.directory import Ended, Row, RunDirectory
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.factories import algorithm
+from fedsim.runs.metrics import Row
 from fedsim.runs.preflight import check
+from fedsim.runs.record import Ended, ending
 from fedsim.runs.resolve import Resolved, calibrated, resolve
 from fedsim.runs.session import YOURS, Session
 from fedsim.runs.summary import leave_report, record_ending
@@ -161,7 +163,7 @@ def _rows_at(
 
     One that failed later went on then: it is compared again as it was.
     """
-    rows = directory.rows()
+    rows = directory.metrics_file.rows()
     came_there = bool(rows) and rows[-1]["round"] >= rung
     if outcomes[directory.path.name].ended == "failed" and not came_there:
         return None
@@ -178,7 +180,7 @@ def _run_members(
     for group in _groups(waiting, out):
         outcomes |= _run_group(group, sweep, until)
     for member in grid:
-        ended, why = RunDirectory(out / member.label).ending()
+        ended, why = ending(out / member.label)
         outcomes.setdefault(member.label, MemberOutcome(ended, why))
     return outcomes
 
@@ -226,7 +228,7 @@ def _groups(waiting: Sequence[Member], out: Path) -> list[list[Member]]:
 
 def _reached(directory: RunDirectory) -> RunState | None:
     """The last checkpoint of a member, if it has one."""
-    return directory.checkpoints.newest() if directory.holds_run() else None
+    return Checkpoints(directory.checkpoint).newest() if directory.holds_run() else None
 
 
 def _shared_work(member: Member) -> tuple[object, ...]:

@@ -135,7 +135,7 @@ def test_a_damaged_file_of_a_clients_state_is_that_clients_failure(
         caplog.clear()
         out = tmp_path / f"run-{workers}"
         fedsim.run(config, out=out, callbacks=[Damaging()])
-        rows = RunDirectory(out).rows()[1:]
+        rows = RunDirectory(out).metrics_file.rows()[1:]
         assert [row["usable"] for row in rows] == [6, 5, 5]
         assert [row["failed-raised"] for row in rows] == [0, 1, 1]
         if damage != "another model's":

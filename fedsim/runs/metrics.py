@@ -1,10 +1,126 @@
-"""Columns of metrics.csv and numbers as text, for terminals, notebooks and pages."""
+"""metrics.csv, a row a round: its file, and its columns and numbers as text."""
 
 from __future__ import annotations
 
+import csv
+import hmac
+import io
 import math
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from fedsim import regular_files
+from fedsim.errors import FedsimError
+from fedsim.privacy.digest import Fingerprints
+from fedsim.privacy.durable import named_errors, replace
+
+Row = Mapping[str, float | int]
+
+
+class MetricsFile:
+    """The metrics.csv of a run's directory.
+
+    Parameters
+    ----------
+    path : Path
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._columns: tuple[str, ...] = ()
+
+    def start(self, columns: Sequence[str], rows: Iterable[Row] = ()) -> None:
+        """Write the header, which holds for the whole run, and these rows."""
+        self._columns = tuple(columns)
+        lines = [_csv_line([row.get(column, "") for column in columns]) for row in rows]
+        replace(self.path, b"".join([_csv_line(self._columns), *lines]))
+
+    def append(self, row: Row) -> None:
+        """Add a round's row; a column that it lacks stays empty."""
+        unknown = [key for key in row if key not in self._columns]
+        if unknown:
+            raise ValueError(f"metrics.csv has no column {unknown[0]!r}.")
+        line = _csv_line([row.get(column, "") for column in self._columns])
+        with named_errors(self.path), open(self.path, "ab", opener=regular_files.opener) as file:
+            file.write(line)
+
+    def sync(self) -> None:
+        """Put the rows on the disk, before a checkpoint that counts on them."""
+        with named_errors(self.path), open(self.path, "ab", opener=regular_files.opener) as file:
+            os.fsync(file.fileno())
+
+    def rows(self) -> list[Row]:
+        """The complete rows, without the columns that a round lacks; none if there is no file.
+
+        Raises
+        ------
+        FedsimError
+            If a value is not a number.
+        """
+        try:
+            return [{key: _number(text) for key, text in row.items()} for row in self._texts()]
+        except (ValueError, TypeError, csv.Error) as error:
+            raise self._damaged(str(error)) from None
+
+    def rows_before(self, length: int, code: str) -> list[Row]:
+        """The rows before row ``length``, a checkpoint's own; none if the file was removed.
+
+        Parameters
+        ----------
+        length : int
+        code : str
+            The `row_code` of these rows at the checkpoint; empty in old checkpoints.
+
+        Raises
+        ------
+        FedsimError
+            If they are not the rows that the run had written then.
+        """
+        rows = self.rows()[: length - 1]
+        if code and self.path.exists():
+            found = self.row_code(self._texts()[: len(rows)])
+            if found.hexdigest() != code:
+                raise self._damaged(f"its first {len(rows)} rows are not those that the run wrote")
+        return rows
+
+    def row_code(self, rows: Iterable[Mapping[str, object]] = ()) -> hmac.HMAC:
+        """HMAC of rows under the run's key; `update_code` adds a row."""
+        code = Fingerprints(self.path.parent).code()
+        for row in rows:
+            update_code(code, row)
+        return code
+
+    def _texts(self) -> list[dict[str, str]]:
+        try:
+            text = regular_files.read_bytes(self.path).decode()
+        except FileNotFoundError:
+            return []
+        # The last line may be half-written.
+        complete = io.StringIO(text[: text.rfind("\n") + 1], newline="")
+        return [{k: v for k, v in row.items() if v} for row in csv.DictReader(complete)]
+
+    def _damaged(self, why: str) -> FedsimError:
+        return FedsimError(
+            f"{self.path} is damaged ({why}); put back the one that the run wrote, or remove it, "
+            "and with it the rows of the rounds so far."
+        )
+
+
+def update_code(code: hmac.HMAC, row: Mapping[str, object]) -> None:
+    """Add a row as it stands in metrics.csv, whatever the order of the columns."""
+    code.update("".join(f"{key}={row[key]}\n" for key in sorted(row)).encode() + b"\n")
+
+
+def _number(text: str) -> float | int:
+    return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
+
+
+def _csv_line(values: Sequence[object]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.writer(text).writerow(values)
+    return text.getvalue().encode()
 
 
 def brief(value: float | None, percent: bool = False) -> str:
