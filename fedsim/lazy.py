@@ -27,8 +27,13 @@ if TYPE_CHECKING:
     from torch import Tensor as Tensor
 else:
     torch = _Later("torch")
-    # For annotations, which nobody evaluates.
-    Tensor = Any
+
+    class _Tensors(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
+
+    class Tensor(metaclass=_Tensors):
+        """PyTorch's, for annotations: there is none before somebody has imported torch."""
 
 
 def function(name: str) -> Callable[..., Any]:

@@ -21,6 +21,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
+from fedsim.arguments import expected, require
+from fedsim.errors import FedsimError
+
 __all__ = ["PURPOSES", "Address", "DrawLevel", "Draws", "Purpose", "Randomness", "Rule", "Stream"]
 
 DrawLevel = Literal["run", "client", "example"]
@@ -141,8 +144,10 @@ class Randomness:
     """Called with each address that is asked for the first time; for tests."""
 
     def __post_init__(self) -> None:
+        require("seed", self.seed, expected(int | None))
+        require("release", self.release, expected(str | None))
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}; it must lie in [0, 2^63).")
+            raise FedsimError(f"seed is {self.seed}; it must lie in [0, 2^63).")
         keys = {"seed": _key(self.seed, None), "release": _key(self.seed, self.release)}
         object.__setattr__(self, "_keys", keys)
 

@@ -16,13 +16,11 @@ import math
 import operator
 import re
 import sys
-import types
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import BaseMetadata, GroupedMetadata
 from annotated_types import Ge as Ge
@@ -31,6 +29,7 @@ from annotated_types import Le as Le
 from annotated_types import Lt as Lt
 from typing_extensions import Doc as Doc
 
+from fedsim.arguments import Expected, expected, one_of, resolved, shown
 from fedsim.errors import FedsimError
 
 REQUIRED = dataclasses.MISSING
@@ -175,11 +174,8 @@ def _settings_of(kind: type) -> tuple[Setting, ...]:
 
 
 def _annotation(kind: type, name: str) -> Any:
-    """A field's type, alone: names that other annotations of its class need may be missing."""
     home = next(c for c in kind.__mro__ if name in vars(c).get("__annotations__", {}))
-    alone = SimpleNamespace(__annotations__={name: vars(home)["__annotations__"][name]})
-    scope = {**vars(typing), **vars(sys.modules[home.__module__])}
-    return typing.get_type_hints(alone, scope, include_extras=True)[name]
+    return resolved(vars(home)["__annotations__"][name], vars(sys.modules[home.__module__]))
 
 
 def _flat(metadata: list[Any]) -> Iterator[Any]:
@@ -190,50 +186,25 @@ def _flat(metadata: list[Any]) -> Iterator[Any]:
             yield entry
 
 
-_TYPES: Mapping[Any, tuple[str, Callable[[Any], bool]]] = {
-    float: ("a number", lambda v: isinstance(v, int | float) and not isinstance(v, bool)),
-    int: ("a whole number", lambda v: isinstance(v, int) and not isinstance(v, bool)),
-    bool: ("true or false", lambda v: isinstance(v, bool)),
-    str: ("a string", lambda v: isinstance(v, str)),
-    dict: ("a table", lambda v: isinstance(v, dict)),
-    tuple: ("a tuple, which only Python can give", lambda v: isinstance(v, tuple)),
-    list: ("a list, which only Python can give", lambda v: isinstance(v, list)),
-}
-
-
 def _typed(value: Any, kind: Any) -> Any:
     """A value of a type, from what TOML or Flower give for one: whole numbers are numbers."""
-    origin = get_origin(kind) or kind
-    if origin is Literal:
-        if value not in get_args(kind):
-            raise NotAllowedError(one_of(get_args(kind)))
-        return value
-    if origin in (typing.Union, types.UnionType):
-        return _typed_union(value, get_args(kind))
-    if origin in _TYPES:
-        words, fits = _TYPES[origin]
-        if not fits(value):
-            raise NotAllowedError(words)
-    elif isinstance(origin, type) and not isinstance(value, origin):
-        raise NotAllowedError(f"an object of {origin.__qualname__}, which only Python can give")
-    if isinstance(value, float) and not math.isfinite(value):
+    optional = get_origin(kind) in (Union, UnionType) and type(None) in get_args(kind)
+    if optional and value in ("", None):
+        return None
+    kinds = [k for k in get_args(kind) if k is not type(None)] if optional else [kind]
+    if isinstance(value, float) and not math.isfinite(value) and float in kinds:
         raise NotAllowedError("a finite number")
-    if origin is float:
+    if not any(expected(k).fits(value) for k in kinds):
+        words = " or ".join(expected(k).words for k in kinds)
+        written = all(get_origin(k) is Literal or k in _WRITTEN for k in kinds)
+        raise NotAllowedError(words if written else f"{words}, which only Python can give")
+    if float in kinds and isinstance(value, int):
         return float(value) if abs(value) <= sys.float_info.max else value
     return value
 
 
-def _typed_union(value: Any, kinds: tuple[Any, ...]) -> Any:
-    if type(None) in kinds and value in ("", None):
-        return None
-    words = []
-    for kind in kinds:
-        if kind is not type(None):
-            try:
-                return _typed(value, kind)
-            except NotAllowedError as error:
-                words.append(str(error))
-    raise NotAllowedError("a finite number" if "a finite number" in words else " or ".join(words))
+_WRITTEN = (float, int, bool, str, dict)
+"""Types of which a config has values."""
 
 
 @dataclass(frozen=True)
@@ -280,19 +251,37 @@ def _beyond_use(value: Any) -> str:
 
 
 def check_settings(thing: Any, prefix: str = "") -> None:
-    """Refuse an object whose values are outside of what its class says of them.
+    """Refuse an object whose values are not of the types and in the ranges that its class says.
 
     Raises
     ------
     FedsimError
         Naming the setting (after ``prefix``), its value and what is allowed.
     """
-    for setting in settings_of(thing):
+    for setting, of_type, rules in _checks(thing.__class__):
         value = getattr(thing, setting.name)
-        wrong = setting.choices and value not in setting.choices
-        if wrong or any(_refusal(entry, value) for entry in setting.metadata):
-            said = f"'{value}'" if isinstance(value, str) else value
-            raise FedsimError(f"{prefix}{setting.key} is {said}; it must be {allowed(setting)}.")
+        if type(value) in of_type.types or of_type.test(value):
+            if not rules or not any(_refusal(rule, value) for rule in rules):
+                continue
+            words = allowed(setting)
+        elif setting.text is not None:
+            # As a config writes it.
+            read = read_setting(setting, value, f"{prefix}{setting.key}")
+            object.__setattr__(thing, setting.name, read)
+            continue
+        else:
+            words = of_type.words
+        raise FedsimError(f"{prefix}{setting.key} is {shown(value)}; it must be {words}.")
+
+
+@cache
+def _checks(kind: type) -> tuple[tuple[Setting, Expected, tuple[Any, ...]], ...]:
+    """The fields of a class, each with what its type allows and the rules that its values obey."""
+    rules = (Constraint, Between, *_LIMITS)
+    return tuple(
+        (setting, expected(setting.type), tuple(m for m in setting.metadata if type(m) in rules))
+        for setting in settings_of(kind)
+    )
 
 
 def allowed(setting: Setting) -> str:
@@ -312,12 +301,6 @@ def allowed(setting: Setting) -> str:
     return " and ".join(f"{_LIMITS[limit].words} {value:g}" for limit, value in limits.items())
 
 
-def one_of(words: tuple[Any, ...]) -> str:
-    """A choice of words as a sentence has it: ``'a', 'b' or 'c'``."""
-    *others, last = [f"'{word}'" for word in words]
-    return f"{', '.join(others)} or {last}" if others else last
-
-
 def type_in_words(kind: Any) -> str:
     """A setting's type as documentation has it."""
     if get_origin(kind) is Literal:
@@ -325,14 +308,20 @@ def type_in_words(kind: Any) -> str:
     options = [option for option in get_args(kind) if option is not type(None)]
     if len(options) < len(get_args(kind)) and options:
         return f"{type_in_words(options[0])}, or '' for unset"
-    return _TYPES[kind][0] if kind in (float, int, bool) else "a string"
+    return expected(kind).words if kind in (float, int, bool) else "a string"
 
 
-def shown(value: Any) -> str:
-    """A value as a sentence shows it: not at its full length, however long that is."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int) and value.bit_length() > 200:
-        return f"a whole number of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."
+def read_setting(setting: Setting, value: Any, key: str) -> Any:
+    """The value of a setting, or the sentence that ``key`` may not have this one.
+
+    Raises
+    ------
+    FedsimError
+    """
+    try:
+        return setting.read(value)
+    except NotAllowedError as error:
+        raise FedsimError(f"{key} = {shown(value)}; it must be {error}.") from None
+    except FedsimError as error:
+        words = str(error)
+        raise FedsimError(words if key in words else f"{key} = {shown(value)}: {words}") from None

@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from fedsim.arguments import shown
 from fedsim.errors import FedsimError
-from fedsim.settings import shown
 
 _WORDS = {
     "float_type": "a number",

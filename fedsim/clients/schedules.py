@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from fedsim.clients.base import Step
 from fedsim.errors import FedsimError
-from fedsim.settings import Doc, Text
+from fedsim.settings import Doc, Text, check_settings
 
 Shape = Literal["constant", "inverse", "exponential", "cosine", "staircase", "warm-up"]
 Over = Literal["round", "step"]
@@ -43,12 +43,7 @@ class Schedule:
     over: Over = "round"
 
     def __post_init__(self) -> None:
-        for key, value, allowed in (
-            ("shape", self.shape, get_args(Shape)),
-            ("over", self.over, get_args(Over)),
-        ):
-            if value not in allowed:
-                raise FedsimError(f"schedule's {key} is '{value}'; it must be {_one_of(allowed)}.")
+        check_settings(self, "schedule's ")
         if not 0 <= self.decay < math.inf:
             raise FedsimError(f"schedule's decay is {self.decay}; it must be zero or positive.")
         least = 2 if self.shape == "cosine" else 1  # after its length a cosine is zero
@@ -112,10 +107,6 @@ class Schedule:
 
 
 CONSTANT = Schedule()
-
-
-def _one_of(names: tuple[str, ...]) -> str:
-    return ", ".join(f"'{name}'" for name in names)
 
 
 LocalSchedule = Annotated[

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import Field, dataclass, fields
 from typing import Any, TypeAlias
 
+from fedsim.arguments import shown
 from fedsim.config.sections import DevicesSection
 from fedsim.errors import FedsimError
-from fedsim.settings import shown
 
 # A `fedsim.config.RunConfig`: its module checks every config by these rules, and imports them.
 RunConfig: TypeAlias = Any

@@ -18,6 +18,7 @@ import tomli_w
 
 from fedsim import regular_files
 from fedsim.allowed_code import allow
+from fedsim.arguments import check_arguments, expected, require, shown
 from fedsim.config.execution_sections import (
     CheckpointSection,
     EngineSection,
@@ -40,7 +41,7 @@ from fedsim.config.sections import (
 from fedsim.config.tables import OUTSIDE_RELEASE, ConfigTable, drop_switched
 from fedsim.config.values import Scalar, read_value, write_options
 from fedsim.errors import FedsimError
-from fedsim.settings import Constraint, Doc, Ge, Le, shown
+from fedsim.settings import Constraint, Doc, Ge, Le
 
 LARGEST_FILE = 2**20
 
@@ -93,6 +94,7 @@ class RunConfig(ConfigTable):
         check_rules(self)
 
     @classmethod
+    @check_arguments
     def load(
         cls, path: str | Path, overrides: Iterable[str] = (), *, allow_code: Iterable[str] = ()
     ) -> RunConfig:
@@ -115,11 +117,13 @@ class RunConfig(ConfigTable):
         return cls._changed(_read(path), dict(_parse_override(text) for text in overrides))
 
     @classmethod
+    @check_arguments
     def of(cls, overrides: Iterable[str]) -> RunConfig:
         """The defaults with ``key=value`` overrides applied to them."""
         return cls._changed({}, dict(_parse_override(text) for text in overrides))
 
     @classmethod
+    @check_arguments
     def parse(cls, tree: Mapping[str, Any]) -> RunConfig:
         """Validate a nested mapping with kebab-case keys.
 
@@ -131,6 +135,7 @@ class RunConfig(ConfigTable):
         return cls(**tree)
 
     @classmethod
+    @check_arguments
     def from_run_config(cls, flat: Mapping[str, Scalar]) -> RunConfig:
         """Read a Flower run-config: a flat mapping with dotted keys."""
         return cls._changed({}, flat)
@@ -208,6 +213,7 @@ def _read(path: str | Path) -> dict[str, Any]:
 
 
 def _parse_override(text: str) -> tuple[str, Any]:
+    require("overrides", text, expected(str))
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise FedsimError(

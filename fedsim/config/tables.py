@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fedsim import registry
+from fedsim.arguments import shown
 from fedsim.config.values import Scalar, read_options
 from fedsim.errors import FedsimError
-from fedsim.settings import REQUIRED, NotAllowedError, Setting, settings_of, shown
+from fedsim.settings import REQUIRED, Setting, read_setting, settings_of
 from fedsim.synonyms import closest_key
 
 
@@ -312,22 +313,6 @@ def drop_switched(
         at_default = tree.get(setting.key) == setting.write(setting.default)
         if at_default and table.key(setting.key) not in changes:
             del tree[setting.key]
-
-
-def read_setting(setting: Setting, value: Any, key: str) -> Any:
-    """The value of a setting, or the sentence that ``key`` may not have this one.
-
-    Raises
-    ------
-    FedsimError
-    """
-    try:
-        return setting.read(value)
-    except NotAllowedError as error:
-        raise FedsimError(f"{key} = {shown(value)}; it must be {error}.") from None
-    except FedsimError as error:
-        words = str(error)
-        raise FedsimError(words if key in words else f"{key} = {shown(value)}: {words}") from None
 
 
 def _read(setting: Setting, value: Any, key: str) -> Any:

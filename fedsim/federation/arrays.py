@@ -16,6 +16,9 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
+from fedsim.arguments import check_arguments, shown
+from fedsim.errors import FedsimError
+
 # `Array.stype` of an array that `numpy.load` can read.
 NUMPY = "numpy.ndarray"
 
@@ -78,14 +81,28 @@ class LazyArray(Array):
         return Array, (self.dtype, self.shape, self.stype, self.data)
 
 
+@check_arguments
 def array_record(arrays: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> ArrayRecord:
-    """Record of named tensors, none of them copied or serialised."""
+    """Record of named tensors, none of them copied or serialised.
+
+    Raises
+    ------
+    FedsimError
+        If something in it is no tensor.
+    """
+    try:
+        named = dict(arrays)
+    except (TypeError, ValueError):
+        raise FedsimError(f"arrays is {shown(arrays)}; it must map names to tensors.") from None
     record = ArrayRecord()
-    for name, tensor in dict(arrays).items():
+    for name, tensor in named.items():
+        if not torch.is_tensor(tensor):
+            raise FedsimError(f"arrays has {shown(tensor)} for {name!r}; it must be a Tensor.")
         record[name] = LazyArray(tensor)
     return record
 
 
+@check_arguments
 def tensors(record: ArrayRecord) -> dict[str, Tensor]:
     """Named tensors of a record, without a copy where it holds them; not to be written to."""
     return {

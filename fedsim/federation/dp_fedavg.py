@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from flwr.serverapp.strategy import Strategy
 
+from fedsim.arguments import check_arguments
 from fedsim.clients import LocalAlgorithm
 from fedsim.cohorts import Cohort
 from fedsim.federation.accounting import (
@@ -153,6 +154,7 @@ evaluate_metrics_aggr_fn
         If a setting is impossible or would void the guarantee.
     """
 
+    @check_arguments
     def __init__(
         self,
         *,

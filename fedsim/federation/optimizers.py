@@ -28,6 +28,7 @@ from flwr.serverapp.strategy import (
 )
 from torch import Tensor
 
+from fedsim.arguments import check_arguments
 from fedsim.clients.base import Step
 from fedsim.clients.schedules import Schedule
 from fedsim.errors import FedsimError
@@ -291,11 +292,13 @@ class Scheduled(ServerOptimizer):
         self._stepping.restore({k: v for k, v in state.items() if k != "releases"})
 
 
+@check_arguments
 def sgd(lr: float = 1.0, momentum: float = 0.0) -> ServerSGD:
     """Server SGD; the default ``lr = 1`` adds the mean update as it is (FedAvg)."""
     return ServerSGD(lr, momentum)
 
 
+@check_arguments
 def adam(
     lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
 ) -> ServerAdam:

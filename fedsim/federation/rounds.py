@@ -10,8 +10,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
+from fedsim.federation.arrays import tensors
 from fedsim.federation.state_tree import Tree
+from fedsim.federation.strategy_checks import refuse_other_arrays
 
 _log = logging.getLogger("fedsim")
 
@@ -58,6 +61,7 @@ class ResumableStrategy(Strategy):
     def progress(self) -> list[str]:
         """Lines about the round that was aggregated last."""
 
+    @check_arguments
     def start(
         self,
         grid: Grid,
@@ -91,9 +95,11 @@ class ResumableStrategy(Strategy):
         Raises
         ------
         FedsimError
-            If ``first_round`` does not follow what this strategy, or ``state``, has done:
+            If the initial arrays are not those that the grid's clients train; or if
+            ``first_round`` does not follow what this strategy, or ``state``, has done:
             momentum, bounds and budget would start anew.
         """
+        refuse_other_arrays(tensors(initial_arrays), getattr(grid, "layout", None))
         self.log = logging.getLogger("flwr")
         if state is not None:
             self.restore(state)

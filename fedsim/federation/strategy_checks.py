@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
+from fedsim.arguments import shown
 from fedsim.clients import LocalAlgorithm
 from fedsim.cohorts import Cohort
 from fedsim.errors import FedsimError
@@ -15,6 +17,7 @@ from fedsim.federation.aggregation.robust_mean import RobustMean
 from fedsim.mechanisms import Mechanism, NoPrivacy
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import Bounded, ReleasePlan
+from fedsim.rows.layout import Layout
 
 SPREAD = 10.0
 """Standard deviations beyond its expected size that no independent cohort is seen at."""
@@ -127,6 +130,38 @@ def required_noise(mechanism: Mechanism | RobustMean, noise_multiplier: float | 
             "to train without noise and without a guarantee."
         )
     return noise_multiplier or 0.0
+
+
+def refuse_other_arrays(arrays: Mapping[str, Tensor], layout: Layout | None) -> None:
+    """Refuse initial parameters that no client could train.
+
+    Parameters
+    ----------
+    arrays : mapping of str to Tensor
+    layout : Layout or None
+        Of what clients train, where that is known.
+
+    Raises
+    ------
+    FedsimError
+        Naming the first that is missing, unknown, out of its place or of another shape or dtype.
+    """
+    if not arrays:
+        raise FedsimError("initial_arrays is empty; it must hold the model's parameters.")
+    if layout is None:
+        return
+    wanted = {entry.name: entry for entry in layout.entries}
+    if list(arrays) != list(wanted):
+        raise FedsimError(
+            f"initial_arrays has {shown(list(arrays))}; it must have the parameters that clients "
+            f"train, in their order: {', '.join(wanted)}."
+        )
+    for name, tensor in arrays.items():
+        if tuple(tensor.shape) != wanted[name].shape or not tensor.is_floating_point():
+            raise FedsimError(
+                f"initial_arrays has '{name}' of shape {list(tensor.shape)} and {tensor.dtype}; it "
+                f"must be of shape {list(wanted[name].shape)} and {wanted[name].dtype}."
+            )
 
 
 def refuse_client_state(private: bool, placement: str) -> None:

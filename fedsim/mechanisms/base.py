@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
 
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.privacy.noise import part_multiplier
@@ -201,6 +202,7 @@ class Mechanism(ABC):
         radii = (s.bound.radius(s.ready(state), s.layout.d) for s in self.cover(layout))
         return math.hypot(*map(float, radii))
 
+    @check_arguments
     def bound(
         self, block: Tensor, state: State | None = None, layout: Layout | None = None
     ) -> Tensor:
@@ -214,6 +216,11 @@ class Mechanism(ABC):
         Tensor ``[n, d]``
             Of the block's dtype.
         """
+        if block.dim() != 2 or not block.is_floating_point():
+            raise FedsimError(
+                f"block is a tensor {list(block.shape)} of {block.dtype}; it must hold rows "
+                "[n, d] of floating-point numbers."
+            )
         layout = Layout.of({"row": block.new_empty(block.shape[1])}) if layout is None else layout
         state = state_on(self.init(layout) if state is None else state, block.device)
         rows, out = DenseRows(block), torch.empty_like(block)

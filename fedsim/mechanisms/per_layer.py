@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
-
-import numpy as np
 
 from fedsim.errors import FedsimError
 from fedsim.mechanisms.base import Guarantee, Mechanism, Segment, require_mechanism
 from fedsim.rows.layout import Layout, Parameter
+from fedsim.settings import check_settings
 
-Pairs = tuple[tuple[str, Mechanism], ...]
+Pairs = Sequence[tuple[str, Mechanism]]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PerLayer(Mechanism):
     """
 
     parts: Mechanism | Pairs
-    shares: tuple[float, ...] | None = None
+    shares: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         for bound in self._bounds:
@@ -44,6 +44,7 @@ class PerLayer(Mechanism):
                 raise FedsimError(
                     f"part {bound!r} cannot be one layer's; put scalars around PerLayer."
                 )
+        check_settings(self)
         if self.shares is None:
             return
         if not (min(self.shares, default=0) > 0 and math.isclose(sum(self.shares), 1)):
@@ -54,7 +55,7 @@ class PerLayer(Mechanism):
     @property
     def _pairs(self) -> Pairs:
         """Patterns and bounds; none where one bound is every layer's."""
-        return self.parts if np.iterable(self.parts) else ()
+        return self.parts if isinstance(self.parts, tuple | list) else ()
 
     @property
     def _bounds(self) -> list[Mechanism]:

@@ -38,8 +38,8 @@ class PrivateScalar(Mechanism):
     ] = 0.1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require_mechanism(self.mechanism, "PrivateScalar")
+        super().__post_init__()
         if self.name in self.mechanism.side_names:
             raise FedsimError(f"name is '{self.name}'; the mechanism inside has such a scalar.")
         if self.mechanism.weighting != "uniform":

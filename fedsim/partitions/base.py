@@ -123,8 +123,9 @@ class Partition(ABC):
                     f"partition.name names {type(self).__name__}, which has no {name}; a partition "
                     "must have the fields clients and seed."
                 )
-        require_clients(self.clients)
         check_settings(self, "partition.")
+        require_clients(self.clients)
+        Randomness(self.seed)  # refuses a seed out of range
 
     def indices(self, targets: npt.ArrayLike, columns: Columns | None = None) -> list[Indices]:
         """Each client's examples.

@@ -11,7 +11,7 @@ import numpy as np
 from fedsim.errors import FedsimError
 from fedsim.partitions.base import Examples, Indices, Partition, require_clients
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Le, Text
+from fedsim.settings import Doc, Ge, Le, Text, check_settings
 
 __all__ = ["CIFAR10_PAIRS", "Groups", "InterpolatedPathological", "parse_groups"]
 
@@ -56,6 +56,7 @@ class InterpolatedPathological(Partition):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_settings(self, "partition.")
         _check(self.groups)
         object.__setattr__(self, "clients", self.clients or len(self.groups))
         super().__post_init__()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self, TypeVar
 
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Accountant, Cost, check_delta
 from fedsim.privacy.claims import FIXED, Stopping
@@ -21,6 +22,7 @@ LEAST_NOISE, MOST_NOISE = 1e-2, 1e7
 MOST_ROUNDS = 10**8
 
 
+@check_arguments
 def epsilon(*, noise_multiplier: float, cohort: Sampler, rounds: int, delta: float) -> float:
     """Epsilon at ``delta`` of ``rounds`` releases, one a cohort.
 
@@ -43,6 +45,7 @@ def epsilon(*, noise_multiplier: float, cohort: Sampler, rounds: int, delta: flo
     return _plan(noise_multiplier, cohort, rounds).epsilon(delta)
 
 
+@check_arguments
 def cost(*, noise_multiplier: float, cohort: Sampler, rounds: int, delta: float) -> Cost:
     """`epsilon`, with how it was found and what stands beside it."""
     return _plan(noise_multiplier, cohort, rounds).cost(delta)
@@ -53,6 +56,7 @@ def _plan(noise_multiplier: float, cohort: Sampler, rounds: int) -> Accountant:
     return Accountant([Event.of(cohort, noise_multiplier).times(rounds)])
 
 
+@check_arguments
 def calibrate(*, target_epsilon: float, cohort: Sampler, rounds: int, delta: float) -> float:
     """Smallest noise multiplier whose epsilon does not exceed the target, to 1e-5 relative.
 
@@ -123,6 +127,7 @@ def calibrate_events(
     return math.exp(log_z)
 
 
+@check_arguments
 def rounds_within(
     *, max_epsilon: float, noise_multiplier: float, cohort: Sampler, delta: float
 ) -> int:

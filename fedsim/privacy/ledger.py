@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError
 from fedsim.privacy.accountant import Cost, check_delta
 from fedsim.privacy.claims import FIXED, Stopping
@@ -61,6 +62,7 @@ class Ledger(LedgerFile):
         beside it does not compose with what is declared.
     """
 
+    @check_arguments
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -83,6 +85,7 @@ class Ledger(LedgerFile):
             self.history.after(Entry(event=declared))
 
     @classmethod
+    @check_arguments
     def read(
         cls,
         path: str | os.PathLike[str],

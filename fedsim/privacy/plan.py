@@ -25,6 +25,7 @@ from fedsim.privacy.laws import (
     ShuffledPasses,
 )
 from fedsim.privacy.noise import Noise
+from fedsim.settings import check_settings
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,7 @@ class ReleasePlan(Generic[BoundT]):
                     f"{type(part).__name__} is no {base.__name__.lower()}; it must be derived "
                     f"from {base.__module__}.{base.__name__}."
                 )
+        check_settings(self)
         if self.level == "example" and self.sampler.adjacency != "zero-out":
             raise FedsimError(
                 f"the {self.sampler.name} sampler's neighbours are {self.sampler.adjacency}; at "

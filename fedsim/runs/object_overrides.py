@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedsim import datasets, models, partitions
 from fedsim.errors import FedsimError
 from fedsim.privacy.digest import digest_of
-from fedsim.settings import shown
+from fedsim.settings import check_settings
 from fedsim.strategies import DPFedAvg
 
 
@@ -38,18 +38,7 @@ class ObjectOverrides:
     strategy: Strategy | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("model", nn.Module),
-            ("data", datasets.Dataset),
-            ("partition", partitions.Partition),
-            ("strategy", Strategy),
-        ):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                raise FedsimError(
-                    f"{name}= is {shown(value)}; it must be an object of {kind.__module__}."
-                    f"{kind.__qualname__}, or left out: then the config's table says it."
-                )
+        check_settings(self)
         if self.model is not None:
             models.refuse_other_than_numbers(self.model)
         if isinstance(self.strategy, DPFedAvg):

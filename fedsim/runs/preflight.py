@@ -8,6 +8,7 @@ from pathlib import Path
 from flwr.app import ConfigRecord
 from torch import Tensor
 
+from fedsim.arguments import shown
 from fedsim.clients.proximal import server_numbers
 from fedsim.config import RunConfig
 from fedsim.config.plan import dealing
@@ -24,7 +25,6 @@ from fedsim.runs.local_training import ledger_dir, most_expensive_client
 from fedsim.runs.loggers import loggers
 from fedsim.runs.resolve import Resolved, strategy_of
 from fedsim.runs.session import columns_of
-from fedsim.settings import shown
 from fedsim.tasks import MeanOf
 from fedsim.training.evaluation import evaluate_clients
 

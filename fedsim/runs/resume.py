@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fedsim.arguments import shown
 from fedsim.config import RunConfig, Scalar
 from fedsim.config.digest import affects_release
 from fedsim.config.plan import declares_stops, stopping
@@ -18,7 +19,6 @@ from fedsim.runs.local_training import ledger_dir
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.record import ending
 from fedsim.runs.resolve import Resolved, calibrated
-from fedsim.settings import shown
 
 Flat = dict[str, Scalar]
 

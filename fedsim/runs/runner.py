@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from torch import nn
 
+from fedsim.arguments import check_arguments, shown
 from fedsim.closing import end_on_signal
 from fedsim.config import RunConfig
 from fedsim.datasets import dataset_of
@@ -18,6 +21,7 @@ from fedsim.errors import FedsimError
 from fedsim.federation.engines.process import settled
 from fedsim.federation.engines.schedule import helpful_workers
 from fedsim.lazy import function
+from fedsim.partitions import Partition
 from fedsim.privacy.durable import archive
 from fedsim.runs.callbacks import Callback, Callbacks
 from fedsim.runs.checkpoints import Checkpoints
@@ -30,22 +34,17 @@ from fedsim.runs.result import RunResult
 from fedsim.runs.resume import move_client_ledgers, refuse_other_objects, resumed_config
 from fedsim.runs.session import YOURS, Session
 from fedsim.runs.summary import leave_report
-from fedsim.settings import shown
 from fedsim.strategies import RunFailedError, run_to_end
 from fedsim.training.workload import local_multiplications
 
 if TYPE_CHECKING:
-    from flwr.serverapp.strategy import Strategy
-    from torch import nn
-
-    from fedsim.datasets import Dataset
     from fedsim.federation.engines.ray import RayGrid
-    from fedsim.partitions import Partition
 
 
 _log = logging.getLogger("fedsim")
 
 
+@check_arguments
 @settled()
 def run(
     config: RunConfig,
@@ -54,9 +53,9 @@ def run(
     out: str | PathLike[str] | None = None,
     overwrite: bool = False,
     resume: bool = False,
-    callbacks: Iterable[Callback] = (),
+    callbacks: Iterable[Callback] | Callback = (),
     model: nn.Module | None = None,
-    data: Dataset | Mapping[str, Any] | Sequence[Any] | None = None,
+    data: Any = None,
     partition: Partition | None = None,
     strategy: Strategy | None = None,
 ) -> RunResult:
@@ -101,11 +100,6 @@ def run(
     >>> result.ended, [row["round"] for row in result.metrics]
     ('finished', [0, 1])
     """
-    if not isinstance(config, RunConfig):
-        raise FedsimError(
-            f"config is {shown(config)}; it must be a RunConfig, such as RunConfig.load(path) or "
-            "RunConfig.parse(mapping)."
-        )
     config = config if engine is None else config.replace(**{"engine.name": engine})
     callbacks = _checked(callbacks)
     dataset = None if data is None else dataset_of(data)
@@ -219,7 +213,7 @@ def drive(
     return result
 
 
-def _checked(callbacks: Iterable[Callback]) -> list[Callback]:
+def _checked(callbacks: Iterable[Callback] | Callback) -> list[Callback]:
     callbacks = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
     for callback in callbacks:
         if not isinstance(callback, Callback):

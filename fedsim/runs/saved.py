@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedsim import regular_files
+from fedsim.arguments import check_arguments
 from fedsim.config import RunConfig
 from fedsim.datasets import Dataset, Split
 from fedsim.datasets.load import kind_of
@@ -42,6 +43,7 @@ _CHUNK = 256  # examples that go through the model at a time
 Array = npt.NDArray[Any]
 
 
+@check_arguments
 def load(path: str | PathLike[str], *, best: bool = False) -> SavedRun:
     """Load what a run has left.
 

@@ -40,6 +40,22 @@ def check_model(model: nn.Module) -> None:
             )
 
 
+def device_of(device: torch.device | str) -> torch.device:
+    """The device of this name.
+
+    Raises
+    ------
+    FedsimError
+        If PyTorch knows none.
+    """
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise FedsimError(
+            f"device is '{device}'; it must be one such as 'cpu' or 'cuda'."
+        ) from None
+
+
 def check_settings(data: ClientData, test: ClientData | None, max_grad_norm: float) -> None:
     """Refuse test examples of other clients, and a norm that none can have.
 

@@ -10,7 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedsim.arguments import shown
 from fedsim.errors import FedsimError
+from fedsim.settings import check_settings
 from fedsim.tasks.losses import IGNORED
 
 # One by one a million clients take ten seconds.
@@ -54,6 +56,7 @@ class ClientData:
     unusable: npt.NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
+        check_settings(self)
         count = len(self.x)
         if len(self.y) != count:
             raise FedsimError(f"there are {count} inputs but {len(self.y)} targets.")
@@ -64,7 +67,9 @@ class ClientData:
             )
         for first in range(0, len(self.indices), CHECKED_TOGETHER):
             clients = range(first, min(first + CHECKED_TOGETHER, len(self.indices)))
-            if not _within(np.concatenate([self.indices[c] for c in clients]), count):
+            together = [self.indices[c] for c in clients]
+            _require_positions(together, first)
+            if not _within(np.concatenate(together), count):
                 stray = next(c for c in clients if not _within(self.indices[c], count))
                 raise FedsimError(
                     f"client {stray} has an example outside 0 .. {count - 1}, the data's range."
@@ -139,6 +144,16 @@ class ClientData:
         if not len(owned):
             return None
         return torch.from_numpy(np.resize(owned[:count], count)).to(self.x.device)
+
+
+def _require_positions(parts: Sequence[object], first: int) -> None:
+    """Refuse examples of clients ``first``, ``first + 1``, ... that are no arrays of positions."""
+    for client, part in enumerate(parts, first):
+        if not isinstance(part, np.ndarray) or (len(part) and part.dtype.kind not in "iu"):
+            raise FedsimError(
+                f"indices has {shown(part)} for client {client}; it must be an array of whole "
+                "numbers, the positions of the client's examples."
+            )
 
 
 def _within(examples: npt.NDArray[np.int64], count: int) -> bool:

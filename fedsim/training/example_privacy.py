@@ -24,6 +24,7 @@ from fedsim.privacy.digest import digest_of
 from fedsim.privacy.noise import Independent
 from fedsim.privacy.plan import LocalWork, ReleasePlan
 from fedsim.randomness import Randomness
+from fedsim.settings import check_settings
 from fedsim.tasks.losses import Loss
 from fedsim.training.batches import Batches, Ints, plan_batches, plan_poisson
 from fedsim.training.paths.examples import GradientMethod
@@ -80,14 +81,15 @@ class ExamplePrivacy:
     unprotected_metrics: bool = False
 
     def __post_init__(self) -> None:
-        if not self.noise_multiplier >= 0:
-            raise FedsimError(
-                f"client.noise.multiplier is {self.noise_multiplier}; it must be at least 0."
-            )
         if self.sampling not in ("poisson", "shuffle"):
             raise FedsimError(
                 f"client.noise.sampling is '{self.sampling}'; it must be 'poisson' or 'shuffle': "
                 "batches of a fixed size have replace-one neighbours, and examples zero-out ones."
+            )
+        check_settings(self)
+        if not self.noise_multiplier >= 0:
+            raise FedsimError(
+                f"client.noise.multiplier is {self.noise_multiplier}; it must be at least 0."
             )
         if self.chunk < 0:
             raise FedsimError(f"client.chunk is {self.chunk}; it must be 0 (auto) or more.")

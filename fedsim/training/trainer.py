@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fedsim.arguments import check_arguments
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.clients.proximal import server_numbers
 from fedsim.errors import FedsimError
@@ -112,6 +113,7 @@ class Trainer:
         If a setting is out of range or the model cannot be trained this way.
     """
 
+    @check_arguments
     def __init__(
         self,
         model: nn.Module,
@@ -136,7 +138,7 @@ class Trainer:
         state_dir: FilePath | None = None,
         personal: Collection[str] = (),
     ) -> None:
-        self.device = torch.device(device)
+        self.device = checks.device_of(device)
         self.model = model.to(self.device)
         checks.check_model(self.model)
         self.algorithm = algorithm

@@ -324,7 +324,7 @@ def test_batch_norm_is_refused_with_the_cure():
         ({"epochs": 0}, "epochs"),
         ({"epochs": 1, "steps": 2}, "steps"),
         ({"block_size": -2}, "block-size"),
-        ({"path": "fast"}, "client.path"),
+        ({"path": "fast"}, "path is"),
     ],
 )
 def test_bad_settings_are_named(bad, key):

@@ -12,6 +12,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from fedsim.arguments import check_arguments
 from fedsim.closing import Closed
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import own_content
@@ -35,6 +36,7 @@ from fedsim.federation.flower_internals import (
 )
 from fedsim.rows.block import Block
 from fedsim.rows.exchange import Collection, Instructions, Replies
+from fedsim.rows.layout import Layout
 from fedsim.rows.trainers import BlockTrainer
 
 # Flower keeps 0 for nobody and 1 for the SuperLink.
@@ -89,6 +91,7 @@ class LocalGrid(Closed, Grid):
 
     times_each_client = True
 
+    @check_arguments
     def __init__(
         self,
         client: ClientApp | BlockTrainer,
@@ -100,6 +103,8 @@ class LocalGrid(Closed, Grid):
         workers: int = 1,
         retries: int = RETRIES,
     ) -> None:
+        if workers < 1:
+            raise FedsimError(f"workers is {workers}; it must be at least 1.")
         self._app: Handler | None = client if isinstance(client, ClientApp) else None
         self._trainer = None if isinstance(client, ClientApp) else require_trainer(client)
         self._num_nodes = _count_nodes(self._trainer, num_nodes)
@@ -123,6 +128,11 @@ class LocalGrid(Closed, Grid):
         if self._crew is not None:
             self._crew.close()
             self._crew = None
+
+    @property
+    def layout(self) -> Layout | None:
+        """Of the parameters that its clients train, if its trainer says it."""
+        return getattr(self._trainer, "layout", None)
 
     def set_run(self, run: Run) -> None:
         """Set the run that this grid belongs to; in another run nodes begin with an empty state."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError, RunFailedError
 from fedsim.federation.engines.dispatch import RETRIES, Crew, Worker, WorkerLostError
 from fedsim.federation.engines.local import LocalGrid, require_trainer
@@ -59,6 +60,7 @@ class RayGrid(LocalGrid):
         As for `LocalGrid`.
     """
 
+    @check_arguments
     def __init__(
         self,
         trainer: BlockTrainer,

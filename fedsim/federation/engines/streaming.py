@@ -12,6 +12,7 @@ from contextlib import suppress
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError, printable
 from fedsim.federation.engines.directory import ClientDirectory
 from fedsim.federation.engines.packed_messages import is_packed, pack_messages, unpack
@@ -50,6 +51,7 @@ class StreamingGrid(Grid):
         Seconds between two looks, at most.
     """
 
+    @check_arguments
     def __init__(
         self,
         grid: Grid,

@@ -14,7 +14,7 @@ from fedsim.privacy.laws.poisson import PoissonLaw
 from fedsim.privacy.losses import ORDERS, Array, gaussian_rdp, without_warnings
 from fedsim.randomness import Draws
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge
+from fedsim.settings import Doc, Ge, check_settings
 
 # Sampling without replacement is bounded at whole orders and interpolated between them;
 # beyond 64 its bound costs more time than it ever gains.
@@ -128,6 +128,7 @@ class FixedSize(Sampler):
     population: int = 0  # which is refused: it must be declared
 
     def __post_init__(self) -> None:
+        check_settings(self, "cohort.")
         check_population(self.population)
         if not 1 <= self.size <= self.population:
             raise FedsimError(

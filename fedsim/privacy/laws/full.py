@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import (
     Adjacency,
     Ids,
@@ -19,6 +18,7 @@ from fedsim.privacy.laws.base import (
 from fedsim.privacy.losses import Array
 from fedsim.randomness import Draws
 from fedsim.registry import register
+from fedsim.settings import check_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +72,8 @@ class Full(Sampler):
     adjacency: Literal["zero-out", "replace-one"] = field(default="zero-out", kw_only=True)
 
     def __post_init__(self) -> None:
+        check_settings(self, "cohort.")
         check_population(self.population)
-        if self.adjacency not in ("zero-out", "replace-one"):
-            raise FedsimError(
-                f"cohort.adjacency is {self.adjacency!r}; with full sampling it must be zero-out "
-                "or replace-one."
-            )
 
     @property
     def steps(self) -> int:

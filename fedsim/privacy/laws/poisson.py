@@ -24,7 +24,7 @@ from fedsim.privacy.laws.full import Full
 from fedsim.privacy.losses import ORDERS, Array, DominatingPair, SampledGaussian, without_warnings
 from fedsim.randomness import Draws
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Le
+from fedsim.settings import Doc, Ge, Le, check_settings
 
 Drawn = npt.NDArray[np.bool_]
 
@@ -135,14 +135,10 @@ class Poisson(Sampler):
     adjacency: Literal["add-remove", "zero-out"] = field(default="add-remove", kw_only=True)
 
     def __post_init__(self) -> None:
+        check_settings(self, "cohort.")
         if not 0 < self.rate <= 1:
             raise FedsimError(f"cohort.rate is {self.rate}; it must lie in (0, 1].")
         check_population(self.population)
-        if self.adjacency not in PoissonLaw.neighbours:
-            raise FedsimError(
-                f"cohort.adjacency is {self.adjacency!r}; with poisson sampling it must be "
-                f"{' or '.join(PoissonLaw.neighbours)}."
-            )
 
     def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
         """Sorted ids, by the gaps between them, which are geometric."""

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Self
 
 from fedsim.errors import FedsimError
 from fedsim.privacy.laws.base import Law
-from fedsim.settings import Doc
+from fedsim.settings import Doc, check_settings
 
 NoiseState = Mapping[str, Any]
 """Named arrays, each shaped like the draws. Secret: who knows it can take noise away again."""
@@ -47,6 +47,7 @@ class Noise(ABC):
     ] = True
 
     def __post_init__(self) -> None:
+        check_settings(self, "noise.")
         if not self.multiplier >= 0:
             raise FedsimError(f"noise-multiplier is {self.multiplier}; it must be at least 0.")
 

@@ -20,7 +20,7 @@ __all__ = [
     "mean_over",
 ]
 
-Loss: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """``loss(outputs [B, ...], targets [B, ...]) -> [B]``: one loss for each example."""
 
 

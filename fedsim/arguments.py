@@ -1,0 +1,196 @@
+"""Whether a value is of the type that an annotation says, and what is allowed, in words.
+
+Functions that people call are decorated with `check_arguments`; the fields of dataclasses are
+checked by `fedsim.settings`, which reads configs by the same types.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import typing
+from collections import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from types import SimpleNamespace, UnionType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+from fedsim.errors import FedsimError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an annotation allows.
+
+    Attributes
+    ----------
+    words : str
+        Such as "a number"; empty for anything.
+    test : callable
+        Whether a value is of the type.
+    types : set of types
+        Of values that need no test, which takes longer than to look here.
+    """
+
+    words: str
+    test: Callable[[Any], bool]
+    types: frozenset[type] = frozenset()
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value is of the type."""
+        return type(value) in self.types or self.test(value)
+
+
+_ANYTHING = Expected("", lambda value: True)
+
+
+def _is(*kinds: type, but: tuple[type, ...] = ()) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds) and not isinstance(value, but)
+
+
+# A string is a sequence of strings for Python, and a mistake wherever several things are due.
+_TEXT = (str, bytes)
+_TYPES: Mapping[Any, Expected] = {
+    float: Expected("a number", _is(Real, but=(bool,)), frozenset({float, int})),
+    int: Expected("a whole number", _is(Integral, but=(bool,)), frozenset({int})),
+    bool: Expected("true or false", _is(bool), frozenset({bool})),
+    str: Expected("a string", _is(str), frozenset({str})),
+    dict: Expected("a table", _is(dict)),
+    tuple: Expected("a tuple", _is(tuple)),
+    list: Expected("a list", _is(list)),
+    type(None): Expected("None", lambda value: value is None, frozenset({type(None)})),
+    # Arrays are sequences in all that is asked of one here.
+    abc.Sequence: Expected(
+        "a sequence",
+        lambda value: (
+            hasattr(value, "__len__")
+            and hasattr(value, "__getitem__")
+            and not isinstance(value, (*_TEXT, abc.Mapping, abc.Set))
+        ),
+    ),
+    abc.Iterable: Expected("an iterable", _is(abc.Iterable, but=_TEXT)),
+    abc.Collection: Expected("a collection", _is(abc.Collection, but=_TEXT)),
+    abc.Mapping: Expected("a mapping", _is(abc.Mapping)),
+    abc.Callable: Expected("a function", callable),
+}
+
+
+@functools.cache
+def expected(annotation: Any) -> Expected:
+    """What an annotation allows; of elements of containers nothing is asked."""
+    origin = get_origin(annotation) or annotation
+    arguments = get_args(annotation)
+    if origin is Annotated:
+        return expected(arguments[0])
+    if origin is Literal:
+        return Expected(
+            one_of(arguments),
+            lambda value: isinstance(value, str | int) and value in arguments,
+        )
+    if origin in (typing.Union, UnionType):
+        options = [expected(argument) for argument in arguments]
+        if _ANYTHING in options:
+            return _ANYTHING
+        return Expected(
+            " or ".join(dict.fromkeys(option.words for option in options)),
+            lambda value: any(option.test(value) for option in options),
+            frozenset().union(*(option.types for option in options)),
+        )
+    if origin in _TYPES:
+        return _TYPES[origin]
+    if not isinstance(origin, type) or origin in (Any, object):
+        return _ANYTHING
+    words = f"an object of {_public_name(origin)}"
+    if not getattr(origin, "_is_protocol", False):
+        return Expected(words, _is(origin))
+    methods = [name for name, method in vars(origin).items() if _is_own(name, method)]
+    return Expected(words, lambda value: all(hasattr(value, method) for method in methods))
+
+
+def _public_name(kind: type) -> str:
+    """Where people import a class from: the outermost package that has it."""
+    if kind.__module__ == "builtins":
+        return kind.__name__
+    parts = kind.__module__.split(".")
+    packages = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    package = next(
+        (p for p in packages if getattr(sys.modules.get(p), kind.__name__, None) is kind),
+        kind.__module__,
+    )
+    return f"{package}.{kind.__qualname__}"
+
+
+def _is_own(name: str, method: object) -> bool:
+    return callable(method) and not name.startswith("_")
+
+
+def resolved(annotation: Any, scope: Mapping[str, Any]) -> Any:
+    """The type that a string stands for; other annotations beside it may lack names."""
+    alone = SimpleNamespace(__annotations__={"it": annotation})
+    return typing.get_type_hints(alone, {**vars(typing), **scope}, include_extras=True)["it"]
+
+
+def check_arguments(function: F) -> F:
+    """Let a function, or a method, refuse arguments of other types than its annotations say.
+
+    What they are called is left to Python: a keyword that there is not is a TypeError.
+
+    Raises
+    ------
+    FedsimError
+        By the function: what was given, and what is allowed.
+    """
+    signature = inspect.signature(function)
+
+    @functools.cache
+    def of(name: str) -> Expected:
+        parameter = signature.parameters[name]
+        if parameter.annotation is parameter.empty or parameter.kind is parameter.VAR_KEYWORD:
+            return _ANYTHING
+        scope = getattr(inspect.unwrap(function), "__globals__", {})
+        return expected(resolved(parameter.annotation, scope))
+
+    @functools.wraps(function)
+    def checked(*args: Any, **keywords: Any) -> Any:
+        try:
+            given = signature.bind(*args, **keywords).arguments
+        except TypeError:
+            given = {}  # the function itself says what it is called with
+        for name, value in given.items():
+            require(name, value, of(name))
+        return function(*args, **keywords)
+
+    return typing.cast(F, checked)
+
+
+def require(name: str, value: Any, allowed: Expected) -> None:
+    """Refuse a value that does not fit.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if not allowed.fits(value):
+        raise FedsimError(f"{name} is {shown(value)}; it must be {allowed.words}.")
+
+
+def one_of(words: tuple[Any, ...]) -> str:
+    """A choice of words as a sentence has it: ``'a', 'b' or 'c'``."""
+    *others, last = [f"'{word}'" for word in words]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def shown(value: Any) -> str:
+    """A value as a sentence shows it: not at its full length, however long that is."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a whole number of {value.bit_length()} bits"
+    text = repr(value)
+    if "\n" in text:  # arrays, models
+        return f"an object of {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -1,0 +1,304 @@
+"""Wrong arguments of public names: one sentence each, that names the argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord
+
+import fedsim
+from fedsim import clients as algorithms
+from fedsim import cohorts, engines, privacy, strategies, training
+from fedsim import mechanisms as bounds
+from fedsim import partitions as parts_of
+from fedsim.datasets import dataset_of
+from fedsim.errors import FedsimError
+from fedsim.privacy.plan import ReleasePlan
+from fedsim.randomness import Randomness
+
+WRONG = [
+    # fedsim itself
+    ("fedsim.run(3)", "config"),
+    ("fedsim.run('run.toml')", "config"),
+    ("fedsim.run({'rounds': 3})", "config"),
+    ("fedsim.run(config, engine=3)", "engine"),
+    ("fedsim.run(config, engine='cluster')", "engine"),
+    ("fedsim.run(config, out=3)", "out"),
+    ("fedsim.run(config, overwrite='yes')", "overwrite"),
+    ("fedsim.run(config, resume='yes')", "resume"),
+    ("fedsim.run(config, callbacks=3)", "callbacks"),
+    ("fedsim.run(config, callbacks=['x'])", "callbacks"),
+    ("fedsim.run(config, model='softmax')", "model"),
+    ("fedsim.run(config, model=torch.nn.Linear)", "model"),
+    ("fedsim.run(config, data=3)", "data"),
+    ("fedsim.run(config, data='digits')", "data"),
+    ("fedsim.run(config, partition='iid')", "partition"),
+    ("fedsim.run(config, partition=parts_of.IID)", "partition"),
+    ("fedsim.run(config, strategy='FedAvg')", "strategy"),
+    ("fedsim.load(3)", "path"),
+    ("fedsim.load(None)", "path"),
+    ("dataset_of(3)", "data"),
+    ("fedsim.RunConfig(rounds='x')", "rounds"),
+    ("fedsim.RunConfig(rounds=1.5)", "rounds"),
+    ("fedsim.RunConfig(rounds=True)", "rounds"),
+    ("fedsim.RunConfig(seed=None)", "seed"),
+    ("fedsim.RunConfig(client=3)", "client"),
+    ("fedsim.RunConfig(client={'lr': 'x'})", "client.lr"),
+    ("fedsim.RunConfig(round=3)", "round"),
+    ("fedsim.RunConfig.load(3)", "path"),
+    ("fedsim.RunConfig.load('missing.toml')", "missing.toml"),
+    ("fedsim.RunConfig.load('run.toml', overrides='rounds=3')", "overrides"),
+    ("fedsim.RunConfig.of('rounds=3')", "overrides"),
+    ("fedsim.RunConfig.of([3])", "overrides"),
+    ("fedsim.RunConfig.parse('x')", "tree"),
+    ("fedsim.RunConfig.parse([('rounds', 3)])", "tree"),
+    ("fedsim.RunConfig.from_run_config('x')", "flat"),
+    ("config.replace(rounds='x')", "rounds"),
+    ("config.replace(**{'client.lr': []})", "client.lr"),
+    # cohorts
+    ("cohorts.PoissonCohort('x')", "rate"),
+    ("cohorts.PoissonCohort(2.0)", "rate"),
+    ("cohorts.PoissonCohort(0.1, '1000')", "population"),
+    ("cohorts.PoissonCohort(0.1, 10.5)", "population"),
+    ("cohorts.PoissonCohort(0.1, adjacency='replace-one')", "adjacency"),
+    ("cohorts.PoissonCohort(0.1, adjacency=3)", "adjacency"),
+    ("cohorts.FixedCohort('x', 10)", "size"),
+    ("cohorts.FixedCohort(10, 'x')", "population"),
+    ("cohorts.FixedCohort(20, 10)", "size"),
+    ("cohorts.FullCohort('x')", "population"),
+    ("cohorts.FullCohort(0)", "population"),
+    ("cohorts.FullCohort(adjacency='add-remove')", "adjacency"),
+    # mechanisms
+    ("bounds.Clipping('1')", "clip-norm"),
+    ("bounds.Clipping(None)", "clip-norm"),
+    ("bounds.Clipping(-1)", "clip-norm"),
+    ("bounds.Clipping([1.0])", "clip-norm"),
+    ("bounds.Clipping(1).bound(np.zeros((2, 3)))", "block"),
+    ("bounds.Clipping(1).bound([[1.0]])", "block"),
+    ("bounds.Clipping(1).bound(torch.zeros(3))", "block"),
+    ("bounds.Clipping(1).bound(torch.zeros(2, 3, dtype=torch.int64))", "block"),
+    ("bounds.Clipping(1).bound(torch.zeros(2, 3), layout=3)", "layout"),
+    ("bounds.Clipping(1).bound(torch.zeros(2, 3), state=3)", "state"),
+    ("bounds.Normalization('1')", "clip-norm"),
+    ("bounds.Normalization(0)", "clip-norm"),
+    ("bounds.AdaClip(clip_norm='x')", "clip-norm"),
+    ("bounds.AdaClip(beta1='x')", "beta1"),
+    ("bounds.AdaptiveNoise(decay='x')", "decay"),
+    ("bounds.AdaptiveNoise(noise_shape=3)", "noise-shape"),
+    ("bounds.QuantileClipping(target_quantile='x')", "target-quantile"),
+    ("bounds.QuantileClipping(target_quantile=2)", "target-quantile"),
+    ("bounds.NoPrivacy('mean')", "weighting"),
+    ("bounds.NoPrivacy(3)", "weighting"),
+    ("bounds.PerLayer('clipping')", "PerLayer"),
+    # strategies
+    ("strategies.DPFedAvg(**given(cohort='poisson'))", "cohort"),
+    ("strategies.DPFedAvg(**given(cohort=cohorts.PoissonCohort))", "cohort"),
+    ("strategies.DPFedAvg(**given(mechanism='clipping'))", "mechanism"),
+    ("strategies.DPFedAvg(**given(mechanism=1.0))", "mechanism"),
+    ("strategies.DPFedAvg(**given(noise_multiplier='1'))", "noise_multiplier"),
+    ("strategies.DPFedAvg(**given(noise_multiplier=-1))", "noise multiplier"),
+    ("strategies.DPFedAvg(plan='x')", "plan"),
+    ("strategies.DPFedAvg(**given(delta='x'))", "delta"),
+    ("strategies.DPFedAvg(**given(delta=2))", "delta"),
+    ("strategies.DPFedAvg(**given(max_epsilon='x'))", "max_epsilon"),
+    ("strategies.DPFedAvg(**given(ledger=3))", "ledger"),
+    ("strategies.DPFedAvg(**given(seed='x'))", "seed"),
+    ("strategies.DPFedAvg(**given(seed=-1))", "seed"),
+    ("strategies.DPFedAvg(**given(server_optimizer='adam'))", "server_optimizer"),
+    ("strategies.DPFedAvg(**given(placement='node'))", "placement"),
+    ("strategies.DPFedAvg(**given(hardened_noise='x'))", "hardened_noise"),
+    ("strategies.DPFedAvg(**given(fraction_evaluate='x'))", "fraction_evaluate"),
+    ("strategies.DPFedAvg(**given(evaluate_every='x'))", "evaluate_every"),
+    ("strategies.DPFedAvg(**given(replying=3))", "replying"),
+    ("strategies.DPFedAvg(**given(algorithm='sgd'))", "algorithm"),
+    ("strategies.DPFedAvg(**given(example_counts=3))", "example_counts"),
+    ("strategies.DPFedAvg(**given(weighted_by_key=3))", "weighted_by_key"),
+    ("strategies.DPFedAvg(**given(fraction_fit=0.1))", "fraction_fit"),
+    ("strategies.adam('x')", "lr"),
+    ("strategies.adam(0)", "lr"),
+    ("strategies.adam(betas=0.9)", "betas"),
+    ("strategies.sgd('x')", "lr"),
+    ("strategies.sgd(1.0, 'x')", "momentum"),
+    ("strategy.start('grid', arrays)", "grid"),
+    ("strategy.start(grid, {'w': torch.zeros(3)})", "initial_arrays"),
+    ("strategy.start(grid, None)", "initial_arrays"),
+    ("strategy.start(grid, arrays, num_rounds='x')", "num_rounds"),
+    ("strategy.start(grid, arrays, num_rounds=1.5)", "num_rounds"),
+    ("strategy.start(grid, arrays, timeout='x')", "timeout"),
+    ("strategy.start(grid, arrays, train_config={'lr': 1})", "train_config"),
+    ("strategy.start(grid, arrays, evaluate_fn=3)", "evaluate_fn"),
+    ("strategy.start(grid, arrays, on_round=3)", "on_round"),
+    ("strategy.start(grid, arrays, state=3)", "state"),
+    ("strategy.start(grid, record(w=(3, 2)))", "initial_arrays"),
+    ("strategy.start(grid, record(weight=(3, 4), bias=(3,)))", "initial_arrays"),
+    ("strategy.start(grid, record(**{'weight': (3, 2), 'bias': (4,)}))", "initial_arrays"),
+    ("strategy.start(grid, whole_numbers)", "initial_arrays"),
+    ("strategy.start(grid, ArrayRecord())", "initial_arrays"),
+    # training
+    ("training.Trainer('softmax', algorithms.SGD(), data, randomness=seeded)", "model"),
+    ("training.Trainer(torch.nn.Linear, algorithms.SGD(), data, randomness=seeded)", "model"),
+    ("training.Trainer(model, 'sgd', data, randomness=seeded)", "algorithm"),
+    ("training.Trainer(model, algorithms.SGD, data, randomness=seeded)", "algorithm"),
+    ("training.Trainer(model, algorithms.SGD(), (1, 2), randomness=seeded)", "data"),
+    ("training.Trainer(*trained, randomness=1)", "randomness"),
+    ("training.Trainer(*trained, **keyed, batch_size='x')", "batch"),
+    ("training.Trainer(*trained, **keyed, epochs='x')", "epochs"),
+    ("training.Trainer(*trained, **keyed, steps='x')", "steps"),
+    ("training.Trainer(*trained, **keyed, path='fast')", "path"),
+    ("training.Trainer(*trained, **keyed, loss='mse')", "loss"),
+    ("training.Trainer(*trained, **keyed, metrics='x')", "metrics"),
+    ("training.Trainer(*trained, **keyed, privacy=1.0)", "privacy"),
+    ("training.Trainer(*trained, **keyed, device='x')", "device"),
+    (
+        "training.Trainer(*trained, **keyed, personal='w')",
+        "personal",
+    ),
+    ("training.Trainer(*trained, **keyed, state='x')", "state"),
+    ("training.ClientData(x, y, 3)", "indices"),
+    ("training.ClientData(x, y, [3])", "indices"),
+    ("training.ClientData(x, y, [np.array([0.5])])", "indices"),
+    ("training.ClientData(x.numpy(), y, [np.arange(4)])", "x"),
+    ("training.ClientData(x, [0, 1, 0, 1], [np.arange(4)])", "y"),
+    ("training.ClientData(x, y, [np.arange(9)])", "client 0"),
+    ("training.ExamplePrivacy('clipping', 1.0)", "mechanism"),
+    ("training.ExamplePrivacy(bounds.Clipping(1.0), 'x')", "noise_multiplier"),
+    ("training.ExamplePrivacy(bounds.Clipping(1.0), 1.0, hardened='x')", "hardened"),
+    ("training.ExamplePrivacy(bounds.Clipping(1.0), 1.0, sampling='fixed')", "sampling"),
+    ("algorithms.SGD(lr='x')", "lr"),
+    ("algorithms.SGD(lr=-1)", "lr"),
+    ("algorithms.SGD(schedule=3)", "schedule"),
+    ("algorithms.AdadpLR(tol='x')", "tol"),
+    ("algorithms.AdadpNoise(decay='x')", "decay"),
+    # partitions
+    ("parts_of.IID('x')", "clients"),
+    ("parts_of.IID(0)", "clients"),
+    ("parts_of.IID(2, seed='x')", "seed"),
+    ("parts_of.IID(2, seed=-1)", "seed"),
+    ("parts_of.Dirichlet(alpha='x')", "alpha"),
+    ("parts_of.Shards(shards=1.5)", "shards"),
+    ("parts_of.ByOwner(column=3)", "column"),
+    ("parts_of.InterpolatedPathological(randomness='x')", "randomness"),
+    ("parts_of.InterpolatedPathological(groups=3)", "groups"),
+    ("parts_of.InterpolatedPathological(clients='x')", "clients"),
+    # engines
+    ("engines.LocalGrid('x')", "client"),
+    ("engines.LocalGrid(trainer, num_nodes='x')", "num_nodes"),
+    ("engines.LocalGrid(trainer, workers='x')", "workers"),
+    ("engines.LocalGrid(trainer, workers=0)", "workers"),
+    ("engines.LocalGrid(trainer, run_config=3)", "run_config"),
+    ("engines.RayGrid('x')", "trainer"),
+    ("engines.RayGrid(trainer, workers='x')", "workers"),
+    ("engines.RayGrid(trainer, address=3)", "address"),
+    ("engines.StreamingGrid('x')", "grid"),
+    ("engines.StreamingGrid(grid, clients='x')", "clients"),
+    ("engines.array_record([1, 2])", "arrays"),
+    ("engines.array_record({'w': [1.0]})", "arrays"),
+    ("engines.array_record('x')", "arrays"),
+    ("engines.tensors({'w': 1})", "record"),
+    # privacy
+    ("privacy.epsilon(**asked(noise_multiplier='1'))", "noise_multiplier"),
+    ("privacy.epsilon(**asked(noise_multiplier=-1))", "noise multiplier"),
+    ("privacy.epsilon(**asked(cohort='poisson'))", "cohort"),
+    ("privacy.epsilon(**asked(cohort=0.1))", "cohort"),
+    ("privacy.epsilon(**asked(rounds='x'))", "rounds"),
+    ("privacy.epsilon(**asked(rounds=1.5))", "rounds"),
+    ("privacy.epsilon(**asked(rounds=0))", "rounds"),
+    ("privacy.epsilon(**asked(delta='x'))", "delta"),
+    ("privacy.epsilon(**asked(delta=0))", "delta"),
+    ("privacy.calibrate(**target(target_epsilon='x'))", "target_epsilon"),
+    ("privacy.calibrate(**target(target_epsilon=0))", "target epsilon"),
+    ("privacy.calibrate(**target(cohort='full'))", "cohort"),
+    ("privacy.calibrate(**target(rounds='x'))", "rounds"),
+    ("privacy.calibrate(**target(delta='x'))", "delta"),
+    ("privacy.Ledger(3)", "path"),
+    ("privacy.Ledger(delta='x')", "delta"),
+    ("privacy.Ledger(max_epsilon='x')", "max_epsilon"),
+    ("privacy.Ledger(declared=3)", "declared"),
+    ("privacy.Ledger.read(3)", "path"),
+    ("Randomness('x')", "seed"),
+    ("Randomness(-1)", "seed"),
+    ("Randomness(1.5)", "seed"),
+    ("Randomness(1, release=3)", "release"),
+    (
+        "ReleasePlan(**planned(sampler='x'))",
+        "sampler",
+    ),
+    ("ReleasePlan(**planned(level='row'))", "level"),
+    ("ReleasePlan(**planned(noise=1))", "noise"),
+    ("privacy.Independent('x')", "multiplier"),
+]
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+    x, y = torch.zeros(4, 2), torch.tensor([0, 1, 2, 0])
+    data = training.ClientData(x, y, [np.arange(2), np.arange(2, 4)])
+    model = torch.nn.Linear(2, 3)
+    seeded = Randomness(1)
+    trainer = training.Trainer(model, algorithms.SGD(lr=0.1), data, randomness=seeded)
+    cohort = cohorts.PoissonCohort(0.5, 2)
+    settings = {"mechanism": bounds.Clipping(1.0), "cohort": cohort, "noise_multiplier": 1.0}
+    question = {"noise_multiplier": 1.0, "cohort": cohort, "rounds": 3, "delta": 1e-5}
+    plan = {
+        "level": "client",
+        "sampler": cohort,
+        "bound": bounds.Clipping(1.0),
+        "noise": privacy.Independent(1.0),
+    }
+    target = {"target_epsilon": 5.0, "cohort": cohort, "rounds": 3, "delta": 1e-5}
+
+    def record(**shapes: tuple[int, ...]) -> ArrayRecord:
+        return engines.array_record({name: torch.zeros(shape) for name, shape in shapes.items()})
+
+    return globals() | {
+        "x": x,
+        "y": y,
+        "data": data,
+        "model": model,
+        "seeded": seeded,
+        "dataset_of": dataset_of,
+        "ReleasePlan": ReleasePlan,
+        "keyed": {"randomness": seeded},
+        "trained": (model, algorithms.SGD(), data),
+        "planned": lambda **changes: plan | changes,
+        "trainer": trainer,
+        "cohort": cohort,
+        "config": fedsim.RunConfig(),
+        "grid": engines.LocalGrid(trainer),
+        "arrays": record(weight=(3, 2), bias=(3,)),
+        "whole_numbers": engines.array_record(
+            {"weight": torch.zeros(3, 2, dtype=torch.int64), "bias": torch.zeros(3)}
+        ),
+        "record": record,
+        "given": lambda **changes: settings | changes,
+        "asked": lambda **changes: question | changes,
+        "target": lambda **changes: target | changes,
+    }
+
+
+@pytest.mark.parametrize(("call", "argument"), WRONG, ids=[call for call, _ in WRONG])
+def test_a_wrong_argument_is_refused_in_a_sentence_that_names_it(
+    call: str, argument: str, names: dict[str, Any], tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    strategy = strategies.DPFedAvg(**names["given"]())
+    with pytest.raises(FedsimError) as refused:
+        eval(call, {**names, "strategy": strategy})
+    sentence = str(refused.value)
+    assert _plain(argument) in _plain(sentence)
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
+    assert len(sentence) < 600
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", " ").replace("-", " ")
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert bounds.Clipping(np.float32(2)).clip_norm == 2
+    assert cohorts.FullCohort(np.int64(3)).population == 3
+    assert parts_of.IID(np.int32(2), seed=np.int64(1)).clients == 2
