@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.network import alone_on_loopback, loopback_bytes
 from fedsim.cohorts import FixedCohort
 from fedsim.engines import RayGrid, array_record
-from fedsim.federation.engines.process import settle
+from fedsim.federation.engines.process import use_one_thread
 from fedsim.mechanisms import Clipping
 from fedsim.rows.block import Block, Ids
 from fedsim.rows.trainers import BlockTrainer, TrainerDefaults
@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
-    settle()
+    use_one_thread()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     alone = alone_on_loopback()
     table = Table(title=f"Ray, {NODES} emulated nodes of a worker each")

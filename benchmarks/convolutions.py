@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fedsim import models
 from fedsim.clients import SGD, AdadpLR
-from fedsim.federation.engines.process import settle
+from fedsim.federation.engines.process import use_one_thread
 from fedsim.randomness import Draws, Randomness
 from fedsim.training import ClientData, Trainer
 from fedsim.training.exact_arithmetic import exact
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--out", type=Path, help="Markdown file to add lines to")
     asked = parser.parse_args()
-    settle()
+    use_one_thread()
     best, console = measure(asked.device, asked.repeats), Console()
     steps = EXAMPLES[asked.device] // BATCH
     on_gpu = asked.device == "cuda"

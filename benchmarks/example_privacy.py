@@ -26,7 +26,7 @@ from torch import nn
 from benchmarks.jobs import JOBS
 from benchmarks.memory import resident
 from fedsim.clients import SGD
-from fedsim.federation.engines.process import settle
+from fedsim.federation.engines.process import use_one_thread
 from fedsim.mechanisms import Clipping
 from fedsim.randomness import Randomness
 from fedsim.training import ClientData, ExamplePrivacy, Trainer
@@ -116,7 +116,7 @@ def alone(library: str, name: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    settle()
+    use_one_thread()
     if len(sys.argv) == 3:
         model_of(sys.argv[2])
         Path("/proc/self/clear_refs").write_text("5")

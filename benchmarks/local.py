@@ -30,7 +30,7 @@ from benchmarks.memory import measured_peak
 from benchmarks.plain import plain_rounds
 from fedsim.cohorts import FixedCohort
 from fedsim.engines import LocalGrid, tensors
-from fedsim.federation.engines.process import settle
+from fedsim.federation.engines.process import use_one_thread
 from fedsim.mechanisms import Clipping
 from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
-    settle()
+    use_one_thread()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     results = {}
     for name, job in JOBS.items():

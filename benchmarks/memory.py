@@ -29,14 +29,14 @@ def peak(name: str, cohort: int) -> float:
     """The same in this process: call it once."""
     from benchmarks.jobs import JOBS, data_of, trainer_of
     from fedsim.cohorts import FixedCohort
-    from fedsim.federation.engines.process import settle
+    from fedsim.federation.engines.process import use_one_thread
     from fedsim.mechanisms import Clipping, NoiseSource, Releaser
     from fedsim.privacy import Independent
     from fedsim.privacy.plan import ReleasePlan
     from fedsim.randomness import Draws, Purpose, Randomness
     from fedsim.rows import DenseRows
 
-    settle()
+    use_one_thread()
     trainer = trainer_of(JOBS[name], data_of(10_000, distinct=1000))
     vector, randomness = trainer.initial(), Randomness(2)
     draws = Draws(randomness, level="client", amplified=True)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from fedsim.federation.engines.process import settle
+from fedsim.federation.engines.process import use_one_thread
 from fedsim.mechanisms import NoiseSource
 
 __all__ = ["main"]
@@ -63,7 +63,7 @@ WAYS = (plain, hardened, numpys)
 
 
 def main() -> None:
-    settle()
+    use_one_thread()
     table = Table("coordinates", "plain", "hardened", "hardened, numpy alone", "to reach")
     for size in SIZES:
         assert np.array_equal(hardened(size), numpys(size))

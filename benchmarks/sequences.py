@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.jobs import BATCH, EXAMPLES, LR, SEED
 from fedsim.clients import SGD
-from fedsim.federation.engines.process import settle
+from fedsim.federation.engines.process import use_one_thread
 from fedsim.randomness import Draws, Randomness
 from fedsim.training import ClientData, Trainer
 
@@ -111,7 +111,7 @@ def compare(model: nn.Module) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    settle()
+    use_one_thread()
     for name, model in (("two LSTM layers", Recurrent()), ("attention block", Attention())):
         torch.manual_seed(SEED)
         ours, theirs, difference = compare(model)

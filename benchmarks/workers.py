@@ -25,9 +25,8 @@ from benchmarks.jobs import JOBS, SEED, data_of, trainer_of
 from fedsim.clients import SGD
 from fedsim.cohorts import FixedCohort
 from fedsim.engines import LocalGrid, RayGrid, array_record
-from fedsim.federation.engines.forked import ForkedCrew
-from fedsim.federation.engines.process import settle
-from fedsim.federation.engines.schedule import helpful_workers
+from fedsim.federation.engines.forked import ForkedCrew, helpful_workers
+from fedsim.federation.engines.process import use_one_thread
 from fedsim.federation.rounds import rounds_of
 from fedsim.mechanisms import Clipping
 from fedsim.models.adadp_cifar import AdadpCIFAR
@@ -105,7 +104,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--ray", action="store_true")
     options = parser.parse_args()
-    settle()
+    use_one_thread()
     names = [f"{count} workers" if count > 1 else "1 process" for count in options.workers]
     names += [f"ray, {count}" for count in options.workers if options.ray]
     table = Table("job: ms a round (CPU ms)", *names, "the rule", "time, first / last", "at least")

@@ -26,7 +26,7 @@ from experiments.framework.store import Store
 from experiments.framework.stored import Stored, digest
 from fedsim import regular_files
 from fedsim.errors import FedsimError
-from fedsim.federation.engines.process import settle
+from fedsim.federation.engines.process import use_one_thread
 from fedsim.reports.plots import save
 
 __all__ = [
@@ -341,7 +341,7 @@ def _work(
 
 
 def _timed(experiment: Experiment, member: ExperimentMember) -> tuple[Result, float]:
-    settle()
+    use_one_thread()
     start = time.perf_counter()
     return experiment.run(member.settings), time.perf_counter() - start
 

@@ -22,7 +22,7 @@ from fedsim.datasets.tables import is_table
 from fedsim.deploy.certificates import write_private
 from fedsim.deploy.policy import NODE, Policy
 from fedsim.errors import FedsimError
-from fedsim.federation.engines.process import settle
+from fedsim.federation.engines.process import use_one_thread
 from fedsim.mechanisms import Mechanism
 from fedsim.partitions import Indices
 from fedsim.runs.data_split import DataSplit, RunData, device_of, refuse_found, resolve_data
@@ -115,7 +115,7 @@ def trainer_for(context: Context) -> Trainer:
     FedsimError
         If the node is no client of this run.
     """
-    settle()
+    use_one_thread()
     config = RunConfig.from_run_config(context.run_config)
     data = str(context.node_config.get("data", ""))
     policy = Policy.here(config)

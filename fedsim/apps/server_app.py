@@ -15,7 +15,7 @@ from fedsim.config import RunConfig
 from fedsim.deploy.flower_replacements import replace_dead_actors
 from fedsim.deploy.services import CLIENTS, SuperLink, read_roster
 from fedsim.errors import FedsimError
-from fedsim.federation.engines.process import settle
+from fedsim.federation.engines.process import use_one_thread
 from fedsim.federation.engines.streaming import StreamingGrid
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.channel import distant_callback
@@ -35,7 +35,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the config that came with the run, and leave its artefacts on this machine."""
     _show_our_log()
-    settle()
+    use_one_thread()
     with allowed_code.use(SuperLink.code_here()):
         _run(grid, context)
 

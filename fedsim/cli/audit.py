@@ -63,11 +63,11 @@ def audit(
     from fedsim.audit import WORLDS
     from fedsim.audit.config_audit import ConfigAudit
     from fedsim.audit.report import draw, tabulate
-    from fedsim.federation.engines.process import settle
+    from fedsim.federation.engines.process import use_one_thread
     from fedsim.reports.plots import save
     from fedsim.runs.metrics import duration
 
-    settle()
+    use_one_thread()
     console = Output()
     # As docs/audit.md measures: ten seconds of whole runs, and as many of the default worlds.
     seconds = 10 + 10 * runs / 300 * max(rounds, 1) / 2

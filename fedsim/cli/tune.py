@@ -59,11 +59,11 @@ def tune(
     settings = settings.replace(**{"client.state-dir": "", "client.noise.max-epsilon": ""})
     import numpy as np
 
-    from fedsim.federation.engines.process import settle
+    from fedsim.federation.engines.process import use_one_thread
     from fedsim.runs.metrics import duration
     from fedsim.runs.resolve import resolve
 
-    settle()
+    use_one_thread()
     trainer = resolve(settings).trainer
     sizes = np.array([trainer.data.size(i) for i in range(trainer.population)])
     ids = np.flatnonzero(sizes)[:clients]

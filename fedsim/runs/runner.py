@@ -18,8 +18,8 @@ from fedsim.config import RunConfig
 from fedsim.datasets import dataset_of
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
-from fedsim.federation.engines.process import settled
-from fedsim.federation.engines.schedule import helpful_workers
+from fedsim.federation.engines.forked import helpful_workers
+from fedsim.federation.engines.process import torch_defaults
 from fedsim.lazy import function
 from fedsim.partitions import Partition
 from fedsim.privacy.durable import archive
@@ -45,7 +45,7 @@ _log = logging.getLogger("fedsim")
 
 
 @check_arguments
-@settled()
+@torch_defaults()
 def run(
     config: RunConfig,
     *,

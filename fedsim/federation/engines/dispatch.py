@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fedsim.errors import BudgetSpentError, FedsimError
-from fedsim.federation.engines.schedule import chunks
-from fedsim.federation.engines.training_worker import (
+from fedsim.federation.engines.workers import (
+    Crew,
     RoundCall,
+    Worker,
+    WorkerLostError,
     WorkerReply,
     WorkRequest,
     from_wire,
@@ -35,92 +37,14 @@ from fedsim.rows.trainers import BlockTrainer, ClientStates
 
 _log = logging.getLogger(__name__)
 
+SHARE = 0.75
+"""A chunk is this part of what would be a worker's share of the clients that are left."""
+LEAST_SHARE = 12
+"""No chunk is planned smaller than this part of what a worker has to do."""
 RETRIES = 2
 """How many times clients may lose their worker before they are tried one by one."""
 # No reply with rows is larger than this, if a single client's is not.
 _CHUNK_BYTES = 64 << 20
-
-
-class WorkerLostError(Exception):
-    """A worker has ended before it answered."""
-
-
-class Worker(ABC):
-    """A process that trains, seen from the one that drives the run."""
-
-    @abstractmethod
-    def begin(self, call: Any) -> None:
-        """Send what the round is about (`Crew.shared`); returns once the worker has started."""
-
-    @abstractmethod
-    def ask(self, work: WorkRequest) -> None:
-        """Ask for something; `answer` gives what it says, in the order asked."""
-
-    @abstractmethod
-    def answer(self) -> WorkerReply:
-        """The next answer, which has arrived; its arrays are good until the worker is asked again.
-
-        Raises
-        ------
-        WorkerLostError
-            If the worker is.
-        """
-
-    @abstractmethod
-    def end(self) -> None:
-        """End the process at once, whatever it does."""
-
-
-WorkerT = TypeVar("WorkerT", bound=Worker)
-
-
-class Crew(ABC, Generic[WorkerT]):
-    """The workers of an engine.
-
-    Attributes
-    ----------
-    depth : int
-        Chunks that a worker may be asked for at a time: with two, one waits at the worker while
-        the answer to the other travels.
-    workers : list of Worker
-    """
-
-    depth: ClassVar[int]
-
-    def __init__(self, count: int) -> None:
-        self.workers: list[WorkerT] = []
-        for _ in range(count):
-            self.workers.append(self.new_worker())
-
-    @abstractmethod
-    def new_worker(self) -> WorkerT:
-        """Start a worker."""
-
-    def replaced(self, worker: WorkerT) -> WorkerT:
-        """End a worker; another in its place."""
-        index = self.workers.index(worker)
-        # Taken out first: a forked worker closes the connections of the others, and not this one's.
-        self.workers.pop(index).end()
-        self.workers.insert(index, new := self.new_worker())
-        return new
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Drop the answers to what was asked in an earlier round that nobody finished."""
-
-    @abstractmethod
-    def first_done(self, busy: Sequence[WorkerT], seconds: float | None) -> WorkerT | None:
-        """One of these that has answered or was lost; None if none has in that time."""
-
-    @abstractmethod
-    def shared(self, call: RoundCall) -> Any:
-        """A round's call, where every worker can read it: what is sent to each."""
-
-    def close(self) -> None:
-        """End the workers."""
-        for worker in self.workers:
-            worker.end()
-        self.workers = []
 
 
 @dataclass(frozen=True)
@@ -405,3 +329,33 @@ class Dispatch:
     def _replace(self, assignment: _Assignment) -> None:
         index = self._assignments.index(assignment)
         self._assignments[index] = _Assignment(self._crew.replaced(assignment.worker))
+
+
+def chunks(
+    client_ids: Ids, costs: npt.NDArray[np.float64], *, workers: int, largest: int
+) -> list[Ids]:
+    """Chunks of clients in decreasing order of cost, at most ``largest`` clients each.
+
+    Handed out one after another to whichever worker is free, they keep workers busy to the end,
+    also where one is only three quarters as fast as the others: the first are few and large, the
+    last ones small enough to even out. Clients with as many steps stand together, as a block wants
+    them. Which worker trains a client changes no byte of it.
+
+    Parameters
+    ----------
+    client_ids, costs : ``[n]``
+    workers : int
+    """
+    order = np.argsort(-costs, kind="stable")
+    done = np.concatenate([[0.0], np.cumsum(costs[order])])
+    least = done[-1] / (LEAST_SHARE * workers)
+    cut: list[Ids] = []
+    start = 0
+    while start < len(order):
+        target = max(SHARE * (done[-1] - done[start]) / workers, least)
+        # The client that reaches the target still belongs to the chunk.
+        stop = int(np.searchsorted(done, done[start] + target))
+        stop = min(max(stop, start + 1), start + largest, len(order))
+        cut.append(client_ids[order[start:stop]])
+        start = stop
+    return cut

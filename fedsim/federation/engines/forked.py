@@ -28,20 +28,26 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
+
 from fedsim.closing import die_with_parent
 from fedsim.errors import FedsimError
-from fedsim.federation.engines.dispatch import Crew, Worker, WorkerLostError
-from fedsim.federation.engines.process import settle
-from fedsim.federation.engines.schedule import CAN_FORK
-from fedsim.federation.engines.training_worker import (
+from fedsim.federation.engines.process import use_one_thread
+from fedsim.federation.engines.workers import (
+    Crew,
     RoundCall,
     TrainingWorker,
+    Worker,
+    WorkerLostError,
     WorkerReply,
     WorkRequest,
 )
 from fedsim.rows.trainers import BlockTrainer
 
 _log = logging.getLogger(__name__)
+
+# A forked process may not use what macOS computes with.
+CAN_FORK = sys.platform == "linux"
 
 _LINE = 64
 _PATIENCE = 2.0
@@ -269,7 +275,7 @@ def _become_worker(parent: int) -> None:
         # Both are sent to a whole group: the driver decides when workers end.
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
-    settle()
+    use_one_thread()
 
 
 def _serve(
@@ -299,3 +305,30 @@ def _serve(
                 stream.flush()
         connection.send_bytes(pickle.dumps(_AnswerNote(spans, log.records), protocol=5))
         log.records = []
+
+
+# About 40 ms of one core's work. What a worker costs a round (being asked four times, sending a
+# sum, which is merged) is a few milliseconds: below this the round is no shorter for it.
+OPERATIONS = 2.0**29
+
+
+def helpful_workers(operations: float, clients: float, device: torch.device) -> int:
+    """Number of processes among which a round is worth sharing out.
+
+    Parameters
+    ----------
+    operations : float
+        Multiplications that a client's local work takes.
+    clients : float
+        That are expected in a round.
+    device : torch.device
+
+    Examples
+    --------
+    >>> helpful_workers(1e6, 100, torch.device("cpu"))
+    1
+    """
+    if device.type != "cpu" or not CAN_FORK:
+        return 1
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(cores, int(clients), int(operations * clients / OPERATIONS)))

@@ -19,8 +19,9 @@ from fedsim.federation.arrays import own_content
 from fedsim.federation.engines.blocks import guarded_blocks, messages_of
 from fedsim.federation.engines.client_app import AppTrainer, client_app
 from fedsim.federation.engines.directory import ConsecutiveNodes
-from fedsim.federation.engines.dispatch import RETRIES, Crew, Dispatch
+from fedsim.federation.engines.dispatch import RETRIES, Dispatch
 from fedsim.federation.engines.forked import ForkedCrew
+from fedsim.federation.engines.workers import Crew
 from fedsim.federation.flower_internals import (
     CLIENT_RAISED,
     NODE_UNAVAILABLE,

@@ -14,7 +14,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MAPPED_FROM, KEPT = 2**25, 2**30
 
 
-def settle() -> None:
+def use_one_thread() -> None:
     """One torch thread, and freed memory kept for the next block.
 
     Workers, not threads, spread work over cores. Blocks of one size come and go all the time:
@@ -31,13 +31,13 @@ def settle() -> None:
 
 
 @contextmanager
-def settled() -> Iterator[None]:
-    """`settle`, and torch's own defaults for as long as it lasts.
+def torch_defaults() -> Iterator[None]:
+    """`use_one_thread`, and torch's own defaults for as long as it lasts.
 
     What a caller has set for work of their own (a default dtype or device, fewer bits in products,
     autocast, inference mode) would change a run's bytes, which follow from its config alone.
     """
-    settle()
+    use_one_thread()
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     precision = torch.get_float32_matmul_precision()
     moved = device.type != "cpu"  # a default that is set costs every call something

@@ -21,12 +21,15 @@ from torch import Tensor, nn
 
 from fedsim.arguments import check_arguments
 from fedsim.errors import FedsimError, RunFailedError
-from fedsim.federation.engines.dispatch import RETRIES, Crew, Worker, WorkerLostError
+from fedsim.federation.engines.dispatch import RETRIES
 from fedsim.federation.engines.local import LocalGrid, require_trainer
-from fedsim.federation.engines.process import settle
-from fedsim.federation.engines.training_worker import (
+from fedsim.federation.engines.process import use_one_thread
+from fedsim.federation.engines.workers import (
+    Crew,
     RoundCall,
     TrainingWorker,
+    Worker,
+    WorkerLostError,
     WorkerReply,
     WorkRequest,
 )
@@ -115,7 +118,7 @@ class TrainingActor(TrainingWorker):
     """What runs in Ray's process."""
 
     def __init__(self, parcel: Parcel, device: str) -> None:
-        settle()
+        use_one_thread()
         super().__init__(parcel.unpack(), device)
 
     def ready(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from fedsim.clients import SGD
 from fedsim.cohorts import FixedCohort
 from fedsim.engines import LocalGrid, array_record
-from fedsim.federation.engines.schedule import CAN_FORK
+from fedsim.federation.engines.forked import CAN_FORK
 from fedsim.mechanisms import AdaClip, Clipping, NoPrivacy, PerLayer, PrivateScalar
 from fedsim.randomness import Randomness
 from fedsim.strategies import DPFedAvg

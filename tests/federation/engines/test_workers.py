@@ -20,8 +20,7 @@ import fedsim
 from fedsim.cohorts import FixedCohort
 from fedsim.engines import LocalGrid, array_record
 from fedsim.errors import FedsimError
-from fedsim.federation.engines.forked import SharedValue
-from fedsim.federation.engines.schedule import CAN_FORK, helpful_workers
+from fedsim.federation.engines.forked import CAN_FORK, SharedValue, helpful_workers
 from fedsim.mechanisms import (
     AdaClip,
     Clipping,

@@ -1,16 +1,19 @@
-"""What a worker process runs, and how blocks, states and sums travel to it and back.
+"""Workers, as the process that drives a run sees them, and what each of them runs.
 
-Everything that travels is numpy arrays and plain values: Ray and shared memory take arrays out of
-band, tensors they would pickle. What comes out of shared memory may be read-only, and is somebody
-else's after the next answer: it is copied, but for sums, which are added up there and then.
+An engine has a `Crew` of `Worker`: Ray's actors, or processes forked from this one. In each is a
+`TrainingWorker`. Everything that travels between the two is numpy arrays and plain values: Ray and
+shared memory take arrays out of band, tensors they would pickle. What comes out of shared memory
+may be read-only, and is somebody else's after the next answer: it is copied, but for sums, which
+are added up there and then.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +86,88 @@ class WorkerReply:
     blocks: list[Wire] = field(default_factory=list)
     arrays: Arrays = field(default_factory=dict)
     error: Exception | None = None
+
+
+class WorkerLostError(Exception):
+    """A worker has ended before it answered."""
+
+
+class Worker(ABC):
+    """A process that trains, seen from the one that drives the run."""
+
+    @abstractmethod
+    def begin(self, call: Any) -> None:
+        """Send what the round is about (`Crew.shared`); returns once the worker has started."""
+
+    @abstractmethod
+    def ask(self, work: WorkRequest) -> None:
+        """Ask for something; `answer` gives what it says, in the order asked."""
+
+    @abstractmethod
+    def answer(self) -> WorkerReply:
+        """The next answer, which has arrived; its arrays are good until the worker is asked again.
+
+        Raises
+        ------
+        WorkerLostError
+            If the worker is.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the process at once, whatever it does."""
+
+
+WorkerT = TypeVar("WorkerT", bound=Worker)
+
+
+class Crew(ABC, Generic[WorkerT]):
+    """The workers of an engine.
+
+    Attributes
+    ----------
+    depth : int
+        Chunks that a worker may be asked for at a time: with two, one waits at the worker while
+        the answer to the other travels.
+    workers : list of Worker
+    """
+
+    depth: ClassVar[int]
+
+    def __init__(self, count: int) -> None:
+        self.workers: list[WorkerT] = []
+        for _ in range(count):
+            self.workers.append(self.new_worker())
+
+    @abstractmethod
+    def new_worker(self) -> WorkerT:
+        """Start a worker."""
+
+    def replaced(self, worker: WorkerT) -> WorkerT:
+        """End a worker; another in its place."""
+        index = self.workers.index(worker)
+        # Taken out first: a forked worker closes the connections of the others, and not this one's.
+        self.workers.pop(index).end()
+        self.workers.insert(index, new := self.new_worker())
+        return new
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Drop the answers to what was asked in an earlier round that nobody finished."""
+
+    @abstractmethod
+    def first_done(self, busy: Sequence[WorkerT], seconds: float | None) -> WorkerT | None:
+        """One of these that has answered or was lost; None if none has in that time."""
+
+    @abstractmethod
+    def shared(self, call: RoundCall) -> Any:
+        """A round's call, where every worker can read it: what is sent to each."""
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self.workers:
+            worker.end()
+        self.workers = []
 
 
 class TrainingWorker:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_clients import ToyTrainer
 
-from fedsim.federation.engines.schedule import LEAST_SHARE, chunks
+from fedsim.federation.engines.dispatch import LEAST_SHARE, chunks
 
 costs_of = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
