@@ -1,10 +1,11 @@
-"""The accountant: what a list of events has cost, exactly, at the price of one transform."""
+"""The accountant: what a list of events has cost, exactly, for one inverse transform."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -25,15 +26,18 @@ from fedsim.privacy.pld import Pairs, composed_delta, composed_epsilon, composed
 
 Method = Literal["analytic", "pld", "rdp", "none"]
 
-# Rounding in the transforms is about 1e-16 of the mass a release; below this delta it
-# would no longer be negligible, and RDP takes over.
+# Rounding in the transforms is about 1e-16 of the mass for each release; below this delta it
+# would no longer be negligible, and RDP is used instead.
 SMALLEST_PLD_DELTA = 1e-10
 # Of a profile without loss distributions; lines through them are valid, however few.
 PROFILE_POINTS = 257
-# Beyond this number of distinct laws at a noise, the noise is rounded down to a 1 % ladder,
-# and where that does not make them fewer, RDP alone is used.
+# Each distinct pair of law and noise costs a transform. Noise that changes every round (a schedule,
+# a split that follows the cohort) makes thousands of them: beyond this number noise is rounded down
+# to steps of 1 %, which is an upper bound on epsilon, and where there are still more, RDP alone is
+# used.
 MOST_EXACT = 100
-# Rényi accounting, a second beside, takes far longer over one.
+# For Rényi curves, which are shown beside, the limit is lower: dp-accounting takes about 0.1 s for
+# each.
 MOST_EXACT_RDP = 10
 PRV_ERROR = 0.01
 """What Opacus's answer may be too large by."""
@@ -90,7 +94,15 @@ class Accountant:
     """
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
-        self._spent = _Spent()
+        self.releases = 0
+        """Invocations composed so far."""
+        self.private = True
+        """Whether every release so far has a guarantee."""
+        self.sampled: dict[tuple[Law, float], int] = {}
+        """How often each law was composed at each noise multiplier, plain Gaussians left out."""
+        self._ladder: dict[tuple[Law, float], int] = {}  # the same, noise rounded down
+        self._precision = 0.0  # sum of mu^2 over plain Gaussians
+        self._adjacencies: frozenset[Adjacency] = frozenset()
         for event in events:
             self.add(event)
 
@@ -102,23 +114,45 @@ class Accountant:
         FedsimError
             If its adjacency does not compose with that of earlier events.
         """
-        self._spent.add(event, event.count * count)
+        count *= event.count
+        if event.private:
+            adjacencies = self._adjacencies | {event.adjacency}
+            common_adjacency(adjacencies)
+            self._adjacencies = adjacencies
+        self.releases += count
+        self.private = self.private and event.private
+        law, z = event.law, event.total_noise_multiplier
+        if not event.private or math.isinf(z):
+            return
+        mu = law.gaussian(z)
+        if mu is not None:
+            self._precision += count * mu**2
+            return
+        # A law that is known at one noise multiplier has no ladder.
+        rounded = 1.01 ** math.floor(math.log(z) / math.log(1.01)) if law.is_gaussian else z
+        self.sampled[law, z] = self.sampled.get((law, z), 0) + count
+        self._ladder[law, rounded] = self._ladder.get((law, rounded), 0) + count
 
     def copy(self) -> Accountant:
-        """An accountant that goes on from here on its own."""
-        clone = Accountant()
-        clone._spent = self._spent.copy()
+        """An accountant of the same events, to which others can be added."""
+        clone = copy(self)
+        clone.sampled, clone._ladder = dict(self.sampled), dict(self._ladder)
         return clone
-
-    @property
-    def releases(self) -> int:
-        """Invocations composed so far."""
-        return self._spent.releases
 
     @property
     def adjacency(self) -> Adjacency:
         """The relation that everything so far is accounted for."""
-        return common_adjacency(self._spent.adjacencies)
+        return common_adjacency(self._adjacencies)
+
+    @property
+    def mu(self) -> float:
+        """Sensitivity in standard deviations of all plain Gaussians together: they are one."""
+        return math.sqrt(self._precision)
+
+    @property
+    def gaussian_mu(self) -> float | None:
+        """The same, where there is nothing else."""
+        return None if self.sampled or not self.private else self.mu
 
     def epsilon(self, delta: float) -> float:
         """Epsilon spent so far at ``delta``."""
@@ -128,12 +162,57 @@ class Accountant:
     def cost(self, delta: float) -> Cost:
         """Epsilon spent so far at ``delta``, how it was found, and what stands beside it."""
         check_delta(delta)
-        spent, adjacency = self._spent, self.adjacency
         best, method = self._best(delta)
-        rdp = rdp_epsilon(spent.rdp(), delta) if spent.private else math.inf
-        poisson = spent.as_poisson()
+        rdp = rdp_epsilon(self._rdp(), delta) if self.private else math.inf
+        poisson = self._as_poisson()
         beside = None if poisson is None else poisson.epsilon(delta)
-        return Cost(best, delta, adjacency, method, rdp, beside, self.releases)
+        return Cost(best, delta, self.adjacency, method, rdp, beside, self.releases)
+
+    def _best(self, delta: float) -> tuple[float, Method]:
+        if not self.private:
+            return math.inf, "none"
+        if not self.sampled:
+            return gaussian_epsilon(self.mu, delta), "analytic"
+        pairs = self._pairs()
+        if pairs is not None and delta >= SMALLEST_PLD_DELTA:
+            return composed_epsilon(pairs, delta), "pld"
+        return rdp_epsilon(self._rdp(), delta), "rdp"
+
+    def delta(self, epsilon: float) -> float:
+        """Smallest delta known at ``epsilon >= 0``."""
+        if not epsilon >= 0:
+            raise FedsimError(f"epsilon is {epsilon}; it must be at least 0.")
+        if not self.private:
+            return 1.0
+        if not self.sampled:
+            return gaussian_delta(self.mu, epsilon)
+        pairs = self._pairs()
+        delta = composed_delta(pairs, epsilon) if pairs is not None else 0.0
+        return delta if delta >= SMALLEST_PLD_DELTA else rdp_delta(self._rdp(), epsilon)
+
+    def profile(self) -> tuple[Array, Array]:
+        """All that is known at once: epsilons ascending from 0, and a valid delta at each.
+
+        Returns
+        -------
+        tuple of float64 ``[points]``
+            Both empty where a release had no guarantee. Deltas are not below 1e-10.
+        """
+        if not self.private:
+            return np.empty(0), np.empty(0)
+        pairs = self._pairs()
+        if self.sampled and pairs is not None:
+            epsilons, deltas = composed_profile(pairs)
+        else:
+            epsilons = np.linspace(0.0, self.epsilon(SMALLEST_PLD_DELTA), PROFILE_POINTS)
+            deltas = np.array([self.delta(float(epsilon)) for epsilon in epsilons])
+        return epsilons, np.clip(deltas, SMALLEST_PLD_DELTA, 1.0)
+
+    def would_exceed(self, event: Event, max_epsilon: float, delta: float) -> bool:
+        """Whether composing ``event`` would spend more than ``max_epsilon``."""
+        after = self.copy()
+        after.add(event)
+        return after.epsilon(delta) > max_epsilon
 
     def prv_epsilon(self, delta: float) -> float | None:
         """A second opinion, by Opacus's accountant of privacy random variables; loads torch.
@@ -154,7 +233,7 @@ class Accountant:
             If Opacus cannot account for them.
         """
         check_delta(delta)
-        pairs = self._spent.pairs() if self._spent.private else None
+        pairs = self._pairs() if self.private else None
         history = []
         for (removed, _), count in (pairs or {}).items():
             if not isinstance(removed, SampledGaussian):
@@ -175,138 +254,18 @@ class Accountant:
                 "out."
             ) from None
 
-    def delta(self, epsilon: float) -> float:
-        """Smallest delta known at ``epsilon >= 0``."""
-        if not epsilon >= 0:
-            raise FedsimError(f"epsilon is {epsilon}; it must be at least 0.")
-        spent = self._spent
-        if not spent.private:
-            return 1.0
-        if spent.analytic:
-            return gaussian_delta(spent.mu, epsilon)
-        pairs = spent.pairs()
-        delta = composed_delta(pairs, epsilon) if pairs is not None else 0.0
-        return delta if delta >= SMALLEST_PLD_DELTA else rdp_delta(spent.rdp(), epsilon)
-
-    @property
-    def private(self) -> bool:
-        """Whether every release so far has a guarantee."""
-        return self._spent.private
-
-    @property
-    def sampled(self) -> Mapping[tuple[Law, float], int]:
-        """How often which law was composed at which noise multiplier, plain Gaussians left out."""
-        return self._spent.sampled
-
-    @property
-    def mu(self) -> float:
-        """Sensitivity in standard deviations of all plain Gaussians together: they are one."""
-        return self._spent.mu
-
-    @property
-    def gaussian_mu(self) -> float | None:
-        """The same, where there is nothing else."""
-        return self._spent.mu if self._spent.private and self._spent.analytic else None
-
-    def profile(self) -> tuple[Array, Array]:
-        """All that is known at once: epsilons ascending from 0, and a valid delta at each.
-
-        Returns
-        -------
-        tuple of float64 ``[points]``
-            Both empty where a release had no guarantee. Deltas are not below 1e-10.
-        """
-        spent = self._spent
-        if not spent.private:
-            return np.empty(0), np.empty(0)
-        pairs = spent.pairs()
-        if not spent.analytic and pairs is not None:
-            epsilons, deltas = composed_profile(pairs)
-        else:
-            epsilons = np.linspace(0.0, self.epsilon(SMALLEST_PLD_DELTA), PROFILE_POINTS)
-            deltas = np.array([self.delta(float(epsilon)) for epsilon in epsilons])
-        return epsilons, np.clip(deltas, SMALLEST_PLD_DELTA, 1.0)
-
-    def _best(self, delta: float) -> tuple[float, Method]:
-        spent = self._spent
-        if not spent.private:
-            return math.inf, "none"
-        if spent.analytic:
-            return gaussian_epsilon(spent.mu, delta), "analytic"
-        pairs = spent.pairs()
-        if pairs is not None and delta >= SMALLEST_PLD_DELTA:
-            return composed_epsilon(pairs, delta), "pld"
-        return rdp_epsilon(spent.rdp(), delta), "rdp"
-
-    def would_exceed(self, event: Event, max_epsilon: float, delta: float) -> bool:
-        """Whether composing ``event`` would spend more than ``max_epsilon``."""
-        after = self.copy()
-        after.add(event)
-        return after.epsilon(delta) > max_epsilon
-
-
-def check_delta(delta: float) -> None:
-    """Refuse a delta outside (0, 1)."""
-    if not 0 < delta < 1:
-        raise FedsimError(f"delta is {delta}; it must lie strictly between 0 and 1.")
-
-
-@dataclass
-class _Spent:
-    """A composition, sorted by what accounts for it; every `add` costs the same."""
-
-    releases: int = 0
-    private: bool = True
-    adjacencies: set[Adjacency] = field(default_factory=set)
-    precision: float = 0.0  # sum of mu^2 over plain Gaussians
-    sampled: dict[tuple[Law, float], int] = field(default_factory=dict)
-    ladder: dict[tuple[Law, float], int] = field(default_factory=dict)  # noise rounded down
-
-    def add(self, event: Event, count: int) -> None:
-        if not event.private:
-            self.private = False
-            self.releases += count
-            return
-        relations = {*self.adjacencies, event.adjacency}
-        common_adjacency(relations)
-        self.adjacencies = relations
-        self.releases += count
-        law, z = event.law, event.total_noise_multiplier
-        if math.isinf(z):
-            return
-        mu = law.gaussian(z)
-        if mu is not None:
-            self.precision += count * mu**2
-            return
-        # A law that is known at one noise multiplier has no ladder.
-        rounded = _rounded_down(z) if law.is_gaussian else z
-        self.sampled[law, z] = self.sampled.get((law, z), 0) + count
-        self.ladder[law, rounded] = self.ladder.get((law, rounded), 0) + count
-
-    def copy(self) -> _Spent:
-        return replace(self, sampled=dict(self.sampled), ladder=dict(self.ladder))
-
-    @property
-    def mu(self) -> float:
-        return math.sqrt(self.precision)
-
-    @property
-    def analytic(self) -> bool:
-        return not self.sampled
-
-    def rdp(self) -> Array:
+    def _rdp(self) -> Array:
         total = gaussian_rdp(self.mu)
-        sampled = self.sampled if len(self.sampled) <= MOST_EXACT_RDP else self.ladder
+        sampled = self.sampled if len(self.sampled) <= MOST_EXACT_RDP else self._ladder
         for (law, z), count in sampled.items():
             total = total + count * law.rdp(z)
         return total
 
-    def pairs(self) -> Mapping[Pairs, int] | None:
+    def _pairs(self) -> Mapping[Pairs, int] | None:
         """What loss distributions are to compose; None where they do not apply."""
         composed: dict[Pairs, int] = {}
-        for (law, z), count in (
-            self.sampled if len(self.sampled) <= MOST_EXACT else self.ladder
-        ).items():
+        sampled = self.sampled if len(self.sampled) <= MOST_EXACT else self._ladder
+        for (law, z), count in sampled.items():
             pairs = law.pairs(z)
             if pairs is None:
                 return None
@@ -318,7 +277,7 @@ class _Spent:
             composed[gaussian] = composed.get(gaussian, 0) + 1
         return composed
 
-    def as_poisson(self) -> Accountant | None:
+    def _as_poisson(self) -> Accountant | None:
         """The same noise on independent draws of the same rates, under add-remove."""
         poisson = Accountant()
         for (law, z), count in self.sampled.items():
@@ -333,5 +292,7 @@ class _Spent:
         return poisson
 
 
-def _rounded_down(z: float) -> float:
-    return float(1.01 ** math.floor(math.log(z) / math.log(1.01)))
+def check_delta(delta: float) -> None:
+    """Refuse a delta outside (0, 1)."""
+    if not 0 < delta < 1:
+        raise FedsimError(f"delta is {delta}; it must lie strictly between 0 and 1.")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -48,24 +48,37 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     """Smallest epsilon at ``delta``, to 1e-12 relative, rounded up."""
     if gaussian_delta(mu, 0.0) <= delta:
         return 0.0
-    low, high = 0.0, 1.0
-    while gaussian_delta(mu, high) > delta:
-        low, high = high, 2 * high
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if gaussian_delta(mu, middle) > delta else (low, middle)
-    return high
+    return bisected(lambda epsilon: gaussian_delta(mu, epsilon) <= delta, 1e-12)[1]
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:
     """Largest ``mu`` that is (epsilon, delta)-private, to 1e-12 relative, rounded down."""
+    return bisected(lambda mu: gaussian_delta(mu, epsilon) > delta, 1e-12)[0]
+
+
+def bisected(
+    is_enough: Callable[[float], bool], tolerance: float, most: float = math.inf
+) -> tuple[float, float]:
+    """Two numbers above 0 and close together: the first is not enough, and the second is.
+
+    Parameters
+    ----------
+    is_enough : callable
+        False up to some number, and True beyond it.
+    tolerance : float
+        Relative.
+    most : float
+        Beyond it infinity is the second number.
+    """
     low, high = 0.0, 1.0
-    while gaussian_delta(high, epsilon) <= delta:
+    while not is_enough(high):
         low, high = high, 2 * high
-    while high - low > 1e-12 * high:
+        if high > most:
+            return low, math.inf
+    while high - low > tolerance * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if gaussian_delta(middle, epsilon) <= delta else (low, middle)
-    return low
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return low, high
 
 
 def gaussian_rdp(mu: float) -> Array:

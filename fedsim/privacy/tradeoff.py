@@ -19,8 +19,7 @@ from scipy.special import log_ndtr, ndtr, ndtri
 
 from fedsim.privacy.accountant import SMALLEST_PLD_DELTA, Accountant
 from fedsim.privacy.events import Event
-
-Array = npt.NDArray[np.float64]
+from fedsim.privacy.losses import Array, bisected
 
 # A Gaussian's closed form loses its last digits in the special functions.
 ROUNDING = 1e-12
@@ -113,15 +112,7 @@ class TradeOff:
         epsilons, deltas = self.epsilons[seen], self.deltas[seen]
         if not len(epsilons):
             return 0.0
-        low, high = 0.0, 1.0
-        while not _dominates(high, epsilons, deltas):
-            low, high = high, 2 * high
-            if high > 1e6:
-                return math.inf
-        while high - low > 1e-7 * high:
-            middle = (low + high) / 2
-            low, high = (low, middle) if _dominates(middle, epsilons, deltas) else (middle, high)
-        return high
+        return bisected(lambda mu: _dominates(mu, epsilons, deltas), 1e-7, most=1e6)[1]
 
     def sentence(self) -> str:
         """The curve at three false positive rates, in words."""
