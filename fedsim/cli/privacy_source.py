@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fedsim.config import RunConfig
 from fedsim.config.instantiate import make
@@ -23,7 +24,7 @@ from fedsim.privacy.adversary import DECLARED_SENTENCES
 from fedsim.privacy.calibration import Extrapolation
 from fedsim.privacy.claims import FIXED, Stopping
 from fedsim.privacy.durable import archived
-from fedsim.privacy.plan import declared_parts, of_user
+from fedsim.privacy.plan import ReleasePlan, of_user
 from fedsim.runs.record import clients_ledgers, ending, read_config
 
 
@@ -193,8 +194,18 @@ def _configured(config: RunConfig) -> Question:
         delta=noise.delta,
         simulated=entropy(config) == "config",
         stopping=stopping(config.to_run_config()),
-        law=made_noise(config.noise).law(cohort(config).law()),
-        invocations=cohort(config).gaussians(1),
+        law=_plan(config).law,
+        invocations=_plan(config).event().count,
+    )
+
+
+def _plan(config: RunConfig) -> ReleasePlan[Any]:
+    """What the server releases in a round; of the bound only its guarantee counts here."""
+    return ReleasePlan(
+        level="client",
+        sampler=cohort(config),
+        bound=make(config.mechanism),
+        noise=made_noise(config.noise),
     )
 
 
@@ -202,7 +213,7 @@ def _declared(config: RunConfig) -> Iterator[str]:
     """What is the user's own, and believed."""
     parts = set()
     if config.private:
-        parts |= {*declared_parts(cohort(config), made_noise(config.noise), make(config.mechanism))}
+        parts |= {*_plan(config).declared}
     if config.client.private and of_user(make(config.client.mechanism)):
         parts.add("bound")
     yield from (DECLARED_SENTENCES[part] for part in DECLARED_SENTENCES if part in parts)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Generic, Literal, Protocol, TypeVar
 
 from fedsim.errors import FedsimError
-from fedsim.privacy.accountant import Accountant, Cost
+from fedsim.privacy.accountant import Accountant
 from fedsim.privacy.calibration import calibrate_events
 from fedsim.privacy.entry import DECLARED, Fact
 from fedsim.privacy.events import Event
@@ -179,7 +179,7 @@ class ReleasePlan(Generic[BoundT]):
 
     @property
     def declared_by_user(self) -> bool:
-        """Whether nothing but a user's word says that its events are true of its releases."""
+        """Whether only the user's word says that its events are true of its releases."""
         return bool({"sampler", "noise"} & set(self.declared))
 
     @property
@@ -195,8 +195,17 @@ class ReleasePlan(Generic[BoundT]):
 
     @property
     def declared(self) -> list[str]:
-        """See `declared_parts`."""
-        return declared_parts(self.sampler, self.noise, self.bound)
+        """Of which of "sampler", "noise" and "bound" only the user's word says what they do.
+
+        From inclusion probabilities the law follows, and an audit tests them; no audit tests how a
+        noise that is not fedsim's is distributed or correlated.
+        """
+        parts = {
+            "sampler": of_user(self.sampler) and not isinstance(self.sampler, InclusionSampler),
+            "noise": of_user(self.noise),
+            "bound": of_user(self.bound),
+        }
+        return [name for name, declared in parts.items() if declared]
 
     @property
     def denominator(self) -> float:
@@ -216,8 +225,8 @@ class ReleasePlan(Generic[BoundT]):
             guarantee=self.bound.guarantee == "gaussian",
         )
 
-    def cost(self, delta: float, *, after: int | None = None) -> Cost:
-        """What the whole plan costs, or its first ``after`` rounds.
+    def epsilon(self, delta: float, *, after: int | None = None) -> float:
+        """Epsilon of the whole plan, or of its first ``after`` rounds.
 
         Raises
         ------
@@ -227,15 +236,7 @@ class ReleasePlan(Generic[BoundT]):
         rounds = self.rounds if after is None else after
         if rounds is None:
             raise FedsimError("the plan has no rounds; say how many, or after how many.")
-        return Accountant([self.event().times(rounds)] if rounds else []).cost(delta)
-
-    def epsilon(self, delta: float) -> float:
-        """Epsilon of the whole plan."""
-        return self.cost(delta).epsilon
-
-    def spent(self, *, after: int, delta: float) -> float:
-        """Epsilon of the first ``after`` rounds."""
-        return self.cost(delta, after=after).epsilon
+        return Accountant([self.event().times(rounds)] if rounds else []).epsilon(delta)
 
     def calibrated(self, target_epsilon: float, delta: float) -> ReleasePlan[BoundT]:
         """The same plan with the least noise at which all its rounds cost the target at delta.
@@ -249,28 +250,11 @@ class ReleasePlan(Generic[BoundT]):
             raise FedsimError("the plan has no rounds; a target epsilon is of so many rounds.")
         rounds = self.rounds
         z = calibrate_events(
-            lambda z: [self._with_noise(z).event().times(rounds)],
+            lambda z: [replace(self, noise=self.noise.scaled(z)).event().times(rounds)],
             target_epsilon=target_epsilon,
             delta=delta,
         )
-        return self._with_noise(z)
-
-    def _with_noise(self, multiplier: float) -> ReleasePlan[BoundT]:
-        return replace(self, noise=self.noise.scaled(multiplier))
-
-
-def declared_parts(sampler: Sampler, noise: Noise, bound: Bounded) -> list[str]:
-    """Of which of "sampler", "noise" and "bound" nothing but a user's word says what they do.
-
-    From inclusion probabilities the law follows, and an audit tests them; no audit tests how a
-    noise that is not fedsim's is distributed or correlated.
-    """
-    parts = {
-        "sampler": of_user(sampler) and not isinstance(sampler, InclusionSampler),
-        "noise": of_user(noise),
-        "bound": of_user(bound),
-    }
-    return [name for name, declared in parts.items() if declared]
+        return replace(self, noise=self.noise.scaled(z))
 
 
 def of_user(value: object) -> bool:

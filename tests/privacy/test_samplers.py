@@ -29,7 +29,7 @@ from fedsim.privacy.laws import (
 from fedsim.privacy.laws.poisson import draw_poisson
 from fedsim.privacy.laws.shuffle import draw_passes
 from fedsim.privacy.noise import Independent
-from fedsim.privacy.plan import declared_parts
+from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Address, Draws, Randomness
 
 
@@ -287,11 +287,16 @@ class Mine(Poisson):
 
 
 def test_a_users_sampler_is_declared_unless_its_event_follows_from_its_probabilities():
-    others = Independent(1.0), Clipping(1.0)
-    assert declared_parts(Mine(0.1, 10), *others) == ["sampler"]
-    assert not declared_parts(Weighted(10, 0.5), *others)
+    def declared(sampler: Sampler) -> list[str]:
+        plan = ReleasePlan(
+            level="client", sampler=sampler, bound=Clipping(1.0), noise=Independent(1.0)
+        )
+        return plan.declared
+
+    assert declared(Mine(0.1, 10)) == ["sampler"]
+    assert not declared(Weighted(10, 0.5))
     for sampler in (Poisson(0.1, 10), FixedSize(1, 10), Full(10), ShuffledPasses(2, 10)):
-        assert not declared_parts(sampler, *others)
+        assert not declared(sampler)
 
 
 def test_an_inclusion_sampler_cannot_say_another_event_or_draw():
