@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from this_machine import machine
 from torch import Tensor, nn
 
 import fedsim
@@ -27,7 +28,6 @@ from fedsim import Callback, RunConfig
 from fedsim.cohorts import FullCohort
 from fedsim.datasets import Dataset
 from fedsim.federation.arrays import tensors
-from fedsim.kernels.rows import is_supported
 from fedsim.mechanisms import Clipping, NoiseSource, NoPrivacy, Normalization, PerLayer, Releaser
 from fedsim.partitions import IID
 from fedsim.privacy import Independent
@@ -112,17 +112,6 @@ RUNS: dict[str, list[str]] = {
 }  # fmt: skip
 ROBUST = ("median", "krum", "trimmed-mean")
 SEVERAL_WORKERS = ("clipping, poisson", "normalisation, shares, poisson, server adam", "median")
-
-
-def machine() -> str:
-    """What the bytes of a float's sum depend on."""
-    model = "unknown"
-    if (cpu := Path("/proc/cpuinfo")).exists():
-        names = (line for line in cpu.read_text().splitlines() if line.startswith("model name"))
-        model = next(names, "unknown").partition(":")[2].strip() or model
-    kernels = "compiled" if is_supported(torch.zeros(1, 1)) else "torch alone"
-    capability = torch.backends.cpu.get_cpu_capability()
-    return " | ".join((model, capability, f"torch {torch.__version__}", kernels))
 
 
 def sha(parts: Mapping[str, Tensor]) -> str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from release_cases import cases, digest, released
 from release_helpers import plan_of
+from this_machine import machine
 
 from fedsim.federation.aggregation.shares import ShareRequest, add_shares, share
 from fedsim.mechanisms import Releaser
@@ -68,7 +69,7 @@ class OneReleaser:
 @pytest.mark.parametrize(("name", "given"), list(cases()))
 def test_a_release_is_what_it_was(name, given):
     found, mean = digest(released(OneReleaser(), **given))
-    if (torch.backends.cpu.get_cpu_capability(), torch.__version__) == tuple(FROZEN["kernels"]):
+    if machine() == FROZEN["machine"]:
         assert found == FROZEN["cases"][name]["sha256"]
-    # Where kernels are other ones, a coordinate may fall on the next point of the grid.
+    # Another processor adds norms up in another order: a coordinate may fall one point further.
     np.testing.assert_allclose(mean, FROZEN["cases"][name]["mean"], rtol=1e-6, atol=1e-6)
