@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from fedsim.cli.console import Output
-from fedsim.cli.output_paths import check_picture
+from fedsim.cli.console import Output, check_out
 from fedsim.config import RunConfig
 
 
@@ -58,7 +57,7 @@ def audit(
     """
     settings = RunConfig.load(config, set_ or [])
     path = out or Path("runs") / f"{settings.name}-audit.png"
-    check_picture(path)
+    check_out(path, ".png")
     # Only now: a mistake in the config should not wait for torch and matplotlib.
     from fedsim.audit import WORLDS
     from fedsim.audit.config_audit import ConfigAudit

@@ -1,16 +1,16 @@
-"""The one boundary of the command: every end of it has a status, and a sentence if it is a bad one.
+"""The entry point of the command: every end of it has a status, and a sentence if it is a bad one.
 
 =====  =================================================================
 0      done
 1      it ran and failed, the machine failed it, or a claim was refuted
 2      the user's mistake
-3      a sweep came to its end, but some of its members failed
+3      a sweep ended, but some of its runs failed
 130    Ctrl-C
 143    SIGTERM
 =====  =================================================================
 
-An error of the user's own code (a loss, an algorithm, what makes a model) keeps its traceback; that
-of a model that is tried on an example before a run is a sentence, which says where it is.
+An error in the user's own code (a loss, an algorithm, a function that makes a model) keeps its
+traceback; an error of a model that is tried on an example before a run is a sentence with its line.
 """
 
 from __future__ import annotations
@@ -20,25 +20,104 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
+from typing import NoReturn
 
 from fedsim.errors import FedsimError, RunFailedError, readable, users_place
 
 Handler = Callable[[int, FrameType | None], object]
 
-Listener = Callable[[int, str], object]
-"""Takes the status with which the command ends, and the sentence of a bad end."""
+EndListener = Callable[[int, str], object]
+"""Takes the command's exit status and, of a bad end, its sentence."""
+
+_listeners: list[EndListener] = []
 
 
-def guarded(command: Callable[[], int]) -> int:
-    """Run ``command``; its status, or that of the way in which it ended.
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit with the status of the module's table.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        The process's own if unset.
+    """
+    # Before Flower and torch are imported: neither may phone home, and one process uses one
+    # thread for each operation.
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _open_standard_streams()
+    words = sys.argv[1:] if arguments is None else arguments
+    _announce_imports(words)
+    try:
+        status = _guarded(lambda: _command(words))
+    except KeyboardInterrupt:
+        status = 130  # a second Ctrl-C, before the first was answered
+    sys.exit(status)
+
+
+def notify_of_end(listener: EndListener) -> None:
+    """Call ``listener`` once when the running command ends, however it ends."""
+    _listeners.append(listener)
+
+
+def _open_standard_streams() -> None:
+    """Open descriptors 0 to 2 where they were closed, so that no file of a run becomes one of them.
+
+    A character that the output's encoding lacks is replaced, not an error.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - lasts as long as the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _announce_imports(arguments: Sequence[str]) -> None:
+    """Say on a terminal why a run does not start at once; the next output overwrites it."""
+    silent = {"-q", "--quiet", "--json", "-h", "--help"}
+    if not arguments or arguments[0] != "run" or silent & set(arguments):
+        return
+    with suppress(OSError, ValueError):  # the run reports output that is lost
+        if sys.stdout.isatty():
+            sys.stdout.write("importing\r")
+            sys.stdout.flush()
+
+
+def _command(arguments: Sequence[str]) -> int:
+    import typer
+    from click.exceptions import Abort, ClickException, NoArgsIsHelpError
+
+    from fedsim.cli.app import app
+
+    command = typer.main.get_command(app)
+    try:
+        status = command.main(list(arguments), prog_name="fedsim", standalone_mode=False)
+    except Abort:
+        raise KeyboardInterrupt from None
+    except NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except ClickException as error:
+        context = getattr(error, "ctx", None)
+        hint = f" Try `{context.command_path} --help`." if context else ""
+        # Both typer and click suggest names.
+        sentences = dict.fromkeys(re.split(r"(?<=[.?]) ", error.format_message()))
+        raise FedsimError(" ".join(sentences) + hint) from None
+    return status if isinstance(status, int) else 0
+
+
+def _guarded(command: Callable[[], int]) -> int:
+    """The status of ``command``, or of the exception or signal that ended it.
 
     Raises
     ------
     Exception
-        Of the user's own code, or one that nobody has thought of.
+        One of the user's own code, or a defect of fedsim: both keep their traceback.
     """
     terminated = False
 
@@ -55,53 +134,23 @@ def guarded(command: Callable[[], int]) -> int:
     try:
         try:
             status = by_signal(command())
-            _tell_end(status, "")
+            _notify(status, "")
             _finish_output()
         except (Exception, KeyboardInterrupt) as error:
-            ending = _ending_by(error)
+            ending = _ending_of(error)
             if ending is None:
-                _tell_end(1, f"{type(error).__name__}: {error}")
+                _notify(1, f"{type(error).__name__}: {error}")
                 raise
-            status = by_signal(ending[0])
-            _say(ending[1])
-            _tell_end(status, ending[1])
+            status, sentence = by_signal(ending[0]), ending[1]
+            with suppress(OSError, ValueError, AttributeError):  # stderr may be gone
+                print(f"fedsim: {readable(sentence)}", file=sys.stderr, flush=True)
+            _notify(status, sentence)
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
     if status:
         _flush_or_drop()
     return status
-
-
-def tell_end_to(listener: Listener) -> None:
-    """Let this be told of the end of the command that goes on, once and however it ends."""
-    _listeners.append(listener)
-
-
-_listeners: list[Listener] = []
-
-
-def _tell_end(status: int, sentence: str) -> None:
-    while _listeners:
-        _listeners.pop(0)(status, sentence)
-
-
-def _ending_by(error: BaseException) -> tuple[int, str] | None:
-    """Status and sentence of an error that is no fault of fedsim's or of the user's code."""
-    if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted."
-    if isinstance(error, BrokenPipeError):
-        return 1, "nobody reads the output any more."
-    if isinstance(error, FedsimError):
-        return 2, str(error)
-    if isinstance(error, RunFailedError):
-        return 1, f"the run failed: {error}"
-    if isinstance(error, OSError | MemoryError | RuntimeError | ImportError):
-        sentence = _of_the_machine(error)
-        if sentence is not None and not users_place(error.__traceback__):
-            # What a run's directory keeps.
-            return 1, " ".join([sentence, *getattr(error, "__notes__", ())])
-    return None
 
 
 def _on_termination(handler: Handler) -> Handler | int | None:
@@ -112,38 +161,54 @@ def _on_termination(handler: Handler) -> Handler | int | None:
         return None
 
 
-def _of_the_machine(error: OSError | MemoryError | RuntimeError | ImportError) -> str | None:
+def _notify(status: int, sentence: str) -> None:
+    while _listeners:
+        _listeners.pop(0)(status, sentence)
+
+
+def _ending_of(error: BaseException) -> tuple[int, str] | None:
+    """Status and sentence of an error that is a fault neither of fedsim nor of the user's code."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted."
+    if isinstance(error, BrokenPipeError):
+        return 1, "nobody reads the output any more."
+    if isinstance(error, FedsimError):
+        return 2, str(error)
+    if isinstance(error, RunFailedError):
+        return 1, f"the run failed: {error}"
+    sentence = _machine_failure(error)
+    if sentence is None or users_place(error.__traceback__):
+        return None
+    # The notes say what is in the run's directory by then.
+    return 1, " ".join([sentence, *getattr(error, "__notes__", ())])
+
+
+def _machine_failure(error: BaseException) -> str | None:
     """What the machine could not do, in a sentence; None for an error of another sort."""
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         return f"{error.filename}: {reason}." if error.filename else f"{reason}."
-    if isinstance(error, ImportError):
-        # The system's words where a library has no room, and no other fault.
-        if re.search("map segment|allocate memory", str(error)) is None:
-            return None
+    # The system's words where a library finds no room, and no other fault.
+    if isinstance(error, ImportError) and re.search("map segment|allocate memory", str(error)):
         return (
             f"a library could not be loaded ({error}): the memory, or the limit that `ulimit -v` "
             "sets, does not suffice; nothing has been begun."
         )
     # torch's allocators raise RuntimeError.
-    if isinstance(error, MemoryError) or "memory" in str(error):
+    short_of_memory = isinstance(error, RuntimeError) and "memory" in str(error)
+    if isinstance(error, MemoryError) or short_of_memory:
         detail = str(error).strip().splitlines()
         return f"the memory does not suffice ({detail[0] if detail else 'nothing more is known'})."
     return None
 
 
-def _say(sentence: str) -> None:
-    with suppress(OSError, ValueError, AttributeError):  # there may be nobody to tell
-        print(f"fedsim: {readable(sentence)}", file=sys.stderr, flush=True)
-
-
 def _finish_output() -> None:
-    """Write what is still in the buffer.
+    """Flush the output.
 
     Raises
     ------
     OSError
-        If that, or something printed before, has been lost.
+        If that fails, or if something printed before was lost.
     """
     from fedsim.cli.console import lost_output
 
@@ -165,17 +230,3 @@ def _flush_or_drop() -> None:
         sys.stdout.flush()
     except (OSError, ValueError, AttributeError):
         drop_output()
-
-
-def open_standard_streams() -> None:
-    """Take descriptors 0 to 2 where they were closed, so that no file of a run becomes one of them.
-
-    What the output's encoding lacks is replaced, not an error.
-    """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - lasts as long as the process
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")

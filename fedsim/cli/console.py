@@ -1,7 +1,7 @@
-"""The console of every command, and what commands are made of.
+"""The console of every command, and the arguments and checks that several commands share.
 
-What is printed is text, without lines and boxes where nobody reads it on a terminal; a run goes on
-without a reader.
+What is printed is plain text: names and paths are no markup, and a pipe or a file gets no boxes. A
+run does not stop because nobody reads its output any more.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TextIO, cast, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast, get_type_hints
 
+import typer
 from click import Context, Parameter
 from click.exceptions import Abort
 from rich.console import Console, ConsoleRenderable, RenderHook
@@ -24,28 +26,59 @@ from rich.text import Text
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from fedsim.allowed_code import allow
+from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
     from fedsim.privacy import Statement
     from fedsim.runs.result import RunResult
 
 
+ConfigFile = Annotated[Path, typer.Argument(help="The TOML file that describes the run.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change one key, such as `client.lr=0.1`; may be given several times.",
+    ),
+]
+
+
+def check_out(path: Path, suffix: str) -> None:
+    """Refuse, before the work that makes it, a file that could not be written.
+
+    Raises
+    ------
+    FedsimError
+        If ``path`` has another suffix, is a directory, or is in one that cannot be written.
+    """
+    if path.suffix.lower() != suffix or path.is_dir():
+        raise FedsimError(f"--out is {path}; it must be a file that ends in {suffix}.")
+    directory = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+        raise FedsimError(
+            f"{path} cannot be made: {directory} is no directory that can be written; name another "
+            "place by --out."
+        )
+
+
 class Output(Console):
     """A console that takes no markup from names and paths.
 
-    What cannot be written, since the reader is gone or a disk is full, is lost, and the command
-    goes on: a run is worth more than its progress. `lost_output` says so afterwards.
+    Output that cannot be written, because its reader has closed it or the disk is full, is dropped
+    and the command continues: a run is worth more than its progress line. `lost_output` has the
+    error afterwards.
     """
 
     def __init__(self) -> None:
-        output = cast(TextIO, _Forgiving(sys.stdout))
+        output = cast(TextIO, _DroppingStream(sys.stdout))
         super().__init__(file=output, markup=False, emoji=False, highlight=False)
         if not self.is_terminal:
             self.push_render_hook(_NoBoxes())
 
 
 class _NoBoxes(RenderHook):
-    """Prints tables and panels without lines around them, of which a pipe has no use."""
+    """Prints tables and panels without lines around them."""
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         return [self._without(renderable) for renderable in renderables]
@@ -65,14 +98,14 @@ _lost: list[OSError] = []
 
 
 def lost_output() -> OSError | None:
-    """Why something that was printed since the last call has been lost, if it has."""
+    """The error by which something printed since the last call was lost; None if nothing was."""
     error = _lost[0] if _lost else None
     _lost.clear()
     return error
 
 
 def drop_output() -> None:
-    """Send what is still to be printed nowhere, so that the interpreter can end in peace."""
+    """Redirect the standard output to nowhere, so that flushing it cannot fail any more."""
     # There may be no standard output, or one without a descriptor.
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -80,8 +113,8 @@ def drop_output() -> None:
         os.close(nowhere)
 
 
-class _Forgiving:
-    """A stream whose first failure is noted, and after which all that is written goes nowhere."""
+class _DroppingStream:
+    """A stream that notes its first failure, and drops all that is written after it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -90,16 +123,16 @@ class _Forgiving:
         try:
             return self._stream.write(text)
         except OSError as error:
-            self._give_up(error)
+            self._drop(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
         except OSError as error:
-            self._give_up(error)
+            self._drop(error)
 
-    def _give_up(self, error: OSError) -> None:
+    def _drop(self, error: OSError) -> None:
         _lost.append(error)
         drop_output()
 
@@ -125,13 +158,13 @@ class Command(TyperCommand):
         hints = get_type_hints(callback, include_extras=True)
         for param in params:
             if isinstance(param, TyperArgument) and param.name is not None:
-                (told,) = hints[param.name].__metadata__
-                param.help = told.help
+                (argument,) = hints[param.name].__metadata__
+                param.help = argument.help
         super().__init__(name, callback=callback, params=params, **settings)
 
 
 class ConfigCommand(Command):
-    """A command that runs code which a config, or a run's own, names: it has ``--allow-code``."""
+    """A command that may import code which a config, or a run's config, names."""
 
     def __init__(self, name: str | None, **settings: Any) -> None:
         super().__init__(name, **settings)
@@ -153,7 +186,7 @@ def _allow_code(_context: Context, _parameter: Parameter, names: tuple[str, ...]
 
 
 class Group(TyperGroup):
-    """A group that leaves Ctrl-C to the command's boundary; typer itself ends without a word."""
+    """A group that leaves Ctrl-C to `fedsim.cli.boundary`; typer would end without a sentence."""
 
     def invoke(self, ctx: Context) -> Any:
         """Run a subcommand."""
@@ -164,7 +197,7 @@ class Group(TyperGroup):
 
 
 class JsonLines:
-    """The lines of one command.
+    """The output of ``--json``: an object a line.
 
     Parameters
     ----------
@@ -172,37 +205,38 @@ class JsonLines:
 
     Attributes
     ----------
-    known : dict
+    end_values : dict
         What the last line will say beside its status, as far as it is known yet.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self.known: dict[str, object] = {"directory": None}
+        self.end_values: dict[str, object] = {"directory": None}
 
     def line(self, event: str, values: Mapping[str, object]) -> None:
-        """Print an object."""
-        # JSON has no NaN and no infinity.
-        told = {name: _finite(value) for name, value in values.items()}
-        self._console.print(json.dumps({"event": event, **told}), soft_wrap=True)
+        """Print an object; JSON has no NaN and no infinity, for which it says null."""
+        finite = {name: _finite(value) for name, value in values.items()}
+        self._console.print(json.dumps({"event": event, **finite}), soft_wrap=True)
 
-    def reached(self, result: RunResult) -> None:
-        """Take note of how a run has ended; the rows say what an interrupted one has spent."""
-        self.known |= {"ended": result.ended, "why": result.why}
+    def result(self, result: RunResult) -> None:
+        """Note how a run ended; of an interrupted one the rows say what it has spent."""
+        self.end_values |= {"ended": result.ended, "why": result.why}
         if result.directory is not None:
-            self.known["directory"] = str(result.directory.path)
+            self.end_values["directory"] = str(result.directory.path)
         if result.ended != "interrupted":
-            self.known["privacy"] = _brief(result.privacy)
-            self.known["example-privacy"] = _brief(result.example_privacy)
+            self.end_values["privacy"] = _guarantee(result.privacy)
+            self.end_values["example-privacy"] = _guarantee(result.example_privacy)
 
     def end(self, status: int, sentence: str) -> None:
         """Print the last line, of a command that ends with this status and sentence."""
         ended = {0: "finished", 130: "interrupted", 143: "interrupted"}.get(status, "failed")
-        last: dict[str, Any] = {"ended": ended, "why": sentence, **self.known, "status": status}
-        self.line("end", last if status in (0, 130, 143) else last | {"why": sentence})
+        last: dict[str, Any] = {"ended": ended, "why": sentence, **self.end_values}
+        if ended == "failed":
+            last["why"] = sentence
+        self.line("end", last | {"status": status})
 
 
-def _brief(statement: Statement | None) -> dict[str, object] | None:
+def _guarantee(statement: Statement | None) -> dict[str, object] | None:
     if statement is None:
         return None
     names = ("epsilon", "delta", "level", "adjacency")

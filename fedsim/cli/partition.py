@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from fedsim.cli.console import Output
-from fedsim.cli.output_paths import check_picture
+from fedsim.cli.console import Output, check_out
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 
@@ -38,7 +37,7 @@ def partition(
     if seed is not None:
         settings = settings.replace(seed=seed)
     path = out or Path("runs") / f"{settings.name}-partition.png"
-    check_picture(path)
+    check_out(path, ".png")
     # Only now: a mistake in the config should not wait for torch and matplotlib.
     import numpy as np
 

@@ -122,7 +122,7 @@ class JsonRounds(Callback):
     def on_start(self, status: RunStatus) -> None:
         """Know where the run is."""
         if status.directory is not None:
-            self._lines.known["directory"] = str(status.directory.path)
+            self._lines.end_values["directory"] = str(status.directory.path)
 
     def on_round(self, status: RunStatus) -> None:
         """Print the round's row."""

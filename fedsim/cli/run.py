@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fedsim.cli.boundary import tell_end_to
+from fedsim.cli.boundary import notify_of_end
 from fedsim.cli.console import JsonLines, Output
 from fedsim.config import RunConfig
 from fedsim.config.run_config import past_config
@@ -83,7 +83,7 @@ def run(
     console = Output()
     lines = JsonLines(console)
     if json_:
-        tell_end_to(lines.end)
+        notify_of_end(lines.end)
     directory = config if config.is_dir() else None
     if directory is not None:
         _check_directory(directory, out, resume=resume)
@@ -112,12 +112,12 @@ def run(
             )
     except RanElsewhere as where:
         if json_:
-            lines.known["why"] = f"{where}."
+            lines.end_values["why"] = f"{where}."
         else:
             console.print(f"{where}.")
         return
     if json_:
-        lines.reached(result)
+        lines.result(result)
     elif not quiet:
         ended_early = result.ended == "interrupted"
         told = interrupted(result) if ended_early else summary(settings, result)

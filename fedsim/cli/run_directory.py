@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from fedsim.cli.console import Output
-from fedsim.cli.output_paths import check_page
+from fedsim.cli.console import Output, check_out
 from fedsim.errors import FedsimError
 
 RUN = Annotated[Path, typer.Argument(help="A run's directory.")]
@@ -101,7 +100,7 @@ def report(
     """
     page = out or run / "report.html"
     if out is not None or run.is_dir():
-        check_page(page)
+        check_out(page, ".html")
     # Only now: a mistake should not wait for what reads a ledger.
     from fedsim.reports.page import write
     from fedsim.reports.run_page import run_page
@@ -125,7 +124,7 @@ def compare(
     Runs whose configs differ in their seeds only stand together: their mean, and beside it the
     standard deviation over seeds.
     """
-    check_page(out)
+    check_out(out, ".html")
     from fedsim.reports.compare_page import compare_page
     from fedsim.reports.page import write
     from fedsim.runs.record import read_all
