@@ -1,4 +1,4 @@
-"""The command's list of subcommands."""
+"""The command's subcommands."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from typing import Annotated, Any
 import typer
 
 import fedsim
-from fedsim.cli.audit import audit
 from fedsim.cli.config import config
 from fedsim.cli.console import Command, ConfigCommand, Group
 from fedsim.cli.deploy import deploy
-from fedsim.cli.partition import partition
+from fedsim.cli.planning import audit, partition, tune
 from fedsim.cli.privacy import privacy
 from fedsim.cli.run import app as flower_app
 from fedsim.cli.run import run
 from fedsim.cli.run_directory import compare, evaluate, export, report
 from fedsim.cli.sweep import sweep
-from fedsim.cli.tune import tune
 from fedsim.errors import FedsimError
 
 app = typer.Typer(
@@ -31,8 +29,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"fedsim {fedsim.__version__}")
         raise typer.Exit
 
@@ -42,30 +40,15 @@ def options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_version, is_eager=True, help="Say which fedsim this is."
+            "--version", callback=_print_version, is_eager=True, help="Show fedsim's version."
         ),
     ] = False,
 ) -> None:
     """Private federated learning, simulated and deployed on Flower."""
 
 
-for command in (
-    run,
-    report,
-    compare,
-    evaluate,
-    export,
-    sweep,
-    privacy,
-    partition,
-    audit,
-    tune,
-):
-    app.command(cls=ConfigCommand)(command)
-
-
 def _experiment() -> tuple[Callable[..., Any], dict[str, Any]]:
-    """`fedsim experiment` with its settings; experiments are no part of the installed package."""
+    """`fedsim experiment` and its settings; the experiments are not in the installed package."""
     try:
         return importlib.import_module("experiments.command").experiment, {}
     except ModuleNotFoundError as error:
@@ -78,10 +61,13 @@ def _no_experiment(context: typer.Context) -> None:
     """Reproduce a figure or a table of a paper; needs a source checkout."""
     raise FedsimError(
         f"`{context.command_path}` needs a source checkout of fedsim, installed with "
-        "`pip install -e .`: the papers' experiments are no part of the package."
+        "`pip install -e .`: the papers' experiments are not in the installed package."
     )
 
 
+# In the order in which `fedsim --help` lists them.
+for command in (run, report, compare, evaluate, export, sweep, privacy, partition, audit, tune):
+    app.command(cls=ConfigCommand)(command)
 _function, _settings = _experiment()
 app.command("experiment", cls=Command, context_settings=_settings)(_function)
 app.command("app", cls=Command)(flower_app)

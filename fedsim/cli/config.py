@@ -1,4 +1,4 @@
-"""`fedsim config`: what a config may say, and what one says."""
+"""`fedsim config`: what may be in a config, and what is in one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedsim import registry
-from fedsim.cli.console import Command, Group, Output
+from fedsim.cli.console import Command, ConfigFile, Group, Output, Overrides
 from fedsim.config import RunConfig
 from fedsim.config.describe import Key, choice_in, choices_of, keys, schema, template
 from fedsim.config.digest import keys_outside_release
@@ -24,7 +24,7 @@ config = typer.Typer(
     cls=Group,
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Say what a config may say: its keys, what can be chosen, a first one to start from.",
+    help="Explain configs: their keys, what can be chosen, a template to start from.",
 )
 
 
@@ -34,11 +34,11 @@ def list_(
         str | None, typer.Argument(help="mechanism, client, data, ...; all kinds if left out.")
     ] = None,
 ) -> None:
-    """List what there is of a kind: fedsim's own, and what installed packages add.
+    """List the choices of a kind: fedsim's own, and those that installed packages add.
 
         fedsim config list mechanism
 
-    Anything of your own is written `module:name` in the same places.
+    A class or function of your own is named `module:name` in the same places.
     """
     if kind is not None and kind not in registry.PACKAGES:
         raise FedsimError(f"KIND is '{kind}'; it must be {', '.join(registry.PACKAGES)}.")
@@ -59,7 +59,7 @@ def explain(
         ),
     ],
 ) -> None:
-    """Explain a key, a table's keys, or those that a choice of the table's brings along.
+    """Explain a key, the keys of a table, or the keys of one of its choices.
 
     fedsim config explain client.tol
     fedsim config explain mechanism
@@ -67,34 +67,34 @@ def explain(
     """
     every = keys()
     output = Output()
+    table, _, choice = key.rpartition(".")
     if exact := [k for k in every if k.name == key]:
         for entry in exact:
             output.print(_explained(entry))
-        return
-    if in_table := [k for k in every if k.name.rpartition(".")[0] == key]:
+    elif in_table := [k for k in every if _table_of(k) == key]:
         output.print(_table(key, in_table, every))
-        return
-    table, _, choice = key.rpartition(".")
-    of_choice = [k for k in every if k.name.rpartition(".")[0] == table and choice in k.belongs_to]
-    if of_choice:
+    elif of_choice := [k for k in every if _table_of(k) == table and choice in k.belongs_to]:
         output.print(_lines(of_choice))
-        return
-    line = choice_in(table, choice)
-    if not line:
+    elif line := choice_in(table, choice):
+        output.print(f"{key}\n    {line}\n    It has no keys of its own.")
+    else:
         raise _unknown(key, every)
-    output.print(f"{key}\n    {line}\n    It brings no keys of its own.")
+
+
+def _table_of(key: Key) -> str:
+    return key.name.rpartition(".")[0]
 
 
 def _unknown(key: str, every: list[Key]) -> FedsimError:
-    known = {k.name for k in every} | {k.name.rpartition(".")[0] for k in every}
-    known |= {f"{k.name.rpartition('.')[0]}.{choice}" for k in every for choice in k.belongs_to}
+    known = {k.name for k in every} | {_table_of(k) for k in every}
+    known |= {f"{_table_of(k)}.{choice}" for k in every for choice in k.belongs_to}
     close = difflib.get_close_matches(key, sorted(known), n=1)
     hint = f" did you mean '{close[0]}'?" if close else ""
     return FedsimError(f"there is no key '{key}';{hint or ' fedsim config list has the kinds.'}")
 
 
 def _table(table: str, of_table: list[Key], every: list[Key]) -> RenderableType:
-    """A table's own keys, a line each, and the names of those that its choices bring along."""
+    """The keys that a table always has, a line each, and the names of those of its choices."""
     parts: list[RenderableType] = [_lines([k for k in of_table if not k.belongs_to])]
     choices: dict[str, list[str]] = {}
     for entry in of_table:
@@ -104,36 +104,34 @@ def _table(table: str, of_table: list[Key], every: list[Key]) -> RenderableType:
         names = Table(box=None, pad_edge=False, show_header=False)
         for choice in sorted(choices):
             names.add_row(choice, ", ".join(choices[choice]))
-        first = min(choices)
-        told = f"Choices bring keys of their own (`fedsim config explain {table}.{first}`):"
-        parts += [Text(f"\n{told}"), names]
-    inner = {k.name.rpartition(".")[0] for k in every if k.name.startswith(f"{table}.")} - {table}
+        example = f"`fedsim config explain {table}.{min(choices)}`"
+        parts += [Text(f"\nThese choices have keys of their own ({example}):"), names]
+    inner = {_table_of(k) for k in every if k.name.startswith(f"{table}.")} - {table}
     if inner:
-        parts.append(Text(f"\nTables of its own: {', '.join(sorted(inner))}."))
+        parts.append(Text(f"\nTables inside it: {', '.join(sorted(inner))}."))
     return Lines(*parts)
 
 
 def _lines(chosen: list[Key]) -> Table:
     lines = Table(box=None, pad_edge=False, show_header=False)
     for entry in chosen:
-        default = "unset" if entry.default == "" else json.dumps(entry.default)
-        lines.add_row(entry.name, default, entry.doc)
+        lines.add_row(entry.name, _default(entry), entry.doc)
     return lines
 
 
+def _default(key: Key) -> str:
+    return "unset" if key.default == "" else json.dumps(key.default)
+
+
 def _explained(key: Key) -> str:
-    lines = [key.name, f"    {key.doc}", f"    It is {key.type}{_allowed(key)}."]
-    shown = json.dumps(key.default)
-    lines.append(f"    By default {shown}." if key.default != "" else "    By default unset.")
+    allowed = f": {key.allowed}" if key.allowed else ""
+    lines = [key.name, f"    {key.doc}", f"    It is {key.type}{allowed}."]
+    lines.append(f"    By default {_default(key)}.")
     if key.belongs_to:
         lines.append(f"    It belongs to {', '.join(key.belongs_to)}.")
     if key.name in keys_outside_release():
         lines.append("    A resumed run may change it: --resume --set.")
     return "\n".join(lines)
-
-
-def _allowed(key: Key) -> str:
-    return f": {key.allowed}" if key.allowed else ""
 
 
 @config.command(cls=Command)
@@ -142,9 +140,9 @@ def init(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Choose: `mechanism.name=clipping`."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="A file to write it to, which is new.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A new file to write it to.")] = None,
 ) -> None:
-    """Write a config to start from: every key of what is chosen, with what it means.
+    """Write a config to start from: every key of the choices made, with its description.
 
     fedsim config init --set client.name=adam --set partition.name=dirichlet --out run.toml
     """
@@ -156,7 +154,7 @@ def init(
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise FedsimError(f"--out is {out}, which is there already; choose another.") from None
+        raise FedsimError(f"--out is {out}, which already exists; choose another.") from None
 
 
 @config.command("schema", cls=Command)
@@ -171,15 +169,9 @@ def schema_() -> None:
 
 
 @config.command(cls=Command)
-def show(
-    file: Annotated[Path, typer.Argument(metavar="CONFIG", help="A config's TOML file.")],
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change one key: `client.lr=0.1`."),
-    ] = None,
-) -> None:
-    """Show a config complete, with all that it leaves at a default.
+def show(config: ConfigFile, set_: Overrides = None) -> None:
+    """Show a config with every key, those that it leaves at their defaults included.
 
     fedsim config show run.toml --set client.name=adam
     """
-    typer.echo(RunConfig.load(file, set_ or []).to_toml(), nl=False)
+    typer.echo(RunConfig.load(config, set_ or []).to_toml(), nl=False)

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
-from fedsim.cli.console import Output
-from fedsim.cli.privacy_source import Source, read_source
-from fedsim.cli.privacy_views import (
-    checks_table,
-    history,
-    over_table,
-    prv_says,
-    report,
-    tradeoff_table,
+from fedsim.cli.console import Output, Overrides
+from fedsim.cli.privacy_question import (
+    Source,
+    along,
+    one_of,
+    parse_axis,
+    read_source,
+    with_plan,
+    with_sampling,
 )
 from fedsim.errors import FedsimError
-from fedsim.privacy import Adjacency, Law, Question, tradeoff
-from fedsim.privacy.claims import group_cost
+from fedsim.privacy import Accountant, Answer, Event, Ledger, Question, TradeOff, tradeoff
+from fedsim.privacy.claims import Stopping, group_cost
 from fedsim.privacy.events import shipped_laws
 from fedsim.privacy.manifest import new_key
 from fedsim.reports.verification import verify_run
 
-_PLAN, _SAMPLING, _LEDGER = "The plan", "Who takes part", "What a run left behind"
+_PLAN, _SAMPLING, _LEDGER = "The plan", "Sampling", "The ledger of a run"
 
 
 def privacy(
@@ -39,30 +42,30 @@ def privacy(
             "clients' ledgers.",
         ),
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change one key of the config."),
-    ] = None,
+    set_: Overrides = None,
     noise_multiplier: Annotated[
         float | None,
         typer.Option(
-            "--noise-multiplier", "-z", help="Noise on the sum / clip norm.", rich_help_panel=_PLAN
+            "--noise-multiplier",
+            "-z",
+            help="Standard deviation of the noise on the sum / clip norm.",
+            rich_help_panel=_PLAN,
         ),
     ] = None,
     target_epsilon: Annotated[
         float | None,
-        typer.Option(help="Ask for the noise multiplier that meets this.", rich_help_panel=_PLAN),
+        typer.Option(help="Compute the noise multiplier that meets this.", rich_help_panel=_PLAN),
     ] = None,
     max_epsilon: Annotated[
         float | None,
-        typer.Option(help="Ask how many rounds this budget buys.", rich_help_panel=_PLAN),
+        typer.Option(help="Compute how many rounds this budget allows.", rich_help_panel=_PLAN),
     ] = None,
     rounds: Annotated[
         int | None,
-        typer.Option(help="Rounds; with a ledger, further ones.", rich_help_panel=_PLAN),
+        typer.Option(help="Rounds; with a ledger, further rounds.", rich_help_panel=_PLAN),
     ] = None,
     delta: Annotated[
-        float | None, typer.Option(help="1e-5 if nothing says otherwise.", rich_help_panel=_PLAN)
+        float | None, typer.Option(help="The config's, or 1e-5.", rich_help_panel=_PLAN)
     ] = None,
     invocations: Annotated[
         int, typer.Option(help="Noisy sums a round: 2 for ADADP.", rich_help_panel=_PLAN)
@@ -71,7 +74,7 @@ def privacy(
         str | None,
         typer.Option(
             metavar="KEY=A,B,C",
-            help="A table over rounds, noise-multiplier, target-epsilon, max-epsilon, rate or "
+            help="Make a table over rounds, noise-multiplier, target-epsilon, max-epsilon, rate or "
             "delta.",
             rich_help_panel=_PLAN,
         ),
@@ -82,15 +85,16 @@ def privacy(
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(help="Poisson: probability of taking part.", rich_help_panel=_SAMPLING),
+        typer.Option(help="Poisson: the probability of being sampled.", rich_help_panel=_SAMPLING),
     ] = None,
     size: Annotated[
-        int | None, typer.Option(help="Fixed: how many take part.", rich_help_panel=_SAMPLING)
+        int | None, typer.Option(help="Fixed: how many are sampled.", rich_help_panel=_SAMPLING)
     ] = None,
     population: Annotated[
         int | None,
         typer.Option(
-            help="Out of how many. Poisson: rate = size / population.", rich_help_panel=_SAMPLING
+            help="Out of how many. For Poisson, rate = size / population.",
+            rich_help_panel=_SAMPLING,
         ),
     ] = None,
     adjacency: Annotated[
@@ -106,7 +110,7 @@ def privacy(
     group: Annotated[
         int | None,
         typer.Option(
-            help="Say too what somebody is promised who owns so many clients.",
+            help="Also state the guarantee for a person who owns so many clients.",
             rich_help_panel=_SAMPLING,
         ),
     ] = None,
@@ -114,13 +118,13 @@ def privacy(
         bool,
         typer.Option(
             "--prv",
-            help="Ask Opacus's PRV accountant too; it takes a few seconds to load.",
+            help="Also ask Opacus's PRV accountant; it takes a few seconds to load.",
             rich_help_panel=_PLAN,
         ),
     ] = False,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="What a ledger says, as JSON.", rich_help_panel=_LEDGER),
+        typer.Option("--json", help="Print the statements as JSON.", rich_help_panel=_LEDGER),
     ] = False,
     verify_: Annotated[
         bool,
@@ -133,7 +137,7 @@ def privacy(
     public_key: Annotated[
         Path | None,
         typer.Option(
-            help="Verify the signature of the run's manifest too.", rich_help_panel=_LEDGER
+            help="Also verify the signature of the run's manifest.", rich_help_panel=_LEDGER
         ),
     ] = None,
     new_key_path: Annotated[
@@ -148,8 +152,8 @@ def privacy(
 ) -> None:
     """Answer questions about privacy, before a run, during it and after it. Nothing is trained.
 
-    Of noise, rounds and epsilon, two determine the third. These give epsilon (1.515), the
-    noise multiplier that meets a target, and the rounds that a budget buys:
+    Of noise multiplier, rounds and epsilon, two determine the third. These compute epsilon
+    (1.515), the noise multiplier that meets a target, and the rounds that a budget allows:
 
         fedsim privacy --rate 0.01 --rounds 1000 -z 1.1
 
@@ -157,7 +161,7 @@ def privacy(
 
         fedsim privacy --rate 0.01 -z 1.1 --max-epsilon 2
 
-    A config fills in what it says, and options replace it; a table runs over one thing:
+    A config gives the values, which options replace; `--over` makes a table over one of them:
 
         fedsim privacy run.toml
 
@@ -165,7 +169,7 @@ def privacy(
 
         fedsim privacy run.toml --set cohort.rate=0.1 --over target-epsilon=1,2,4,8
 
-    A ledger says what a run has spent, and what more would cost:
+    For a run, its ledger says what it has spent, and what further rounds would cost:
 
         fedsim privacy runs/digits
 
@@ -173,58 +177,54 @@ def privacy(
 
         fedsim privacy runs/digits --verify
 
-    Without amplification by sampling (`--sampling full`) and with cohorts of a fixed size
-    (`--size 10 --population 100 --sampling fixed`, accounted for replacing one row by
-    another) the same noise costs more: try it. At example level, rate is the batch size
-    over a client's examples, which are public in number, and rounds are its steps:
+    The same noise costs more without amplification by sampling (`--sampling full`), and with
+    cohorts of a fixed size (`--sampling fixed --size 10 --population 100`), where neighbours
+    differ by replacing one row with another. At example level, the rate is the batch size over
+    the number of a client's examples, which is public, and the rounds are its steps:
 
         fedsim privacy --level example --rate 0.00333 --rounds 30000 -z 4
     """
     if new_key_path is not None:
         public = new_key(new_key_path)
-        Output().print(f"{new_key_path} signs (noise.ledger-key); give {public} to who verifies.")
+        Output().print(
+            f"{new_key_path} signs runs (noise.ledger-key); give {public} to those who verify them."
+        )
         return
     if verify_ or public_key is not None:
         _verify(source, public_key, delta)
         return
     read = read_source(source, set_ or [], delta)
-    options: dict[str, Any] = {
-        "rounds": rounds,
-        "delta": delta,
-        "noise_multiplier": noise_multiplier,
-        "target_epsilon": target_epsilon,
-        "max_epsilon": max_epsilon,
-    }
     question = read.question
     if source is None:
-        question = replace(question, level=_one_of("--level", level, "client", "example"))
+        question = replace(question, level=one_of("--level", level, "client", "example"))
     drawn = {"rate": rate, "size": size, "population": population, "adjacency": adjacency}
-    question = _merged(
-        replace(question, law=_law(question, sampling, drawn)),
-        {name: value for name, value in options.items() if value is not None},
+    question = with_plan(
+        with_sampling(question, sampling, drawn),
+        {
+            "rounds": rounds,
+            "delta": delta,
+            "noise_multiplier": noise_multiplier,
+            "target_epsilon": target_epsilon,
+            "max_epsilon": max_epsilon,
+            "invocations": invocations if invocations != 1 else None,
+        },
     )
-    question = replace(question, invocations=invocations) if invocations != 1 else question
-    questions = (rounds, max_epsilon, target_epsilon, over)
-    if read.ledger is not None and all(question is None for question in questions):
-        _spent(read, question.delta, as_json, prv, group)
+    asks = (rounds, max_epsilon, target_epsilon, over)
+    if read.ledger is not None and all(value is None for value in asks):
+        _show_spent(read, read.ledger, question.delta, as_json, prv, group)
         return
     if as_json:
-        raise FedsimError("--json says what a ledger holds; give it a ledger and no question.")
+        raise FedsimError(
+            "--json prints the statements of a ledger; give it a ledger or a run, and no question."
+        )
     console = Output()
     if over is not None:
-        key, values = _over(over)
-        answers = [
-            (
-                replace(question, law=_law(question, None, {key: value}))
-                if key == "rate"
-                else _merged(question, {key: value})
-            ).answer()
-            for value in values
-        ]
-        console.print(over_table(question, key, answers, prv))
+        key, values = parse_axis(over)
+        answers = [along(question, key, value).answer() for value in values]
+        console.print(_over_table(question, key, answers, prv))
         return
     answer = question.answer()
-    console.print(report(answer, prv))
+    console.print(_answer_table(answer, prv))
     if (owned := read.group if group is None else group) != 1:
         console.print(group_cost(answer.events, owned, question.delta).sentence(question.level))
     if read.extrapolated is not None and rounds is None:
@@ -232,11 +232,13 @@ def privacy(
     for sentence in read.declared:
         console.print(sentence)
     if math.isfinite(answer.cost.epsilon):
-        console.print(tradeoff_table(tradeoff(answer.events)))
+        console.print(_tradeoff_table(tradeoff(answer.events)))
 
 
-def _spent(read: Source, delta: float, as_json: bool, prv: bool, group: int | None) -> None:
-    """What ledgers say: the statements, and how epsilon grew."""
+def _show_spent(
+    read: Source, ledger: Ledger, delta: float, as_json: bool, prv: bool, group: int | None
+) -> None:
+    """Print the statements of a run's ledgers, and how epsilon grew."""
     statements = read.statements(delta)
     if group is not None:
         statements = [replace(statement, group=None).of_group(group) for statement in statements]
@@ -247,84 +249,140 @@ def _spent(read: Source, delta: float, as_json: bool, prv: bool, group: int | No
     for statement in statements:
         console.print(f"{statement}\n")
         if statement.private and statement.cost.releases:
-            console.print(tradeoff_table(statement.tradeoff))
-    if read.ledger is not None:
-        console.print(history(read.ledger, delta, read.question.stopping))
-        if prv:
-            said = prv_says([entry.event for entry in read.ledger.charged], delta)
-            console.print(f"Opacus's PRV accountant says {said}.")
+            console.print(_tradeoff_table(statement.tradeoff))
+    console.print(_history_table(ledger, delta, read.question.stopping))
+    if prv:
+        opinion = _prv_epsilon([entry.event for entry in ledger.charged], delta)
+        console.print(f"Opacus's PRV accountant: {opinion}.")
 
 
 def _verify(run: Path | None, public_key: Path | None, delta: float | None) -> None:
-    """Compare what a run left behind; exit status 1 if it does not fit."""
+    """Compare a run's files with its ledger; exit status 1 if they differ."""
     if run is None or not run.is_dir() or not (run / "ledger.jsonl").is_file():
         raise FedsimError(
             f"--verify {run or ''} looks at a run, by its ledger.jsonl; name the directory of one, "
             "such as runs/digits."
         )
     checks = verify_run(run, public_key, delta)
+    table = Table.grid(padding=(0, 2))
+    for check in checks:
+        mark = Text("holds", "green") if check.holds else Text("FAILS", "bold red")
+        table.add_row(mark, check.subject, check.seen)
     console = Output()
-    console.print(checks_table(checks))
+    console.print(table)
     if public_key is None:
-        console.print("Without a signature this shows accidents, not forgers (--public-key).")
+        console.print("Without a signature this detects accidents, not forgery; see --public-key.")
     if not all(check.holds for check in checks):
         raise typer.Exit(1)
 
 
-def _law(question: Question, sampling: str | None, drawn: dict[str, Any]) -> Law:
-    """How rows are drawn: as the question says, but for what options say of it."""
-    given = {name: value for name, value in drawn.items() if value is not None}
-    if "adjacency" in given:
-        _one_of("--adjacency", given["adjacency"], *get_args(Adjacency))
-    before = question.law
-    if sampling is None and not given.keys() & {"rate", "size"}:
-        return replace(before, **given)
-    kind = shipped_laws()[_one_of("--sampling", sampling or "poisson", *shipped_laws())]
-    kept = ["population", "adjacency"] if type(before) is kind else ["population"]
-    given = {name: getattr(before, name) for name in kept} | given
-    # At example level numbers of examples are public.
-    if question.level == "example" and "zero-out" in kind.neighbours:
-        given.setdefault("adjacency", "zero-out")
-    return kind.of_options(**given)
+def _answer_table(answer: Answer, prv: bool) -> Table:
+    """The answer first, then what it follows from."""
+    question, cost = answer.question, answer.cost
+    rows = {
+        "epsilon": _number(cost.epsilon),
+        "noise multiplier": _number(answer.noise_multiplier),
+        "rounds": f"{answer.rounds:,}",
+    }
+    table = Table.grid(padding=(0, 2))
+    table.add_row(Text(question.asks, "bold"), Text(rows.pop(question.asks), "bold green"))
+    for name, value in rows.items():
+        table.add_row(name, value)
+    table.add_row("delta", f"{question.delta:g}")
+    if question.stopping.times:
+        table.add_row("", "half of it for stopping early (stop.metric, stop.callbacks)")
+    table.add_row("level, neighbours", f"{question.level}, {cost.adjacency}")
+    table.add_row("sampling", question.law.label)
+    if question.level == "example":
+        table.add_row("public", "the number of each client's examples, its steps and rates")
+    if question.past:
+        table.add_row("releases before", f"{Accountant(question.past).releases:,}")
+    table.add_row("accounted by", _METHODS[cost.method])
+    table.add_row("Rényi accounting says", _number(cost.rdp_epsilon))
+    if prv:
+        table.add_row("Opacus's PRV accountant says", _prv_epsilon(answer.events, question.delta))
+    if cost.poisson_epsilon is not None:
+        table.add_row("Poisson would cost", f"{_number(cost.poisson_epsilon)} (add-remove)")
+    if question.simulated:
+        table.add_row("simulated", "the noise follows from the config's seed; see noise.entropy")
+    if question.past and question.asks == "noise multiplier":
+        table.add_row("", "chosen after releases, therefore by Rényi accounting")
+    return table
 
 
-def _merged(question: Question, changes: dict[str, Any]) -> Question:
-    """The plan with options put in its place; what they ask for is left open."""
-    if changes.get("target_epsilon") is not None and "noise_multiplier" not in changes:
-        question = replace(question, noise_multiplier=None)
-    if "noise_multiplier" in changes and "target_epsilon" not in changes:
-        question = replace(question, target_epsilon=None)
-    if "max_epsilon" in changes and "target_epsilon" not in changes and question.target_epsilon:
-        # A config's target fixes its noise; the budget is then asked of that noise.
-        question = replace(
-            question, noise_multiplier=question.answer().noise_multiplier, target_epsilon=None
-        )
-    return replace(question, **changes)
+def _prv_epsilon(events: Iterable[Event], delta: float) -> str:
+    epsilon = Accountant(events).prv_epsilon(delta)
+    if epsilon is None:
+        return "no figure: it takes Poisson-sampled Gaussians only"
+    return f"{_number(epsilon)} at most"
 
 
-def _one_of(name: str, value: str, *allowed: str) -> Any:
-    if value not in allowed:
-        raise FedsimError(f"{name} is {value!r}; it must be {', '.join(allowed)}.")
-    return value
-
-
-_OVER: dict[str, type] = {
-    "rounds": int,
-    "noise-multiplier": float,
-    "target-epsilon": float,
-    "max-epsilon": float,
-    "rate": float,
-    "delta": float,
+_METHODS = {
+    "analytic": "exact curve of the Gaussian",
+    "pld": "privacy loss distributions",
+    "rdp": "Rényi accounting",
+    "none": "nothing: there is no guarantee",
 }
 
 
-def _over(text: str) -> tuple[str, list[int | float]]:
-    key, _, values = text.partition("=")
-    key = _one_of("--over", key.strip(), *_OVER)
-    try:
-        parsed = [_OVER[key](value) for value in values.split(",")]
-    except ValueError:
-        raise FedsimError(
-            f"--over {text!r} must be KEY=A,B,C, such as rounds=10,100,1000."
-        ) from None
-    return key.replace("-", "_"), parsed
+def _over_table(question: Question, key: str, answers: list[Answer], prv: bool) -> Table:
+    """One row an answer; what varies stands first."""
+    headings = {"target_epsilon": "target", "max_epsilon": "budget"}
+
+    def varied(answer: Answer) -> str:
+        question = answer.question
+        return f"{getattr(question.law if key == 'rate' else question, key):,g}"
+
+    cells: dict[str, Callable[[Answer], str]] = {
+        headings.get(key, key.replace("_", " ")): varied,
+        "rounds": lambda answer: f"{answer.rounds:,}",
+        "noise multiplier": lambda answer: _number(answer.noise_multiplier),
+        "epsilon": lambda answer: _number(answer.cost.epsilon),
+        "epsilon by RDP": lambda answer: _number(answer.cost.rdp_epsilon),
+    }
+    if prv:
+        cells["epsilon by PRV"] = lambda answer: _prv_epsilon(answer.events, question.delta)
+    table = Table(title=f"{question.level} level, {answers[0].cost.adjacency}")
+    for name in cells:
+        table.add_column(name, justify="right")
+    for answer in answers:
+        table.add_row(*(cell(answer) for cell in cells.values()))
+    return table
+
+
+def _history_table(ledger: Ledger, delta: float, stopping: Stopping) -> Table:
+    """How epsilon grew, in about ten steps."""
+    table = Table(title=f"epsilon at delta = {delta:g}")
+    for name in ("releases", "round", "epsilon"):
+        table.add_column(name, justify="right")
+    entries = ledger.charged
+    every = max(1, math.ceil(len(entries) / 10))
+    accountant = Accountant()
+    for number, entry in enumerate(entries, start=1):
+        accountant.add(entry.event)
+        if number % every == 0 or number == len(entries):
+            label = "" if entry.round is None else str(entry.round)
+            end = stopping.after(entry.round or 0)
+            epsilon = end.epsilon(accountant, entry.event, delta)
+            table.add_row(f"{accountant.releases:,}", label, _number(epsilon))
+    return table
+
+
+def _number(value: float) -> str:
+    return "infinite" if math.isinf(value) else f"{value:.4f}"
+
+
+_FALSE_POSITIVE_RATES = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5)
+
+
+def _tradeoff_table(curve: TradeOff) -> Table:
+    """The false-negative rates of any membership-inference attack, at some false-positive rates."""
+    table = Table(box=None, padding=(0, 2), title="any membership-inference attack")
+    table.add_column("false positives", justify="right")
+    table.add_column("misses at least", justify="right")
+    for rate, missed in zip(_FALSE_POSITIVE_RATES, curve(_FALSE_POSITIVE_RATES), strict=True):
+        table.add_row(f"{rate:.1%}", f"{math.floor(1000 * missed) / 10:.1f}%")
+    mu = "infinite" if math.isinf(curve.mu) else f"{curve.mu:.4f}"
+    table.add_row("advantage", f"at most {curve.advantage:.4f}")
+    table.add_row("Gaussian DP", f"mu = {mu}")
+    return table

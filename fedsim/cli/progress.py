@@ -1,4 +1,4 @@
-"""A run as it goes on and what came of it, for a terminal."""
+"""A run's progress and its summary, for a terminal."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from fedsim.federation.round_report import (
     released_noise_alone,
 )
 from fedsim.runs.callbacks import Callback, RunStatus
+from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import Row, brief, headline_columns, is_share, tail_mean
 from fedsim.runs.result import RunResult
 
@@ -33,7 +34,7 @@ _EPSILONS = {"epsilon": "eps", "example-epsilon": "examples' eps"}
 class Progress(Callback):
     """One live line on a terminal; elsewhere, a plain line for each tenth of the rounds.
 
-    Where the terminal is narrow the numbers are cut off, and never the time that is left.
+    On a narrow terminal the last numbers are cut off, never the remaining time.
     """
 
     def __init__(self, console: Console, config: RunConfig) -> None:
@@ -67,7 +68,7 @@ class Progress(Callback):
         self._bar.stop()
 
     def on_start(self, status: RunStatus) -> None:
-        """Show where a resumed run goes on."""
+        """Show the round from which a run is resumed."""
         if status.round:
             self.on_round(status)
 
@@ -75,9 +76,9 @@ class Progress(Callback):
         """Show the round that has just finished."""
         row = status.row
         self._shown |= row
-        text = "  ".join(f"{label} [bold]{value}[/]" for label, value in self._told())
+        text = "  ".join(f"{label} [bold]{value}[/]" for label, value in self._values())
         if row.get("failed"):
-            # First: what is wrong must not be what is cut off.
+            # Failures come first, so that a narrow terminal does not cut them off.
             text = (
                 f"failed [bold]{row['failed']}[/] ({describe_reasons(reasons_in([row]))})  {text}"
             )
@@ -91,8 +92,8 @@ class Progress(Callback):
                 f"round {done:>4}/{self._rounds}  {text}", markup=True, soft_wrap=True
             )
 
-    def _told(self) -> Iterator[tuple[str, str]]:
-        """Labels and numbers; losses last, for they are the first to go on a narrow terminal."""
+    def _values(self) -> Iterator[tuple[str, str]]:
+        """Labels and numbers; losses come last, where a narrow terminal cuts them off first."""
         shown = headline_columns(self._shown).items()
         metrics, losses = (
             [(column, name) for column, name in shown if name.endswith("loss") == is_loss]
@@ -114,13 +115,13 @@ class Progress(Callback):
 
 
 class JsonRounds(Callback):
-    """A JSON object for each round, and where the run is for the one that comes last."""
+    """Prints a JSON object for each round, and notes the run's directory for the last object."""
 
     def __init__(self, lines: JsonLines) -> None:
         self._lines = lines
 
     def on_start(self, status: RunStatus) -> None:
-        """Know where the run is."""
+        """Note the run's directory."""
         if status.directory is not None:
             self._lines.end_values["directory"] = str(status.directory.path)
 
@@ -130,14 +131,15 @@ class JsonRounds(Callback):
 
 
 def summary(config: RunConfig, result: RunResult) -> RenderableType:
-    """What a run reached, what privacy it kept, and where its artefacts are."""
-    lines: list[RenderableType] = [_reached(result.metrics), Text()]
-    lines.append(Text(str(result.privacy) if _claims_privacy(config) else _NO_CLAIM))
+    """The metrics that a run reached, its privacy statements, and the files that it wrote."""
+    # A claim is made where a bound is chosen at one of the levels.
+    claims = not config.mechanism.name == config.client.mechanism.name == "none"
+    lines: list[RenderableType] = [_metrics_table(result.metrics), Text()]
+    lines.append(Text(str(result.privacy) if claims else _NO_CLAIM))
     if result.example_privacy is not None and result.example_privacy is not result.privacy:
         lines.append(Text(f"\n{result.example_privacy}"))
     if result.directory is not None:
-        lines.append(Text())
-        lines.append(_artefacts(result, claims=_claims_privacy(config)))
+        lines += [Text(), _files_table(result.directory, claims=claims)]
     if result.notes:
         lines.append(Text("\n" + "\n".join(result.notes)))
     if failures := failures_in(result.metrics):
@@ -149,18 +151,18 @@ def summary(config: RunConfig, result: RunResult) -> RenderableType:
 
 
 def interrupted(result: RunResult) -> str:
-    """How far a run came that was asked to end, and what can be done with it now."""
+    """The last round of an interrupted run, and the commands to resume it and to see it."""
     assert result.directory is not None
     run = shlex.quote(str(result.directory.path))
     rounds = int(result.metrics[-1]["round"]) if result.metrics else 0
     return (
-        f"Interrupted after round {rounds}: the model is that of this round. `fedsim run {run} "
-        f"--resume` goes on, and `fedsim report {run}` makes its page."
+        f"Interrupted after round {rounds}; the model of this round is saved. `fedsim run {run} "
+        f"--resume` continues the run, and `fedsim report {run}` writes its page."
     )
 
 
-def _reached(rows: Sequence[Row]) -> RenderableType:
-    """The last of every metric, and what it was of late; the loss stands last."""
+def _metrics_table(rows: Sequence[Row]) -> RenderableType:
+    """The last value of each metric and the mean of its last five; the loss comes last."""
     headlines = headline_columns(dict.fromkeys(name for row in rows for name in row))
     if not headlines:
         return Text("Nothing was evaluated.")
@@ -184,19 +186,12 @@ _NO_CLAIM = (
 )
 
 
-def _claims_privacy(config: RunConfig) -> bool:
-    """Whether anything is to be said of privacy: a bound is chosen at one of the levels."""
-    return not config.mechanism.name == config.client.mechanism.name == "none"
-
-
-def _artefacts(result: RunResult, *, claims: bool) -> RenderableType:
-    assert result.directory is not None
-    directory = result.directory
+def _files_table(directory: RunDirectory, *, claims: bool) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for path, purpose in (
-        (directory.report, "all of it to look at"),
+        (directory.report, "curves, statement and config on one page"),
         (directory.model, "the model"),
-        (directory.metrics, "a row for each round"),
+        (directory.metrics, "one row per round"),
         (directory.ledger, "every private release" if claims else "every release"),
         (directory.config, "reproduces this run"),
     ):

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fedsim.cli.boundary import notify_of_end
-from fedsim.cli.console import JsonLines, Output
+from fedsim.cli.console import JsonLines, Output, Overrides
 from fedsim.config import RunConfig
 from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
@@ -25,10 +25,7 @@ def run(
             help="The TOML file that describes the run. With --resume, also its directory."
         ),
     ],
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change one key: `client.lr=0.1`."),
-    ] = None,
+    set_: Overrides = None,
     engine: Annotated[
         str | None, typer.Option(help="local, ray, simulation or deployment.")
     ] = None,
@@ -40,18 +37,18 @@ def run(
         bool, typer.Option("--overwrite", help="Replace a run that is in the directory.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run that is in the directory.")
+        bool, typer.Option("--resume", help="Resume the run that is in the directory.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only what is wrong.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
     json_: Annotated[
-        bool, typer.Option("--json", help="Print an object a line: each round, and the end.")
+        bool, typer.Option("--json", help="Print a JSON object a line: each round, and the end.")
     ] = False,
     verbose: Annotated[bool, typer.Option("-v", help="The same as `--log-level info`.")] = False,
     log_level: Annotated[
         str, typer.Option(help="What is logged to the standard error: debug, info, warning, error.")
     ] = "warning",
 ) -> None:
-    """Train what a config describes, and leave a model, its metrics and its privacy ledger.
+    """Train what a config describes; write a model, its metrics and its privacy ledger.
 
     A config needs only what differs from the defaults:
 
@@ -73,12 +70,12 @@ def run(
         target-epsilon = 4.0
         delta = 1e-4
 
-    Then `fedsim run digits.toml --set client.lr=0.2 --out runs/lr02` trains it and writes
-    config.toml (complete: it reproduces the run), metrics.csv (a row a round), ledger.jsonl
-    (every private release) and model.safetensors.
+    `fedsim run digits.toml --set client.lr=0.2 --out runs/lr02` trains it and writes
+    config.toml (every key: it reproduces the run), metrics.csv (a row a round), ledger.jsonl
+    (every private release), model.safetensors and report.html.
 
-    A run that was interrupted or killed goes on from its last checkpoint, to the same bytes, and on
-    another engine too: `fedsim run digits.toml --resume`, or `fedsim run runs/lr02 --resume`.
+    A run that was interrupted or killed resumes from its last checkpoint and ends with the same
+    bytes, on any engine: `fedsim run digits.toml --resume`, or `fedsim run runs/lr02 --resume`.
     """
     console = Output()
     lines = JsonLines(console)
@@ -90,7 +87,9 @@ def run(
         config = directory / "config.toml"
         past_config(config)  # a mistake in it is no mistake of --set
     if resume and overwrite:
-        raise FedsimError("--resume goes on with the run that --overwrite would replace; give one.")
+        raise FedsimError(
+            "--resume continues the run that --overwrite would replace; give one of them."
+        )
     # Before the overrides are validated: keys may belong to one engine only.
     chosen = [] if engine is None else [f"engine.name={engine}"]
     settings = RunConfig.load(config, [*chosen, *(set_ or [])])
@@ -103,12 +102,12 @@ def run(
         from fedsim.runs.result import RanElsewhere
         from fedsim.runs.runner import run as run_config
     shown: Progress | None = None if quiet or json_ else Progress(console, settings)
-    watching = [JsonRounds(lines)] if json_ else [shown] if shown else []
+    callbacks = [JsonRounds(lines)] if json_ else [shown] if shown else []
     directory = directory or out or Path("runs") / settings.name
     try:
         with shown or nullcontext():
             result = run_config(
-                settings, out=directory, overwrite=overwrite, resume=resume, callbacks=watching
+                settings, out=directory, overwrite=overwrite, resume=resume, callbacks=callbacks
             )
     except RanElsewhere as where:
         if json_:
@@ -119,9 +118,10 @@ def run(
     if json_:
         lines.result(result)
     elif not quiet:
-        ended_early = result.ended == "interrupted"
-        told = interrupted(result) if ended_early else summary(settings, result)
-        console.print(told, soft_wrap=ended_early)
+        if result.ended == "interrupted":
+            console.print(interrupted(result), soft_wrap=True)
+        else:
+            console.print(summary(settings, result))
     if result.ended == "interrupted":
         raise typer.Exit(130)
 
@@ -139,35 +139,34 @@ def _log_from(level: str) -> None:
 
 
 def _check_directory(directory: Path, out: Path | None, *, resume: bool) -> None:
-    """Refuse a directory in the place of a config unless it is a run's, to go on with."""
+    """Refuse a directory in the place of a config unless it is that of a run to resume."""
     if not (directory / "config.toml").is_file() or not (directory / ".fedsim-run").is_file():
         raise FedsimError(
-            f"{directory} is no run's directory; give a config, or a run's directory."
+            f"{directory} is not a run's directory; give a config, or a run's directory."
         )
     if not resume:
         raise FedsimError(
-            f"{directory} is a run's directory; --resume goes on with it, and to repeat it give "
+            f"{directory} is a run's directory; --resume continues the run, and to repeat it give "
             f"{directory / 'config.toml'} and another --out."
         )
     if out is not None and out.resolve() != directory.resolve():
-        raise FedsimError(f"--out {out} is not {directory}, where the run goes on; leave it out.")
+        raise FedsimError(
+            f"--out {out} is not {directory}, where the run is resumed; leave it out."
+        )
 
 
 def app(
     directory: Annotated[Path, typer.Argument(help="A Flower app: it has a pyproject.toml.")],
     nodes: Annotated[int, typer.Option(min=1, help="How many clients there are.")] = 10,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change one key of the app's config."),
-    ] = None,
+    set_: Overrides = None,
 ) -> None:
-    """Run a Flower app as it is, in this process: no SuperLink, no Ray, nothing serialised.
+    """Run an unchanged Flower app in this process: no SuperLink, no Ray, nothing serialised.
 
         fedsim app examples/plugin --nodes 4 --set num-server-rounds=3
 
     The app's ServerApp, ClientApp and `[tool.flwr.app.config]` are those that `flwr run` would
-    use, and client i is told its `partition-id` and `num-partitions` as there. Clients run one
-    after another. The app's dependencies must be installed.
+    use, and client i gets its `partition-id` and `num-partitions` as there. Clients run one after
+    another. The app's dependencies must be installed.
     """
     from fedsim.apps.user_app import FlowerApp, run_app
 

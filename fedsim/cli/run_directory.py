@@ -1,4 +1,4 @@
-"""`fedsim evaluate`, `export`, `report` and `compare`: what is made of a run's directory."""
+"""`fedsim evaluate`, `export`, `report` and `compare`: what can be made of finished runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from fedsim.errors import FedsimError
 
 RUN = Annotated[Path, typer.Argument(help="A run's directory.")]
 BEST = Annotated[
-    bool, typer.Option("--best", help="The round that `checkpoint.best` has kept, not the last.")
+    bool,
+    typer.Option(
+        "--best", help="The model of the round that `checkpoint.best` kept, not of the last."
+    ),
 ]
 
 
@@ -22,17 +25,17 @@ def evaluate(
     run: RUN,
     data: Annotated[
         str,
-        typer.Option(help="Whose test examples: a name or a path; the run's own if unset."),
+        typer.Option(help="A data set's name or path; the run's own if unset."),
     ] = "",
     best: BEST = False,
 ) -> None:
-    """Evaluate a run's model on test examples: its own data set's, or others.
+    """Evaluate a run's model on test examples of its own data set, or of another.
 
         fedsim evaluate runs/digits
         fedsim evaluate runs/digits --data hospital.npz
 
-    Examples are normalised as they were in training. A file holds `x_test` and `y_test`, and
-    `x_train` and `y_train` beside them, as for a run.
+    Examples are normalised as they were in training. A file has `x_train`, `y_train`, `x_test` and
+    `y_test`, as for a run.
     """
     import fedsim
 
@@ -47,24 +50,24 @@ def export(
     run: RUN,
     to: Annotated[str, typer.Option(help="onnx, torchscript or safetensors.")] = "",
     public: Annotated[
-        bool, typer.Option("--public", help="A bundle to publish: only what is covered.")
+        bool, typer.Option("--public", help="A bundle to publish: only what the guarantee covers.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(help="The file, or the bundle's directory; beside RUN if unset.")
     ] = None,
     best: BEST = False,
 ) -> None:
-    """Put a run's model into another format, or make a bundle of it to publish.
+    """Convert a run's model to another format, or make a bundle of it to publish.
 
         fedsim export runs/digits --to onnx
         fedsim export runs/digits --public
 
-    ONNX and TorchScript take inputs as they lie in the data set: normalisation is part of them.
-    `--public` leaves out what the guarantee does not cover: metrics, times, who took part,
-    paths. Its directory holds the model, the statement with the ledger's head, and the config.
+    ONNX and TorchScript models take the data set's own inputs: they contain the normalisation.
+    `--public` leaves out what the guarantee does not cover: metrics, times, who was sampled,
+    paths. The bundle holds the model, the statement with the ledger's final hash, and the config.
     """
     if public == bool(to):
-        raise FedsimError("say either --to FORMAT or --public.")
+        raise FedsimError("give either --to FORMAT or --public.")
     from fedsim.runs.export import FORMATS, default_path, publish
     from fedsim.runs.export import export as exported
     from fedsim.runs.saved import load
@@ -79,7 +82,7 @@ def export(
         return
     path = out or default_path(saved, to)
     if os.path.lexists(path):
-        raise FedsimError(f"--out {path} is there already; choose another file.")
+        raise FedsimError(f"--out {path} already exists; choose another file.")
     content = exported(saved, to)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
@@ -87,16 +90,16 @@ def export(
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="A run's directory.")],
-    out: Annotated[Path | None, typer.Option(help="Another place than RUN/report.html.")] = None,
+    run: RUN,
+    out: Annotated[Path | None, typer.Option(help="`RUN/report.html` if unset.")] = None,
 ) -> None:
-    """Make a run's page anew: what it was, what it reached, what it cost.
+    """Write a run's page: its settings, its metrics, what its privacy cost.
 
         fedsim report runs/digits
 
-    `fedsim run` writes the same page at its end. This one also reads a run that was interrupted or
-    killed, or is going on. The page is one file and works offline; of a private run it shows what
-    is public, and the operator's facts by that name.
+    `fedsim run` writes the same page when it ends; this command also takes a run that was
+    interrupted or killed, or is still running. The page is one file and works offline. What the
+    guarantee of a private run does not cover is marked as the operator's.
     """
     page = out or run / "report.html"
     if out is not None or run.is_dir():
@@ -112,17 +115,16 @@ def report(
 
 def compare(
     runs: Annotated[
-        list[Path], typer.Argument(help="Directories of runs, or of sweeps: all their members.")
+        list[Path], typer.Argument(help="Directories of runs, or of sweeps for all their runs.")
     ],
-    out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("compare.html"),
+    out: Annotated[Path, typer.Option(help="The page, an HTML file.")] = Path("compare.html"),
 ) -> None:
-    """Compare runs on one page: curves, a table that sorts, and where their configs differ.
+    """Compare runs on one page: curves, a sortable table, and the differences of their configs.
 
         fedsim compare runs/lr* --out lr.html
         fedsim compare runs/digits-sweep
 
-    Runs whose configs differ in their seeds only stand together: their mean, and beside it the
-    standard deviation over seeds.
+    Runs whose configs differ only in the seed are shown as one: their mean and standard deviation.
     """
     check_out(out, ".html")
     from fedsim.reports.compare_page import compare_page

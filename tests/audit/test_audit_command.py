@@ -8,7 +8,7 @@ from planted import LessNoise
 from typer.testing import CliRunner
 
 from fedsim.audit.config_audit import ConfigAudit
-from fedsim.cli.audit import audit
+from fedsim.cli.planning import audit
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.runs import factories

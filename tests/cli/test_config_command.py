@@ -109,7 +109,7 @@ def test_the_commands_say_what_there_is(capsys: pytest.CaptureFixture[str]) -> N
         assert ("A resumed run may change it" in capsys.readouterr().out) is changeable
     for choice in ("partition.iid", "data.mnist", "client.mechanism.median", "task.cross-entropy"):
         assert status("config", "explain", choice) == 0, choice
-    assert "It brings no keys of its own." in capsys.readouterr().out
+    assert "It has no keys of its own." in capsys.readouterr().out
     assert status("config", "schema") == 0
     assert json.loads(capsys.readouterr().out)["properties"]["client"]
     for arguments, sentence in (

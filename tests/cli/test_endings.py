@@ -103,8 +103,8 @@ def test_a_signal_in_a_round_keeps_the_model_that_was_reached(name: str, tmp_pat
     assert done.returncode == 128 + getattr(signal, name)
     assert done.stderr == "ending after this round; ask again to end at once.\n"
     assert done.stdout.splitlines()[-1] == (
-        "Interrupted after round 2: the model is that of this round. "
-        "`fedsim run run --resume` goes on, and `fedsim report run` makes its page."
+        "Interrupted after round 2; the model of this round is saved. "
+        "`fedsim run run --resume` continues the run, and `fedsim report run` writes its page."
     )
     assert left(tmp_path) == FILES
     assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 4

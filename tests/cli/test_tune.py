@@ -9,7 +9,7 @@ from rich.console import Console
 
 import fedsim
 from fedsim import RunConfig
-from fedsim.cli.tune import Timing, measure, report, tune
+from fedsim.cli.planning import Timing, measure, report_timings, tune
 from fedsim.clients import SGD
 from fedsim.randomness import Randomness
 from fedsim.training import Trainer
@@ -37,7 +37,7 @@ def test_a_model_with_convolutions_is_not_offered_the_stacked_path():
 def test_the_proposal_is_written_as_set_options():
     trainer = Trainer(make_mlp(), SGD(lr=0.1), make_data([4, 5, 6]), randomness=Randomness(0))
     console = Console(record=True, width=100)
-    report(console, [Timing("func", 2, 0.1, 0.1), Timing("plain", 1, 0.2, 0.2)], trainer)
+    report_timings(console, [Timing("func", 2, 0.1, 0.1), Timing("plain", 1, 0.2, 0.2)], trainer)
     assert "--set client.path=func --set client.block-size=2" in console.export_text()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import fedsim
 from fedsim import RunConfig
-from fedsim.cli.privacy_source import read_source
+from fedsim.cli.privacy_question import read_source
 from fedsim.config.plan import cohort
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Event, Ledger

@@ -1,0 +1,281 @@
+"""`fedsim partition`, `tune` and `audit`: what can be learned about a config before it is run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from fedsim.cli.console import ConfigFile, Output, Overrides, check_out
+from fedsim.config import RunConfig
+from fedsim.errors import FedsimError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedsim.rows.block import Ids
+    from fedsim.training import Trainer
+
+
+def partition(
+    config: ConfigFile,
+    set_: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The picture, a PNG; `runs/<name>-partition.png` if unset.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of the config's `seed`.")] = None,
+) -> None:
+    """Show how many examples of each class each client has, as a table and a picture.
+
+    Nothing is trained. The same seed gives the same partition as `fedsim run` does. To see what a
+    smaller alpha would do to a config:
+
+        fedsim partition run.toml --set partition.name=dirichlet --set partition.alpha=0.1
+
+    Only the tables [data] and [partition] and the seed of the config matter here.
+    """
+    settings = RunConfig.load(config, set_ or [])
+    if seed is not None:
+        settings = settings.replace(seed=seed)
+    path = out or Path("runs") / f"{settings.name}-partition.png"
+    check_out(path, ".png")
+    # Only now: a mistake in the config should not wait for torch and matplotlib.
+    import numpy as np
+
+    from fedsim.reports.partition import class_counts, draw, tabulate
+    from fedsim.reports.plots import save
+    from fedsim.runs.data_split import resolve_data
+    from fedsim.runs.factories import partition as partitioner
+
+    data = resolve_data(settings.replace(**{"engine.device": "cpu"}))
+    labels, num_classes = data.dataset.train.y.numpy(), data.dataset.num_classes
+    if labels.ndim > 1 or not num_classes:
+        # Where a target is not one class, only the number of examples can be counted.
+        labels, num_classes = np.zeros(len(labels), dtype=np.int64), 1
+    counts = class_counts(labels, data.split.train, num_classes)
+    title = f"{settings.data.name}: {partitioner(settings).title}, seed {settings.seed}"
+    if settings.partition.max_examples:
+        title += f", at most {settings.partition.max_examples:,} examples a client"
+    console = Output()
+    console.print(tabulate(counts, title))
+    try:
+        save(draw(counts, title), path, dpi=150)
+    except OSError as error:
+        raise FedsimError(f"--out is {path}, which cannot be written: {error.strerror}.") from error
+    console.print(f"picture: {path}", soft_wrap=True)
+
+
+def audit(
+    config: ConfigFile,
+    set_: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The picture, a PNG; `runs/<name>-audit.png` if unset.")
+    ] = None,
+    runs: Annotated[
+        int,
+        typer.Option(
+            help="Runs with a canary, and as many without, in each adversarial federation; 0 "
+            "leaves these attacks out."
+        ),
+    ] = 300,
+    rounds: Annotated[int, typer.Option(help="Rounds of each of these runs, at most.")] = 2,
+    canaries: Annotated[
+        int, typer.Option(help="Canaries of the attack on one run; 0 leaves it out.")
+    ] = 512,
+    confidence: Annotated[
+        float, typer.Option(help="Probability that a correct claim passes the audit.")
+    ] = 0.99,
+    seed: Annotated[int, typer.Option(help="Another seed makes another audit.")] = 1,
+    deep: Annotated[
+        bool,
+        typer.Option(
+            "--deep", help="Examine ten times as many releases for noise that repeats among seeds."
+        ),
+    ] = False,
+) -> None:
+    """Attack what a config claims, through the strategy and the engine that it would run on.
+
+    Tests look at whole runs of the config's own length: whether what is released is white noise of
+    the claimed size, new in every round, down to its last bit; whether clients are sampled as the
+    ledger says; how far one client, alone or among several, moves the sum and anything else that
+    leaves a round; whether every release is charged what it costs, and a budget stops the run.
+
+    A canary is an adversarial client. It is put into federations in which it is easiest to detect;
+    many runs with it and without it give the false-positive and false-negative rates of a
+    membership-inference attack, which are compared with the trade-off curve that the ledger's
+    (epsilon, delta) allows, for every epsilon. Another attack includes each of many canaries in
+    one run of the config's own length by a coin flip, and guesses the coins (Steinke, Nasr and
+    Jagielski 2023; Mahloujifar, Melis and Chaudhuri 2024).
+
+        fedsim audit run.toml --runs 2000
+
+    The exit status is 0 when no violation is detected and 1 when one is. An audit can detect a
+    violation; that it detects none is no proof. The data, the model and the client algorithm are
+    not used: the claim must be true of any update that a client may send.
+    """
+    settings = RunConfig.load(config, set_ or [])
+    path = out or Path("runs") / f"{settings.name}-audit.png"
+    check_out(path, ".png")
+    # Only now: a mistake in the config should not wait for torch and matplotlib.
+    from fedsim.audit import WORLDS
+    from fedsim.audit.config_audit import ConfigAudit
+    from fedsim.audit.report import draw, tabulate
+    from fedsim.federation.engines.process import use_one_thread
+    from fedsim.reports.plots import save
+    from fedsim.runs.metrics import duration
+
+    use_one_thread()
+    console = Output()
+    # As docs/audit.md measures: ten seconds of whole runs, and as many of the default federations.
+    seconds = 10 + 10 * runs / 300 * max(rounds, 1) / 2
+    console.print(
+        f"Takes about {duration(seconds)} of one core; larger --runs and --rounds, longer."
+    )
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("runs", total=2 * runs * len(WORLDS))
+        verdict, assumed = ConfigAudit(settings, rounds).run(
+            runs=runs,
+            canaries=canaries,
+            confidence=confidence,
+            seed=seed,
+            deep=deep,
+            tick=lambda finished: progress.advance(task, finished),
+        )
+    console.print(tabulate(verdict, assumed))
+    save(draw(verdict, settings.name), path, dpi=150)
+    console.print(f"picture: {path}", soft_wrap=True)
+    if not verdict.accepted:
+        raise typer.Exit(1)
+
+
+def tune(
+    config: ConfigFile,
+    set_: Overrides = None,
+    clients: Annotated[
+        int, typer.Option(min=1, help="How many clients a measurement trains, at most.")
+    ] = 100,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Measurements of each path and block size.")
+    ] = 3,
+) -> None:
+    """Measure every gradient path and block size on a config's own clients; propose the fastest.
+
+    A run never chooses by measuring: its path and block size follow from the model, the batch and
+    the device, unless its config sets them. `tune` prints the settings to write there:
+
+        fedsim tune run.toml
+        fedsim run run.toml --set client.path=stacked --set client.block-size=25
+    """
+    settings = RunConfig.load(config, set_ or [])
+    # What is trained here is released to nobody: clients' state and budgets stay as they are.
+    settings = settings.replace(**{"client.state-dir": "", "client.noise.max-epsilon": ""})
+    import numpy as np
+
+    from fedsim.federation.engines.process import use_one_thread
+    from fedsim.runs.metrics import duration
+    from fedsim.runs.resolve import resolve
+
+    use_one_thread()
+    trainer = resolve(settings).trainer
+    sizes = np.array([trainer.data.size(i) for i in range(trainer.population)])
+    ids = np.flatnonzero(sizes)[:clients]
+    if not len(ids):
+        raise FedsimError("no client has any data; there is nothing to measure.")
+    console = Output()
+    one_pass = _timed(trainer, trainer.initial(), ids, 1)[1] * len(_candidates(trainer, len(ids)))
+    console.print(f"Measuring takes about {duration(one_pass * (repeats + 1))}.")
+    with console.status("measuring"):
+        timings = measure(trainer, ids, repeats)
+    report_timings(console, timings, trainer)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """CPU and wall time of a path at a block size, in seconds a client."""
+
+    path: str
+    block_size: int
+    cpu: float
+    wall: float
+
+
+def measure(trainer: Trainer, ids: Ids, repeats: int) -> list[Timing]:
+    """The best timing of each path and block size, the fastest first.
+
+    CPU time decides on a CPU, since other processes on the machine stretch the wall clock; wall
+    time decides elsewhere.
+    """
+    on_cpu = trainer.device.type == "cpu"
+
+    def cost(timing: Timing) -> float:
+        return timing.cpu if on_cpu else timing.wall
+
+    candidates, vector = _candidates(trainer, len(ids)), trainer.initial()
+    best: dict[tuple[str, int], Timing] = {}
+    # In turn, so that another process's load falls on all of them; the first turn warms up.
+    for t in range(1, repeats + 2):
+        for (path, size), candidate in candidates.items():
+            cpu, wall = _timed(candidate, vector, ids, t)
+            timing = Timing(path, size, cpu / len(ids), wall / len(ids))
+            known = best.get((path, size))
+            if t > 1 and (known is None or cost(timing) < cost(known)):
+                best[path, size] = timing
+    return sorted(best.values(), key=cost)
+
+
+def _candidates(trainer: Trainer, clients: int) -> dict[tuple[str, int], Trainer]:
+    """A trainer for each path that takes the model and each block size up to ``clients``."""
+    candidates: dict[tuple[str, int], Trainer] = {}
+    for path in ("stacked", "layered", "func", "plain"):
+        for size in sorted({min(s, clients) for s in (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000)}):
+            try:
+                candidate = trainer.on(path, size)
+            except FedsimError:
+                break  # the path does not take this model
+            candidates.setdefault((path, candidate.block_size), candidate)
+    return candidates
+
+
+def _timed(trainer: Trainer, vector: Tensor, ids: Ids, round: int) -> tuple[float, float]:
+    """CPU and wall seconds that these clients' training takes."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    for _ in trainer.train(vector, ids, round):
+        pass
+    if trainer.device.type == "cuda":
+        import torch
+
+        # A kernel that was launched has not ended yet.
+        torch.cuda.synchronize(trainer.device)
+    return time.process_time() - cpu, time.perf_counter() - wall
+
+
+def report_timings(console: Console, timings: list[Timing], trainer: Trainer) -> None:
+    """Print a table of what was measured, and the options that choose the fastest."""
+    table = Table(title="Local training, one client update")
+    for column in ("path", "block size", "CPU ms", "wall ms", "clients/s", ""):
+        table.add_column(column, justify="left" if column in ("path", "") else "right")
+    largest = max(timing.block_size for timing in timings)
+    default = (trainer.path.name, min(trainer.block_size, largest))
+    for timing in timings:
+        table.add_row(
+            timing.path,
+            str(timing.block_size),
+            f"{timing.cpu * 1e3:.3f}",
+            f"{timing.wall * 1e3:.3f}",
+            f"{1 / timing.wall:.0f}",
+            "nearest to the default" if (timing.path, timing.block_size) == default else "",
+        )
+    console.print(table)
+    console.print(
+        f"By default: path '{trainer.path.name}', at most {trainer.block_size} clients a block."
+    )
+    console.print("Fastest here (another path changes the last digits of the results):")
+    console.print(
+        f"  --set client.path={timings[0].path} --set client.block-size={timings[0].block_size}"
+    )

@@ -1,0 +1,298 @@
+"""What `fedsim privacy` is asked: of a plan, a config, a ledger, a run or clients' ledgers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from fedsim.config import RunConfig
+from fedsim.config.instantiate import make
+from fedsim.config.plan import (
+    cohort,
+    entropy,
+    extrapolation,
+    made_noise,
+    stopping,
+    with_added_noise,
+    with_config_figures,
+)
+from fedsim.errors import FedsimError
+from fedsim.privacy import Adjacency, ClientLedgers, Law, Ledger, Question, Statement, claimed
+from fedsim.privacy.adversary import DECLARED_SENTENCES
+from fedsim.privacy.calibration import Extrapolation
+from fedsim.privacy.claims import FIXED
+from fedsim.privacy.durable import archived
+from fedsim.privacy.events import shipped_laws
+from fedsim.privacy.plan import ReleasePlan, of_user
+from fedsim.runs.record import clients_ledgers, ending, read_config
+
+
+@dataclass(frozen=True)
+class Source:
+    """The command's argument, read.
+
+    Attributes
+    ----------
+    question : Question
+        About a run to come, or about further rounds of one.
+    ledger : Ledger or None
+        The ledger that further rounds would extend: the server's, or that of the client that has
+        spent most.
+    server : Ledger or None
+        The server's ledger.
+    clients : path or None
+        The directory of the clients' ledgers.
+    examples_delta : float
+        The delta of the clients' statements.
+    directory : path or None
+        The run's.
+    extrapolated : Extrapolation or None
+        Of a config whose noise is that of a larger cohort.
+    group : int
+        How many clients one person may own, as a config says.
+    declared : tuple of str
+        Sentences on what is declared by a config's user.
+    """
+
+    question: Question = field(default_factory=Question)
+    ledger: Ledger | None = None
+    server: Ledger | None = None
+    clients: Path | None = None
+    examples_delta: float = 1e-5
+    directory: Path | None = None
+    extrapolated: Extrapolation | None = None
+    group: int = 1
+    declared: tuple[str, ...] = ()
+
+    def statements(self, delta: float) -> list[Statement]:
+        """Statements of the server's ledger, if it has private releases, and of the clients'."""
+        stop, config = FIXED, None
+        if self.directory is not None and (path := self.directory / "config.toml").is_file():
+            config = RunConfig.load(path)
+            if self.server is not None:
+                ended, _ = ending(self.directory)
+                stop = stopping(read_config(path), self.server.rounds_made, ended)
+        server = examples = None
+        if self.server is not None:
+            server = self.server.statement(delta, stopping=stop)
+            server = server if config is None else with_config_figures(config, server)
+        if self.clients is not None:
+            examples = _client_ledgers(self.clients, self.examples_delta).statement(stopping=stop)
+        return claimed(server, examples)
+
+
+def read_source(source: Path | None, overrides: list[str], delta: float | None) -> Source:
+    """Read the command's argument.
+
+    Raises
+    ------
+    FedsimError
+        If it is no config, no ledger and no directory of either.
+    """
+    if source is None:
+        if overrides:
+            raise FedsimError(f"--set {overrides[0]} changes a config; name the config first.")
+        return Source()
+    if source.suffix == ".toml":
+        return _of_config(RunConfig.load(source, overrides))
+    if not source.is_dir():
+        ledger = Ledger.read(source)
+        return Source(_further_rounds(ledger, _delta(source.parent, delta)), ledger, ledger)
+    pattern = source / "client-*.jsonl"
+    if any(source.glob(pattern.name)) or archived(pattern):
+        return _of_clients(source, 1e-5 if delta is None else delta)
+    return _of_run(source, delta)
+
+
+def _of_config(config: RunConfig) -> Source:
+    declared = set()
+    if config.private:
+        declared |= {*_plan(config).declared}
+    if config.client.private and of_user(make(config.client.mechanism)):
+        declared.add("bound")
+    return Source(
+        _planned(config),
+        extrapolated=extrapolation(config, config.rounds),
+        group=config.privacy.group,
+        declared=tuple(DECLARED_SENTENCES[part] for part in DECLARED_SENTENCES if part in declared),
+    )
+
+
+def _of_run(run: Path, delta: float | None) -> Source:
+    server, path = Ledger.read(run / "ledger.jsonl"), run / "config.toml"
+    config = read_config(path) if path.is_file() else {}
+    examples_delta = _delta(run, delta, "client.noise.delta")
+    delta = _delta(run, delta)
+    clients = clients_ledgers(run, config)
+    if clients is not None and not server.statement(delta).private:
+        return replace(_of_clients(clients, examples_delta), server=server, directory=run)
+    question = replace(_further_rounds(server, delta), stopping=stopping(config))
+    return Source(question, server, server, clients, examples_delta, run)
+
+
+def _of_clients(directory: Path, delta: float) -> Source:
+    costliest = _client_ledgers(directory, delta).worst()
+    question = _further_rounds(costliest, delta)
+    return Source(question, costliest, clients=directory, examples_delta=delta)
+
+
+def _client_ledgers(directory: Path, delta: float) -> ClientLedgers:
+    return ClientLedgers(directory, delta=delta, read_only=True)
+
+
+def _delta(run: Path, delta: float | None, key: str = "noise.delta") -> float:
+    path = run / "config.toml"
+    if delta is None and path.is_file():
+        return float(RunConfig.load(path).to_run_config().get(key, 1e-5))
+    return 1e-5 if delta is None else delta
+
+
+def _further_rounds(ledger: Ledger, delta: float) -> Question:
+    """About more rounds like the ledger's last one."""
+    question = Question(delta=delta, level=ledger.level)
+    if not ledger.charged:
+        return question
+    last = ledger.charged[-1].event
+    return replace(
+        question,
+        law=last.law,
+        invocations=last.count,
+        noise_multiplier=last.total_noise_multiplier,
+        past=tuple(entry.event for entry in ledger.charged),
+        simulated=any(entry.entropy == "config" for entry in ledger.charged),
+    )
+
+
+def _planned(config: RunConfig) -> Question:
+    noise = with_added_noise(config).noise
+    if not config.private and config.client.private:
+        return _planned_examples(config)
+    if not config.private:
+        raise FedsimError(
+            f"mechanism.name = {config.mechanism.name!r} and noise.multiplier = "
+            f"{noise.multiplier}, and clients do not protect their examples; the run has no "
+            "guarantee, and its epsilon is infinite."
+        )
+    return Question(
+        noise_multiplier=noise.multiplier,
+        target_epsilon=noise.target_epsilon,
+        rounds=config.rounds,
+        delta=noise.delta,
+        simulated=entropy(config) == "config",
+        stopping=stopping(config.to_run_config()),
+        law=_plan(config).law,
+        invocations=_plan(config).event().count,
+    )
+
+
+def _plan(config: RunConfig) -> ReleasePlan[Any]:
+    """The plan of a round's release on the server, which here need not be calibrated."""
+    return ReleasePlan(
+        level="client",
+        sampler=cohort(config),
+        bound=make(config.mechanism),
+        noise=made_noise(config.noise),
+    )
+
+
+def _planned_examples(config: RunConfig) -> Question:
+    """About the costliest client, where clients protect their examples."""
+    # Clients' sampling rates follow from how many examples they have.
+    from fedsim.runs.data_split import resolve_data
+    from fedsim.runs.local_training import example_privacy, most_expensive_client
+
+    data = resolve_data(config)
+    privacy = example_privacy(config, data)
+    worst = most_expensive_client(config, privacy, data.split.sizes, config.rounds)
+    if worst is None or privacy is None:
+        raise FedsimError(f"partition.clients = {config.partition.clients}; none has an example.")
+    return Question(
+        noise_multiplier=privacy.noise_multiplier,
+        rounds=config.rounds,
+        delta=config.client.noise.delta,
+        level="example",
+        simulated=entropy(config) == "config",
+        stopping=stopping(config.to_run_config()),
+        law=worst.event.law,
+        invocations=worst.event.count // config.rounds,
+    )
+
+
+def with_sampling(question: Question, sampling: str | None, options: dict[str, Any]) -> Question:
+    """The question with the sampling that options say.
+
+    Parameters
+    ----------
+    question : Question
+    sampling : str, optional
+        The name of a law; without it, ``rate`` and ``size`` mean Poisson sampling.
+    options : dict
+        ``rate``, ``size``, ``population``, ``adjacency``; None where the question's own stands.
+    """
+    law, given = question.law, {name: v for name, v in options.items() if v is not None}
+    if "adjacency" in given:
+        one_of("--adjacency", given["adjacency"], *get_args(Adjacency))
+    if sampling is None and not given.keys() & {"rate", "size"}:
+        return replace(question, law=replace(law, **given))
+    kind: type[Law] = shipped_laws()[one_of("--sampling", sampling or "poisson", *shipped_laws())]
+    inherited = ["population", "adjacency"] if type(law) is kind else ["population"]
+    given = {name: getattr(law, name) for name in inherited} | given
+    # At example level the number of examples is public.
+    if question.level == "example" and "zero-out" in kind.neighbours:
+        given.setdefault("adjacency", "zero-out")
+    return replace(question, law=kind.of_options(**given))
+
+
+def with_plan(question: Question, changes: dict[str, Any]) -> Question:
+    """The question with options in place of what it said; None leaves a value as it is.
+
+    A noise multiplier and a target for it exclude each other, so that an option for one unsets the
+    other. A config's target determines its noise, of which a budget is then asked.
+    """
+    given = {name: value for name, value in changes.items() if value is not None}
+    if "target_epsilon" in given and "noise_multiplier" not in given:
+        question = replace(question, noise_multiplier=None)
+    if "noise_multiplier" in given and "target_epsilon" not in given:
+        question = replace(question, target_epsilon=None)
+    if "max_epsilon" in given and "target_epsilon" not in given and question.target_epsilon:
+        multiplier = question.answer().noise_multiplier
+        question = replace(question, noise_multiplier=multiplier, target_epsilon=None)
+    return replace(question, **given)
+
+
+def one_of(option: str, value: str, *allowed: str) -> Any:
+    """``value``, refused unless it is allowed."""
+    if value not in allowed:
+        raise FedsimError(f"{option} is {value!r}; it must be {', '.join(allowed)}.")
+    return value
+
+
+_AXES: dict[str, type] = {
+    "rounds": int,
+    "noise-multiplier": float,
+    "target-epsilon": float,
+    "max-epsilon": float,
+    "rate": float,
+    "delta": float,
+}
+
+
+def parse_axis(text: str) -> tuple[str, list[int | float]]:
+    """The field of a question, and its values, of ``--over``."""
+    key, _, values = text.partition("=")
+    key = one_of("--over", key.strip(), *_AXES)
+    try:
+        parsed = [_AXES[key](value) for value in values.split(",")]
+    except ValueError:
+        raise FedsimError(
+            f"--over {text!r} must be KEY=A,B,C, such as rounds=10,100,1000."
+        ) from None
+    return key.replace("-", "_"), parsed
+
+
+def along(question: Question, key: str, value: float) -> Question:
+    """The question with another value on an axis of ``--over``."""
+    if key == "rate":
+        return with_sampling(question, None, {key: value})
+    return with_plan(question, {key: value})
