@@ -1,16 +1,18 @@
-"""`fedsim deploy`: a federation's keys and files, and a rehearsal of it on this machine."""
+"""`fedsim deploy`: keys and files of a federation, its processes, and a rehearsal here."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from fedsim.cli.console import Command, ConfigCommand, Output
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 deploy = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Make a federation's certificates and keys, and rehearse it on this machine.",
+    help="Make a federation's certificates and keys, run its processes, and rehearse it here.",
 )
 
 DIRECTORY = Annotated[Path, typer.Argument(help="The federation's directory.")]
@@ -34,39 +36,41 @@ def init(
     host: Annotated[
         list[str] | None,
         typer.Option(
-            help="A name or address of the SuperLink, for its certificate; several may be "
-            "given, and the first is the one that the others use. 127.0.0.1 by default."
+            help="A name or address of the SuperLink, for its certificate; may be given several "
+            "times, and nodes use the first. 127.0.0.1 by default."
         ),
     ] = None,
     port: Annotated[
-        int, typer.Option(help="The SuperLink's port for its operator, on loopback.")
+        int, typer.Option(help="The SuperLink's port for its operator, on the loopback address.")
     ] = 8000,
     fleet_port: Annotated[int, typer.Option(help="The SuperLink's port for SuperNodes.")] = 9092,
-    days: Annotated[int, typer.Option(help="How long the server's certificate lasts.")] = 365,
+    days: Annotated[
+        int, typer.Option(help="Days for which the server's certificate is valid.")
+    ] = 365,
     split: Annotated[
         Path | None,
         typer.Option(
             metavar="CONFIG.toml",
-            help="Also give each node its part of this config's data set as a file.",
+            help="Also write each client's part of this config's data into its node's directory.",
         ),
     ] = None,
     home: Annotated[
         Path | None,
         typer.Option(
-            help="Where the operator will find the directory, if not here: in a container, say."
+            help="The directory's path where the operator uses it, if another: in a container, say."
         ),
     ] = None,
     insecure: Annotated[
         bool,
-        typer.Option("--insecure", help="No TLS and no authentication: for trying things out."),
+        typer.Option("--insecure", help="No TLS and no authentication, for experiments only."),
     ] = False,
 ) -> None:
-    """Make a certificate authority, the server's certificate, and a key for every node.
+    """Make a certificate authority, the server's certificate and a key for each node.
 
         fedsim deploy init fed --nodes 3 --host superlink.example.org
 
-    Each party then gets its own directory and nothing else: `superlink/` goes to the server,
-    `node-0/` ... to the nodes, `operator/` to whoever submits runs; `authority/` stays here.
+    Give each party its own directory and nothing else: `superlink/` to the server, `node-0/` ...
+    to the nodes, `operator/` to the operator, who submits runs. `authority/` stays here.
     """
     from fedsim.config import RunConfig
     from fedsim.deploy.federation import Federation
@@ -94,8 +98,8 @@ def init(
     console = Output()
     console.print(f"{directory}: a federation of {nodes} nodes around {federation.hosts[0]}.")
     if insecure:
-        console.print("It is insecure: anybody can join it, listen to it and change what is sent.")
-    console.print(f"`fedsim deploy up {directory}` rehearses it on this machine.")
+        console.print("It is insecure: anybody can join it, read and change what is sent.")
+    console.print(f"`fedsim deploy up {directory}` runs all of it on this machine, to rehearse.")
 
 
 @deploy.command(cls=Command)
@@ -103,54 +107,60 @@ def superlink(
     directory: Annotated[Path, typer.Argument(help="The server's directory, `superlink/`.")],
     host: Annotated[
         str,
-        typer.Option(help="Address on which nodes are heard; 0.0.0.0 where they are elsewhere."),
+        typer.Option(help="The address that nodes connect to; 0.0.0.0 if they are elsewhere."),
     ] = "127.0.0.1",
     state: Annotated[
         Path | None,
         typer.Option(
-            help="Where the SuperLink's database and the runs go, to outlive a restart. "
+            help="Directory of the SuperLink's database and the runs, kept across restarts. "
             "DIRECTORY/state by default."
         ),
     ] = None,
 ) -> None:
-    """Run the server, until Ctrl-C, and start again what ends.
+    """Run the server until Ctrl-C, restarting any of its processes that ends.
 
         fedsim deploy superlink fed/superlink --host 0.0.0.0
 
-    Nodes reach it on the port for SuperNodes and nothing else there; the operator, who has a
-    token, on this machine's loopback address (from elsewhere by `ssh -L 8000:127.0.0.1:8000`). It
-    runs fedsim's own ServerApp and no other code. Artefacts go to `$FEDSIM_RUNS`, or STATE/runs.
+    Nodes can reach only the port for SuperNodes. The operator, who has a token, uses this
+    machine's loopback address (from elsewhere through `ssh -L 8000:127.0.0.1:8000`). The server
+    runs fedsim's own ServerApp and no other code. It writes runs to `$FEDSIM_RUNS`, or STATE/runs.
     """
     from fedsim.deploy.services import SuperLink
     from fedsim.runs.directory import RUNS
 
     party = SuperLink.load(directory)
-    kept = (directory / "state" if state is None else state).absolute()
-    variables = {RUNS: os.environ.get(RUNS, str(kept / "runs"))}
-    services = [service.among(variables) for service in party.services(kept, host=host)]
-    _keep_up(services, kept, f"The SuperLink is up; nodes reach it on port {party.fleet_port}.")
+    state = (directory / "state" if state is None else state).absolute()
+    variables = {RUNS: os.environ.get(RUNS, str(state / "runs"))}
+    services = [service.among(variables) for service in party.services(state, host=host)]
+    _run_services(
+        services, state / "logs", f"The SuperLink is up; nodes reach it on port {party.fleet_port}."
+    )
 
 
 @deploy.command(cls=Command)
 def node(
     directory: Annotated[Path, typer.Argument(help="The node's directory, `node-0/` or so.")],
     state: Annotated[
-        Path | None, typer.Option(help="Where Flower's own files go. DIRECTORY/state by default.")
+        Path | None,
+        typer.Option(help="Directory of Flower's own files; DIRECTORY/state by default."),
     ] = None,
-    port: Annotated[int, typer.Option(help="For its own app, on 127.0.0.1.")] = 9094,
+    port: Annotated[
+        int, typer.Option(help="A port on 127.0.0.1 for the node's own processes.")
+    ] = 9094,
 ) -> None:
-    """Run one node, until Ctrl-C, and start again what ends.
+    """Run one node until Ctrl-C, restarting any of its processes that ends.
 
         fedsim deploy node node-0
 
-    It asks the server for work and trains on its own data, with the installed fedsim and no
-    other code, within the limits of the table `policy` of its `node.toml`.
+    A node asks the server for work and trains on its own data, with the installed fedsim and no
+    other code, within the limits of the `[policy]` of its `node.toml`.
     """
     from fedsim.deploy.services import Node
 
     party = Node.load(directory)
-    kept = (directory / "state" if state is None else state).absolute()
-    _keep_up(party.services(kept, port=port), kept, f"Client {party.client} is up.")
+    state = (directory / "state" if state is None else state).absolute()
+    services = party.services(state, port=port)
+    _run_services(services, state / "logs", f"Client {party.client} is up.")
 
 
 @deploy.command(cls=Command)
@@ -158,17 +168,17 @@ def up(
     directory: DIRECTORY,
     state: Annotated[
         Path | None,
-        typer.Option(help="Where the SuperLink's database goes, to be found there by the next."),
+        typer.Option(help="Directory of the SuperLink's database, kept for the next `up`."),
     ] = None,
 ) -> None:
-    """Bring the whole federation up on this machine, until Ctrl-C.
+    """Run the whole federation on this machine until Ctrl-C, to rehearse it.
 
     Every node is a process of its own, with its own key and, after `init --split`, its own
-    data. When it is up, submit runs from elsewhere:
+    data. When it is up, submit runs from another terminal:
 
         fedsim run CONFIG.toml --set engine.name=deployment --set engine.federation=fed
 
-    Nothing is left behind when it ends, however it ends, but logs/ and runs/.
+    However it ends, only logs/ and runs/ remain.
     """
     from fedsim.deploy.federation import Federation
     from fedsim.deploy.rehearsal import Rehearsal
@@ -176,43 +186,46 @@ def up(
 
     federation = Federation.load(directory)
     console = Output()
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        with Rehearsal(
+    with (
+        _until_interrupted(console),
+        Rehearsal(
             federation,
             variables={RUNS: str(federation.runs)},
             logs=federation.directory / "logs",
             state=None if state is None else state.absolute(),
-        ) as rehearsal:
-            console.print(f"The SuperLink is up; {federation.nodes} SuperNodes are joining.")
-            rehearsal.start_all()
-            console.print(f"Up. Logs are in {directory}/logs, runs in {directory}/runs.")
-            while True:
-                rehearsal.tend()
-                time.sleep(0.5)
-    except KeyboardInterrupt:
-        console.print("Down.")
+        ) as rehearsal,
+    ):
+        console.print(f"The SuperLink is up; {federation.nodes} SuperNodes are joining.")
+        rehearsal.start_all()
+        console.print(f"Up. Logs are in {directory}/logs, runs in {directory}/runs.")
+        while True:
+            rehearsal.tend()
+            time.sleep(0.5)
 
 
-def _keep_up(services: Sequence[Service], kept: Path, told: str) -> None:
-    """Run services until Ctrl-C or SIGTERM; their output goes to ``logs`` in ``kept``."""
+def _run_services(services: Sequence[Service], logs: Path, message: str) -> None:
+    """Run services until Ctrl-C or SIGTERM; their output goes to ``logs``."""
     from fedsim.deploy.processes import Processes, Supervisor
 
     console = Output()
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        with Processes(kept / "logs") as processes:
-            supervisor = Supervisor(processes)
-            for service in services:
-                supervisor.start(service)
-            console.print(f"{told} Logs are in {kept / 'logs'}.")
-            while True:
-                supervisor.tend()
-                time.sleep(0.5)
-    except KeyboardInterrupt:
-        console.print("Down.")
+    with _until_interrupted(console), Processes(logs) as processes:
+        supervisor = Supervisor(processes)
+        for service in services:
+            supervisor.start(service)
+        console.print(f"{message} Logs are in {logs}.")
+        while True:
+            supervisor.tend()
+            time.sleep(0.5)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    del number, frame
-    raise KeyboardInterrupt
+@contextmanager
+def _until_interrupted(console: Console) -> Iterator[None]:
+    """End on Ctrl-C and on SIGTERM in good order, which for these commands is no failure."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    with suppress(KeyboardInterrupt):
+        yield
+    console.print("Down.")

@@ -9,7 +9,7 @@ import fedsim
 from fedsim import RunConfig
 from fedsim.allowed_code import allow
 from fedsim.cli import main
-from fedsim.cli.sweep import _together
+from fedsim.cli.sweep import _joint_cost
 from fedsim.cohorts import FixedCohort, PoissonCohort
 from fedsim.config.plan import dealing
 from fedsim.errors import FedsimError
@@ -186,10 +186,10 @@ def test_what_members_cost_together_is_said_only_where_their_clients_are_the_sam
         main(["sweep", "c.toml", "--out", "out", *(word for o in over for word in ("--over", o))])
     assert ended.value.code in (0, None)
     told = " ".join(capsys.readouterr().out.split())
-    assert ("composition: epsilon = " in told) == composes
-    assert ("no figure for all of them: they deal examples to clients differently" in told) == (
-        not composes
-    )
+    assert ("by composition, epsilon = " in told) == composes
+    assert (
+        "no figure for all of them together: they split examples among clients differently" in told
+    ) == (not composes)
 
 
 def test_partitions_that_no_seed_deals_have_the_same_clients_in_every_member() -> None:
@@ -248,8 +248,8 @@ def test_releases_that_cannot_be_added_up_are_said_not_to_be(tmp_path: Path) -> 
     for path, cohort in zip(ledgers, (PoissonCohort(0.5, 4), FixedCohort(2, 4)), strict=True):
         Ledger(path).record(Entry(event=Event.of(cohort, 1.0)))
     (member,) = members(BASE, parse_axes(["seed=1"]))
-    told = _together(dict.fromkeys(ledgers, member), 1e-5, None)
-    assert "for which there is no figure: events are accounted for" in told
+    told = _joint_cost(dict.fromkeys(ledgers, member), 1e-5, None)
+    assert "together have no figure: events are accounted for" in told
 
 
 def test_axes_take_any_values_and_refuse_nonsense() -> None:

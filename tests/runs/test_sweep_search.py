@@ -293,7 +293,7 @@ def test_a_sweep_some_of_whose_members_failed_has_a_status_of_its_own(
     assert "Best by validation-accuracy" in told
     assert status("--over", "client.lr=0.1,1e6", "--out", "some") == 3
     told = " ".join(capsys.readouterr().out.split())
-    assert "1 of 2 members failed" in told
+    assert "1 of 2 runs failed" in told
     assert "3 rounds in a row" in told
     rows = list(csv.DictReader(Path("some/sweep.csv").read_text().splitlines()))
     assert [row["outcome"] for row in rows] == ["finished", "failed"]
