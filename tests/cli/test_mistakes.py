@@ -255,7 +255,7 @@ def test_the_directory_of_the_users_own_files_stays_as_it_is(
     (tmp_path / "clients" / "mine.txt").write_text("mine")
     (tmp_path / "config.toml").write_text(TOML)
     for overwrite in ([], ["--overwrite"]):
-        assert "somebody's own" in refused("run", "c.toml", "--out", ".", *overwrite)
+        assert "they would be overwritten" in refused("run", "c.toml", "--out", ".", *overwrite)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
@@ -671,7 +671,7 @@ def test_a_name_is_suggested_once_and_a_file_is_no_run(refused: Callable[..., st
 
 def test_a_sweep_leaves_the_users_tables_alone(tmp_path: Path, refused: Callable[..., str]) -> None:
     (tmp_path / "sweep.csv").write_text("mine")
-    assert "somebody's own" in refused("sweep", "c.toml", "--over", "seed=1", "--out", ".")
+    assert "they would be overwritten" in refused("sweep", "c.toml", "--over", "seed=1", "--out", ".")
 
 
 def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
