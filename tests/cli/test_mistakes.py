@@ -671,7 +671,9 @@ def test_a_name_is_suggested_once_and_a_file_is_no_run(refused: Callable[..., st
 
 def test_a_sweep_leaves_the_users_tables_alone(tmp_path: Path, refused: Callable[..., str]) -> None:
     (tmp_path / "sweep.csv").write_text("mine")
-    assert "they would be overwritten" in refused("sweep", "c.toml", "--over", "seed=1", "--out", ".")
+    assert "they would be overwritten" in refused(
+        "sweep", "c.toml", "--over", "seed=1", "--out", "."
+    )
 
 
 def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
