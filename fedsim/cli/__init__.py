@@ -1,5 +1,72 @@
 """The `fedsim` command: a file a subject, most of them one subcommand."""
 
-from fedsim.cli.boundary import main
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
 
 __all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit with the status of the table in `fedsim.cli.boundary`.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        The process's own if unset.
+    """
+    # Before Flower and torch are imported: neither may phone home, and one process uses one
+    # thread for each operation.
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from fedsim.cli.boundary import guarded, open_standard_streams
+
+    open_standard_streams()
+    words = sys.argv[1:] if arguments is None else arguments
+    _announce_imports(words)
+    try:
+        status = guarded(lambda: _command(words))
+    except KeyboardInterrupt:
+        status = 130  # a second Ctrl-C, before the first was answered
+    sys.exit(status)
+
+
+def _announce_imports(arguments: Sequence[str]) -> None:
+    """Say on a terminal why a run does not start at once; the next output overwrites it."""
+    silent = {"-q", "--quiet", "--json", "-h", "--help"}
+    if not arguments or arguments[0] != "run" or silent & set(arguments):
+        return
+    with suppress(OSError, ValueError):  # the run reports output that is lost
+        if sys.stdout.isatty():
+            sys.stdout.write("importing\r")
+            sys.stdout.flush()
+
+
+def _command(arguments: Sequence[str]) -> int:
+    import typer
+    from click.exceptions import Abort, ClickException, NoArgsIsHelpError
+
+    from fedsim.cli.app import app
+    from fedsim.errors import FedsimError
+
+    command = typer.main.get_command(app)
+    try:
+        status = command.main(list(arguments), prog_name="fedsim", standalone_mode=False)
+    except Abort:
+        raise KeyboardInterrupt from None
+    except NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except ClickException as error:
+        context = getattr(error, "ctx", None)
+        hint = f" Try `{context.command_path} --help`." if context else ""
+        # Both typer and click suggest names.
+        sentences = dict.fromkeys(re.split(r"(?<=[.?]) ", error.format_message()))
+        raise FedsimError(" ".join(sentences) + hint) from None
+    return status if isinstance(status, int) else 0

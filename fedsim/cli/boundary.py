@@ -1,4 +1,4 @@
-"""The entry point of the command: every end of it has a status, and a sentence if it is a bad one.
+"""The boundary of the command: every end of it has a status, and a sentence if it is a bad one.
 
 =====  =================================================================
 0      done
@@ -20,10 +20,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import NoReturn
 
 from fedsim.errors import FedsimError, RunFailedError, readable, users_place
 
@@ -35,83 +34,7 @@ EndListener = Callable[[int, str], object]
 _listeners: list[EndListener] = []
 
 
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit with the status of the module's table.
-
-    Parameters
-    ----------
-    arguments : sequence of str, optional
-        The process's own if unset.
-    """
-    # Before Flower and torch are imported: neither may phone home, and one process uses one
-    # thread for each operation.
-    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-    os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    _open_standard_streams()
-    words = sys.argv[1:] if arguments is None else arguments
-    _announce_imports(words)
-    try:
-        status = _guarded(lambda: _command(words))
-    except KeyboardInterrupt:
-        status = 130  # a second Ctrl-C, before the first was answered
-    sys.exit(status)
-
-
-def notify_of_end(listener: EndListener) -> None:
-    """Call ``listener`` once when the running command ends, however it ends."""
-    _listeners.append(listener)
-
-
-def _open_standard_streams() -> None:
-    """Open descriptors 0 to 2 where they were closed, so that no file of a run becomes one of them.
-
-    A character that the output's encoding lacks is replaced, not an error.
-    """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - lasts as long as the process
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-
-
-def _announce_imports(arguments: Sequence[str]) -> None:
-    """Say on a terminal why a run does not start at once; the next output overwrites it."""
-    silent = {"-q", "--quiet", "--json", "-h", "--help"}
-    if not arguments or arguments[0] != "run" or silent & set(arguments):
-        return
-    with suppress(OSError, ValueError):  # the run reports output that is lost
-        if sys.stdout.isatty():
-            sys.stdout.write("importing\r")
-            sys.stdout.flush()
-
-
-def _command(arguments: Sequence[str]) -> int:
-    import typer
-    from click.exceptions import Abort, ClickException, NoArgsIsHelpError
-
-    from fedsim.cli.app import app
-
-    command = typer.main.get_command(app)
-    try:
-        status = command.main(list(arguments), prog_name="fedsim", standalone_mode=False)
-    except Abort:
-        raise KeyboardInterrupt from None
-    except NoArgsIsHelpError as error:
-        error.show()
-        return error.exit_code
-    except ClickException as error:
-        context = getattr(error, "ctx", None)
-        hint = f" Try `{context.command_path} --help`." if context else ""
-        # Both typer and click suggest names.
-        sentences = dict.fromkeys(re.split(r"(?<=[.?]) ", error.format_message()))
-        raise FedsimError(" ".join(sentences) + hint) from None
-    return status if isinstance(status, int) else 0
-
-
-def _guarded(command: Callable[[], int]) -> int:
+def guarded(command: Callable[[], int]) -> int:
     """The status of ``command``, or of the exception or signal that ended it.
 
     Raises
@@ -151,6 +74,11 @@ def _guarded(command: Callable[[], int]) -> int:
     if status:
         _flush_or_drop()
     return status
+
+
+def notify_of_end(listener: EndListener) -> None:
+    """Call ``listener`` once when the running command ends, however it ends."""
+    _listeners.append(listener)
 
 
 def _on_termination(handler: Handler) -> Handler | int | None:
@@ -230,3 +158,17 @@ def _flush_or_drop() -> None:
         sys.stdout.flush()
     except (OSError, ValueError, AttributeError):
         drop_output()
+
+
+def open_standard_streams() -> None:
+    """Open descriptors 0 to 2 where they were closed, so that no file of a run becomes one of them.
+
+    A character that the output's encoding lacks is replaced, not an error.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - lasts as long as the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
