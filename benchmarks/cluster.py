@@ -30,8 +30,7 @@ from fedsim.cohorts import FixedCohort
 from fedsim.engines import RayGrid, array_record
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.mechanisms import Clipping
-from fedsim.rows.block import Block, Ids
-from fedsim.rows.trainers import BlockTrainer, TrainerDefaults
+from fedsim.rows.block import Block, BlockTrainer, Ids, TrainerDefaults
 from fedsim.strategies import DPFedAvg
 
 __all__ = ["main"]

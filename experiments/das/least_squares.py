@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from fedsim.clients import SGD
 from fedsim.mechanisms import Mechanism
 from fedsim.randomness import Purpose, Randomness
-from fedsim.rows.block import Block, Ids
-from fedsim.rows.trainers import TrainerDefaults
+from fedsim.rows.block import Block, Ids, TrainerDefaults
 from fedsim.training import ClientData, Trainer
 
 __all__ = ["ClosedForm", "LeastSquares", "Watched", "snr_of_normalization"]

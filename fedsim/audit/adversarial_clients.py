@@ -18,8 +18,7 @@ from fedsim.audit.worlds import ALONE, OPPOSED, Canaries, World
 from fedsim.engines import LocalGrid
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.rows import Layout
-from fedsim.rows.block import Block, Ids, Reason
-from fedsim.rows.trainers import TrainerDefaults
+from fedsim.rows.block import Block, Ids, Reason, TrainerDefaults
 
 Change = Callable[[Canaries], Canaries]
 Script = Callable[[Ids, int], Block]

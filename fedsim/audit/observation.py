@@ -24,8 +24,8 @@ from fedsim.federation.arrays import array_record, tensors
 from fedsim.mechanisms import Mechanism, State
 from fedsim.privacy import Adjacency, Entry, Event
 from fedsim.rows import Layout
+from fedsim.rows.block import BlockTrainer
 from fedsim.rows.exchange import RUN, Instructions
-from fedsim.rows.trainers import BlockTrainer
 from fedsim.strategies import DPFedAvg
 
 Ids = npt.NDArray[np.int64]

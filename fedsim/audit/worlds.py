@@ -14,8 +14,7 @@ from torch import Tensor
 from fedsim.audit.checks import Floats
 from fedsim.mechanisms import Mechanism
 from fedsim.rows import Layout
-from fedsim.rows.block import Block, Ids, Reason
-from fedsim.rows.trainers import TrainerDefaults
+from fedsim.rows.block import Block, Ids, Reason, TrainerDefaults
 
 Mask = npt.NDArray[np.bool_]
 

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from fedsim.clients.base import Gradient, LocalAlgorithm, State, Step
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
-from fedsim.rows.elementwise import power
+from fedsim.rows.packing import power
 from fedsim.settings import Doc, Ge, Gt, Le
 
 

@@ -10,7 +10,7 @@ from fedsim.clients.base import Gradient, LocalAlgorithm, State, Step
 from fedsim.clients.schedules import CONSTANT, LocalSchedule
 from fedsim.lazy import Tensor, torch
 from fedsim.registry import register
-from fedsim.rows.elementwise import powers_of
+from fedsim.rows.packing import powers_of
 from fedsim.settings import Doc, Ge, Gt, Lt
 
 

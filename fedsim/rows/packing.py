@@ -4,10 +4,16 @@ The matrix products of a CPU library pick their kernel by the alignment of what 
 given, so a client's bits would depend on where in a block it lies. Here every parameter of
 every client starts on a 64-byte boundary; the gaps between them hold zeros and stay zero
 under any algorithm that works coordinate by coordinate.
+
+For the same reason some functions of each number stand here. On a CPU torch computes most of a
+tensor by vector instructions and the rest at its end one by one, and for powers and sigmoid the two
+differ in their last bits: a client's bits would depend on the other clients of its block.
+Exponentials, logarithms, roots and the four operations are the same in both.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -153,3 +159,21 @@ def empty_rows(n: int, d: int, dtype: torch.dtype) -> Tensor:
     room = torch.from_numpy(np.empty(size + LINE, dtype=np.uint8))
     first = -room.data_ptr() % LINE
     return room[first : first + size].view(dtype).view(n, d)
+
+
+def power(values: Tensor, exponent: float) -> Tensor:
+    """``values ** exponent`` of numbers that are not negative."""
+    if exponent in (0.5, 1.0):  # a root, and a copy
+        return values.pow(exponent)
+    return (values.double().log() * exponent).exp_().to(values.dtype)
+
+
+def powers_of(base: float, exponents: Tensor) -> Tensor:
+    """``base ** exponents`` of a base in [0, 1) and exponents above 0."""
+    log = math.log(base) if base else -math.inf
+    return (exponents.double() * log).exp_().to(exponents.dtype)
+
+
+def sigmoid_(values: Tensor) -> Tensor:
+    """``1 / (1 + exp(-values))``, in place."""
+    return values.neg_().exp_().add_(1).reciprocal_()

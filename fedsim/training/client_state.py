@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
+from fedsim.rows.block import ClientStates
 from fedsim.rows.exchange import KEEP_SINCE
 from fedsim.rows.layout import Layout
 from fedsim.rows.packing import Packing
-from fedsim.rows.trainers import ClientStates
 from fedsim.training.batches import Ints
 from fedsim.training.state_stores import (
     CarriedState,

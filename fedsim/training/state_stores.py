@@ -18,9 +18,8 @@ from torch import Tensor
 from fedsim import regular_files
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
-from fedsim.rows.block import Ids
+from fedsim.rows.block import CLIENT_IDS, ClientStates, Ids
 from fedsim.rows.exchange import CLIENT_STATE
-from fedsim.rows.trainers import CLIENT_IDS, ClientStates
 
 ABSENT = -1
 StateKind = Literal["reset", "client", "server"]

@@ -19,10 +19,9 @@ from fedsim.errors import FedsimError
 from fedsim.privacy import ClientLedgers
 from fedsim.privacy.plan import LocalWork
 from fedsim.randomness import Randomness
-from fedsim.rows.block import Block
+from fedsim.rows.block import Block, ClientStates
 from fedsim.rows.exchange import RUN
 from fedsim.rows.layout import Layout
-from fedsim.rows.trainers import ClientStates
 from fedsim.tasks import Accuracy, MeanOf, Metric
 from fedsim.tasks.losses import CrossEntropy, Loss
 from fedsim.training import checks

@@ -16,9 +16,8 @@ from fedsim.federation.aggregation.server_sum import ServerSum
 from fedsim.federation.extras import Extra, RoundResult
 from fedsim.federation.replies import Reply
 from fedsim.mechanisms import Clipping
-from fedsim.rows.block import Block
+from fedsim.rows.block import Block, TrainerDefaults
 from fedsim.rows.exchange import Instructions
-from fedsim.rows.trainers import TrainerDefaults
 from fedsim.strategies import DPFedAvg
 
 CLIENTS = 5

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.rows.block import Block, Ids
-from fedsim.rows.trainers import TrainerDefaults
+from fedsim.rows.block import Block, Ids, TrainerDefaults
 
 
 class Fixed(TrainerDefaults):

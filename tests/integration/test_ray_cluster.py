@@ -12,8 +12,7 @@ import torch
 from fedsim.cohorts import FixedCohort
 from fedsim.engines import LocalGrid, RayGrid, array_record
 from fedsim.mechanisms import Clipping
-from fedsim.rows.block import Block
-from fedsim.rows.trainers import TrainerDefaults
+from fedsim.rows.block import Block, TrainerDefaults
 from fedsim.strategies import DPFedAvg
 
 pytestmark = pytest.mark.slow

@@ -16,9 +16,8 @@ from flwr.clientapp import ClientApp
 from fedsim.engines import LocalGrid, array_record
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.ray import Parcel, RayGrid
-from fedsim.rows.block import Block
+from fedsim.rows.block import Block, TrainerDefaults
 from fedsim.rows.exchange import Instructions
-from fedsim.rows.trainers import TrainerDefaults
 
 
 @dataclass

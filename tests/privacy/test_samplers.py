@@ -350,7 +350,7 @@ def test_cohorts_and_accounting_load_neither_torch_nor_flower():
         "import sys, fedsim.cohorts, fedsim.privacy as p;"
         "p.epsilon(noise_multiplier=1.0, cohort=fedsim.cohorts.PoissonCohort(0.1), rounds=5,"
         " delta=1e-5);"
-        "p.Ledger(delta=1e-5).record(event=p.Event.of(fedsim.cohorts.FullCohort(), 1.0));"
+        "p.Ledger(delta=1e-5).record(p.Entry(event=p.Event.of(fedsim.cohorts.FullCohort(), 1.0)));"
         "bad = {'torch', 'flwr', 'dp_accounting'} & {m.partition('.')[0] for m in sys.modules};"
         "sys.exit(str(bad) if bad else 0)"
     )

@@ -15,8 +15,7 @@ from fedsim.engines import LocalGrid, array_record
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.directory import ConsecutiveNodes
 from fedsim.mechanisms import Clipping
-from fedsim.rows.block import Block
-from fedsim.rows.trainers import TrainerDefaults
+from fedsim.rows.block import Block, TrainerDefaults
 from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData
 from fedsim.training.data import CHECKED_TOGETHER

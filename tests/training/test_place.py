@@ -10,7 +10,7 @@ from torch import nn
 
 from fedsim.clients import SGD, AdadpLR, Adam
 from fedsim.randomness import Randomness
-from fedsim.rows.elementwise import power, powers_of, sigmoid_
+from fedsim.rows.packing import power, powers_of, sigmoid_
 from fedsim.training import Trainer
 
 SIZES = [5, 9, 4, 12, 7]

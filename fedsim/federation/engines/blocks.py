@@ -12,9 +12,8 @@ from torch import Tensor
 from fedsim.errors import BudgetSpentError
 from fedsim.federation.arrays import LazyArray, tensors
 from fedsim.federation.flower_internals import BUDGET_SPENT, CLIENT_RAISED, error_reply
-from fedsim.rows.block import Block, Ids, MalformedBlockError, Reason
+from fedsim.rows.block import Block, BlockTrainer, Ids, MalformedBlockError, Reason
 from fedsim.rows.exchange import Instructions, MessageType
-from fedsim.rows.trainers import BlockTrainer
 
 log = logging.getLogger(__name__)
 

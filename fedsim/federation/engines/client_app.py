@@ -25,10 +25,9 @@ from fedsim.federation.aggregation.shares import (
 from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, error_reply
 from fedsim.mechanisms import Mechanism
 from fedsim.randomness import Randomness
-from fedsim.rows.block import Ids
+from fedsim.rows.block import BlockTrainer, Ids
 from fedsim.rows.exchange import CLIENT_STATE, DECLARED_EXAMPLES
 from fedsim.rows.layout import Layout
-from fedsim.rows.trainers import BlockTrainer
 from fedsim.training.local_rounds import LocalResult
 
 NEEDED = ("num-examples", "fresh-state", f"{CLIENT_STATE}.", USABLE, SIDE_PREFIX)

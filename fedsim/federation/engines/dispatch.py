@@ -31,9 +31,8 @@ from fedsim.federation.engines.workers import (
     to_tensors,
     to_views,
 )
-from fedsim.rows.block import Block, Ids, Reason
+from fedsim.rows.block import Block, BlockTrainer, ClientStates, Ids, Reason
 from fedsim.rows.exchange import Collection, Instructions
-from fedsim.rows.trainers import BlockTrainer, ClientStates
 
 _log = logging.getLogger(__name__)
 

@@ -42,7 +42,7 @@ from fedsim.federation.engines.workers import (
     WorkerReply,
     WorkRequest,
 )
-from fedsim.rows.trainers import BlockTrainer
+from fedsim.rows.block import BlockTrainer
 
 _log = logging.getLogger(__name__)
 

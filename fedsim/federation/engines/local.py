@@ -35,10 +35,9 @@ from fedsim.federation.flower_internals import (
     set_message_id,
     unavailable,
 )
-from fedsim.rows.block import Block
+from fedsim.rows.block import Block, BlockTrainer
 from fedsim.rows.exchange import Collection, Instructions, Replies
 from fedsim.rows.layout import Layout
-from fedsim.rows.trainers import BlockTrainer
 
 # Flower keeps 0 for nobody and 1 for the SuperLink.
 _FIRST_NODE_ID = 2

@@ -33,7 +33,7 @@ from fedsim.federation.engines.workers import (
     WorkerReply,
     WorkRequest,
 )
-from fedsim.rows.trainers import BlockTrainer
+from fedsim.rows.block import BlockTrainer
 
 
 class RayGrid(LocalGrid):

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.blocks import guarded_blocks
-from fedsim.rows.block import Block, Ids, Reason
+from fedsim.rows.block import Block, BlockTrainer, Ids, Reason
 from fedsim.rows.exchange import BlockSum, MessageType, Summing
-from fedsim.rows.trainers import BlockTrainer
 
 Arrays = dict[str, npt.NDArray[Any]]
 Wire = tuple[Ids, npt.NDArray[Any] | None, Arrays, npt.NDArray[np.bool_], dict[int, Reason], Any]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedsim.kernels.dense import batch_of
 from fedsim.kernels.dense_calls import DenseBatch, DenseShape
-from fedsim.rows.elementwise import sigmoid_
+from fedsim.rows.packing import sigmoid_
 from fedsim.training.gradients import Factor, inner_products
 
 COMPILED = (None, nn.ReLU)

@@ -100,7 +100,7 @@ class FuncPath:
     def _padded(self, batch: Tensor) -> Tensor:
         """``[n, B, ...]`` with copies of each first example up to whole cache lines, or pairs."""
         # A kernel's loop takes two vector registers at a time, and the rest in another way: whole
-        # pairs of each client leave no rest (`fedsim.rows.elementwise`).
+        # pairs of each client leave no rest (`fedsim.rows.packing`).
         whole = self.packing.per_line * (2 if _LONG_REGISTERS else 1)
         missing = -batch.shape[1] % whole
         if not missing or batch.is_cuda or not self.aligned:

@@ -33,8 +33,7 @@ from fedsim.mechanisms import (
 from fedsim.privacy.noise import Independent
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
-from fedsim.rows.block import Block
-from fedsim.rows.trainers import TrainerDefaults
+from fedsim.rows.block import Block, TrainerDefaults
 from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData, Trainer
 

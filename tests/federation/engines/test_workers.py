@@ -28,8 +28,7 @@ from fedsim.mechanisms import (
     Normalization,
     QuantileClipping,
 )
-from fedsim.rows.block import Block
-from fedsim.rows.trainers import TrainerDefaults
+from fedsim.rows.block import Block, TrainerDefaults
 from fedsim.strategies import DPFedAvg, Median
 from fedsim.training.workload import multiplications
 
