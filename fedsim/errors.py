@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar, cast
 
-__all__ = ["FedsimError", "RunFailedError", "printable", "readable", "users_place"]
-
+F = TypeVar("F", bound=Callable[..., Any])
 
 INSTALLED = {"site-packages", "dist-packages"}
 """Folders of installed packages, which need not be this interpreter's own (``pip --user``)."""
@@ -66,18 +68,57 @@ def users_place(trace: TracebackType | None) -> str:
 
     Empty where every frame is fedsim's or a library's.
     """
+    frames = _users_frames(trace)
+    return f"{frames[-1].tb_frame.f_code.co_filename}:{frames[-1].tb_lineno}" if frames else ""
+
+
+def users_traceback_alone(function: F) -> F:
+    """Let errors of a user's code leave a function with the frames of that code alone.
+
+    Frames of fedsim and of libraries (torch.fx, vmap) say nothing of a user's mistake. Errors on
+    the way to which none of the user's code stood keep their traceback.
+    """
+
+    @functools.wraps(function)
+    def shortened(*args: Any, **keywords: Any) -> Any:
+        try:
+            return function(*args, **keywords)
+        except Exception as error:
+            keep_users_frames(error)
+            # Not `raise error`: that would add this frame.
+            raise
+
+    return cast(F, shortened)
+
+
+def keep_users_frames(error: BaseException | None) -> bool:
+    """Shorten an error's traceback, and those of its causes; whether any was of the user's code."""
+    if error is None:
+        return False
+    frames = _users_frames(error.__traceback__)
+    found = keep_users_frames(error.__cause__ or error.__context__) or bool(frames)
+    if found:
+        trace: TracebackType | None = None
+        for entry in reversed(frames):
+            trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+        error.__traceback__ = trace
+    return found
+
+
+def _users_frames(trace: TracebackType | None) -> list[TracebackType]:
+    """The entries of a traceback that are neither fedsim's nor a library's."""
     package = Path(__file__).parent
-    ours = [package, package.with_name("experiments")]
     libraries = [Path(path) for path in set(sysconfig.get_paths().values())]
-    place = ""
+    places = [package, package.with_name("experiments"), *libraries]
+    frames = []
     while trace is not None:
         path = trace.tb_frame.f_code.co_filename
         known = (
             path.startswith("<")
             or not INSTALLED.isdisjoint(Path(path).parts)
-            or any(Path(path).is_relative_to(directory) for directory in (*ours, *libraries))
+            or any(Path(path).is_relative_to(place) for place in places)
         )
         if not known:
-            place = f"{path}:{trace.tb_lineno}"
+            frames.append(trace)
         trace = trace.tb_next
-    return place
+    return frames

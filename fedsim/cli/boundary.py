@@ -9,8 +9,9 @@
 143    SIGTERM
 =====  =================================================================
 
-An error in the user's own code (a loss, an algorithm, a function that makes a model) keeps its
-traceback; an error of a model that is tried on an example before a run is a sentence with its line.
+An error in the user's own code (a loss, an algorithm, a function that makes a model) is shown with
+a traceback of the user's frames alone; an error of a model that is tried on an example before a run
+is a sentence with its line.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
-from fedsim.errors import FedsimError, RunFailedError, readable, users_place
+from fedsim.errors import FedsimError, RunFailedError, keep_users_frames, readable, users_place
 
 Handler = Callable[[int, FrameType | None], object]
 
@@ -40,7 +42,7 @@ def guarded(command: Callable[[], int]) -> int:
     Raises
     ------
     Exception
-        One of the user's own code, or a defect of fedsim: both keep their traceback.
+        A defect of fedsim, with its traceback.
     """
     terminated = False
 
@@ -63,11 +65,15 @@ def guarded(command: Callable[[], int]) -> int:
             ending = _ending_of(error)
             if ending is None:
                 _notify(1, f"{type(error).__name__}: {error}")
-                raise
-            status, sentence = by_signal(ending[0]), ending[1]
-            with suppress(OSError, ValueError, AttributeError):  # stderr may be gone
-                print(f"fedsim: {readable(sentence)}", file=sys.stderr, flush=True)
-            _notify(status, sentence)
+                if not keep_users_frames(error):
+                    raise
+                traceback.print_exception(error)
+                status = 1
+            else:
+                status, sentence = by_signal(ending[0]), ending[1]
+                with suppress(OSError, ValueError, AttributeError):  # stderr may be gone
+                    print(f"fedsim: {readable(sentence)}", file=sys.stderr, flush=True)
+                _notify(status, sentence)
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)

@@ -17,7 +17,7 @@ from fedsim.closing import end_on_signal
 from fedsim.config import RunConfig
 from fedsim.datasets import dataset_of
 from fedsim.engines import LocalGrid
-from fedsim.errors import FedsimError
+from fedsim.errors import FedsimError, users_traceback_alone
 from fedsim.federation.engines.forked import helpful_workers
 from fedsim.federation.engines.process import torch_defaults
 from fedsim.lazy import function
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("fedsim")
 
 
+@users_traceback_alone
 @check_arguments
 @torch_defaults()
 def run(

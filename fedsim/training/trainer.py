@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedsim.arguments import check_arguments
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.clients.proximal import server_numbers
-from fedsim.errors import FedsimError
+from fedsim.errors import FedsimError, users_traceback_alone
 from fedsim.privacy import ClientLedgers
 from fedsim.privacy.plan import LocalWork
 from fedsim.randomness import Randomness
@@ -112,6 +112,7 @@ class Trainer:
         If a setting is out of range or the model cannot be trained this way.
     """
 
+    @users_traceback_alone
     @check_arguments
     def __init__(
         self,
