@@ -25,7 +25,7 @@ from fedsim.federation.round_report import (
 )
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.metrics import Row, brief, headline_columns, is_share, tail_mean
+from fedsim.runs.metrics import Row, brief, headline_columns, is_share, row_marks, tail_mean
 from fedsim.runs.result import RunResult
 
 _EPSILONS = {"epsilon": "eps", "example-epsilon": "examples' eps"}
@@ -100,10 +100,9 @@ class Progress(Callback):
             for is_loss in (False, True)
         )
         yield from map(self._metric, metrics)
-        simulated = " (simulated)" if self._shown.get("simulated") else ""
         for column, label in _EPSILONS.items():
             if column in self._shown:
-                yield label, f"{self._shown[column]:.2f}{simulated}"
+                yield label, f"{self._shown[column]:.2f}{row_marks(self._shown)}"
         yield from map(self._metric, losses)
         if "clients-per-second" in self._shown:
             yield "clients/s", f"{self._shown['clients-per-second']:,.0f}"

@@ -209,9 +209,11 @@ def _figure(value: float, name: str) -> str:
 
 
 def _epsilon(line: MemberLine) -> str:
+    from fedsim.privacy.statement import epsilon_marks
+
     if line.epsilon is None:
         return "-"
-    return f"{line.epsilon:.3g}{' (simulated)' * line.simulated}"
+    return f"{line.epsilon:.3g}{epsilon_marks(line.simulated, line.declared)}"
 
 
 def _print_best(console: Console, settings: Sequence[SeedsLine]) -> None:

@@ -34,6 +34,20 @@ _OPERATORS = (
 )
 
 
+def epsilon_marks(simulated: bool, declared: bool) -> str:
+    """What must stand beside an epsilon, wherever it is shown.
+
+    Examples
+    --------
+    >>> "epsilon" + epsilon_marks(simulated=True, declared=True)
+    'epsilon (simulated, declared by the user)'
+    >>> epsilon_marks(simulated=False, declared=False)
+    ''
+    """
+    marks = ["simulated"] * simulated + ["declared by the user"] * declared
+    return f" ({', '.join(marks)})" if marks else ""
+
+
 @dataclass(frozen=True)
 class Statement:
     """What may be claimed about a run, from its ledgers and from nothing else.
@@ -194,9 +208,8 @@ class Statement:
 
     @property
     def words(self) -> str:
-        """What an epsilon of this statement is called wherever it is shown."""
-        provisos = ["simulated"] * self.simulated + ["declared by the user"] * self.declared
-        return f"epsilon ({', '.join(provisos)})" if provisos else "epsilon"
+        """The word for an epsilon of this statement, wherever it is shown, with its marks."""
+        return f"epsilon{epsilon_marks(self.simulated, self.declared)}"
 
     def __str__(self) -> str:
         return "\n".join(self.sentences())

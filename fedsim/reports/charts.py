@@ -228,7 +228,7 @@ _ABOUT = {
     "unclipped": "The share of clients whose update was within the bound, and the noise on it.",
 }
 
-_OTHERS = {"round", "epsilon", "example-epsilon", "simulated"}
+_OTHERS = {"round", "epsilon", "example-epsilon", "simulated", "declared"}
 
 
 def learning_curves(record: RunRecord) -> list[Lines]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fedsim.config import Scalar
+from fedsim.privacy.statement import epsilon_marks
 from fedsim.reports.charts import Cell, Line, Lines, PageTable
 from fedsim.reports.page import render
 from fedsim.reports.plots import SERIES
@@ -167,7 +168,7 @@ def _results(groups: Sequence[SeedGroup]) -> PageTable:
             values = group.ends(column)
             row.append(_mean_cell(values, is_share(name, values)))
         for column in epsilons.values():
-            row.append(_mean_cell(group.ends(column), suffix=_simulated([group])))
+            row.append(_mean_cell(group.ends(column), suffix=_marks([group])))
         row.append(_mean_cell([float(record.rounds) for record in group.records]))
         seconds = [
             math.fsum(y for y in record.curve("seconds")[1] if math.isfinite(y))
@@ -196,10 +197,13 @@ def _deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def _simulated(groups: Sequence[SeedGroup]) -> str:
-    """What is said after an epsilon, where noise follows from a seed in one of the runs."""
-    records = (record for group in groups for record in group.records)
-    return " (simulated)" if any(record.last("simulated") for record in records) else ""
+def _marks(groups: Sequence[SeedGroup]) -> str:
+    """What must stand beside an epsilon of these runs."""
+    records = [record for group in groups for record in group.records]
+    simulated, declared = (
+        any(record.last(column) for record in records) for column in ("simulated", "declared")
+    )
+    return epsilon_marks(simulated, declared)
 
 
 def _curves(groups: Sequence[SeedGroup]) -> list[Lines]:
@@ -220,7 +224,7 @@ def _curves(groups: Sequence[SeedGroup]) -> list[Lines]:
         about = f"The best {most} of {len(measured)}." if len(measured) > most else ""
         if len(shown) == 1 < len(groups):  # one curve has no legend
             about = f"Of {shown[0].label} alone."
-        after = _simulated(shown) if name == "epsilon" else ""
+        after = _marks(shown) if name == "epsilon" else ""
         charts.append(
             Lines(
                 title=display_name(column, title=True) + after,

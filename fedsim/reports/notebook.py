@@ -9,7 +9,7 @@ from fedsim.errors import FedsimError
 from fedsim.federation.round_report import describe_reasons, reasons_in
 from fedsim.reports.page import ProgressBar, facts_table
 from fedsim.runs.callbacks import Callback, RunStatus
-from fedsim.runs.metrics import brief, display_name, duration, is_share
+from fedsim.runs.metrics import brief, display_name, duration, is_share, row_marks
 
 BETWEEN = 0.2  # seconds from one picture to the next: rounds can be faster than a browser
 
@@ -73,10 +73,11 @@ class Live(Callback):
         cells: dict[str, object] = {"run": config.title or config.name}
         reached = f"{status.round:,} of {config.rounds:,}{self._left(status)}"
         cells["round"] = ProgressBar(status.round, config.rounds, reached)
-        simulated = " (simulated)" * bool(status.row.get("simulated"))
         for name, value in self._values.items():
-            said = display_name(name) + simulated * name.endswith("epsilon")
-            cells[said] = brief(value, is_share(name.partition("-")[2], [value]))
+            marks = row_marks(status.row) if name.endswith("epsilon") else ""
+            cells[display_name(name) + marks] = brief(
+                value, is_share(name.partition("-")[2], [value])
+            )
         if any(self._failures.values()):
             cells["clients failed"] = describe_reasons(reasons_in([self._failures]))
         if status.ended is not None:

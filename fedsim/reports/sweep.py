@@ -12,13 +12,12 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from fedsim import regular_files
 from fedsim.config import Scalar
 from fedsim.privacy import Accountant, ClientLedgers, Cost, Ledger
 from fedsim.privacy.claims import shared_cost
 from fedsim.privacy.entry import History
 from fedsim.reports.plots import SERIES, curve_style, grid
-from fedsim.runs.metrics import display_name
+from fedsim.runs.metrics import MetricsFile, display_name
 from fedsim.runs.sweep.measure import LAST_EVALUATIONS, Measure, Spread, numbers_in, validated
 
 
@@ -42,8 +41,8 @@ class MemberLine:
     loss : float
     epsilon : float or None
         None for a member that is not private.
-    simulated : bool
-        Whether its noise follows from its seed.
+    simulated, declared : bool
+        Whether its noise follows from its seed, and whether a law is taken at the user's word.
     validation : float or None
         By what members are chosen between: the mean of the last five evaluations on the examples
         held out; None where none are held out.
@@ -59,6 +58,7 @@ class MemberLine:
     loss: float
     epsilon: float | None = None
     simulated: bool = False
+    declared: bool = False
     validation: float | None = None
 
 
@@ -71,23 +71,21 @@ def read_line(
     reason: str = "",
 ) -> MemberLine:
     """The line of a member whose artefacts are in ``directory``; parameters as `MemberLine`'s."""
-    try:
-        rows = list(csv.DictReader(regular_files.read_text(directory / "metrics.csv").splitlines()))
-    except FileNotFoundError:  # it failed before its first row
-        rows = []
+    rows = MetricsFile(directory / "metrics.csv").rows()
     tests, losses = (numbers_in(rows, f"test-{name}") for name in (measure.name, "loss"))
-    spent = rows[-1].get("epsilon") if rows else None
+    last = rows[-1] if rows else {"round": 0}
     return MemberLine(
         point=point,
         outcome=outcome,
         reason=reason,
-        rounds=int(rows[-1]["round"]) if rows else 0,
+        rounds=int(last["round"]),
         measure=measure,
         test=tests[-1] if tests else math.nan,
         mean_test=float(np.mean(tests[-LAST_EVALUATIONS:])) if tests else math.nan,
         loss=losses[-1] if losses else math.nan,
-        epsilon=float(spent) if spent else None,
-        simulated=bool(rows) and rows[-1].get("simulated") == "1",
+        epsilon=last.get("epsilon"),
+        simulated=bool(last.get("simulated")),
+        declared=bool(last.get("declared")),
         validation=validated(rows, measure),
     )
 
@@ -165,13 +163,13 @@ def to_csv(lines: Sequence[MemberLine]) -> str:
     """All members as CSV text; a number that a member lacks is empty."""
     name = lines[0].measure.name
     figures = [f"test-{name}", f"test-{name}-last-five", "test-loss"]
-    figures += [f"validation-{name}-last-five", "epsilon", "simulated"]
+    figures += [f"validation-{name}-last-five", "epsilon", "simulated", "declared"]
     rows = [
         [
             *line.point.values(),
             *(line.outcome, line.reason, line.rounds),
             *(line.test, line.mean_test, line.loss, line.validation, line.epsilon),
-            None if line.epsilon is None else int(line.simulated),
+            *(None if line.epsilon is None else int(m) for m in (line.simulated, line.declared)),
         ]
         for line in lines
     ]

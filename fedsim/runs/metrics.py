@@ -15,6 +15,7 @@ from fedsim import regular_files
 from fedsim.errors import FedsimError
 from fedsim.privacy.digest import Fingerprints
 from fedsim.privacy.durable import named_errors, replace
+from fedsim.privacy.statement import epsilon_marks
 
 Row = Mapping[str, float | int]
 
@@ -121,6 +122,11 @@ def _csv_line(values: Sequence[object]) -> bytes:
     text = io.StringIO(newline="")
     csv.writer(text).writerow(values)
     return text.getvalue().encode()
+
+
+def row_marks(row: Row) -> str:
+    """What must stand beside an epsilon of a row, wherever it is shown: see `epsilon_marks`."""
+    return epsilon_marks(bool(row.get("simulated")), bool(row.get("declared")))
 
 
 def brief(value: float | None, percent: bool = False) -> str:

@@ -267,7 +267,7 @@ class Session:
         self._finish_round(row)
 
     def _spent(self, server_round: int) -> Row:
-        """The privacy spent so far: epsilon at each level, and whether noise follows the seed."""
+        """The privacy spent so far: epsilon at each level, and how it must be marked."""
         row: dict[str, float | int] = {}
         resolved, end = self.resolved, stopping(self._config, server_round)
         if self.strategy.private:
@@ -279,6 +279,7 @@ class Session:
             )
         if row:
             row["simulated"] = int(entropy(resolved.config) == "config")
+            row["declared"] = int(self.strategy.plan.declared_by_user)
         return row
 
     def _finish_round(self, row: Row) -> None:
@@ -348,8 +349,8 @@ def columns_of(resolved: Resolved, strategy: DPFedAvg) -> tuple[str, ...]:
     if resolved.client_ledgers is not None:
         columns.append("example-epsilon")
     if strategy.private or resolved.client_ledgers is not None:
-        # 1 where noise follows from the config's seed: what the epsilons then are.
-        columns.append("simulated")
+        # 1 where an epsilon must be marked so: noise from a known seed, a law at the user's word.
+        columns += ["simulated", "declared"]
     columns += RoundReport.columns()
     columns += [*strategy.mechanism.shown(resolved.trainer.layout), "update-norm"]
     columns += ["bytes-down", "bytes-up"]

@@ -84,6 +84,18 @@ def test_the_page_says_how_clients_were_drawn_and_that_epsilon_is_declared(run: 
     assert "couples of clients that come together, at 1.5 times the noise multiplier" in page
 
 
+def test_progress_and_a_sweeps_table_mark_epsilon_as_declared(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(HERE)
+    assert "(simulated, declared by the user)" in fedsim("run", config, "--out", tmp_path / "run")
+    sweep = fedsim("sweep", config, "--over", "client.lr=0.1,0.2", "--out", tmp_path / "sweep")
+    table, found = sweep.replace("\n", " "), (tmp_path / "sweep" / "sweep.csv").read_text()
+    assert "declared" in table
+    assert "epsilon,simulated,declared\n" in found
+    assert found.count(",1,1\n") == 2
+
+
 def test_a_run_is_verified_without_the_code_that_it_named(run: Path) -> None:
     script = (
         "import sys\nfrom fedsim.cli import main\n"

@@ -89,11 +89,25 @@ def test_numbers_that_are_not_finite_have_no_deviation(tmp_path: Path) -> None:
     compare_page(group.records)
 
 
-@pytest.mark.parametrize("simulated", [0, 1])
-def test_every_epsilon_says_where_it_is_simulated(tmp_path: Path, simulated: int) -> None:
-    rows = [{"round": k, "epsilon": float(k), "simulated": simulated} for k in range(1, 4)]
+@pytest.mark.parametrize(
+    ("simulated", "declared", "marks"),
+    [
+        (0, 0, ""),
+        (1, 0, "(simulated)"),
+        (0, 1, "(declared by the user)"),
+        (1, 1, "(simulated, declared by the user)"),
+    ],
+)
+def test_every_epsilon_bears_its_marks(
+    tmp_path: Path, simulated: int, declared: int, marks: str
+) -> None:
+    rows = [
+        {"round": k, "epsilon": float(k), "simulated": simulated, "declared": declared}
+        for k in range(1, 4)
+    ]
     directory = left_run(tmp_path / "run", rows)
     page = compare_page([RunRecord.read(directory, ledgers=False)])
     # In the table, the chart's title and the name of its axis.
-    assert page.count("(simulated)") >= 3 * simulated
-    assert ("(simulated)" in page) == bool(simulated)
+    assert page.count(marks) >= 3
+    for word, marked in (("simulated", simulated), ("declared by the user", declared)):
+        assert (word in page) == bool(marked)
