@@ -266,13 +266,13 @@ def _verify(run: Path | None, public_key: Path | None, delta: float | None) -> N
     checks = verify_run(run, public_key, delta)
     table = Table.grid(padding=(0, 2))
     for check in checks:
-        mark = Text("holds", "green") if check.holds else Text("FAILS", "bold red")
-        table.add_row(mark, check.subject, check.seen)
+        mark = Text("passes", "green") if check.passed else Text("FAILS", "bold red")
+        table.add_row(mark, check.subject, check.detail)
     console = Output()
     console.print(table)
     if public_key is None:
         console.print("Without a signature this detects accidents, not forgery; see --public-key.")
-    if not all(check.holds for check in checks):
+    if not all(check.passed for check in checks):
         raise typer.Exit(1)
 
 

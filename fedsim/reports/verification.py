@@ -10,7 +10,7 @@ from fedsim import regular_files
 from fedsim.config import Scalar
 from fedsim.config.plan import stopping
 from fedsim.errors import FedsimError
-from fedsim.privacy.verification import Verified, verify
+from fedsim.privacy.verification import FileCheck, checked, verify
 from fedsim.reports.run_page import run_page
 from fedsim.runs.record import RunRecord, clients_ledgers, read_config
 
@@ -20,7 +20,7 @@ _PLACE = re.compile(r"Ledger: [^<]*")
 
 def verify_run(
     run: Path, public_key: Path | None = None, delta: float | None = None
-) -> list[Verified]:
+) -> list[FileCheck]:
     """What `verify` finds in a run's directory, at the deltas of its config, and its report.
 
     Parameters
@@ -48,35 +48,30 @@ def verify_run(
         examples_delta=_delta(config, "client.noise.delta"),
         stopping=stopping(config),
     )
-    return [*checks, _report(run)]
+    return [*checks, checked("report", lambda: _compare_report(run), run / "report.html")]
 
 
-def _report(run: Path) -> Verified:
-    """Whether report.html says what the other files say."""
-    path = run / "report.html"
+def _compare_report(run: Path) -> str:
+    """Whether report.html follows from the other files."""
     try:
         record = RunRecord.read(run)
-        page = regular_files.read_text(path)
+        page = regular_files.read_text(run / "report.html")
     except FileNotFoundError:
-        ended = (run / "summary.json").exists()
-        seen = (
-            f"there is none; `fedsim report {run}` makes one" if ended else "there is none as yet"
-        )
-        return Verified("report", not ended, seen)
+        if (run / "summary.json").exists():
+            raise FedsimError(f"there is none; `fedsim report {run}` makes one.") from None
+        return "there is none yet"
     except (OSError, ValueError) as error:
-        return Verified("report", False, f"it cannot be compared with the other files: {error}")
+        raise FedsimError(f"it cannot be compared with the other files: {error}") from None
     if record.summary:
-        holds = _PLACE.sub("", page) == _PLACE.sub("", run_page(record))
+        agrees = _PLACE.sub("", page) == _PLACE.sub("", run_page(record))
     else:  # of a run that was interrupted the page may say more than its files
         sentences = [line for s in record.statements for line in s.sentences()]
-        holds = all(_PLACE.sub("", line) in html.unescape(page) for line in sentences)
-    if holds:
-        return Verified("report", True, "says what follows from the other files")
-    return Verified(
-        "report",
-        False,
-        f"{path} does not say what follows from the other files; `fedsim report {run}` makes one "
-        "that does, and one of another version of fedsim may differ in its words",
+        agrees = all(_PLACE.sub("", line) in html.unescape(page) for line in sentences)
+    if agrees:
+        return "follows from the other files"
+    raise FedsimError(
+        f"it does not follow from the other files; `fedsim report {run}` makes one that does, and "
+        "one of another version of fedsim may differ in its words."
     )
 
 

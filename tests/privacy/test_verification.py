@@ -57,7 +57,7 @@ def save_model(run: Path, ledger: Ledger) -> None:
 
 
 def failing(run: Path, public_key: Path | None = None) -> list[str]:
-    return [check.subject for check in verify(run, DELTA, None, public_key) if not check.holds]
+    return [check.subject for check in verify(run, DELTA, None, public_key) if not check.passed]
 
 
 def resealed(run: Path, noise: float) -> None:
@@ -93,7 +93,7 @@ def test_a_resealed_a_cut_and_an_emptied_ledger_are_found_out(run):
 def test_a_ledger_that_went_on_after_the_model_says_so(run):
     ledger = Ledger(run / "ledger.jsonl", delta=DELTA)
     ledger.record(Entry(round=4, event=Event.of(PoissonCohort(0.2, 100), 1.5)))
-    failed = {check.subject: check.seen for check in verify(run, DELTA) if not check.holds}
+    failed = {check.subject: check.detail for check in verify(run, DELTA) if not check.passed}
     assert set(failed) == {"manifest", "model", "metrics"}
     assert "names line 4; the ledger has 5" in failed["model"]
     assert "last row is of round 3, and the ledger's last line of round 4" in failed["metrics"]
@@ -145,7 +145,7 @@ def test_no_file_is_lost_cut_or_changed_unnoticed(run, file, damage):
         changed = {"emptied": b"", "cut": content[:-9], "flipped": content, "random": bytes(50)}
         path.write_bytes(changed[damage])
     checks = verify(run, DELTA)
-    assert not all(check.holds for check in checks)
+    assert not all(check.passed for check in checks)
     # Whatever is there, there is a line for each of them.
     subjects = {"chain", "manifest", "model", "config", "metrics"}
     assert subjects <= {check.subject for check in checks}
@@ -182,7 +182,7 @@ def test_archived_ledgers_and_configs_are_those_that_the_manifest_names(run):
     assert "archive" not in failing(run)
     (archived / "config.toml").unlink()
     (check,) = [c for c in verify(run, DELTA) if c.subject == "archive"]
-    assert (check.holds, check.seen.split(": ")[1]) == (False, "archive/1/config.toml")
+    assert (check.passed, check.detail.split(": ")[1]) == (False, "archive/1/config.toml")
     earlier.record(Entry(round=2, event=Event.of(PoissonCohort(0.2, 100), 1.5)))
     seal(run)
     (archived / "ledger.jsonl").unlink()

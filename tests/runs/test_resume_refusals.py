@@ -268,7 +268,7 @@ def test_what_is_claimed_of_an_ended_run_is_one_figure_wherever_it_is_shown(tmp_
     (shown,) = record.statements
     assert told.epsilon == shown.epsilon == claimed
     checks = verify(tmp_path / "run", delta, stopping=source.question.stopping)
-    assert all(check.holds for check in checks)
+    assert all(check.passed for check in checks)
     # All the rounds of the plan cost less than that where most of them were made.
     late = fedsim.run(config, out=tmp_path / "late", callbacks=[StopAt(49)])
     finished = fedsim.run(config, out=tmp_path / "late", resume=True)

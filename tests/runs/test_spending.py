@@ -217,7 +217,7 @@ def test_equal_runs_have_equal_heads_and_equal_model_files(tmp_path):
     about = model_metadata(one / "model.safetensors")
     assert about["ledger-lines"] == 4
     assert about["release"] == Ledger.read(one / "ledger.jsonl").entries[0].release
-    assert all(check.holds for check in verify(one, CLIENTS.noise.delta))
+    assert all(check.passed for check in verify(one, CLIENTS.noise.delta))
 
 
 def test_an_overwritten_run_counts_whatever_the_new_one_repeats(tmp_path):
@@ -232,7 +232,7 @@ def test_an_overwritten_run_counts_whatever_the_new_one_repeats(tmp_path):
     assert other.privacy.cost.releases == 9
     assert f"this run's own would be epsilon {alone:.4g}" in str(other.privacy)
     assert len(list((tmp_path / "run" / "archive").rglob("ledger.jsonl"))) == 2
-    assert all(check.holds for check in verify(tmp_path / "run", CLIENTS.noise.delta))
+    assert all(check.passed for check in verify(tmp_path / "run", CLIENTS.noise.delta))
 
 
 def test_overwritten_clients_ledgers_count_too(tmp_path):
