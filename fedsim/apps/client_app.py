@@ -15,7 +15,7 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
-from fedsim.apps.identity import client_id
+from fedsim.federation.flower_internals import client_id
 
 if TYPE_CHECKING:
     from fedsim.deploy.policy import Policy

@@ -15,7 +15,6 @@ import torch
 from flwr.app import Context
 
 from fedsim import datasets
-from fedsim.apps.identity import client_id
 from fedsim.config import RunConfig
 from fedsim.datasets import Split
 from fedsim.datasets.tables import is_table
@@ -23,6 +22,7 @@ from fedsim.deploy.certificates import write_private
 from fedsim.deploy.policy import NODE, Policy
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.process import use_one_thread
+from fedsim.federation.flower_internals import client_id
 from fedsim.mechanisms import Mechanism
 from fedsim.partitions import Indices
 from fedsim.runs.data_split import DataSplit, RunData, device_of, refuse_found, resolve_data

@@ -6,10 +6,10 @@ import fcntl
 import math
 import os
 import tomllib
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from flwr.app import ConfigRecord
 
@@ -21,6 +21,24 @@ from fedsim.config.plan import entropy, with_added_noise
 from fedsim.config.sections import DataSection
 from fedsim.errors import FedsimError
 from fedsim.privacy.noise import share_multiplier
+from fedsim.settings import REQUIRED, Ge, Gt, Lt, NotAllowedError, Text, settings_of
+
+
+def _read_names(value: Any) -> tuple[str, ...]:
+    if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+        return tuple(value)
+    raise NotAllowedError("a list of strings")
+
+
+def _read_limit(value: Any) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+        return float(value)
+    raise NotAllowedError("a number from 0, or inf for no limit")
+
+
+Names = Annotated[tuple[str, ...], Text(_read_names, ", ".join)]
+_Limit = Annotated[float, Text(_read_limit, str)]
+_Floor = Annotated[float, Ge(0)]
 
 NODE = "FEDSIM_NODE"
 """Environment variable: where a node's app finds its ``node.toml``."""
@@ -79,16 +97,16 @@ class Policy:
 
     data: str = ""
     state_dir: str = "state"
-    modules: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
-    least_noise_multiplier: float = 0.0
-    largest_clip_norm: float = math.inf
-    least_share_noise_multiplier: float = 0.0
-    least_example_noise_multiplier: float = 0.0
-    largest_epsilon: float = math.inf
-    delta: float = 1e-5
-    least_population: int = 1
-    most_rounds: int = 0
+    modules: Names = ()
+    files: Names = ()
+    least_noise_multiplier: _Floor = 0.0
+    largest_clip_norm: _Limit = math.inf
+    least_share_noise_multiplier: _Floor = 0.0
+    least_example_noise_multiplier: _Floor = 0.0
+    largest_epsilon: _Limit = math.inf
+    delta: Annotated[float, Gt(0), Lt(1)] = 1e-5
+    least_population: Annotated[int, Ge(0)] = 1
+    most_rounds: Annotated[int, Ge(0)] = 0
     evaluation: bool | None = None
     clients: int = 0
     directory: Path = Path()
@@ -121,22 +139,11 @@ class Policy:
         table, clients = tree.get("policy", {}), tree.get("clients", 0)
         if not isinstance(table, dict):
             raise FedsimError("this node's policy is no table; it must be written as [policy].")
-        defaults = cls(evaluation=True)
-        known = {field.name.replace("_", "-"): field.name for field in fields(cls)}
-        del known["directory"], known["clients"]
-        values: dict[str, Any] = {}
-        for key, value in table.items():
-            if key not in known:
-                raise FedsimError(f"this node's policy has the key {key!r}; {sorted(known)} are.")
-            values[known[key]] = _like(getattr(defaults, known[key]), key, value)
-        policy = cls(**values, directory=path.parent.absolute())
-        if not 0 < policy.delta < 1:
-            raise FedsimError(
-                f"this node's policy says delta = {policy.delta:g}; it must be between 0 and 1."
-            )
         if type(clients) is not int or clients < 0:
             raise FedsimError(f"node.toml says clients = {clients!r}; it must be a whole number.")
-        return replace(policy, clients=clients)
+        fields = ("directory", "clients")
+        values = read_settings(table, cls, "this node's policy", filled_in=fields)
+        return cls(**values, clients=clients, directory=path.parent.absolute())
 
     @property
     def answers_evaluation(self) -> bool:
@@ -371,17 +378,42 @@ def _within(name: str, allowed: Iterable[str], separator: str) -> bool:
     )
 
 
-def _like(default: Any, key: str, value: Any) -> Any:
-    """A value of the default's type, or a refusal."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(default, tuple):
-        if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
-            return tuple(value)
-    elif isinstance(default, float):
-        if is_number and value >= 0:
-            return float(value)
-    elif type(default) is type(value) and (not is_number or value >= 0):
-        return value
-    raise FedsimError(
-        f"this node's policy says {key} = {value!r}; it must be like {default!r}, not negative."
-    )
+def read_settings(
+    tree: Mapping[str, Any],
+    party: type[Any],
+    file: str,
+    *,
+    filled_in: Collection[str] = ("directory",),
+) -> dict[str, Any]:
+    """Values of a party's settings by their names, from a table of a file that people edit.
+
+    Parameters
+    ----------
+    tree : mapping
+        With kebab-case keys.
+    party : type
+        A dataclass; its fields say what is allowed.
+    file : str
+        What holds the table, for errors.
+    filled_in : collection of str
+        Fields that are none of the table's.
+
+    Raises
+    ------
+    FedsimError
+        If a key is unknown or missing, or a value is not allowed.
+    """
+    known = {s.key: s for s in settings_of(party) if s.name not in filled_in}
+    if unknown := sorted(set(tree) - set(known)):
+        raise FedsimError(f"{file} has the key {unknown[0]!r}; it may have {sorted(known)}.")
+    values = {}
+    for key, setting in known.items():
+        if key in tree:
+            try:
+                values[setting.name] = setting.read(tree[key])
+            except NotAllowedError as error:
+                said = f"{key} = {tree[key]!r:.80}"
+                raise FedsimError(f"{file} says {said}; it must be {error}.") from None
+        elif setting.default is REQUIRED:
+            raise FedsimError(f"{file} lacks the key {key!r}; `fedsim deploy init` writes it.")
+    return values

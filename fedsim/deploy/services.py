@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import tomli_w
 
@@ -20,10 +19,11 @@ from fedsim.deploy.bundle import CLIENT_APP, SERVER_APP
 from fedsim.deploy.certificates import write_public
 from fedsim.deploy.flower_programs import poll_seconds
 from fedsim.deploy.flower_replacements import speaks_grpc, warn_of_newer_flower
-from fedsim.deploy.policy import NODE
+from fedsim.deploy.policy import NODE, Names, read_settings
 from fedsim.deploy.processes import Service, program
 from fedsim.errors import FedsimError
 from fedsim.privacy.manifest import LEDGER_KEY
+from fedsim.settings import Constraint, Ge
 
 SUPERLINK = "FEDSIM_SUPERLINK"
 """Environment variable: where a ServerApp finds its server's ``superlink.toml``."""
@@ -54,6 +54,10 @@ _POLICY = """
 """The table `policy` of a new ``node.toml``, in comments, every key at its default."""
 
 
+_Count = Annotated[int, Ge(0)]
+_Words = Annotated[str, Constraint(bool, "a string that is not empty")]
+
+
 @dataclass(frozen=True)
 class SuperLink:
     """The server: it answers its operator on loopback, and nodes on a port of their own.
@@ -76,11 +80,11 @@ class SuperLink:
     """
 
     directory: Path
-    port: int = 8000
-    fleet_port: int = 9092
+    port: _Count = 8000
+    fleet_port: _Count = 9092
     insecure: bool = False
-    app: str = SERVER_APP
-    modules: tuple[str, ...] = ()
+    app: _Words = SERVER_APP
+    modules: Names = ()
 
     @classmethod
     def code_here(cls) -> AllowedCode:
@@ -168,12 +172,12 @@ class Node:
     """
 
     directory: Path
-    superlink: str
-    client: int
-    clients: int
+    superlink: _Words
+    client: _Count
+    clients: _Count
     insecure: bool = False
-    app: str = CLIENT_APP
-    task_seconds: float = 3600.0
+    app: _Words = CLIENT_APP
+    task_seconds: Annotated[float, Ge(0)] = 3600.0
 
     @classmethod
     def load(cls, directory: Path) -> Self:
@@ -261,32 +265,7 @@ def _read(path: Path, party: type[SuperLink | Node]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise FedsimError(f"{path} is no TOML: {error}.") from None
     tree.pop("policy", None)
-    settings = {
-        field.name.replace("_", "-"): field for field in fields(party) if field.name != "directory"
-    }
-    if unknown := sorted(set(tree) - set(settings)):
-        raise FedsimError(f"{path} has the key {unknown[0]!r}; it may have {sorted(settings)}.")
-    for key, field in settings.items():
-        if key not in tree and field.default is MISSING:
-            raise FedsimError(f"{path} lacks the key {key!r}; `fedsim deploy init` writes it.")
-        # A flag that is a word would be true, and a limit that is no number none at all.
-        if key in tree and not _FITS[str(field.type)](tree[key]):
-            raise FedsimError(f"{path} says {key} = {tree[key]!r:.80}; it must be {field.type}.")
-    # As the fields are: lists of names are tuples.
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in tree.items()}
-    return {key.replace("-", "_"): value for key, value in values.items()}
-
-
-_FITS: Mapping[str, Callable[[Any], bool]] = {
-    "str": lambda value: isinstance(value, str) and value != "",
-    "bool": lambda value: isinstance(value, bool),
-    "tuple[str, ...]": lambda value: (
-        isinstance(value, list) and all(isinstance(entry, str) for entry in value)
-    ),
-    "int": lambda value: type(value) is int and value >= 0,
-    "float": lambda value: type(value) in (int, float) and 0 <= value < math.inf,
-}
-"""Values that a setting of a party may have, by its type; numbers are not negative."""
+    return read_settings(tree, party, str(path))
 
 
 _ROSTER_HEADER = """\

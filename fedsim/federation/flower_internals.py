@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from flwr.app import Error, Message, RecordDict
@@ -10,6 +11,8 @@ from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo as NodeInfo
 from flwr.supercore.run import Run as Run
 from flwr.supercore.task_identity import TaskIdentity
+
+from fedsim.errors import FedsimError
 
 SUPERLINK_NODE_ID = 1
 BUDGET_SPENT = 4096
@@ -79,3 +82,19 @@ def unavailable(message_id: str, run_id: int) -> Message:
 def error_reply(message: Message, code: int, reason: str) -> Message:
     """Reply saying that there is none."""
     return Message(Error(code, reason), reply_to=message)
+
+
+def client_id(node_config: Mapping[str, bool | int | float | str]) -> int:
+    """A node's client id: its node config's ``partition-id``.
+
+    Raises
+    ------
+    FedsimError
+        If it has none.
+    """
+    client = node_config.get("partition-id")
+    if not isinstance(client, int) or isinstance(client, bool):
+        raise FedsimError(
+            f"node-config 'partition-id' is {client!r}; it must be this client's id, an integer."
+        )
+    return client

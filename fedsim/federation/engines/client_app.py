@@ -22,7 +22,7 @@ from fedsim.federation.aggregation.shares import (
     asks_for_share,
     share_reply,
 )
-from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, error_reply
+from fedsim.federation.flower_internals import BUDGET_SPENT, TIMED_OUT, client_id, error_reply
 from fedsim.mechanisms import Mechanism
 from fedsim.randomness import Randomness
 from fedsim.rows.block import BlockTrainer, Ids
@@ -135,7 +135,7 @@ def client_app(
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
-        metrics = MetricRecord({"client-id": int(_client_ids(context)[0])})
+        metrics = MetricRecord({"client-id": client_id(context.node_config)})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     return app
@@ -176,13 +176,8 @@ def _in_time(seconds_for: Callable[[Context], float]) -> Mod:
     return limited
 
 
-def _client_ids(context: Context) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    client = context.node_config.get("partition-id")
-    if not isinstance(client, int) or isinstance(client, bool):
-        raise FedsimError(
-            f"node-config 'partition-id' is {client!r}; it must be this client's id, an integer."
-        )
-    return np.array([client], dtype=np.int64)
+def _client_ids(context: Context) -> Ids:
+    return np.array([client_id(context.node_config)], dtype=np.int64)
 
 
 def _arrays(message: Message) -> tuple[str, ArrayRecord]:
