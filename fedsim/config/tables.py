@@ -253,7 +253,7 @@ class Choice(ConfigTable):
         common = {setting.key for setting in settings_of(type(self))}
         if not self.has_options(name):
             for option, value in options.items():
-                if given.get(option, "") != "":
+                if option == self.selector or given.get(option, "") != "":
                     raise FedsimError(
                         f"{key}.{option} is given, and so is {self.key(option)}; give one."
                     )
