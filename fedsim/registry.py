@@ -1,9 +1,9 @@
 """Kinds of things by name: what each is called, what settings it takes, where it lives.
 
 A thing of a kind (a mechanism, a client algorithm, a data set) is a frozen dataclass of its
-settings in a file of its own, named like it, which says ``@register("mechanism", "adaclip")``. It
-is found by its file, and imported when it is used. A field says all that there is to say of a
-setting, once::
+settings, under a line ``@register("mechanism", "adaclip")``. It is found by that line in some file
+of its kind's packages, and imported when it is used; one file may have several. A field says all
+that there is to say of a setting, once::
 
     clip_norm: Annotated[float, Gt(0), Doc("The largest L2 norm of a row.")] = 1.0
 
@@ -35,23 +35,12 @@ from fedsim import allowed_code
 from fedsim.errors import FedsimError
 from fedsim.synonyms import closest
 
-__all__ = [
-    "PACKAGES",
-    "current_directory_importable",
-    "find",
-    "load",
-    "names",
-    "plugins",
-    "refuse_plugin",
-    "register",
-]
-
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "data": ("fedsim.datasets",),
     "partition": ("fedsim.partitions",),
     "model": ("fedsim.models",),
-    "loss": ("fedsim.tasks.losses",),
-    "metric": ("fedsim.tasks.metrics",),
+    "loss": ("fedsim.tasks",),
+    "metric": ("fedsim.tasks",),
     "client": ("fedsim.clients",),
     "cohort": ("fedsim.privacy.laws",),
     "noise": ("fedsim.privacy.noise",),
@@ -90,18 +79,15 @@ _registered: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 def register(kind: str, name: str) -> Callable[[T], T]:
-    """Call a thing by this name; in fedsim's own packages its file has the same name.
+    """Call a thing by this name.
 
     Raises
     ------
     ValueError
-        If the file is called something else, or another thing has the name.
+        If another thing has the name.
     """
 
     def note(thing: T) -> T:
-        package, _, file = thing.__module__.rpartition(".")
-        if package in PACKAGES[kind] and file != name.replace("-", "_"):
-            raise ValueError(f"{kind} '{name}' is in {file}.py; its file must be called like it.")
         before = _registered.setdefault((kind, name), thing)
         if (before.__module__, before.__qualname__) != (thing.__module__, thing.__qualname__):
             raise ValueError(f"two things are called {kind} '{name}': {before} and {thing}.")
@@ -135,29 +121,29 @@ def find(kind: str, name: str, key: str) -> Callable[..., Any]:
         return _of_kind(kind, _from_plugin(kind, name, key), key, name)
     if name not in _built_in(kind):
         raise unknown_name(kind, name, key)
-    importlib.import_module(f"{_built_in(kind)[name]}.{name.replace('-', '_')}")
+    importlib.import_module(_built_in(kind)[name])
     return _registered[kind, name]
 
 
 def _built_in(kind: str) -> dict[str, str]:
-    """The package of each thing of fedsim's own."""
-    return {
-        name: package
-        for package in PACKAGES[kind]
-        for name in _in_folders(kind, tuple(importlib.import_module(package).__path__))
-    }
+    """The module of each thing of fedsim's own."""
+    modules: dict[str, str] = {}
+    for package in PACKAGES[kind]:
+        folders = tuple(importlib.import_module(package).__path__)
+        modules |= {name: f"{package}.{file}" for name, file in _in_folders(kind, folders)}
+    return modules
 
 
 @cache
-def _in_folders(kind: str, folders: tuple[str, ...]) -> tuple[str, ...]:
-    """Names that the files in these folders register, by a look at their text."""
+def _in_folders(kind: str, folders: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Names that the files in these folders register, each with its file's, by their text."""
     line = re.compile(rf'^@?register\("{kind}", "([a-z0-9-]+)"\)', re.MULTILINE)
-    texts = (
-        path.read_text(encoding="utf-8")
+    return tuple(
+        (name, path.stem)
         for folder in folders
         for path in sorted(Path(folder).glob("*.py"))
+        for name in line.findall(path.read_text(encoding="utf-8"))
     )
-    return tuple(name for text in texts for name in line.findall(text))
 
 
 @cache

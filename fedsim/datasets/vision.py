@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,8 +13,7 @@ from fedsim import regular_files
 from fedsim.datasets.arrays import read_npz
 from fedsim.datasets.dataset import Dataset
 from fedsim.errors import FedsimError
-
-__all__ = ["Published"]
+from fedsim.registry import register
 
 Split = dict[str, npt.NDArray[Any]]
 
@@ -89,3 +89,40 @@ def _sentence(name: str, folder: Path, download: bool, error: Exception) -> str:
         "x_test, y_test) nor torchvision's files for it; set data.dir to a folder that does, "
         "or data.download = true to fetch them."
     )
+
+
+@register("data", "mnist")
+@dataclass(frozen=True)
+class MNIST(Published):
+    """MNIST: 70,000 handwritten digits, 28x28 grey (LeCun et al. 1998)."""
+
+    name, torchvision = "mnist", "MNIST"
+    mean, std = (0.1307,), (0.3081,)
+
+
+@register("data", "fashion-mnist")
+@dataclass(frozen=True)
+class FashionMNIST(Published):
+    """Fashion-MNIST: 70,000 articles of clothing, 28x28 grey (Xiao et al. 2017)."""
+
+    name, torchvision = "fashion-mnist", "FashionMNIST"
+    mean, std = (0.2860,), (0.3530,)
+
+
+@register("data", "cifar10")
+@dataclass(frozen=True)
+class CIFAR10(Published):
+    """CIFAR-10: 60,000 photographs of ten things, 32x32 (Krizhevsky 2009)."""
+
+    name, torchvision = "cifar10", "CIFAR10"
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+@register("data", "cifar100")
+@dataclass(frozen=True)
+class CIFAR100(Published):
+    """CIFAR-100: 60,000 photographs of a hundred things, 32x32 (Krizhevsky 2009)."""
+
+    name, torchvision = "cifar100", "CIFAR100"
+    mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+    classes = 100

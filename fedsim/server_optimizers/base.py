@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from fedsim.lazy import Tensor
-
-__all__ = ["ServerOptimizer"]
+from fedsim.settings import check_settings
 
 
 class ServerOptimizer(Protocol):
@@ -25,5 +24,26 @@ class ServerOptimizer(Protocol):
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Resume what `state` gave."""
         del state
+
+
+class KeptOptimizer(ServerOptimizer):
+    """An optimiser with settings that keeps tensors between rounds, by their names."""
+
+    def __post_init__(self) -> None:
+        check_settings(self, "server.")
+        self.kept: dict[str, Tensor] = {}
+
+    def moment(self, name: str, vector: Tensor) -> Tensor:
+        """The vector of this name after the last step, like ``vector``; zero before the first."""
+        kept = self.kept.get(name)
+        return vector.new_zeros(vector.shape) if kept is None else kept.to(vector)
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors, once there are any."""
+        return {name: tensor.clone() for name, tensor in self.kept.items()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Resume what `state` gave."""
+        self.kept = {name: tensor.clone() for name, tensor in state.items()}

@@ -19,7 +19,7 @@ from fedsim.reports.sweep import MemberLine, best_of, draw, over_seeds, price, s
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.sweep import Halving, Span, drawn, members, parse_axes, run_sweep
 from fedsim.runs.sweep.measure import Measure
-from fedsim.tasks.metrics.accuracy import Accuracy
+from fedsim.tasks.class_metrics import Accuracy
 
 BASE = RunConfig().replace(
     **{"rounds": 6, "partition.clients": 10, "client.batch-size": 20, "data.validation": 0.2}

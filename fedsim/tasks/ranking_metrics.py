@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from fedsim.lazy import Tensor, torch
-from fedsim.tasks.losses.base import like_targets
-from fedsim.tasks.metrics.base import Metric, counted
-
-__all__ = ["Ints", "Ranking"]
+from fedsim.registry import register
+from fedsim.tasks.losses import like_targets
+from fedsim.tasks.metrics import Metric, counted
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -87,3 +87,25 @@ def _by_score(scores: Floats, positive: npt.NDArray[np.bool_]) -> tuple[Ints, In
         for mask in (positive, ~positive)
     ]
     return counts[0], counts[1]
+
+
+@register("metric", "auc")
+@dataclass(frozen=True)
+class AUC(Ranking):
+    """Probability that an example with the label scores above one without; ties count half."""
+
+    def _of(self, positives: Ints, negatives: Ints) -> float:
+        above = np.cumsum(positives) - positives
+        twice = int((negatives * (2 * above + positives)).sum())
+        return twice / (2 * int(positives.sum()) * int(negatives.sum()))
+
+
+@register("metric", "average-precision")
+@dataclass(frozen=True)
+class AveragePrecision(Ranking):
+    """Mean over the examples with the label of the precision at their score."""
+
+    def _of(self, positives: Ints, negatives: Ints) -> float:
+        found, asked = np.cumsum(positives), np.cumsum(positives + negatives)
+        steps = (positives * (found / asked)).tolist()
+        return math.fsum(steps) / int(positives.sum())

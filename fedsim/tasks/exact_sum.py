@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from fedsim.lazy import Tensor, torch
 
-__all__ = ["LEAST_BIT", "ExactSum"]
-
 Floats = npt.NDArray[np.float64]
 
 # Below every bit of a float64, denormal or not.

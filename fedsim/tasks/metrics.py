@@ -1,18 +1,22 @@
-"""What a metric is, and what makes one of a function."""
+"""Metrics as (init, update, merge, finish): the same number however examples are cut into blocks.
+
+A state is a value: `update` gives a new one that has seen more examples, `merge` one that has seen
+what two have seen. What is counted is counted in whole numbers, and what is added is added without
+rounding (`ExactSum`), so that states merge to the same result in any order and any tree.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fedsim.errors import FedsimError
 from fedsim.lazy import Tensor, torch
 from fedsim.settings import check_settings
-from fedsim.tasks.losses.base import IGNORED, Loss, class_logits
-from fedsim.tasks.metrics.sums import ExactSum
-
-__all__ = ["MeanOf", "Metric", "counted"]
+from fedsim.tasks.exact_sum import ExactSum
+from fedsim.tasks.losses import IGNORED, Loss, class_logits, with_settings
 
 
 class Metric(ABC):
@@ -108,3 +112,15 @@ def counted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     logits = class_logits(outputs, targets).flatten(0, -2)
     counts = targets.flatten() != IGNORED
     return logits[counts], targets.flatten()[counts]
+
+
+def metric_of(thing: Callable[..., Any], settings: Mapping[str, Any]) -> Metric:
+    """A metric: an object of a `Metric`'s class, or the mean of what a function gives.
+
+    The function takes outputs and targets, and settings beside them, to one number for each
+    example, ``[B]``. An object of any other class is such a function.
+    """
+    if not isinstance(thing, type):
+        return MeanOf(with_settings(thing, settings))
+    made = thing(**settings)
+    return made if isinstance(made, Metric) else MeanOf(made)

@@ -1,0 +1,122 @@
+"""PyTorch's optimisers on the mean update: what they do is theirs, to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from fedsim.lazy import Tensor, torch
+from fedsim.registry import register
+from fedsim.server_optimizers.base import KeptOptimizer
+from fedsim.settings import Doc, Ge, Gt, Lt, settings_of
+
+Rate = Annotated[float, Gt(0), Doc("The rate.")]
+Beta1 = Annotated[float, Ge(0), Lt(1), Doc("Decay of the mean of updates.")]
+Beta2 = Annotated[float, Ge(0), Lt(1), Doc("Decay of the mean of their squares.")]
+Decay = Annotated[float, Ge(0), Lt(1), Doc("Weight of the old mean of squares.")]
+Eps = Annotated[float, Gt(0), Doc("Added to the root: nothing is divided by 0.")]
+
+
+@dataclass
+class TorchOptimizer(KeptOptimizer):
+    """One of `torch.optim`, for which the mean update is the negative gradient.
+
+    What it keeps between rounds is what the optimiser has in its own state, by torch's names.
+
+    Attributes
+    ----------
+    optimizer : str
+        Its name in `torch.optim`.
+    decay_name : str
+        What ``decay`` is called there.
+    """
+
+    optimizer: ClassVar[str]
+    decay_name: ClassVar[str] = ""
+
+    lr: Rate = 0.01
+
+    def step(self, vector: Tensor, update: Tensor) -> Tensor:
+        """New parameters ``[d]``, in the dtype of ``vector``."""
+        settings: dict[str, Any] = {s.name: getattr(self, s.name) for s in settings_of(self)}
+        if "beta1" in settings:
+            settings["betas"] = settings.pop("beta1"), settings.pop("beta2")
+        if self.decay_name:
+            settings[self.decay_name] = settings.pop("decay")
+        parameter = torch.nn.Parameter(vector.clone())
+        parameter.grad = (-update).to(vector.dtype)
+        # Made anew each time: a schedule changes the rate, a resume what is kept. That takes 50
+        # microseconds, but the first one imports torch._dynamo.
+        optimizer = getattr(torch.optim, self.optimizer)([parameter], **settings)
+        optimizer.state[parameter].update(self.state())
+        optimizer.step()
+        self.kept = optimizer.state[parameter]
+        return parameter.detach()
+
+
+@register("server", "adam")
+@dataclass
+class ServerAdam(TorchOptimizer):
+    """Adam on the mean update (FedAdam of Reddi et al. 2021); as `torch.optim.Adam`, to the bit."""
+
+    optimizer: ClassVar[str] = "Adam"
+    beta1: Beta1 = 0.9
+    beta2: Beta2 = 0.999
+    eps: Eps = 1e-8
+
+
+@register("server", "adamw")
+@dataclass
+class ServerAdamW(ServerAdam):
+    """Adam whose parameters decay by themselves (Loshchilov and Hutter 2019); as torch's."""
+
+    optimizer: ClassVar[str] = "AdamW"
+    weight_decay: Annotated[float, Ge(0), Doc("What of lr times a parameter is taken off.")] = 0.01
+
+
+@register("server", "adamax")
+@dataclass
+class ServerAdamax(ServerAdam):
+    """Adam over the largest update so far, not a mean (Kingma and Ba 2015); as torch's."""
+
+    optimizer: ClassVar[str] = "Adamax"
+
+
+@register("server", "nadam")
+@dataclass
+class ServerNAdam(ServerAdam):
+    """Adam with Nesterov's momentum (Dozat 2016); as `torch.optim.NAdam`."""
+
+    optimizer: ClassVar[str] = "NAdam"
+
+
+@register("server", "rmsprop")
+@dataclass
+class ServerRMSProp(TorchOptimizer):
+    """RMSProp on the mean update; as `torch.optim.RMSprop`."""
+
+    optimizer: ClassVar[str] = "RMSprop"
+    decay_name: ClassVar[str] = "alpha"
+    decay: Decay = 0.99
+    eps: Eps = 1e-8
+
+
+@register("server", "adagrad")
+@dataclass
+class ServerAdagrad(TorchOptimizer):
+    """Adagrad on the mean update; as `torch.optim.Adagrad`."""
+
+    optimizer: ClassVar[str] = "Adagrad"
+    eps: Eps = 1e-10
+
+
+@register("server", "adadelta")
+@dataclass
+class ServerAdadelta(TorchOptimizer):
+    """Steps in units of earlier steps (Zeiler 2012); as `torch.optim.Adadelta`."""
+
+    optimizer: ClassVar[str] = "Adadelta"
+    decay_name: ClassVar[str] = "rho"
+    lr: Rate = 1.0
+    decay: Decay = 0.9
+    eps: Eps = 1e-6

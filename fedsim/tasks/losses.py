@@ -1,0 +1,238 @@
+"""Losses: one number per example, so that padding and privacy can weigh them.
+
+A loss takes ``(outputs [B, ...], targets [B, ...])`` to ``[B]``. Where an example has many targets
+(the positions of a sequence, the labels of an image, the numbers of a vector), its loss is the mean
+over those that count. A target that does not count is `IGNORED` among classes and NaN among
+numbers, and adds nothing to the loss or to its gradient; an example none of whose targets counts
+has the loss 0.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, TypeAlias
+
+from fedsim.errors import FedsimError
+from fedsim.lazy import Tensor, torch
+from fedsim.registry import register
+from fedsim.settings import Doc, Ge, Gt, Lt, check_settings
+
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""``loss(outputs [B, ...], targets [B, ...]) -> [B]``: one loss for each example."""
+
+
+class ExampleLoss(ABC):
+    """A loss with settings. Subclasses are frozen dataclasses of them."""
+
+    def __post_init__(self) -> None:
+        check_settings(self, "task.")
+
+    @abstractmethod
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each example, ``[B]``."""
+
+
+IGNORED = -100
+"""Stands in the place of a class that does not count, as in PyTorch."""
+
+
+def class_logits(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Outputs, if they are logits ``[*targets.shape, K]`` for targets that are classes.
+
+    Raises
+    ------
+    FedsimError
+    """
+    if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
+        raise FedsimError(
+            f"the model gives outputs {list(outputs.shape)} for targets {list(targets.shape)} of "
+            f"dtype {targets.dtype}; what compares them (task.loss, task.metrics) takes logits "
+            "[B, K] for classes [B], or [B, L, K] for classes [B, L] of positions."
+        )
+    return outputs
+
+
+def like_targets(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Outputs in the shape of the targets, of which they differ by an axis of one at most.
+
+    Raises
+    ------
+    FedsimError
+        If there is not one number for each target.
+    """
+    if outputs.shape == targets.shape:
+        return outputs
+    if outputs.shape == (*targets.shape, 1):
+        return outputs.squeeze(-1)
+    raise FedsimError(
+        f"the model gives outputs {list(outputs.shape)} for targets {list(targets.shape)}; what "
+        "compares them (task.loss, task.metrics) takes one number for each target."
+    )
+
+
+def difference(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Which targets count, and the outputs less those; 0 where they do not."""
+    outputs = like_targets(outputs, targets)
+    targets = targets.to(outputs)
+    counts = ~targets.isnan()
+    # Not `(outputs - targets) * counts`: NaN times zero is NaN, in the gradient too.
+    return counts, torch.where(counts, outputs - torch.where(counts, targets, 0.0), 0.0)
+
+
+def mean_over(losses: Tensor, counts: Tensor) -> Tensor:
+    """Mean over the positions that count, ``[B]``; ``losses`` are 0 elsewhere or not looked at."""
+    if losses.dim() == 1:
+        return torch.where(counts, losses, 0.0)
+    total = torch.where(counts, losses, 0.0).flatten(1).sum(1)
+    return total / counts.flatten(1).sum(1).clamp_min(1)
+
+
+@register("loss", "cross-entropy")
+@dataclass(frozen=True)
+class CrossEntropy(ExampleLoss):
+    """Cross-entropy of logits ``[B, K]`` and classes ``[B]``, or ``[B, L, K]`` and ``[B, L]``.
+
+    With ``label_smoothing`` s an example is of its class to 1 - s, and of all K alike to s
+    (Szegedy et al. 2016). Over positions it is the mean of those that count.
+    """
+
+    label_smoothing: Annotated[
+        float, Ge(0), Lt(1), Doc("The share of an example that is of all classes alike.")
+    ] = 0.0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `ExampleLoss`.
+
+        Raises
+        ------
+        FedsimError
+            If outputs and targets are not of these shapes.
+        """
+        logits = class_logits(outputs, targets)
+        flat = torch.nn.functional.cross_entropy(
+            logits.flatten(0, -2),
+            targets.flatten(),
+            reduction="none",
+            ignore_index=IGNORED,
+            label_smoothing=self.label_smoothing,
+        )
+        return (
+            flat if targets.dim() == 1 else mean_over(flat.view(targets.shape), targets != IGNORED)
+        )
+
+
+@register("loss", "binary-cross-entropy")
+@dataclass(frozen=True)
+class BinaryCrossEntropy(ExampleLoss):
+    """Cross-entropy of a logit and 0 or 1 for each label ``[B, K]``, or ``[B]``."""
+
+    positive_weight: Annotated[
+        float, Gt(0), Doc("How often a label counts that is there, where they are rare.")
+    ] = 1.0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `ExampleLoss`; the mean over labels."""
+        logits = like_targets(outputs, targets)
+        targets = targets.to(logits)
+        counts = ~targets.isnan()
+        losses = torch.nn.functional.binary_cross_entropy_with_logits(
+            logits,
+            torch.where(counts, targets, 0.0),
+            reduction="none",
+            pos_weight=None
+            if self.positive_weight == 1
+            else logits.new_tensor(self.positive_weight),
+        )
+        return mean_over(losses, counts)
+
+
+@register("loss", "squared-error")
+@dataclass(frozen=True)
+class SquaredError(ExampleLoss):
+    """Mean of ``(output - target)^2`` over the targets of an example."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `ExampleLoss`."""
+        counts, gap = difference(outputs, targets)
+        return mean_over(gap.square(), counts)
+
+
+@register("loss", "absolute-error")
+@dataclass(frozen=True)
+class AbsoluteError(ExampleLoss):
+    """Mean of ``|output - target|`` over the targets of an example."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `ExampleLoss`."""
+        counts, gap = difference(outputs, targets)
+        return mean_over(gap.abs(), counts)
+
+
+@register("loss", "huber")
+@dataclass(frozen=True)
+class Huber(ExampleLoss):
+    """Mean of ``e^2 / 2`` where ``|e| <= delta``, and of ``delta (|e| - delta / 2)`` beyond.
+
+    With e the output less the target, over the targets of an example. Source: Huber 1964.
+    """
+
+    delta: Annotated[float, Gt(0), Doc("Beyond it an error counts by its size alone.")] = 1.0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `ExampleLoss`."""
+        counts, gap = difference(outputs, targets)
+        losses = torch.nn.functional.huber_loss(
+            gap, torch.zeros_like(gap), reduction="none", delta=self.delta
+        )
+        return mean_over(losses, counts)
+
+
+@register("loss", "quantile-error")
+@dataclass(frozen=True)
+class QuantileError(ExampleLoss):
+    """Mean of ``max(-q e, (1 - q) e)``, e the output less the target, over an example's targets.
+
+    Least where the output is the q-quantile of the targets. Source: Koenker and Bassett 1978.
+    """
+
+    quantile: Annotated[float, Gt(0), Lt(1), Doc("q: the share of targets below the output.")] = 0.5
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `ExampleLoss`."""
+        counts, gap = difference(outputs, targets)
+        losses = torch.maximum(-self.quantile * gap, (1 - self.quantile) * gap)
+        return mean_over(losses, counts)
+
+
+def loss_of(name: str, thing: Callable[..., Any], settings: Mapping[str, Any]) -> Loss:
+    """A loss: an object of a class, or a function of outputs and targets.
+
+    Parameters
+    ----------
+    name : str
+        For sentences.
+    thing : callable
+        What the name stands for.
+    settings : mapping of str to value
+        A class is made with them; a function takes them beside outputs and targets.
+
+    Raises
+    ------
+    FedsimError
+        If objects of the class are no functions.
+    """
+    made: Any = thing(**settings) if isinstance(thing, type) else with_settings(thing, settings)
+    if not callable(made):
+        raise FedsimError(
+            f"task.loss is '{name}', of which there are objects that cannot be called; it must be "
+            "a function of outputs and targets, or a class of them."
+        )
+    return made  # type: ignore[no-any-return]
+
+
+def with_settings(function: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function that takes these settings beside outputs and targets."""
+    return partial(function, **settings) if settings else function
