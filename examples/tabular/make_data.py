@@ -1,4 +1,4 @@
-"""Write tabular.npz: scikit-learn's breast cancer data, dealt to five sites of unequal sizes."""
+"""Write tabular.npz: scikit-learn's breast cancer data, split among five sites of unequal sizes."""
 
 import numpy as np
 from sklearn.datasets import load_breast_cancer

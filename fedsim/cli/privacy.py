@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from fedsim.cli.console import Output, Overrides
@@ -264,7 +264,7 @@ def _verify(run: Path | None, public_key: Path | None, delta: float | None) -> N
             "such as runs/digits."
         )
     checks = verify_run(run, public_key, delta)
-    table = Table.grid(padding=(0, 2))
+    table = Table.grid("", "", Column(overflow="fold"), padding=(0, 2))
     for check in checks:
         mark = Text("passes", "green") if check.passed else Text("FAILS", "bold red")
         table.add_row(mark, check.subject, check.detail)
