@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -188,10 +189,12 @@ def tune(
     if not len(ids):
         raise FedsimError("no client has any data; there is nothing to measure.")
     console = Output()
-    one_pass = _timed(trainer, trainer.initial(), ids, 1)[1] * len(_candidates(trainer, len(ids)))
-    console.print(f"Measuring takes about {duration(one_pass * (repeats + 1))}.")
+
+    def announce(turn: float) -> None:
+        console.print(f"Measuring takes about {duration(turn * repeats)} more.")
+
     with console.status("measuring"):
-        timings = measure(trainer, ids, repeats)
+        timings = measure(trainer, ids, repeats, announce)
     report_timings(console, timings, trainer)
 
 
@@ -205,11 +208,13 @@ class Timing:
     wall: float
 
 
-def measure(trainer: Trainer, ids: Ids, repeats: int) -> list[Timing]:
+def measure(
+    trainer: Trainer, ids: Ids, repeats: int, announce: Callable[[float], object] = lambda _: None
+) -> list[Timing]:
     """The best timing of each path and block size, the fastest first.
 
     CPU time decides on a CPU, since other processes on the machine stretch the wall clock; wall
-    time decides elsewhere.
+    time decides elsewhere. ``announce`` is told the seconds that one turn over all of them takes.
     """
     on_cpu = trainer.device.type == "cpu"
 
@@ -218,8 +223,11 @@ def measure(trainer: Trainer, ids: Ids, repeats: int) -> list[Timing]:
 
     candidates, vector = _candidates(trainer, len(ids)), trainer.initial()
     best: dict[tuple[str, int], Timing] = {}
+    begun = time.perf_counter()
     # In turn, so that another process's load falls on all of them; the first turn warms up.
     for t in range(1, repeats + 2):
+        if t == 2:
+            announce(time.perf_counter() - begun)
         for (path, size), candidate in candidates.items():
             cpu, wall = _timed(candidate, vector, ids, t)
             timing = Timing(path, size, cpu / len(ids), wall / len(ids))
