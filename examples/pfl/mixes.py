@@ -12,7 +12,7 @@ from fedsim.settings import Doc, Gt
 
 @dataclass(frozen=True)
 class Mixes(Partition):
-    """Each user draws its mix from Dirichlet(alpha), and its examples by it from those not yet assigned."""
+    """Each user draws its mix from Dirichlet(alpha), and then examples not yet assigned."""
 
     clients: int = 100
     seed: int = 0

@@ -6,8 +6,9 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Column, Table
@@ -30,7 +31,14 @@ from fedsim.privacy.events import shipped_laws
 from fedsim.privacy.manifest import new_key
 from fedsim.reports.verification import verify_run
 
-_PLAN, _SAMPLING, _LEDGER = "The plan", "Sampling", "The ledger of a run"
+
+def _option(panel: str, help_: str, *flags: str, metavar: str | None = None) -> Any:
+    return typer.Option(*flags, help=help_, metavar=metavar, rich_help_panel=panel)
+
+
+_plan = partial(_option, "The plan")
+_sampling = partial(_option, "Sampling")
+_ledger = partial(_option, "The ledger of a run")
 
 
 def privacy(
@@ -45,108 +53,61 @@ def privacy(
     set_: Overrides = None,
     noise_multiplier: Annotated[
         float | None,
-        typer.Option(
+        _plan(
+            "Standard deviation of the noise on the sum, over the clip norm.",
             "--noise-multiplier",
             "-z",
-            help="Standard deviation of the noise on the sum / clip norm.",
-            rich_help_panel=_PLAN,
         ),
     ] = None,
     target_epsilon: Annotated[
-        float | None,
-        typer.Option(help="Compute the noise multiplier that meets this.", rich_help_panel=_PLAN),
+        float | None, _plan("Compute the noise multiplier that meets this.")
     ] = None,
     max_epsilon: Annotated[
-        float | None,
-        typer.Option(help="Compute how many rounds this budget allows.", rich_help_panel=_PLAN),
+        float | None, _plan("Compute how many rounds this budget allows.")
     ] = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option(help="Rounds; with a ledger, further rounds.", rich_help_panel=_PLAN),
-    ] = None,
-    delta: Annotated[
-        float | None, typer.Option(help="The config's, or 1e-5.", rich_help_panel=_PLAN)
-    ] = None,
-    invocations: Annotated[
-        int, typer.Option(help="Noisy sums a round: 2 for ADADP.", rich_help_panel=_PLAN)
-    ] = 1,
+    rounds: Annotated[int | None, _plan("Rounds; with a ledger, further rounds.")] = None,
+    delta: Annotated[float | None, _plan("The config's, or 1e-5.")] = None,
+    invocations: Annotated[int, _plan("Noisy sums a round: 2 for ADADP.")] = 1,
     over: Annotated[
         str | None,
-        typer.Option(
+        _plan(
+            "A table over rounds, noise-multiplier, target-epsilon, max-epsilon, rate or delta.",
             metavar="KEY=A,B,C",
-            help="Make a table over rounds, noise-multiplier, target-epsilon, max-epsilon, rate or "
-            "delta.",
-            rich_help_panel=_PLAN,
-        ),
-    ] = None,
-    sampling: Annotated[
-        str | None,
-        typer.Option(help=f"{', '.join(shipped_laws())}.", rich_help_panel=_SAMPLING),
-    ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(help="Poisson: the probability of being sampled.", rich_help_panel=_SAMPLING),
-    ] = None,
-    size: Annotated[
-        int | None, typer.Option(help="Fixed: how many are sampled.", rich_help_panel=_SAMPLING)
-    ] = None,
-    population: Annotated[
-        int | None,
-        typer.Option(
-            help="Out of how many. For Poisson, rate = size / population.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    adjacency: Annotated[
-        str | None,
-        typer.Option(help="add-remove, zero-out or replace-one.", rich_help_panel=_SAMPLING),
-    ] = None,
-    level: Annotated[
-        str,
-        typer.Option(
-            help="Whose data one row of a sum is: client, or example.", rich_help_panel=_SAMPLING
-        ),
-    ] = "client",
-    group: Annotated[
-        int | None,
-        typer.Option(
-            help="Also state the guarantee for a person who owns so many clients.",
-            rich_help_panel=_SAMPLING,
         ),
     ] = None,
     prv: Annotated[
-        bool,
-        typer.Option(
-            "--prv",
-            help="Also ask Opacus's PRV accountant; it takes a few seconds to load.",
-            rich_help_panel=_PLAN,
-        ),
+        bool, _plan("Also ask Opacus's PRV accountant; it takes seconds to load.", "--prv")
     ] = False,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the statements as JSON.", rich_help_panel=_LEDGER),
-    ] = False,
+    sampling: Annotated[str | None, _sampling(f"{', '.join(shipped_laws())}.")] = None,
+    rate: Annotated[float | None, _sampling("Poisson: the probability of being sampled.")] = None,
+    size: Annotated[int | None, _sampling("Fixed: how many are sampled.")] = None,
+    population: Annotated[
+        int | None, _sampling("Out of how many. For Poisson, rate = size / population.")
+    ] = None,
+    adjacency: Annotated[str | None, _sampling("add-remove, zero-out or replace-one.")] = None,
+    level: Annotated[
+        str, _sampling("Whose data one row of a sum is: client, or example.")
+    ] = "client",
+    group: Annotated[
+        int | None, _sampling("Also state the guarantee for a person who owns so many clients.")
+    ] = None,
+    as_json: Annotated[bool, _ledger("Print the statements as JSON.", "--json")] = False,
     verify_: Annotated[
         bool,
-        typer.Option(
+        _ledger(
+            "Compare a run's files with its ledger and manifest; status 1 if they differ.",
             "--verify",
-            help="Compare a run's files with its ledger and manifest; status 1 if they differ.",
-            rich_help_panel=_LEDGER,
         ),
     ] = False,
     public_key: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also verify the signature of the run's manifest.", rich_help_panel=_LEDGER
-        ),
+        Path | None, _ledger("Also verify the signature of the run's manifest.")
     ] = None,
     new_key_path: Annotated[
         Path | None,
-        typer.Option(
+        _ledger(
+            "Make a key that signs runs (noise.ledger-key), and PATH.pub to verify with.",
             "--new-key",
             metavar="PATH",
-            help="Make a key that signs runs (noise.ledger-key), and PATH.pub to verify with.",
-            rich_help_panel=_LEDGER,
         ),
     ] = None,
 ) -> None:
