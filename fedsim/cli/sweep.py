@@ -15,7 +15,7 @@ from rich.text import Text
 
 from fedsim.cli.console import ConfigFile, Output, Overrides
 from fedsim.config import RunConfig
-from fedsim.config.plan import dealing
+from fedsim.config.plan import split_settings
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def _print_examples_cost(
         directory = Path(member.config.client.state_dir or run / "clients")
         rounds_left[directory] += member.config.rounds - made
     delta = max(member.config.client.noise.delta for member in protecting)
-    same_clients = len({dealing(member.config) for member in protecting}) == 1
+    same_clients = len({split_settings(member.config) for member in protecting}) == 1
     ways = outcomes(protecting, halving)
     cost = examples_price(rounds_left, delta, ways, same=same_clients)
     console.print(
@@ -309,7 +309,7 @@ def _joint_cost(released: Mapping[Path, Member], delta: float, halving: Halving 
     from fedsim.reports.sweep import price
     from fedsim.runs.sweep import outcomes
 
-    if len({dealing(member.config) for member in released.values()}) > 1:
+    if len({split_settings(member.config) for member in released.values()}) > 1:
         return (
             "There is no figure for all of them together: they split examples among clients "
             "differently (seed, data or partition), so that one client's examples belong to many "

@@ -21,13 +21,13 @@ from fedsim.privacy.statement import Statement
 
 __all__ = [
     "cohort",
-    "dealing",
     "declares_stops",
     "entropy",
     "extrapolation",
     "has_devices",
     "local_work",
     "made_noise",
+    "split_settings",
     "stopping",
     "with_added_noise",
     "with_config_figures",
@@ -141,7 +141,7 @@ def with_config_figures(config: RunConfig, statement: Statement) -> Statement:
     return replace(statement, extrapolated=figure, note=note).of_group(config.privacy.group)
 
 
-def dealing(config: RunConfig) -> tuple[tuple[str, Scalar], ...]:
+def split_settings(config: RunConfig) -> tuple[tuple[str, Scalar], ...]:
     """What decides which example is whose, by dotted keys.
 
     Releases of two runs are about the same clients, and add up, only where it is the same. In a

@@ -6,6 +6,7 @@
     metrics.csv         a row a round
     ledger.jsonl        every private release; clients' own are in clients/
     fingerprint.key     the run's key, 0600, by which it recognises its sums and files
+    data-split.json     who held which examples, where data= or partition= was given from Python
     manifest.json       digests of the files when the run ended (see `Manifest`)
     ledger.sig          its signature, where there is a key for one
     model.safetensors   the model
@@ -80,13 +81,14 @@ class RunDirectory:
         self.checkpoint = self.path / "checkpoint"
         self.tensorboard = self.path / "tensorboard"
         self.clients = self.path / "clients"
+        self.data_split = self.path / "data-split.json"
         self.archive = self.path / "archive"
         self.metrics_file = MetricsFile(self.metrics)
         self._lock = RunLock(self.path)
         self._of_ending = (self.done, self.summary, self.report, self.manifest, self.signature)
         self._own = (
             *(self.config, self.metrics, self.ledger, self.path / KEY, self.model),
-            *(self.checkpoint, self.tensorboard, self.clients, *self._of_ending),
+            *(self.checkpoint, self.tensorboard, self.clients, self.data_split, *self._of_ending),
         )
 
     def check_free(self, overwrite: bool) -> None:
@@ -215,7 +217,8 @@ class RunDirectory:
         numbers = [int(path.name) for path in self.archive.iterdir() if path.name.isdecimal()]
         place = self.archive / str(max(numbers, default=0) + 1)
         place.mkdir()
-        for path in (self.config, *ledgers):
+        key = [self.path / KEY] if self.data_split.exists() else []  # without it no HMAC compares
+        for path in (self.config, self.data_split, *key, *ledgers):
             if path.exists():
                 path.rename(place / path.name)
 

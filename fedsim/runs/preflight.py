@@ -8,10 +8,8 @@ from pathlib import Path
 from flwr.app import ConfigRecord
 from torch import Tensor
 
-from fedsim.arguments import shown
 from fedsim.clients.proximal import server_numbers
 from fedsim.config import RunConfig
-from fedsim.config.plan import dealing
 from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
 from fedsim.federation.optimizers import FlowerOptimizer
@@ -25,6 +23,7 @@ from fedsim.runs.local_training import ledger_dir, most_expensive_client
 from fedsim.runs.loggers import loggers
 from fedsim.runs.resolve import Resolved, strategy_of
 from fedsim.runs.session import columns_of
+from fedsim.runs.split_record import check_state_dir, refuse_other_split
 from fedsim.tasks import MeanOf
 from fedsim.training.evaluation import evaluate_clients
 
@@ -44,6 +43,7 @@ def check(resolved: Resolved) -> None:
     """
     if resolved.config.engine.name != "deployment":  # there it is the nodes' own
         _check_state_dir(resolved.config.client.state_dir)
+        check_state_dir(resolved)
     strategy = strategy_of(resolved)
     strategy.check(resolved.initial_arrays)
     if isinstance(strategy.server_optimizer, FlowerOptimizer):
@@ -73,8 +73,8 @@ def check_past(resolved: Resolved, directory: RunDirectory) -> None:
     FedsimError
         If their ledgers cannot be read or do not compose; if clients protect their examples in
         this run and did not in one of them, or the other way round; if their ledgers were kept
-        elsewhere: an example-level statement over one of the two alone would be false; or if a
-        private one of them dealt examples to other clients.
+        elsewhere: an example-level statement over one of the two alone would be false; or if in a
+        private one of them clients held other examples.
     """
     ledgers = archived(directory.ledger)
     if directory.ledger.exists():
@@ -86,7 +86,7 @@ def check_past(resolved: Resolved, directory: RunDirectory) -> None:
         config = path.with_name(directory.config.name)
         if config.exists():
             _check_clients_past(resolved, directory, past_config(config))
-            _check_dealing(resolved.config, directory, past_config(config))
+            refuse_other_split(resolved, path.parent, past_config(config))
 
 
 def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
@@ -111,21 +111,6 @@ def warnings(resolved: Resolved, directory: RunDirectory | None) -> list[str]:
         smallest = min((len(part) for part in resolved.data.split.train if len(part)), default=None)
         said.append(large_delta(config.client.noise.delta, "example", smallest))
     return [sentence for sentence in said if sentence]
-
-
-def _check_dealing(config: RunConfig, directory: RunDirectory, past: RunConfig) -> None:
-    """Refuse to add up private runs that have dealt examples to other clients."""
-    if not all(run.private or run.client.private for run in (config, past)):
-        return
-    now, before = dict(dealing(config)), dict(dealing(past))
-    for key in {**before, **now}:
-        if now.get(key) != before.get(key):
-            raise FedsimError(
-                f"{key} = {shown(now.get(key, 'unset'))}; it must be "
-                f"{shown(before.get(key, 'unset'))}, as in the private run in {directory.path}: "
-                "with another value examples are dealt to other clients, and what the two runs "
-                "cost a client cannot be added up; choose another --out."
-            )
 
 
 def _check_clients_past(resolved: Resolved, directory: RunDirectory, past: RunConfig) -> None:

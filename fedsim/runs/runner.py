@@ -33,6 +33,7 @@ from fedsim.runs.resolve import Resolved, resolve
 from fedsim.runs.result import RunResult
 from fedsim.runs.resume import move_client_ledgers, refuse_other_objects, resumed_config
 from fedsim.runs.session import YOURS, Session
+from fedsim.runs.split_record import write_record
 from fedsim.runs.summary import leave_report
 from fedsim.strategies import RunFailedError, run_to_end
 from fedsim.training.workload import local_multiplications
@@ -122,6 +123,7 @@ def run(
                 move_client_ledgers(directory, resolved)
             else:
                 stack.enter_context(directory.claim(text, overwrite=overwrite))
+                write_record(resolved, directory.path)
         if not resume:
             _archive_client_state(resolved.config)
         if grid is not None:

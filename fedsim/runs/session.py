@@ -28,6 +28,7 @@ from fedsim.runs.metrics import Row, update_code
 from fedsim.runs.record import Ended
 from fedsim.runs.resolve import CentralEvaluation, Resolved, strategy_of
 from fedsim.runs.result import RunResult, statements
+from fedsim.runs.split_record import check_state_dir
 from fedsim.strategies import (
     DPFedAvg,
     RoundReport,
@@ -93,6 +94,7 @@ class Session:
         key = config.noise.ledger_key or os.environ.get(LEDGER_KEY, "")
         if key:
             private_key(Path(key))  # refused now, and not once the run has ended
+        check_state_dir(resolved, record=True)
         self._columns = columns_of(resolved, self.strategy)
         self._config = config.to_run_config()
         self._checkpoints: Checkpointing | None = None

@@ -11,7 +11,7 @@ from fedsim.allowed_code import allow
 from fedsim.cli import main
 from fedsim.cli.sweep import _joint_cost
 from fedsim.cohorts import FixedCohort, PoissonCohort
-from fedsim.config.plan import dealing
+from fedsim.config.plan import split_settings
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, ClientLedgers, Entry, Event, Ledger, epsilon
 from fedsim.reports.sweep import examples_price, price, read_line
@@ -195,11 +195,11 @@ def test_what_members_cost_together_is_said_only_where_their_clients_are_the_sam
 def test_partitions_that_no_seed_deals_have_the_same_clients_in_every_member() -> None:
     changes = {"partition.name": "by-owner", "partition.clients": 9}
     grid = members(BASE.replace(**changes), parse_axes(["seed=1,2"]))
-    assert len({dealing(member.config) for member in grid}) == 1
+    assert len({split_settings(member.config) for member in grid}) == 1
     others = members(BASE.replace(**changes), parse_axes(["partition.column=owner,work"]))
-    assert len({dealing(member.config) for member in others}) == 2
+    assert len({split_settings(member.config) for member in others}) == 2
     dealt = members(BASE, parse_axes(["seed=1,2"]))
-    assert len({dealing(member.config) for member in dealt}) == 2
+    assert len({split_settings(member.config) for member in dealt}) == 2
 
 
 def test_clients_that_are_dealt_differently_keep_no_ledgers_in_one_place(tmp_path: Path) -> None:

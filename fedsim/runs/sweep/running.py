@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fedsim.closing import end_on_signal
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.plan import dealing
+from fedsim.config.plan import split_settings
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError, RunFailedError
 from fedsim.runs.callbacks import Callback, RunStatus
@@ -121,15 +121,14 @@ def run_sweep(
 
 def _check_clients_kept(grid: Sequence[Member]) -> None:
     """Refuse one place for the ledgers of clients that are not the same in all members."""
-    dealt = {
-        dealing(member.config): member.config for member in grid if member.config.client.private
-    }
-    kept = {config.client.state_dir for config in dealt.values()} - {""}
-    if len(dealt) > 1 and kept:
+    private = [member.config for member in grid if member.config.client.private]
+    splits = {split_settings(config) for config in private}
+    shared = {config.client.state_dir for config in private} - {""}
+    if len(splits) > 1 and shared:
         raise FedsimError(
-            f"client.state-dir = '{min(kept)}'; in this sweep it must be empty: members deal "
-            "examples to clients differently (seed, data or partition), and what one client's "
-            "ledger there says would be about several clients' examples."
+            f"client.state-dir = '{min(shared)}'; in this sweep it must be empty: runs assign "
+            "examples to clients differently (seed, data or partition), and one client's ledger "
+            "there would be about several clients' examples."
         )
 
 
