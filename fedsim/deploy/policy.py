@@ -6,7 +6,7 @@ import fcntl
 import math
 import os
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -203,12 +203,12 @@ class Policy:
             With the setting that is outside, and the limit.
         """
         self._check_code_and_files(config)
-        bound = config.mechanism.name
+        bound = config.mechanism
         # Noise beside what gives no guarantee is none.
         multiplier = (with_added_noise(config).noise.multiplier or 0.0) if config.private else 0.0
-        clip_norm = config.mechanism.clip_norm if bound in _WITH_CLIP_NORM else math.inf
-        noised_examples = config.client.private
-        example_multiplier = (config.client.noise.multiplier or 0.0) if noised_examples else 0.0
+        clip_norm = bound.clip_norm if bound.name in _WITH_CLIP_NORM else math.inf
+        private_examples = config.client.private
+        example_multiplier = (config.client.noise.multiplier or 0.0) if private_examples else 0.0
         _at_least("noise.multiplier", multiplier, self.least_noise_multiplier)
         _at_least(
             "client.noise.multiplier", example_multiplier, self.least_example_noise_multiplier
@@ -304,22 +304,18 @@ class Policy:
         for key, name, module in modules_named(config):
             if not self.code.allows(module):
                 raise _refusal(f"{key} is {name!r}; {self.code.refusal(module)}")
-        allowed = [os.path.realpath(self.directory / directory) for directory in self.files]
+        allowed = [os.path.realpath(self.directory / name) for name in self.files]
         for key in _FILE_KEYS:
             value = str(flat[key])
             # The default directory is nobody's secret.
             if not _is_file(key, value) or value in ("", defaults[key]):
                 continue
-            if not _within(os.path.realpath(value), allowed, os.sep):
+            path = Path(os.path.realpath(value))
+            if not any(path.is_relative_to(directory) for directory in allowed):
                 raise _refusal(f"{key} is {value!r}; here it may lie in {list(self.files)}")
 
     def check_evaluation(self, config: RunConfig) -> None:
-        """Refuse to evaluate where that is not allowed, or the run does not say that it is asked.
-
-        Raises
-        ------
-        FedsimError
-        """
+        """Refuse to evaluate where that is not allowed, or the run does not declare it."""
         if not self.answers_evaluation:
             raise _refusal("evaluation is asked for; here it is off")
         # So a run that is private says that it shows metrics without noise, or gets none.
@@ -327,14 +323,9 @@ class Policy:
             raise _refusal("evaluation is asked for, and evaluate.clients-every is 0")
 
     def join(self, client: int) -> None:
-        """Count a round in which the client takes part, on disk and before it does.
+        """Count a round that the client joins, on disk and before it does; refuse one too many.
 
         Nothing is counted where there is no limit.
-
-        Raises
-        ------
-        FedsimError
-            If it has taken part in as many as it may.
         """
         if not self.most_rounds:
             return
@@ -372,12 +363,6 @@ def _at_least(key: str, value: float, limit: float) -> None:
         raise _refusal(f"{key} is {value:g}; here it must be at least {limit:g}")
 
 
-def _within(name: str, allowed: Iterable[str], separator: str) -> bool:
-    return any(
-        name == place or name.startswith(place.rstrip(separator) + separator) for place in allowed
-    )
-
-
 def read_settings(
     tree: Mapping[str, Any],
     party: type[Any],
@@ -385,18 +370,9 @@ def read_settings(
     *,
     filled_in: Collection[str] = ("directory",),
 ) -> dict[str, Any]:
-    """Values of a party's settings by their names, from a table of a file that people edit.
+    """Values of the fields of ``party``, a dataclass, from a table in a file that people edit.
 
-    Parameters
-    ----------
-    tree : mapping
-        With kebab-case keys.
-    party : type
-        A dataclass; its fields say what is allowed.
-    file : str
-        What holds the table, for errors.
-    filled_in : collection of str
-        Fields that are none of the table's.
+    ``file`` says in errors what holds the table; the fields ``filled_in`` are not in it.
 
     Raises
     ------
