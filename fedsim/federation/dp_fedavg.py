@@ -12,6 +12,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedsim.arguments import check_arguments
 from fedsim.clients import LocalAlgorithm
+from fedsim.clients.base import refuse_vectors
 from fedsim.cohorts import Cohort
 from fedsim.federation.accounting import (
     Accounting,
@@ -207,8 +208,10 @@ evaluate_metrics_aggr_fn
         counts = declared_counts(example_counts, plan.sampler)
         summed, self._aggregation = _aggregation_of(plan, placement)
         self.mechanism = summed.bound
-        self._vectors = NamedVectors(algorithm, plan.sampler.population or 0, self.protects)
-        refuse_unplain_means(algorithm, plan.bound)
+        if algorithm is not None:
+            if self.protects:
+                refuse_vectors(algorithm)
+            refuse_unplain_means(algorithm, plan.bound)
 
         server_optimizer = server_optimizer or ServerSGD()
         others = {
@@ -262,8 +265,11 @@ evaluate_metrics_aggr_fn
             self._extras["strategy"] = StrategyConfig(server_optimizer)
         if average_client_state:
             self._extras["clients"] = SharedClientState()
-        # Last: it takes the vectors out of the mean, after which nothing else has its layout.
-        self._extras["vectors"] = self._vectors
+        self._vectors = None
+        if algorithm is not None and algorithm.sends:
+            self._vectors = NamedVectors(algorithm, plan.sampler.population or 0)
+            # Last: it takes the vectors out of the mean, which then has the parameters' layout.
+            self._extras["vectors"] = self._vectors
 
 
 def _aggregation_of(

@@ -18,7 +18,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from torch import Tensor
 
-from fedsim.clients.base import LocalAlgorithm, refuse_vectors
+from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import printable
 from fedsim.federation.aggregation.server_sum import PendingRound
 from fedsim.federation.arrays import array_record
@@ -157,40 +157,27 @@ class NamedVectors(Extra):
 
     Parameters
     ----------
-    algorithm : LocalAlgorithm or None
-        Says what clients send and what becomes of its mean; None, or one that sends its update
-        alone, for nothing beside.
+    algorithm : LocalAlgorithm
+        Says what clients send, and what becomes of its mean.
     population : int
-    protects : bool
-        Whether the run claims privacy, at whichever level.
 
     Attributes
     ----------
     values : Tensor ``[k]`` or None
         The vectors, one after another: all zeros at first, None before the first round.
-
-    Raises
-    ------
-    FedsimError
-        If it claims privacy and clients would send vectors.
     """
 
-    def __init__(self, algorithm: LocalAlgorithm | None, population: int, protects: bool) -> None:
-        if algorithm is not None and protects:
-            refuse_vectors(algorithm)
-        self._algorithm = algorithm if algorithm is not None and algorithm.sends else None
-        self._population = population
+    def __init__(self, algorithm: LocalAlgorithm, population: int) -> None:
+        self._algorithm, self._population = algorithm, population
         self.values: Tensor | None = None
 
     def row_layout(self, parameters: Layout) -> Layout:
         """The layout of a row, from that of the parameters."""
-        self._row = with_vectors(parameters, self._algorithm.sends if self._algorithm else {})
+        self._row = with_vectors(parameters, self._algorithm.sends)
         return self._row
 
     def send(self, instructions: Instructions) -> Instructions:
         """With the vectors after the parameters."""
-        if self._algorithm is None:
-            return instructions
         vector, arrays = instructions.vector, instructions.arrays
         if self.values is None:
             self.values = vector.new_zeros(self._row.d - len(vector))
@@ -205,8 +192,7 @@ class NamedVectors(Extra):
 
     def finish(self, result: RoundResult) -> RoundResult:
         """With the update ``[p]`` that is in the mean row; its vectors are the next round's."""
-        if self._algorithm is None or self.values is None:
-            return result
+        assert self.values is not None  # since the round was sent
         row, mean = result.pending.layout, result.update
         combined = self._algorithm.combine(
             mean[: row.d - len(self.values)],

@@ -95,8 +95,12 @@ class Participants:
         FedsimError
             If the run begins with clients beyond its population, or too few came in time.
         """
-        nodes = self._directory.wait(grid, self._min_available)
-        there, strangers = _split(nodes, self.population)
+        there = self._directory.wait(grid, self._min_available)
+        strangers: list[int] = []
+        # Nodes that are numbered are not gone through: a client that is not asked costs nothing.
+        if not isinstance(there, ConsecutiveNodes) or len(there) > self.population:
+            strangers = [client for client in there if client >= self.population]
+            there = {client: node for client, node in there.items() if client < self.population}
         if strangers and not self._begun:
             raise FedsimError(
                 f"a node is client {strangers[0]}, but cohort.population = {self.population}; "
@@ -134,7 +138,9 @@ class Participants:
             See `nodes`.
         """
         nodes, cohort = self.nodes(grid), self.cohort(server_round)
-        present = cohort[_present(cohort, nodes)]
+        present = cohort
+        if not isinstance(nodes, ConsecutiveNodes) or len(nodes) < self.population:
+            present = cohort[[client in nodes for client in cohort.tolist()]]
         if replying is not None:
             present = present[replying(server_round, present)]
         return DrawnCohort(present, node_ids(present, nodes), absent=len(cohort) - len(present))
@@ -171,22 +177,6 @@ class Participants:
         clients = np.array(sorted(nodes), dtype=np.int64)
         generator = self._randomness.generator(Purpose.EVALUATE, level="client", round=server_round)
         return np.sort(generator.permutation(clients)[: max(1, round(fraction * len(clients)))])
-
-
-def _split(nodes: Mapping[int, int], population: int) -> tuple[Mapping[int, int], list[int]]:
-    """Nodes of clients below ``population``, and the other clients."""
-    # A round costs nothing a client that it does not ask.
-    if isinstance(nodes, ConsecutiveNodes) and len(nodes) <= population:
-        return nodes, []
-    there = {client: node for client, node in nodes.items() if client < population}
-    return there, [client for client in nodes if client >= population]
-
-
-def _present(clients: Ids, nodes: Mapping[int, int]) -> npt.NDArray[np.bool_]:
-    """Which of ``clients [n]`` have a node, ``[n]``."""
-    if isinstance(nodes, ConsecutiveNodes):
-        return (clients >= 0) & (clients < nodes.count)
-    return np.array([client in nodes for client in clients.tolist()], dtype=np.bool_)
 
 
 def node_ids(clients: Ids, nodes: Mapping[int, int]) -> npt.NDArray[np.uint64]:

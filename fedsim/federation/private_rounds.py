@@ -84,7 +84,7 @@ class PrivateRounds(ResumableStrategy):
     _aggregation: Callable[[AggregationSettings, PendingRound], ServerSum]
     # In the order in which they are called; a checkpoint has each one's state by its name.
     _extras: dict[str, Extra]
-    _vectors: NamedVectors
+    _vectors: NamedVectors | None
     _failures: Failures
     _configrecord_key: str
 
@@ -153,7 +153,7 @@ class PrivateRounds(ResumableStrategy):
             state=self._mechanism_state,
         )
         aggregation = self._aggregation(self._aggregation_settings, pending)
-        if aggregation.has_stages and not self.loop_has_stages:
+        if type(aggregation).next_stage is not ServerSum.next_stage and not self.loop_has_stages:
             raise FedsimError(
                 f"{type(aggregation).__name__} asks clients in several stages, but this loop sends "
                 f"one set of messages a round; run it by {type(self).__name__}.start(...) itself, "
@@ -199,23 +199,21 @@ class PrivateRounds(ResumableStrategy):
                 aggregation.tally.reject(np.array(failed, dtype=np.int64), "malformed")
         report = aggregation.tally.report(server_round)
         self.report = replace(report, ignored=self._participants.ignored)
+        pending = aggregation.pending
+        clip_norm = self.mechanism.sensitivity(pending.state, pending.layout)
+        summed = aggregation.content() if self.protects else None
         # On disk before the release exists: a crash from here on counts one too many.
-        if self._stops(self._budgets.spent(report) or self._record(aggregation)):
+        if self._stops(
+            self._budgets.spent(report) or self._accounting.record(server_round, clip_norm, summed)
+        ):
             self.rounds_done = server_round - 1  # this round is not made
             return None, None
-        lost = aggregation.count == 0 and len(aggregation.pending.client_ids) > 0
+        lost = aggregation.count == 0 and len(pending.client_ids) > 0
         self._failures.note(self.report, lost)
         # Whether noise is released must not depend on whether anybody failed.
         if lost and not self.private:
             return None, None
         return self._release(aggregation)
-
-    def _record(self, aggregation: ServerSum) -> str | None:
-        """Write the round's release into the ledger; why it may not be made, if so."""
-        pending = aggregation.pending
-        clip_norm = self.mechanism.sensitivity(pending.state, pending.layout)
-        summed = aggregation.content() if self.protects else None
-        return self._accounting.record(pending.round, clip_norm, summed)
 
     def _release(self, aggregation: ServerSum) -> tuple[ArrayRecord, MetricRecord | None]:
         """Make the release that the ledger has, and a step along it."""
@@ -263,7 +261,9 @@ class PrivateRounds(ResumableStrategy):
 
     def _take_layout(self, server: dict[str, Tensor]) -> Layout:
         """The layout of a row, the same in all rounds; the first to be seen begins the state."""
-        layout = self._vectors.row_layout(Layout.of(server))
+        layout = Layout.of(server)
+        if self._vectors is not None:
+            layout = self._vectors.row_layout(layout)
         if layout == self._layout:
             return layout
         if self._layout is not None:

@@ -160,12 +160,12 @@ class Tally:
         self.unknown += int((~known).sum())
         self.duplicates += int((known & ~first).sum())
         for client, reason in block.reasons.items():
-            self._fail(position[first & (block.client_ids == client)], reason)
+            self._fate[position[first & (block.client_ids == client)]] = REASONS.index(reason)
         return block.select(keep)
 
     def reject(self, client_ids: Ids, reason: Reason) -> None:
         """Say that these clients, heard of before, are not usable after all."""
-        self._fail(np.searchsorted(self._asked, client_ids), reason)
+        self._fate[np.searchsorted(self._asked, client_ids)] = REASONS.index(reason)
 
     def doubt(self, client_ids: Ids, usable: Tensor, reason: Reason) -> None:
         """`reject` those of ``usable [n]`` that are not, once somebody asks for the report.
@@ -173,9 +173,6 @@ class Tally:
         Until then nobody waits for a GPU.
         """
         self._doubts.append((client_ids, usable, reason))
-
-    def _fail(self, position: npt.NDArray[np.intp], reason: Reason) -> None:
-        self._fate[position] = REASONS.index(reason)
 
     def report(self, server_round: int) -> RoundReport:
         """What became of everybody that was drawn."""

@@ -199,16 +199,14 @@ def refuse_shares(plan: ReleasePlan[Bounded], placement: str) -> None:
         raise FedsimError(f"{must} {plan.noise} (noise.name), which cannot be added in shares.")
 
 
-def refuse_unplain_means(
-    algorithm: LocalAlgorithm | None, mechanism: Mechanism | RobustMean
-) -> None:
+def refuse_unplain_means(algorithm: LocalAlgorithm, mechanism: Mechanism | RobustMean) -> None:
     """Refuse weights and bounds where the server's vectors are plain means of the clients'.
 
     Raises
     ------
     FedsimError
     """
-    if algorithm is None or not algorithm.plain_means or mechanism == NoPrivacy("uniform"):
+    if not algorithm.plain_means or mechanism == NoPrivacy("uniform"):
         return
     raise FedsimError(
         f"{mechanism} (mechanism.name) weighs or bounds what clients send, of which "

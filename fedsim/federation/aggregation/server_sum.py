@@ -163,11 +163,6 @@ class ServerSum:
         """What clients are asked after these replies; None if the replies are the last ones."""
         return None
 
-    @property
-    def has_stages(self) -> bool:
-        """Whether clients are asked more than once in a round."""
-        return type(self).next_stage is not ServerSum.next_stage
-
     def replies(self, messages: Iterable[Message]) -> Iterator[Reply]:
         """The last stage's replies: each client at most once, and only those that may be added.
 
