@@ -29,7 +29,7 @@ from fedsim.federation.engines.forked import ForkedCrew, helpful_workers
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.federation.rounds import rounds_of
 from fedsim.mechanisms import Clipping
-from fedsim.models.adadp_cifar import AdadpCIFAR
+from fedsim.models.networks import AdadpCIFAR
 from fedsim.randomness import Randomness
 from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData, Trainer

@@ -15,7 +15,7 @@ from experiments.framework.spread import Difference, agreed, over_seeds, paired
 from experiments.koskela.common import Koskela, optimiser, units
 from experiments.koskela.federated_scores import UNITS
 from fedsim.config import Scalar
-from fedsim.models.dense import parse_widths
+from fedsim.models.networks import parse_widths
 from fedsim.reports.plots import COLOURS, curve_style, grid
 
 __all__ = ["KoskelaScale", "KoskelaScaleSettings"]

@@ -7,18 +7,15 @@ from typing import TYPE_CHECKING
 from fedsim.lazy import names_of
 
 if TYPE_CHECKING:
-    from fedsim.models.calling import call_with
-    from fedsim.models.checks import (
-        refuse_other_than_numbers,
-        refuse_running_statistics,
-        refuse_unusable_parameters,
-    )
-    from fedsim.models.fixing import fix_normalisation
-    from fedsim.models.local_norm import localise, statistics_of
+    from fedsim.models.checks import refuse_other_than_numbers, refuse_unusable_parameters
     from fedsim.models.making import OFFERED, build
-    from fedsim.models.patterns import matching
-    from fedsim.models.trainable import freeze
-    from fedsim.models.weights import load_weights, values_of
+    from fedsim.models.normalization import (
+        fix_normalisation,
+        localise,
+        refuse_running_statistics,
+        statistics_of,
+    )
+    from fedsim.models.parameters import call_with, freeze, load_weights, matching, values_of
 
 __all__ = [
     "OFFERED",

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from fedsim.errors import FedsimError
-
-__all__ = [
-    "refuse_other_than_numbers",
-    "refuse_running_statistics",
-    "refuse_unusable_parameters",
-]
 
 
 def refuse_other_than_numbers(model: nn.Module) -> None:
@@ -62,27 +55,3 @@ def refuse_unusable_parameters(model: nn.Module) -> None:
                 f"the model starts with NaN or infinite numbers in {name}; every parameter must be "
                 "finite."
             )
-
-
-def refuse_running_statistics(model: nn.Module) -> None:
-    """Refuse normalisation layers that keep running statistics of the clients' data.
-
-    Running means and variances are sums over the data that no mechanism bounds or noises: if
-    they were sent, they would be a release that nobody charges for.
-
-    Raises
-    ------
-    FedsimError
-        Naming the layers and the usual cure, `nn.GroupNorm`.
-    """
-    names = [
-        f"{name or 'itself'} ({type(module).__name__})"
-        for name, module in model.named_modules()
-        if isinstance(module, _NormBase) and module.running_mean is not None
-    ]
-    if names:
-        raise FedsimError(
-            f"the model keeps running statistics of the clients' data in {', '.join(names)}, "
-            "which no noise protects, so that a private run cannot have them; use nn.GroupNorm, "
-            "or let model.fix = true put it in their place."
-        )

@@ -16,8 +16,6 @@ from fedsim.models.checks import refuse_other_than_numbers
 from fedsim.randomness import Purpose, Randomness
 from fedsim.settings import REQUIRED, Setting, settings_of
 
-__all__ = ["OFFERED", "build"]
-
 OFFERED = ("input_shape", "num_classes", "vocabulary")
 """What a model is told of the data, as far as it takes it."""
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from fedsim.clients.base import LocalAlgorithm, refuse_vectors
 from fedsim.errors import FedsimError
-from fedsim.models.local_norm import statistics_of
+from fedsim.models.normalization import statistics_of
 from fedsim.training.data import ClientData
 
 CARRIED = (torch.float16, torch.float32, torch.float64)

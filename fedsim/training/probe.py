@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.errors import FedsimError
-from fedsim.models.calling import call_with
+from fedsim.models.parameters import call_with
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.errors import FedsimError
-from fedsim.models.local_norm import statistics_of
+from fedsim.models.normalization import statistics_of
 from fedsim.randomness import Purpose, Randomness, Stream
 from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData

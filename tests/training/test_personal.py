@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedsim.clients import SGD, Ditto, FedRep, Proximal
 from fedsim.errors import FedsimError
 from fedsim.mechanisms import Clipping
-from fedsim.models.local_norm import localise
+from fedsim.models.normalization import localise
 from fedsim.randomness import Draws, Randomness
 from fedsim.training import ExamplePrivacy, Trainer
 from fedsim.training.client_state import Personal

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from fedsim.models.calling import call_with
+from fedsim.models.parameters import call_with
 from fedsim.rows import DenseRows, LinearPart, OuterRows
 from fedsim.rows.dense import BlockRows
 from fedsim.rows.packing import Packing

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedsim.models.calling import call_with
+from fedsim.models.parameters import call_with
 from fedsim.rows import LinearPart, OuterRows
 from fedsim.rows.dense import BlockRows
 from fedsim.rows.factored import Squares

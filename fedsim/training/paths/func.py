@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from fedsim.clients.base import Dense, Gradient
-from fedsim.models.calling import call_with
+from fedsim.models.parameters import call_with
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients.base import Gradient
-from fedsim.models.calling import call_with
+from fedsim.models.parameters import call_with
 from fedsim.rows.packing import Packing, channels_last
 from fedsim.tasks.losses import Loss
 from fedsim.training.gradients import BlockOfOne, Parts, RowViews

@@ -1,19 +1,68 @@
-"""Starting from parameters that are there already: a run's own, or any safetensors file."""
+"""A model's parameters: which are trained, where they start from, and others in their place."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fedsim import regular_files
 from fedsim.errors import FedsimError
-from fedsim.models.patterns import matching
 
-__all__ = ["load_weights", "values_of"]
+
+def matching(key: str, patterns: str, names: Sequence[str]) -> list[str]:
+    """Those ``names`` that match one of the ``patterns``, which commas separate.
+
+    Raises
+    ------
+    FedsimError
+        Naming the config's ``key``, if a pattern matches nothing.
+    """
+    each = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
+    for pattern in each:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise FedsimError(
+                f"{key} has the pattern '{pattern}', which matches no parameter; the model has "
+                f"{', '.join(names)}."
+            )
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in each)]
+
+
+def freeze(model: nn.Module, trainable: str = "") -> list[str]:
+    """Let only the parameters that match be trained, by their ``requires_grad``.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Changed in place.
+    trainable : str
+        Shell-style patterns over parameter names, separated by commas: ``"fc*"``,
+        ``"fc3.weight,*.bias"``. Empty: the model stays as it is.
+
+    Returns
+    -------
+    list of str
+        Names of the parameters that are trained, in the model's order.
+
+    Raises
+    ------
+    FedsimError
+        If a pattern matches no parameter, or no parameter is left to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    if chosen := set(matching("model.trainable", trainable, names)):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in chosen)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise FedsimError("the model has no parameter that is trained; it must have at least one.")
+    return trained
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
@@ -98,3 +147,27 @@ def _sort(tensor: Tensor) -> str:
     if tensor.is_complex():
         return "complex"
     return "floating" if tensor.is_floating_point() else "whole"
+
+
+def call_with(model: nn.Module, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """What a model gives for ``x [B, ...]``, with these tensors for the parameters of these names.
+
+    The model is as it was afterwards, also where a module stands in it under two names: PyTorch's
+    own `functional_call` puts the tensors in under both, and leaves them there.
+
+    Parameters
+    ----------
+    model : nn.Module
+    named : mapping of str to Tensor
+        By the names of `nn.Module.named_parameters`, of which a parameter has one.
+    x : Tensor
+    """
+    names: dict[int, str] = {}
+    tensors = dict(named)
+    for prefix, module in model.named_modules():  # each module once
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            first = names.setdefault(id(parameter), name)
+            if first in named:
+                tensors[name] = named[first]
+    outputs: Tensor = functional_call(model, tensors, (x,), tie_weights=False)
+    return outputs

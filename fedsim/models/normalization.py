@@ -1,0 +1,176 @@
+"""Normalisation layers, which look across examples: replaced, kept by each client, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from fedsim.errors import FedsimError
+
+
+def fix_normalisation(model: nn.Module) -> tuple[nn.Module, list[str]]:
+    """Put a layer that knows one example only for each that knows a batch, as Opacus does.
+
+    BatchNorm becomes GroupNorm of as many channels, in the greatest number of groups that divides
+    both these and 32, and in one group where there are features and no maps (BatchNorm1d): a group
+    of one feature would be zero whatever it was. InstanceNorm loses its running statistics. The
+    new layers start at scale 1 and shift 0. Opacus, whose cure it is, is imported here.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Changed in place, unless it is one such layer itself.
+
+    Returns
+    -------
+    nn.Module
+    list of str
+        One sentence a layer, none where there was nothing to do.
+
+    Raises
+    ------
+    FedsimError
+        If Opacus has no cure for a layer, or refuses the cured one.
+    """
+    from opacus.validators import ModuleValidator
+
+    said = []
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, _NormBase):
+            continue
+        validate = ModuleValidator.VALIDATORS.get(type(module))
+        where, was = name or "itself", type(module).__name__
+        if validate is None:
+            raise FedsimError(
+                f"model.fix = true, but there is no cure for {where} ({was}); it must be one of "
+                "torch.nn's own layers, or be replaced by hand."
+            )
+        if not validate(module):
+            continue
+        cured = _cured(module)
+        said.append(f"model.fix: {where} is {cured} now, and was {was}.")
+        if not name:
+            return cured, said
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, cured)
+    return model, said
+
+
+def _cured(module: _NormBase) -> nn.Module:
+    from opacus.validators import ModuleValidator
+
+    groups = {"num_groups": 1} if isinstance(module, nn.BatchNorm1d) else {}
+    cured: nn.Module = ModuleValidator.FIXERS[type(module)](module, **groups)
+    if problems := ModuleValidator.validate(cured):
+        raise FedsimError(f"model.fix = true, but Opacus refuses {cured}: {problems[0]}")
+    if isinstance(cured, _NormBase):  # an InstanceNorm, whose statistics would only lie about
+        cured.running_mean = cured.running_var = cured.num_batches_tracked = None
+    first = next(module.parameters(), None)
+    return cured.train(module.training) if first is None else cured.to(first)
+
+
+STATISTICS = ("running_mean", "running_var")
+
+
+class LocalBatchNorm(nn.Module):
+    """As the BatchNorm that it is made of, with running statistics among its parameters.
+
+    So a client's row holds them, a client keeps them with what else is personal, and evaluates
+    with them. In training they move with each batch as PyTorch's do; no gradient has a part of
+    them. A batch of one value a channel, of which there is no variance, is normalised by them.
+    Source: Li et al. 2021, "FedBN".
+
+    Parameters
+    ----------
+    layer : BatchNorm1d, 2d or 3d
+        With running statistics of a fixed momentum.
+    name : str
+        For sentences.
+    """
+
+    def __init__(self, layer: _BatchNorm, name: str) -> None:
+        super().__init__()
+        if layer.running_mean is None or layer.running_var is None or layer.momentum is None:
+            lacking = "momentum" if layer.running_mean is not None else "running statistics"
+            raise FedsimError(
+                f"model module '{name}' is a {type(layer).__name__} without {lacking}, so that a "
+                "client would evaluate an example by what it stands beside; it must have "
+                "track_running_stats=True and a momentum."
+            )
+        self.momentum, self.eps = layer.momentum, layer.eps
+        self.weight, self.bias = layer.weight, layer.bias
+        self.running_mean = nn.Parameter(layer.running_mean.clone())
+        self.running_var = nn.Parameter(layer.running_var.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x [B, C, ...]`` normalised by its own statistics, or by the client's."""
+        # Not detach(): that shares the count of changes, and backward would refuse the whole row.
+        mean, var = self.running_mean.data, self.running_var.data
+        by_batch = self.training and x.numel() > x.shape[1]
+        return nn.functional.batch_norm(
+            x, mean, var, self.weight, self.bias, by_batch, self.momentum, self.eps
+        )
+
+
+def localise(model: nn.Module, personal: Collection[str]) -> list[str]:
+    """Put a `LocalBatchNorm` for each BatchNorm whose trained parameters are all personal.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Changed in place.
+    personal : collection of str
+        Names of personal parameters.
+
+    Returns
+    -------
+    list of str
+        Names of the statistics, which are parameters now, and personal.
+
+    Raises
+    ------
+    FedsimError
+        If such a layer keeps no statistics.
+    """
+    for name, module in list(model.named_modules()):
+        names = [f"{name}.{parameter}" for parameter, _ in module.named_parameters()]
+        if name and isinstance(module, _BatchNorm) and names and {*names} <= {*personal}:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, LocalBatchNorm(module, name))
+    return statistics_of(model)
+
+
+def statistics_of(model: nn.Module) -> list[str]:
+    """Names of the parameters that are statistics, which gradients leave alone."""
+    return [
+        f"{name}.{statistic}" if name else statistic
+        for name, module in model.named_modules()
+        if isinstance(module, LocalBatchNorm)
+        for statistic in STATISTICS
+    ]
+
+
+def refuse_running_statistics(model: nn.Module) -> None:
+    """Refuse normalisation layers that keep running statistics of the clients' data.
+
+    Running means and variances are sums over the data that no mechanism bounds or noises: if
+    they were sent, they would be a release that nobody charges for.
+
+    Raises
+    ------
+    FedsimError
+        Naming the layers and the usual cure, `nn.GroupNorm`.
+    """
+    names = [
+        f"{name or 'itself'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if isinstance(module, _NormBase) and module.running_mean is not None
+    ]
+    if names:
+        raise FedsimError(
+            f"the model keeps running statistics of the clients' data in {', '.join(names)}, "
+            "which no noise protects, so that a private run cannot have them; use nn.GroupNorm, "
+            "or let model.fix = true put it in their place."
+        )
