@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from fedsim import registry
+import numpy as np
+import numpy.typing as npt
+
+from fedsim import registry, regular_files
 from fedsim.datasets.arrays import Arrays, read_folder, read_npz
 from fedsim.datasets.checks import Layout
 from fedsim.datasets.dataset import Dataset
-from fedsim.datasets.hugging_face import is_saved, read_saved
 from fedsim.datasets.tables import is_table, read_table
 from fedsim.errors import FedsimError
 from fedsim.registry import register
 from fedsim.settings import Doc, Ge
 from fedsim.synonyms import closest
-
-__all__ = ["Files"]
 
 _OWN = (
     "a path to an .npz or a .csv, or to a folder of .npy files, of train.csv and test.csv, or one "
@@ -125,3 +126,95 @@ def _found(name: str, folder: Path) -> Path:
         f"data.name is '{name}', but there is no such file here or in '{folder}' (data.dir); it "
         f"must be {_OWN}."
     )
+
+
+SPLITS = ("train", "test")
+
+
+def is_saved(path: Path) -> bool:
+    """Whether `datasets.DatasetDict.save_to_disk` has written this folder."""
+    return (path / "dataset_dict.json").is_file()
+
+
+def read_saved(path: Path, columns: str) -> Arrays:
+    """Arrays of a folder that `save_to_disk` has written, with the splits train and test.
+
+    Raises
+    ------
+    FedsimError
+        If the package is not installed, the folder is damaged, or a column is none of arrays.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise FedsimError(
+            f"{path} was saved by datasets, which is not installed; "
+            "pip install 'fedsim[flwr-datasets]' has it."
+        ) from None
+    try:
+        saved = datasets.load_from_disk(str(regular_files.require_all(path)))
+    except Exception as error:
+        cause = str(error).strip().replace("\n", " ").rstrip(".")[:200]
+        raise FedsimError(
+            f"{path} could not be read ({cause}); it must be a folder that datasets has saved."
+        ) from error
+    return arrays_of(saved, columns, str(path))
+
+
+def arrays_of(splits: Mapping[str, Any], columns: str, where: str = "the data set") -> Arrays:
+    """Arrays of a `datasets.DatasetDict` with the splits train and test.
+
+    Parameters
+    ----------
+    splits : mapping of name to `datasets.Dataset`
+    columns : str
+        ``"x=image,y=label,owner=writer"``: what each array is called there.
+
+    Raises
+    ------
+    FedsimError
+        If a split or a column lacks, or is no array of numbers.
+    """
+    names = _names(columns)
+    missing = [split for split in SPLITS if split not in splits]
+    if missing:
+        raise FedsimError(
+            f"{where} has the splits {', '.join(splits)}; it must have {' and '.join(SPLITS)}."
+        )
+    arrays = [
+        {ours: _array(splits[split], split, theirs, where) for ours, theirs in names.items()}
+        for split in SPLITS
+    ]
+    return Arrays(arrays[0], arrays[1])
+
+
+def _names(columns: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in columns.split(",")]
+    names = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
+    if not {"x", "y"} <= names.keys() or not all(names) or not all(names.values()):
+        raise FedsimError(
+            f"data.columns is '{columns}'; it must say which columns are inputs and targets, such "
+            "as 'x=image,y=label,owner=writer'."
+        )
+    return names
+
+
+def _array(split: Any, which: str, column: str, where: str) -> npt.NDArray[Any]:
+    if column not in split.column_names:
+        raise FedsimError(
+            f"{where} has no column '{column}' in its split {which}, but "
+            f"{', '.join(split.column_names)}; name another in data.columns."
+        )
+    try:
+        array = np.asarray(split.with_format("numpy")[column][:])
+    except (ValueError, TypeError):
+        array = np.asarray(None)
+    if array.dtype.hasobject and all(isinstance(value, str) for value in array.ravel()):
+        return array.astype(np.str_)
+    if array.dtype.hasobject:
+        raise FedsimError(
+            f"{where} has a column '{column}' that makes no array; its values must be numbers, "
+            "strings, or images or lists of one shape (pad sequences, and say what counts by a "
+            "mask)."
+        )
+    return array

@@ -185,7 +185,7 @@ _GRACE = 10.0
 # In full, as whoever moves a module looks for it.
 _USED_BY_TASKS = (
     *("fedsim.apps.node", "fedsim.federation.engines.client_app"),
-    *("fedsim.federation.engines.packed_messages", "fedsim.models.checks"),
+    *("fedsim.federation.engines.packed_messages", "fedsim.models.parameters"),
     *("fedsim.models.making", "fedsim.models.parameters", "fedsim.tasks.losses"),
 )
 _KIND_OF_ROLE = {"server": "flwr-serverapp", "client": "flwr-clientapp"}

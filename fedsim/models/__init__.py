@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from fedsim.lazy import names_of
 
 if TYPE_CHECKING:
-    from fedsim.models.checks import refuse_other_than_numbers, refuse_unusable_parameters
     from fedsim.models.making import OFFERED, build
     from fedsim.models.normalization import (
         fix_normalisation,
@@ -15,7 +14,15 @@ if TYPE_CHECKING:
         refuse_running_statistics,
         statistics_of,
     )
-    from fedsim.models.parameters import call_with, freeze, load_weights, matching, values_of
+    from fedsim.models.parameters import (
+        call_with,
+        freeze,
+        load_weights,
+        matching,
+        refuse_other_than_numbers,
+        refuse_unusable_parameters,
+        values_of,
+    )
 
 __all__ = [
     "OFFERED",

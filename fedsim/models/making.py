@@ -12,7 +12,7 @@ from torch import nn
 
 from fedsim import registry
 from fedsim.errors import FedsimError
-from fedsim.models.checks import refuse_other_than_numbers
+from fedsim.models.parameters import refuse_other_than_numbers
 from fedsim.randomness import Purpose, Randomness
 from fedsim.settings import REQUIRED, Setting, settings_of
 

@@ -1,4 +1,4 @@
-"""A model's parameters: which are trained, where they start from, and others in their place."""
+"""A model's parameters: trained, loaded from a file, refused, and others in their place."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parameter import is_lazy
 
 from fedsim import regular_files
 from fedsim.errors import FedsimError
@@ -171,3 +172,51 @@ def call_with(model: nn.Module, named: Mapping[str, Tensor], x: Tensor) -> Tenso
                 tensors[name] = named[first]
     outputs: Tensor = functional_call(model, tensors, (x,), tie_weights=False)
     return outputs
+
+
+def refuse_other_than_numbers(model: nn.Module) -> None:
+    """Refuse parameters that are no dense real numbers or have no values as yet, or are locked in.
+
+    Raises
+    ------
+    FedsimError
+    """
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule | nn.DataParallel):
+            raise FedsimError(
+                f"the model has a {type(module).__name__}, which keeps its parameters to itself; "
+                "it must be made of plain modules."
+            )
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise FedsimError(
+                "the model has lazy layers, whose shapes are unknown until data come; give every "
+                "layer its sizes."
+            )
+        if parameter.is_complex() or parameter.layout is not torch.strided:
+            said = "complex" if parameter.is_complex() else parameter.layout
+            raise FedsimError(
+                f"the model's {name} is {said}; parameters must be dense real numbers."
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise FedsimError(
+                f"the model's {name} is on the device 'meta', where it has no values; it must have "
+                "some, on a CPU or a GPU."
+            )
+
+
+def refuse_unusable_parameters(model: nn.Module) -> None:
+    """Refuse parameters with which no training can begin.
+
+    Raises
+    ------
+    FedsimError
+        Naming the first that has NaN or infinite numbers.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
+            raise FedsimError(
+                f"the model starts with NaN or infinite numbers in {name}; every parameter must be "
+                "finite."
+            )

@@ -5,17 +5,16 @@ of positions for each client, disjoint and together all of them, as a function o
 columns and its ``seed`` alone.
 """
 
-from fedsim.partitions.base import Columns, Examples, Indices, Partition, subsample
+from fedsim.partitions.base import Columns, Examples, Indices, Partition, hold_out, subsample
 from fedsim.partitions.by_owner import ByOwner
-from fedsim.partitions.dirichlet import Dirichlet
-from fedsim.partitions.holdout import hold_out
-from fedsim.partitions.iid import IID
-from fedsim.partitions.interpolated_pathological import (
+from fedsim.partitions.published import (
     CIFAR10_PAIRS,
+    IID,
+    Dirichlet,
     InterpolatedPathological,
+    Shards,
     parse_groups,
 )
-from fedsim.partitions.shards import Shards
 
 __all__ = [
     "CIFAR10_PAIRS",

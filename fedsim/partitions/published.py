@@ -1,4 +1,4 @@
-"""Clients of few classes, mixed with uniform randomness to a chosen degree."""
+"""Partitions of the literature: uniform ones, and those that skew the classes that clients have."""
 
 from __future__ import annotations
 
@@ -9,11 +9,139 @@ from typing import Annotated
 import numpy as np
 
 from fedsim.errors import FedsimError
-from fedsim.partitions.base import Examples, Indices, Partition, require_clients
+from fedsim.partitions.base import (
+    Examples,
+    Indices,
+    Partition,
+    by_class,
+    require_clients,
+    require_enough,
+)
 from fedsim.registry import register
-from fedsim.settings import Doc, Ge, Le, Text, check_settings
+from fedsim.settings import Between, Doc, Ge, Gt, Le, Text, check_settings
 
-__all__ = ["CIFAR10_PAIRS", "Groups", "InterpolatedPathological", "parse_groups"]
+
+@register("partition", "iid")
+@dataclass(frozen=True)
+class IID(Partition):
+    """Examples shuffled and dealt evenly: sizes differ by one at most.
+
+    Parameters
+    ----------
+    clients : int
+        At most the number of examples.
+    seed : int
+
+    Examples
+    --------
+    >>> [len(examples) for examples in IID(clients=3, seed=1).indices([0, 1] * 5)]
+    [4, 3, 3]
+    """
+
+    clients: int = 100
+    seed: int = 0
+
+    @property
+    def _kind(self) -> str:
+        return "IID"
+
+    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+        """Equal shares of a shuffle."""
+        require_enough(self.clients, len(examples))
+        return np.array_split(generator.permutation(len(examples)), self.clients)
+
+
+@register("partition", "dirichlet")
+@dataclass(frozen=True)
+class Dirichlet(Partition):
+    """Each class dealt to the clients in proportions drawn from Dirichlet(alpha, ..., alpha).
+
+    Both the mix of classes and the size differ between clients; a client may have nothing
+    (often, when ``alpha`` is small or clients are many). Large ``alpha`` comes near to IID.
+
+    Source: Yurochkin et al., Bayesian Nonparametric Federated Learning of Neural Networks,
+    2019.
+
+    Parameters
+    ----------
+    clients : int
+    seed : int
+    """
+
+    alpha: Annotated[
+        float,
+        Gt(0),
+        Between(1e-6, 1e6),
+        Doc("Concentration: small for clients of few classes, large for clients that are alike."),
+    ] = 0.5
+    clients: int = 100
+    seed: int = 0
+
+    @property
+    def _kind(self) -> str:
+        return f"Dirichlet (alpha = {self.alpha:g})"
+
+    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+        """Each class in proportions of its own."""
+        labels = examples.labels
+        owner = np.empty(len(labels), dtype=np.int64)
+        for positions in by_class(labels):
+            shares = generator.dirichlet(np.full(self.clients, self.alpha))
+            # Rounding the cumulated shares hands out every example, and each client's number
+            # is within one of its share.
+            stops = np.rint(np.cumsum(shares) * len(positions)).astype(np.int64)
+            stops[-1] = len(positions)
+            sizes = np.diff(np.minimum(stops, len(positions)), prepend=0)
+            owner[generator.permutation(positions)] = np.repeat(np.arange(self.clients), sizes)
+        return np.split(
+            np.argsort(owner, kind="stable"),
+            np.cumsum(np.bincount(owner, minlength=self.clients))[:-1],
+        )
+
+
+@register("partition", "shards")
+@dataclass(frozen=True)
+class Shards(Partition):
+    """Examples sorted by label, cut into equal shards, ``shards`` of them dealt to each client.
+
+    A client has about ``shards`` classes at most. Where the examples do not divide evenly, the
+    first shards have one more.
+
+    Source: McMahan et al., Communication-Efficient Learning of Deep Networks from
+    Decentralized Data, 2017 (the pathological non-IID partition of MNIST).
+
+    Parameters
+    ----------
+    clients : int
+        ``clients * shards`` is at most the number of examples.
+    seed : int
+        Of who has which shards; the shards themselves do not depend on it.
+    """
+
+    shards: Annotated[
+        int, Ge(1), Doc("How many each client has: 2 with McMahan et al., 5 with Das et al.")
+    ] = 2
+    clients: int = 100
+    seed: int = 0
+
+    @property
+    def _kind(self) -> str:
+        return f"shards ({self.shards} a client)"
+
+    def deal(self, examples: Examples, generator: np.random.Generator) -> Sequence[Indices]:
+        """Shards of examples sorted by label."""
+        labels = examples.labels
+        total = self.clients * self.shards
+        if total > len(labels):
+            raise FedsimError(
+                f"partition.clients = {self.clients} with partition.shards = {self.shards} need "
+                f"{total} shards, but there are only {len(labels)} training examples; their "
+                f"product must be at most {len(labels)}."
+            )
+        shards = np.array_split(np.argsort(labels, kind="stable"), total)
+        hands = generator.permutation(total).reshape(self.clients, self.shards)
+        return [np.concatenate([shards[shard] for shard in hand]) for hand in hands]
+
 
 Groups = tuple[tuple[int, ...], ...]
 
