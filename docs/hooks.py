@@ -66,11 +66,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Let links to files of the repository lead to the pages that are made of them."""
+    """Let links to files of the repository lead to their pages; keep keys in one piece."""
     here = "../" * page.file.src_uri.count("/")
     for file, uri in (("SECURITY.md", "security.md"), ("CHANGELOG.md", "changelog.md")):
         markdown = markdown.replace(f"](../{file})", f"]({here}{uri})")
-    return re.sub(r"\]\(docs/", f"]({here}", markdown)
+    markdown = re.sub(r"\]\(docs/", f"]({here}", markdown)
+    if page.file.src_uri in ("reference/config.md", "reference/command.md"):
+        # A key or an option, in a table's first cell, is not broken at its hyphens.
+        markdown = re.sub(r"^\| (`[^|]+`) \|", _unbroken, markdown, flags=re.MULTILINE)
+    return markdown
+
+
+def _unbroken(cell: re.Match[str]) -> str:
+    return "| " + re.sub(r"`[^`]+`", lambda code: f"{code[0]}{{ .unbroken }}", cell[1]) + " |"
 
 
 def command_reference() -> str:
@@ -86,15 +94,17 @@ def command_reference() -> str:
 def _sections(command: click.Command, name: str) -> list[str]:
     if isinstance(command, click.Group):
         context = click.Context(command, info_name=name)
-        subcommands = ((sub, command.get_command(context, sub)) for sub in command.list_commands(context))
-        return [line for sub, found in subcommands if found for line in _sections(found, f"{name} {sub}")]
-    return [f"## {name}\n", _help(command), *_parameters(command), ""]
-
-
-def _help(command: click.Command) -> str:
+        subcommands = (
+            (sub, command.get_command(context, sub)) for sub in command.list_commands(context)
+        )
+        return [
+            line
+            for sub, found in subcommands
+            if found
+            for line in _sections(found, f"{name} {sub}")
+        ]
     text = (command.help or "").strip()
-    # An indented example is code; the rest is paragraphs.
-    return re.sub(r"\n(?=\S)", "\n", text) + "\n"
+    return [f"## {name}\n", f"{text}\n", *_parameters(command), ""]
 
 
 def _parameters(command: click.Command) -> list[str]:
@@ -116,7 +126,12 @@ def python_reference() -> str:
     """The public names of each package, with their docstrings."""
     lines = ["# Python\n"]
     for title, module, members in MODULES:
-        lines += [f"## {title}\n", f"::: {module}", "    options:", "      show_root_heading: false"]
+        lines += [
+            f"## {title}\n",
+            f"::: {module}",
+            "    options:",
+            "      show_root_heading: false",
+        ]
         lines += ["      show_root_toc_entry: false"]
         if members:
             lines += [f"      members: [{', '.join(members)}]"]

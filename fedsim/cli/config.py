@@ -36,6 +36,8 @@ def list_(
 ) -> None:
     """List the choices of a kind: fedsim's own, and those that installed packages add.
 
+    For example:
+
         fedsim config list mechanism
 
     A class or function of your own is named `module:name` in the same places.
@@ -61,9 +63,14 @@ def explain(
 ) -> None:
     """Explain a key, the keys of a table, or the keys of one of its choices.
 
-    fedsim config explain client.tol
-    fedsim config explain mechanism
-    fedsim config explain mechanism.adaclip
+    For example:
+
+        fedsim config explain client.tol
+        fedsim config explain mechanism
+        fedsim config explain mechanism.adaclip
+
+    Of one key it says the type, the default, what is allowed, and whether a
+    resumed run may change it.
     """
     every = keys()
     output = Output()
@@ -144,7 +151,11 @@ def init(
 ) -> None:
     """Write a config to start from: every key of the choices made, with its description.
 
-    fedsim config init --set client.name=adam --set partition.name=dirichlet --out run.toml
+    For example:
+
+        fedsim config init --set client.name=adam --set partition.name=dirichlet --out run.toml
+
+    Without --out it is printed.
     """
     text = template(RunConfig.of(set_ or []))
     if out is None:
@@ -161,9 +172,11 @@ def init(
 def schema_() -> None:
     """Print the JSON schema, from which editors complete and check a TOML file.
 
+    Write it to a file,
+
         fedsim config schema > fedsim.schema.json
 
-    and `#:schema ./fedsim.schema.json` as the first line of the config.
+    and name that file in the first line of a config: `#:schema ./fedsim.schema.json`.
     """
     typer.echo(json.dumps(schema(), indent=2))
 
@@ -172,6 +185,10 @@ def schema_() -> None:
 def show(config: ConfigFile, set_: Overrides = None) -> None:
     """Show a config with every key, those that it leaves at their defaults included.
 
-    fedsim config show run.toml --set client.name=adam
+    For example:
+
+        fedsim config show run.toml --set client.name=adam
+
+    Nothing is run; a mistake in the config is reported.
     """
     typer.echo(RunConfig.load(config, set_ or []).to_toml(), nl=False)

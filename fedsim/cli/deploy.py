@@ -67,6 +67,8 @@ def init(
 ) -> None:
     """Make a certificate authority, the server's certificate and a key for each node.
 
+    For example:
+
         fedsim deploy init fed --nodes 3 --host superlink.example.org
 
     Give each party its own directory and nothing else: `superlink/` to the server, `node-0/` ...
@@ -119,6 +121,8 @@ def superlink(
 ) -> None:
     """Run the server until Ctrl-C, restarting any of its processes that ends.
 
+    For example:
+
         fedsim deploy superlink fed/superlink --host 0.0.0.0
 
     Nodes can reach only the port for SuperNodes. The operator, who has a token, uses this
@@ -149,6 +153,8 @@ def node(
     ] = 9094,
 ) -> None:
     """Run one node until Ctrl-C, restarting any of its processes that ends.
+
+    For example:
 
         fedsim deploy node node-0
 

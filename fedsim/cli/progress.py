@@ -186,7 +186,10 @@ _NO_CLAIM = (
 
 
 def _files_table(directory: RunDirectory, *, claims: bool) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
+    # A path is in one piece, to be copied; on a narrow terminal the words beside it wrap.
+    table = Table.grid(
+        Column(no_wrap=True, overflow="fold"), Column(overflow="fold"), padding=(0, 2)
+    )
     for path, purpose in (
         (directory.report, "curves, statement and config on one page"),
         (directory.model, "the model"),

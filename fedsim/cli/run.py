@@ -162,6 +162,8 @@ def app(
 ) -> None:
     """Run an unchanged Flower app in this process: no SuperLink, no Ray, nothing serialised.
 
+    For example:
+
         fedsim app examples/plugin --nodes 4 --set num-server-rounds=3
 
     The app's ServerApp, ClientApp and `[tool.flwr.app.config]` are those that `flwr run` would

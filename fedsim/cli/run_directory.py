@@ -31,6 +31,8 @@ def evaluate(
 ) -> None:
     """Evaluate a run's model on test examples of its own data set, or of another.
 
+    For example:
+
         fedsim evaluate runs/digits
         fedsim evaluate runs/digits --data hospital.npz
 
@@ -58,6 +60,8 @@ def export(
     best: BEST = False,
 ) -> None:
     """Convert a run's model to another format, or make a bundle of it to publish.
+
+    For example:
 
         fedsim export runs/digits --to onnx
         fedsim export runs/digits --public
@@ -95,6 +99,8 @@ def report(
 ) -> None:
     """Write a run's page: its settings, its metrics, what its privacy cost.
 
+    For example:
+
         fedsim report runs/digits
 
     `fedsim run` writes the same page when it ends; this command also takes a run that was
@@ -120,6 +126,8 @@ def compare(
     out: Annotated[Path, typer.Option(help="The page, an HTML file.")] = Path("compare.html"),
 ) -> None:
     """Compare runs on one page: curves, a sortable table, and the differences of their configs.
+
+    For example:
 
         fedsim compare runs/lr* --out lr.html
         fedsim compare runs/digits-sweep

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import click
 import pytest
 import torch
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -134,6 +136,23 @@ def test_help_says_what_the_argument_is(command: str, says: str) -> None:
     told = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "150"})
     assert told.exit_code == 0
     assert says in told.output
+
+
+def every_command(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from every_command(command, *path, name)
+        else:
+            yield (*path, name), command.help or ""
+
+
+@pytest.mark.parametrize(
+    ("path", "text"), [*every_command(cast(click.Group, typer.main.get_command(app)))]
+)
+def test_each_line_of_an_example_is_a_line_of_the_help(path: tuple[str, ...], text: str) -> None:
+    shown = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "120"}).output.splitlines()
+    examples = {line.strip() for line in text.splitlines() if line.startswith("    ")}
+    assert examples - {line.strip() for line in shown} == {""} & examples
 
 
 def test_a_private_run_whose_clients_all_fail_ends_well_and_its_summary_says_it(
