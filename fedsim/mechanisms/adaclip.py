@@ -104,7 +104,7 @@ class AdaClip(ScalingBound):
         return {"m": m, "s": torch.full_like(m, start)}
 
     def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
-        """``min(1, 1 / norm)`` of whitened norms (see `whitening`)."""
+        """``min(1, 1 / norm)`` of whitened norms."""
         return clip_factor(norms, 1.0, unit)
 
     def whitening(self, ready: State) -> tuple[Tensor | None, Tensor | None]:

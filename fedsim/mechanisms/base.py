@@ -341,7 +341,7 @@ class Bound(Mechanism):
         return {"sum": noise_multiplier}
 
     def weights(self, weights: Weights | None, count: int, device: torch.device) -> Tensor:
-        """Weights of rows as given, float64 ``[count]``; see `row_weights`."""
+        """Weights of rows, checked, float64 ``[count]``."""
         return row_weights(weights, count, device)
 
     def divisor(self, bare_sums: Mapping[str, Tensor], denominator: Tensor) -> Tensor:

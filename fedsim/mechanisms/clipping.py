@@ -29,7 +29,7 @@ class Clipping(ScalingBound):
     clip_norm: Annotated[float, *NORM, Doc("C: longer rows are scaled down to this L2 norm.")] = 1.0
 
     def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
-        """``min(1, C / norm)``; see `ScalingBound`."""
+        """``min(1, C / norm)``."""
         return clip_factor(norms, self.clip_norm, unit)
 
     def radius(self, ready: State, d: int) -> float:

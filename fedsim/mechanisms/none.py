@@ -69,7 +69,7 @@ class NoPrivacy(Bound):
         return self.scaled(y, ready)
 
     def scaled(self, rows: Tensor, ready: State) -> Shaped:
-        """See `Bound`."""
+        """Rows as they are; NaN is the factor of one that has diverged."""
         norms = norms_of(rows)
         factor = torch.where(norms <= MAX_NORM, 1.0, torch.nan)
         sides = {"weight": torch.ones_like(factor), "reach": norms}

@@ -32,7 +32,7 @@ class Normalization(ScalingBound):
     ] = 0.0
 
     def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
-        """``C / (norm + smoothing)``, and 0 for a norm of 0; see `ScalingBound`."""
+        """``C / (norm + smoothing)``, and 0 for a norm of 0."""
         smooth = norms if self.smoothing == 0 else norms + self.smoothing / unit
         return torch.where(norms == 0, 0.0, self.clip_norm / smooth)
 

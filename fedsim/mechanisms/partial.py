@@ -236,7 +236,7 @@ class SegmentSum:
         owners: Owners,
         masks: RowMasks | None,
     ) -> None:
-        """See `PartialSum.add_owners`; rows have all columns, ``counts`` None for the one sum."""
+        """Add rows that have all columns; ``counts`` is None for the one sum."""
         rows, bound, vector = self.segment.part_of(rows), self.segment.bound, self.grids["sum"]
         # Rows that are not there are measured and summed by their factors; of others those that are
         # only multiplied go straight into the one sum, and the rest as copies in the cache.

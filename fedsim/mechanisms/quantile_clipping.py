@@ -78,7 +78,7 @@ class QuantileClipping(ScalingBound):
         return {"sum": (noise_multiplier**-2 - bit**-2) ** -0.5, BIT: bit}
 
     def scales(self, norms: Tensor, ready: State, unit: Tensor | float) -> Tensor:
-        """``min(1, C / norm)`` at this round's C; see `ScalingBound`."""
+        """``min(1, C / norm)`` at this round's C."""
         return clip_factor(norms, per_row(ready["clip_norm"]), unit)
 
     def radius(self, ready: State, d: int) -> Tensor:

@@ -54,7 +54,7 @@ class ScalingBound(Bound):
         return self._shaped(norms, ready, y.shape[-1], unit)
 
     def scaled(self, rows: Tensor, ready: State) -> Shaped | None:
-        """See `Bound`; None where norms are of other coordinates, or extreme."""
+        """Multiply; None where norms are of other coordinates, or extreme."""
         if any(vector is not None for vector in self.whitening(ready)):
             return None
         norms = norms_of(rows)

@@ -134,7 +134,7 @@ class ClientLedgers:
         release: str | None = None,
         stopping: Stopping = FIXED,
     ) -> float:
-        """What the client that has spent most has spent; as of a round, see `Ledger.as_of`."""
+        """What the client that has spent most has spent, or had after a round that is repeated."""
         everyone = self.everyone()
         spent = [ledger.history for ledger in everyone]
         if round is not None:

@@ -1,8 +1,8 @@
 """What one release shows of a row: closed forms, Rényi curves, and pairs of distributions.
 
 A *dominating pair* of a release is two distributions, its result with the worst row and without
-it, such that no other neighbours are told apart more easily. Its privacy loss is the logarithm of
-their density ratio. `fedsim.privacy.pld` composes pairs; Rényi curves add up as they are.
+it, such that no other neighbours are easier to distinguish. Its privacy loss is the logarithm of
+their density ratio. `fedsim.privacy.pld` composes pairs; Rényi curves are simply added.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Array = npt.NDArray[np.float64]
 ORDERS = np.array(
     [*np.arange(1.1, 10.95, 0.1).round(1), *range(11, 65), 80, 96, 128, 192, 256, 512, 1024]
 )
-"""Of all Rényi curves here."""
+"""Orders of all Rényi curves here."""
 
-# Mass cut off each tail of one release; the part that could be a large loss is counted as an
-# infinite one.
+# Mass cut off each tail of one release; of that, what could be a large loss is counted as an
+# infinite one. Over 10^8 releases it is below 1e-13 together, far below any delta that is asked.
 RELEASE_TAIL = 1e-22
 
 
@@ -102,10 +102,10 @@ def rdp_delta(rdp: Array, epsilon: float) -> float:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Let dp-accounting leave out orders whose series does not converge, without a word.
+    """Keep dp-accounting quiet where it leaves out orders whose series does not converge.
 
     absl, by which it warns, gives the root logger a handler where that has none: from then on
-    every line of others' loggers, Flower's among them, would be shown twice.
+    every line of other loggers, Flower's among them, would be shown twice.
     """
     absl, root, silent = logging.getLogger("absl"), logging.getLogger(), logging.NullHandler()
     level = absl.level
@@ -157,13 +157,13 @@ class SampledGaussian(DominatingPair):
         return self, Reversed(self)
 
     def ends(self) -> tuple[float, float]:
-        """See `DominatingPair`."""
+        """The least and the largest finite loss, but for negligible mass."""
         reach = -self.noise_multiplier * float(ndtri(RELEASE_TAIL))
         low, high = self._loss(np.array([-reach, 1 + reach]))
         return float(low), float(high)
 
     def std(self, *, upper: bool = False) -> float:
-        """See `DominatingPair`; by quadrature."""
+        """Standard deviation of the loss under ``lower``, or under ``upper``; by quadrature."""
         q, z = self.rate, self.noise_multiplier
         x = np.linspace(-9.0, 9.0, 4001)
         weight = np.exp(-(x**2) / 2)
@@ -182,9 +182,11 @@ class SampledGaussian(DominatingPair):
         return np.asarray(np.logaddexp(math.log1p(-q), math.log(q) + exponent))
 
     def masses(self, grid: Array) -> tuple[Array, Array]:
-        """See `DominatingPair`."""
+        """Mass of ``upper`` and ``lower`` at losses below, between and above the grid's points."""
         q, z = self.rate, self.noise_multiplier
-        # Where the loss crosses each grid point; below log(1 - q) it never does.
+        # The loss increases with x, so that the mass between two grid points is that between the x
+        # at which it reaches them. It never falls to log(1 - q): there x is -inf. For q = 1 it is
+        # linear, and q = 1 put into the other formula would be 0 / 0.
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             if q == 1:
                 x = grid * z**2 + 0.5
@@ -215,16 +217,16 @@ class Reversed(DominatingPair):
     pair: DominatingPair
 
     def ends(self) -> tuple[float, float]:
-        """See `DominatingPair`."""
+        """The least and the largest finite loss, but for negligible mass."""
         low, high = self.pair.ends()
         return -high, -low
 
     def std(self, *, upper: bool = False) -> float:
-        """See `DominatingPair`."""
+        """Standard deviation of the loss under ``lower``, or under ``upper``."""
         return self.pair.std(upper=not upper)
 
     def masses(self, grid: Array) -> tuple[Array, Array]:
-        """See `DominatingPair`."""
+        """Mass of ``upper`` and ``lower`` at losses below, between and above the grid's points."""
         upper, lower = self.pair.masses(-grid[::-1])
         return lower[::-1], upper[::-1]
 
@@ -263,21 +265,21 @@ class DiscretePair(DominatingPair):
         return losses, upper / upper.sum(), lower / lower.sum()
 
     def ends(self) -> tuple[float, float]:
-        """See `DominatingPair`."""
+        """The least and the largest finite loss, but for negligible mass."""
         losses, _ = self._atoms()
         return float(losses[0]), float(losses[-1])
 
     def std(self, *, upper: bool = False) -> float:
-        """See `DominatingPair`."""
+        """Standard deviation of the loss under ``lower``, or under ``upper``."""
         losses, weight = self._atoms()
         weight = weight if upper else weight * np.exp(-losses)
         mean = weight @ losses / weight.sum()
         return math.sqrt(float(weight @ (losses - mean) ** 2 / weight.sum()))
 
     def masses(self, grid: Array) -> tuple[Array, Array]:
-        """See `DominatingPair`."""
+        """Mass of ``upper`` and ``lower`` at losses below, between and above the grid's points."""
         losses, probs = self._atoms()
-        # What rounding puts beyond the last point is no infinite loss for that.
+        # Rounding may put the largest loss beyond the last point, where it would count as infinite.
         place = np.minimum(np.searchsorted(grid, losses), len(grid) - 1)
         size = len(grid) + 1
         upper, lower = np.zeros(size), np.zeros(size)

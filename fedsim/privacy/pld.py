@@ -3,10 +3,11 @@
 A loss distribution lives on the grid ``h * integers``. One release is put on it by the
 Connect-the-Dots rule (Doroshenko, Ghazi, Kamath, Kumar & Manurangsi 2022), which rounds so
 that the result is an upper bound on the true curve whatever ``h``; compositions are
-products of Fourier transforms, as in dp-accounting, which the tests compare with. What is
-ours is the order of work: one transform a *distinct* release, kept, so that composing
-10,000 rounds, or the next round of a run, costs one inverse transform, and epsilon only one of the
-few frequencies that so many releases leave: as much after 20,000 rounds as after ten.
+products of Fourier transforms, as in dp-accounting, which the tests compare with. The order of
+work differs: each *distinct* release is transformed once and its transform is cached. Composing
+10,000 rounds, or the next round of a run, then costs one inverse transform. Epsilon needs even
+less: after many releases all but a few low frequencies have vanished, and the inverse transform is
+taken over those alone, so that it takes as long after 20,000 rounds as after ten.
 
 Both directions (removing a row, adding one) are kept; the larger epsilon counts.
 """
@@ -31,7 +32,7 @@ Pairs: TypeAlias = tuple[DominatingPair, DominatingPair]
 # Mass cut off each side of the window of a composition; the part that could be a large loss is
 # counted as an infinite one.
 WINDOW_TAIL = 1e-15
-# Of the mass of a composition, a release.
+# Error of the mass of a composition for each release in it.
 ROUNDING = 2.0**-53
 # Steps of the grid in one standard deviation of the loss: relative error of epsilon about
 # 1 / (12 * 40^2), far below 1e-4, for any number of rounds.
@@ -56,12 +57,12 @@ def composed_epsilon(counts: Mapping[Pairs, int], delta: float) -> float:
     return _composed_epsilon(frozenset(counts.items()), delta)
 
 
-# Kept, because a budget check before a round asks what the display asks after it.
+# Cached, because a budget check before a round asks what the display asks after it.
 @lru_cache(maxsize=64)
 def _composed_epsilon(items: frozenset[tuple[Pairs, int]], delta: float) -> float:
     counts = dict(items)
     h = _step(counts)
-    # Phases are rounded in every release; where that is much of delta nothing finer is claimed.
+    # Phases are rounded in every release: that error is taken off delta, and epsilon is larger.
     allowed = delta - min(ROUNDING * sum(counts.values()), delta / 2)
     return max(_epsilon(_composed(counts, h, side), allowed) for side in (0, 1))
 
@@ -100,11 +101,15 @@ def _deltas(start: int, probs: Array, infinite: float, h: float) -> Array:
 
 
 def _step(counts: Mapping[Pairs, int]) -> float:
-    """Grid step for a composition, from a coarse ladder so that releases keep theirs."""
+    """Step of the grid for a composition.
+
+    It is one of few (powers of 2^(1/4)), so that a longer composition of the same releases mostly
+    has the same grid, and their cached transforms are used again.
+    """
     variance = sum(n * _std(p[0]) ** 2 for p, n in counts.items())
     std = math.sqrt(variance / sum(counts.values()))
     step = min(std / STEPS_PER_STD, LARGEST_STEP)
-    # Plans beyond all reason get a coarser grid, which is still an upper bound.
+    # A composition too wide for the largest grid gets a coarser one, which is still an upper bound.
     widest = max(_range(p[0]) for p in counts)
     variance = sum(n * _std(p[0], upper=True) ** 2 for p, n in counts.items())
     least = 2 * max(widest / MOST_POINTS, 18 * math.sqrt(variance) / MOST_WINDOW_POINTS)
@@ -145,7 +150,10 @@ def _connect(grid: Array, upper: Array, lower: Array, h: float) -> Array:
     theirs; what lies below goes to the first point, what lies above to infinity.
     """
     p, q = upper[1:-1], lower[1:-1]
-    # Beyond e^700 the exponent is capped, which moves mass to the right: upwards.
+    # Of a gap's masses p and q a part r goes to its right end x + h and p - r to its left end x,
+    # such that r e^-(x+h) + (p - r) e^-x = q: the hockey-stick curve is then exact at the grid's
+    # points and lies above the true one between them, as a chord of a convex function does. The
+    # exponent is capped at e^700, which moves mass to the right: upwards.
     to_right = np.clip((p - q * np.exp(np.minimum(grid[:-1], 700.0))) / -math.expm1(-h), 0.0, p)
     probs = np.zeros(len(grid) + 1)
     probs[:-2] += p - to_right
@@ -167,22 +175,22 @@ class _Composed:
     """One direction of a composition, by the transform of its probabilities.
 
     Probability ``probs[i]`` of loss ``(first + i) * h``, i = 0 .. size - 1, is ``1 / size`` times
-    the sum over all frequencies k of ``spectrum[k] exp(2 pi i k i / size)``. Of many releases only
-    the lowest frequencies are left, so that what is asked of all losses costs no more than those.
+    the sum over all frequencies k of ``spectrum[k] exp(2 pi i k i / size)``. Only the frequencies
+    that have not vanished are stored.
     """
 
     h: float
     first: int
     points: int
     size: int
-    seen: npt.NDArray[np.int64]  # frequencies that have not vanished, 0 the first
-    spectrum: Complex  # there
+    frequencies: npt.NDArray[np.int64]  # those that have not vanished, 0 the first
+    spectrum: Complex  # at these frequencies
     infinite: float
 
     def probs(self) -> Array:
         """Of the losses from `first` on."""
         spectrum = np.zeros(self.size // 2 + 1, dtype=np.complex128)
-        spectrum[self.seen] = self.spectrum
+        spectrum[self.frequencies] = self.spectrum
         # The transform's rounding leaves values like -1e-18; zero is the upper bound.
         return np.maximum(np.fft.irfft(spectrum, self.size)[: self.points], 0.0)
 
@@ -201,20 +209,22 @@ def _composed(counts: Mapping[Pairs, int], h: float, side: int) -> _Composed:
     needed = max(last - first + 1, max(len(p.probs) for p, _, n in factors))
     size = _fast_size(needed)
     # Every factor has magnitude at most 1, so where the most frequent release's part has
-    # vanished the product has: the others are looked at only where it has not.
+    # vanished (below e^-50 = 2e-22) the product has: the others are computed only where it has not.
     factors.sort(key=lambda factor: -factor[2])
-    seen = np.flatnonzero(factors[0][2] * _transform(factors[0][1], h, size)[0] > -50.0)
-    exponent = np.zeros(len(seen), dtype=np.complex128)
+    kept = np.flatnonzero(factors[0][2] * _transform(factors[0][1], h, size)[0] > -50.0)
+    exponent = np.zeros(len(kept), dtype=np.complex128)
     start, finite = 0, 0.0
     for losses, pair, count in factors:
         log_magnitude, angle = _transform(pair, h, size)
-        exponent += count * (log_magnitude[seen] + 1j * angle[seen])
+        exponent += count * (log_magnitude[kept] + 1j * angle[kept])
         start += count * losses.start
         finite += count * math.log1p(-losses.infinite)
-    # Turned by the window's place, so that the inverse transform begins with it.
-    exponent += 2j * math.pi / size * ((seen * ((first - start) % size)) % size)
+    # Shifted by the window's first loss, with which the inverse transform then begins. What lies
+    # outside of the window wraps around into it: at most `WINDOW_TAIL` on either side, which is
+    # counted as an infinite loss.
+    exponent += 2j * math.pi / size * ((kept * ((first - start) % size)) % size)
     infinite = 2 * WINDOW_TAIL - math.expm1(finite)
-    return _Composed(h, first, last - first + 1, size, seen, np.exp(exponent), infinite)
+    return _Composed(h, first, last - first + 1, size, kept, np.exp(exponent), infinite)
 
 
 def _window(counts: Mapping[Pairs, int], h: float, side: int) -> tuple[float, float]:
@@ -228,7 +238,7 @@ def _window(counts: Mapping[Pairs, int], h: float, side: int) -> tuple[float, fl
         for upper in (False, True)
     )
     low, high = max(low, high * 2.0**-20), max(low, high)
-    # Rare large losses, where there are any, want orders about log(1 / tail) / loss.
+    # Where large losses are rare the best orders are about log(1 / tail) / loss.
     widest = max(_range(pairs[0]) for pairs in counts)
     least_order = min(2.0 / high, 4.0 / widest)
     ladder = range(math.floor(math.log2(least_order)), math.ceil(math.log2(16.0 / low)))
@@ -253,13 +263,16 @@ def _log_moments(pair: DominatingPair, h: float, ladder: range) -> Array:
 
 
 def _fast_size(needed: int) -> int:
-    """Least 2^k times 4, 5, 6 or 7 that is large enough: few sizes, each a fast one."""
+    """Least 2^k times 4, 5, 6 or 7 that is large enough.
+
+    These sizes are fast to transform, and few: a transform is cached for one size.
+    """
     power = int(2 ** max(2, math.ceil(math.log2(needed)) - 3))
     return next(parts * power for parts in (4, 5, 6, 7, 8) if parts * power >= needed)
 
 
 def _transform(pair: DominatingPair, h: float, size: int) -> tuple[Array, Array]:
-    """Log-magnitude and phase of one release's transform; kept, unless memory forbids."""
+    """Log-magnitude and phase of one release's transform, cached unless it is large."""
     find = _transformed if size <= 2**18 else _transformed.__wrapped__
     return find(pair, h, size)
 
@@ -275,9 +288,10 @@ def _epsilon(composed: _Composed, delta: float) -> float:
 
     With ``mass(i)`` the sum of ``probs[j]`` over j >= i, and ``rest(i)`` that of
     ``probs[j] (1 - exp((i - j) h))``, the divergence at the i-th loss is ``infinite + rest(i)``;
-    between two losses it is exponential in epsilon. Both are sums over frequencies: geometric
-    series in j. They are looked at on a grid that is as coarse as the frequencies left allow, and
-    then one by one between two of its points.
+    between two losses it is exponential in epsilon. Both are sums over the few frequencies, each
+    term a geometric series in j. They are computed first on every ``stride``-th loss, by one short
+    inverse transform (a sum of low frequencies is determined by so many of its values), and then
+    by bisection between two of these.
     """
     h, size, allowed = composed.h, composed.size, delta - composed.infinite
     if allowed < 0:
@@ -286,11 +300,13 @@ def _epsilon(composed: _Composed, delta: float) -> float:
     if zero >= composed.points:
         return 0.0
     # Conjugate frequencies count by twice the real part; the highest has none.
-    k = composed.seen[1:]
+    k = composed.frequencies[1:]
     weight = composed.spectrum[1:] * np.where(2 * k == size, 1.0, 2.0) / size
     constant = composed.spectrum[0].real / size
     angle = 2 * math.pi * k / size
-    # 1 / (1 - exp(i angle)), and what is left of one step of the grid: without cancellation.
+    # ``series`` has the factor 1 / (1 - exp(i angle)) of the geometric series for ``mass``, and
+    # ``discounted`` that for ``probs[j] exp((i - j) h)``. ``step`` is their difference, which is
+    # small: written out, so that nothing cancels.
     series = weight * (0.5 + 0.5j / np.tan(angle / 2))
     discounted = weight / -np.expm1(1j * angle - h)
     step = series * np.exp(1j * angle) * -math.expm1(-h) / -np.expm1(1j * angle - h)
@@ -310,7 +326,7 @@ def _epsilon(composed: _Composed, delta: float) -> float:
         return bool(rest(np.array(float(i)), np.array(waves(i, step))) > allowed)
 
     stride = 1
-    while size % (2 * stride) == 0 and 2 * stride * (2 * int(composed.seen[-1]) + 1) <= size:
+    while size % (2 * stride) == 0 and 2 * stride * (2 * int(composed.frequencies[-1]) + 1) <= size:
         stride *= 2
     coarse = size // stride
     spectrum = np.zeros(coarse // 2 + 1, dtype=np.complex128)

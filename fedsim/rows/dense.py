@@ -102,7 +102,7 @@ class BlockRows(Rows, Protocol):
     """Rows of n clients, ``[n, rows, d]``."""
 
     def columns(self, slices: Sequence[slice]) -> BlockRows:
-        """See `Rows`."""
+        """The same rows over these columns only, in this order."""
 
     def __getitem__(self, index: Index) -> BlockRows:
         """Some rows of some clients, or of one."""
@@ -125,7 +125,7 @@ class DenseRows:
         return True
 
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
-        """See `Rows`. Neither overflows nor underflows where the norm itself does not."""
+        """Norms that neither overflow nor underflow where float64 holds them: ``[..., rows]``."""
         lengths = self.tensor.new_empty(self.tensor.shape[:-1], dtype=torch.float64)
         out = self._led(lengths)
         for (clients, chunk), y in self._pieces():
@@ -137,11 +137,11 @@ class DenseRows:
         return lengths
 
     def measure(self, scale: Tensor | None = None, center: Tensor | None = None) -> MeasuredRows:
-        """See `Rows`."""
+        """The rows, and their norms in these coordinates."""
         return MeasuredRows(self, self.norms(scale, center), scale, center)
 
     def sum(self, weights: Tensor) -> Tensor:
-        """See `Rows`; a plain float64 sum, in the order of the rows."""
+        """A plain float64 sum, in the order of the rows: ``[..., d]``."""
         d = self.tensor.shape[-1]
         total = self.tensor.new_zeros(*self.tensor.shape[:-2], d, dtype=torch.float64)
         out, weights = self._led(total), self._led(weights)
@@ -155,13 +155,13 @@ class DenseRows:
         return self.tensor
 
     def columns(self, slices: Sequence[slice]) -> DenseRows:
-        """See `Rows`; a view where there is one slice."""
+        """The same rows over these columns only; a view where there is one slice."""
         if len(slices) == 1:
             return DenseRows(self.tensor[..., slices[0]])
         return DenseRows(torch.cat([self.tensor[..., column] for column in slices], dim=-1))
 
     def __getitem__(self, index: Index) -> DenseRows:
-        """See `BlockRows`."""
+        """Some rows of some clients, or of one."""
         return DenseRows(self.tensor[index])
 
     def _led(self, tensor: Tensor) -> Tensor:

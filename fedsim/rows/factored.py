@@ -172,17 +172,20 @@ class OuterRows:
         return False
 
     def norms(self, scale: Tensor | None = None, center: Tensor | None = None) -> Tensor:
-        """See `Rows`. A norm whose square leaves float64's range counts as non-finite."""
+        """Norms ``[..., rows]``; one whose square leaves float64's range counts as non-finite."""
         measured = self.measure(scale, center)
         return DenseRows(self.dense()).norms(scale, center) if measured is None else measured.norms
 
     def measure(
         self, scale: Tensor | None = None, center: Tensor | None = None
     ) -> MeasuredRows | None:
-        """See `Rows`."""
+        """The norms from the factors, and written out the rows for which that is not certain.
+
+        None on a GPU where much may cancel: which rows are doubtful would have to be read back.
+        """
         cancels = center is not None or any(layer.cancels for layer in self.parts)
         if cancels and self.parts[0].x.is_cuda:
-            return None  # which rows are doubtful would have to be read back
+            return None
         every = []
         start = 0
         for layer in self.parts:
@@ -222,15 +225,15 @@ class OuterRows:
         return torch.cat([layer.dense() for layer in parts], dim=-1)
 
     def sum(self, weights: Tensor) -> Tensor:
-        """See `Rows`."""
+        """``sum_k weights_k row_k``, float64 ``[..., d]``: one matrix product a layer."""
         return torch.cat([piece for layer in self.parts for piece in layer.sums(weights)], dim=-1)
 
     def dense(self) -> Tensor:
-        """See `Rows`."""
+        """The rows themselves, ``[..., rows, d]``."""
         return torch.cat([layer.dense() for layer in self.parts], dim=-1)
 
     def columns(self, slices: Sequence[slice]) -> BlockRows:
-        """See `Rows`; implicit where the columns are whole layers."""
+        """The same rows over these columns only; not written out where those are whole layers."""
         chosen: list[LinearPart] = []
         start = 0
         for layer in self.parts:
@@ -243,5 +246,5 @@ class OuterRows:
         return DenseRows(self.dense()).columns(slices)
 
     def __getitem__(self, index: Index) -> OuterRows:
-        """See `BlockRows`."""
+        """Some rows of some clients, or of one."""
         return OuterRows(tuple(layer[index] for layer in self.parts))

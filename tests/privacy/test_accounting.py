@@ -403,5 +403,5 @@ def test_what_a_rounds_epsilon_looks_at_does_not_grow_with_the_rounds_before():
         looked = []
         for rounds in (300, 5000, 20_000):
             counts = {component: rounds}
-            looked.append(len(_composed(counts, _step(counts), 0).seen))
+            looked.append(len(_composed(counts, _step(counts), 0).frequencies))
         assert looked[2] <= looked[1] <= looked[0] < 2000

@@ -81,7 +81,7 @@ class DeclaredLaw(Law):
 
     @property
     def rate(self) -> float:
-        """See `Law`."""
+        """Probability of a row being in, as its author gives it."""
         return self.inclusion_rate
 
     def gaussian(self, noise_multiplier: float) -> None:
@@ -97,19 +97,19 @@ class DeclaredLaw(Law):
             )
 
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair] | None:
-        """See `Law`; of no less noise than it was evaluated at."""
+        """Dominating pairs, at no less noise than the law was evaluated at."""
         self._check(noise_multiplier)
         if self.removed is None or self.added is None:
             return None
         return self.removed, self.added
 
     def rdp(self, noise_multiplier: float) -> Array:
-        """See `Law`; of no less noise than it was evaluated at."""
+        """Rényi curve, at no less noise than the law was evaluated at."""
         self._check(noise_multiplier)
         return np.array(self.curve)
 
     def inclusion(self, population: int) -> Inclusion | None:
-        """See `Law`."""
+        """What an audit may test of draws; None where its author gives nothing."""
         return None if self.two is None else Inclusion(self.rate, self.two, self.size)
 
     def comparable(self, other: Law) -> bool:
@@ -123,11 +123,11 @@ class DeclaredLaw(Law):
 
     @property
     def label(self) -> str:
-        """See `Law`."""
+        """A few words for a table."""
         return self.label_text
 
     def sentence(self, row: str) -> str:
-        """See `Law`."""
+        """How a ``row`` is drawn, for a statement."""
         return self.sentence_text.replace("{row}", row)
 
     def __hash__(self) -> int:
@@ -140,12 +140,12 @@ class DeclaredLaw(Law):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """See `Law`; infinite numbers are written as the string "inf"."""
+        """How it is written in a ledger; infinite numbers are the string "inf"."""
         return {"name": NAME, **_written(asdict(self))}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """See `Law`."""
+        """Inverse of `to_dict`; ``data`` is without the name."""
         known = {field.name for field in fields(cls)}
         if data.keys() != known:
             raise FedsimError(f"a declared law has the fields {sorted(data)}.")

@@ -48,7 +48,7 @@ class FixedSizeLaw(Law):
         return self.size / self.population
 
     def rdp(self, noise_multiplier: float) -> Array:
-        """See `Law`."""
+        """Rényi curve at `ORDERS`."""
         assert self.size is not None
         assert self.population is not None
         if (mu := self.gaussian(noise_multiplier)) is not None:
@@ -56,29 +56,29 @@ class FixedSizeLaw(Law):
         return fixed_rdp(self.size, self.population, noise_multiplier)
 
     def inclusion(self, population: int) -> Inclusion:
-        """See `Law`."""
+        """Probabilities of one row and of two being in, and the size of a sample."""
         m, n = self.size or 0, population
         return Inclusion(m / n, m * (m - 1) / (n * max(n - 1, 1)), m)
 
     def as_poisson(self) -> PoissonLaw:
-        """See `Law`."""
+        """Independent draws at the same rate, which cost less."""
         return PoissonLaw(rate=self.rate)
 
     def sampled(self, size: float, population: int) -> FixedSizeLaw:
-        """See `Law`."""
+        """The same kind of draw, of an expected ``size`` out of ``population``."""
         return FixedSizeLaw(size=int(size), population=population)
 
     @property
     def label(self) -> str:
-        """See `Law`."""
+        """A few words for a table."""
         return f"{self.size} of {self.population} without replacement"
 
     def sentence(self, row: str) -> str:
-        """See `Law`."""
+        """How a ``row`` is drawn, for a statement."""
         return "samples of a fixed size without replacement"
 
     def round_sentence(self, population: int) -> str:
-        """See `Law`."""
+        """Which clients take part in a round, for a report."""
         return f"In each round {self.size} clients take part, drawn without replacement."
 
 

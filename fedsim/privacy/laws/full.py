@@ -35,15 +35,15 @@ class FullLaw(Law):
 
     @property
     def label(self) -> str:
-        """See `Law`."""
+        """A few words for a table."""
         return "everybody, no amplification"
 
     def sentence(self, row: str) -> str:
-        """See `Law`."""
+        """How a ``row`` is drawn, for a statement."""
         return "full participation (no amplification by sampling)"
 
     def round_sentence(self, population: int) -> str:
-        """See `Law`."""
+        """Which clients take part in a round, for a report."""
         return "Every client takes part in every round."
 
 

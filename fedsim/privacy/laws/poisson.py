@@ -48,11 +48,11 @@ class PoissonLaw(Law):
             raise FedsimError(f"rate is {self.rate}; it must lie in (0, 1].")
 
     def pairs(self, noise_multiplier: float) -> tuple[DominatingPair, DominatingPair]:
-        """See `Law`; exact (Zhu, Dong & Wang 2022)."""
+        """Both directions; exact (Zhu, Dong & Wang 2022)."""
         return SampledGaussian(self.rate, noise_multiplier).both
 
     def rdp(self, noise_multiplier: float) -> Array:
-        """See `Law`."""
+        """Rényi curve at `ORDERS`."""
         return poisson_rdp(self.rate, noise_multiplier)
 
     def together(self, size: int) -> Array:
@@ -62,21 +62,21 @@ class PoissonLaw(Law):
         return np.asarray(binom.pmf(np.arange(size + 1), size, self.rate))
 
     def sampled(self, size: float, population: int) -> PoissonLaw:
-        """See `Law`."""
+        """The same kind of draw, of an expected ``size`` out of ``population``."""
         rate = size / population
         return PoissonLaw(rate=rate, population=population, adjacency=self.adjacency)
 
     @property
     def label(self) -> str:
-        """See `Law`."""
+        """A few words for a table."""
         return f"Poisson, rate {self.rate:.6g}"
 
     def sentence(self, row: str) -> str:
-        """See `Law`."""
+        """How a ``row`` is drawn, for a statement."""
         return f"Poisson sampling (each {row} independently)"
 
     def round_sentence(self, population: int) -> str:
-        """See `Law`."""
+        """Which clients take part in a round, for a report."""
         return (
             f"In each round every client takes part with probability {self.rate:g}, independently "
             f"of the others: about {round(self.rate * population, 1):,.6g} of them."
@@ -84,7 +84,7 @@ class PoissonLaw(Law):
 
     @classmethod
     def of_options(cls, **options: Any) -> PoissonLaw:
-        """See `Law`; a size and a population say the rate too."""
+        """From options of a command line; a size and a population give the rate too."""
         size, population = options.pop("size", None), options.get("population")
         if options.get("rate") is None:
             if size is None or population is None:

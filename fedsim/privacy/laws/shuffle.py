@@ -21,15 +21,15 @@ class ShuffleLaw(FullLaw):
     name: ClassVar[str] = "shuffle"
 
     def inclusion(self, population: int) -> None:
-        """See `Law`: batches of one pass are not drawn independently."""
+        """None: batches of one pass are not drawn independently."""
 
     @property
     def label(self) -> str:
-        """See `Law`."""
+        """A few words for a table."""
         return "shuffled passes, no amplification"
 
     def sentence(self, row: str) -> str:
-        """See `Law`."""
+        """How a ``row`` is drawn, for a statement."""
         return "shuffled passes (one unamplified release a pass)"
 
 
