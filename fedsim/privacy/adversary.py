@@ -1,4 +1,4 @@
-"""Against whom a guarantee holds: who sees what, and what is public, assumed or left open."""
+"""Which adversary a guarantee is about: who sees what, and what is public or assumed."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fedsim.privacy.laws.base import Level
 from fedsim.privacy.laws.full import unamplified
 
 NOT_COVERED = (
-    "what the operator sees and logs: who was asked, who replied, who failed and why, when",
+    "what the operator sees and logs: who was sampled, who replied, who failed and why, when",
     "metrics of clients' data, where evaluate.unprotected releases them",
 )
 
 SAMPLER_DECLARED = (
-    "Declared by the user: that the sampler draws what its event says was not derived from "
+    "Declared by the user: that the sampler draws what its event says. It was not derived from "
     "inclusion probabilities."
 )
 NOISE_DECLARED = (
-    "Declared by the user: that the noise, which is none of fedsim's, costs no more than its law "
+    "Declared by the user: that the noise, which is not fedsim's own, costs no more than its law "
     "says."
 )
 BOUND_DECLARED = (
-    "Declared by the user: that the bound, which is none of fedsim's, makes no row longer than "
+    "Declared by the user: that the bound, which is not fedsim's own, makes no row longer than "
     "it says, and splits the noise into no less than is charged for."
 )
 
@@ -34,7 +34,7 @@ DECLARED_SENTENCES = {
     "noise": NOISE_DECLARED,
     "bound": BOUND_DECLARED,
 }
-"""Of public facts of an entry that are a user's word."""
+"""Sentences by the public fact of an entry that is declared by the user."""
 
 ROWS: Mapping[Fact, str] = {
     "by structure": (
@@ -42,9 +42,9 @@ ROWS: Mapping[Fact, str] = {
         "which is known to act on every example by itself."
     ),
     "one at a time: user code": (
-        "A row is one example's because examples go one at a time: user code, which is given one "
-        "and begins each from the same buffers and attributes. What it shares with itself in other "
-        "places (globals, files) is not looked at."
+        "A row is one example's because user code is given one example at a time, and begins each "
+        "with the same buffers and attributes. State that it keeps elsewhere (globals, files) is "
+        "not checked."
     ),
     "probed": (
         "That a row is one example's, whatever the others are, was probed on the model and the "
@@ -55,7 +55,7 @@ ROWS: Mapping[Fact, str] = {
 
 
 def large_delta(delta: float, level: Level, rows: int | None) -> str:
-    """A sentence where delta lets a row be published whole; empty where it does not.
+    """A warning where delta allows a row to be published whole; empty where it does not.
 
     Parameters
     ----------
@@ -64,30 +64,30 @@ def large_delta(delta: float, level: Level, rows: int | None) -> str:
     """
     if not rows or delta * rows < 1:
         return ""
-    whose = "the population's" if level == "client" else "a client's"
+    whose = "the population" if level == "client" else "a client's examples"
     key = "noise.delta" if level == "client" else "client.noise.delta"
     return (
-        f"Warning: delta = {delta:g} is at least 1 / {rows:,}, {whose} {level}s: to publish one "
-        f"{level} drawn at random, whole, would be allowed by it too; {key} should be far below."
+        f"Warning: delta = {delta:g} is at least 1 / {rows:,}, {whose}: it would also allow "
+        f"publishing one {level} drawn at random; {key} should be far below."
     )
 
 
 def adversary(entries: Sequence[Entry], level: Level, delta: float) -> list[str]:
-    """Sentences on who sees what, and what then still protects a row."""
+    """Sentences on who sees what, and what protects a row from them."""
     if level == "example":
         return [
-            "Against whoever sees what clients send, the server and other clients included: "
-            "noise is added before anything leaves a client, which trusts nobody but itself."
+            "Adversary: anyone who receives what clients send, the server and other clients "
+            "included. Noise is added before anything leaves a client, which trusts only itself."
         ]
     shared = [entry for entry in entries if entry.placement == "client"]
     if not shared:
         return [
-            "Against whoever sees the models. The server sees the clients' updates before the "
-            "noise, and is trusted."
+            "Adversary: anyone who sees the models. The server sees the clients' updates before "
+            "the noise, and is trusted."
         ]
     return [
-        "Against whoever sees the models only. Clients noise their own shares, and are trusted "
-        "to bound them.",
+        "Adversary: anyone who sees the models and nothing else. Clients add noise to their own "
+        "shares, and are trusted to bound them.",
         *_against_server(shared, delta),
     ]
 
@@ -97,14 +97,14 @@ def _against_server(shared: Sequence[Entry], delta: float) -> list[str]:
     asked = min((_expected(event) for event in events), default=None)
     noise = min(event.total_noise_multiplier for event in events)
     rule = (
-        "The server knows whom it asked and what noise it added itself, so sampling amplifies "
-        "nothing against it: where it sees only the sum of r shares, of which D are missing and "
-        "k known to colluders, a noise multiplier of z sqrt((r-D-k)/r) is left"
+        "The server knows which clients it sampled and what noise it added itself, so sampling "
+        "amplifies nothing against it. Where it sees only the sum of r shares, of which D are "
+        "missing and k known to colluders, the noise multiplier against it is z sqrt((r-D-k)/r)"
     )
     known = all(event.law.is_gaussian for event in events)
     if not asked or not noise or math.isinf(noise) or not known:
-        return [f"{rule}; of a single share that it sees, z / sqrt(r)."]
-    cases = {"nobody missing or colluding": 0, "a tenth of them": math.ceil(asked / 10)}
+        return [f"{rule}; where it sees a single share, z / sqrt(r)."]
+    cases = {"none missing or colluding": 0, "a tenth of them": math.ceil(asked / 10)}
     spent = [
         f"epsilon {_unamplified(events, (asked - gone) / asked, delta):.4g} with {name}"
         for name, gone in cases.items()
@@ -112,18 +112,18 @@ def _against_server(shared: Sequence[Entry], delta: float) -> list[str]:
     ]
     alone = _unamplified(events, 1 / asked, delta)
     return [
-        f"{rule} (z = {noise:g}, r = {asked}: {', '.join(spent)}); of the single shares that it "
-        f"sees without secure aggregation, z / sqrt(r), epsilon {alone:.4g}."
+        f"{rule} (z = {noise:g}, r = {asked}: {', '.join(spent)}); without secure aggregation it "
+        f"sees each single share, at z / sqrt(r), epsilon {alone:.4g}."
     ]
 
 
 def _expected(event: Event) -> int:
-    """How many a round asks, on average; 0 where the population is not known."""
+    """How many clients a round samples, on average; 0 where the population is not known."""
     return round(event.law.rate * event.law.population) if event.law.population else 0
 
 
 def _unamplified(events: Sequence[Event], share: float, delta: float) -> float:
-    """Epsilon against somebody who knows the cohort, with this share of the noise's variance."""
+    """Epsilon where the adversary knows the cohort, with this share of the noise's variance."""
     accountant = Accountant()
     for event in events:
         z = event.total_noise_multiplier * math.sqrt(share)
@@ -132,7 +132,7 @@ def _unamplified(events: Sequence[Event], share: float, delta: float) -> float:
 
 
 def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
-    """Sentences on what is taken as public, and what was shown, declared or assumed of it."""
+    """Sentences on what is taken as public, what is assumed, and what the user declares."""
     sentences = []
     if level == "example":
         sentences.append(
@@ -148,7 +148,7 @@ def public_facts(entries: Sequence[Entry], level: Level) -> list[str]:
             "the number of rounds."
         )
         sentences.append(
-            "Assumed: that nodes are not out of reach, all at once, because of anybody's data: a "
+            "Assumed: that all nodes being unreachable at once never depends on a client's data: a "
             "round that reaches none (on a network; never on an engine of one machine) ends the "
             "run."
         )
@@ -166,7 +166,7 @@ def _facts(entries: Sequence[Entry]) -> Mapping[str, set[Fact]]:
     for entry in entries:
         for name, value in entry.public.items():
             facts.setdefault(name, set()).add(value)
-        # Older ledgers, and Flower's strategies, say so of samplers alone.
+        # Older ledgers, and Flower's strategies, have this flag for samplers alone.
         if entry.declared_by_user and "noise" not in entry.public:
             facts.setdefault("sampler", set()).add(DECLARED)
     return facts

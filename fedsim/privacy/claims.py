@@ -1,4 +1,4 @@
-"""What may be claimed of a composition: at an end that releases chose, of owners, of groups."""
+"""What may be claimed of a composition: of a run that releases ended, of clients, of groups."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Stopping:
         return planned
 
     def epsilon(self, spent: Accountant, event: Event | None, delta: float) -> float:
-        """Epsilon that may be claimed now, whichever round this is.
+        """Epsilon that may be claimed after any round.
 
         Where it was declared that releases may end the run, that is `shared_cost`. Where they have
         ended it and it was not declared, all planned rounds count: what is released of them is a
@@ -118,7 +118,7 @@ class Stopping:
     def _within_budget(self, spent: Accountant, delta: float, epsilon: float) -> float:
         if not self.left or self.max_epsilon is None:
             return epsilon
-        # A budget that is exceeded already was none of what has been released.
+        # A budget that is exceeded already did not hold for what has been released.
         holds = spent.epsilon(self.planned_delta(delta)) <= self.max_epsilon
         return min(epsilon, self.max_epsilon) if holds else epsilon
 
@@ -208,7 +208,7 @@ def _pareto_front(events: Iterable[Event]) -> list[Event]:
 FINEST, COARSEST = 1e-4, 0.02
 """Steps of the grid of losses."""
 LARGEST = 1e3
-"""Beyond this epsilon nothing is told apart from nothing at all."""
+"""An epsilon beyond this is as good as none."""
 
 GroupMethod = Literal["analytic", "pld", "chain", "none"]
 
@@ -221,7 +221,7 @@ _METHODS: Mapping[GroupMethod, str] = {
 
 @dataclass(frozen=True)
 class GroupCost:
-    """(epsilon, delta) of groups of rows that come and go together.
+    """(epsilon, delta) of groups of rows that are added or removed together.
 
     Attributes
     ----------
@@ -240,9 +240,9 @@ class GroupCost:
     def sentence(self, row: str = "client") -> str:
         """In plain words."""
         if self.method == "none" or math.isinf(self.epsilon):
-            return f"Whoever owns {self.size} {row}s: nothing is promised."
+            return f"Owners of {self.size} {row}s: no guarantee."
         return (
-            f"Whoever owns up to {self.size} {row}s: ({self.epsilon:.4g}, {self.delta:g})-"
+            f"Owners of up to {self.size} {row}s: ({self.epsilon:.4g}, {self.delta:g})-"
             f"differentially private for all of them together, by {_METHODS[self.method]}."
         )
 
@@ -250,20 +250,20 @@ class GroupCost:
 def group_cost(
     events: Iterable[Event] | Accountant, size: int, delta: float, *, chained: bool = False
 ) -> GroupCost:
-    """What these events together promise a group of up to ``size`` rows.
+    """What these events together cost a group of up to ``size`` rows.
 
-    Everybody taking part, ``size`` rows move a sum by at most k C: one Gaussian of k times the
+    Without sampling ``size`` rows move a sum by at most k C: one Gaussian of k times the
     sensitivity, exactly. Of Poisson samples, in which rows are drawn independently, Binomial(k, q)
     of them take part: the pair ``sum_j P(j) N(j, z^2)`` and ``N(0, z^2)`` dominates (Ganesh 2024,
     arXiv 2401.10294, "Tight Group-Level DP Guarantees for DP-SGD with Sampling via Mixture of
-    Gaussians Mechanisms"); its loss distributions are dp-accounting's, rounded up. For all else
-    there is what (epsilon, delta) of one row implies along k neighbours: ``(k epsilon,
+    Gaussians Mechanisms"); its loss distributions are dp-accounting's, rounded up. Anything else
+    has what (epsilon, delta) of one row implies over a chain of k neighbours: ``(k epsilon,
     (e^(k epsilon) - 1) / (e^epsilon - 1) delta)``, at the best epsilon.
 
     Parameters
     ----------
     chained : bool
-        Take the last way: where nothing says that rows are drawn independently.
+        Use the chain: where it is not known that rows are drawn independently.
 
     Raises
     ------
@@ -292,7 +292,7 @@ def group_cost(
     return GroupCost(size, epsilon, delta, "pld")
 
 
-# Kept: a run's end asks several times.
+# Cached: the end of a run asks several times.
 @lru_cache(maxsize=64)
 def _mixtures(
     items: frozenset[tuple[tuple[Law, float], int]], mu: float, size: int, delta: float

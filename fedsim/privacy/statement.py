@@ -1,4 +1,4 @@
-"""The privacy statement: what is covered, at which level, against which neighbours and whom."""
+"""The privacy statement: what is claimed, at which level, for which neighbours and adversary."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _METHODS = {
 }
 
 _OPERATORS = (
-    "These figures follow from who took part, and from how many examples each client has, which "
-    "the guarantee for whole clients covers: they are the operator's, and not to be published."
+    "These figures depend on who took part and on how many examples each client has, which the "
+    "guarantee for whole clients protects: they are for the operator, and not to be published."
 )
 
 
@@ -62,14 +62,14 @@ class Statement:
     charged : tuple of Entry
         What was composed.
     tradeoff : TradeOff
-        The same as what an attacker must miss.
+        The same as a bound on membership-inference attacks.
     ledgers : int
         How many there are: one a client at example level.
     rows : int or None
         Clients of the declared population, or examples of the smallest client, where that is known.
     before : int
         Releases among the charged ones that an earlier run's archived ledger recorded.
-    own : Cost or None
+    this_run : Cost or None
         Without those; None where there are none.
     ledger : str or None
         Where it is written; None when it was kept in memory only.
@@ -78,13 +78,13 @@ class Statement:
     lines : int
         How many there are.
     note : str
-        A sentence on what is accounted for elsewhere.
+        One more sentence.
     stopping : Stopping
         Whether what was released might end the run, and how far it was to go.
     extrapolated : Extrapolation or None
         What a larger cohort would have cost, whose noise the run has simulated.
     group : GroupCost or None
-        What somebody is promised who owns several rows.
+        What holds for a person who owns several rows.
     """
 
     cost: Cost
@@ -149,7 +149,7 @@ class Statement:
         )
 
     def of_group(self, size: int) -> Self:
-        """With what the same releases promise an owner of up to ``size`` rows; 1 adds nothing."""
+        """With what the same releases cost an owner of up to ``size`` rows; 1 adds nothing."""
         if size == 1:
             return self
         spent = History(self.charged)
@@ -158,7 +158,7 @@ class Statement:
         return replace(self, group=group_cost(planned, size, self.delta, chained=self.declared))
 
     def of_operator(self) -> Self:
-        """At example level, of a run that protects whole clients too: it is not for everybody."""
+        """At example level, of a run that protects whole clients too: for the operator alone."""
         return replace(self, note=_OPERATORS)
 
     @property
@@ -168,7 +168,7 @@ class Statement:
 
     @property
     def delta(self) -> float:
-        """Where epsilon is reported."""
+        """At which epsilon is reported."""
         return self.cost.delta
 
     @property
@@ -183,7 +183,7 @@ class Statement:
 
     @property
     def of_run(self) -> int:
-        """How many releases were this run's own."""
+        """How many releases this run made itself."""
         return self.cost.releases - self.before
 
     @property
@@ -193,7 +193,7 @@ class Statement:
 
     @property
     def torn(self) -> int:
-        """Releases counted from lines that were torn in writing."""
+        """Releases counted for lines whose writing was cut short."""
         return sum(entry.kind == "torn" for entry in self.charged)
 
     @property
@@ -203,7 +203,7 @@ class Statement:
 
     @property
     def declared(self) -> bool:
-        """Whether some law is a user's word."""
+        """Whether a law, noise or bound is declared by the user."""
         return any(entry.declared_by_user for entry in self.charged)
 
     @property
@@ -239,7 +239,7 @@ class Statement:
         row = "client with all its data" if self.level == "client" else "example"
         neighbours = _ADJACENCIES[cost.adjacency].format(row=row)
         if self.level == "example":
-            neighbours += ", the number of every client's examples staying as it is"
+            neighbours += ", the number of each client's examples being unchanged"
         laws = sorted({entry.event.law for entry in self.charged}, key=lambda law: law.name)
         sampling = " and ".join(dict.fromkeys(law.sentence(self.level) for law in laws))
         sentences = [
@@ -264,12 +264,11 @@ class Statement:
         sentences += self._end()
         if self.simulated:
             sentences.append(
-                "Simulated: noise and samples follow from the config's seed, so the guarantee "
-                "holds only against those who do not know it. Two runs of one seed on different "
-                "data share their noise, which their difference lacks: at most one of them may be "
-                'shown to anybody. With noise.entropy = "system" noise and samples come from the '
-                "operating system, no two runs share any, and the guarantee holds against all who "
-                "are named here."
+                "Simulated: noise and samples follow from the config's seed. To anyone who knows "
+                "it there is no guarantee. Two runs of one seed on different data share their "
+                "noise, and their difference has none: publish at most one of them. With "
+                'noise.entropy = "system" noise and samples come from the operating system, no two '
+                "runs share any, and the guarantee holds against the adversary named here."
             )
         return sentences
 
@@ -277,16 +276,16 @@ class Statement:
         times, left = self.stopping.times, self.stopping.left
         if times:
             return [
-                f"What is released may end the run after any of {times:,} rounds: epsilon is the "
-                f"lesser of that of the rounds made, at delta / {2 * times:,}, and that of all "
-                "planned rounds, or a smaller budget, at delta / 2, and holds whichever round is "
-                "the last; what is said of an attacker and of groups is of all planned rounds."
+                f"Released values may end the run after any of {times:,} rounds. Epsilon is the "
+                f"smaller of that of the rounds made, at delta / {2 * times:,}, and that of all "
+                "planned rounds (or a smaller budget), at delta / 2: it holds whichever round is "
+                "the last. Figures for attacks and groups are for all planned rounds."
             ]
         if left:
             return [
-                f"What had been released ended the run, {left:,} rounds before its planned end "
-                "(not declared before by stop.metric or stop.callbacks): epsilon, and what is said "
-                "of an attacker and of groups, is of all planned rounds, or a smaller budget."
+                f"Released values ended the run {left:,} rounds before its planned end, which was "
+                "not declared before by stop.metric or stop.callbacks: epsilon and the figures for "
+                "attacks and groups are for all planned rounds, or a smaller budget."
             ]
         return []
 
@@ -316,11 +315,11 @@ class Statement:
                     ", which claimed add-remove; it is read as zero-out, with the number of every "
                     "client's examples public."
                     if self.level == "example"
-                    else ": none of its releases is taken for the same as another."
+                    else ": each of its releases is charged, also where a run repeated one."
                 )
             )
         if self.torn:
-            sentences.append(f"{self.torn} torn ledger line(s) are counted as releases.")
+            sentences.append(f"{self.torn} incomplete ledger line(s) are counted as releases.")
         return sentences
 
     def _written(self) -> list[str]:
@@ -328,8 +327,8 @@ class Statement:
         sentences.append(f"Ledger: {self.ledger or 'kept in memory only'}.")
         if self.head:
             sentences.append(
-                f"Final hash of {self.lines:,} entries: {self.head} (a chain of hashes shows "
-                "accidents; against forgers keep the head elsewhere, or sign it)."
+                f"Final hash of {self.lines:,} entries: {self.head} (a chain of hashes detects "
+                "accidents; to detect forgery keep this hash elsewhere, or sign the run)."
             )
         return sentences
 
@@ -387,10 +386,10 @@ def _rows(history: History) -> int | None:
 
 
 def claimed(server: Statement | None, examples: Statement | None) -> list[Statement]:
-    """What is claimed of a run of which the server's and the clients' ledgers say this.
+    """The statements to show of a run, from that of its server's ledger and its clients'.
 
-    What a ledger says of updates without noise is no claim where clients protect their examples;
-    what those cost is the operator's to know where whole clients are protected too.
+    The server's is left out where updates have no noise and clients protect their examples; the
+    examples' is for the operator alone where whole clients are protected too.
     """
     if examples is None:
         return [] if server is None else [server]

@@ -94,7 +94,7 @@ def test_more_rows_are_promised_less_and_no_noise_nothing() -> None:
     assert epsilons == sorted(epsilons)
     silent = group_cost([Event(noise_multiplier=0.0, law=PoissonLaw())], 2, DELTA)
     assert (silent.epsilon, silent.method) == (math.inf, "none")
-    assert silent.sentence() == "Whoever owns 2 clients: nothing is promised."
+    assert silent.sentence() == "Owners of 2 clients: no guarantee."
     with pytest.raises(FedsimError, match="a group is of 0 rows; it must be of 1 or more"):
         group_cost(events, 0, DELTA)
 
@@ -116,7 +116,7 @@ def test_a_statement_says_what_an_owner_of_several_clients_is_promised(tmp_path,
         == group_cost([Event(noise_multiplier=8.0, count=2)], 3, DELTA).epsilon
     )
     assert result.privacy.to_dict()["group"]["size"] == 3
-    assert "Whoever owns up to 3 clients: (" in str(result.privacy)
+    assert "Owners of up to 3 clients: (" in str(result.privacy)
     assert "for all of them together" in (tmp_path / "run" / "report.html").read_text()
     read = Ledger.read(tmp_path / "run" / "ledger.jsonl").statement(DELTA).of_group(3)
     assert read.group == result.privacy.group
@@ -128,7 +128,7 @@ def test_a_statement_says_what_an_owner_of_several_clients_is_promised(tmp_path,
             fedsim.cli.main(["privacy", *arguments])
         assert not ended.value.code
         said = " ".join(capsys.readouterr().out.split())
-        assert f"Whoever owns up to 3 clients: ({result.privacy.group.epsilon:.4g}, 1e-05)" in said
+        assert f"Owners of up to 3 clients: ({result.privacy.group.epsilon:.4g}, 1e-05)" in said
 
 
 def test_a_group_is_of_clients_that_are_protected() -> None:

@@ -50,7 +50,7 @@ def test_the_statement_names_what_it_covers(path):
         "simulated",
         'noise.entropy = "system"',
         "any membership-inference attack misses at least",
-        "Against whoever sees the models",
+        "Adversary: anyone who sees the models",
         "the declared population (479 clients)",
         "Not covered: what the operator sees",
         str(path),
@@ -72,7 +72,7 @@ def test_the_statement_says_what_the_server_and_colluders_see_of_shares():
     ledger.record(Entry(round=1, event=Event.of(cohort, 1.0), placement="client"))
     said = str(ledger.statement())
     # 4.3772 with all shares, 4.6530 with 10 of 100 known: the table of the noise shares.
-    assert "epsilon 4.377 with nobody missing" in said
+    assert "epsilon 4.377 with none missing" in said
     assert "epsilon 4.653 with a tenth" in said
     assert "z sqrt((r-D-k)/r)" in said
     alone = Accountant([Event.of(FullCohort(), 0.1)]).epsilon(DELTA)
