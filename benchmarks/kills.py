@@ -37,7 +37,7 @@ from fedsim import RunConfig
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.sweep import members, parse_axes, run_sweep
+from fedsim.runs.sweep import grid_runs, parse_axes, run_sweep
 
 BASE = RunConfig.parse(
     {
@@ -81,7 +81,7 @@ def run(job: str, directory: Path) -> None:
     """Begin a run, or go on with it."""
     config = BASE.replace(**JOBS[job])
     if job == "sweep":
-        run_sweep(members(config, parse_axes(AXES)), directory)
+        run_sweep(grid_runs(config, parse_axes(AXES)), directory)
     else:
         fedsim.run(config, out=directory, resume=True)
 

@@ -19,9 +19,9 @@ from fedsim.config.plan import split_settings
 from fedsim.errors import FedsimError
 
 if TYPE_CHECKING:
-    from fedsim.reports.sweep import MemberLine, SeedsLine
-    from fedsim.runs.sweep import Halving, Member, MemberOutcome
-    from fedsim.runs.sweep.measure import Spread
+    from fedsim.reports.sweep import RunLine, SeedsLine
+    from fedsim.runs.sweep import Halving, RunOutcome, SweepRun
+    from fedsim.runs.sweep.search import Spread
 
 
 SOME_FAILED = 3
@@ -83,10 +83,10 @@ def sweep(
     # Only now: a mistake in the config should not wait for torch.
     from fedsim.reports.plots import save
     from fedsim.reports.sweep import draw, over_seeds, read_line, seeds_csv, to_csv
-    from fedsim.runs.sweep import Halving, drawn, is_done, measure_of, members, parse_axes
+    from fedsim.runs.sweep import Halving, grid_runs, is_done, measure_of, parse_axes, random_runs
 
     axes = parse_axes(over)
-    grid = members(base, axes) if random is None else drawn(base, axes, random)
+    grid = grid_runs(base, axes) if random is None else random_runs(base, axes, random)
     axis = plot or next((key for key in axes if key != "seed"), next(iter(axes)))
     if axis not in axes:
         raise FedsimError(f"--plot is {axis}; it must be an axis: {', '.join(axes)}.")
@@ -127,7 +127,7 @@ def sweep(
     _end_if_failed(console, outcomes)
 
 
-def _check_directory(where: Path, grid: Sequence[Member]) -> None:
+def _check_directory(where: Path, grid: Sequence[SweepRun]) -> None:
     """Refuse a directory with files of these names and no run of this sweep."""
     names = ("sweep.csv", "sweep-seeds.csv", "sweep.png")
     existing = [name for name in names if (where / name).exists()]
@@ -139,8 +139,8 @@ def _check_directory(where: Path, grid: Sequence[Member]) -> None:
 
 
 def _run(
-    console: Console, grid: Sequence[Member], where: Path, halving: Halving | None
-) -> Mapping[str, MemberOutcome]:
+    console: Console, grid: Sequence[SweepRun], where: Path, halving: Halving | None
+) -> Mapping[str, RunOutcome]:
     from fedsim.runs.sweep import is_done, run_sweep
 
     total = sum(member.config.rounds for member in grid if not is_done(member, where))
@@ -208,7 +208,7 @@ def _figure(value: float, name: str) -> str:
     return brief(value, is_share(name, [value]))
 
 
-def _epsilon(line: MemberLine) -> str:
+def _epsilon(line: RunLine) -> str:
     from fedsim.privacy.statement import epsilon_marks
 
     if line.epsilon is None:
@@ -231,7 +231,7 @@ def _print_best(console: Console, settings: Sequence[SeedsLine]) -> None:
         )
 
 
-def _end_if_failed(console: Console, outcomes: Mapping[str, MemberOutcome]) -> None:
+def _end_if_failed(console: Console, outcomes: Mapping[str, RunOutcome]) -> None:
     failed = {label: o.reason for label, o in outcomes.items() if o.ended == "failed"}
     for label, reason in failed.items():
         console.print(Text(f"{label} failed: {reason}", style="yellow"))
@@ -241,7 +241,7 @@ def _end_if_failed(console: Console, outcomes: Mapping[str, MemberOutcome]) -> N
 
 
 def _print_examples_cost(
-    console: Console, grid: Sequence[Member], where: Path, halving: Halving | None
+    console: Console, grid: Sequence[SweepRun], where: Path, halving: Halving | None
 ) -> None:
     """What all runs together cost the clients' examples, where more than one protects them."""
     from fedsim.privacy import Ledger
@@ -271,8 +271,8 @@ def _print_examples_cost(
 
 def _print_cost(
     console: Console,
-    grid: Sequence[Member],
-    lines: Sequence[MemberLine],
+    grid: Sequence[SweepRun],
+    lines: Sequence[RunLine],
     where: Path,
     halving: Halving | None,
 ) -> None:
@@ -304,7 +304,7 @@ def _print_cost(
         )
 
 
-def _joint_cost(released: Mapping[Path, Member], delta: float, halving: Halving | None) -> str:
+def _joint_cost(released: Mapping[Path, SweepRun], delta: float, halving: Halving | None) -> str:
     """What all runs cost a client whose data is in all of them."""
     from fedsim.reports.sweep import price
     from fedsim.runs.sweep import outcomes

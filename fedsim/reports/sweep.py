@@ -1,4 +1,4 @@
-"""What a sweep found: its members, its settings over their seeds, and its price."""
+"""What a sweep found: its runs, its settings over their seeds, and what they cost together."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fedsim.privacy.claims import shared_cost
 from fedsim.privacy.entry import History
 from fedsim.reports.plots import SERIES, curve_style, grid
 from fedsim.runs.metrics import MetricsFile, display_name
-from fedsim.runs.sweep.measure import LAST_EVALUATIONS, Measure, Spread, numbers_in, validated
+from fedsim.runs.sweep.search import LAST_EVALUATIONS, Measure, Spread, numbers_in, validated
 
 
 @dataclass(frozen=True)
-class MemberLine:
-    """What one member reached.
+class RunLine:
+    """What one run reached.
 
     Attributes
     ----------
@@ -40,11 +40,11 @@ class MemberLine:
         On the test examples, after the last round and as the mean of the last five evaluations.
     loss : float
     epsilon : float or None
-        None for a member that is not private.
+        None for a run that is not private.
     simulated, declared : bool
         Whether its noise follows from its seed, and whether a law is taken at the user's word.
     validation : float or None
-        By what members are chosen between: the mean of the last five evaluations on the examples
+        What runs are chosen by: the mean of the last five evaluations on the examples
         held out; None where none are held out.
     """
 
@@ -69,12 +69,12 @@ def read_line(
     *,
     outcome: str = "finished",
     reason: str = "",
-) -> MemberLine:
-    """The line of a member whose artefacts are in ``directory``; parameters as `MemberLine`'s."""
+) -> RunLine:
+    """The line of a run whose artefacts are in ``directory``; parameters as `RunLine`'s."""
     rows = MetricsFile(directory / "metrics.csv").rows()
     tests, losses = (numbers_in(rows, f"test-{name}") for name in (measure.name, "loss"))
     last = rows[-1] if rows else {"round": 0}
-    return MemberLine(
+    return RunLine(
         point=point,
         outcome=outcome,
         reason=reason,
@@ -98,14 +98,14 @@ class SeedsLine:
     ----------
     point : mapping of key to value
         Without the seed.
-    lines : sequence of MemberLine
+    lines : sequence of RunLine
     last, test, loss, validation : Spread or None
-        `MemberLine`'s ``test``, ``mean_test``, ``loss``, ``validation`` over seeds that ended;
+        `RunLine`'s ``test``, ``mean_test``, ``loss``, ``validation`` over seeds that ended;
         None where no seed has such a number.
     """
 
     point: dict[str, Scalar]
-    lines: Sequence[MemberLine]
+    lines: Sequence[RunLine]
     last: Spread | None
     test: Spread | None
     loss: Spread | None
@@ -117,13 +117,13 @@ class SeedsLine:
         return sum(map(_counts, self.lines))
 
 
-def _counts(line: MemberLine) -> bool:
+def _counts(line: RunLine) -> bool:
     return line.outcome in ("finished", "stopped", "budget")
 
 
-def over_seeds(lines: Sequence[MemberLine]) -> list[SeedsLine]:
+def over_seeds(lines: Sequence[RunLine]) -> list[SeedsLine]:
     """Each setting, over its seeds, in the order in which they come."""
-    settings: dict[tuple[tuple[str, Scalar], ...], list[MemberLine]] = {}
+    settings: dict[tuple[tuple[str, Scalar], ...], list[RunLine]] = {}
     for line in lines:
         point = tuple((key, value) for key, value in line.point.items() if key != "seed")
         settings.setdefault(point, []).append(line)
@@ -159,8 +159,8 @@ def best_of(settings: Sequence[SeedsLine]) -> SeedsLine | None:
     return settings[max(finite, key=lambda index: finite[index])] if finite else None
 
 
-def to_csv(lines: Sequence[MemberLine]) -> str:
-    """All members as CSV text; a number that a member lacks is empty."""
+def to_csv(lines: Sequence[RunLine]) -> str:
+    """All runs as CSV text; a number that a run lacks is empty."""
     name = lines[0].measure.name
     figures = [f"test-{name}", f"test-{name}-last-five", "test-loss"]
     figures += [f"validation-{name}-last-five", "epsilon", "simulated", "declared"]
@@ -199,7 +199,7 @@ def _csv(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def price(planned: Mapping[Path, int], delta: float, outcomes: int = 1) -> Cost:
-    """What all members together cost: the composition of all their releases at ``delta``.
+    """What all runs together cost: the composition of all their releases at ``delta``.
 
     Parameters
     ----------
@@ -270,7 +270,7 @@ def draw(settings: Sequence[SeedsLine], axis: str, title: str, *, joined: bool =
     Parameters
     ----------
     settings : sequence of SeedsLine
-        Those without a number of theirs, since their members failed, are left out.
+        Those without a number of theirs, since their runs failed, are left out.
     axis : str
         Not the seed, unless it is the only one: then nothing is averaged.
     title : str
@@ -339,5 +339,5 @@ def _about(settings: Sequence[SeedsLine], spreads: Sequence[Spread]) -> str:
         about = f"mean of {seeds} seeds; bars: one standard deviation to either side"
     missing = sum(len(setting.lines) - setting.ended for setting in settings)
     if missing:
-        about += f"{'; ' * bool(about)}{missing} members that failed or were dropped are left out"
+        about += f"{'; ' * bool(about)}{missing} runs that failed or were dropped are left out"
     return about

@@ -25,7 +25,7 @@ from fedsim.runs.callbacks import Callback
 from fedsim.runs.metrics import OPERATORS, QUANTILES, MetricsFile, learning_columns
 from fedsim.runs.record import RunRecord
 from fedsim.runs.summary import whole_record
-from fedsim.runs.sweep import members, run_sweep
+from fedsim.runs.sweep import grid_runs, run_sweep
 from fedsim.strategies import RoundReport, RunFailedError
 
 EVIL = """</script><script>alert(1)</script><img src=x onerror="alert(2)">' & 数字"""
@@ -288,7 +288,7 @@ def test_a_run_that_was_interrupted_has_a_page_when_it_is_asked_for(tmp_path: Pa
 
 def test_members_of_a_sweep_leave_pages(tmp_path: Path) -> None:
     base = RunConfig().replace(**{"rounds": 1, "partition.clients": 5})
-    run_sweep(members(base, {"seed": [1, 2]}), tmp_path)
+    run_sweep(grid_runs(base, {"seed": [1, 2]}), tmp_path)
     for seed in (1, 2):
         assert (tmp_path / f"seed={seed}" / "report.html").is_file()
 

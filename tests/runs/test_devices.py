@@ -21,7 +21,7 @@ from fedsim.privacy import epsilon
 from fedsim.randomness import Draws, Randomness
 from fedsim.runs import factories
 from fedsim.runs.resolve import resolve, strategy_of
-from fedsim.runs.sweep import members, run_sweep
+from fedsim.runs.sweep import grid_runs, run_sweep
 from fedsim.training import Trainer
 
 BASE = RunConfig().replace(
@@ -254,7 +254,7 @@ def test_a_file_that_is_no_trace_is_one_sentence(spoil, tmp_path: Path) -> None:
 
 def test_members_of_a_sweep_with_devices_end_as_they_do_alone(tmp_path: Path) -> None:
     changes = {"client.work": "whole(1,3)", "devices.availability": 0.6, "devices.dropout": 0.1}
-    grid = members(BASE.replace(**changes), {"seed": [1, 2]})
+    grid = grid_runs(BASE.replace(**changes), {"seed": [1, 2]})
     run_sweep(grid, tmp_path)
     for number, member in enumerate(grid):
         fedsim.run(member.config, out=tmp_path / f"alone-{number}")

@@ -19,7 +19,7 @@ from fedsim.reports.sweep import read_line
 from fedsim.runs.callbacks import Callback, RunStatus
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.resolve import resolve
-from fedsim.runs.sweep import measure_of, members, parse_axes, run_sweep
+from fedsim.runs.sweep import grid_runs, measure_of, parse_axes, run_sweep
 
 OWNERS = 6
 LENGTH = 4
@@ -226,7 +226,7 @@ def test_members_of_a_sweep_train_and_evaluate_on_the_same_examples_as_alone(
         changes = {"data.name": "digits", "partition.name": "iid", "data.validation": 0.3}
         model = {"model.name": "nets:stem", "task.metrics": "accuracy", "model.trainable": "2.*"}
         base = config(text, **{"rounds": 2, **changes, **model})
-    grid = members(base, parse_axes(["client.lr=0.1,0.5"]))
+    grid = grid_runs(base, parse_axes(["client.lr=0.1,0.5"]))
     run_sweep(grid, tmp_path / "sweep")
     for member in grid:
         alone = fedsim.run(member.config).metrics
@@ -274,7 +274,7 @@ def test_a_node_has_its_owners_examples_and_evaluates_as_in_a_simulation(
 
 def test_members_of_a_sweep_on_masked_data_end_as_they_do_alone(text: str, tmp_path: Path) -> None:
     base = config(text, **{"data.validation": 0.2, "rounds": 2})
-    grid = members(base, {"client.lr": [0.1, 0.5], "seed": [1, 2]})
+    grid = grid_runs(base, {"client.lr": [0.1, 0.5], "seed": [1, 2]})
     outcomes = run_sweep(grid, tmp_path / "sweep")
     assert {outcome.ended for outcome in outcomes.values()} == {"finished"}
     for member in grid:

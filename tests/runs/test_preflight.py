@@ -12,7 +12,7 @@ from torch import nn
 import fedsim
 from fedsim import RunConfig
 from fedsim.errors import FedsimError
-from fedsim.runs.sweep import members, parse_axes, run_sweep
+from fedsim.runs.sweep import grid_runs, parse_axes, run_sweep
 
 BASE = RunConfig().replace(
     **{
@@ -73,7 +73,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is_touched(
         fedsim.run(BASE.replace(**changes), out=tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(FedsimError, match=sentence):
-        run_sweep(members(BASE.replace(**changes), parse_axes(["seed=1,2"])), tmp_path)
+        run_sweep(grid_runs(BASE.replace(**changes), parse_axes(["seed=1,2"])), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,7 +18,7 @@ from fedsim.reports.sweep import examples_price, price, read_line
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.metrics import MetricsFile, Row
 from fedsim.runs.session import Session
-from fedsim.runs.sweep import is_done, measure_of, members, parse_axes, run_sweep
+from fedsim.runs.sweep import grid_runs, is_done, measure_of, parse_axes, run_sweep
 from fedsim.training import Trainer
 
 BASE = RunConfig().replace(
@@ -57,7 +57,7 @@ def test_members_end_with_the_same_bytes_as_when_run_alone(
     overs: list[str], tmp_path: Path
 ) -> None:
     allow(["flwr.serverapp.strategy"])
-    grid = members(BASE, parse_axes(overs))
+    grid = grid_runs(BASE, parse_axes(overs))
     run_sweep(grid, tmp_path)
     for number, member in enumerate(grid):
         alone = tmp_path / f"alone-{number}"
@@ -74,7 +74,7 @@ def test_members_end_with_the_same_bytes_as_when_run_alone(
 
 def test_frozen_parameters_are_each_members_own(tmp_path: Path) -> None:
     base = BASE.replace(**{"model.name": "mlp", "model.widths": "8", "model.trainable": "fc2.*"})
-    grid = members(base, parse_axes(["seed=1,2"]))
+    grid = grid_runs(base, parse_axes(["seed=1,2"]))
     run_sweep(grid, tmp_path)
     fedsim.run(grid[1].config, out=tmp_path / "alone")
     assert RunDirectory(tmp_path / grid[1].label).model.read_bytes() == (
@@ -83,7 +83,7 @@ def test_frozen_parameters_are_each_members_own(tmp_path: Path) -> None:
 
 
 def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    grid = members(BASE, parse_axes(["model.dtype=float32,float64"]))
+    grid = grid_runs(BASE, parse_axes(["model.dtype=float32,float64"]))
     seen: list[str] = []
 
     def stop(member, row):
@@ -107,7 +107,7 @@ class Killed(BaseException):
 def test_members_go_on_from_their_own_checkpoints_to_the_bytes_of_running_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grid = members(BASE.replace(**{"checkpoint.every": 1}), parse_axes(["client.lr=0.1,0.5"]))
+    grid = grid_runs(BASE.replace(**{"checkpoint.every": 1}), parse_axes(["client.lr=0.1,0.5"]))
     append, finish, made = MetricsFile.append, Session.finish, []
 
     def killed_in_round_2(file: MetricsFile, row: Row) -> None:
@@ -138,21 +138,21 @@ def test_members_go_on_from_their_own_checkpoints_to_the_bytes_of_running_alone(
 
 
 def test_a_directory_of_another_sweep_is_refused(tmp_path: Path) -> None:
-    run_sweep(members(BASE, parse_axes(["seed=1"])), tmp_path)
+    run_sweep(grid_runs(BASE, parse_axes(["seed=1"])), tmp_path)
     with pytest.raises(FedsimError, match="a run of another config"):
-        run_sweep(members(BASE.replace(rounds=2), parse_axes(["seed=1"])), tmp_path)
+        run_sweep(grid_runs(BASE.replace(rounds=2), parse_axes(["seed=1"])), tmp_path)
 
 
 def test_members_whose_clients_would_share_what_they_keep_are_refused(tmp_path: Path) -> None:
     kept = {"client.state": "client", "client.state-dir": str(tmp_path / "kept")}
-    grid = members(BASE.replace(**kept), parse_axes(["seed=1,2"]))
+    grid = grid_runs(BASE.replace(**kept), parse_axes(["seed=1,2"]))
     with pytest.raises(FedsimError, match=r"client\.state-dir = '.*kept'; in a sweep it must be"):
         run_sweep(grid, tmp_path / "out")
     assert not any(tmp_path.iterdir())
 
 
 def test_choosing_among_members_costs_their_composition(tmp_path: Path) -> None:
-    grid = members(BASE, parse_axes(["client.lr=0.1,0.2,0.3"]))
+    grid = grid_runs(BASE, parse_axes(["client.lr=0.1,0.2,0.3"]))
     run_sweep(grid, tmp_path)
     ledgers = {RunDirectory(tmp_path / member.label).ledger: 3 for member in grid}
     together = epsilon(noise_multiplier=1.0, cohort=PoissonCohort(rate=0.4), rounds=9, delta=1e-5)
@@ -194,11 +194,11 @@ def test_what_members_cost_together_is_said_only_where_their_clients_are_the_sam
 
 def test_partitions_that_no_seed_deals_have_the_same_clients_in_every_member() -> None:
     changes = {"partition.name": "by-owner", "partition.clients": 9}
-    grid = members(BASE.replace(**changes), parse_axes(["seed=1,2"]))
+    grid = grid_runs(BASE.replace(**changes), parse_axes(["seed=1,2"]))
     assert len({split_settings(member.config) for member in grid}) == 1
-    others = members(BASE.replace(**changes), parse_axes(["partition.column=owner,work"]))
+    others = grid_runs(BASE.replace(**changes), parse_axes(["partition.column=owner,work"]))
     assert len({split_settings(member.config) for member in others}) == 2
-    dealt = members(BASE, parse_axes(["seed=1,2"]))
+    dealt = grid_runs(BASE, parse_axes(["seed=1,2"]))
     assert len({split_settings(member.config) for member in dealt}) == 2
 
 
@@ -206,7 +206,7 @@ def test_clients_that_are_dealt_differently_keep_no_ledgers_in_one_place(tmp_pat
     protected = {"client.mechanism.name": "clipping", "client.noise.multiplier": 2.0}
     free = {"mechanism.name": "none", "noise.multiplier": ""}
     kept = {"client.state-dir": str(tmp_path / "kept")}
-    grid = members(BASE.replace(**free, **protected, **kept), parse_axes(["seed=1,2"]))
+    grid = grid_runs(BASE.replace(**free, **protected, **kept), parse_axes(["seed=1,2"]))
     with pytest.raises(FedsimError, match="ledger there says would be about several clients'"):
         run_sweep(grid, tmp_path / "out")
     assert not any(tmp_path.iterdir())
@@ -217,7 +217,7 @@ def test_choosing_among_members_costs_every_clients_examples_their_composition(
 ) -> None:
     protected = {"client.mechanism.name": "clipping", "client.noise.multiplier": 2.0}
     free = {"mechanism.name": "none", "noise.multiplier": "", "rounds": 2, "cohort.rate": 1.0}
-    grid = members(BASE.replace(**free, **protected), parse_axes(["client.lr=0.1,0.5"]))
+    grid = grid_runs(BASE.replace(**free, **protected), parse_axes(["client.lr=0.1,0.5"]))
     run_sweep(grid, tmp_path)
     kept = {tmp_path / member.label / "clients": 0 for member in grid}
     one = examples_price(dict([*kept.items()][:1]), 1e-5)
@@ -247,7 +247,7 @@ def test_releases_that_cannot_be_added_up_are_said_not_to_be(tmp_path: Path) -> 
     ledgers = [tmp_path / "poisson.jsonl", tmp_path / "fixed.jsonl"]
     for path, cohort in zip(ledgers, (PoissonCohort(0.5, 4), FixedCohort(2, 4)), strict=True):
         Ledger(path).record(Entry(event=Event.of(cohort, 1.0)))
-    (member,) = members(BASE, parse_axes(["seed=1"]))
+    (member,) = grid_runs(BASE, parse_axes(["seed=1"]))
     told = _joint_cost(dict.fromkeys(ledgers, member), 1e-5, None)
     assert "together have no figure: events are accounted for" in told
 
@@ -263,14 +263,14 @@ def test_axes_take_any_values_and_refuse_nonsense() -> None:
         with pytest.raises(FedsimError):
             parse_axes(bad)
     with pytest.raises(FedsimError, match=r"client\.lr = -1"):
-        members(BASE, {"client.lr": [0.1, -1.0]})
+        grid_runs(BASE, {"client.lr": [0.1, -1.0]})
 
 
 PLAIN = BASE.replace(**{"mechanism.name": "none", "noise.multiplier": "", "rounds": 5})
 
 
 def test_a_member_that_fails_ends_alone_and_says_why(tmp_path: Path) -> None:
-    grid = members(PLAIN, parse_axes(["client.lr=0.1,1e6"]))
+    grid = grid_runs(PLAIN, parse_axes(["client.lr=0.1,1e6"]))
     outcomes = run_sweep(grid, tmp_path)
     assert [outcomes[member.label].ended for member in grid] == ["finished", "failed"]
     assert "3 rounds in a row" in outcomes[grid[1].label].reason
@@ -289,7 +289,7 @@ def test_a_member_that_fails_ends_alone_and_says_why(tmp_path: Path) -> None:
 def test_members_that_ask_their_clients_more_often_wait_for_nobody_and_change_nothing(
     over: str, tmp_path: Path
 ) -> None:
-    grid = members(PLAIN.replace(rounds=3), parse_axes([over]))
+    grid = grid_runs(PLAIN.replace(rounds=3), parse_axes([over]))
     run_sweep(grid, tmp_path)
     for number, member in enumerate(grid):
         alone = tmp_path / f"alone-{number}"
@@ -318,7 +318,7 @@ def test_a_client_that_raises_in_a_common_block_has_failed_and_nobody_else(
         return honest(self, vector, client_ids, round, **settings)
 
     monkeypatch.setattr(Trainer, "fit", fit)
-    grid = members(PLAIN.replace(**{"cohort.rate": 1.0}), parse_axes(["client.lr=0.1,0.2"]))
+    grid = grid_runs(PLAIN.replace(**{"cohort.rate": 1.0}), parse_axes(["client.lr=0.1,0.2"]))
     rows: list[tuple[str, object]] = []
     run_sweep(grid, tmp_path, lambda member, row: rows.append((member.label, row.get("failed"))))
     # Clients are numbered one member after another: 33 is the second one's client 3.
@@ -328,7 +328,7 @@ def test_a_client_that_raises_in_a_common_block_has_failed_and_nobody_else(
 
 def test_values_mean_on_an_axis_what_they_mean_after_set_and_equal_ones_are_one_member() -> None:
     base = RunConfig().replace(**{"model.name": "mlp", "model.widths": 8})
-    grid = members(base, parse_axes(["model.widths=64,[64,64],'64','64,64'", "client.lr=1,1.0"]))
+    grid = grid_runs(base, parse_axes(["model.widths=64,[64,64],'64','64,64'", "client.lr=1,1.0"]))
     assert [member.point["model.widths"] for member in grid] == ["64", "64,64"]
     for text in ("64,64", "[64,64]", "[64, 64]", "'64,64'"):
         typed = RunConfig.of(["model.name=mlp", f"model.widths={text}"])
@@ -339,15 +339,15 @@ def test_values_mean_on_an_axis_what_they_mean_after_set_and_equal_ones_are_one_
 def test_each_value_of_an_option_of_ones_own_is_a_member_that_is_called_by_it() -> None:
     axes = parse_axes(["server.optimizer=mine:ServerSGD",
                        "server.options.lr=0.5,0.50,1.0", "seed=1,2"])  # fmt: skip
-    labels = [member.point["server.options.lr"] for member in members(BASE, axes)]
+    labels = [member.point["server.options.lr"] for member in grid_runs(BASE, axes)]
     assert labels == ["0.5", "0.5", "1.0", "1.0"]
-    assert len({member.label for member in members(BASE, axes)}) == 4
+    assert len({member.label for member in grid_runs(BASE, axes)}) == 4
 
 
 def test_values_of_an_option_that_read_alike_have_directories_of_their_own() -> None:
     axes = parse_axes(["server.optimizer=mine:ServerSGD",
                        "server.options.lr=1,1.0,'1',true,'true','True',word,'word'"])  # fmt: skip
-    grid = members(BASE, axes)
+    grid = grid_runs(BASE, axes)
     values = [member.point["server.options.lr"] for member in grid]
     assert values == ["1", "1.0", "'1'", "True", "'true'", "'True'", "word"]
     assert len({member.label for member in grid}) == len(grid)
@@ -355,6 +355,6 @@ def test_values_of_an_option_that_read_alike_have_directories_of_their_own() -> 
 
 def test_a_bad_value_of_an_axis_is_blamed_by_its_own_name() -> None:
     with pytest.raises(FedsimError, match=r"client\.lr = 'fast'; it must be a number"):
-        members(BASE, parse_axes(["client.lr=0.1,fast,0.3"]))
+        grid_runs(BASE, parse_axes(["client.lr=0.1,fast,0.3"]))
     with pytest.raises(FedsimError, match=r"client\.momentum = 0\.9 has no effect with .*'adam'"):
-        members(BASE, parse_axes(["client.name=sgd,adam", "client.momentum=0.9"]))
+        grid_runs(BASE, parse_axes(["client.name=sgd,adam", "client.momentum=0.9"]))

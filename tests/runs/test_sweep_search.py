@@ -15,10 +15,10 @@ from fedsim import RunConfig
 from fedsim.cli import main
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger
-from fedsim.reports.sweep import MemberLine, best_of, draw, over_seeds, price, seeds_csv
+from fedsim.reports.sweep import RunLine, best_of, draw, over_seeds, price, seeds_csv
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.sweep import Halving, Span, drawn, members, parse_axes, run_sweep
-from fedsim.runs.sweep.measure import Measure
+from fedsim.runs.sweep import Halving, Span, grid_runs, parse_axes, random_runs, run_sweep
+from fedsim.runs.sweep.search import Measure
 from fedsim.tasks.class_metrics import Accuracy
 
 BASE = RunConfig().replace(
@@ -38,15 +38,15 @@ batch-size = 20
 
 def test_drawn_points_follow_from_the_seed_and_more_of_them_keep_the_first() -> None:
     axes = parse_axes(["client.lr=log(0.01,1)", "client.batch-size=5,10,20", "seed=1,2"])
-    points = [member.point for member in drawn(BASE, axes, 6)]
-    assert [member.point for member in drawn(BASE, axes, 9)][:12] == points
+    points = [member.point for member in random_runs(BASE, axes, 6)]
+    assert [member.point for member in random_runs(BASE, axes, 9)][:12] == points
     assert len({point["client.lr"] for point in points}) == 6
     assert all(0.01 <= float(point["client.lr"]) <= 1 for point in points)
     # Both seeds run at each point.
     assert [point["seed"] for point in points] == [1, 2] * 6
-    fewer = drawn(BASE, {"client.lr": axes["client.lr"]}, 6)
+    fewer = random_runs(BASE, {"client.lr": axes["client.lr"]}, 6)
     assert [m.point["client.lr"] for m in fewer] == [p["client.lr"] for p in points[::2]]
-    other = drawn(BASE.replace(seed=2), axes, 6)
+    other = random_runs(BASE.replace(seed=2), axes, 6)
     assert other[0].point["client.lr"] != points[0]["client.lr"]
 
 
@@ -63,9 +63,9 @@ def test_spans_that_make_no_sense_are_refused() -> None:
         with pytest.raises(FedsimError, match=r"--over .* is no span"):
             parse_axes([f"client.lr={bad}"])
     with pytest.raises(FedsimError, match="--random"):
-        members(BASE, parse_axes(["client.lr=log(0.1,1)"]))
+        grid_runs(BASE, parse_axes(["client.lr=log(0.1,1)"]))
     with pytest.raises(FedsimError, match="seed is a span"):
-        drawn(BASE, parse_axes(["seed=whole(1,9)"]), 3)
+        random_runs(BASE, parse_axes(["seed=whole(1,9)"]), 3)
 
 
 RATES = parse_axes(["client.lr=0.001,0.3,0.01,0.1"])
@@ -74,7 +74,7 @@ RATES = parse_axes(["client.lr=0.001,0.3,0.01,0.1"])
 def test_halving_lets_the_best_on_validation_examples_go_on_to_the_bytes_of_a_run_alone(
     tmp_path: Path,
 ) -> None:
-    grid = members(BASE, RATES)
+    grid = grid_runs(BASE, RATES)
     outcomes = run_sweep(grid, tmp_path / "halved", halving=Halving(2, 2))
     run_sweep(grid, tmp_path / "all")
     rows = [RunDirectory(tmp_path / "all" / member.label).metrics_file.rows() for member in grid]
@@ -100,7 +100,7 @@ def test_halving_lets_the_best_on_validation_examples_go_on_to_the_bytes_of_a_ru
 
 
 def test_the_page_of_a_dropped_member_says_that_it_was_and_why(tmp_path: Path) -> None:
-    grid = members(BASE, RATES)
+    grid = grid_runs(BASE, RATES)
     outcomes = run_sweep(grid, tmp_path, halving=Halving(2, 2))
     scores = {}
     for member in grid:
@@ -126,13 +126,13 @@ def test_the_page_of_a_dropped_member_says_that_it_was_and_why(tmp_path: Path) -
 
 
 def test_a_halving_all_of_whose_members_fail_ends_with_their_outcomes(tmp_path: Path) -> None:
-    grid = members(BASE.replace(rounds=12), {"client.lr": [1e6, 2e6]})
+    grid = grid_runs(BASE.replace(rounds=12), {"client.lr": [1e6, 2e6]})
     outcomes = run_sweep(grid, tmp_path, halving=Halving(2, 4))
     assert {outcome.ended for outcome in outcomes.values()} == {"failed"}
 
 
 def test_a_halving_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path) -> None:
-    grid = members(BASE, parse_axes(["client.lr=0.001,0.3,1e6,0.1", "seed=1,2"]))
+    grid = grid_runs(BASE, parse_axes(["client.lr=0.001,0.3,1e6,0.1", "seed=1,2"]))
     whole = run_sweep(grid, tmp_path / "whole", halving=Halving(2, 3))
 
     def stop(member, row):
@@ -159,7 +159,7 @@ def test_a_halving_whose_best_member_failed_later_is_done_when_it_is_run_again(
     schedules = ["staircase(decay=1e30,length=4)", "constant"]
     base = BASE.replace(**{"rounds": 8, "client.lr": 0.3})
     axes = {"client.schedule": schedules, "client.batch-size": [20, 0]}
-    grid = members(base, axes)
+    grid = grid_runs(base, axes)
     outcomes = run_sweep(grid, tmp_path, halving=Halving(4, 4))
     ended = {label: outcome.ended for label, outcome in outcomes.items()}
     assert ended[grid[0].label] == "failed"
@@ -174,7 +174,7 @@ def test_a_sweep_that_is_asked_to_end_leaves_the_pages_of_members_that_are_done(
         if row["round"] == member.point["rounds"] == 2:
             signal.raise_signal(signal.SIGINT)
 
-    grid = members(BASE, parse_axes(["rounds=2,4", "client.batch-size=20,0"]))
+    grid = grid_runs(BASE, parse_axes(["rounds=2,4", "client.batch-size=20,0"]))
     with pytest.raises(KeyboardInterrupt):
         run_sweep(grid, tmp_path, ask)
     for member in grid:
@@ -192,9 +192,9 @@ def test_halving_without_what_it_chooses_by_or_goes_on_from_is_refused(tmp_path:
         ({}, 6, r"--first-rounds = 6"),
     ):
         with pytest.raises(FedsimError, match=words):
-            run_sweep(members(BASE.replace(**changes), RATES), tmp_path, halving=Halving(2, rung))
+            run_sweep(grid_runs(BASE.replace(**changes), RATES), tmp_path, halving=Halving(2, rung))
     with pytest.raises(FedsimError, match="same rounds"):
-        run_sweep(members(BASE, {"rounds": [4, 6]}), tmp_path, halving=Halving(2, 2))
+        run_sweep(grid_runs(BASE, {"rounds": [4, 6]}), tmp_path, halving=Halving(2, 2))
     assert not any(tmp_path.iterdir())
 
 
@@ -215,7 +215,7 @@ def failing_at(number: int) -> Callable[..., object]:
 def test_a_member_whose_code_raises_fails_alone_and_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grid = members(BASE, parse_axes(["seed=1,2"]))
+    grid = grid_runs(BASE, parse_axes(["seed=1,2"]))
     with monkeypatch.context() as patched:
         patched.setattr(Accuracy, "finish", failing_at(4))
         outcomes = run_sweep(grid, tmp_path)
@@ -232,7 +232,7 @@ def test_a_member_whose_code_raises_fails_alone_and_is_tried_again(
 
 
 def line(lr: float, seed: int, test: float, validation: float, outcome: str = "finished"):
-    return MemberLine(
+    return RunLine(
         point={"client.lr": lr, "seed": seed},
         outcome=outcome,
         reason="",
@@ -272,7 +272,7 @@ def test_the_best_setting_is_chosen_by_validation_and_never_by_the_test_set() ->
     best = best_of(over_seeds([lucky, good, *bad]))
     assert best is not None
     assert best.point == {"client.lr": 0.1}
-    without = MemberLine(**{**vars(good), "validation": None})
+    without = RunLine(**{**vars(good), "validation": None})
     assert best_of(over_seeds([without])) is None
 
 

@@ -1,19 +1,19 @@
 """Many runs in one go: a grid or random points of a config's keys, trained side by side."""
 
 from fedsim.runs.sweep.halving import Halving, outcomes
-from fedsim.runs.sweep.members import Member, Span, drawn, measure_of, members, parse_axes
-from fedsim.runs.sweep.running import MemberOutcome, is_done, run_sweep
+from fedsim.runs.sweep.running import RunOutcome, is_done, run_sweep
+from fedsim.runs.sweep.search import Span, SweepRun, grid_runs, measure_of, parse_axes, random_runs
 
 __all__ = [
     "Halving",
-    "Member",
-    "MemberOutcome",
+    "RunOutcome",
     "Span",
-    "drawn",
+    "SweepRun",
+    "grid_runs",
     "is_done",
     "measure_of",
-    "members",
     "outcomes",
     "parse_axes",
+    "random_runs",
     "run_sweep",
 ]

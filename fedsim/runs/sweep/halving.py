@@ -1,8 +1,8 @@
-"""Successive halving: everybody goes a few rounds, the better part of them goes on.
+"""Successive halving: all runs make a few rounds, and only the best part of them continues.
 
 Jamieson and Talwalkar 2016, "Non-stochastic best arm identification and hyperparameter
-optimization". Members pause at a rung and go on from their checkpoints: whoever reaches its last
-round has the bytes of a run that was never looked at.
+optimization". Runs pause at a rung and resume from their checkpoints: a run that reaches its last
+round ends with the same bytes as without halving.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from fedsim.errors import FedsimError
 from fedsim.runs.callbacks import Judge
 from fedsim.runs.metrics import Row
 from fedsim.runs.resolve import Resolved
-from fedsim.runs.sweep.measure import Measure, Spread, validated
-from fedsim.runs.sweep.members import Member, measure_of
+from fedsim.runs.sweep.search import Measure, Spread, SweepRun, measure_of, validated
 
 MOST_OUTCOMES = 10**100
-"""Of more, delta's share could not be written down."""
+"""With more, the share of delta would underflow."""
 
 Setting = tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True)
 class Halving:
-    """When settings are compared, and how many go on.
+    """When settings are compared, and how many continue.
 
     Attributes
     ----------
     factor : int
-        Of the settings at a rung, one in so many goes on, to so many times the rounds.
+        Of the settings at a rung, one in so many continues, to so many times the rounds.
     first : int
         Rounds to the first rung.
     """
@@ -41,7 +40,7 @@ class Halving:
     first: int
 
     def rungs(self, rounds: int) -> list[int]:
-        """After which rounds members wait for each other; the last is their last."""
+        """The rounds after which runs are compared; the last one ends them."""
         between = []
         rung = self.first
         while rung < rounds:
@@ -49,8 +48,8 @@ class Halving:
             rung *= self.factor
         return [*between, rounds]
 
-    def check(self, grid: Sequence[Member], resolve_member: Callable[[Member], Resolved]) -> None:
-        """Refuse members that could not be compared, or not go on.
+    def check(self, grid: Sequence[SweepRun], resolve_run: Callable[[SweepRun], Resolved]) -> None:
+        """Refuse runs that could not be compared or resumed.
 
         Raises
         ------
@@ -58,92 +57,92 @@ class Halving:
         """
         if self.factor < 2:
             raise FedsimError(f"--halving = {self.factor}; it must be at least 2.")
-        if len({member.config.rounds for member in grid}) > 1:
-            raise FedsimError("--over rounds; with --halving all members have the same rounds.")
+        if len({run.config.rounds for run in grid}) > 1:
+            raise FedsimError("--over rounds; with --halving all runs have the same rounds.")
         rounds = grid[0].config.rounds
         if not 1 <= self.first < rounds:
             raise FedsimError(
                 f"--first-rounds = {self.first}; it must be from 1 to {rounds - 1}, one below "
                 "rounds."
             )
-        for member in grid:
-            config = member.config
+        for run in grid:
+            config = run.config
             if not config.checkpoint.every:
                 raise FedsimError(
-                    "checkpoint.every = 0; with --halving it must be at least 1, since members go "
-                    "on from their checkpoints."
+                    "checkpoint.every = 0; with --halving it must be at least 1, since runs "
+                    "resume from their checkpoints."
                 )
             if not 1 <= config.evaluate.every <= self.first:
                 raise FedsimError(
                     f"evaluate.every = {config.evaluate.every}; with --halving it must be from 1 "
-                    f"to {self.first}, the rounds to the first rung, where members are compared."
+                    f"to {self.first}, the rounds to the first rung, where runs are compared."
                 )
             measure = f"validation-{measure_of(config).name}"
-            Judge.of(resolve_member(member), "--halving by", measure)
+            Judge.of(resolve_run(run), "--halving by", measure)
 
-    def outcomes(self, grid: Sequence[Member]) -> int:
-        """In how many ways the settings that go on at each rung may be chosen."""
-        left, ways = len({_setting(member) for member in grid}), 1
+    def outcomes(self, grid: Sequence[SweepRun]) -> int:
+        """In how many ways the settings that continue at each rung may be chosen."""
+        left, ways = len({_setting(run) for run in grid}), 1
         for _ in self.rungs(grid[0].config.rounds)[:-1]:
             keep = max(left // self.factor, 1)
             ways, left = ways * math.comb(left, keep), keep
         return ways
 
     def dropped(
-        self, rows: Sequence[tuple[Member, Sequence[Row] | None]], rung: int
+        self, rows: Sequence[tuple[SweepRun, Sequence[Row] | None]], rung: int
     ) -> dict[str, str]:
-        """The members that do not go on, by their labels, each with a sentence that says why.
+        """The runs that end at a rung, by their labels, each with a sentence that says why.
 
         Parameters
         ----------
-        rows : sequence of (Member, rows of metrics.csv up to the rung)
-            None of one that failed, behind which all others come.
+        rows : sequence of (SweepRun, rows of metrics.csv up to the rung)
+            None for a run that failed: it ranks last.
         rung : int
             After which round they are compared.
         """
-        settings: dict[Setting, list[tuple[Member, Sequence[Row] | None]]] = {}
-        for member, of_member in rows:
-            settings.setdefault(_setting(member), []).append((member, of_member))
+        settings: dict[Setting, list[tuple[SweepRun, Sequence[Row] | None]]] = {}
+        for run, of_run in rows:
+            settings.setdefault(_setting(run), []).append((run, of_run))
         scores = {point: _score(of_point) for point, of_point in settings.items()}
         keep = max(len(settings) // self.factor, 1)
-        # Sorting is stable: of equals the first goes on.
+        # Sorting is stable: of equals the first continues.
         ranking = sorted(scores, key=lambda point: -scores[point])
         measure = measure_of(rows[0][0].config)
-        least = _told(scores[ranking[keep - 1]], measure)
-        went_on = f"{keep} of {len(settings)} settings went on, the last of them with {least}"
+        least = _score_text(scores[ranking[keep - 1]], measure)
+        kept = f"{keep} of {len(settings)} settings continued, the last of them with {least}"
         return {
-            member.label: f"Dropped after round {rung}: its setting had "
-            f"{_told(scores[point], measure)}; {went_on}."
+            run.label: f"Dropped after round {rung}: its setting had "
+            f"{_score_text(scores[point], measure)}; {kept}."
             for place, point in enumerate(ranking)
-            for member, of_member in settings[point]
-            if place >= keep or of_member is None
+            for run, of_run in settings[point]
+            if place >= keep or of_run is None
         }
 
 
-def outcomes(grid: Sequence[Member], halving: Halving | None) -> int:
-    """Out of how many sets of releases those of members may have chosen one; an upper bound."""
+def outcomes(grid: Sequence[SweepRun], halving: Halving | None) -> int:
+    """How many sets of releases could have resulted from choices among runs; an upper bound."""
     ways = 1 if halving is None else halving.outcomes(grid)
-    for member in grid:
-        ways *= max(stopping(member.config.to_run_config()).times, 1)
+    for run in grid:
+        ways *= max(stopping(run.config.to_run_config()).times, 1)
     return min(ways, MOST_OUTCOMES)
 
 
-def _setting(member: Member) -> Setting:
-    return tuple((key, value) for key, value in member.point.items() if key != "seed")
+def _setting(run: SweepRun) -> Setting:
+    return tuple((key, value) for key, value in run.point.items() if key != "seed")
 
 
-def _told(score: float, measure: Measure) -> str:
+def _score_text(score: float, measure: Measure) -> str:
     if not math.isfinite(score):
         return f"no validation-{measure.name} of all its seeds"
     value = score if measure.higher_is_better else -score
     return f"validation-{measure.name} {value:.4g}"
 
 
-def _score(seeds: Sequence[tuple[Member, Sequence[Row] | None]]) -> float:
-    """The mean over a setting's seeds, larger where it is better; one that fails is last."""
+def _score(seeds: Sequence[tuple[SweepRun, Sequence[Row] | None]]) -> float:
+    """The mean over a setting's seeds, larger where it is better; a run that failed ranks last."""
     scores = []
-    for member, rows in seeds:
-        measure: Measure = measure_of(member.config)
+    for run, rows in seeds:
+        measure: Measure = measure_of(run.config)
         value = None if rows is None else validated(rows, measure)
         if value is None or not math.isfinite(value):
             return -math.inf

@@ -1,4 +1,4 @@
-"""Run the members of a sweep, and keep how each of them ended."""
+"""Make the runs of a sweep, side by side where they can be, and note how each of them ended."""
 
 from __future__ import annotations
 
@@ -25,24 +25,23 @@ from fedsim.runs.resolve import Resolved, calibrated, resolve
 from fedsim.runs.session import YOURS, Session
 from fedsim.runs.summary import leave_report, record_ending
 from fedsim.runs.sweep.halving import Halving
-from fedsim.runs.sweep.members import Member
+from fedsim.runs.sweep.search import SweepRun
 from fedsim.runs.sweep.together import in_step
 from fedsim.strategies import run_to_end
 
 _log = logging.getLogger("fedsim")
 
-Observer = Callable[[Member, Row], None]
+Observer = Callable[[SweepRun, Row], None]
 
 
 @dataclass(frozen=True)
-class MemberOutcome:
-    """How a member ended.
+class RunOutcome:
+    """How a run of a sweep ended.
 
     Attributes
     ----------
     ended : str
-        As a run does; "dropped" where halving let others go on, "failed" for a member that could
-        not go on.
+        As of any run; "dropped" where halving ended it, "failed" where it raised or diverged.
     reason : str
         A sentence; empty for one that finished.
     """
@@ -53,75 +52,75 @@ class MemberOutcome:
 
 @dataclass(frozen=True)
 class _Sweep:
-    """Where members go, who is told of their rows, and the data sets that they share."""
+    """Where runs are written, the observer of their rows, and the data sets that they share."""
 
     out: Path
     observer: Observer | None
     datasets: DatasetCache = field(default_factory=DatasetCache)
 
-    def resolve(self, member: Member) -> Resolved:
-        """All that a member is made of: its own, but for the data, which are read once."""
-        data = resolve_data(member.config, load=self.datasets.load)
-        return resolve(member.config, out=self.out / member.label, data=data)
+    def resolve(self, run: SweepRun) -> Resolved:
+        """Resolve a run, with data that are read once for all of them."""
+        data = resolve_data(run.config, load=self.datasets.load)
+        return resolve(run.config, out=self.out / run.label, data=data)
 
 
 def run_sweep(
-    grid: Sequence[Member],
+    grid: Sequence[SweepRun],
     out: Path,
     observer: Observer | None = None,
     halving: Halving | None = None,
-) -> dict[str, MemberOutcome]:
-    """Run the members that have not been run to their end in ``out``.
+) -> dict[str, RunOutcome]:
+    """Make the runs of a grid that have not ended in ``out`` yet.
 
-    A member that diverges or raises has failed, and the others go on. One that failed for a
-    reason that would come again (too many rounds without a usable reply) is not tried again.
+    A run that diverges or raises has failed, and the others continue. One that failed for a
+    reason that would recur (too many rounds without a usable reply) is not tried again.
 
     Parameters
     ----------
-    grid : sequence of Member
+    grid : sequence of SweepRun
     out : path
-        Each member's artefacts go to a directory of its own in it.
+        Each run's artefacts go to a directory of its own in it.
     observer : callable, optional
-        Called with each row of each member.
+        Called with each row of each run.
     halving : Halving, optional
-        When members are dropped; without it all go through all their rounds.
+        When runs are dropped; without it each makes all its rounds.
 
     Returns
     -------
-    dict of str to MemberOutcome
-        Of each member, by its label.
+    dict of str to RunOutcome
+        Of each run, by its label.
 
     Raises
     ------
     FedsimError
-        If ``out`` holds a member of another sweep, or one is for another engine.
+        If ``out`` holds a run of another sweep, or one is for another engine.
     """
-    for member in grid:
-        engine, client = member.config.engine.name, member.config.client
+    for run in grid:
+        engine, client = run.config.engine.name, run.config.client
         if engine != "local":
-            raise FedsimError(f"engine.name = '{engine}'; a sweep's members run on 'local'.")
+            raise FedsimError(f"engine.name = '{engine}'; a sweep's runs run on 'local'.")
         if client.state == "client" and client.state_dir:
             raise FedsimError(
                 f"client.state-dir = '{client.state_dir}'; in a sweep it must be empty while "
-                "client.state = 'client', or clients of a member would go on from what those of "
-                "another keep there."
+                "client.state = 'client', or clients of one run would resume from the "
+                "state of another's there."
             )
     _check_clients_kept(grid)
     sweep = _Sweep(out, observer)
     if halving is not None:
         halving.check(grid, sweep.resolve)
-    for member in grid:
-        if not is_done(member, out):
-            RunDirectory(out / member.label).check_free(overwrite=True)
-            check(sweep.resolve(member))
+    for run in grid:
+        if not is_done(run, out):
+            RunDirectory(out / run.label).check_free(overwrite=True)
+            check(sweep.resolve(run))
     if halving is None:
-        return _run_members(grid, sweep)
+        return _run_all(grid, sweep)
     return _halved(grid, sweep, halving)
 
 
-def _check_clients_kept(grid: Sequence[Member]) -> None:
-    """Refuse one place for the ledgers of clients that are not the same in all members."""
-    private = [member.config for member in grid if member.config.client.private]
+def _check_clients_kept(grid: Sequence[SweepRun]) -> None:
+    """Refuse one place for the ledgers of clients that are not the same in all runs."""
+    private = [run.config for run in grid if run.config.client.private]
     splits = {split_settings(config) for config in private}
     shared = {config.client.state_dir for config in private} - {""}
     if len(splits) > 1 and shared:
@@ -132,78 +131,77 @@ def _check_clients_kept(grid: Sequence[Member]) -> None:
         )
 
 
-def _halved(grid: Sequence[Member], sweep: _Sweep, halving: Halving) -> dict[str, MemberOutcome]:
-    """Run them from rung to rung; what is there already is looked at, not run again."""
-    outcomes: dict[str, MemberOutcome] = {}
-    going = list(grid)
+def _halved(grid: Sequence[SweepRun], sweep: _Sweep, halving: Halving) -> dict[str, RunOutcome]:
+    """Make the runs from rung to rung; rounds that were made before are not repeated."""
+    outcomes: dict[str, RunOutcome] = {}
+    remaining = list(grid)
     rungs = halving.rungs(grid[0].config.rounds)
     for rung in rungs:
-        reached = _run_members(going, sweep, until=rung)
+        reached = _run_all(remaining, sweep, until=rung)
         outcomes |= reached
-        if rung == rungs[-1] or not going:
+        if rung == rungs[-1] or not remaining:
             break
         rows = [
-            (member, _rows_at(rung, RunDirectory(sweep.out / member.label), reached))
-            for member in going
+            (run, _rows_at(rung, RunDirectory(sweep.out / run.label), reached)) for run in remaining
         ]
         dropped = halving.dropped(rows, rung)
         for label, why in dropped.items():
             if reached[label].ended == "interrupted":
-                outcomes[label] = MemberOutcome("dropped", why)
+                outcomes[label] = RunOutcome("dropped", why)
                 record_ending(RunDirectory(sweep.out / label), "dropped", why)
-        going = [member for member in going if member.label not in dropped]
+        remaining = [run for run in remaining if run.label not in dropped]
     return outcomes
 
 
 def _rows_at(
-    rung: int, directory: RunDirectory, outcomes: Mapping[str, MemberOutcome]
+    rung: int, directory: RunDirectory, outcomes: Mapping[str, RunOutcome]
 ) -> list[Row] | None:
-    """A member's rows up to a rung; None if it failed before it had come there.
+    """A run's rows up to a rung; None if it failed before that.
 
-    One that failed later went on then: it is compared again as it was.
+    One that failed later had passed the rung: it is compared again as it was then.
     """
     rows = directory.metrics_file.rows()
-    came_there = bool(rows) and rows[-1]["round"] >= rung
-    if outcomes[directory.path.name].ended == "failed" and not came_there:
+    reached_rung = bool(rows) and rows[-1]["round"] >= rung
+    if outcomes[directory.path.name].ended == "failed" and not reached_rung:
         return None
     return [row for row in rows if row["round"] <= rung]
 
 
-def _run_members(
-    grid: Sequence[Member], sweep: _Sweep, until: int | None = None
-) -> dict[str, MemberOutcome]:
-    """Run them to their ends, or through the round ``until``."""
+def _run_all(
+    grid: Sequence[SweepRun], sweep: _Sweep, until: int | None = None
+) -> dict[str, RunOutcome]:
+    """Make the runs to their ends, or up to round ``until``."""
     out = sweep.out
-    waiting = [member for member in grid if not _has_reached(member, out, until)]
-    outcomes: dict[str, MemberOutcome] = {}
+    waiting = [run for run in grid if not _has_reached(run, out, until)]
+    outcomes: dict[str, RunOutcome] = {}
     for group in _groups(waiting, out):
         outcomes |= _run_group(group, sweep, until)
-    for member in grid:
-        ended, why = ending(out / member.label)
-        outcomes.setdefault(member.label, MemberOutcome(ended, why))
+    for run in grid:
+        ended, why = ending(out / run.label)
+        outcomes.setdefault(run.label, RunOutcome(ended, why))
     return outcomes
 
 
-def _has_reached(member: Member, out: Path, until: int | None) -> bool:
-    if is_done(member, out):
+def _has_reached(run: SweepRun, out: Path, until: int | None) -> bool:
+    if is_done(run, out):
         return True
-    state = _reached(RunDirectory(out / member.label))
+    state = _reached(RunDirectory(out / run.label))
     return until is not None and state is not None and state.round >= until
 
 
-def is_done(member: Member, out: Path) -> bool:
-    """Whether the member has been run to its end in ``out``.
+def is_done(run: SweepRun, out: Path) -> bool:
+    """Whether the run has ended in ``out``.
 
     Raises
     ------
     FedsimError
         If its directory holds a run of another config.
     """
-    directory = RunDirectory(out / member.label)
+    directory = RunDirectory(out / run.label)
     if not directory.config.exists():
         return False
     stored = RunConfig.load(directory.config)
-    if _without_resolved(stored) != _without_resolved(calibrated(member.config)):
+    if _without_resolved(stored) != _without_resolved(calibrated(run.config)):
         raise FedsimError(f"{directory.path} holds a run of another config; choose another --out.")
     return directory.done.exists()
 
@@ -215,27 +213,27 @@ def _without_resolved(config: RunConfig) -> dict[str, Scalar]:
     return {k: v for k, v in config.to_run_config().items() if k not in _RESOLVED}
 
 
-def _groups(waiting: Sequence[Member], out: Path) -> list[list[Member]]:
-    """Members whose clients can share blocks, from the same round on, together."""
-    groups: dict[tuple[object, ...], list[Member]] = {}
-    for member in waiting:
-        state = _reached(RunDirectory(out / member.label))
+def _groups(waiting: Sequence[SweepRun], out: Path) -> list[list[SweepRun]]:
+    """The runs in groups whose clients can share blocks, from the same round on."""
+    groups: dict[tuple[object, ...], list[SweepRun]] = {}
+    for run in waiting:
+        state = _reached(RunDirectory(out / run.label))
         first = 0 if state is None else state.round
-        groups.setdefault((first, *_shared_work(member)), []).append(member)
+        groups.setdefault((first, *_shared_work(run)), []).append(run)
     return list(groups.values())
 
 
 def _reached(directory: RunDirectory) -> RunState | None:
-    """The last checkpoint of a member, if it has one."""
+    """The last checkpoint of a run, if it has one."""
     return Checkpoints(directory.checkpoint).newest() if directory.holds_run() else None
 
 
-def _shared_work(member: Member) -> tuple[object, ...]:
-    """What must be equal for clients to share a block: all that is not a number of their own."""
-    config = member.config
+def _shared_work(run: SweepRun) -> tuple[object, ...]:
+    """What must be equal for clients to share a block: all but the numbers that each may have."""
+    config = run.config
     if config.client.private or config.client.state != "reset" or config.client.work:
-        # Ledgers, kept state and work of their own belong to one run's clients.
-        return (member.label,)
+        # Ledgers, state and amounts of work belong to the clients of one run.
+        return (run.label,)
     free = {f"client.{name.replace('_', '-')}" for name in algorithm(config).numbers()}
     # Frozen parameters are the trainer's, and start from the seed.
     seed = config.seed if config.model.trainable else None
@@ -251,27 +249,26 @@ def _shared_work(member: Member) -> tuple[object, ...]:
 
 
 def _run_group(
-    group: Sequence[Member], sweep: _Sweep, until: int | None
-) -> dict[str, MemberOutcome]:
-    directories = [RunDirectory(sweep.out / member.label) for member in group]
+    group: Sequence[SweepRun], sweep: _Sweep, until: int | None
+) -> dict[str, RunOutcome]:
+    directories = [RunDirectory(sweep.out / run.label) for run in group]
     with ExitStack() as claims:
         sessions = []
-        for member, directory in zip(group, directories, strict=True):
-            resolved = sweep.resolve(member)
+        for run, directory in zip(group, directories, strict=True):
+            resolved = sweep.resolve(run)
             text = resolved.config.to_toml()
             state = _reached(directory)
             claims.enter_context(
                 directory.claim(text, overwrite=True) if state is None else directory.resumed(text)
             )
-            watching = {} if sweep.observer is None else {YOURS: _Watcher(member, sweep.observer)}
+            watching = {} if sweep.observer is None else {YOURS: _Watcher(run, sweep.observer)}
             sessions.append(Session(resolved, directory, watching, resume=state, until=until))
         failed = _run_sessions(sessions)
         for index, error in failed.items():
-            if isinstance(error, RunFailedError):  # and would again
+            if isinstance(error, RunFailedError):  # it would fail again
                 directories[index].finish("failed", str(error))
     return {
-        group[index].label: MemberOutcome("failed", _reason(error))
-        for index, error in failed.items()
+        group[index].label: RunOutcome("failed", _reason(error)) for index, error in failed.items()
     }
 
 
@@ -282,7 +279,7 @@ def _reason(error: Exception) -> str:
 
 
 def _run_sessions(sessions: Sequence[Session]) -> dict[int, Exception]:
-    """Run them to their ends; what ended those that failed."""
+    """Make all rounds of these sessions; the errors of those that failed, by index."""
     failed: dict[int, Exception] = {}
     whole = asked = False
 
@@ -303,8 +300,8 @@ def _run_sessions(sessions: Sequence[Session]) -> dict[int, Exception]:
         result = session.result(interrupted=session.ended == "interrupted")
         error = failed.get(index)
         if error is not None and not isinstance(error, RunFailedError):
-            _log.error("a member of the sweep raised", exc_info=error)
-        # Whoever asks to end asks more firmly soon after; a member that goes on has its page later.
+            _log.error("a run of the sweep raised", exc_info=error)
+        # A second signal may follow soon; a run that is resumed has its page written then.
         if not asked or error is not None or session.ended != "interrupted":
             leave_report(
                 session.resolved,
@@ -332,11 +329,11 @@ def _advance(sessions: Sequence[Session]) -> dict[int, Exception]:
 
 
 class _Watcher(Callback):
-    """Tells a sweep's observer of a member's rows."""
+    """Gives a run's rows to the sweep's observer."""
 
-    def __init__(self, member: Member, observer: Observer) -> None:
-        self._member = member
+    def __init__(self, run: SweepRun, observer: Observer) -> None:
+        self._run = run
         self._observer = observer
 
     def on_round(self, status: RunStatus) -> None:
-        self._observer(self._member, status.row)
+        self._observer(self._run, status.row)

@@ -1,4 +1,4 @@
-"""The members of a sweep: each point of a grid, or points that are drawn."""
+"""The runs of a sweep: each point of a grid, or random points, and what they are compared by."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -17,13 +17,12 @@ from fedsim.config.values import read_options, read_value, split_top_level
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
 from fedsim.runs import factories
-from fedsim.runs.sweep.measure import Measure
 
 LONGEST_LABEL = 150
 
 
 @dataclass(frozen=True)
-class Member:
+class SweepRun:
     """One run of a sweep.
 
     Attributes
@@ -40,8 +39,8 @@ class Member:
     def label(self) -> str:
         """``key=value`` for each axis; also the name of its directory.
 
-        What cannot stand in a path, or makes it too long, is left out, and a digest of the whole
-        comes in its place.
+        Characters that a path cannot have are replaced, a long label is cut, and a digest of the
+        whole is then appended.
         """
         label = ",".join(f"{key}={value}" for key, value in self.point.items())
         name = re.sub(r"[^A-Za-z0-9=,.+_-]", "_", label)
@@ -51,13 +50,13 @@ class Member:
         return f"{name[: LONGEST_LABEL - 9]}-{digest}"
 
 
-def members(config: RunConfig, axes: Axes) -> list[Member]:
-    """The grid, the last axis fastest, of valid configs; those that are equal are one member.
+def grid_runs(config: RunConfig, axes: Axes) -> list[SweepRun]:
+    """The grid, the last axis fastest, of valid configs; equal ones are one run.
 
     Raises
     ------
     FedsimError
-        If an axis is a span, or a config is no good.
+        If an axis is a span, or a config is invalid.
     """
     values = []
     for key, axis in axes.items():
@@ -70,16 +69,16 @@ def members(config: RunConfig, axes: Axes) -> list[Member]:
     return _distinct(config, axes, itertools.product(*values))
 
 
-def drawn(config: RunConfig, axes: Axes, number: int) -> list[Member]:
+def random_runs(config: RunConfig, axes: Axes, number: int) -> list[SweepRun]:
     """Points drawn at random, each with every seed where ``seed`` is an axis.
 
-    What is drawn follows from the config's seed, the key and how many were drawn before: more of
-    them, or another axis, leave those that were there as they are.
+    A value depends on the config's seed, the key and the number of the point alone: more points, or
+    another axis, leave the others unchanged.
 
     Raises
     ------
     FedsimError
-        If the seed is a span, or a config is no good.
+        If the seed is a span, or a config is invalid.
     """
     seeds = axes.get("seed", [config.seed])
     if isinstance(seeds, Span):
@@ -97,19 +96,19 @@ def drawn(config: RunConfig, axes: Axes, number: int) -> list[Member]:
 
 def _draw(axis: list[Any] | Span, source: Randomness, key: str, index: int) -> Any:
     part = int.from_bytes(hashlib.sha256(key.encode()).digest()[:5], "little")
-    # Of each seed again: it is the point's, not the member's.
+    # Of each seed again: it is the point's, not the run's.
     generator = source.repeated().generator(Purpose.SEARCH, level="run", round=index, part=part)
     return axis.draw(generator) if isinstance(axis, Span) else axis[generator.integers(len(axis))]
 
 
-def _distinct(config: RunConfig, axes: Axes, points: Iterable[tuple[Any, ...]]) -> list[Member]:
-    distinct: dict[tuple[object, ...], Member] = {}
+def _distinct(config: RunConfig, axes: Axes, points: Iterable[tuple[Any, ...]]) -> list[SweepRun]:
+    distinct: dict[tuple[object, ...], SweepRun] = {}
     for values in points:
         changed = config.replace(**dict(zip(axes, values, strict=True)))
         flat = changed.to_run_config()
         # As a config writes them: 64 and '64' are one value of a list, 1 and 1.0 of a number.
         point = {key: _written(flat, key) for key in axes}
-        distinct.setdefault(tuple(flat.items()), Member(point, changed))
+        distinct.setdefault(tuple(flat.items()), SweepRun(point, changed))
     return list(distinct.values())
 
 
@@ -126,7 +125,7 @@ def _written(flat: Mapping[str, Scalar], key: str) -> Scalar:
 
 
 def measure_of(config: RunConfig) -> Measure:
-    """What a member is judged by: the first of ``task.metrics``, or the loss without any."""
+    """What a run is judged by: the first of ``task.metrics``, or the loss without any."""
     for name, metric in factories.metrics(config).items():
         return Measure(name, metric.higher_is_better)
     return Measure("loss", higher_is_better=False)
@@ -142,7 +141,7 @@ class Span:
     Attributes
     ----------
     scale : "uniform", "log" or "whole"
-        All numbers alike, all orders of magnitude alike, or whole numbers.
+        Numbers drawn uniformly, uniformly in their logarithm, or whole numbers.
     low, high : float
         Both of them included.
     """
@@ -209,3 +208,59 @@ def _span(over: str, text: str) -> Span | None:
             f"{allowed.get(scale, 'two numbers')}, the smaller one first."
         )
     return Span(scale, low, high)  # type: ignore[arg-type]
+
+
+LAST_EVALUATIONS = 5
+"""How many evaluations a figure of a sweep is the mean of."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What runs are compared by.
+
+    Attributes
+    ----------
+    name : str
+        Of a metric, or "loss"; its columns are ``test-name`` and ``validation-name``.
+    higher_is_better : bool
+    """
+
+    name: str
+    higher_is_better: bool
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Numbers over seeds.
+
+    Attributes
+    ----------
+    mean : float
+    std : float or None
+        The standard deviation of one seed's number (n - 1); None of a single one.
+    count : int
+    """
+
+    mean: float
+    std: float | None
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        """Of so many; None of none."""
+        if not values:
+            return None
+        std = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        return cls(float(np.mean(values)), std, len(values))
+
+
+def validated(rows: Sequence[Mapping[str, object]], measure: Measure) -> float | None:
+    """The mean of the last five evaluations on examples held out, of the trained model if any."""
+    trained = [row for row in rows if int(str(row["round"])) > 0] or rows
+    values = numbers_in(trained, f"validation-{measure.name}")
+    return float(np.mean(values[-LAST_EVALUATIONS:])) if values else None
+
+
+def numbers_in(rows: Sequence[Mapping[str, object]], column: str) -> list[float]:
+    """The numbers of a column, without the rows that lack it."""
+    return [float(str(row[column])) for row in rows if row.get(column) not in (None, "")]
