@@ -16,7 +16,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-from fedsim.audit.config_audit import ConfigAudit
+from fedsim.audit.config_audit import audit_config
 from fedsim.audit.verdict import SHARE_OF_CHECKS
 from fedsim.config import RunConfig
 
@@ -89,8 +89,8 @@ def _audits(plant, changes, seeds, checks) -> list[tuple[tuple[str, ...], float]
 
 def _refuting(config: RunConfig, seed: int, checks: bool) -> tuple[str, ...]:
     if not checks:
-        return ConfigAudit(config).run(seed=seed)[0].refuting
-    verdict, _ = ConfigAudit(config).run(seed=seed, runs=0, canaries=0)
+        return audit_config(config, seed=seed)[0].refuting
+    verdict, _ = audit_config(config, seed=seed, runs=0, canaries=0)
     risk = SHARE_OF_CHECKS * verdict.risk_of_check
     return tuple(str(check) for check in verdict.checks if check.refutes(risk))
 

@@ -1,9 +1,9 @@
-"""Everything that clients may try: what they send, report, or leave undone, alone or together."""
+"""What clients may try: what they send, report, or fail to do, alone or together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -13,21 +13,19 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedsim.audit.checks import Floats
-from fedsim.audit.observation import Parameters, columns
-from fedsim.audit.worlds import ALONE, OPPOSED, Canaries, World
+from fedsim.audit.worlds import ALONE, OPPOSED, Canaries, ScriptedClients, World
 from fedsim.engines import LocalGrid
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.rows import Layout
-from fedsim.rows.block import Block, Ids, Reason, TrainerDefaults
-
-Change = Callable[[Canaries], Canaries]
-Script = Callable[[Ids, int], Block]
+from fedsim.rows.block import Block, Ids, Reason
 
 LENGTHS = np.arange(0.5, 5.01, 0.25)
 """Of rows, in units of their bound."""
 DENSE_LENGTHS = (0.5, 0.9, 1.1, 1.4, 1.6, 1.8, 2.0, 3.0, 5.0)
 NUMBERS = (1, 2, 3, 4, 5, 7, 10, 15, 25, 1_000_000)
-"""How many canaries come, or clients fail, at once; the last is all of them."""
+"""How many canaries take part, or clients fail, at once; the last is all of them."""
+
+Change = Callable[[Canaries], Canaries]
 
 
 @dataclass(frozen=True)
@@ -37,12 +35,12 @@ class Behaviour:
     Attributes
     ----------
     name : str
-        Goes on "a canary that".
+        Follows "a canary that".
     world : World
     change : callable
         From the world's federation to one in which the canary does it.
     harmless : bool
-        Whether its row can be used as it is: then its share of noise is there too.
+        Whether its row can be used as it is: then its share of noise is used too.
     adds : "something", "zeros" or "nothing"
         To the sum: zeros count as a client that replied, and nothing is what one that fails adds.
     """
@@ -54,58 +52,54 @@ class Behaviour:
     adds: Literal["something", "zeros", "nothing"] = "something"
 
 
-def behaviours(start: Parameters, scale: float, bounded: Tensor) -> list[Behaviour]:
-    """All of them, for a model of these parameters.
+def behaviours(layers: Mapping[str, slice], scale: float, bounded: Tensor) -> list[Behaviour]:
+    """All of them, for a model of these layers.
 
     Parameters
     ----------
+    layers : mapping of name to slice
+        Columns of each layer.
     scale : float
         Length of a coordinate that every bound shortens.
     bounded : float64 ``[d]``
         A row that is just as long as its bound, or as each of its bounds.
     """
-    d = sum(tensor.numel() for tensor in start.values())
 
     def full(value: float) -> Tensor:
-        return torch.full((d,), value, dtype=torch.float64)
+        return torch.full_like(bounded, value)
 
-    last = torch.zeros(d, dtype=torch.float64)
+    last = full(0)
     last[-1] = 1
+    # A little elsewhere: where a norm leaves a layer out, the rest must not be nothing.
     nearly = scale * last + 1e-3 * scale * (1 - last)
-    layers = []
-    for name, layer_columns in zip(start, columns(start), strict=True):
-        # A little elsewhere: where a norm leaves this layer out, the rest must not be nothing.
-        row = torch.full((d,), 1e-3 * scale, dtype=torch.float64)
-        row[layer_columns] = scale
-        layers.append(Behaviour(f"moves {name} most", ALONE, _sends(row)))
+    one_layer = {name: full(1e-3 * scale) for name in layers}
+    for name, columns in layers.items():
+        one_layer[name][columns] = scale
+    sent = {
+        "moves one coordinate": scale * last,
+        "moves one coordinate most": nearly,
+        **{f"sends {length:g} C": length * bounded for length in DENSE_LENGTHS},
+        "sends 1e200": full(1e200),
+        "sends 1e-200": full(1e-200),
+    }
+    infinity = torch.where(last > 0, torch.inf, last)
     return [
-        Behaviour("pulls as hard as it can", ALONE, _unchanged),
-        Behaviour("pulls against all others", OPPOSED, _unchanged),
-        Behaviour("moves one coordinate", OPPOSED, _sends(scale * last)),
-        Behaviour("moves one coordinate most", OPPOSED, _sends(nearly)),
-        *layers,
-        *(
-            Behaviour(f"sends {length:g} C", OPPOSED, _sends(length * bounded))
-            for length in DENSE_LENGTHS
-        ),
-        Behaviour("sends 1e200", OPPOSED, _sends(full(1e200))),
-        Behaviour("sends 1e-200", OPPOSED, _sends(full(1e-200))),
-        Behaviour("sends zeros", OPPOSED, _sends(full(0.0)), adds="zeros"),
+        Behaviour("sends its longest row", ALONE, Canaries.changed),
+        Behaviour("sends the opposite of all others", OPPOSED, Canaries.changed),
+        *(Behaviour(f"moves {name} most", ALONE, _sends(row)) for name, row in one_layer.items()),
+        *(Behaviour(name, OPPOSED, _sends(row)) for name, row in sent.items()),
+        Behaviour("sends zeros", OPPOSED, _sends(full(0)), adds="zeros"),
         Behaviour("sends NaN", OPPOSED, _sends(full(torch.nan)), harmless=False, adds="nothing"),
+        Behaviour("sends one infinity", OPPOSED, _sends(infinity), harmless=False, adds="nothing"),
         Behaviour(
-            "sends one infinity", OPPOSED, _sends(torch.where(last > 0, torch.inf, last)),
+            "raises an exception", OPPOSED, lambda canaries: canaries.changed(raises=True),
             harmless=False, adds="nothing",
         ),
-        Behaviour("raises an exception", OPPOSED, _raises, harmless=False, adds="nothing"),
         *(
             Behaviour(f"reports {value:g}", OPPOSED, _reports(value), harmless=False)
             for value in (0.0, -1e9, 1e300, float("nan"))
         ),
     ]  # fmt: skip
-
-
-def _unchanged(canaries: Canaries) -> Canaries:
-    return canaries
 
 
 def _sends(row: Tensor) -> Change:
@@ -115,10 +109,6 @@ def _sends(row: Tensor) -> Change:
         return canaries.changed(rows=rows)
 
     return change
-
-
-def _raises(canaries: Canaries) -> Canaries:
-    return canaries.changed(raises=True)
 
 
 def _reports(value: float) -> Change:
@@ -131,37 +121,9 @@ def _reports(value: float) -> Change:
     return change
 
 
-@dataclass(frozen=True)
-class ScriptedClients(TrainerDefaults):
-    """A block trainer whose clients do in each round what a script says of those sampled.
-
-    Attributes
-    ----------
-    population : int
-    script : callable
-        From the ids ``[m]`` of a cohort and the round to the clients' block.
-    answered : dict of int to list of int64 arrays
-        See `Canaries`.
-    """
-
-    population: int
-    script: Script
-    answered: dict[int, list[Ids]] = field(default_factory=dict, compare=False, repr=False)
-
-    def train(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
-        """What the script says, whatever the global parameters are."""
-        self.answered.setdefault(round, []).append(client_ids)
-        yield self.script(client_ids, round)
-
-    def evaluate(self, vector: Tensor, client_ids: Ids, round: int) -> Iterator[Block]:
-        """They have no data."""
-        yield Block.sent(client_ids, None, {"num-examples": np.ones(len(client_ids))})
-
-
 def _some(m: int, turn: int) -> Ids:
-    """Places in a cohort of ``m``: another number of them, and others, in every round."""
-    number = NUMBERS[turn % len(NUMBERS)]
-    return np.roll(np.arange(m), turn)[:number]
+    """Positions in a cohort of ``m``: other ones, and another number of them, in every round."""
+    return np.roll(np.arange(m), turn)[: NUMBERS[turn % len(NUMBERS)]]
 
 
 def _metrics(m: int, sides: Iterable[str], examples: float = 1.0) -> dict[str, Floats]:
@@ -171,7 +133,7 @@ def _metrics(m: int, sides: Iterable[str], examples: float = 1.0) -> dict[str, F
 def several_canaries(
     population: int, half: Floats, sides: tuple[str, ...], offset: int = 0
 ) -> ScriptedClients:
-    """Several canaries at once, each on the coordinate of its own id, the others silent.
+    """Several canaries at once, each on the coordinate of its own id; the others send zeros.
 
     Their number changes from round to round and their lengths run over `LENGTHS`; every second
     pass over the numbers is in float32.
@@ -189,11 +151,11 @@ def several_canaries(
     def script(ids: Ids, round: int) -> Block:
         turn = round + offset
         rows = torch.zeros(len(ids), d, dtype=torch.float64)
-        for place in _some(len(ids), turn):
-            client = int(ids[place])
+        for position in _some(len(ids), turn):
+            client = int(ids[position])
             if client < d:
                 length = LENGTHS[(7 * client + turn) % len(LENGTHS)]
-                rows[place, client] = length * half[client]
+                rows[position, client] = length * half[client]
         if turn // len(NUMBERS) % 2:
             rows = rows.float()
         return Block.sent(ids, rows, _metrics(len(ids), sides))
@@ -204,7 +166,7 @@ def several_canaries(
 def failing_clients(
     population: int, d: int, sides: tuple[str, ...], row: float | None
 ) -> ScriptedClients:
-    """Several clients that fail at once, as many as the round says; the others send zeros.
+    """Several clients that fail at once, another number each round; the others send zeros.
 
     Parameters
     ----------
@@ -213,15 +175,14 @@ def failing_clients(
     """
 
     def script(ids: Ids, round: int) -> Block:
-        places = _some(len(ids), round)
+        positions = _some(len(ids), round)
         rows = torch.zeros(len(ids), d, dtype=torch.float64)
         ok = np.ones(len(ids), dtype=np.bool_)
-        reasons: dict[int, Reason] = {}
         if row is None:
-            ok[places] = False
-            reasons = dict.fromkeys(ids[places].tolist(), "raised")
+            ok[positions] = False
         else:
-            rows[torch.from_numpy(places)] = row
+            rows[torch.from_numpy(positions)] = row
+        reasons: dict[int, Reason] = dict.fromkeys(ids[~ok].tolist(), "raised")
         return Block(ids, rows, _metrics(len(ids), sides), ok, reasons)
 
     return ScriptedClients(population, script)
@@ -238,10 +199,10 @@ def equal_sums(
     """
     signs = torch.from_numpy(np.random.default_rng(1).choice([-1.0, 1.0], (64, len(bounded))))
 
-    def script(second: bool) -> Script:
+    def script(second: bool) -> Callable[[Ids, int], Block]:
         def send(ids: Ids, round: int) -> Block:
-            places = np.arange(len(ids))[:: -1 if second else 1].copy()
-            rows = 4.0 * bounded * signs[torch.from_numpy(places % len(signs))]
+            positions = np.arange(len(ids))[:: -1 if second else 1].copy()
+            rows = 4.0 * bounded * signs[torch.from_numpy(positions % len(signs))]
             metrics = _metrics(len(ids), sides, 7.0 if second else 1.0)
             if "loss" not in sides:
                 metrics["loss"] = np.full(len(ids), 3.0 if second else 2.0)
@@ -249,8 +210,7 @@ def equal_sums(
 
         return send
 
-    first, second = (ScriptedClients(population, script(number)) for number in (False, True))
-    return first, second
+    return ScriptedClients(population, script(False)), ScriptedClients(population, script(True))
 
 
 Reply = Callable[[], RecordDict]
@@ -260,15 +220,16 @@ def _report() -> MetricRecord:
     return MetricRecord({"num-examples": 1.0})
 
 
-def _arrays(*sizes: int) -> ArrayRecord:
-    return ArrayRecord({f"entry{k}": Array(np.zeros(size)) for k, size in enumerate(sizes)})
+def _arrays(*sizes: int) -> RecordDict:
+    arrays = ArrayRecord({f"entry{k}": Array(np.zeros(size)) for k, size in enumerate(sizes)})
+    return RecordDict({"arrays": arrays, "metrics": _report()})
 
 
 REPLIES: Mapping[str, Reply] = {
     "replies nothing at all": lambda: RecordDict(),
     "replies no parameters": lambda: RecordDict({"metrics": _report()}),
-    "replies other parameters": lambda: RecordDict({"arrays": _arrays(3, 1), "metrics": _report()}),
-    "replies empty parameters": lambda: RecordDict({"arrays": ArrayRecord(), "metrics": _report()}),
+    "replies other parameters": lambda: _arrays(3, 1),
+    "replies empty parameters": lambda: _arrays(),
     "replies a setting": lambda: RecordDict({"config": ConfigRecord({"num-examples": "many"})}),
 }
 """What a client may send instead of its parameters."""

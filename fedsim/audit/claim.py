@@ -11,12 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import betaincinv
 
+from fedsim.audit.checks import Floats
 from fedsim.errors import FedsimError
 from fedsim.privacy import Accountant, Adjacency, Event, Ledger
 from fedsim.privacy.tradeoff import TradeOff, tradeoff
-
-Floats = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int64]
 
 LEAST_P = 1e-12
 HALVINGS = 30
@@ -26,8 +24,8 @@ HALVINGS = 30
 class Claim:
     """What a ledger says about the releases of one run.
 
-    Whoever tells two neighbouring federations apart, with false positives ``a``, has false
-    negatives of at least ``curve(a)`` if the claim holds.
+    If the claim is true, any attack that distinguishes two neighbouring federations at a false
+    positive rate ``a`` has a false negative rate of at least ``curve(a)``.
 
     Parameters
     ----------
@@ -141,14 +139,15 @@ class Box:
 
 
 def box_p_value(
-    false_positives: Counts, false_negatives: Counts, trials: int, claim: Claim
+    false_positives: npt.ArrayLike, false_negatives: npt.ArrayLike, trials: int, claim: Claim
 ) -> Floats:
-    """Smallest risk at which the box lies below the claim's curve, ``[thresholds]``.
+    """Smallest risk at which the box of these counts lies below the claim's curve, elementwise.
 
     If the claim is true, a box of risk p lies below its curve with probability p at most.
     """
-    low = np.full(len(false_positives), math.log(LEAST_P))
-    high = np.zeros(len(false_positives))
+    false_negatives = np.maximum(false_negatives, 0)
+    shape = np.broadcast_shapes(np.shape(false_positives), np.shape(false_negatives))
+    low, high = np.full(shape, math.log(LEAST_P)), np.zeros(shape)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         risk = np.exp(middle) / 2
@@ -175,10 +174,9 @@ def epsilon_bound(
 
 def fewest_misses(false_positives: int, trials: int, claim: Claim, risk: float) -> int:
     """So many false negatives, with these false positives, do not refute a claim at ``risk``."""
-    alarms = np.array([false_positives])
     low, high = 0, trials
     while low < high:
         middle = (low + high) // 2
-        refuted = box_p_value(alarms, np.array([middle]), trials, claim)[0] <= risk
+        refuted = float(box_p_value(false_positives, middle, trials, claim)) <= risk
         low, high = (middle + 1, high) if refuted else (low, middle)
     return low

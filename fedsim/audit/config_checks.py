@@ -1,7 +1,7 @@
-"""The config's own data and model: where its random numbers come from, how far an example reaches.
+"""The config's own data and model: addresses of its random numbers, and what an example moves.
 
-Everything else in an audit is on made-up clients. Here the run itself is begun, and every
-address that it draws from is watched; and examples of its own, good and bad, go through its
+Everything else in an audit is on made-up clients. Here the run itself makes a few rounds, and every
+address that it draws from is recorded; and examples of its own, good and bad, go through its
 model, its loss and the path that it trains on.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.audit.checks import Check, invariant
+from fedsim.audit.checks import Check, Floats, invariant
 from fedsim.audit.example_runs import GradientRecorder
 from fedsim.audit.noise_scale import Scale
 from fedsim.config import RunConfig
@@ -33,13 +33,13 @@ STEPS = 2
 MOST = 8
 """Examples beside the canary."""
 FAINT = 1e-3
-"""A noise multiplier at which rounding of large noise hides nothing."""
+"""A noise multiplier so small that rounding of noise does not matter."""
 SLACK = 1e-2
 
 
 @contextmanager
 def watched() -> Iterator[list[Address]]:
-    """Every address that is asked for within, in order, but those asked for again on purpose."""
+    """Every address that is asked for within, in order, but those repeated on purpose."""
     addresses: list[Address] = []
     before = Randomness.watch
     Randomness.watch = addresses.append
@@ -50,7 +50,7 @@ def watched() -> Iterator[list[Address]]:
 
 
 def address_check(config: RunConfig) -> Check:
-    """Begin the run, on this machine and without writing anything: no number is used twice."""
+    """The run's first rounds, here and without writing anything: no number is used twice."""
     changes: dict[str, str | int] = {
         "rounds": min(ROUNDS, config.rounds),
         "client.state-dir": "",
@@ -77,9 +77,8 @@ def address_check(config: RunConfig) -> Check:
     return invariant("noise", "addresses of draws", looked, broken, "each asked for once")
 
 
-def input_check(config: RunConfig) -> Check:
+def input_check(resolved: Resolved) -> Check:
     """What one example moves, through the config's own model, with and without it."""
-    resolved = resolve(config)
     data = resolved.trainer.data
     largest = max(data.indices, key=len)[: MOST + 1]
     x, y = data.x[largest], data.y[largest]
@@ -94,7 +93,9 @@ def input_check(config: RunConfig) -> Check:
             broken = f"a gradient that is not finite, with an example that {what}"
         elif length > longest:
             longest, name = length, what
-    allowed = _allowed(resolved)
+    # In units of the bounds: one for each bound that a row has.
+    assert resolved.example_privacy is not None
+    allowed = math.sqrt(len(resolved.example_privacy.mechanism.cover(resolved.trainer.layout)))
     if longest > allowed * (1 + SLACK):
         broken = f"{longest:.4g} bounds, with an example that {name}"
     return invariant(
@@ -105,7 +106,7 @@ def input_check(config: RunConfig) -> Check:
 
 
 def _canaries(x: Tensor, y: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Examples by what each does."""
+    """Features and target of examples, by what is special about each."""
     canaries = {"is one of the client's": (x, y)}
     others = targets[(targets != y).reshape(len(targets), -1).any(1)]
     if len(others):
@@ -121,17 +122,10 @@ def _canaries(x: Tensor, y: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, 
     return canaries
 
 
-def _allowed(resolved: Resolved) -> float:
-    """In units of the bounds: one for each bound that a row has."""
-    assert resolved.example_privacy is not None
-    return math.sqrt(len(resolved.example_privacy.mechanism.cover(resolved.trainer.layout)))
-
-
-def _sum(resolved: Resolved, x: Tensor, y: Tensor) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _sum(resolved: Resolved, x: Tensor, y: Tensor) -> Floats:
     """The first noisy sum of a client that has these examples, in units of the bounds, ``[d]``.
 
-    All are in the batch, and the same noise is drawn whoever they are: it goes away in a
-    difference.
+    All are in the batch, and the noise is the same for any examples: it cancels in a difference.
     """
     privacy = resolved.example_privacy
     assert privacy is not None

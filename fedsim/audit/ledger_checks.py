@@ -8,13 +8,23 @@ curve: nothing of the strategy is in this, only the accounting.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from scipy.special import bdtrc
 
-from fedsim.audit.checks import Check, Statistic, invariant, statistical
+from fedsim.audit.checks import (
+    Check,
+    Floats,
+    Ids,
+    Statistic,
+    Subject,
+    counted,
+    invariant,
+    statistical,
+)
 from fedsim.audit.claim import Claim, box_p_value
 from fedsim.audit.observation import Observation
 from fedsim.privacy import Accountant, Event
@@ -23,6 +33,8 @@ from fedsim.randomness import Purpose, Randomness
 
 AFFORDABLE = 2
 """Rounds that the budgets of an audit allow."""
+RUNS = 20_000
+LEVELS = np.array([0.001, 0.01, 0.05, 0.2, 0.5])
 
 
 def charge_checks(runs: Sequence[Observation], planned: Event) -> list[Check]:
@@ -36,18 +48,65 @@ def charge_checks(runs: Sequence[Observation], planned: Event) -> list[Check]:
         What the plan says that one round costs.
     """
     looked = f"{sum(len(seen.moves) for seen in runs):,} rounds in {len(runs)} runs"
+
+    def check(subject: Subject, name: str, expected: str, find: Find) -> Check:
+        found = next((broken for seen in runs if (broken := find(seen))), None)
+        return invariant(subject, name, looked, found, expected)
+
     return [
-        invariant("ledger", "a line for every release", looked, _uncharged(runs),
-                  "one, written before the release is seen"),
-        invariant("ledger", "what a line says", looked, _other_event(runs, planned),
-                  "what the sampler and the noise multiplier give"),
-        invariant("ledger", "one line, one release", looked, _twice(runs), "no round twice"),
-        invariant("plan", "rounds", looked, _stopped(runs), "as many as planned"),
+        check("ledger", "a line for every release", "one, written before the release is seen",
+              _uncharged),
+        check("ledger", "what a line says", "what the sampler and the noise multiplier give",
+              lambda seen: _other_event(seen, planned)),
+        check("ledger", "one line, one release", "no round twice", _charged_twice),
+        check("plan", "rounds", "as many as planned", _not_released),
     ]  # fmt: skip
 
 
+Find = Callable[[Observation], str | None]
+
+
+def _uncharged(seen: Observation) -> str | None:
+    lines = {entry.round for entry in seen.entries}
+    for index, move in enumerate(seen.moves):
+        if not (move != 0).any():
+            continue
+        if index + 1 not in lines:
+            return f"round {index + 1} moved the model and has no line"
+        if index < len(seen.charged) and seen.charged[index] <= index:
+            return f"round {index + 1} was seen before its line was written"
+    return None
+
+
+def _other_event(seen: Observation, planned: Event) -> str | None:
+    for entry in seen.entries:
+        if entry.event != planned:
+            return f"round {entry.round} says {_words(entry.event)}, not {_words(planned)}"
+    return None
+
+
+def _words(event: Event) -> str:
+    return (
+        f"{event.count} x {event.law.label}, noise multiplier "
+        f"{event.total_noise_multiplier:.6g}, {event.adjacency}"
+    )
+
+
+def _charged_twice(seen: Observation) -> str | None:
+    rounds = [entry.round for entry in seen.entries]
+    return "a round has two lines" if len(set(rounds)) != len(rounds) else None
+
+
+def _not_released(seen: Observation) -> str | None:
+    if seen.ended:
+        return f"a run ended early: {seen.ended}"
+    if seen.released != len(seen.moves):
+        return f"{seen.released} of {len(seen.moves)} rounds moved the model"
+    return None
+
+
 def promise_check(entries: Sequence[Event], rounds: int, promised: float, delta: float) -> Check:
-    """Whether the ledger of a whole run comes to no more than was promised before it.
+    """Whether the epsilon of a whole run's ledger is no more than the one computed before it.
 
     Parameters
     ----------
@@ -67,8 +126,8 @@ def promise_check(entries: Sequence[Event], rounds: int, promised: float, delta:
     more = not epsilon <= promised * (1 + 1e-3)
     return invariant(
         "ledger", "epsilon of the run", f"{rounds:,} rounds",
-        f"the ledger comes to {epsilon:.4g}" if more or not math.isfinite(epsilon) else None,
-        f"epsilon {promised:.4g} as promised",
+        f"the ledger's epsilon is {epsilon:.4g}" if more or not math.isfinite(epsilon) else None,
+        f"epsilon {promised:.4g}, as computed before the run",
     )  # fmt: skip
 
 
@@ -92,57 +151,6 @@ def budget_check(released: dict[str, int], looked_at: str) -> Check:
     )
 
 
-def _uncharged(runs: Sequence[Observation]) -> str | None:
-    for seen in runs:
-        lines = {entry.round for entry in seen.entries}
-        for index, move in enumerate(seen.moves):
-            if not (move != 0).any():
-                continue
-            if index + 1 not in lines:
-                return f"round {index + 1} moved the model and has no line"
-            if index < len(seen.charged) and seen.charged[index] <= index:
-                return f"round {index + 1} was seen before its line was written"
-    return None
-
-
-def _other_event(runs: Sequence[Observation], planned: Event) -> str | None:
-    for seen in runs:
-        for entry in seen.entries:
-            if entry.event != planned:
-                return f"round {entry.round} says {_words(entry.event)}, not {_words(planned)}"
-    return None
-
-
-def _words(event: Event) -> str:
-    return (
-        f"{event.count} x {event.law.label}, noise multiplier "
-        f"{event.total_noise_multiplier:.6g}, {event.adjacency}"
-    )
-
-
-def _twice(runs: Sequence[Observation]) -> str | None:
-    for seen in runs:
-        rounds = [entry.round for entry in seen.entries]
-        if len(set(rounds)) != len(rounds):
-            return "a round has two lines"
-    return None
-
-
-def _stopped(runs: Sequence[Observation]) -> str | None:
-    for seen in runs:
-        if seen.ended:
-            return f"a run ended early: {seen.ended}"
-        if seen.released != len(seen.moves):
-            return f"{seen.released} of {len(seen.moves)} rounds moved the model"
-    return None
-
-
-Floats = npt.NDArray[np.float64]
-
-RUNS = 20_000
-LEVELS = np.array([0.001, 0.01, 0.05, 0.2, 0.5])
-
-
 def accounting_check(claim: Claim, seed: int) -> Check:
     """Whether the claimed curve, and epsilon at delta, lie below what the events leak."""
     draws = Randomness(seed).generator(Purpose.AUDIT, level="run", part=8)
@@ -151,37 +159,41 @@ def accounting_check(claim: Claim, seed: int) -> Check:
     thresholds = np.quantile(absent[:half], 1 - LEVELS)
     alarms = np.array([(absent[half:] > level).sum() for level in thresholds])
     missed = np.array([(present[half:] <= level).sum() for level in thresholds])
-    p_values = box_p_value(alarms, missed, half, claim)
     # delta(epsilon) is the mean of a number in [0, 1] under the other world: flip its coin.
     excess = -np.expm1(np.minimum(claim.epsilon - present, 0.0))
     hits = int((draws.random(RUNS) < excess).sum())
-    level = int(p_values.argmin())
-    errors = Statistic(
-        f"{{}} of {half:,} missed with {alarms[level]:,} false positives",
-        missed.astype(np.float64), p_values,
-        lambda i, count: box_p(int(alarms[i]), round(count), half, claim), float(half), whole=True,
-    )  # fmt: skip
-    delta = Statistic(
-        f"{{}} of {RUNS:,} beyond epsilon {claim.epsilon:.4g}", np.array([float(hits)]),
-        np.array([_hits_p(hits, claim.delta)]),
-        lambda _, count: _hits_p(round(count), claim.delta), float(round(RUNS * claim.delta)),
-        whole=True,
-    )  # fmt: skip
+
+    def p_of(hits: Floats) -> Floats:
+        possible = np.minimum(hits, RUNS)
+        return np.where(hits > 0, bdtrc(np.maximum(possible - 1, 0), RUNS, claim.delta), 1.0)
+
+    words = f"{{}} of {RUNS:,} beyond epsilon {claim.epsilon:.4g}"
+    delta = counted(words, [hits], p_of, RUNS * claim.delta)
     return statistical(
         "ledger", "epsilon of the events", f"{RUNS:,} draws of the optimal attack on each side",
-        [errors, delta],
+        [missed_statistic(alarms, missed, half, claim), delta],
     )  # fmt: skip
 
 
-def box_p(alarms: int, missed: int, trials: int, claim: Claim) -> float:
-    """`box_p_value` of two counts; 1 where all are missed."""
-    if missed >= trials:
-        return 1.0
-    return float(box_p_value(np.array([alarms]), np.array([max(missed, 0)]), trials, claim)[0])
+def missed_statistic(
+    alarms: Ids, missed: Ids, trials: int, claim: Claim, score: str = ""
+) -> Statistic:
+    """False negatives of attacks against the claim's curve; shown is the most significant.
 
+    Parameters
+    ----------
+    alarms, missed : int64 ``[n]``
+        Errors of each attack, in ``trials`` runs without and ``trials`` runs with the canary.
+    score : str
+        What the attack was, for its words.
+    """
 
-def _hits_p(hits: int, delta: float) -> float:
-    return float(bdtrc(min(hits, RUNS) - 1, RUNS, delta)) if hits > 0 else 1.0
+    def p(counts: Floats, index: Any) -> Floats:
+        return box_p_value(alarms[index], counts.astype(np.int64), trials, claim)
+
+    every = Statistic("", missed.astype(np.float64), p, float(trials), whole=True)
+    shown = f"{alarms[int(every.p_values.argmin())]:,} false positives"
+    return replace(every, words=f"{{}} of {trials:,} missed with {shown}{score}")
 
 
 def log_likelihood_ratios(

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 from scipy.fft import dct
 from scipy.special import chdtrc, log_ndtr, ndtri, pdtrc
 
 from fedsim.audit.checks import (
     Check,
+    Floats,
+    Ids,
     Statistic,
     chi_square,
     correlations,
@@ -27,13 +29,15 @@ from fedsim.audit.checks import (
     statistical,
 )
 
-Floats = npt.NDArray[np.float64]
-
-# Fewer products than that are not yet normal enough for a tail of 1e-9.
 FEWEST_PRODUCTS = 4096
+"""Sums of fewer products are not yet normal enough for a tail of 1e-9."""
 REPEAT_RESOLUTION = 1e8
 FEWEST_ROUNDS = 16
-"""So many rounds say something of pairs of coordinates."""
+"""Fewer rounds say nothing about pairs of coordinates."""
+FIELD = 8
+"""Bits that are tested together."""
+OFF_GRID = 0.02
+"""In grid steps: rounding of whole numbers in float64 after a division and a product."""
 
 
 def noise_checks(z: Floats, layers: Sequence[slice], sizes: Floats | None = None) -> list[Check]:
@@ -74,10 +78,8 @@ def noise_checks(z: Floats, layers: Sequence[slice], sizes: Floats | None = None
 def _variances(of: str, z: Floats, axes: int | tuple[int, int], looked: str) -> Check:
     squares = np.square(z)
     sums = squares.sum(axes)
-    words = "a std of {} of the claimed"
-    return statistical(
-        "noise", f"size in {of}", looked, [chi_square(words, sums, squares.size / sums.size)]
-    )
+    compared = chi_square("a std of {} of the claimed", sums, squares.size / sums.size)
+    return statistical("noise", f"size in {of}", looked, [compared])
 
 
 def _layers(z: Floats, layers: Sequence[slice], looked: str) -> Check:
@@ -140,11 +142,11 @@ def covariance_check(z: Floats, layers: Sequence[slice]) -> Check:
     degrees = d * (d + 1) / 2 - len(layers)
     correction = 1 - (2 * d * d + d + 2) / (6 * n * d)
     statistic = -n * correction * float(max(log_det, -1e6))
-    words = "a likelihood ratio of {}"
     compared = Statistic(
-        words, np.array([statistic]), np.array([chdtrc(degrees, max(statistic, 0.0))]),
-        lambda _, x: float(chdtrc(degrees, max(x, 0.0))), 0.0,
-    )  # fmt: skip
+        "a likelihood ratio of {}",
+        np.array([statistic]),
+        lambda x, _: chdtrc(degrees, np.maximum(x, 0.0)),
+    )
     return statistical(
         "noise", "size in any direction", f"{n:,} rounds of {d} coordinates", [compared]
     )
@@ -164,7 +166,7 @@ def _means(z: Floats, looked: str) -> Check:
 
 
 def _accumulated(z: Floats, looked: str) -> Check:
-    """Noise must add up over rounds: what cancels, or grows too fast, is not independent."""
+    """Sums over rounds: noise that cancels, or grows too fast, is not independent."""
     d = z.shape[2]
     sums = np.square(np.cumsum(z, axis=1)).sum(-1) / np.arange(1, z.shape[1] + 1)
     words = "a sum with a std of {} of that of independent rounds"
@@ -174,25 +176,22 @@ def _accumulated(z: Floats, looked: str) -> Check:
 def _extremes(z: Floats, looked: str) -> Check:
     """The largest of N normals is neither too large nor too small."""
 
-    def p(largest: Floats) -> Floats:
+    def p(largest: Floats, _: object) -> Floats:
         expected = z.size * np.exp(log_ndtr(-largest))
         too_large, too_small = -np.expm1(-expected), np.exp(-expected)
         return np.asarray(np.minimum(1.0, 2 * np.minimum(too_large, too_small)))
 
     largest = np.array([z.max(), -z.min()])
     usual = -float(ndtri(0.7 / z.size))
-    compared = Statistic(
-        "the largest value on one side is {} std", largest, p(largest),
-        lambda _, x: float(p(np.asarray(x))), usual,
-    )  # fmt: skip
+    compared = Statistic("the largest value on one side is {} std", largest, p, usual)
     return statistical("noise", "extreme values", looked, [compared])
 
 
 def _shape(z: Floats, looked: str) -> Check:
-    """Counts in bins, finer in the tails."""
+    """Counts in bins, narrower in the tails."""
     tails = np.array([1e-5, 1e-4, 1e-3, 5e-3, 1e-2])
     edges = np.concatenate([tails, np.linspace(0.02, 0.98, 49), 1 - tails[::-1]])
-    # Fewer values than ten in a bin are not yet normal.
+    # Counts below ten are not yet normal.
     edges = edges[np.minimum(edges, 1 - edges) * z.size >= 20]
     expected = np.diff(np.concatenate([[0.0], edges, [1.0]])) * z.size
     counts = np.bincount(np.searchsorted(ndtri(edges), z.ravel()), minlength=len(expected))
@@ -203,8 +202,8 @@ def _shape(z: Floats, looked: str) -> Check:
 
 
 def repeats(values: Floats, looked: str) -> Check:
-    """Three neighbouring values that stand anywhere else again, whatever their signs."""
-    # By their leading digits: noise that is used again at half or twice the size is the same.
+    """Three neighbouring values that occur in the same order elsewhere, whatever their signs."""
+    # By their mantissas: noise that is used again at half or twice the size is found too.
     mantissas = np.round(np.frexp(np.abs(values))[0] * REPEAT_RESOLUTION).astype(np.uint64)
     if mantissas.shape[-1] < 3:
         mantissas = mantissas.reshape(*mantissas.shape[:-2], -1)
@@ -222,7 +221,7 @@ def repeats(values: Floats, looked: str) -> Check:
 
 
 def _magnitudes(z: Floats, looked: str) -> Check:
-    """The same without signs: noise that is reused under another sign, or common in size."""
+    """Pairs of rounds without signs: noise reused with another sign, or of a common size."""
     d = z.shape[2]
     mean = math.sqrt(2 / math.pi)
     centred = (np.abs(z.reshape(-1, d)) - mean) / math.sqrt(1 - mean**2)
@@ -236,7 +235,7 @@ def pairs_of_rounds(rows: Floats, looked: str, name: str = "pairs of rounds") ->
 
 
 def _pairs_of_coordinates(rows: Floats, looked: str) -> Check:
-    """The same of pairs of columns: coordinates that share noise, in whatever order."""
+    """Correlations of all pairs of columns: coordinates that share noise, in whatever order."""
     pairs = rows.shape[1] * (rows.shape[1] - 1) // 2
     return statistical(
         "noise", "pairs of coordinates", f"{looked}, {pairs:,} pairs", correlations_of_rows(rows.T)
@@ -263,11 +262,7 @@ def correlations_of_rows(rows: Floats) -> list[Statistic]:
     common = normal(
         "{} standard errors of the mean correlation", [r.sum() / 2 * math.sqrt(d / pairs)]
     )
-    return [
-        Statistic(largest.words, largest.values, largest.p_values, largest.p_at, 0.0, count=pairs),
-        together,
-        common,
-    ]
+    return [replace(largest, count=pairs), together, common]
 
 
 def _shifts(z: Floats, looked: str) -> Check:
@@ -281,22 +276,21 @@ def _shifts(z: Floats, looked: str) -> Check:
     overlap = np.maximum(d - np.minimum(shift, 2 * d - shift), 0)
     products = runs * (rounds - np.arange(rounds))[:, None] * overlap
     scores = total / np.sqrt(np.maximum(products, 1))
-    scores[0, d:] = 0  # a shift back within a round is one forth
+    scores[0, d:] = 0  # within a round a negative shift is the same as a positive one
     counted = products >= FEWEST_PRODUCTS
     counted[0, 0] = counted[0, d:] = False
     scores[~counted] = 0
     lag, step = np.unravel_index(int(np.abs(scores).argmax()), scores.shape)
     worst = float(scores[lag, step])
     step = int(step) - 2 * d * (step > d)
-    one = normal(f"{{}} standard errors, {lag} rounds and {step} coordinates on", [worst])
     count = int(counted.sum())
-    # What is the same in every round shows at no shift of one by itself.
+    words = f"{{}} standard errors at a shift of {lag} rounds and {step} coordinates"
+    one = replace(normal(words, [worst]), count=count)
+    # A value that is the same in every round is not seen at any single shift.
     by_round = normal("{} standard errors at a shift of rounds", scores[1:, 0][counted[1:, 0]])
-    kinds = [Statistic(one.words, one.values, one.p_values, one.p_at, 0.0, count=count), by_round]
-    return statistical(
-        "noise", "shifts in rounds and coordinates", f"{looked}, {count:,} shifts",
-        kinds if count else [],
-    )  # fmt: skip
+    looked = f"{looked}, {count:,} shifts"
+    kinds = [one, by_round] if count else []
+    return statistical("noise", "shifts in rounds and coordinates", looked, kinds)
 
 
 def _against_sizes(z: Floats, sizes: Floats, looked: str) -> Check:
@@ -309,20 +303,14 @@ def _against_sizes(z: Floats, sizes: Floats, looked: str) -> Check:
     return statistical("noise", "size against the cohort's", looked, [compared])
 
 
-FIELD = 8
-"""Bits that are looked at together."""
-OFF_GRID = 0.02
-"""In grid steps: what float64 makes of whole numbers after a division and a product."""
-
-
 def grid_checks(k: Floats, layers: Sequence[slice]) -> list[Check]:
-    """Tests of the last bits of noise: those that would show a sum that noise does not reach.
+    """Tests of the low bits of noise, where an exact sum would show if noise did not cover them.
 
     Parameters
     ----------
     k : float64 ``[..., d]``
         Noise in units of the grid that a release lies on: whole numbers, if it is rounded to it.
-        Rows of NaN are not looked at.
+        Rows of NaN are left out.
     """
     k = k.reshape(-1, k.shape[-1])
     k = k[np.isfinite(k).all(-1)]
@@ -342,10 +330,8 @@ def grid_checks(k: Floats, layers: Sequence[slice]) -> list[Check]:
     return [rounded, _equal_values(whole, stds, layers, looked), *_low_bits(whole, stds, looked)]
 
 
-def _equal_values(
-    whole: npt.NDArray[np.int64], stds: Floats, layers: Sequence[slice], looked: str
-) -> Check:
-    """How many pairs of values are equal: more than chance makes, where noise has few values."""
+def _equal_values(whole: Ids, stds: Floats, layers: Sequence[slice], looked: str) -> Check:
+    """How many pairs of values are equal: more than by chance, where noise has few values."""
     _, counts = np.unique(whole, return_counts=True)
     equal = float((counts * (counts - 1) // 2).sum())
     # Two normals on the grid are equal with the density of their difference at zero.
@@ -354,17 +340,15 @@ def _equal_values(
     density = 1 / np.sqrt(2 * np.pi * np.maximum(spread[:, None] + spread, 1e-300))
     expected = float(groups @ density @ groups) / 2
 
-    def p(pairs: Floats) -> Floats:
+    def p(pairs: Floats, _: object) -> Floats:
         return np.where(pairs < 1, 1.0, pdtrc(np.maximum(pairs - 1, 0), expected))
 
-    compared = Statistic(
-        "{} pairs of equal values", np.array([equal]), p(np.array([equal])),
-        lambda _, x: float(p(np.asarray(np.floor(x)))), float(math.floor(expected)), whole=True,
-    )  # fmt: skip
+    usual = float(math.floor(expected))
+    compared = Statistic("{} pairs of equal values", np.array([equal]), p, usual, whole=True)
     return statistical("noise", "equal values", looked, [compared])
 
 
-def _low_bits(whole: npt.NDArray[np.int64], stds: Floats, looked: str) -> list[Check]:
+def _low_bits(whole: Ids, stds: Floats, looked: str) -> list[Check]:
     """Bits far below the standard deviation are as good as fair coins, new in every round."""
     d = whole.shape[-1]
     smallest = float(stds.min())

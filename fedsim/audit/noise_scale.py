@@ -1,4 +1,4 @@
-"""Releases in units of what one client may add: from moves of parameters to standard noise.
+"""Releases in units of what one client may add, and lengths in standard deviations of noise.
 
 An observer knows the mechanism, its public state and the ledger. The bound says how far a row
 can reach along each coordinate; noise, in that unit, must be the same everywhere.
@@ -11,13 +11,20 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from scipy.special import chdtr
 
-from fedsim.audit.checks import Floats
-from fedsim.audit.observation import Observation, Parameters, Target, columns
+from fedsim.audit.checks import Check, Floats, Statistic, statistical
+from fedsim.audit.observation import Observation, Target
 from fedsim.mechanisms import Mechanism, State
+from fedsim.privacy import Event
 from fedsim.rows import Layout
 from fedsim.rows.dense import scatter
 from fedsim.rows.exact import grid_unit
+
+SLACK = 1e-6
+"""Rounding to the grid, and of differences of parameters."""
+COARSE = 2.0**44
+"""Grid steps beyond which a number in float64 no longer shows one."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +71,6 @@ class Scale:
         return np.asarray((mean - self.center) * denominator / self.half / self.step - shifted)
 
 
-COARSE = 2.0**44
-"""Grid steps beyond which a number in float64 no longer shows one."""
-
-
 def shaped(states: Sequence[State]) -> bool:
     """Whether more than one number of a mechanism's state changes from round to round."""
     first, last = states[0], states[-1]
@@ -79,13 +82,13 @@ def shaped(states: Sequence[State]) -> bool:
     return any(first[name].numel() > 1 for name in changing) or len(changing) > 1
 
 
-def in_units(seen: Observation, target: Target, start: Parameters) -> tuple[Floats, Floats]:
+def in_units(seen: Observation, target: Target) -> tuple[Floats, Floats]:
     """Noise of a run in which all clients sent zero: ``[rounds, d]`` twice.
 
     First over its noise multiplier, then in steps of the grid that it lies on: NaN in rounds where
     float64 parameters are too coarse to show these.
     """
-    mechanism, layout, denominator = target.mechanism, Layout.of(start), target.denominator
+    mechanism, layout, denominator = target.mechanism, target.layout, target.denominator
     units, steps = np.empty_like(seen.moves), np.empty_like(seen.moves)
     scale = Scale.of(mechanism, seen.states[0], layout)
     reached = np.abs(np.cumsum(seen.moves, axis=0)) + np.abs(seen.moves)
@@ -107,7 +110,7 @@ def _same(state: State, previous: State) -> bool:
 
 @dataclass(frozen=True)
 class MeasuredNoise:
-    """How large released noise is, found over whole runs.
+    """How large released noise is, estimated over whole runs.
 
     Attributes
     ----------
@@ -117,29 +120,70 @@ class MeasuredNoise:
         How many values the least certain of them is an estimate from.
     layers : int
         How many estimates there are.
-    target : Target
-    layout : Layout
     """
 
     stds: Floats
     values: int
     layers: int
-    target: Target
-    layout: Layout
 
     @classmethod
-    def of(cls, units: Floats, target: Target, start: Parameters) -> MeasuredNoise:
-        """From ``units [runs, rounds, d]`` of a model with these parameters."""
-        layers = columns(start)
+    def of(cls, units: Floats, layers: Sequence[slice]) -> MeasuredNoise:
+        """From ``units [..., d]`` of a model with these layers' columns."""
         stds = np.empty(units.shape[-1])
         for layer in layers:
             stds[layer] = np.sqrt(np.square(units[..., layer]).mean())
         width = min(layer.stop - layer.start for layer in layers)
-        values = width * units.shape[0] * units.shape[1]
-        return cls(stds, values, len(layers), target, Layout.of(start))
+        return cls(stds, width * (units.size // units.shape[-1]), len(layers))
 
-    def of_round(self, seen: Observation, index: int) -> Floats:
+    def of_round(self, seen: Observation, index: int, target: Target) -> Floats:
         """Standard deviation of a move in the round with this index, ``[d]``."""
         state = seen.states[min(index, len(seen.states) - 1)]
-        half = Scale.of(self.target.mechanism, state, self.layout).half
-        return self.stds * half / self.target.denominator
+        half = Scale.of(target.mechanism, state, target.layout).half
+        return self.stds * half / target.denominator
+
+
+def length_check(
+    name: str,
+    looked: str,
+    length: float,
+    whose: str,
+    allowed: float,
+    noise: MeasuredNoise,
+    shares: tuple[float, float] = (1.0, 0.0),
+    beside: int = 1,
+) -> Check:
+    """Whether a move is longer than allowed, in standard deviations that are estimates.
+
+    A variance from N values is a chi-square with N degrees over N; of a sum of two terms, the
+    degrees are those of the mixture (Satterthwaite).
+
+    Parameters
+    ----------
+    length : float
+        In standard deviations of the noise.
+    whose : str
+        What moved the release so far.
+    allowed : float
+        In standard deviations of the noise that is charged.
+    shares : tuple of float
+        Parts of its square that are moves of parameters, and of scalars that are released.
+    beside : int
+        Degrees of freedom of these scalars' variances.
+    """
+    parts = np.array(shares) / (sum(shares) or 1.0)
+    degrees = 1 / float((np.square(parts) / [noise.values, beside]).sum())
+
+    def p(lengths: Floats, _: object) -> Floats:
+        squares = np.square(np.maximum(lengths, 1e-150))
+        ratio = np.where(np.isfinite(squares), (allowed * (1 + SLACK)) ** 2 / squares, 0.0)
+        # The longest move is along the layer whose noise happens to be estimated as smallest.
+        return np.asarray(np.minimum(1.0, noise.layers * chdtr(degrees, degrees * ratio)))
+
+    words = f"{{}} std of the noise, {whose} ({allowed:.5g} is claimed)"
+    compared = Statistic(words, np.array([length]), p, allowed)
+    return statistical("bound", name, looked, [compared])
+
+
+def allowed_length(event: Event) -> float:
+    """Standard deviations of the noise by which the event lets one row move a release."""
+    return (2.0 if event.adjacency == "replace-one" else 1.0) / event.total_noise_multiplier

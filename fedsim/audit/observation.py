@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from flwr.app import Array, Message
 from flwr.serverapp.strategy import Result
 from torch import Tensor
 
-from fedsim.audit.checks import Floats
+from fedsim.audit.checks import Floats, Ids
 from fedsim.audit.claim import Claim
-from fedsim.audit.worlds import Canaries, World, reach, silent_clients
+from fedsim.audit.worlds import Canaries, MadeUpClients, World, reach, silent_clients
 from fedsim.engines import LocalGrid
 from fedsim.errors import FedsimError
 from fedsim.federation.arrays import array_record, tensors
 from fedsim.mechanisms import Mechanism, State
 from fedsim.privacy import Adjacency, Entry, Event
+from fedsim.privacy.laws import declared_population
 from fedsim.rows import Layout
 from fedsim.rows.block import BlockTrainer
 from fedsim.rows.exchange import RUN, Instructions
 from fedsim.strategies import DPFedAvg
 
-Ids = npt.NDArray[np.int64]
 StrategyFactory = Callable[[int | None], DPFedAvg]
 Parameters = Mapping[str, Tensor]
 
@@ -44,15 +42,15 @@ def parameters(d: int) -> dict[str, Tensor]:
 PARAMETERS = parameters(8)
 
 
-def columns(start: Parameters) -> list[slice]:
-    """Columns of each parameter in a row."""
-    stops = np.cumsum([tensor.numel() for tensor in start.values()]).tolist()
+def columns(sizes: Iterable[int]) -> list[slice]:
+    """Columns of layers of these sizes in a row."""
+    stops = np.cumsum(list(sizes)).tolist()
     return [slice(a, b) for a, b in zip([0, *stops], stops, strict=False)]
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is audited: so many rounds of a strategy, and its settings whatever the seed.
+    """What is audited: so many rounds of a strategy on a model, whatever the seed.
 
     Attributes
     ----------
@@ -60,35 +58,59 @@ class Target:
         From a seed to a fresh strategy. The seed must decide its cohorts and noise; None
         leaves them to the operating system.
     rounds : int
+    start : mapping of name to Tensor
+        Initial parameters of the model.
     """
 
     strategy: StrategyFactory
     rounds: int = 1
+    start: Parameters = field(default_factory=lambda: PARAMETERS)
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise FedsimError(f"rounds is {self.rounds}; it must be at least 1.")
+
+    def with_rounds(self, rounds: int) -> Target:
+        """The same for another number of rounds."""
+        return replace(self, rounds=rounds)
+
+    def at_most(self, rounds: int) -> Target:
+        """The same for its first rounds, if it has more."""
+        return replace(self, rounds=min(self.rounds, rounds))
+
+    def with_model(self, start: Parameters) -> Target:
+        """The same on another model."""
+        return replace(self, start=start)
 
     @cached_property
     def settings(self) -> DPFedAvg:
         """One of the strategies, which is never run."""
         return self.strategy(1)
 
+    @cached_property
+    def layout(self) -> Layout:
+        """Of the parameters in a row."""
+        return Layout.of(self.start)
+
+    @property
+    def layers(self) -> dict[str, slice]:
+        """Columns of each parameter in a row, by its name."""
+        sizes = [tensor.numel() for tensor in self.start.values()]
+        return dict(zip(self.start, columns(sizes), strict=True))
+
     @property
     def population(self) -> int:
         """Declared number of clients; the canary is the last of them."""
-        population = self.settings.cohort.population
-        assert population is not None
-        return population
+        return declared_population(self.settings.cohort)
 
     @property
     def adjacency(self) -> Adjacency:
-        """What it means that the canary is not there."""
+        """What it means that the canary does not take part."""
         return self.settings.cohort.adjacency
 
     @property
     def mechanism(self) -> Mechanism:
-        """That bounds the updates."""
+        """The bound on updates."""
         return self.settings.mechanism
 
     @property
@@ -111,33 +133,28 @@ class Target:
         """What the plan says that one round costs."""
         return self.settings.plan.event()
 
-    def adapts(self, start: Parameters) -> bool:
+    @property
+    def adapts(self) -> bool:
         """Whether the bound of a round depends on what was released before."""
-        return bool(self.mechanism.init(Layout.of(start)))
+        return bool(self.mechanism.init(self.layout))
 
-    def with_rounds(self, rounds: int) -> Target:
-        """The same strategy for another number of rounds."""
-        return Target(self.strategy, rounds)
-
-    def silent_clients(self, start: Parameters) -> Canaries:
+    def silent_clients(self) -> Canaries:
         """A federation whose clients all send zeros."""
-        return silent_clients(self.population, Layout.of(start).d, self.sides)
+        return silent_clients(self.population, self.layout.d, self.sides)
 
     def world(
         self,
         world: World,
-        start: Parameters,
         *,
         present: bool = True,
         neighbour: Adjacency | None = None,
         scale: float | None = None,
     ) -> Canaries:
-        """A world's clients, as long as every bound shortens: see `World.trainer`."""
-        layout = Layout.of(start)
+        """A world's clients, whose rows every bound shortens; parameters as `World.trainer`'s."""
         return world.trainer(
             self.population,
-            layout.d,
-            reach(self.mechanism, layout) if scale is None else scale,
+            self.layout.d,
+            reach(self.mechanism, self.layout) if scale is None else scale,
             present=present,
             neighbour=neighbour or self.adjacency,
             sides=self.sides,
@@ -151,11 +168,11 @@ class Observation:
     Attributes
     ----------
     moves : float64 ``[rounds, d]``
-        By how much each round moved the parameters; zero for a round that never came.
+        By how much each round moved the parameters; zero for a round that was not released.
     shown : sequence of mapping of name to float
         The numbers that the mechanism shows after each round.
     asked : sequence of int64 arrays
-        Who was asked in each round, in the order in which clients answered.
+        Clients that were asked in each round, in the order in which they answered.
     entries : tuple of Entry
         The ledger's lines.
     charged : int ``[rounds]``
@@ -163,7 +180,7 @@ class Observation:
     states : sequence of State
         The mechanism's state before each round.
     ended : str
-        "" for a run that came to its end; else why it did not.
+        "" for a run that made all its rounds; else why it did not.
     error : Exception or None
         What was raised, if that was why.
     delta : float
@@ -207,23 +224,15 @@ class Observation:
         return np.concatenate([self.moves, numbers], axis=1)
 
 
-class RecordedTrainer(BlockTrainer, Protocol):
-    """Made-up clients that note who of them was asked."""
-
-    @property
-    def answered(self) -> dict[int, list[Ids]]:
-        """Who answered or raised in each round, in the order in which they did."""
-
-
 def observe(
     target: Target,
-    trainer: RecordedTrainer,
-    start: Parameters,
+    trainer: MadeUpClients,
     seed: int | None,
     *,
     grid: LocalGrid | None = None,
     timeout: float = 3600,
     leaving: bool = False,
+    resume_after: int = 0,
 ) -> Observation:
     """Run once.
 
@@ -235,16 +244,19 @@ def observe(
         Seconds that the strategy waits for a round.
     leaving : bool
         Whether to record everything that leaves a round.
+    resume_after : int
+        Stop after so many rounds, and resume in a new strategy; 0: one strategy runs them all.
     """
     strategy = target.strategy(seed)
-    layout = Layout.of(start)
-    vector = layout.flatten(start)
+    layout = target.layout
+    vector = layout.flatten(target.start)
     moves = np.zeros((target.rounds, layout.d))
     shown: list[Mapping[str, float]] = []
     charged: list[int] = []
     states: list[State] = [strategy.mechanism.init(layout)]
     numbers: list[Mapping[str, Floats]] = []
     watching = _WatchingGrid(trainer, strategy.ledger.run) if leaving else None
+    grid = grid or watching or LocalGrid(trainer)
 
     def look(server_round: int, result: Result) -> None:
         nonlocal vector
@@ -259,15 +271,14 @@ def observe(
             numbers.append(_leaving(strategy, server_round, result, watching.sent))
 
     trainer.answered.clear()
-    error = None
+    error, arrays, state = None, array_record(target.start), None
     try:
-        strategy.start(
-            grid or watching or LocalGrid(trainer), array_record(start), target.rounds,
-            timeout=timeout, on_round=look,
-        )  # fmt: skip
+        if resume_after:
+            arrays = strategy.start(grid, arrays, resume_after, on_round=look).arrays
+            state, strategy = strategy.state(), target.strategy(seed)
+        strategy.start(grid, arrays, target.rounds, timeout=timeout, state=state, on_round=look)
     except Exception as raised:  # a run that fails is something to be seen too
         error = raised
-    ended = strategy.stopped or "" if error is None else f"{type(error).__name__}: {error}"
     asked = [
         np.concatenate(trainer.answered.get(t, [np.empty(0, dtype=np.int64)]))
         for t in range(1, target.rounds + 1)
@@ -279,39 +290,11 @@ def observe(
         entries=strategy.ledger.entries,
         charged=charged,
         states=states[:-1] or states,
-        ended=ended,
+        ended=strategy.stopped or "" if error is None else f"{type(error).__name__}: {error}",
         error=error,
         delta=strategy.delta,
         leaving=numbers,
     )
-
-
-def observe_resumed(
-    target: Target, trainer: RecordedTrainer, start: Parameters, seed: int | None, after: int
-) -> tuple[Floats, tuple[Entry, ...]]:
-    """The same run, stopped after so many rounds and resumed in a new strategy.
-
-    Returns
-    -------
-    moves : float64 ``[rounds, d]``
-        As of `Observation`.
-    entries : tuple of Entry
-        The ledger's lines in the end.
-    """
-    layout = Layout.of(start)
-    reached = [layout.flatten(start)]
-
-    def look(server_round: int, result: Result) -> None:
-        reached.append(layout.flatten(tensors(result.arrays)))
-
-    trainer.answered.clear()
-    first, second = target.strategy(seed), target.strategy(seed)
-    arrays = first.start(LocalGrid(trainer), array_record(start), after, on_round=look).arrays
-    second.start(LocalGrid(trainer), arrays, target.rounds, state=first.state(), on_round=look)
-    moves = np.zeros((target.rounds, layout.d))
-    made = torch.stack(reached).diff(dim=0).numpy()
-    moves[: len(made)] = made
-    return moves, second.ledger.entries
 
 
 class _WatchingGrid(LocalGrid):
@@ -320,7 +303,7 @@ class _WatchingGrid(LocalGrid):
     The run's name is left out, which is drawn before anything is trained.
     """
 
-    def __init__(self, trainer: BlockTrainer, run: str) -> None:
+    def __init__(self, trainer: MadeUpClients, run: str) -> None:
         super().__init__(trainer)
         self._name = (RUN, run)
         self.sent: Mapping[str, Floats] = {}
@@ -335,8 +318,8 @@ class _WatchingGrid(LocalGrid):
         return super().send_and_receive(messages, timeout=timeout)
 
 
-# Other tests look at the ledger; how many clients failed is the operator's knowledge, which a
-# statement says.
+# Other tests look at the ledger; how many clients failed is known to the operator, as a statement
+# says.
 NOT_LEAVING = ("ledger", "failures", "round", "stopped")
 
 

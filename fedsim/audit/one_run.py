@@ -1,9 +1,9 @@
 """One run with many canaries, each in or out by a coin (Steinke, Nasr and Jagielski 2023).
 
-Of m canaries, k were guessed and c of these rightly. Under f-DP the probabilities of c, c + 1, ...
-right guesses bound one another; a recursion over them says whether so many can happen with a
-given probability (Mahloujifar, Melis and Chaudhuri 2024). It is tighter than the bound for one
-(epsilon, delta), since the whole trade-off curve enters.
+Of m canaries, k are guessed and c of these guesses are correct. Under f-DP the probabilities of c,
+c + 1, ... correct guesses bound one another; a recursion over them decides whether so many can
+occur with a given probability (Mahloujifar, Melis and Chaudhuri 2024). It is tighter than the bound
+for one (epsilon, delta), since it uses the whole trade-off curve.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,17 +20,19 @@ from scipy.linalg import hadamard
 from scipy.special import bdtrc, gammaln
 from torch import Tensor
 
+from fedsim.audit.checks import Floats
 from fedsim.audit.claim import Claim, common_claim
-from fedsim.audit.observation import Parameters, Target, observe
+from fedsim.audit.observation import Target, observe
 from fedsim.audit.worlds import EXAMPLES, Canaries, reach
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
-from fedsim.rows import Layout
 
-Floats = npt.NDArray[np.float64]
 Coins = npt.NDArray[np.bool_]
 
 SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
+LEAST_P = 1e-12
+HALVINGS = 20
+EPSILON_HALVINGS = 30
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class OneRun:
 
     Attributes
     ----------
+    claim : Claim
+        What the run claims.
     canaries, guesses, correct : int
     p_value : float
         Probability bound of so many correct guesses, if the claim is true.
@@ -45,27 +50,33 @@ class OneRun:
         Lower bound on epsilon at the claim's delta.
     """
 
+    claim: Claim
     canaries: int
     guesses: int
     correct: int
     p_value: float
     epsilon_bound: float
+    name: ClassVar[str] = "one run"
+
+    def errors(self, risk: float) -> tuple[str, str, str]:
+        """Nothing, wrong guesses, and how many of these ``risk`` allows, in words."""
+        most = most_correct(self.canaries, self.guesses, risk, self.claim)
+        wrong = f"{self.guesses - self.correct} of {self.guesses} wrong"
+        return "", wrong, f"{self.guesses - most} or more"
 
 
-def guess_coins(
-    target: Target, start: Parameters, canaries: int, risk: float, seed: int
-) -> tuple[OneRun, Claim]:
+def guess_coins(target: Target, canaries: int, risk: float, seed: int) -> OneRun:
     """A first run chooses how many coins to guess; a second one counts.
 
     Parameters
     ----------
-    start : mapping of name to Tensor
-        As many parameters as the next power of two from ``canaries``, or more.
+    target : Target
+        With as many parameters as the next power of two from ``canaries``, or more.
     canaries : int
         At most the population.
     """
     (scores, coins, claim), (fresh, fresh_coins, fresh_claim) = (
-        _play(target, start, canaries, seed, run) for run in (0, 1)
+        _play(target, canaries, seed, run) for run in (0, 1)
     )
     common_claim((claim, fresh_claim))
     # Whichever share would refute the claim most clearly in the first run.
@@ -81,7 +92,7 @@ def guess_coins(
     guesses, correct = _guess(fresh, fresh_coins, share)
     p_value = refuted_p_value(canaries, guesses, correct, claim)
     bound = guesses_epsilon_bound(canaries, *_guess(fresh, fresh_coins, widest), risk, claim.delta)
-    return OneRun(canaries, guesses, correct, p_value, bound), claim
+    return OneRun(claim, canaries, guesses, correct, p_value, bound)
 
 
 def _guess(scores: Floats, coins: Coins, share: float) -> tuple[int, int]:
@@ -91,20 +102,18 @@ def _guess(scores: Floats, coins: Coins, share: float) -> tuple[int, int]:
     return 2 * half, int((~coins[order[:half]]).sum() + coins[order[-half:]].sum())
 
 
-def _play(
-    target: Target, start: Parameters, canaries: int, seed: int, run: int
-) -> tuple[Floats, Coins, Claim]:
+def _play(target: Target, canaries: int, seed: int, run: int) -> tuple[Floats, Coins, Claim]:
     """Scores and coins of the canaries, both ``[canaries]``, and what the run claims."""
     draws = Randomness(seed).generator(Purpose.AUDIT, level="run", client=1, part=run)
     run_seed = int(draws.integers(2**63))
-    layout, population, adjacency = Layout.of(start), target.population, target.adjacency
+    layout, population, adjacency = target.layout, target.population, target.adjacency
     if canaries > min(population, layout.d):
         raise FedsimError(
             f"canaries is {canaries}; it must be at most the population, {population}, and the "
             f"number of parameters, {layout.d}."
         )
     coins = draws.random(canaries) < 0.5
-    # Ids are arbitrary: those who are there come first, so that the grid can end after them.
+    # Ids are arbitrary: canaries that are in come first, so that the grid can end after them.
     coins = np.sort(coins)[::-1].copy()
     directions = _directions(canaries, layout.d, draws)
     rows = reach(target.mechanism, layout) * directions
@@ -119,7 +128,7 @@ def _play(
     metrics = {"num-examples": np.full(canaries, EXAMPLES)}
     metrics |= dict.fromkeys(target.sides, np.zeros(canaries))
     trainer = Canaries(rows[:senders], ok[:senders], metrics, silent=population - canaries)
-    seen = observe(target, trainer, start, run_seed)
+    seen = observe(target, trainer, run_seed)
     moved = torch.from_numpy(seen.moves.sum(0))
     return (directions @ moved).numpy(), coins, seen.claim
 
@@ -134,15 +143,10 @@ def _directions(canaries: int, d: int, draws: np.random.Generator) -> Tensor:
     return torch.from_numpy(hadamard(d)[chosen] * signs)
 
 
-LEAST_P = 1e-12
-HALVINGS = 20
-EPSILON_HALVINGS = 30
-
-Shrink = Callable[[float], float]
-
-
-def is_refuted(canaries: int, guesses: int, correct: int, risk: float, shrink: Shrink) -> bool:
-    """Whether ``correct`` of ``guesses`` right have probability below ``risk`` under the claim.
+def is_refuted(
+    canaries: int, guesses: int, correct: int, risk: float, shrink: Callable[[float], float]
+) -> bool:
+    """Whether so many correct guesses have probability below ``risk`` under the claim.
 
     Parameters
     ----------
@@ -194,8 +198,8 @@ def guesses_p_value(
 ) -> float:
     """Probability bound of so many correct guesses in one run, if it is (epsilon, delta)-DP.
 
-    Of ``canaries`` clients, each in or out by a fair coin, ``guesses`` were guessed and
-    ``correct`` of these rightly (Steinke, Nasr and Jagielski 2023, theorem 5.2).
+    Of ``canaries`` clients, each in or out by a fair coin, ``guesses`` were guessed, and
+    ``correct`` of these guesses are true (Steinke, Nasr and Jagielski 2023, theorem 5.2).
     """
     if correct <= 0:
         return 1.0

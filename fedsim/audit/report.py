@@ -13,8 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedsim.audit.claim import Claim, fewest_misses
-from fedsim.audit.one_run import most_correct
+from fedsim.audit.claim import Claim
 from fedsim.audit.two_world import TwoWorlds, noticeable
 from fedsim.audit.verdict import Verdict
 from fedsim.audit.worlds import WORLDS
@@ -30,8 +29,8 @@ def tabulate(verdict: Verdict, assumed: Mapping[str, str]) -> RenderableType:
     for name, sentence in assumed.items():
         facts.add_row(Text(name, style="dim"), sentence)
     for attack in verdict.two_worlds:
-        seen = f"{_SENTENCES.get(attack.world, '')}; best score: {attack.score}"
-        facts.add_row(Text(attack.world, style="dim"), seen)
+        world = f"{_SENTENCES.get(attack.name, '')}; best score: {attack.score}"
+        facts.add_row(Text(attack.name, style="dim"), world)
     good = verdict.accepted
     parts: list[RenderableType] = [facts, Text()]
     if verdict.checks:
@@ -42,20 +41,21 @@ def tabulate(verdict: Verdict, assumed: Mapping[str, str]) -> RenderableType:
 
 
 def power_sentence(verdict: Verdict, seed: int = 1) -> str:
-    """What would not have escaped this many runs."""
+    """How small a violation this many runs detect."""
     if not verdict.two_worlds:
         return ""
-    factor = noticeable(verdict.claim, verdict.runs, verdict.risk, seed)
+    runs = 2 * verdict.two_worlds[0].box.trials
+    factor = noticeable(verdict.claim, runs, verdict.risk, seed)
     if factor is None:
-        return "So few runs would not have detected noise ten times too small: use more (--runs)."
-    return f"So many runs detect noise that is {factor:g} times too small, or a violation as large."
+        return f"{runs} runs do not detect noise that is ten times too small: use more (--runs)."
+    return f"{runs} runs detect noise that is {factor:g} times too small, or a violation as large."
 
 
 def _checks(verdict: Verdict) -> Table:
     risk = verdict.risk_of_check
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption_justify="left",
-        caption=f"A test detects a violation where p is at most {_p(risk)}, its part of the risk: "
+        caption=f"A test detects a violation where p is at most {_p(risk)}, its share of the risk: "
         "then what was found lies outside what is allowed.",
     )  # fmt: skip
     table.add_column("of", no_wrap=True)
@@ -82,37 +82,16 @@ def _attacks(verdict: Verdict) -> Table:
     for heading in ("false positives", "false negatives", "allowed", "p", "epsilon at least",
                     "claimed", ""):  # fmt: skip
         table.add_column(heading, justify="right")
-    for attack in verdict.two_worlds:
-        counts, trials = attack.box, attack.box.trials
-        fewest = fewest_misses(counts.false_positives, trials, verdict.claim, verdict.risk)
+    for attack in verdict.attacks:
         table.add_row(
-            attack.world,
-            f"{counts.false_positives} of {trials}",
-            f"{counts.false_negatives} of {trials}",
-            f"{fewest} or more",
+            attack.name,
+            *attack.errors(verdict.risk),
             _p(attack.p_value),
             f"{attack.epsilon_bound:.2f}",
-            f"{verdict.claim.epsilon:.2f}",
-            *_outcome(attack.p_value, verdict),
-        )
-    guesses, claim = verdict.one_run, verdict.one_run_claim
-    if guesses is not None and claim is not None:
-        most = most_correct(guesses.canaries, guesses.guesses, verdict.risk, claim)
-        table.add_row(
-            "one run",
-            "",
-            f"{guesses.guesses - guesses.correct} of {guesses.guesses} wrong",
-            f"{guesses.guesses - most} or more",
-            _p(guesses.p_value),
-            f"{guesses.epsilon_bound:.2f}",
-            f"{claim.epsilon:.2f}",
-            *_outcome(guesses.p_value, verdict),
+            f"{attack.claim.epsilon:.2f}",
+            "violation" if attack.p_value <= verdict.risk else "ok",
         )
     return table
-
-
-def _outcome(p_value: float, verdict: Verdict) -> tuple[str]:
-    return ("violation" if p_value <= verdict.risk else "ok",)
 
 
 def _p(value: float) -> str:
@@ -143,7 +122,7 @@ def draw(verdict: Verdict, title: str) -> Figure:
     plain.set_ylabel("false negative rate", color=INK)
     plain.legend(loc="upper right", frameon=False, fontsize=9)
     figure.supxlabel(
-        "dots: error rates as counted; squares: upper bounds; in the shade they are a violation.",
+        "dots: error rates as counted; squares: their upper bounds, a violation in the shaded area",
         color=INK,
         fontsize=9,
     )
@@ -157,11 +136,11 @@ def _curve(axes: Axes, claim: Claim, low: float) -> None:
     axes.fill_between(x, y, low, color=SERIES[1], alpha=0.12, lw=0, label="violates the claim")
     label = f"claim: epsilon {claim.epsilon:.3g} at delta {claim.delta:g}"
     axes.plot(x, np.maximum(y, 1e-9), color=INK, lw=1.5, label=label)
-    axes.plot(x, np.maximum(1 - x, 1e-9), color=INK, lw=0.8, ls=":", label="a guess")
+    axes.plot(x, np.maximum(1 - x, 1e-9), color=INK, lw=0.8, ls=":", label="random guessing")
 
 
 def _bars(axes: Axes, verdict: Verdict) -> None:
-    """How unlikely each finding is by chance: beyond the line it is a violation."""
+    """How unlikely each finding is by chance; a bar beyond the line is a violation."""
     digits = [-np.log10(max(check.p_value, 1e-12)) for check in verdict.checks]
     colours = [SERIES[1] if check in verdict.failed else SERIES[0] for check in verdict.checks]
     places = range(len(digits))
@@ -182,5 +161,5 @@ def _box(axes: Axes, attack: TwoWorlds, colour: str, low: float) -> None:
     axes.add_patch(Rectangle((x, y), x_bound - x, y_bound - y, color=colour, alpha=0.25, lw=0))
     axes.plot([x], [y], marker="o", ms=4, color=colour, ls="", clip_on=False)
     axes.plot(
-        [x_bound], [y_bound], marker="s", ms=6, mfc="none", color=colour, ls="", label=attack.world
+        [x_bound], [y_bound], marker="s", ms=6, mfc="none", color=colour, ls="", label=attack.name
     )

@@ -2,14 +2,16 @@
 
 The samples are those that clients were asked in, not the sampler's: what is tested is what
 happened. Where probabilities differ by client and by round, each row is in independently with one
-of its own, so that centred indicators add up to numbers that Bernstein's inequality bounds.
+of its own, so that centred indicators add up to numbers that Bernstein's inequality bounds. A
+sampler that fedsim does not ship is, besides, drawn from many times on its own.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,19 +19,19 @@ from scipy.special import bdtr, bdtrc, chdtrc, gammaln
 
 from fedsim.audit.checks import (
     Check,
+    Floats,
+    Ids,
     Statistic,
-    binomial,
     chi_square,
+    counted,
     invariant,
     normal,
     statistical,
 )
+from fedsim.cohorts import Cohort
 from fedsim.privacy import Event
 from fedsim.privacy.laws import Inclusion
-
-Ids = npt.NDArray[np.int64]
-Counts = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from fedsim.randomness import Draws, Randomness
 
 FEWEST = 25.0
 """Expected counts below this are not approximated by a normal."""
@@ -37,204 +39,185 @@ FEWEST = 25.0
 MOST_HEAVY = 104.0
 """So many draws, times the kurtosis, make a sum whose tails are normal at seven standard errors."""
 
+REPEATED_DRAWS, REPEATED_ROUNDS = 500, 3
+"""Of a sampler that fedsim does not ship: independent draws, of so many rounds each."""
+
 
 @dataclass(frozen=True)
-class _Draws:
-    """What the law says of one round's draw: inclusion, of one and of two together."""
+class _Sampled:
+    """Who was in: 1 or 0, ``asked [rounds, population]``, of runs of these ``lengths``."""
 
-    population: int
-    rate: float
-    both: float
-    fixed: int | None
+    asked: Floats
+    lengths: Sequence[int]
+    looked_at: str
+    valid: Check
 
     @classmethod
-    def of(cls, inclusion: Inclusion, population: int) -> _Draws:
-        return cls(population, inclusion.one, inclusion.two, inclusion.size)
-
-    @property
-    def overlap(self) -> float:
-        """Expected number of clients that two rounds have in common."""
-        return self.population * self.rate**2
+    def of(cls, draws: Sequence[Sequence[Ids]], population: int, rows: str) -> _Sampled:
+        rounds = [np.asarray(ids, dtype=np.int64) for run in draws for ids in run]
+        looked = f"{len(rounds):,} rounds over {population:,} {rows}"
+        broken, asked = None, np.zeros((len(rounds), population))
+        for indicators, ids in zip(asked, rounds, strict=True):
+            if len(np.unique(ids)) != len(ids):
+                broken = "a client was sampled twice in one round"
+            elif len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < population:
+                broken = "a client outside the declared population was sampled"
+            else:
+                indicators[ids] = 1
+        valid = invariant(
+            "sampler", "sampled ids", looked, broken, "none twice, all of the population"
+        )
+        return cls(asked, [len(run) for run in draws], looked, valid)
 
 
 def draw_checks(
-    draws: Sequence[Sequence[Ids]], event: Event, population: int, members: str = "clients"
+    draws: Sequence[Sequence[Ids]], event: Event, population: int, rows: str = "clients"
 ) -> list[Check]:
     """Every test of the draws of several runs.
 
     Parameters
     ----------
     draws : sequence of runs, each a sequence of int64 arrays
-        Ids of each round, as they came.
+        Ids of each round, in the order in which they were asked.
     event : Event
         What each round was charged as.
     population : int
-    who : str
+    rows : str
         What is drawn, in the plural.
     """
-    rounds = [np.asarray(ids, dtype=np.int64) for run in draws for ids in run]
-    looked = f"{len(rounds):,} rounds over {population:,} {members}"
-    checks = [_each_once(rounds, population, looked)]
+    sampled = _Sampled.of(draws, population, rows)
     inclusion = event.law.inclusion(population)
-    if checks[0].p_value == 0 or not rounds or inclusion is None:
+    if not sampled.valid.p_value or not len(sampled.asked) or inclusion is None:
+        return [sampled.valid]
+    checks = [sampled.valid, _sizes(sampled, inclusion)]
+    if inclusion.one == 1:
         return checks
-    law = _Draws.of(inclusion, population)
-    asked = np.zeros((len(rounds), population), dtype=np.float64)
-    for row, ids in zip(asked, rounds, strict=True):
-        row[ids] = 1
-    checks.append(_sizes(asked, law, looked))
-    if law.rate == 1:
-        return checks
-    checks += [_spread(asked, law, looked), _frequencies(asked, law, looked)]
-    checks += [_together(asked, law, looked), _overlaps(asked, law, looked)]
-    lengths = [len(run) for run in draws]
-    checks += [_succession(asked, law, lengths, looked), _rhythm(asked, law, lengths, looked)]
-    return checks
+    tests = (_spread, _frequencies, _together, _overlaps, _succession, _rhythm)
+    return [*checks, *(test(sampled, inclusion) for test in tests)]
 
 
-def _each_once(rounds: Sequence[Ids], population: int, looked: str) -> Check:
-    """Nobody is asked twice in a round, and nobody who is not in the population."""
-    broken = None
-    for ids in rounds:
-        if len(np.unique(ids)) != len(ids):
-            broken = "somebody was asked twice in one round"
-        elif len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < population:
-            broken = "somebody outside the declared population was asked"
-    return invariant("sampler", "who is asked", looked, broken, "nobody twice, and no stranger")
-
-
-def _sizes(asked: Floats, law: _Draws, looked: str) -> Check:
-    sizes = asked.sum(1).astype(np.int64)
-    if law.fixed is not None:
-        broken = f"{sizes.min()} to {sizes.max()} a round" if (sizes != law.fixed).any() else None
-        return invariant("sampler", "sizes", looked, broken, f"{law.fixed} in every round")
-    n, q = law.population, law.rate
+def _sizes(sampled: _Sampled, law: Inclusion) -> Check:
+    looked = sampled.looked_at
+    rounds, n = sampled.asked.shape
+    sizes = sampled.asked.sum(1).astype(np.int64)
+    if law.size is not None:
+        broken = f"{sizes.min()} to {sizes.max()} a round" if (sizes != law.size).any() else None
+        return invariant("sampler", "sizes", looked, broken, f"{law.size} in every round")
+    q = law.one
     return statistical(
         "sampler", "sizes", looked,
         [
-            binomial("{} in one round", sizes, lambda k: _binomial_p(k, n, q), n * q),
-            binomial(
+            counted("{} in one round", sizes, lambda k: _binomial_p(k, n, q), n * q),
+            counted(
                 "{} in all rounds", [sizes.sum()],
-                lambda k: _binomial_p(k, n * len(asked), q), n * q * len(asked),
+                lambda k: _binomial_p(k, n * rounds, q), n * q * rounds,
             ),
         ],
     )  # fmt: skip
 
 
-def _spread(asked: Floats, law: _Draws, looked: str) -> Check:
+def _spread(sampled: _Sampled, law: Inclusion) -> Check:
     """Sizes must vary as those of independent clients do: no less, and no more."""
-    if law.fixed is not None:
-        return invariant("sampler", "spread of sizes", looked, None, "none")
-    n, q = law.population, law.rate
-    variance = n * q * (1 - q)
-    ratio = float(np.square(asked.sum(1) - n * q).mean() / variance)
-    return statistical(
-        "sampler", "spread of sizes", looked,
-        [_dispersion("a std of {} of a binomial's", ratio, len(asked), variance, q)],
-    )  # fmt: skip
+    if law.size is not None:
+        return invariant("sampler", "spread of sizes", sampled.looked_at, None, "none")
+    rounds, n = sampled.asked.shape
+    variance = n * law.one * (1 - law.one)
+    ratio = float(np.square(sampled.asked.sum(1) - n * law.one).mean() / variance)
+    compared = _dispersion("a std of {} of a binomial's", ratio, rounds, variance, law.one)
+    return statistical("sampler", "spread of sizes", sampled.looked_at, [compared])
 
 
-def _frequencies(asked: Floats, law: _Draws, looked: str) -> Check:
-    counts = asked.sum(0).astype(np.int64)
-    T, q = len(asked), law.rate
-    variance = T * q * (1 - q)
-    ratio = float(np.square(counts - T * q).mean() / variance)
+def _frequencies(sampled: _Sampled, law: Inclusion) -> Check:
+    rounds, n = sampled.asked.shape
+    counts, q = sampled.asked.sum(0), law.one
+    variance = rounds * q * (1 - q)
+    ratio = float(np.square(counts - rounds * q).mean() / variance)
     return statistical(
-        "sampler", "how often each is asked", looked,
+        "sampler", "inclusion frequencies", sampled.looked_at,
         [
-            binomial("one in {} rounds", counts, lambda k: _binomial_p(k, T, q), T * q),
-            _dispersion("a std of {} of binomial counts'", ratio, len(counts), variance, q),
+            counted("one in {} rounds", counts, lambda k: _binomial_p(k, rounds, q), rounds * q),
+            _dispersion("a std of {} of binomial counts'", ratio, n, variance, q),
         ],
     )  # fmt: skip
 
 
-def _together(asked: Floats, law: _Draws, looked: str) -> Check:
-    """Pairs that are asked together too often, or never."""
-    counts = (asked.T @ asked)[np.triu_indices(asked.shape[1], 1)].astype(np.int64)
-    compared = binomial(
+def _together(sampled: _Sampled, law: Inclusion) -> Check:
+    """Pairs that are sampled together too often, or never."""
+    rounds, n = sampled.asked.shape
+    counts = (sampled.asked.T @ sampled.asked)[np.triu_indices(n, 1)]
+    compared = counted(
         "one pair in {} rounds", counts,
-        lambda k: _binomial_p(k, len(asked), law.both), len(asked) * law.both,
+        lambda k: _binomial_p(k, rounds, law.two), rounds * law.two,
     )  # fmt: skip
-    return statistical(
-        "sampler", "pairs asked together", f"{looked}, {len(counts):,} pairs", [compared]
-    )
+    looked = f"{sampled.looked_at}, {len(counts):,} pairs"
+    return statistical("sampler", "pairs sampled together", looked, [compared])
 
 
-def _overlaps(asked: Floats, law: _Draws, looked: str) -> Check:
+def _overlaps(sampled: _Sampled, law: Inclusion) -> Check:
     """What two rounds have in common, of one run or of two: a draw may not be used again."""
-    if len(asked) < 2:
-        return invariant("sampler", "overlap of rounds", looked, None, "nothing to compare")
-    counts = (asked @ asked.T)[np.triu_indices(len(asked), 1)].astype(np.int64)
-    population, fixed = law.population, law.fixed
+    rounds, n = sampled.asked.shape
+    if rounds < 2:
+        return invariant("sampler", "overlap of rounds", sampled.looked_at, None, "only one round")
+    counts = (sampled.asked @ sampled.asked.T)[np.triu_indices(rounds, 1)]
 
     def p_of(k: Floats) -> Floats:
-        if fixed is None:
-            return _binomial_p(k, population, law.rate**2)
-        return _hypergeometric_p(k.astype(np.int64), population, fixed)
+        if law.size is None:
+            return _binomial_p(k, n, law.one**2)
+        return _hypergeometric_p(k.astype(np.int64), n, law.size)
 
-    compared = binomial("two rounds have {} in common", counts, p_of, law.overlap)
-    return statistical(
-        "sampler", "overlap of rounds", f"{looked}, {len(counts):,} pairs of rounds", [compared]
-    )
+    compared = counted("two rounds have {} in common", counts, p_of, n * law.one**2)
+    looked = f"{sampled.looked_at}, {len(counts):,} pairs of rounds"
+    return statistical("sampler", "overlap of rounds", looked, [compared])
 
 
-def _succession(asked: Floats, law: _Draws, lengths: Sequence[int], looked: str) -> Check:
-    """Whether being asked now changes the odds of being asked some rounds later."""
-    q = law.rate
-    centred = (asked - q) / math.sqrt(q * (1 - q))
-    totals = np.zeros(max(lengths))
-    products = np.zeros(max(lengths))
+def _succession(sampled: _Sampled, law: Inclusion) -> Check:
+    """Whether being sampled now changes the odds of being sampled some rounds later."""
+    q, n = law.one, sampled.asked.shape[1]
+    centred = (sampled.asked - q) / math.sqrt(q * (1 - q))
+    totals, products = np.zeros((2, max(sampled.lengths)))
     start = 0
-    for length in lengths:
+    for length in sampled.lengths:
         run = centred[start : start + length]
         gram = run @ run.T
         for lag in range(1, length):
             totals[lag] += np.trace(gram, lag)
-            products[lag] += (length - lag) * law.population
+            products[lag] += (length - lag) * n
         start += length
     enough = products * q**2 >= FEWEST
-    if not enough.any():
-        return invariant("sampler", "succession", looked, None, "too few draws to tell")
     # Under a fixed size the clients of a round are slightly dependent: 1 / (n - 1) apart.
-    factor = 1.0 if law.fixed is None else law.population / max(law.population - 1, 1)
+    factor = 1.0 if law.size is None else n / max(n - 1, 1)
     scores = totals[enough] / np.sqrt(products[enough] * factor)
-    return statistical(
-        "sampler", "rounds after being asked", f"{looked}, {int(enough.sum())} lags",
-        [normal("{} standard errors", scores)],
-    )  # fmt: skip
+    looked = f"{sampled.looked_at}, {int(enough.sum())} lags"
+    compared = normal("{} standard errors", scores)
+    return statistical("sampler", "rounds after being sampled", looked, [compared])
 
 
-def _rhythm(asked: Floats, law: _Draws, lengths: Sequence[int], looked: str) -> Check:
-    """Whether somebody is asked at a rhythm: every second round, say, at twice the rate."""
-    q, length = law.rate, max(lengths)
-    variance = q * (1 - q)
-    # Sums of few rare draws have heavier tails than normal ones; far out it is the kurtosis' doing.
+def _rhythm(sampled: _Sampled, law: Inclusion) -> Check:
+    """Whether a client is sampled periodically: every second round, say, at twice the rate."""
+    length, variance = max(sampled.lengths), law.one * (1 - law.one)
+    # Sums of few rare draws have heavier tails than normal ones, by their kurtosis.
     if length < MOST_HEAVY * abs(1 - 6 * variance) / variance or length < FEWEST:
-        return invariant("sampler", "rhythm of each", looked, None, "too few draws to tell")
-    stops = np.cumsum(lengths)
-    runs = [asked[stop - length : stop] for stop in stops[np.array(lengths) == length]]
+        return invariant("sampler", "periodicity", sampled.looked_at, None, "too few rounds")
+    stops = np.cumsum(sampled.lengths)[np.array(sampled.lengths) == length]
+    runs = [sampled.asked[stop - length : stop] for stop in stops]
     # Of independent draws a run's spectrum has at each frequency a chi-square of two degrees, at
     # the highest (every second round) of one.
-    powers = sum(np.square(np.abs(np.fft.rfft(run - q, axis=0))) for run in runs)
-    powers = np.asarray(powers)[1:] / (length * variance)
-    degrees = np.full(len(powers), 2.0 * len(runs))
+    spectra = [np.square(np.abs(np.fft.rfft(run - law.one, axis=0)))[1:] for run in runs]
+    degrees = np.full((len(spectra[0]), 1), 2.0 * len(runs))
     if length % 2 == 0:
         degrees[-1] /= 2
-    sums = powers * (degrees / len(runs))[:, None]
-    p_values = chdtrc(degrees[:, None], sums).ravel()
-    frequency = int(p_values.argmin()) // law.population
-    compared = Statistic(
-        f"a power of {{}} at a rhythm of {length / (frequency + 1):.4g} rounds",
-        sums.ravel() / np.repeat(degrees, law.population), p_values,
-        lambda i, x: _power_p(degrees[i // law.population], x), 0.0,
-    )  # fmt: skip
-    return statistical(
-        "sampler", "rhythm of each", f"{looked}, {len(powers)} frequencies", [compared]
-    )
+    powers = np.sum(spectra, axis=0) / (length * variance * len(runs))
+    n = powers.shape[1]
 
+    def p(ratios: Floats, index: int | slice) -> Floats:
+        k = np.repeat(degrees, n)[index]
+        return np.asarray(chdtrc(k, np.maximum(ratios, 0.0) * k))
 
-def _power_p(degrees: float, ratio: float) -> float:
-    return float(chdtrc(degrees, max(ratio, 0.0) * degrees))
+    compared = Statistic("a power of {}", powers.ravel(), p)
+    frequency = int(compared.p_values.argmin()) // n + 1
+    named = replace(compared, words=f"a power of {{}} every {length / frequency:.4g} rounds")
+    looked = f"{sampled.looked_at}, {len(powers)} frequencies"
+    return statistical("sampler", "periodicity", looked, [named])
 
 
 def _binomial_p(counts: npt.ArrayLike, trials: int, rate: float) -> Floats:
@@ -248,7 +231,7 @@ def _binomial_p(counts: npt.ArrayLike, trials: int, rate: float) -> Floats:
     return np.asarray(np.where(k > trials, 0.0, p_values))
 
 
-def _hypergeometric_p(counts: Counts, n: int, m: int) -> Floats:
+def _hypergeometric_p(counts: Ids, n: int, m: int) -> Floats:
     """Two-sided p-values of what two draws of m out of n have in common."""
     k = np.arange(m + 1)
     with np.errstate(all="ignore"):
@@ -275,7 +258,7 @@ def _dispersion(words: str, ratio: float, count: int, variance: float, rate: flo
 def inclusion_checks(
     draws: Sequence[Sequence[Ids]], probabilities: Floats, event: Event
 ) -> list[Check]:
-    """Sizes, frequencies, pairs and overlaps against what the sampler says of each.
+    """Sizes, frequencies, pairs and overlaps against what an `InclusionSampler` says of each.
 
     Parameters
     ----------
@@ -286,39 +269,35 @@ def inclusion_checks(
         What each round was charged as.
     """
     population = probabilities.shape[1]
-    rounds = [np.asarray(ids, dtype=np.int64) for run in draws for ids in run]
-    looked = f"{len(rounds):,} rounds over {population:,} clients"
-    first = _each_once(rounds, population, looked)
-    highest = float(probabilities.max())
+    sampled = _Sampled.of(draws, population, "clients")
+    looked, highest = sampled.looked_at, float(probabilities.max())
     charged = invariant(
         "sampler", "charged rate", looked,
         f"a probability of {highest:.4g}" if highest > event.law.rate * (1 + 1e-12) else None,
         f"probabilities of at most {event.law.rate:.4g}",
     )  # fmt: skip
-    if not first.p_value:
-        return [first, charged]
-    asked = np.zeros((len(rounds), population))
-    for row, ids in zip(asked, rounds, strict=True):
-        row[ids] = 1
-    p = np.concatenate([probabilities[: len(run)] for run in draws])
-    centred, variances = asked - p, p * (1 - p)
+    if not sampled.valid.p_value:
+        return [sampled.valid, charged]
+    p = np.concatenate([probabilities[:length] for length in sampled.lengths])
+    centred, variances = sampled.asked - p, p * (1 - p)
 
     def compare(name: str, sums: Floats, spread: Floats, of: str) -> Check:
+        sums, spread = sums.ravel(), spread.ravel()
         errors = np.sqrt(np.maximum(spread, 1e-300))
         compared = Statistic(
-            "{} standard errors", (sums / errors).ravel(), _bernstein(sums, spread).ravel(),
-            lambda i, x: float(_bernstein(x * errors.flat[i], spread.flat[i])[0]), 0.0,
+            "{} standard errors", sums / errors,
+            lambda x, index: _bernstein(x * errors[index], spread[index]),
         )  # fmt: skip
         return statistical("sampler", name, f"{looked}, {sums.size:,} {of}", [compared])
 
-    clients, pairs = np.triu_indices(population, 1), np.triu_indices(len(rounds), 1)
+    clients, pairs = np.triu_indices(population, 1), np.triu_indices(len(p), 1)
     return [
-        first,
+        sampled.valid,
         charged,
         compare("sizes", centred.sum(1), variances.sum(1), "rounds"),
-        compare("how often each is asked", centred.sum(0), variances.sum(0), "clients"),
+        compare("inclusion frequencies", centred.sum(0), variances.sum(0), "clients"),
         compare(
-            "pairs asked together",
+            "pairs sampled together",
             (centred.T @ centred)[clients], (variances.T @ variances)[clients], "pairs",
         ),
         compare(
@@ -328,9 +307,56 @@ def inclusion_checks(
     ]  # fmt: skip
 
 
-def _bernstein(sums: npt.ArrayLike, variances: npt.ArrayLike) -> Floats:
+def _bernstein(sums: Floats, variances: Floats) -> Floats:
     """Two-sided bounds on the p-values of sums of independent terms, none larger than one."""
-    distance = np.abs(np.atleast_1d(sums))
+    distance = np.abs(sums)
     with np.errstate(divide="ignore", invalid="ignore"):
-        exponent = np.square(distance) / (2 * (np.atleast_1d(variances) + distance / 3))
+        exponent = np.square(distance) / (2 * (variances + distance / 3))
     return np.asarray(np.minimum(1.0, 2 * np.exp(-np.where(distance > 0, exponent, 0.0))))
+
+
+def declared_law_check(sampler: Cohort, event: Event, rounds: int, seed: int) -> Check:
+    """Whether a sampler that fedsim does not ship draws rows as often as its law declares.
+
+    A run has few rounds, and its rounds may depend on one another: the sampler itself is drawn
+    from many times, each from its beginning and with other random numbers. A law that says nothing
+    of inclusion says at least its rate, which no row may be above.
+
+    Parameters
+    ----------
+    sampler : Cohort
+        With a population; its own state is left as it is.
+    event : Event
+        What a round is charged as.
+    rounds : int
+        Of a run, of which the first few are drawn.
+    """
+    population, rounds = sampler.population or 0, min(rounds, REPEATED_ROUNDS)
+    asked = np.zeros((REPEATED_DRAWS, rounds, population))
+    for run, indicators in enumerate(asked):
+        fresh = copy.deepcopy(sampler)
+        draws = Draws(Randomness(seed + run), level="client", amplified=False)
+        for index in range(rounds):
+            indicators[index, np.asarray(fresh.draw(index + 1, draws), dtype=np.int64)] = 1
+    inclusion = event.law.inclusion(population)
+    looked = f"{REPEATED_DRAWS} draws of {rounds} rounds over {population:,} clients"
+    rate = event.law.rate if inclusion is None else inclusion.one
+
+    def p_of(counts: Floats) -> Floats:
+        p_values = _binomial_p(counts, REPEATED_DRAWS, rate)
+        # Without marginals the rate is an upper bound: fewer draws are no violation.
+        return np.where((counts <= rate * REPEATED_DRAWS) & (inclusion is None), 1.0, p_values)
+
+    words = f"one client in {{}} of {REPEATED_DRAWS} draws of a round"
+    compared = [counted(words, asked.sum(0), p_of, rate * REPEATED_DRAWS)]
+    if inclusion is not None:
+        first = asked[:, 0]
+        compared.append(
+            counted(
+                f"one pair in {{}} of {REPEATED_DRAWS} draws of a round",
+                (first.T @ first)[np.triu_indices(population, 1)],
+                lambda k: _binomial_p(k, REPEATED_DRAWS, inclusion.two),
+                inclusion.two * REPEATED_DRAWS,
+            )
+        )
+    return statistical("sampler", "declared inclusion probabilities", looked, compared)

@@ -1,9 +1,9 @@
 """Everything that leaves a round beside the parameters: it must follow from what was released.
 
-Metrics, what a release says of itself, state that outlives a round, what clients are sent next:
-each number is looked at in three ways. Federations whose clients differ but have the same bounded
-sum show the same. What noise alone does not move, no canary moves. And what is a function of the
-released parameters where all clients send zeros is the same function of them with a canary.
+Metrics, numbers that describe a release, state that outlives a round, what clients are sent next:
+each number is tested in three ways. Federations whose clients differ but have the same bounded
+sum show the same number. A number that noise does not change, no canary changes. And a function
+of the released parameters where all clients send zeros is the same function with a canary.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 
 from fedsim.audit.adversarial_clients import equal_sums
 from fedsim.audit.checks import Check, Floats, invariant
-from fedsim.audit.observation import Observation, Parameters, Target, observe, parameters
-from fedsim.audit.worlds import ALONE, OPPOSED
-from fedsim.rows import Layout
+from fedsim.audit.noise_scale import allowed_length
+from fedsim.audit.observation import Observation, Target, observe, parameters
+from fedsim.audit.worlds import ALONE, OPPOSED, longest_row
 
 SEEDS = 96
 SMALLEST_DIFFERENCE = 1e-12
 FUNCTION = 1e-8
-"""A number whose residual is that part of its own spread is a function of the release."""
+"""A number whose residual is at most this part of its spread is a function of the release."""
 BROKEN = 1e-5
 OUTLIER = 12.0
 """Residual stds by which a number that only nearly follows from the release may be off."""
 MOST_NUMBERS = 512
 NOISY = ("info.", "state.mechanism", "sent.")
-"""What may follow from released scalars, too, or from released parameters in any way."""
+"""Numbers that may follow from released scalars too, or from released parameters in any way."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,24 @@ class NoiseOnly:
 
     Attributes
     ----------
-    start : mapping of name to Tensor
-    seeds : sequence of int
-        The first is that of runs with a canary.
+    target : Target
+        With one parameter a layer.
+    seed : int
+        Of the first run, and of runs with a canary.
     runs : sequence of Observation
     """
 
-    start: Parameters
-    seeds: Sequence[int]
+    target: Target
+    seed: int
     runs: Sequence[Observation]
 
     @classmethod
-    def of(cls, target: Target, start: Parameters, seed: int) -> NoiseOnly:
-        """Make the runs, with one parameter a layer."""
-        small = {name: tensor[:1] for name, tensor in start.items()}
-        clients = target.silent_clients(small)
+    def of(cls, target: Target, seed: int) -> NoiseOnly:
+        """Make the runs."""
+        small = target.with_model({name: tensor[:1] for name, tensor in target.start.items()})
+        clients = small.silent_clients()
         seeds = range(seed, seed + SEEDS)
-        return cls(small, seeds, [observe(target, clients, small, s, leaving=True) for s in seeds])
+        return cls(small, seed, [observe(small, clients, s, leaving=True) for s in seeds])
 
     def stds(self, index: int) -> dict[str, float]:
         """Standard deviations of the numbers that the mechanism shows after round ``index + 1``.
@@ -76,39 +77,31 @@ def _residuals(design: Floats, values: Floats) -> Floats:
     return np.asarray(values - design @ np.linalg.lstsq(design, values, rcond=None)[0])
 
 
-def longest_row(target: Target, layout: Layout) -> torch.Tensor:
-    """A row ``[d]`` that is just as long as its bound, or as each of its bounds."""
-    huge = torch.full((1, layout.d), 1e12, dtype=torch.float64)
-    return target.mechanism.bound(huge, layout=layout)[0]
-
-
-def side_channel_checks(target: Target, noise_only: NoiseOnly, mu: float) -> list[Check]:
+def side_channel_checks(noise_only: NoiseOnly) -> list[Check]:
     """Every test of what leaves a round beside the parameters.
 
     Parameters
     ----------
-    target : Target
-        Of one round more than it takes to see the canary, whose seed is that of ``noise_only``.
-    mu : float
-        How many standard deviations of the noise a client may move a release.
+    noise_only : NoiseOnly
+        Of one round more than the first one in which the canary is sampled.
     """
-    broken = _unprotected(target, noise_only.runs) or _unexplained(target, noise_only, mu)
+    broken = _unprotected(noise_only) or _unexplained(noise_only)
     names = len(noise_only.runs[0].leaving[-1]) if noise_only.runs[0].leaving else 0
     return [
-        _same_sums(target, noise_only.seeds[0]),
+        _same_sums(noise_only.target, noise_only.seed),
         invariant(
             "plan", "what else leaves a round",
             f"{names} numbers or arrays of {SEEDS} runs without and two with a canary", broken,
-            "functions of what is released",
+            "functions of the release",
         ),
     ]  # fmt: skip
 
 
-def _unprotected(target: Target, runs: Sequence[Observation]) -> str | None:
+def _unprotected(noise_only: NoiseOnly) -> str | None:
     """Clients' metrics leave a private round only where a setting says so."""
-    if target.settings.shows_clients:
+    if noise_only.target.settings.shows_clients:
         return None
-    for seen in runs:
+    for seen in noise_only.runs:
         for numbers in seen.leaving:
             for name in numbers:
                 if name.startswith(("metrics.", "evaluation.")):
@@ -116,7 +109,8 @@ def _unprotected(target: Target, runs: Sequence[Observation]) -> str | None:
     return None
 
 
-def _unexplained(target: Target, noise_only: NoiseOnly, mu: float) -> str | None:
+def _unexplained(noise_only: NoiseOnly) -> str | None:
+    target = noise_only.target
     reference = _table(noise_only.runs)
     if reference is None:
         return "not the same numbers leave every round"
@@ -126,9 +120,11 @@ def _unexplained(target: Target, noise_only: NoiseOnly, mu: float) -> str | None
     spread = values.std(0)
     freedom = len(values) - np.linalg.matrix_rank(designs)
     residuals = np.sqrt(np.square(values - designs @ coefficients).sum(0) / max(freedom, 1))
+    # A canary that may move a release by several standard deviations is no small deviation.
+    small = allowed_length(target.event) <= 1
     for world in (ALONE, OPPOSED):
-        clients = target.world(world, noise_only.start, neighbour="zero-out")
-        seen = observe(target, clients, noise_only.start, noise_only.seeds[0], leaving=True)
+        clients = target.world(world, neighbour="zero-out")
+        seen = observe(target, clients, noise_only.seed, leaving=True)
         table = _table([seen])
         if table is None or table[0] != names:
             return "other numbers leave a round with a canary"
@@ -141,8 +137,8 @@ def _unexplained(target: Target, noise_only: NoiseOnly, mu: float) -> str | None
                     return f"{name} has no noise and moves with a canary"
             elif residuals[index] <= FUNCTION * spread[index]:
                 if off > BROKEN * (spread[index] + abs(found[index])):
-                    return f"{name} follows from the release only where nobody sends anything"
-            elif mu <= 1 and off > OUTLIER * residuals[index] and not name.startswith(NOISY):
+                    return f"{name} follows from the release only if all clients send zeros"
+            elif small and off > OUTLIER * residuals[index] and not name.startswith(NOISY):
                 return f"{name} is {off / residuals[index]:.3g} std from what the release explains"
     return None
 
@@ -179,13 +175,13 @@ def _design(seen: Observation) -> Floats:
 
 def _same_sums(target: Target, seed: int) -> Check:
     """Federations with the same bounded sums show the same, to the last bit."""
-    start = parameters(64)
-    layout = Layout.of(start)
-    bounded = longest_row(target, layout)
-    short, long = target.mechanism.bound(torch.stack([4 * bounded, 16 * bounded]), layout=layout)
-    longer = not target.adapts(start) and torch.equal(short, long)
+    target = target.with_model(parameters(64))
+    bounded = longest_row(target.mechanism, target.layout)
+    rows = torch.stack([4 * bounded, 16 * bounded])
+    short, long = target.mechanism.bound(rows, layout=target.layout)
+    longer = not target.adapts and torch.equal(short, long)
     runs = [
-        observe(target, clients, start, seed, leaving=True)
+        observe(target, clients, seed, leaving=True)
         for clients in equal_sums(target.population, bounded, target.sides, longer=longer)
     ]
     return invariant(

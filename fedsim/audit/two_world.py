@@ -1,7 +1,7 @@
-"""Two worlds: many runs with the canary, as many without, and a test that tells them apart.
+"""Two worlds: many runs with the canary, as many without, and a test that distinguishes them.
 
-All scores are fitted on the first half of the runs and used on the other, so a clever score can
-only find more, never raise a false alarm.
+All scores are fitted on the first half of the runs and used on the other: a better score detects
+more, and none raises a false alarm.
 """
 
 from __future__ import annotations
@@ -9,34 +9,41 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from fedsim.audit.claim import Box, Claim, box_p_value, common_claim, epsilon_bound
-from fedsim.audit.observation import Parameters, Target, observe
+from fedsim.audit.checks import Floats
+from fedsim.audit.claim import Box, Claim, box_p_value, common_claim, epsilon_bound, fewest_misses
+from fedsim.audit.observation import Target, observe
 from fedsim.audit.worlds import World
 from fedsim.errors import FedsimError
 from fedsim.randomness import Purpose, Randomness
-from fedsim.rows import Layout
 
-Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 Tick = Callable[[int], None]
+Score = Callable[[Floats], Floats]
+"""From what runs released, ``[runs, rounds, width]``, to a number each."""
 
 MOST_THRESHOLDS = 64
 HANDICAP = 5.0
+FITTED = ("linear discriminant", "magnitudes")
+WINDOWS = 10
 FACTORS = (1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
 TRIALS = 3
 
 
 @dataclass(frozen=True)
 class TwoWorlds:
-    """How well one canary was told from none.
+    """How well an attack distinguished runs with the canary from runs without it.
 
     Attributes
     ----------
-    world : str
+    name : str
+        Of the world.
+    claim : Claim
+        What each of the runs claims.
     score : str
         Which of the scores the first half of the runs chose.
     box : Box
@@ -49,17 +56,28 @@ class TwoWorlds:
         What all runs released.
     """
 
-    world: str
+    name: str
+    claim: Claim
     score: str
     box: Box
     p_value: float
     epsilon_bound: float
     moves: Floats = field(default_factory=lambda: np.zeros((0, 0, 0)), repr=False, compare=False)
 
+    def errors(self, risk: float) -> tuple[str, str, str]:
+        """False positives, false negatives, and how many of these ``risk`` allows, in words."""
+        counts, trials = self.box, self.box.trials
+        fewest = fewest_misses(counts.false_positives, trials, self.claim, risk)
+        return (
+            f"{counts.false_positives} of {trials}",
+            f"{counts.false_negatives} of {trials}",
+            f"{fewest} or more",
+        )
+
 
 def attack(
-    target: Target, world: World, start: Parameters, runs: int, risk: float, seed: int, tick: Tick
-) -> tuple[TwoWorlds, Claim]:
+    target: Target, world: World, runs: int, risk: float, seed: int, tick: Tick
+) -> TwoWorlds:
     """Run ``runs`` times without and ``runs`` times with the canary, and compare.
 
     Parameters
@@ -67,17 +85,17 @@ def attack(
     risk : float
         Probability with which the box and the bound may each be wrong.
     tick : callable
-        Told the number of runs made, now and then.
+        Called with the number of runs made, now and then.
     """
-    d = Layout.of(start).d
+    d = target.layout.d
     draws = Randomness(seed).generator(Purpose.AUDIT, level="run")
     seeds = draws.integers(2**63, size=(2, runs))
     tables: list[Floats] = []
     claims: set[Claim] = set()
     for side, present in enumerate((False, True)):
-        clients = target.world(world, start, present=present)
+        clients = target.world(world, present=present)
         for number in range(runs):
-            seen = observe(target, clients, start, int(seeds[side, number]))
+            seen = observe(target, clients, int(seeds[side, number]))
             tables.append(seen.table())
             claims.add(seen.claim)
             tick(1)
@@ -85,7 +103,7 @@ def attack(
     shown = _stacked(tables)
     direction = world.canary(d).numpy()
     result = distinguish(world.name, shown[:runs], shown[runs:], direction, claim, risk)
-    return replace(result, moves=shown[:, :, :d]), claim
+    return replace(result, moves=shown[:, :, :d])
 
 
 def _stacked(tables: list[Floats]) -> Floats:
@@ -95,7 +113,7 @@ def _stacked(tables: list[Floats]) -> Floats:
 
 
 def distinguish(
-    world: str, without: Floats, present: Floats, direction: Floats, claim: Claim, risk: float
+    name: str, without: Floats, present: Floats, direction: Floats, claim: Claim, risk: float
 ) -> TwoWorlds:
     """Choose score and thresholds on the first half of the runs, count on the second.
 
@@ -103,26 +121,25 @@ def distinguish(
     ----------
     without, present : float64 ``[runs, rounds, width]``
     direction : float64 ``[d]``
-        Where the canary pulls.
+        Of the canary's row.
     """
     half = len(without) // 2
     if half < 1 or len(without) != len(present):
         raise FedsimError(f"runs is {len(without)} and {len(present)}; each needs at least 2.")
     rate = claim.events[0].law.rate
     scores = fitted_scores(without[:half], present[:half], direction, rate)
-    chosen = _choose(scores, without[:half], present[:half], claim, risk)
+    against_curve, for_epsilon = _choose(scores, without[:half], present[:half], claim, risk)
     fresh = len(without) - half
 
     def count(test: _Test) -> tuple[Counts, Counts]:
         score = scores[test.score]
         return _errors(score(without[half:]), score(present[half:]), np.array([test.threshold]))
 
-    against_curve, for_epsilon = chosen
     fp, fn = count(against_curve)
     box = Box(int(fp[0]), int(fn[0]), fresh, risk)
-    p_value = float(box_p_value(fp, fn, fresh, claim)[0])
+    p_value = float(box_p_value(box.false_positives, box.false_negatives, fresh, claim))
     bound = float(epsilon_bound(*count(for_epsilon), fresh, risk, claim.delta)[0])
-    return TwoWorlds(world, against_curve.score, box, p_value, bound)
+    return TwoWorlds(name, claim, against_curve.score, box, p_value, bound)
 
 
 @dataclass(frozen=True)
@@ -143,18 +160,15 @@ def _choose(
         fp, fn = _errors(x, y, thresholds)
         p_values = box_p_value(fp, fn, trials, claim)
         bounds = epsilon_bound(fp, fn, trials, risk, claim.delta)
-        # A score looks better than it is on the runs that it was fitted to.
-        handicap = HANDICAP if is_fitted(name) else 0.0
-        first = int(np.lexsort((fp + fn, p_values))[0])
+        # A fitted score is better on the runs that it was fitted to than on others.
+        handicap = HANDICAP if name in FITTED else 0.0
+        best = int(np.lexsort((fp + fn, p_values))[0])
         most = int(bounds.argmax())
-        evidence = math.log(p_values[first]) + handicap
-        refuting.append((evidence, _Test(name, float(thresholds[first]))))
+        evidence = math.log(p_values[best]) + handicap
+        refuting.append((evidence, _Test(name, float(thresholds[best]))))
         proving.append((handicap / 10 - bounds[most], _Test(name, float(thresholds[most]))))
-    return min(refuting, key=_first)[1], min(proving, key=_first)[1]
-
-
-def _first(pair: tuple[float, _Test]) -> float:
-    return pair[0]
+    first = itemgetter(0)
+    return min(refuting, key=first)[1], min(proving, key=first)[1]
 
 
 def _thresholds(x: Floats, y: Floats) -> Floats:
@@ -174,10 +188,10 @@ def _errors(x: Floats, y: Floats, thresholds: Floats) -> tuple[Counts, Counts]:
 
 
 def noticeable(claim: Claim, runs: int, risk: float, seed: int) -> float | None:
-    """Smallest of `FACTORS` by which noise could be too small and be noticed every time.
+    """Smallest of `FACTORS` by which noise could be too small and be detected every time.
 
     An ideal canary on the claimed Gaussians, with that much less noise, is audited a few
-    times; None if even the largest factor escapes.
+    times; None if even the largest factor is not detected.
     """
     draws = Randomness(seed).generator(Purpose.AUDIT, level="run", part=9)
     return next(
@@ -203,17 +217,6 @@ def _caught(
     return result.p_value <= risk
 
 
-Score = Callable[[Floats], Floats]
-
-WINDOWS = 10
-FITTED = ("linear discriminant", "magnitudes")
-
-
-def is_fitted(name: str) -> bool:
-    """Whether a score looks better on the runs that it was fitted to than on others."""
-    return name in FITTED
-
-
 def fitted_scores(
     without: Floats, present: Floats, direction: Floats, rate: float
 ) -> dict[str, Score]:
@@ -224,7 +227,7 @@ def fitted_scores(
     without, present : float64 ``[runs, rounds, width]``
         What was seen without and with the canary.
     direction : float64 ``[d]``
-        Where the canary pulls; ``d <= width``.
+        Of the canary's row; ``d <= width``.
     rate : float
         Probability of the canary taking part in a round.
     """
@@ -245,7 +248,7 @@ def fitted_scores(
         scores |= {
             "largest round": lambda seen: projected(seen).max(1),
             "range of rounds": lambda seen: np.ptp(projected(seen), axis=1),
-            "alike rounds": lambda seen: -_nearest(seen),
+            "most similar rounds": lambda seen: -_nearest(seen),
         }
         width = -(-rounds // WINDOWS)
         for first in range(0, rounds, width):
@@ -297,7 +300,7 @@ def _discriminant(without: Floats, present: Floats, features: Score) -> Score:
     x, y = features(without), features(present)
     variance = x.var(0) + y.var(0)
     difference = y.mean(0) - x.mean(0)
-    # A feature that is constant in both halves says everything or nothing.
+    # A feature that is constant without and with the canary would have an infinite weight.
     floor = 1e-12 * max(float(variance.max()), 1e-300)
     weights = difference / np.maximum(variance, floor)
 

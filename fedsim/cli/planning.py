@@ -125,7 +125,7 @@ def audit(
     check_out(path, ".png")
     # Only now: a mistake in the config should not wait for torch and matplotlib.
     from fedsim.audit import WORLDS
-    from fedsim.audit.config_audit import ConfigAudit
+    from fedsim.audit.config_audit import audit_config
     from fedsim.audit.report import draw, tabulate
     from fedsim.federation.engines.process import use_one_thread
     from fedsim.reports.plots import save
@@ -140,7 +140,9 @@ def audit(
     )
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("runs", total=2 * runs * len(WORLDS))
-        verdict, assumed = ConfigAudit(settings, rounds).run(
+        verdict, assumed = audit_config(
+            settings,
+            rounds=rounds,
             runs=runs,
             canaries=canaries,
             confidence=confidence,

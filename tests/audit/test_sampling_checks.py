@@ -78,12 +78,12 @@ def favouring(rng: np.random.Generator) -> Ids:
         (lambda rng: poisson(rng, 2 * RATE), "sizes"),
         (lambda rng: poisson(rng, 1.1 * RATE), "sizes"),
         (lambda rng: rng.permutation(N)[:60], "spread of sizes"),
-        (lambda rng: np.arange(60), "how often each is asked"),
+        (lambda rng: np.arange(60), "inclusion frequencies"),
         (lambda rng: np.arange(60), "overlap of rounds"),
-        (correlated, "pairs asked together"),
-        (favouring, "how often each is asked"),
-        (lambda rng: np.repeat(poisson(rng, RATE), 2), "who is asked"),
-        (lambda rng: poisson(rng) + 1, "who is asked"),
+        (correlated, "pairs sampled together"),
+        (favouring, "inclusion frequencies"),
+        (lambda rng: np.repeat(poisson(rng, RATE), 2), "sampled ids"),
+        (lambda rng: poisson(rng) + 1, "sampled ids"),
     ],
     ids=["twice", "a tenth more", "fixed", "the same", "the same, by rounds", "two as one",
          "one more often", "each twice", "strangers"],
@@ -109,7 +109,7 @@ def test_waiting_after_being_asked_is_seen() -> None:
     for _ in range(ROUNDS):
         last = (rng.random(N) < RATE / (1 - RATE)) & ~last
         run.append(np.flatnonzero(last))
-    assert "rounds after being asked" in refuted([run], POISSON)
+    assert "rounds after being sampled" in refuted([run], POISSON)
 
 
 def test_a_fixed_or_full_cohort_of_another_size_is_seen() -> None:
@@ -145,7 +145,7 @@ def test_draws_are_held_against_probabilities_that_differ() -> None:
     assert "overlap of rounds" in by_probabilities([again])
     together = [np.union1d(np.setdiff1d(ids, [5]), [5] if 3 in ids else []) for ids in honest[0]]
     together += [np.union1d(np.setdiff1d(ids, [5]), [5] if 3 in ids else []) for ids in honest[1]]
-    assert "pairs asked together" in by_probabilities(
+    assert "pairs sampled together" in by_probabilities(
         [[ids.astype(np.int64) for ids in together[:ROUNDS]],
          [ids.astype(np.int64) for ids in together[ROUNDS:]]]
     )  # fmt: skip
