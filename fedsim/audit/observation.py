@@ -23,7 +23,6 @@ from fedsim.mechanisms import Mechanism, State
 from fedsim.privacy import Adjacency, Entry, Event
 from fedsim.privacy.laws import declared_population
 from fedsim.rows import Layout
-from fedsim.rows.block import BlockTrainer
 from fedsim.rows.exchange import RUN, Instructions
 from fedsim.strategies import DPFedAvg
 

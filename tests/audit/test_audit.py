@@ -12,7 +12,7 @@ from planted import (
 )
 
 from fedsim.audit import ALONE, OPPOSED, RARE, Claim, Target, World, audit
-from fedsim.audit.observation import PARAMETERS, observe
+from fedsim.audit.observation import observe
 from fedsim.audit.two_world import distinguish, noticeable
 from fedsim.audit.worlds import Canaries, reach
 from fedsim.cohorts import Cohort, FixedCohort, FullCohort, PoissonCohort
@@ -30,7 +30,6 @@ from fedsim.mechanisms import (
     PrivateScalar,
     QuantileClipping,
 )
-from fedsim.rows import Layout
 
 POISSON = PoissonCohort(0.5, 20)
 
@@ -131,12 +130,11 @@ def test_the_canary_moves_the_sum_as_far_as_any_client_can(
 ) -> None:
     # Were it weaker, a bug would have room to hide.
     plan = Target(strategies(mechanism, FullCohort(10, adjacency=adjacency), z=1e-9))
-    scale = reach(mechanism, Layout.of(PARAMETERS))
+    scale = reach(mechanism, plan.layout)
     means = [
         observe(
             plan,
             ALONE.trainer(10, 8, scale, present=present, neighbour=adjacency, sides=()),
-            PARAMETERS,
             seed=1,
         ).moves[0]
         for present in (False, True)
@@ -187,9 +185,8 @@ def test_the_one_run_may_be_another_plan() -> None:
         checks=False,
     )
     assert verdict.one_run is not None
-    assert verdict.one_run_claim is not None
     assert verdict.one_run.canaries == 64
-    assert (verdict.claim.releases, verdict.one_run_claim.releases) == (1, 10)
+    assert (verdict.claim.releases, verdict.one_run.claim.releases) == (1, 10)
 
 
 def test_ideal_attacks_at_the_claim_raise_no_false_alarm_and_beyond_it_are_caught() -> None:

@@ -7,7 +7,7 @@ import typer
 from planted import LessNoise
 from typer.testing import CliRunner
 
-from fedsim.audit.config_audit import ConfigAudit
+from fedsim.audit.config_audit import audit_config
 from fedsim.cli.planning import audit
 from fedsim.config import RunConfig
 from fedsim.errors import FedsimError
@@ -73,7 +73,7 @@ def test_the_few_rounds_cost_what_the_config_does() -> None:
             "noise": {"target-epsilon": 3.0},
         }
     )
-    verdict, assumed = ConfigAudit(config, rounds=2).run(runs=20, canaries=0, checks=False)
+    verdict, assumed = audit_config(config, rounds=2, runs=20, canaries=0, checks=False)
     assert verdict.claim.epsilon == pytest.approx(3.0, rel=1e-3)
     assert verdict.claim.releases == 2
     assert assumed["federation"].startswith("1,000 clients, poisson cohort of 100 expected")

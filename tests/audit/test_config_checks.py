@@ -11,6 +11,7 @@ from fedsim import RunConfig
 from fedsim.audit.config_checks import address_check, input_check
 from fedsim.mechanisms.partial import PartialSum
 from fedsim.randomness import Purpose, Randomness
+from fedsim.runs.resolve import resolve
 
 CONFIG = RunConfig().replace(
     **{
@@ -56,7 +57,7 @@ def test_an_address_that_leaves_the_round_out_is_seen(purpose: Purpose) -> None:
     ids=["softmax", "mlp", "layers"],
 )
 def test_an_example_moves_the_real_sum_by_its_bound_at_most(changes: dict[str, str | bool]) -> None:
-    check = input_check(changed(**changes))
+    check = input_check(resolve(changed(**changes)))
     assert check.p_value == 1, check.measured
 
 
@@ -68,6 +69,6 @@ def test_an_example_that_counts_twice_is_seen_through_the_model_itself() -> None
         add(self, rows, weights, counts, owners, **rest)
 
     with patch.object(PartialSum, "add_owners", added):
-        check = input_check(CONFIG)
+        check = input_check(resolve(CONFIG))
     assert check.p_value == 0
     assert np.isclose(float(check.measured.split()[0]), 2.0, atol=0.05)

@@ -20,10 +20,9 @@ from fedsim.audit.conformance import (
 from fedsim.audit.neighbouring_runs import Faults
 from fedsim.audit.noise_checks import covariance_check, grid_checks, noise_checks
 from fedsim.audit.noise_scale import MeasuredNoise, in_units
-from fedsim.audit.observation import columns, observe, parameters
+from fedsim.audit.observation import observe, parameters
 from fedsim.audit.side_channels import NoiseOnly, side_channel_checks
 from fedsim.audit.verdict import silenced_logs
-from fedsim.audit.worlds import silent_clients
 from fedsim.cohorts import PoissonCohort
 from fedsim.config import RunConfig
 from fedsim.mechanisms import (
@@ -43,24 +42,23 @@ RISK = 1e-5
 
 
 def target_of(mechanism: Mechanism, rounds: int) -> Target:
-    return Target(strategies(mechanism, COHORT, z=2.0), rounds)
+    return Target(strategies(mechanism, COHORT, z=2.0), rounds, START)
 
 
 def noise_tests(mechanism: Mechanism, rounds: int = 40) -> list[Check]:
     """The tests of noise, on one run of clients that send zeros."""
-    target = target_of(mechanism, rounds)
     found: list[Check] = []
     for d in (512, 8):
-        start = parameters(d)
-        nobody = target.silent_clients(start)
-        seen = [observe(target, nobody, start, 3 + k) for k in range(1 if d > 8 else 4)]
-        both = [in_units(run, target, start) for run in seen]
+        target = target_of(mechanism, rounds).with_model(parameters(d))
+        nobody, layers = target.silent_clients(), list(target.layers.values())
+        seen = [observe(target, nobody, 3 + k) for k in range(1 if d > 8 else 4)]
+        both = [in_units(run, target) for run in seen]
         units, steps = (np.stack(parts) for parts in zip(*both, strict=True))
         if d == 8:
-            found.append(covariance_check(units.reshape(-1, d), columns(start)))
+            found.append(covariance_check(units.reshape(-1, d), layers))
         else:
-            found += noise_checks(units / units.std(), columns(start))
-            found += grid_checks(steps, columns(start))
+            found += noise_checks(units / units.std(), layers)
+            found += grid_checks(steps, layers)
     return found
 
 
@@ -100,9 +98,9 @@ def test_noise_that_shows_the_sum_is_detected(name: str, detected_by: str) -> No
 def bounds_of(rounds: int = 60) -> list[Check]:
     """The tests of several clients at once."""
     target = target_of(Normalization(1.0), rounds)
-    nobody = observe(target, target.silent_clients(START), START, 3)
-    noise = MeasuredNoise.of(in_units(nobody, target, START)[0][None], target, START)
-    return [several_check(target, START, 3, nobody, noise), failures_check(target, 3)]
+    nobody = observe(target, target.silent_clients(), 3)
+    noise = MeasuredNoise.of(in_units(nobody, target)[0], list(target.layers.values()))
+    return [several_check(target, 3, nobody, noise), failures_check(target, 3)]
 
 
 def test_honest_bounds_pass_with_several_clients_at_once() -> None:
@@ -136,7 +134,7 @@ def test_rows_that_count_twice_only_in_messages_are_detected() -> None:
     target = target_of(Normalization(1.0), 1)
     found = []
     for name in (None, "rows that come as messages count twice"):
-        faults = Faults(target, START, 3)
+        faults = Faults(target, 3)
         if name is None:
             faults.malformed_replies()
         else:
@@ -148,8 +146,7 @@ def test_rows_that_count_twice_only_in_messages_are_detected() -> None:
 
 def leaving(mechanism: Mechanism) -> set[str]:
     """The tests of what leaves a round beside the parameters."""
-    target = target_of(mechanism, 3)
-    return failed(side_channel_checks(target, NoiseOnly.of(target, START, 3), 0.5))
+    return failed(side_channel_checks(NoiseOnly.of(target_of(mechanism, 3), 3)))
 
 
 @pytest.mark.parametrize(
@@ -186,8 +183,8 @@ def test_what_else_leaves_a_round_is_detected(name: str) -> None:
     ("name", "detected_by"),
     [
         (None, set()),
-        ("noise from 256 seeds of the system", {"noise of the system's"}),
-        ("cohorts from 256 seeds of the system", {"samples of the system's"}),
+        ("noise from 256 seeds of the system", {"noise with system entropy"}),
+        ("cohorts from 256 seeds of the system", {"cohorts with system entropy"}),
     ],
 )
 def test_few_seeds_of_the_system_are_detected(
@@ -214,7 +211,7 @@ def test_noise_of_few_seeds_of_a_config_is_detected_among_the_attacks_runs() -> 
             canaries=0,
             full=Target(factory, 2),
         )
-        return "noise: noise of many seeds" in verdict.refuting
+        return "noise: noise of different seeds" in verdict.refuting
 
     with BUGS["noise from 65,536 seeds of the config"]():
         assert found()
@@ -243,10 +240,10 @@ def test_a_budget_that_lets_a_round_through_is_detected(name: str | None) -> Non
 
 def test_noise_that_a_resumed_run_draws_again_is_detected() -> None:
     target = target_of(Normalization(1.0), 6)
-    whole = observe(target, silent_clients(POPULATION, 64, ()), START, 3)
-    assert resume_check(target, START, 3, whole).p_value == 1
+    whole = observe(target, target.silent_clients(), 3)
+    assert resume_check(target, 3, whole).p_value == 1
     with BUGS["a resumed run draws the noise of its first rounds again"]():
-        assert resume_check(target, START, 3, whole).p_value == 0
+        assert resume_check(target, 3, whole).p_value == 0
 
 
 def test_a_limit_is_the_value_beyond_which_a_test_detects() -> None:
