@@ -1,8 +1,8 @@
-"""The one door of a SuperLink through which nodes reach it, and nobody reaches anything else.
+"""A reverse proxy through which nodes reach their SuperLink, and nobody reaches anything else.
 
 From Flower 1.40 on one port serves the operator, the apps and the nodes. So the SuperLink
-listens on loopback, and this process outside: it passes the ten requests that a node makes,
-named to the byte, and answers 404 to all others. It ends TLS and has a connection of its own to
+listens on loopback, and this process outside: it passes on the ten requests that a node makes,
+by their exact paths, and answers 404 to all others. It ends TLS and has a connection of its own to
 the SuperLink; nodes sign what they send, so it need not be trusted with who they are.
 
 Run as ``python -m fedsim.deploy.fleet_proxy HOST PORT SUPERLINK_PORT [DIRECTORY]``, the last with
@@ -24,7 +24,7 @@ _PATHS = frozenset(
         *("push-object", "pull-object", "confirm-message-received"),
     )
 )
-# Flower cuts arrays into chunks of 20 MiB.
+# Flower cuts arrays into chunks of 20 MiB, so no node sends more; a body is held in memory here.
 _LARGEST_BODY = 1 << 26
 _CONNECTIONS = 256
 _SECONDS = 120.0
@@ -37,6 +37,7 @@ _DROPPED = frozenset(
         *(b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto"),
     )
 )
+# What a node reads of an answer; the rest would tell it about the server.
 _KEPT_OF_ANSWER = frozenset((b"content-type", b"retry-after"))
 
 Scope = MutableMapping[str, Any]
@@ -67,6 +68,7 @@ class FleetProxy:
             await _live(receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close"})
+        # The raw path: a decoded one has more than one spelling, and the SuperLink decodes again.
         elif not is_passed(scope["method"], scope.get("raw_path") or b"", scope["query_string"]):
             await _answer(send, 404)
         elif _announced(scope) > _LARGEST_BODY:
@@ -103,6 +105,7 @@ async def _body(receive: Receive) -> bytes | None:
         message = await receive()
         body += message.get("body", b"")
         more = message.get("more_body", False)
+        # Counted as it comes: what a request announces may be less than it sends, or nothing.
         if message["type"] != "http.request" or len(body) > _LARGEST_BODY:
             return None
     return bytes(body)
@@ -145,12 +148,13 @@ def main(host: str, port: int, superlink_port: int, directory: Path | None) -> N
             "ssl_certfile": str(directory / "server.pem"),
             "ssl_keyfile": str(directory / "server.key"),
         }
+        # The federation's own authority and no other: who can bind the port is not the SuperLink.
         trust = ssl.create_default_context(cafile=str(directory / "ca.crt"))
     client = httpx.AsyncClient(
         base_url=f"{'https' if secure else 'http'}://127.0.0.1:{superlink_port}",
         verify=trust,
         timeout=_SECONDS,
-        trust_env=False,
+        trust_env=False,  # no proxy of the environment sees what nodes send
         limits=httpx.Limits(max_connections=_CONNECTIONS),
     )
     uvicorn.run(
@@ -160,7 +164,7 @@ def main(host: str, port: int, superlink_port: int, directory: Path | None) -> N
         log_level="warning",
         access_log=False,
         server_header=False,
-        proxy_headers=False,
+        proxy_headers=False,  # nobody stands before this, so such headers are a stranger's
         limit_concurrency=_CONNECTIONS,
         timeout_keep_alive=30,
         ws="none",

@@ -204,7 +204,7 @@ class Policy:
         """
         self._check_code_and_files(config)
         bound = config.mechanism
-        # Noise beside what gives no guarantee is none.
+        # Noise on the sum of a mechanism without a guarantee protects nobody, whatever its size.
         multiplier = (with_added_noise(config).noise.multiplier or 0.0) if config.private else 0.0
         clip_norm = bound.clip_norm if bound.name in _WITH_CLIP_NORM else math.inf
         private_examples = config.client.private
@@ -299,11 +299,14 @@ class Policy:
         )
 
     def _check_code_and_files(self, config: RunConfig) -> None:
+        # A module that is imported runs as the node's user, and a file that is read may be told in
+        # an error or trained on: both only where the owner has said so.
         flat = config.to_run_config()
         defaults = RunConfig().to_run_config()
         for key, name, module in modules_named(config):
             if not self.code.allows(module):
                 raise _refusal(f"{key} is {name!r}; {self.code.refusal(module)}")
+        # Real paths on both sides: a symbolic link could lead out of an allowed directory.
         allowed = [os.path.realpath(self.directory / name) for name in self.files]
         for key in _FILE_KEYS:
             value = str(flat[key])
@@ -330,6 +333,7 @@ class Policy:
         if not self.most_rounds:
             return
         self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Locked and synced before training: rounds of two runs at a time, or a crash, count as well.
         descriptor = regular_files.opener(
             self.state / f"{_ROUNDS}-{client}", os.O_RDWR | os.O_CREAT, 0o600
         )

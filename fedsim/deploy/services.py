@@ -104,7 +104,7 @@ class SuperLink:
         _write(self.directory / _SUPERLINK_TOML, self)
 
     def services(self, state: Path, *, host: str = "127.0.0.1") -> list[Service]:
-        """The SuperLink, the SuperExec of its apps, and, from Flower 1.40 on, the nodes' door.
+        """The SuperLink, the SuperExec of its apps, and, from Flower 1.40 on, the nodes' proxy.
 
         Parameters
         ----------
@@ -115,7 +115,9 @@ class SuperLink:
         """
         warn_of_newer_flower()
         files = self.directory
+        # Flower keeps credentials and apps in its home: each party has its own, and not the user's.
         home = {"FLWR_HOME": _private(state / "flower")}
+        # Loopback, whatever the host: who reaches the Control API could submit runs.
         link = ["--host", "127.0.0.1", "--port", str(self.port), "--isolation", "process"]
         link += ["--database", str(state / "superlink.db")]
         link += ["--disable-runtime-dependency-installation"]
@@ -134,6 +136,7 @@ class SuperLink:
             digest = _file(files / "operator.sha256")
             command = [*_module("flower_programs", "superlink"), digest, *link]
             execute += ["--root-certificates", _file(files / "ca.crt"), *secret]
+        # By an environment variable, which no run can set: a node's key decides which client it is.
         roster = {CLIENTS: "" if self.insecure else str(files / "clients.toml")}
         signing = files / "ledger.key"
         keys = {LEDGER_KEY: str(signing)} if signing.is_file() else {}
@@ -206,6 +209,7 @@ class Node:
         """
         warn_of_newer_flower()
         files, name = self.directory, f"supernode-{self.client}"
+        # What a node is told of itself is the owner's word; no run can change it.
         settings = {"partition-id": self.client, "num-partitions": self.clients, **(config or {})}
         written = " ".join(f"{key}={_word(value)}" for key, value in settings.items())
         secret = ["--superexec-auth-secret-file", _file(files / "superexec.secret")]

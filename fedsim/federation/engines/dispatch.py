@@ -166,9 +166,11 @@ class Dispatch:
     ) -> None:
         self._crew, self._trainer, self._collection = crew, trainer, collection
         self._timeout, self._retries = timeout, retries
+        # On the CPU whatever the trainer's device: it goes to processes by shared memory or Ray.
         self._start = instructions.vector.detach().cpu()
         ids = np.asarray(instructions.client_ids, dtype=np.int64)
         row_bytes = max(self._start.numel() * self._start.element_size(), 1)
+        # Rows that are summed do not travel, so that a chunk of them may be of any size.
         largest = len(ids) if collection is not None else max(1, _CHUNK_BYTES // row_bytes)
         cut = chunks(ids, trainer.costs(ids), workers=len(crew.workers), largest=largest)
         self._todo = deque(map(_Chunk, cut))
@@ -182,6 +184,7 @@ class Dispatch:
 
     def blocks(self) -> Iterator[Block]:
         """In no particular order."""
+        # An earlier round that nobody read to its end has left answers that are none of this one's.
         self._crew.begin()
         call = self._crew.shared(self._call)
         self._assignments = [_Assignment(worker) for worker in self._crew.workers]
@@ -205,12 +208,14 @@ class Dispatch:
     def _hand_out(self, call: Any) -> list[tuple[Ids, Reason]]:
         """Give idle workers chunks; the clients that cannot begin, and why."""
         refused: list[tuple[Ids, Reason]] = []
-        # Each worker is given a first chunk before any is given a second.
+        # Each worker is given a first chunk before any is given a second: at the end of a round two
+        # chunks on one worker would keep another idle.
         for depth in range(1, self._crew.depth + 1):
             for assignment in self._assignments:
                 while self._todo and assignment.takes(self._todo[0], depth):
                     chunk = self._todo.popleft()
                     try:
+                        # Now and not earlier: a client that never begins is not charged.
                         states = self._entry_states(chunk)
                     except FedsimError as error:
                         # One of them refuses, and the others train.
@@ -231,6 +236,7 @@ class Dispatch:
 
     def _ask(self, assignment: _Assignment, chunk: _Chunk, states: ClientStates, call: Any) -> None:
         if not assignment.begun:
+            # Here, so that a worker that replaces another is told of the round too.
             assignment.worker.begin(call)
             assignment.begun = True
         if not assignment.queue:
@@ -263,11 +269,13 @@ class Dispatch:
 
     def _received(self, assignment: _Assignment, answer: WorkerReply) -> Iterator[Block]:
         if answer.error is not None:
+            # Of the sum or the trainer, not of a client: another worker would fail in the same way.
             raise answer.error
         if assignment.queue:
             trained = _TrainedChunk.of(assignment.queue.popleft(), answer)
             assignment.since = time.monotonic()
             if self._collection is not None:
+                # Its rows are in the worker's memory only: if that is lost, it is trained again.
                 assignment.done.append(trained)
             else:
                 yield from self._finished(trained)
@@ -293,6 +301,7 @@ class Dispatch:
         blamed = list(assignment.queue) or [trained.chunk for trained in assignment.done]
         lost_ids = np.concatenate([chunk.client_ids for chunk in blamed])
         _log.warning("a worker was lost with clients %s: %s", lost_ids, error)
+        # What it had finished is lost with its sum, but did not end it, unless nothing else could.
         innocent = [trained.chunk for trained in assignment.done] if assignment.queue else []
         self._replace(assignment)
         self._todo.extendleft(innocent)

@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 # A forked process may not use what macOS computes with.
 CAN_FORK = sys.platform == "linux"
 
-_LINE = 64
+_LINE = 64  # bytes of a cache line, on which each array begins
 _PATIENCE = 2.0
 
 Spans = list[tuple[int, int]]
@@ -60,11 +60,13 @@ class SharedValue:
     """One value at a time, in memory that all processes have which are forked later."""
 
     def __init__(self) -> None:
+        # Anonymous and inherited by a fork: no name that could be left behind, nothing to agree on.
         self._file = os.memfd_create("fedsim")
         self._map: mmap.mmap | None = None
 
     def put(self, value: object) -> Spans:
         """Put a value in the place of the last one; what `get` needs to find it."""
+        # Out of band: an array is copied once, into the shared memory, and not into a pickle first.
         buffers: list[pickle.PickleBuffer] = []
         body = _pickled(value, buffers)
         pieces = [memoryview(body), *(buffer.raw() for buffer in buffers)]
@@ -133,6 +135,8 @@ class ForkedWorker(Worker):
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:
+            # From here on this is the worker. It must end here and not return, or two processes
+            # would run the caller's code, and its `finally` clauses, files and ledgers.
             status = 1
             try:
                 # Else a worker would not see that the driver is gone while another lives.
@@ -174,6 +178,7 @@ class ForkedWorker(Worker):
 
     def end(self, patience: float = 0.0) -> None:
         """End the process, at once if it does not end by itself in time."""
+        # Asked first, so that it ends between two requests; killed if it is in one for long.
         with contextlib.suppress(OSError):
             self.connection.send_bytes(b"")
         self.connection.close()
@@ -235,6 +240,7 @@ class ForkedCrew(Crew[ForkedWorker]):
 
     def begin(self) -> None:
         """Replace the workers that still work for an earlier round."""
+        # Their answers would be taken for this round's, and to wait for them may take for ever.
         for worker in list(self.workers):
             if worker.asked:
                 self.replaced(worker)
@@ -281,7 +287,9 @@ def _become_worker(parent: int) -> None:
 def _serve(
     trainer: BlockTrainer, connection: Connection, calls: SharedValue, answers: SharedValue
 ) -> None:
-    """WorkerReply until the driver lets go of the connection."""
+    """Answer requests until the driver closes the connection."""
+    # A handler of the driver's may hold a lock that a thread had when this process was forked, and
+    # which no thread here will release.
     log = _Records()
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger):
@@ -299,6 +307,7 @@ def _serve(
         if not isinstance(request, WorkRequest):
             worker.begin(calls.get(request))
             continue
+        # In place of the last answer, which the driver has taken in: it asks for one at a time.
         spans = answers.put(worker.work(request))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):

@@ -209,6 +209,8 @@ class LocalGrid(Closed, Grid):
         if self._open is not None:
             self._open.drain()
             self._open = None
+        # Instructions of fedsim's own strategy are trained in blocks. Any other strategy, or a
+        # wrapper that has gone over them, sends plain messages, which are answered one by one.
         if self._trainer is not None and isinstance(messages, Instructions):
             trainer, instructions = self._trainer, messages
             if instructions.message_type == "train":
@@ -241,6 +243,7 @@ class LocalGrid(Closed, Grid):
         timeout: float | None,
         collection: Collection | None,
     ) -> Iterator[Block]:
+        # Not before the first round: workers have what a caller does to the trainer until then.
         if self._workers > 1 and self._crew is None:
             self._crew = ForkedCrew(trainer, self._workers)
         if self._crew is not None:
@@ -265,6 +268,7 @@ class LocalGrid(Closed, Grid):
         metadata = message.metadata
         if metadata.ttl <= 0:
             raise FedsimError(f"a message's ttl is {metadata.ttl} s; it must be positive.")
+        # Counted, not drawn: the same in every run.
         message_id = f"{next(self._serial):016x}"
         send_as(message, message_id, self._run.run_id)
         age = time.time() - metadata.created_at - waited
@@ -278,6 +282,7 @@ class LocalGrid(Closed, Grid):
         return time.monotonic() - self._worked
 
     def _reply(self, message_id: str) -> Message:
+        # Taken out: like Flower's, a reply can be pulled once.
         message = self._pushed.pop(message_id, None)
         left = self._expires.pop(message_id, 0.0) - self._clock()
         if message is None or left < 0:
