@@ -333,7 +333,7 @@ class Policy:
         if not self.most_rounds:
             return
         self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Locked and synced before training: rounds of two runs at a time, or a crash, count as well.
+        # Locked and synced before training: rounds of two runs at once, or a crash, count as well.
         descriptor = regular_files.opener(
             self.state / f"{_ROUNDS}-{client}", os.O_RDWR | os.O_CREAT, 0o600
         )
