@@ -140,6 +140,7 @@ def _sum(resolved: Resolved, x: Tensor, y: Tensor) -> Floats:
         loss=factories.loss(resolved.config),
         metrics={},
         path=resolved.config.client.path,
+        kernel=resolved.config.client.kernel,
         randomness=Randomness(1, "audit"),
         device=resolved.trainer.device,
         privacy=replace(privacy, noise_multiplier=FAINT, ledger_dir=None, max_epsilon=None),

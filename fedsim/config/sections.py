@@ -254,6 +254,13 @@ class ClientSection(Choice):
         Literal["auto", "plain", "func", "stacked", "layered"],
         Doc("How gradients of a block of clients are computed; all agree to rounding."),
     ] = "auto"
+    kernel: Annotated[
+        Literal["auto", "eager", "compiled"],
+        Doc(
+            "What the paths 'stacked' and 'layered' compute with on a CPU: torch's operations, or "
+            "kernels that are compiled at their first use; both agree to rounding."
+        ),
+    ] = "auto"
     block_size: Annotated[
         int,
         OUTSIDE_RELEASE,

@@ -2,7 +2,7 @@
 
 A library is kept in the user's cache under a name that says what it was made of, so that every
 process finds it and none finds another's. Where there is no compiler, no such place, or a library
-that does not give the bytes that it should, there is none, and numpy and torch do the work.
+that does not give what it should, there is none, and numpy and torch do the work.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ _log = logging.getLogger(__name__)
 DISABLED = "FEDSIM_COMPILED"
 """Environment variable: "0" for no compiled parts."""
 
-# A product and a sum stay two roundings; what the last two leave out has no effect on results.
-FLAGS = (
-    "-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared",
-    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
-)  # fmt: skip
+# What the last two leave out has no effect on results.
+FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+# Whether a product and its sum are one rounding changes bytes, so that it is always said.
+FUSED, UNFUSED = ("-ffp-contract=fast",), ("-ffp-contract=off",)
+PROCESSOR = "-march=native"
 SECONDS = 60
 
 
 def library(
-    source: str, self_test: Callable[[ctypes.CDLL], bool], archives: tuple[Path, ...] = ()
+    source: str,
+    self_test: Callable[[ctypes.CDLL], bool],
+    archives: tuple[Path, ...] = (),
+    flags: tuple[str, ...] = UNFUSED,
 ) -> ctypes.CDLL | None:
     """A C file of this package, compiled and loaded; None where that cannot be.
 
@@ -42,17 +45,19 @@ def library(
     source : str
         Its name.
     self_test : callable
-        Whether a library gives the bytes that it should; also prepares it.
+        Whether a library gives what it should; also prepares it.
     archives : tuple of path
         Static libraries that it is linked with.
+    flags : tuple of str
+        For the compiler, beside those of all.
     """
     if os.environ.get(DISABLED) == "0":
         return None
     try:
-        loaded = ctypes.CDLL(str(_built(Path(__file__).with_name(source), archives)))
+        loaded = ctypes.CDLL(str(built(Path(__file__).with_name(source), archives, flags)))
         if self_test(loaded):
             return loaded
-        _log.warning("compiled, %s gives other bytes than it should; it is left out", source)
+        _log.warning("compiled, %s does not give what it should; it is left out", source)
     # No compiler, none that takes the flags, nowhere to keep a library (RuntimeError where the user
     # has no home), none of the symbols.
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
@@ -83,10 +88,22 @@ def _require_private(path: Path) -> None:
         raise PermissionError(f"{path} is not this user's alone to write")
 
 
-def _built(source: Path, archives: tuple[Path, ...]) -> Path:
-    """The library of a source, compiled unless it is there."""
+def built(
+    source: Path,
+    archives: tuple[Path, ...] = (),
+    flags: tuple[str, ...] = UNFUSED,
+    processor: str = PROCESSOR,
+) -> Path:
+    """The library of a source for a kind of processor, compiled unless it is there.
+
+    Raises
+    ------
+    OSError, subprocess.SubprocessError
+        If it cannot be made.
+    """
+    options = [*FLAGS, *flags, processor]
     parts = [source.read_bytes(), *(archive.read_bytes() for archive in archives)]
-    parts += [" ".join(FLAGS).encode(), _processor()]
+    parts += [" ".join(options).encode(), _processor()]
     digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
     path = _cache() / f"{source.stem}-{digest[:32]}.so"
     if path.exists():
@@ -95,10 +112,11 @@ def _built(source: Path, archives: tuple[Path, ...]) -> Path:
     compiler = shutil.which("cc")
     if compiler is None:
         raise FileNotFoundError("there is no C compiler")
+    _log.info("compiling %s, once on this machine", source.name)
     # Written beside and renamed: processes that start together each find a library, or none.
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         draft = Path(directory) / path.name
-        command = [compiler, *FLAGS, str(source), *map(str, archives), "-lm", "-o", str(draft)]
+        command = [compiler, *options, str(source), *map(str, archives), "-lm", "-o", str(draft)]
         subprocess.run(
             command, check=True, timeout=SECONDS, stdin=subprocess.DEVNULL, capture_output=True
         )

@@ -1,18 +1,31 @@
 /* Gradients of a convolution that is max-pooled, from its windows' winners alone.
 
-   Each number of a gradient is one sum in one order, with one rounding for a product and its sum,
-   as torch's embedding_bag has it: which of them share a register does not matter. */
+   Each number of a gradient is one sum that goes through its terms in one order, with one rounding
+   for a product and its sum (built with -ffp-contract=fast, on processors that have it): which
+   numbers share a register does not matter, nor how wide one is. */
 
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-#pragma GCC optimize("fp-contract=fast")
+#if defined(__x86_64__) && !defined(__FMA__)
+#error "a product and its sum must be one rounding"
+#endif
 
-enum { LANES = 16, WIDE = 12, NARROW = 3, WORD = 64 };
+#ifndef BYTES
+#if defined(__AVX512F__)
+#define BYTES 64
+#elif defined(__AVX__)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+#endif
 
-typedef float lanes_t __attribute__((vector_size(64)));
-typedef float unaligned_t __attribute__((vector_size(64), aligned(4), may_alias));
+enum { LANES = BYTES / 4, WIDE = 12, NARROW = 3, WORD = 64 };
+
+typedef float lanes_t __attribute__((vector_size(BYTES)));
+typedef float unaligned_t __attribute__((vector_size(BYTES), aligned(4), may_alias));
 
 /* Stretches of numbers that are added up: `count` times `factors[i]` what begins at `from[i]`. */
 typedef struct {

@@ -1,9 +1,9 @@
-"""Gradients of a max-pooled convolution from its windows' winners: torch's, or ``convolutions.c``.
+"""Gradients of a max-pooled convolution from its windows' winners: ``convolutions.c``.
 
 Of a convolution's outputs only those that win a window have a gradient: one in five, say. So
-gradients are sums over winners, not products over all places. Both ways add the same terms in one
-order, and give the same bytes: a weight's gradient goes through the windows, image by image; an
-image's adds up, place by place, the sums over the channels that won there.
+gradients are sums over winners, not products over all places, of float32: a weight's gradient goes
+through the windows, image by image; an image's adds up, place by place, the sums over the channels
+that won there. Each number is one sum in that order, on every processor.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import functools
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
-from fedsim.kernels.building import library
+from fedsim.kernels.building import FUSED, library
 from fedsim.lazy import Tensor, torch
 
-LANES, WORD = 16, 64  # float32 numbers of a register, bits of a word
+NARROWEST, WIDEST = 4, 16  # float32 numbers of a register
+WORD = 64  # bits
+TOLERANCE = 1e-5
+"""Of a gradient's norm: how far from torch's a library may be that is used."""
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {
@@ -78,10 +79,10 @@ class Patches:
         """The same in numbers of an image."""
         return self.pixels * self.image[2]
 
-    @property
-    def registers(self) -> int:
-        """What a patch takes, row by row."""
-        return self.kernel[0] * -(-self.length // LANES)
+
+def sums_over_winners(dtype: torch.dtype) -> bool:
+    """Whether the functions below can be called, with numbers of that kind."""
+    return dtype == torch.float32 and _compiled() is not None
 
 
 def weight_gradient(x: Tensor, delta: Tensor, places: Tensor, patches: Patches) -> Tensor:
@@ -89,84 +90,27 @@ def weight_gradient(x: Tensor, delta: Tensor, places: Tensor, patches: Patches) 
 
     Parameters
     ----------
-    x : Tensor ``[n, H, W, C]``
+    x : float32 Tensor ``[n, H, W, C]``
         The images, without gaps.
-    delta : Tensor ``[n, Q, O]``
+    delta : float32 Tensor ``[n, Q, O]``
         Gradient of what each window gives, without gaps.
     places : int64 Tensor ``[n, Q, O]``
         The place that won it.
     patches : Patches
     """
-    compiled = _compiled() if x.dtype == torch.float32 else None
-    if compiled is None:
-        return _weight_gradient(x, delta, places, patches)
-    return _compiled_weight_gradient(compiled, x, delta, places, patches)
+    compiled = _compiled()
+    assert compiled is not None
+    return _weight_gradient(compiled, x, delta, places, patches)
 
 
 def input_gradient(weight: Tensor, delta: Tensor, places: Tensor, patches: Patches) -> Tensor:
     """Gradient of the images, ``[n, H, W, C]``, from the weights as `weight_gradient` has them."""
-    compiled = _compiled() if weight.dtype == torch.float32 else None
-    if compiled is None:
-        return _input_gradient(weight, delta, places, patches)
-    return _compiled_input_gradient(compiled, weight, delta, places, patches)
+    compiled = _compiled()
+    assert compiled is not None
+    return _input_gradient(compiled, weight, delta, places, patches)
 
 
-def _weight_gradient(x: Tensor, delta: Tensor, places: Tensor, patches: Patches) -> Tensor:
-    (height, width, channels), (rows, across) = patches.image, patches.kernel
-    (n, windows, outputs), by_channel = delta.shape, (2, 0, 1)
-    factors = delta.permute(by_channel).flatten()
-    live = _nonzero(factors)
-    chosen = patches.pixels.index_select(
-        0, places.permute(by_channel).flatten().index_select(0, live)
-    )
-    chosen += torch.from_numpy(live.numpy() // windows % n * (height * width))
-    factors = factors.index_select(0, live)
-    firsts = torch.searchsorted(live, torch.arange(outputs).mul_(n * windows))
-    gradient = x.new_empty(outputs, rows, patches.length)
-    for row in range(rows):
-        # A patch's row from each pixel on: they overlap.
-        count, start = len(x) * height * width - row * width - across + 1, row * patches.step
-        starts = x.storage_offset() + start
-        table = x.as_strided((count, patches.length), (channels, 1), starts)
-        gradient[:, row] = _bags(chosen, table, factors, firsts)
-    return gradient
-
-
-def _input_gradient(weight: Tensor, delta: Tensor, places: Tensor, patches: Patches) -> Tensor:
-    n, _, outputs = delta.shape
-    (rows, across), (down, right) = patches.kernel, patches.stride
-    positions = n * len(patches.pixels)
-    dense = delta.new_zeros(n, len(patches.pixels), outputs).scatter_add_(1, places, delta)
-    live = _nonzero(dense.flatten())
-    factors = dense.flatten().index_select(0, live)
-    firsts = torch.searchsorted(live, torch.arange(positions).mul_(outputs))
-    columns = _bags(live % outputs, weight.flatten(1), factors, firsts)
-    columns = columns.view(n, *patches.places, rows, across, patches.image[2])
-    images = delta.new_zeros(n, *patches.image)
-    # A pixel's first place is the one that it is the last pixel of.
-    for i in range(rows - 1, -1, -1):
-        for j in range(across - 1, -1, -1):
-            high, wide = patches.places
-            images[
-                :, i : i + down * (high - 1) + 1 : down, j : j + right * (wide - 1) + 1 : right
-            ] += columns[:, :, :, i, j]
-    return images
-
-
-def _nonzero(values: Tensor) -> Tensor:
-    """Where values are that are not zero; numpy finds them five times as fast."""
-    return torch.from_numpy(np.flatnonzero((values != 0).numpy()))
-
-
-def _bags(rows: Tensor, table: Tensor, factors: Tensor, firsts: Tensor) -> Tensor:
-    """Sums of rows of a table times their factors, one after another."""
-    sums: Tensor = torch.nn.functional.embedding_bag(
-        rows, table, firsts, mode="sum", per_sample_weights=factors
-    )
-    return sums
-
-
-def _compiled_weight_gradient(
+def _weight_gradient(
     compiled: ctypes.CDLL, x: Tensor, delta: Tensor, places: Tensor, patches: Patches
 ) -> Tensor:
     n, windows, outputs = delta.shape
@@ -185,7 +129,7 @@ def _compiled_weight_gradient(
     return gradient
 
 
-def _compiled_input_gradient(
+def _input_gradient(
     compiled: ctypes.CDLL, weight: Tensor, delta: Tensor, places: Tensor, patches: Patches
 ) -> Tensor:
     n, windows, outputs = delta.shape
@@ -208,16 +152,18 @@ def _compiled_input_gradient(
 
 def _registers(patches: Patches) -> tuple[Tensor, Tensor]:
     """Room for where a patch's registers are, and for what is in them; torch's is on a line."""
-    return torch.empty(patches.registers, dtype=torch.int64), torch.empty(patches.registers, LANES)
+    narrow = -(-patches.length // NARROWEST)
+    places = torch.empty(patches.kernel[0] * narrow, dtype=torch.int64)
+    return places, torch.empty(patches.kernel[0], -(-patches.length // WIDEST), WIDEST)
 
 
 @functools.cache
 def _compiled() -> ctypes.CDLL | None:
-    return library("convolutions.c", _self_test)
+    return library("convolutions.c", self_test, flags=FUSED)
 
 
-def _self_test(compiled: ctypes.CDLL) -> bool:
-    """Say what its functions take, and compare what they give with what torch gives."""
+def self_test(compiled: ctypes.CDLL) -> bool:
+    """Say what its functions take, and compare what they give with what autograd gives."""
     for name, arguments in _ARGUMENTS.items():
         function = getattr(compiled, name)
         function.argtypes, function.restype = arguments, None
@@ -227,7 +173,7 @@ def _self_test(compiled: ctypes.CDLL) -> bool:
         for patches, outputs in (
             # Registers one by one, and in all the numbers that are taken together.
             (Patches((9, 8, 3), (2, 3), (1, 1)), 5),
-            (Patches((7, 9, 40), (3, 5), (2, 1)), 67),
+            (Patches((11, 13, 40), (3, 5), (2, 1)), 67),
         )
     )
 
@@ -235,14 +181,21 @@ def _self_test(compiled: ctypes.CDLL) -> bool:
 def _agrees(
     compiled: ctypes.CDLL, patches: Patches, outputs: int, generator: torch.Generator
 ) -> bool:
+    channels, (rows, across) = patches.image[2], patches.kernel
     x = torch.randn(2, *patches.image, generator=generator)
-    delta = torch.randn(2, 6, outputs, generator=generator).relu_()
-    places = torch.randint(len(patches.pixels), delta.shape, generator=generator)
-    weight = torch.randn(outputs, patches.kernel[0], patches.length, generator=generator)
-    return torch.equal(
-        _compiled_weight_gradient(compiled, x, delta, places, patches),
-        _weight_gradient(x, delta, places, patches),
-    ) and torch.equal(
-        _compiled_input_gradient(compiled, weight, delta, places, patches),
-        _input_gradient(weight, delta, places, patches),
+    weight = torch.randn(outputs, rows, across, channels, generator=generator)
+    images, kernels = (t.permute(0, 3, 1, 2).requires_grad_() for t in (x, weight))
+    with torch.enable_grad():
+        convolved = torch.nn.functional.conv2d(images, kernels, stride=patches.stride)
+        pooled, places = torch.nn.functional.max_pool2d(convolved, 2, 1, return_indices=True)
+        delta = torch.randn(pooled.shape, generator=generator).relu_()
+        wanted = torch.autograd.grad((pooled * delta).sum(), (kernels, images))
+    windows, winners = (t.permute(0, 2, 3, 1).flatten(1, 2).contiguous() for t in (delta, places))
+    made = (
+        _weight_gradient(compiled, x, windows, winners, patches).view(weight.shape),
+        _input_gradient(compiled, weight.flatten(2), windows, winners, patches),
+    )
+    return all(
+        bool((ours - torchs.permute(0, 2, 3, 1)).norm() <= TOLERANCE * torchs.norm())
+        for ours, torchs in zip(made, wanted, strict=True)
     )

@@ -1,202 +1,206 @@
-"""Which dense layers are gone through compiled, and how: to the bytes of torch's operations.
+"""Dense layers of some clients in a few calls of ``dense.c``: outputs, gradients, steps.
 
-Products are those of torch's own library, called with the same arguments; or, of a few examples,
-for which libraries are slow, our own in the library's order, as far as trials find that out.
+Between a layer's products there is little to do and much to launch, so that one call takes all
+layers of all clients. ``dense.c`` says in which order sums are made: the same for every processor,
+compiler, batch and number of clients. A library's products have other bytes (`client.kernel`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from fedsim.kernels.building import library
-from fedsim.kernels.dense_calls import Blas, DenseBatch, DenseShape, Runs, blas_of, dense_batch
+from fedsim.kernels.building import FUSED, library
 from fedsim.lazy import Tensor, torch
 
-FEW = range(4, 13)
-"""Examples of which products are made here, where the processor has the registers."""
-COLUMNS = 32
-"""Fewest inputs and outputs of these."""
-NARROW = 16
-"""In a block, layers with fewer outputs have as many all the same, which nobody looks at: libraries
-have better products for these."""
-RUN = 192
-"""Longest run of a sum's products that the usual library adds up at once, of float32."""
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_ssize_t
+_CLIENTS, _STRIDED = (_POINTER, ctypes.c_int), (_POINTER, _SIZE)
+_ARGUMENTS = {
+    "forward": (*_CLIENTS, *_STRIDED * 2, _POINTER),
+    "backward": (*_CLIENTS, *_STRIDED, *[_POINTER] * 3),
+    "subtract": (*_CLIENTS, _POINTER, *_STRIDED * 3, _POINTER),
+    "inner": (*_CLIENTS, *(*_STRIDED, _POINTER) * 2, *[_POINTER] * 3),
+}
+TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
+"""Of a result's norm: how far from torch's a library may be that is used."""
 
 
-def batch_of(shapes: Sequence[DenseShape], batch: int, like: Tensor) -> DenseBatch | None:
-    """These layers for so many examples, of numbers as in ``like``; None where they are torch's.
+class DenseShape(NamedTuple):
+    """A linear layer, and where in a client's row its weight and its bias (-1: none) begin."""
 
-    A matrix of one row or one column can be said in two ways; those are left to torch.
+    inputs: int
+    outputs: int
+    weight: int
+    bias: int
+    relu: bool
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("inputs", "outputs", "relu")),
+        *((name, _SIZE) for name in ("weight", "bias", "values", "deltas")),
+    ]
+
+
+class _Network(ctypes.Structure):
+    _fields_ = [
+        ("layers", ctypes.POINTER(_Layer)),
+        *((name, ctypes.c_int) for name in ("count", "batch")),
+        *((name, _SIZE) for name in ("size", "room")),
+    ]
+
+
+class DenseKernel:
+    """Some layers, for batches of one size. Use `dense_kernel`, which knows whether there is one.
+
+    A pass of ``n`` clients leaves its outputs and their gradients in ``buffers [n, size]``. Rows
+    ``[n, D]`` and inputs ``[n, B, in]`` are of the kernel's dtype and have no gaps within a client.
     """
-    narrow = min(batch, *(min(shape.inputs, shape.outputs) for shape in shapes)) < 2
-    blas = None if narrow or like.is_cuda else _compiled().get(like.dtype)
-    if blas is None:
+
+    def __init__(
+        self, compiled: ctypes.CDLL, shapes: Sequence[DenseShape], batch: int, dtype: torch.dtype
+    ) -> None:
+        self.shapes, self.batch, self.dtype, self._compiled = shapes, batch, dtype, compiled
+        self._layers, size, room = (_Layer * len(shapes))(), 0, 0
+        for layer, shape in zip(self._layers, shapes, strict=True):
+            layer.inputs, layer.outputs, layer.weight, layer.bias, layer.relu = shape
+            values = batch * shape.outputs
+            layer.values, layer.deltas = size, size + values
+            size, room = size + 2 * values, max(room, values)
+        self._size = size + room
+        self._network = _Network(self._layers, len(shapes), batch, self._size, size)
+        self._address = ctypes.addressof(self._network)
+
+    def forward(self, rows: Tensor, x: Tensor) -> Tensor:
+        """All outputs for ``x [n, B, in]`` at packed ``rows [n, D]``: buffers ``[n, size]``."""
+        n = len(x)
+        buffers = torch.empty(n, self._size, dtype=self.dtype)
+        self._compiled.forward(
+            self._address, n, rows.data_ptr(), rows.stride(0), x.data_ptr(), x.stride(0),
+            buffers.data_ptr(),
+        )  # fmt: skip
+        return buffers
+
+    def backward(
+        self, rows: Tensor, buffers: Tensor, delta: Tensor, *, below: bool
+    ) -> Tensor | None:
+        """Put gradients of all outputs into the buffers, from ``delta [n, B, out]`` of the last.
+
+        ``below``: give that of the inputs, ``[n, B, in]``.
+        """
+        n, delta = len(buffers), delta.contiguous()
+        shape = n, self.batch, self.shapes[0].inputs
+        inputs = torch.empty(shape, dtype=self.dtype) if below else None
+        self._compiled.backward(
+            self._address, n, rows.data_ptr(), rows.stride(0), buffers.data_ptr(),
+            delta.data_ptr(), None if inputs is None else inputs.data_ptr(),
+        )  # fmt: skip
+        return inputs
+
+    def subtract(self, rates: Tensor, old: Tensor, new: Tensor, x: Tensor, buffers: Tensor) -> None:
+        """Put the layers at ``old [n, D]``, less ``rates [n]`` times the gradients, into ``new``.
+
+        ``new`` may be ``old``; nothing but the layers' numbers is written.
+        """
+        self._compiled.subtract(
+            self._address, len(buffers), rates.data_ptr(), old.data_ptr(), old.stride(0),
+            new.data_ptr(), new.stride(0), x.data_ptr(), x.stride(0), buffers.data_ptr(),
+        )  # fmt: skip
+
+    def inner(self, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
+        """Inner products ``[n]`` of the gradients of two passes, each its inputs and buffers."""
+        (x, buffers), (other_x, other_buffers) = one, other
+        totals = torch.empty(len(x), dtype=self.dtype)
+        room = torch.empty(2, self.batch, self.batch, dtype=self.dtype)
+        self._compiled.inner(
+            self._address, len(x), x.data_ptr(), x.stride(0), buffers.data_ptr(),
+            other_x.data_ptr(), other_x.stride(0), other_buffers.data_ptr(), totals.data_ptr(),
+            room[0].data_ptr(), room[1].data_ptr(),
+        )  # fmt: skip
+        return totals
+
+    def values(self, buffers: Tensor, layer: int) -> Tensor:
+        """A layer's outputs ``[n, B, out]``."""
+        return self._part(buffers, layer, self._layers[layer].values)
+
+    def deltas(self, buffers: Tensor, layer: int) -> Tensor:
+        """Their gradients, before the activation."""
+        return self._part(buffers, layer, self._layers[layer].deltas)
+
+    def _part(self, buffers: Tensor, layer: int, first: int) -> Tensor:
+        outputs = self.shapes[layer].outputs
+        sizes, strides = (self.batch, outputs), (buffers.stride(0), outputs, 1)
+        return buffers.as_strided((len(buffers), *sizes), strides, buffers.storage_offset() + first)
+
+
+def dense_kernel(
+    shapes: Sequence[DenseShape], batch: int, dtype: torch.dtype
+) -> DenseKernel | None:
+    """The kernel of these layers for so many examples; None where there is none.
+
+    There is one for float32 and float64, where `fedsim.kernels.building` can make it.
+    """
+    compiled = _compiled(dtype)
+    return None if compiled is None else DenseKernel(compiled, shapes, batch, dtype)
+
+
+def is_compiled(dtype: torch.dtype) -> bool:
+    """Whether there are kernels of such numbers."""
+    return _compiled(dtype) is not None
+
+
+@functools.cache
+def _compiled(dtype: torch.dtype) -> ctypes.CDLL | None:
+    if dtype not in (torch.float32, torch.float64):
         return None
-    runs = [
-        _runs(shape.inputs, shape.outputs, batch, shape.bias >= 0)
-        if blas.makes_few and torch.get_num_threads() == 1
-        else Runs()
-        for shape in shapes
-    ]
-    return dense_batch(shapes, batch, like, blas, runs)
+    flags = (*FUSED, "-DFLOAT64") if dtype == torch.float64 else FUSED
+    return library("dense.c", functools.partial(self_test, dtype=dtype), flags=flags)
 
 
-def blocks_of(shapes: Sequence[DenseShape], batch: int, like: Tensor) -> Iterator[DenseBatch]:
-    """Ways through these layers for so many examples of each of a block's clients, fastest first.
-
-    Where a layer has few outputs (`NARROW`) they are made as if there were that many. Which way
-    gives the library's bytes is for the caller to try.
-    """
-    blas = None if like.is_cuda else _compiled().get(like.dtype)
-    # A library makes no sum over more examples than that at once.
-    if blas is None or not 2 <= batch <= RUN:
-        return
-    few = blas.makes_few and torch.get_num_threads() == 1
-    narrow = [like.dtype == torch.float32 and shape.outputs < NARROW for shape in shapes]
-    if any(narrow) and not (few and batch >= FEW.start and all(s.inputs >= NARROW for s in shapes)):
-        return
-    runs = [
-        Runs(RUN)
-        if is_narrow
-        else _runs(shape.inputs, shape.outputs, batch, shape.bias >= 0)
-        if few
-        else Runs()
-        for is_narrow, shape in zip(narrow, shapes, strict=True)
-    ]
-    for folds in (True, False) if few and batch in FEW else (False,):
-        yield dense_batch(shapes, batch, like, blas, [run._replace(folds=folds) for run in runs])
-
-
-@functools.cache
-def _runs(inputs: int, outputs: int, batch: int, biased: bool) -> Runs:
-    """In which runs torch's library adds up such products of float32, as trials show; 0: in none.
-
-    That is the only thing in which libraries differ whose products and sums are one rounding each.
-    """
-    if batch not in FEW or min(inputs, outputs) < COLUMNS:
-        return Runs()
-    generator = torch.Generator().manual_seed(0)
-    row = torch.randn(1, (inputs + 1) * outputs, generator=generator)
-    shape = DenseShape(inputs, outputs, 0, inputs * outputs if biased else -1, relu=False)
-    # A library may have another order for what does not lie on a line.
-    xs, deltas = (
-        [flat[first : first + batch * width].view(batch, width) for first in (0, 1)]
-        for width in (inputs, outputs)
-        for flat in [torch.randn(batch * width + 1, generator=generator)]
-    )
-    blas = _compiled()[torch.float32]
-
-    def outputs_by(run: int) -> list[Tensor]:
-        made = dense_batch([shape], batch, row, blas, [Runs(run, 0)])
-        return [made.values(made.forward(row, x), 0) for x in xs]
-
-    def gradients_by(run: int) -> list[Tensor]:
-        made = dense_batch([shape], batch, row, blas, [Runs(0, run)])
-        buffer = made.forward(row, xs[0])
-        below = [made.backward(row, buffer, delta, below=True) for delta in deltas]
-        return [gradient for gradient in below if gradient is not None]
-
-    def updated_by(folds: bool) -> list[Tensor]:
-        made = dense_batch([shape], batch, row, blas, [Runs(folds=folds)])
-        ended = []
-        for x, delta in zip(xs, deltas, strict=True):
-            buffer, inside, other = made.forward(row, x), row.clone(), torch.zeros_like(row)
-            made.backward(row, buffer, delta, below=False)
-            for old, into in ((inside, inside), (row, other)):
-                made.update(old, into, x, buffer, -0.3)
-            ended += [inside, other]
-        return ended
-
-    return Runs(
-        _library_run(inputs, outputs_by),
-        _library_run(outputs, gradients_by),
-        all(map(torch.equal, updated_by(True), updated_by(False))),
-    )
-
-
-def _library_run(products: int, made_by: Callable[[int], list[Tensor]]) -> int:
-    """Of the runs that libraries are known for, the first that gives what the library gives."""
-    wanted = made_by(0)
-    for run in (RUN, -(-products // 2), products):
-        if all(map(torch.equal, made_by(run), wanted)):
-            return run
-    return 0
-
-
-@functools.cache
-def _compiled() -> dict[torch.dtype, Blas]:
-    """By what they compute with."""
-    found: dict[torch.dtype, Blas] = {}
-
-    def self_test(compiled: ctypes.CDLL) -> bool:
-        products = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        for name, letter in (("float", "s"), ("double", "d")):
-            dtype = torch.float64 if name == "double" else torch.float32
-            found[dtype] = blas = blas_of(compiled, products, name, letter)
-            if not _agrees(blas, dtype):
-                return False
-        return True
-
-    return found if library("dense.c", self_test) is not None else {}
-
-
-def _agrees(blas: Blas, dtype: torch.dtype) -> bool:
-    """Whether a batch's way through three layers is torch's, to the bit."""
+def self_test(compiled: ctypes.CDLL, dtype: torch.dtype) -> bool:
+    """Say what the functions take, and compare a pass through three layers with torch's."""
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(compiled, name)
+        function.argtypes, function.restype = arguments, None
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(*shape: int) -> Tensor:
+    def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=dtype, generator=generator)
 
     # The second layer without bias, the last one without activation, and room between all.
     shapes = [
-        DenseShape(100, 37, 0, 3712, True),
-        DenseShape(37, 24, 3776, -1, True),
-        DenseShape(24, 10, 4672, 4928, False),
+        DenseShape(100, 37, 0, 3712, relu=True),
+        DenseShape(37, 24, 3776, -1, relu=True),
+        DenseShape(24, 10, 4672, 4928, relu=False),
     ]
-    x, row, delta = drawn(12, 100), drawn(1, 4944), drawn(12, 10)
-    row[0, 3712:3730] = 0.0
-    batch = dense_batch(shapes, len(x), row, blas, [Runs()] * len(shapes))
-    buffer, new, updated = batch.forward(row, x), torch.empty_like(row), row.clone()
-    below = batch.backward(row, buffer, delta, below=True)
-    batch.update(row, new, x, buffer, -0.3)
-    batch.update(updated, updated, x, buffer, -0.3)
-    weights, biases = _views(shapes, row[0])
-    values = [x]
-    for shape, weight, bias in zip(shapes, weights, biases, strict=True):
-        h = values[-1]
-        h = torch.mm(h, weight.t()) if bias is None else torch.addmm(bias, h, weight.t())
-        values.append(torch.relu_(h) if shape.relu else h)
-    same = [torch.equal(batch.values(buffer, i), values[i + 1]) for i in range(len(shapes))]
-    for i in range(len(shapes) - 1, -1, -1):
-        if shapes[i].relu:
-            delta = torch.ops.aten.threshold_backward.default(delta, values[i + 1], 0)
-        moved = torch.addmm(weights[i], delta.t(), values[i], alpha=-0.3)
-        same.append(torch.equal(batch.deltas(buffer, i), delta))
-        for ended in (new, updated):
-            same.append(torch.equal(_views(shapes, ended[0])[0][i], moved))
-            bias, ended_bias = biases[i], _views(shapes, ended[0])[1][i]
-            if bias is not None and ended_bias is not None:
-                moved_bias = torch.addmv(bias, delta.t(), batch.ones, alpha=-0.3)
-                same.append(torch.equal(ended_bias, moved_bias))
-        delta = torch.mm(delta, weights[i])
-    other_x, other = 2 * x, batch.forward(new, 2 * x)
-    batch.backward(new, other, drawn(12, 10), below=False)
-    total = x.new_zeros(len(x), len(x))
-    for i in range(len(shapes) - 1, -1, -1):
-        h, other_h = (batch.values(b, i - 1) for b in (buffer, other)) if i else (x, other_x)
-        inputs = torch.mm(h, other_h.t()).add_(shapes[i].bias >= 0)
-        total += torch.mm(batch.deltas(buffer, i), batch.deltas(other, i).t()) * inputs
-    same.append(torch.equal(batch.inner((x, buffer), (other_x, other)), total))
-    return all(same) and below is not None and torch.equal(below, delta)
+    x, rows, delta = normal(2, 12, 100), normal(2, 4944), normal(2, 12, 10)
+    rates = torch.tensor([0.3, -0.7], dtype=dtype)
+    kernel = DenseKernel(compiled, shapes, 12, dtype)
+    buffers, moved = kernel.forward(rows, x), rows.clone()
+    below = kernel.backward(rows, buffers, delta, below=True)
+    kernel.subtract(rates, moved, moved, x, buffers)
+    squares = kernel.inner((x, buffers), (x, buffers))
 
-
-def _views(shapes: Sequence[DenseShape], row: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Weights and biases in a row ``[D]``."""
-    weights = [
-        row[s.weight : s.weight + s.inputs * s.outputs].view(s.outputs, s.inputs) for s in shapes
-    ]
-    biases = [row[s.bias : s.bias + s.outputs] if s.bias >= 0 else None for s in shapes]
-    return weights, biases
+    leaf, leaf_x = rows.clone().requires_grad_(), x.clone().requires_grad_()
+    with torch.enable_grad():
+        h = leaf_x
+        for shape in shapes:
+            end = shape.weight + shape.inputs * shape.outputs
+            h = h @ leaf[:, shape.weight : end].view(2, shape.outputs, shape.inputs).mT
+            if shape.bias >= 0:
+                h = h + leaf[:, None, shape.bias : shape.bias + shape.outputs]
+            h = h.relu() if shape.relu else h
+        gradient, gradient_x = torch.autograd.grad((h * delta).sum(), (leaf, leaf_x))
+    pairs = (
+        (kernel.values(buffers, 2), h.detach()),
+        (below, gradient_x),
+        (moved, rows - rates[:, None] * gradient),
+        (squares, gradient.square().sum(1)),
+    )
+    tolerance = TOLERANCE[str(dtype).removeprefix("torch.")]
+    return all(
+        ours is not None and bool((ours - torchs).norm() <= tolerance * torchs.norm())
+        for ours, torchs in pairs
+    )

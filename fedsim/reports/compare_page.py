@@ -25,7 +25,7 @@ from fedsim.runs.record import RunRecord
 # What two runs may differ in and be the same but for their seeds.
 _IGNORED = ("name", "title", "seed", "data.dir", "client.state-dir", "noise.ledger-key")
 _IGNORED_TABLES = ("engine.", "checkpoint.", "log.")
-_RESOLVED = ("client.path", "client.block-size")
+_RESOLVED = ("client.path", "client.kernel", "client.block-size")
 
 _MOST_KEYS = 4  # in a group's label
 

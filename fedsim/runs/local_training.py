@@ -18,6 +18,7 @@ from fedsim.runs import factories
 from fedsim.runs.data_split import RunData
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, example_events
 from fedsim.training.frozen_stem import behind_frozen_stem
+from fedsim.training.paths.choice import KernelName
 from fedsim.training.payload import Compression
 
 
@@ -68,6 +69,7 @@ class LocalTraining:
             loss=factories.loss(self.config),
             metrics=factories.metrics(self.config),
             path=client.path,
+            kernel=self._kernel,
             block_size=client.block_size,
             # With system entropy the seed is no secret: nothing that a client draws follows it.
             randomness=Randomness(seed_of(self.config)),
@@ -80,6 +82,16 @@ class LocalTraining:
             test=test,
             personal=self.personal,
         )
+
+    @property
+    def _kernel(self) -> KernelName:
+        """As the config says; on a node of others' machines, compiled only where that can be.
+
+        Nobody can make them install a compiler, and their updates differ by rounding alone.
+        """
+        deployed = self.config.engine.name == "deployment"
+        kernel = self.config.client.kernel
+        return "auto" if deployed and kernel == "compiled" else kernel
 
 
 def seed_of(config: RunConfig) -> int | None:

@@ -207,10 +207,11 @@ def _released(
     trainer: Trainer,
 ) -> RunConfig:
     """The config with everything filled in that bears on what is released."""
-    path = config.client.path
+    path, kernel = config.client.path, config.client.kernel
     chosen = _multipliers(config, plan, privacy) | {
         "noise.entropy": entropy(config),
         "client.path": trainer.path.name if path == "auto" else path,
+        "client.kernel": trainer.kernel if kernel == "auto" else kernel,
     }
     flat = config.to_run_config()
     complete = all(flat.get(key) == value for key, value in chosen.items())

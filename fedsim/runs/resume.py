@@ -25,6 +25,7 @@ Flat = dict[str, Scalar]
 _LEFT_TO_A_RULE: dict[str, Scalar] = {
     "noise.entropy": "",
     "client.path": "auto",
+    "client.kernel": "auto",
     "client.block-size": 0,
     "client.state-dir": "",
     "engine.device": "auto",

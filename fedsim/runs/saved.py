@@ -316,7 +316,9 @@ class SavedRun:
         # As they are, but for this model's own normalisation.
         dataset = replace(dataset, mean=self._dataset.mean, std=self._dataset.std)
         everything = np.arange(len(dataset.test), dtype=np.int64)
-        local = LocalTraining(self._config, self.trained, [], device_of(self._config))
+        # Nothing is trained: the run's kernels need not be on this machine.
+        config = self._config.replace(**{"client.kernel": "auto"})
+        local = LocalTraining(config, self.trained, [], device_of(config))
         examiner = local.trainer(client_data(dataset, dataset.test, [everything]))
         values = {k: p.detach() for k, p in self.trained.named_parameters() if p.requires_grad}
         vector = examiner.layout.flatten(values)

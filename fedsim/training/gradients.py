@@ -11,7 +11,7 @@ cache. Norms and distances follow from the factors as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -200,13 +200,10 @@ class Factored:
     ----------
     factors : sequence of Factor
     packing : Packing
-    fold : callable, optional
-        A faster way to what `subtract_from` does, to the same bytes; False where it is none.
     """
 
     factors: Sequence[Factor]
     packing: Packing
-    fold: Callable[[Tensor, Tensor, Tensor], bool] | None = None
 
     def __getitem__(self, clients: slice) -> Factored:
         """Of these clients."""
@@ -227,8 +224,6 @@ class Factored:
 
     def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
         """Fold the factors into ``theta`` without a gradient in between."""
-        if self.fold is not None and self.fold(theta, rate, theta if out is None else out):
-            return
         for factor in self.factors:
             n, B, outputs = factor.delta.shape
             scaled = aligned_empty(theta, n, B, outputs)

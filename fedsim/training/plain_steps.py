@@ -1,17 +1,17 @@
 """Local steps on gradients as they are: which batches clients draw, and which loop steps them.
 
-There are three loops besides the general one of `Steps`, all for a CPU. `BlockSteps` is for small
-dense models: all clients of a block at once, with the targets of all steps prepared together. The
-other two go client by client: `SequentialSteps` by autograd, where the model's parameters are views
-of the client's row for all of its steps, and `LayeredSteps` by layers written out by hand. A client
-that takes all its steps before the next begins keeps its row in the cache.
+There are two loops besides the general one of `Steps`, both for a CPU. `SequentialSteps` go client
+by client: one that takes all its steps before the next begins keeps its row in the cache, and by
+autograd the model's parameters are views of that row for all of its steps. `ChainSteps` are those
+of a chain of layers, for which the targets of all steps are prepared together: all clients of a
+block at once where their models are small, else client by client too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,10 +21,8 @@ from fedsim.clients.base import State, Step
 from fedsim.randomness import Randomness
 from fedsim.rows.packing import empty_rows
 from fedsim.training.batches import Batches, Ints, plan_batches, width
-from fedsim.training.paths.choice import Path
-from fedsim.training.paths.layered import LayeredPath, OneClientPath
+from fedsim.training.paths.chain import ChainPath
 from fedsim.training.paths.plain import PlainPath
-from fedsim.training.paths.stacked import StackedPath
 from fedsim.training.round_clients import RoundClients
 from fedsim.training.side_effects import Seeds
 from fedsim.training.steps import EndState, Floats, Stepper, Steps
@@ -94,51 +92,13 @@ class PlainStepFactory:
     def steps(self, batches: Batches, clients: RoundClients) -> Steps:
         """The steps of the clients whose batches these are, ready to be run."""
         stepper, path = self.stepper, self.stepper.path
-        if self._one_client_path is not None:
-            return LayeredSteps(stepper, self._one_client_path, batches, clients.round)
         # A GPU's steps are captured, or bound by launches: the general loop is the fastest there.
         on_cpu = stepper.device.type == "cpu"
-        if isinstance(path, StackedPath) and on_cpu and stepper.captured is None:
-            return BlockSteps(stepper, path, batches, clients.round)
+        if isinstance(path, ChainPath) and on_cpu and stepper.captured is None:
+            return ChainSteps(stepper, path, batches, clients.round)
         seeds = clients.seeds if self.draws else None
         make = SequentialSteps if isinstance(path, PlainPath) and on_cpu else Steps
         return make(stepper, batches, clients.round, seeds)
-
-    @cached_property
-    def _one_client_path(self) -> OneClientPath | None:
-        """The path of clients that go one after another, layer by layer."""
-        path: Path = self.stepper.path
-        if isinstance(path, StackedPath) and path.sequential:
-            return OneClientPath(path)
-        if isinstance(path, LayeredPath) and self.stepper.device.type == "cpu":
-            return path.one_client
-        return None
-
-
-class BlockSteps(Steps):
-    """Steps of a block of clients with small dense models: targets are prepared once for all."""
-
-    def __init__(self, stepper: Stepper, path: StackedPath, batches: Batches, round: int) -> None:
-        super().__init__(stepper, batches, round)
-        self.path = path
-        # Step by step, as they are taken.
-        self._index = self.index.transpose(0, 1).contiguous()
-        targets = stepper.data.targets(self._index.flatten(0, 1), stepper.dtype)
-        self.batch_losses = path.losses(targets, self.weight.transpose(0, 1).flatten(0, 1))
-
-    def step(self, state: State, index: int, active: int) -> None:
-        """One step of the first ``active`` clients."""
-        stepper, examples = self.stepper, self._index[index]
-        x = stepper.data.inputs(examples[:active], stepper.dtype)
-        point, first = stepper.algorithm.point(state), index * examples.shape[0]
-        gradient = self.path.gradient_of(point, x, self.batch_losses, first)
-        stepper.update(state, gradient, Step(self.round, index))
-
-    @property
-    def example_losses(self) -> Floats:
-        """Loss of each example, shaped as the batches' weights."""
-        losses: Floats = self.batch_losses.values().double().numpy()
-        return losses.reshape(self._index.shape).swapaxes(0, 1)
 
 
 class SequentialSteps(Steps):
@@ -202,36 +162,44 @@ class SequentialSteps(Steps):
         return self._losses
 
 
-class LayeredSteps(SequentialSteps):
-    """Steps of one client after another, by layers written out by hand."""
+class ChainSteps(SequentialSteps):
+    """Steps of clients whose model is a chain of layers."""
 
-    def __init__(self, stepper: Stepper, path: OneClientPath, batches: Batches, round: int) -> None:
+    def __init__(self, stepper: Stepper, path: ChainPath, batches: Batches, round: int) -> None:
         super().__init__(stepper, batches, round)
         self.path = path
-        targets = stepper.data.targets(self.index, stepper.dtype)
-        self.batch_losses = self.path.losses(targets.flatten(0, 1), self.weight.flatten(0, 1))
+        # Step by step, as a block takes them: batch number is step * clients + client.
+        self._by_step = self.index.transpose(0, 1).contiguous()
+        targets = stepper.data.targets(self._by_step.flatten(0, 1), stepper.dtype)
+        self.batch_losses = path.losses(targets, self.weight.transpose(0, 1).flatten(0, 1))
 
     def run(
         self, start: Tensor, numbers: State, carried: Mapping[str, Tensor], present: Tensor
     ) -> EndState:
         """All steps of each client; parameters as of `Steps.run`."""
-        try:
-            return super().run(start, numbers, carried, present)
-        finally:
-            self.path.forget()
+        run = super().run if self.path.sequential else partial(Steps.run, self)
+        return run(start, numbers, carried, present)
+
+    def step(self, state: State, index: int, active: int) -> None:
+        """One step of the first ``active`` clients."""
+        x = self.stepper.data.inputs(self._by_step[index, :active], self.stepper.dtype)
+        self._step(state, x, index, 0)
 
     def _all_steps(self, state: State, k: int, steps: int) -> None:
-        stepper, path = self.stepper, self.path
-        first_batch = k * self.index.shape[1]
         for together in self._gathered(steps):
-            inputs = stepper.data.inputs(self.index[k, together], stepper.dtype)
-            for number, x in enumerate(path.features(inputs), together.start):
-                point = stepper.algorithm.point(state)
-                gradient = path.gradient(point, x, self.batch_losses, first_batch + number)
-                stepper.update(state, gradient, Step(self.round, number))
+            inputs = self.stepper.data.inputs(self.index[k, together], self.stepper.dtype)
+            for number, x in enumerate(inputs.unbind(0), together.start):
+                self._step(state, x[None], number, k)
+
+    def _step(self, state: State, x: Tensor, number: int, first: int) -> None:
+        """A step of as many clients as there are batches ``x [n, B, ...]``, from one on."""
+        stepper, batch = self.stepper, number * self._by_step.shape[1] + first
+        point = stepper.algorithm.point(state)
+        gradient = self.path.gradient_of(point, x, self.batch_losses, batch)
+        stepper.update(state, gradient, Step(self.round, number))
 
     @property
     def example_losses(self) -> Floats:
         """Loss of each example, shaped as the batches' weights."""
         losses: Floats = self.batch_losses.values().double().numpy()
-        return losses.reshape(self.weight.shape)
+        return losses.reshape(self._by_step.shape).swapaxes(0, 1)

@@ -45,10 +45,14 @@ def probed_method(
     draws: HiddenDraws,
     data: ClientData,
     reading: Reading,
+    *,
+    compiled: bool = False,
 ) -> GradientMethod:
     """The fastest method that gives gradients of single examples, as a `Probe` finds."""
     drawing = draws.training or draws.evaluation
-    methods = gradient_methods(model, packing, loss, reading, data.x.dim() - 1, drawing)
+    methods = gradient_methods(
+        model, packing, loss, reading, data.x.dim() - 1, drawing, compiled=compiled
+    )
     return Probe(model, packing, loss, draws, data, reading).fastest(methods)
 
 

@@ -32,7 +32,7 @@ from fedsim.training.evaluation import Evaluation
 from fedsim.training.example_privacy import ExamplePrivacy, ExampleReleases
 from fedsim.training.graphs import captured_steps
 from fedsim.training.local_rounds import LocalResult, LocalRounds
-from fedsim.training.paths.choice import Path, PathName, choose
+from fedsim.training.paths.choice import KernelName, Path, PathName, choose, kernel_of
 from fedsim.training.paths.choice import block_size as block_size_of
 from fedsim.training.payload import Compression, Payload
 from fedsim.training.plain_steps import PlainStepFactory
@@ -75,6 +75,8 @@ class Trainer:
     test : ClientData, optional
         Examples on which clients evaluate, each its own; those they train on, if it is not given.
     path : "auto", "stacked", "layered", "func" or "plain"
+    kernel : "auto", "eager" or "compiled"
+        What the stacked and the layered path compute with: they agree up to rounding.
     block_size : int
         Most clients at a time; 0 leaves it to the rule. Results do not depend on it.
     randomness : Randomness
@@ -128,6 +130,7 @@ class Trainer:
         metrics: Mapping[str, Metric | Loss] | None = None,
         test: ClientData | None = None,
         path: PathName = "auto",
+        kernel: KernelName = "auto",
         block_size: int = 0,
         randomness: Randomness,
         device: torch.device | str = "cpu",
@@ -180,6 +183,7 @@ class Trainer:
             *self.data.empty(self.layout.dtype),
             declared=privacy is None,
         )
+        self.kernel = kernel_of(kernel, self.device)
         self.path: Path = choose(
             path,
             self.model,
@@ -189,6 +193,7 @@ class Trainer:
             device=self.device,
             data=self.data,
             plain_only=self.draws.training or self.draws.evaluation or bool(statistics),
+            compiled=self.kernel == "compiled",
         )
         self.block_size = block_size_of(self.model, self.packing, self.device, block_size)
         self.stepper = Stepper(
@@ -220,7 +225,13 @@ class Trainer:
         releases = None
         if privacy is not None:
             method = probed_method(
-                self.model, self.packing, self.loss, self.draws, self.data, self.reading
+                self.model,
+                self.packing,
+                self.loss,
+                self.draws,
+                self.data,
+                self.reading,
+                compiled=self.kernel == "compiled",
             )
             keeps_state = self.client_state.kind == "client"
             factory = PrivateStepFactory(stepper, workload, privacy, method, draws, keeps_state)
@@ -320,6 +331,7 @@ class Trainer:
             "test": self.test,
             "randomness": self.randomness,
             "device": self.device,
+            "kernel": self.kernel,
             "privacy": self.privacy,
             "max_grad_norm": self.max_grad_norm,
             "compression": self.compression,

@@ -1,10 +1,10 @@
-"""A batch's way through dense layers in three calls: torch's bytes, or torch's operations."""
+"""Dense layers in a few compiled calls: torch's numbers, and one order of sums everywhere."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import ctypes
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,18 +14,16 @@ from hypothesis import strategies as st
 from tensor_bytes import same_bytes
 from torch import nn
 
-from fedsim.kernels import dense
-from fedsim.kernels.dense import batch_of
-from fedsim.kernels.dense_calls import DenseShape
+from fedsim.kernels import building, dense
+from fedsim.kernels.building import FUSED
+from fedsim.kernels.dense import DenseKernel, DenseShape, is_compiled, self_test
 from fedsim.rows import Layout
 from fedsim.rows.packing import Packing
-from fedsim.training.paths import dense_layers
-from fedsim.training.paths.dense_layers import CompiledPass, DenseLayers, EagerPass
-from fedsim.training.paths.stacked import DenseLayer
+from fedsim.training.paths.dense_layers import CompiledPass, DenseLayer, DenseLayers, EagerPass
 
-compiled = pytest.mark.skipif(not dense._compiled(), reason="there is no C compiler")
+compiled = pytest.mark.skipif(not is_compiled(torch.float32), reason="there is no C compiler")
 
-AWKWARD = [0.0, -0.0, 5e-324, 1e-45, 1e30, np.inf, -np.inf, np.nan]
+WIDTHS = [1, 2, 3, 7, 10, 16, 33, 64, 130]
 
 
 def layers_of(widths, biases, relus, dtype):
@@ -44,100 +42,162 @@ def layers_of(widths, biases, relus, dtype):
     return layers, packing
 
 
+def shapes_of(layers):
+    return [
+        DenseShape(
+            layer.module.in_features, layer.module.out_features, layer.weight.start,
+            -1 if layer.bias is None else layer.bias.start, layer.activation is nn.ReLU,
+        )
+        for layer in layers
+    ]  # fmt: skip
+
+
 @st.composite
-def batches(draw):
-    """Layers, a row, a batch of inputs, and a gradient of its outputs."""
+def blocks(draw):
+    """Layers, some clients' rows, their batches of inputs, and gradients of the outputs."""
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
-    depth = draw(st.integers(1, 4))
-    widths = [draw(st.sampled_from([2, 3, 10, 16, 33, 64, 130])) for _ in range(depth + 1)]
+    depth = draw(st.integers(1, 3))
+    widths = [draw(st.sampled_from(WIDTHS)) for _ in range(depth + 1)]
     biases, relus = ([draw(st.booleans()) for _ in range(depth)] for _ in range(2))
     layers, packing = layers_of(widths, biases, relus, dtype)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
-    count = draw(st.integers(2, 12))
-    row, x, delta = (
-        torch.randn(*shape, dtype=dtype, generator=generator)
-        for shape in ((1, packing.width), (count, widths[0]), (count, widths[-1]))
+    n, batch = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 5, 6, 10, 23, 64]))
+    rows, x, delta = (
+        torch.randn(n, *shape, dtype=dtype, generator=generator)
+        for shape in ((packing.width,), (batch, widths[0]), (batch, widths[-1]))
     )
-    for values in (row, x, delta):
-        for _ in range(draw(st.integers(0, 2))):
-            place = draw(st.integers(0, values.numel() - 1))
-            values.view(-1)[place] = draw(st.sampled_from(AWKWARD))
-    return layers, row, x, delta
+    return layers, packing, rows, x, delta
 
 
-def there_and_back(layers, row, x, delta):
-    """Kind of pass, all that it leaves, and what it makes of it beside another batch."""
-    way = DenseLayers(layers).forward(row, x)
+def results(dense_layers, rows, x, delta, *, eager=False):
+    """All that a pass gives, and what is made of it."""
+    n = len(rows)
+    way = (dense_layers.eager if eager else dense_layers.forward)(rows, x)
     outputs = way.outputs.clone()
-    below = way.backward(delta, below=True)
-    into, inside = torch.zeros_like(row), row.clone()
-    way.subtract_from(row, 0.3, into)
-    way.subtract_from(inside, 0.3, inside)
-    half = way.scaled(torch.full((1,), 0.5, dtype=row.dtype))
-    other = way.dense.forward(into, x.flip(0))
-    other.backward(delta, below=False)
-    products = [way.inner(way), way.inner(other), other.inner(half)]
-    shares = [t for way in (way, half) for _, *factors in way.factors for t in factors]
-    return type(way), [outputs, below, into, inside, *products, *shares]
+    gradient, below = way.backward(delta, below=True)
+    rates = torch.linspace(0.1, 0.5, n, dtype=rows.dtype)
+    into, inside = torch.zeros_like(rows), rows.clone()
+    gradient.subtract_from(rows, rates, into)
+    gradient.subtract_from(inside, rates)
+    half = gradient.scaled(torch.full((n,), 0.5, dtype=rows.dtype))
+    other_way = (dense_layers.eager if eager else dense_layers.forward)(into, x.flip(1))
+    other, _ = other_way.backward(delta)
+    return type(way), [
+        outputs, below, into, inside, gradient.dense(), gradient.norms(), half.dense(),
+        half.norms(), gradient[:1].dense(), gradient.distance(other), gradient.peak(),
+        *(t for factor in gradient.factors for t in (factor.x, factor.delta)),
+    ]  # fmt: skip
 
 
 @compiled
-@settings(max_examples=80, deadline=None)
-@given(batches())
-def test_a_pass_has_the_same_bytes_with_and_without_a_compiler(batch) -> None:
-    kind, with_compiler = there_and_back(*batch)
-    assert kind is CompiledPass
-    with pytest.MonkeyPatch.context() as without:
-        without.setattr(dense_layers, "batch_of", lambda *_: None)
-        kind, launched = there_and_back(*batch)
-    assert kind is EagerPass
-    assert [same_bytes(*pair) for pair in zip(with_compiler, launched, strict=True)].count(
-        False
-    ) == 0
+@settings(max_examples=60, deadline=None)
+@given(blocks())
+def test_a_compiled_pass_agrees_with_an_eager_one(block) -> None:
+    layers, packing, *rest = block
+    dense_layers = DenseLayers(layers, packing, compiled=True)
+    kind, ours = results(dense_layers, *rest)
+    eager_kind, torchs = results(dense_layers, *rest, eager=True)
+    assert (kind, eager_kind) == (CompiledPass, EagerPass)
+    tolerance = 1e-5 if rest[0].dtype == torch.float32 else 1e-12
+    for mine, other in zip(ours, torchs, strict=True):
+        assert float((mine - other).norm()) <= tolerance * float(other.norm()) + 1e-30
 
 
 @compiled
-@settings(max_examples=40, deadline=None)
-@given(
-    st.integers(32, 500), st.integers(32, 300), st.sampled_from(dense.FEW), st.booleans(), st.data()
-)
-def test_products_of_few_examples_are_the_librarys(inputs, outputs, count, biased, data) -> None:
-    """Whatever their shape, and wherever the batch lies."""
-    layers, packing = layers_of([inputs, outputs], [biased], [False], torch.float32)
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32 - 1)))
-    row = torch.randn(1, packing.width, generator=generator)
-    row[:, ::7] = -0.0
-    first = data.draw(st.integers(0, 16))
-    flat = torch.randn(first + count * inputs, generator=generator)
-    x, delta = (
-        flat[first:].view(count, inputs),
-        torch.randn(count, outputs, generator=generator),
+@settings(max_examples=60, deadline=None)
+@given(blocks())
+def test_a_client_has_the_same_bytes_whoever_is_beside_it(block) -> None:
+    layers, packing, rows, x, delta = block
+    dense_layers = DenseLayers(layers, packing, compiled=True)
+    together = dense_layers.forward(rows, x)
+    gradient, below = together.backward(delta, below=True)
+    written = gradient.dense()
+    for k in range(len(rows)):
+        client = slice(k, k + 1)
+        # At another address, which is on no cache line.
+        alone = torch.empty(1 + rows[k].numel(), dtype=rows.dtype)[1:].copy_(rows[k])[None]
+        way = dense_layers.forward(alone, x[client].clone())
+        own, own_below = way.backward(delta[client], below=True)
+        assert same_bytes(way.outputs, together.outputs[client])
+        assert same_bytes(own_below, below[client])
+        assert same_bytes(own.dense(), written[client])
+
+
+def has(*flags: str) -> bool:
+    try:
+        words = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return all(flag in words for flag in flags)
+
+
+def builds() -> dict[str, tuple[str, tuple[str, ...], str]]:
+    """Compiler, flags and kind of processor of each build that can be loaded here."""
+    found = {"native": ("cc", (), building.PROCESSOR)}
+    found["16 bytes"] = ("cc", ("-DBYTES=16",), building.PROCESSOR)
+    if has("avx2", "fma"):
+        found["AVX2"] = ("cc", (), "-march=x86-64-v3")
+    if has("avx512f", "avx512vl", "avx512dq", "avx512bw", "avx512cd"):
+        found["AVX-512"] = ("cc", (), "-march=x86-64-v4")
+    if shutil.which("clang"):
+        found["clang"] = ("clang", (), building.PROCESSOR)
+    return found
+
+
+def built_by(monkeypatch, build, source, *flags: str) -> ctypes.CDLL:
+    compiler, more, processor = builds()[build]
+    monkeypatch.setattr(building.shutil, "which", lambda _, which=shutil.which: which(compiler))
+    path = Path(building.__file__).with_name(source)
+    return ctypes.CDLL(
+        str(building.built(path, flags=(*FUSED, *more, *flags), processor=processor))
     )
-    x[:, ::3], delta[:, ::4] = 0.0, -0.0
-    way = DenseLayers(layers).forward(row, x)
-    ((weight, by_input, bias),) = DenseLayers(layers).parameters(row)
-    wanted = torch.mm(x, by_input) if bias is None else torch.addmm(bias, x, by_input)
-    assert same_bytes(way.outputs, wanted)
-    assert same_bytes(way.backward(delta, below=True), torch.mm(delta, weight))
-    into, inside = torch.zeros_like(row), row.clone()
-    rate = data.draw(st.sampled_from([0.3, -0.3, 1.0, 0.0]))
-    way.subtract_from(row, rate, into)
-    way.subtract_from(inside, rate, inside)
-    wanted = torch.addmm(weight, delta.t(), x, alpha=-rate)
-    for ended in (into, inside):
-        assert same_bytes(DenseLayers(layers).parameters(ended)[0].weight, wanted)
 
 
-@pytest.mark.parametrize(("runs_of_the_library", "run"), [({192}, 192), ({50, 100}, 50), ({7}, 0)])
-def test_what_no_run_gives_is_left_to_the_library(runs_of_the_library, run) -> None:
-    def made_by(tried: int) -> list[torch.Tensor]:
-        return [torch.full((3,), float(tried == 0 or tried in runs_of_the_library))]
-
-    assert dense._library_run(100, made_by) == run
-
-
+@compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_factors_and_what_is_subtracted_are_those_of_autograd(dtype) -> None:
+@pytest.mark.parametrize("build", [name for name in builds() if name != "native"])
+def test_every_width_of_registers_and_compiler_gives_the_same_bytes(
+    build, dtype, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = built_by(
+        monkeypatch, build, "dense.c", *(["-DFLOAT64"] if dtype == torch.float64 else [])
+    )
+    assert self_test(library, dtype)
+    generator = torch.Generator().manual_seed(0)
+    for widths, batch in [
+        ((784, 32, 10), 10), ((37, 5, 3, 2), 7), ((1, 1), 1), ((100, 33, 7), 13), ((130, 64), 64),
+        ((5, 300), 3), ((9, 15, 17), 23),
+    ]:  # fmt: skip
+        layers, packing = layers_of(widths, [True, False, True], [True, False, False], dtype)
+        rows, other, x, delta = (
+            torch.randn(2, *shape, generator=generator, dtype=dtype)
+            for shape in (
+                (packing.width,),
+                (packing.width,),
+                (batch, widths[0]),
+                (batch, widths[-1]),
+            )
+        )
+        delta[:, :, ::3], x[..., ::4] = -0.0, 0.0
+        rates = torch.tensor([0.3, -1.7], dtype=dtype)
+        found = []
+        for compiled_library in (dense._compiled(dtype), library):
+            kernel = DenseKernel(compiled_library, shapes_of(layers), batch, dtype)
+            buffers, inside, into = kernel.forward(rows, x), rows.clone(), other.clone()
+            below = kernel.backward(rows, buffers, delta, below=True)
+            kernel.subtract(rates, inside, inside, x, buffers)
+            kernel.subtract(rates, rows, into, x, buffers)
+            parts = [
+                f(buffers, i) for i in range(len(layers)) for f in (kernel.values, kernel.deltas)
+            ]
+            found.append([*parts, below, inside, into, kernel.inner((x, buffers), (x, buffers))])
+        assert all(map(same_bytes, *found)), (widths, batch)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_and_steps_are_those_of_autograd(dtype, compiled) -> None:
     layers, packing = layers_of([20, 16, 7], [True, False], [True, False], dtype)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 20, dtype=dtype, generator=generator, requires_grad=True)
@@ -148,22 +208,25 @@ def test_factors_and_what_is_subtracted_are_those_of_autograd(dtype) -> None:
     row = packing.pack(packing.layout.flatten(parameters).detach()[None])
     outputs = layers[1].module(torch.relu(layers[0].module(x)))
     *gradients, of_x = torch.autograd.grad((outputs * delta).sum(), (*parameters.values(), x))
-    way = DenseLayers(layers).forward(row, x.detach())
-    below = way.backward(delta, below=True)
+    way = DenseLayers(layers, packing, compiled=compiled).forward(row, x.detach()[None])
+    gradient, below = way.backward(delta[None], below=True)
     ended = row.clone()
-    way.subtract_from(row, 0.1, ended)
+    gradient.subtract_from(row, torch.tensor([0.1], dtype=dtype), ended)
     tolerance = {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else 1e-13}
-    torch.testing.assert_close(below, of_x, **tolerance)
+    torch.testing.assert_close(below[0], of_x, **tolerance)
     named = packing.named(ended[0])
-    for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
-        torch.testing.assert_close(named[name], parameter.detach() - 0.1 * gradient, **tolerance)
+    for (name, parameter), of_name in zip(parameters.items(), gradients, strict=True):
+        torch.testing.assert_close(named[name], parameter.detach() - 0.1 * of_name, **tolerance)
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 8), (4, 1, 8), (4, 8, 1)])
-def test_what_has_a_single_row_or_column_is_left_to_torch(shape) -> None:
-    batch, inputs, outputs = shape
-    layer = DenseShape(inputs, outputs, 0, inputs * outputs, relu=True)
-    assert batch_of([layer], batch, torch.zeros(1)) is None
+@compiled
+def test_infinities_and_no_numbers_stay_with_their_example() -> None:
+    layers, packing = layers_of([40, 16, 7], [True, True], [True, False], torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    row, x = (torch.randn(1, *shape, generator=generator) for shape in ((packing.width,), (6, 40)))
+    x[0, 2, 39], x[0, 4, 0] = np.nan, np.inf
+    outputs = DenseLayers(layers, packing, compiled=True).forward(row, x).outputs
+    assert outputs.isfinite().all(-1).tolist() == [[True, True, False, True, False, True]]
 
 
 @compiled
@@ -172,23 +235,17 @@ def test_rows_with_gaps_are_read_and_written_where_they_are() -> None:
     layers, packing = layers_of([16, 8], [True], [True], torch.float32)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2, packing.width, generator=generator)
-    gapped = torch.empty(1, 2 * packing.width)[:, ::2].copy_(rows[:1])
-    x, delta = (torch.randn(4, width, generator=generator) for width in (16, 8))
+    gapped = torch.empty(2, 2 * packing.width)[:, ::2].copy_(rows)
+    x, delta = (torch.randn(2, 4, width, generator=generator) for width in (16, 8))
     ended = []
-    for row in (rows[:1], gapped):
-        out = torch.empty_like(rows[:1])
-        way = DenseLayers(layers).forward(row, x)
-        way.backward(delta, below=False)
-        way.subtract_from(row, 0.1, out)
-        ended.append(packing.unpack(out))
-    way = DenseLayers(layers).forward(rows[:1], x)
-    way.backward(delta, below=False)
-    assert isinstance(way, CompiledPass)
-    into = torch.empty(1, 2 * packing.width)[:, ::2]
-    way.subtract_from(rows[:1], 0.1, into)
-    ended.append(packing.unpack(into))
-    for other in ended[1:]:
-        torch.testing.assert_close(other, ended[0], rtol=0, atol=1e-6)
+    for point in (rows, gapped):
+        way = DenseLayers(layers, packing, compiled=True).forward(point, x)
+        assert isinstance(way, CompiledPass)
+        gradient, _ = way.backward(delta)
+        for out in (torch.zeros_like(rows), torch.zeros(2, 2 * packing.width)[:, ::2]):
+            gradient.subtract_from(point, torch.full((1,), 0.1).expand(2), out)
+            ended.append(out)
+    assert all(torch.equal(ended[0], other) for other in ended[1:])
 
 
 @pytest.mark.parametrize("change", ["frozen", "tanh", "half"])
@@ -199,36 +256,7 @@ def test_layers_that_no_compiled_function_takes_are_left_to_torch(change) -> Non
         layer = DenseLayer(layer.module, layer.weight, None, nn.ReLU)
     elif change == "tanh":
         layer = DenseLayer(layer.module, layer.weight, layer.bias, nn.Tanh)
-    x = torch.ones(4, 8, dtype=dtype)
-    way = DenseLayers([layer]).forward(torch.zeros(1, packing.width, dtype=dtype), x)
+    x = torch.ones(1, 4, 8, dtype=dtype)
+    dense_layers = DenseLayers([layer], packing, compiled=True)
+    way = dense_layers.forward(torch.zeros(1, packing.width, dtype=dtype), x)
     assert isinstance(way, EagerPass)
-
-
-IN_A_NEW_THREAD = """
-import os, threading
-import torch
-from fedsim.kernels.dense import batch_of
-from fedsim.kernels.dense_calls import DenseShape
-torch.set_num_threads(1)
-row, x = torch.randn(1, 2000 * 2001), torch.randn(200, 2000)
-batch = batch_of([DenseShape(2000, 2000, 0, 2000 * 2000, True)], 200, row)
-tasks = []
-def forward():
-    tasks.append(len(os.listdir("/proc/self/task")))
-    batch.forward(row, x)
-    tasks.append(len(os.listdir("/proc/self/task")))
-thread = threading.Thread(target=forward)
-thread.start()
-thread.join()
-print(*tasks)
-"""
-
-
-@compiled
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads are not listed")
-def test_products_take_no_more_threads_than_torch_lets_them_in_any_thread() -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
-    command = [sys.executable, "-c", IN_A_NEW_THREAD]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    before, after = told.stdout.split()
-    assert before == after

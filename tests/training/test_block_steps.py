@@ -1,4 +1,4 @@
-"""Clients with small dense models take their steps together: compiled, to torch's bytes."""
+"""Clients with small dense models take their steps together, with either kernel."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ import numpy as np
 import pytest
 import torch
 from clients_helpers import make_data, make_mlp, reading_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tensor_bytes import same_bytes
 from torch import nn
 
 from fedsim.clients import SGD, AdadpLR, Adam, LocalAlgorithm
@@ -19,19 +16,17 @@ from fedsim.clients.proximal import Proximal
 from fedsim.clients.schedules import Schedule
 from fedsim.errors import FedsimError
 from fedsim.federation.engines.blocks import guarded_blocks
-from fedsim.kernels import dense
-from fedsim.kernels.classes import ClassBatches
-from fedsim.kernels.dense_calls import DenseBatch
+from fedsim.kernels.dense import is_compiled
 from fedsim.randomness import Randomness
 from fedsim.rows import Layout
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import Trainer
-from fedsim.training.paths import stacked
-from fedsim.training.paths.stacked import CompiledBlock, EagerBlock, stack
-from fedsim.training.plain_steps import BlockSteps
+from fedsim.training.paths import chain
+from fedsim.training.paths.chain import stack
+from fedsim.training.plain_steps import ChainSteps
 
-compiled = pytest.mark.skipif(not dense._compiled(), reason="there is no C compiler")
+compiled = pytest.mark.skipif(not is_compiled(torch.float32), reason="there is no C compiler")
 
 SIZES = [9, 0, 14, 1, 12, 7, 4, 12, 30]
 IDS = np.arange(len(SIZES))
@@ -65,17 +60,6 @@ def trained(algorithm: LocalAlgorithm, features: int = 20, rounds: int = 2, **ch
     return rows, np.concatenate([block.metrics["loss"] for block in found]), vector
 
 
-def launch_by_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is compiled."""
-    monkeypatch.setattr(stacked, "blocks_of", lambda *_: iter(()))
-    by_arrays = ClassBatches._by_arrays
-    monkeypatch.setattr(
-        ClassBatches,
-        "gradients",
-        lambda self, outputs, first: by_arrays(self, outputs, first),
-    )
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 def test_clients_of_a_block_agree_with_the_plain_path(algorithm: LocalAlgorithm) -> None:
     mine = trained(algorithm, rounds=5, dtype=torch.float64)
@@ -84,24 +68,30 @@ def test_clients_of_a_block_agree_with_the_plain_path(algorithm: LocalAlgorithm)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("kernel", ["auto", "eager"])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
 @pytest.mark.parametrize("batch_size", [3, 5, 12, 0])
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_they_have_the_same_bytes_in_any_block_with_and_without_a_compiler(
-    algorithm: LocalAlgorithm, batch_size: int, max_grad_norm: float, monkeypatch
+def test_they_have_the_same_bytes_in_any_block(
+    algorithm: LocalAlgorithm, batch_size: int, max_grad_norm: float, kernel: str
 ) -> None:
-    changes = {"batch_size": batch_size, "max_grad_norm": max_grad_norm}
+    changes = {"batch_size": batch_size, "max_grad_norm": max_grad_norm, "kernel": kernel}
     found = [trained(algorithm, block_size=size, **changes) for size in (9, 1, 4)]
-    launch_by_launch(monkeypatch)
-    found += [trained(algorithm, block_size=size, **changes) for size in (9, 1)]
     first, *others = ([np.asarray(values).tobytes() for values in ended] for ended in found)
     assert others == [first] * len(others)
+
+
+@compiled
+def test_one_step_of_both_kernels_agrees_in_single_precision() -> None:
+    changes = {"steps": 1, "epochs": None}
+    rows = [trained(SGD(lr=0.3), kernel=kernel, **changes)[0] for kernel in ("compiled", "eager")]
+    torch.testing.assert_close(*rows, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("target", [3, 10**6, -1])
 @pytest.mark.parametrize("alone_bytes", [0, 2**40])
 def test_a_target_that_is_no_class_fails_its_client_alone(target, alone_bytes, monkeypatch) -> None:
-    monkeypatch.setattr(stacked, "SEQUENTIAL_BYTES", alone_bytes)
+    monkeypatch.setattr(chain, "SEQUENTIAL_BYTES", alone_bytes)
     data = make_data(SIZES, features=20)
     found = []
     for wrong in (False, True):
@@ -129,7 +119,7 @@ def test_a_target_that_is_no_class_fails_its_client_alone(target, alone_bytes, m
 
 @pytest.mark.parametrize("alone_bytes", [0, 2**40])
 def test_targets_that_are_numbers_are_refused_for_classes(alone_bytes, monkeypatch) -> None:
-    monkeypatch.setattr(stacked, "SEQUENTIAL_BYTES", alone_bytes)
+    monkeypatch.setattr(chain, "SEQUENTIAL_BYTES", alone_bytes)
     data = make_data(SIZES, features=20)
     with pytest.raises(FedsimError, match="logits"):
         trained(SGD(lr=0.1), data=type(data)(data.x, data.y.float(), data.indices), metrics={})
@@ -139,21 +129,12 @@ def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs - nn.functional.one_hot(targets, outputs.shape[1])).square().sum(1)
 
 
-def test_another_loss_has_the_same_bytes_in_any_block(monkeypatch) -> None:
-    found = [trained(SGD(lr=0.1), block_size=size, loss=squares) for size in (9, 1, 4)]
-    launch_by_launch(monkeypatch)
-    first, *others = [*found, trained(SGD(lr=0.1), loss=squares)]
+@pytest.mark.parametrize("kernel", ["auto", "eager"])
+def test_another_loss_has_the_same_bytes_in_any_block(kernel: str) -> None:
+    first, *others = (
+        trained(SGD(lr=0.1), block_size=size, loss=squares, kernel=kernel) for size in (9, 1, 4)
+    )
     assert all(torch.equal(first[0], other[0]) for other in others)
-
-
-@st.composite
-def networks(draw):
-    """Widths, a batch, whether there are biases and activations, and a dtype."""
-    depth = draw(st.integers(1, 3))
-    widths = [draw(st.sampled_from([16, 20, 33, 64, 130])) for _ in range(depth)]
-    widths.append(draw(st.integers(1, 40)))
-    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64]))
-    return widths, draw(st.integers(2, 40)), draw(st.booleans()), draw(st.booleans()), dtype
 
 
 def path_of(widths, biased, relu, dtype):
@@ -163,89 +144,9 @@ def path_of(widths, biased, relu, dtype):
         modules += [nn.ReLU()] if relu else []
     model = nn.Sequential(*modules)
     packing = Packing(Layout.of(dict(model.named_parameters())))
-    path = stack(reading_of(model, widths[:1]).structure, packing, CrossEntropy(), 1)
+    path = stack(reading_of(model, widths[:1]).structure, packing, CrossEntropy(), 1, compiled=True)
     assert path is not None
     return path
-
-
-@compiled
-@settings(max_examples=80, deadline=None)
-@given(networks(), st.integers(0, 2**32 - 1), st.integers(1, 4))
-def test_a_compiled_pass_has_the_bytes_of_an_eager_one(network, seed, n) -> None:
-    widths, batch, biased, relu, dtype = network
-    path = path_of(widths, biased, relu, dtype)
-    generator = torch.Generator().manual_seed(seed)
-    theta, other = (
-        torch.randn(n, path.packing.width, generator=generator, dtype=dtype) for _ in range(2)
-    )
-    x = stacked.aligned_empty(theta, n, batch, widths[0]).normal_(generator=generator)
-    delta = torch.randn(n, batch, widths[-1], generator=generator, dtype=dtype)
-    rates = torch.rand(n, generator=generator, dtype=dtype)
-    # Zeros have signs, which sums of zeros keep or lose.
-    theta[:, ::7], x[..., ::3], delta[:, :, ::4] = -0.0, 0.0, -0.0
-    found = []
-    for way in (path.dense.forward(theta, x), path.dense.eager(theta, x)):
-        gradient = way.backward(delta)
-        inside, into = theta.clone(), other.clone()
-        gradient.subtract_from(inside, rates)
-        gradient.subtract_from(theta, rates, into)
-        factors = [part for factor in gradient.factors for part in (factor.x, factor.delta)]
-        found.append([way.outputs, inside, into, *factors, gradient.dense()])
-    assert all(map(same_bytes, *found))
-
-
-@compiled
-def test_a_usual_model_is_gone_through_compiled() -> None:
-    """Else the other tests would compare the eager pass with itself."""
-    if not dense._compiled()[torch.float32].makes_few:
-        pytest.skip("this processor has other products")
-    for widths in ([784, 10], [784, 32, 10]):
-        path = path_of(widths, True, True, torch.float32)
-        for batch in (10, 20):
-            theta, x = torch.randn(3, path.packing.width), torch.randn(3, batch, widths[0])
-            assert isinstance(path.dense.forward(theta, x), CompiledBlock)
-        assert isinstance(path.dense.forward(theta, torch.randn(3, 200, widths[0])), EagerBlock)
-
-
-@compiled
-@pytest.mark.parametrize("wrong", ["outputs", "in place", "other rows", "factors"])
-def test_what_gives_other_bytes_than_torch_is_not_used(wrong: str, monkeypatch) -> None:
-    """As a library would that adds up in another order."""
-    real = stacked.CompiledBlock._subtract
-
-    def subtract(self, theta, rate, out):
-        done = real(self, theta, rate, out)
-        if (out is theta) == (wrong == "in place"):
-            out[-1, 0] += 1
-        return done
-
-    if wrong == "outputs":
-        monkeypatch.setattr(stacked.CompiledBlock, "outputs", property(lambda self: self.x))
-    elif wrong == "factors":
-        forward = DenseBatch.backward_all
-        monkeypatch.setattr(
-            DenseBatch, "backward_all", lambda self, *a: forward(self, *a[:2], 2 * a[2])
-        )
-    else:
-        monkeypatch.setattr(stacked.CompiledBlock, "_subtract", subtract)
-    path = path_of([16, 16], True, False, torch.float32)
-    theta, x = torch.randn(3, path.packing.width), torch.randn(3, 6, 16)
-    assert isinstance(path.dense.forward(theta, x), EagerBlock)
-
-
-def test_rows_with_gaps_and_one_rate_for_all_are_taken_as_they_are() -> None:
-    path = path_of([16, 16], True, False, torch.float32)
-    theta, x, delta = torch.randn(3, path.packing.width), *torch.randn(2, 3, 6, 16)
-    gapped = torch.empty(3, 2 * path.packing.width)[:, ::2].copy_(theta)
-    rates = torch.full((1,), 0.25).expand(3)
-    ended = []
-    for rows in (theta, gapped):
-        gradient = path.dense.forward(rows, x).backward(delta)
-        for old, out in ((rows, torch.zeros_like(theta)), (theta, torch.zeros_like(gapped))):
-            gradient.subtract_from(old, rates, out)
-            ended.append(path.packing.unpack(out))
-    for other in ended[1:]:
-        torch.testing.assert_close(other, ended[0])
 
 
 def test_inputs_with_gaps_are_read_where_they_are() -> None:
@@ -265,9 +166,9 @@ def test_a_path_can_be_sent_after_it_was_used() -> None:
 
 def test_the_rule_takes_these_steps_for_small_dense_models_on_a_cpu(monkeypatch) -> None:
     made = []
-    init = BlockSteps.__init__
+    init = ChainSteps.__init__
     monkeypatch.setattr(
-        BlockSteps, "__init__", lambda self, *args: made.append(1) or init(self, *args)
+        ChainSteps, "__init__", lambda self, *args: made.append(1) or init(self, *args)
     )
     trained(SGD(lr=0.1), rounds=1)
     assert made

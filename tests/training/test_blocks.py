@@ -18,7 +18,7 @@ from fedsim.randomness import Randomness
 from fedsim.rows.block import Block
 from fedsim.tasks import CrossEntropy
 from fedsim.training import ClientData, ExamplePrivacy, Trainer, plain_steps
-from fedsim.training.paths import stacked
+from fedsim.training.paths import chain
 
 SIZES = [9, 0, 4, 1, 12, 7, 4, 30]
 IDS = np.arange(len(SIZES))
@@ -28,7 +28,7 @@ GUILTY = 17
 
 @pytest.fixture(autouse=True)
 def every_row_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacked, "SEQUENTIAL_BYTES", 0)
+    monkeypatch.setattr(chain, "SEQUENTIAL_BYTES", 0)
 
 
 def made(*, guilty: tuple[int, ...] = (), **changes: object) -> Trainer:

@@ -14,8 +14,7 @@ from fedsim.rows import Layout
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import ClientData, Trainer
-from fedsim.training.paths import dense_layers, stacked
-from fedsim.training.paths.layered import OneClientPath
+from fedsim.training.paths import chain
 
 SIZES = [9, 0, 4, 1, 12, 7, 4]
 IDS = np.arange(len(SIZES))
@@ -29,7 +28,7 @@ ALGORITHMS = [
 
 @pytest.fixture(autouse=True)
 def every_row_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacked, "SEQUENTIAL_BYTES", 0)
+    monkeypatch.setattr(chain, "SEQUENTIAL_BYTES", 0)
 
 
 def trained(path: str, algorithm: LocalAlgorithm, rounds: int = 1, **changes: object) -> tuple:
@@ -72,17 +71,17 @@ def test_clients_that_train_alone_have_the_same_bytes_in_any_block(
         assert first[1].tobytes() == other[1].tobytes()
 
 
+@pytest.mark.parametrize("kernel", ["auto", "eager"])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_clients_that_train_alone_have_the_same_bytes_without_a_compiler(
-    algorithm: LocalAlgorithm, max_grad_norm: float, monkeypatch: pytest.MonkeyPatch
+def test_a_kernel_gives_the_same_bytes_in_any_block(
+    algorithm: LocalAlgorithm, max_grad_norm: float, kernel: str
 ) -> None:
-    changes = {"dtype": torch.float32, "max_grad_norm": max_grad_norm}
+    changes = {"dtype": torch.float32, "max_grad_norm": max_grad_norm, "kernel": kernel}
     rows, _, vector = trained("stacked", algorithm, rounds=2, **changes)
-    monkeypatch.setattr(dense_layers, "batch_of", lambda *_: None)
-    launched, _, launched_vector = trained("stacked", algorithm, rounds=2, **changes)
-    assert torch.equal(rows, launched)
-    assert torch.equal(vector, launched_vector)
+    others, _, other_vector = trained("stacked", algorithm, rounds=2, block_size=2, **changes)
+    assert torch.equal(rows, others)
+    assert torch.equal(vector, other_vector)
 
 
 def test_gradients_that_are_shortened_agree_with_the_plain_path() -> None:
@@ -99,7 +98,7 @@ def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def test_any_loss_and_targets_that_do_not_count_train_as_on_the_plain_path(
     loss: str, alone: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stacked, "SEQUENTIAL_BYTES", alone)
+    monkeypatch.setattr(chain, "SEQUENTIAL_BYTES", alone)
     data, changes = make_data(SIZES, dtype=torch.float64), {}
     if loss == "own":
         changes["loss"] = squares
@@ -131,10 +130,8 @@ def test_frozen_parameters_stay_put_where_clients_train_alone(algorithm: LocalAl
 @pytest.mark.parametrize("frozen", ["nothing", "a layer in between", "a bias"])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_lengths_and_distances_from_factors_are_those_of_gradients_written_down(
-    frozen: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    frozen: str, compiled: bool
 ) -> None:
-    if not compiled:
-        monkeypatch.setattr(dense_layers, "batch_of", lambda *_: None)
     model = nn.Sequential(
         nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 8, bias=False), nn.ReLU(), nn.Linear(8, 5)
     ).double()
@@ -142,15 +139,16 @@ def test_lengths_and_distances_from_factors_are_those_of_gradients_written_down(
     model[4].bias.requires_grad_(frozen != "a bias")
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     packing = Packing(Layout.of(trainable))
-    path = stacked.stack(reading_of(model, (12,)).structure, packing, CrossEntropy(), 1)
+    path = chain.stack(
+        reading_of(model, (12,)).structure, packing, CrossEntropy(), 1, compiled=compiled
+    )
     assert path is not None
-    alone, generator = OneClientPath(path), torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 6, 12, dtype=torch.float64, generator=generator)
-    losses = alone.losses(torch.arange(12).view(2, 6) % 5, torch.full((2, 6), 1 / 6).double())
+    losses = path.losses(torch.arange(12).view(2, 6) % 5, torch.full((2, 6), 1 / 6).double())
     theta = packing.pack(packing.layout.flatten(trainable).detach()[None])
     first, second = (
-        alone.gradient(theta, features, losses, batch)
-        for batch, features in enumerate(alone.features(x))
+        path.gradient_of(theta, x[batch : batch + 1], losses, batch) for batch in (0, 1)
     )
     difference = second.dense() - first.dense()
     torch.testing.assert_close(second.distance(first), torch.linalg.vector_norm(difference, dim=1))

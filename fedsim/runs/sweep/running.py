@@ -206,7 +206,7 @@ def is_done(run: SweepRun, out: Path) -> bool:
     return directory.done.exists()
 
 
-_RESOLVED = ("client.path", "client.block-size", "engine.device", "noise.entropy")
+_RESOLVED = ("client.path", "client.kernel", "client.block-size", "engine.device", "noise.entropy")
 
 
 def _without_resolved(config: RunConfig) -> dict[str, Scalar]:

@@ -13,8 +13,8 @@ which is bound by launches, and on a CPU for small models whose parameters are a
 layers, if it can take them; else plain, as the others are bound by arithmetic there.
 `fedsim tune` measures all of them.
 
-On a CPU clients with large rows (`stacked.SEQUENTIAL_BYTES`) take their steps one after another,
-each all of its own while its row is in the cache (`fedsim.training.paths.layered`).
+On a CPU clients with large rows (`chain.SEQUENTIAL_BYTES`) take their steps one after another,
+each all of its own while its row is in the cache.
 
 The first three give all batches of a block one width, by copies of a batch's own examples whose
 weight is 0: they are for models and losses that have been read and look at each example by itself
@@ -30,6 +30,7 @@ where gradients are privatised in the client. Eager: kernel by kernel.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Literal, Protocol
 
@@ -38,18 +39,20 @@ from torch import Tensor, nn
 
 from fedsim.clients.base import Gradient
 from fedsim.errors import FedsimError
+from fedsim.kernels.convolutions import sums_over_winners
+from fedsim.kernels.dense import is_compiled
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
+from fedsim.training.paths.chain import layered, stack
 from fedsim.training.paths.func import FuncPath
-from fedsim.training.paths.layered import layered
 from fedsim.training.paths.plain import PlainPath
-from fedsim.training.paths.stacked import stack
 from fedsim.training.structure.reading import Reading
 
 _log = logging.getLogger(__name__)
 
 PathName = Literal["auto", "plain", "func", "stacked", "layered"]
+KernelName = Literal["auto", "eager", "compiled"]
 
 CAPTURED = ("stacked", "func")
 
@@ -102,13 +105,15 @@ def choose(
     device: torch.device,
     data: ClientData,
     plain_only: bool = False,
+    compiled: bool = False,
 ) -> Path:
     """The path a setting asks for, or the rule's.
 
     The rule tries func on some of the data's own examples before it settles on it. ``plain_only``
     are models that run for one client at a time: one that draws random numbers, for which torch's
     generator is lent to a client, or that writes down statistics of its batches. So has one that
-    may look across a batch, as its ``reading`` says, the plain path only.
+    may look across a batch, as its ``reading`` says, the plain path only. ``compiled``: whether the
+    stacked and the layered path use compiled kernels.
 
     Raises
     ------
@@ -131,7 +136,7 @@ def choose(
             f"batch ({reading.why}); allowed here: 'auto', 'plain'."
         )
     if wanted in ("auto", "stacked"):
-        stacked = stack(structure, packing, read_loss, data.x.dim() - 1)
+        stacked = stack(structure, packing, read_loss, data.x.dim() - 1, compiled=compiled)
         if stacked is not None:
             return stacked
         if wanted == "stacked":
@@ -141,7 +146,7 @@ def choose(
                 "'auto', 'layered', 'func', 'plain'."
             )
     if wanted == "layered" or (wanted == "auto" and device.type == "cpu"):
-        path = layered(structure, packing, read_loss)
+        path = layered(structure, packing, read_loss, compiled=compiled)
         if path is not None:
             return path
         if wanted == "layered":
@@ -160,6 +165,40 @@ def choose(
     raise FedsimError(
         f"client.path is '{wanted}'; it must be 'auto', 'stacked', 'layered', 'func' or 'plain'."
     )
+
+
+def kernel_of(wanted: KernelName, device: torch.device) -> KernelName:
+    """What the stacked and the layered path compute with: "eager" or "compiled".
+
+    The compiled kernels add up in another order than torch's operations: which of them a run uses
+    is a part of it. The rule takes them on every CPU where they can be built.
+
+    Raises
+    ------
+    FedsimError
+        If compiled ones are asked for, and cannot be built.
+    """
+    if wanted not in ("auto", "eager", "compiled"):
+        raise FedsimError(f"client.kernel is '{wanted}'; it must be 'auto', 'eager' or 'compiled'.")
+    if wanted == "eager" or device.type != "cpu":
+        return "eager" if wanted == "auto" else wanted
+    if _can_compile():
+        return "compiled"
+    if wanted == "auto":
+        return "eager"
+    raise FedsimError(
+        "client.kernel = 'compiled' needs kernels that cannot be built on this machine (a C "
+        "compiler 'cc' is missing or not usable, or FEDSIM_COMPILED=0 is set). "
+        "'--set client.kernel=eager' trains without them; that is another run, with other noise."
+    )
+
+
+@functools.cache
+def _can_compile() -> bool:
+    if is_compiled(torch.float32) and sums_over_winners(torch.float32):
+        return True
+    _log.info("compiled kernels cannot be built on this machine; torch's operations train")
+    return False
 
 
 @torch.no_grad()

@@ -21,7 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedsim.kernels.convolutions import Patches, input_gradient, weight_gradient
+from fedsim.kernels.convolutions import (
+    Patches,
+    input_gradient,
+    sums_over_winners,
+    weight_gradient,
+)
 from fedsim.rows.packing import channels_last
 
 # With so many places a window, sums over winners take less time than products over all places.
@@ -91,9 +96,10 @@ def conv_stack(
 
 @dataclass(frozen=True)
 class ConvStack:
-    """Convolutional layers, one after another."""
+    """Convolutional layers, one after another; ``compiled``: whether kernels are used."""
 
     layers: Sequence[ConvLayer]
+    compiled: bool
 
     def forward(self, named: dict[str, Tensor], x: Tensor) -> tuple[Tensor, list[ConvActivations]]:
         """Outputs of images ``x [B, C, H, W]``, channels last, and what `backward` needs."""
@@ -123,8 +129,8 @@ class ConvStack:
             layer, past = self.layers[number], passed[number]
             # ReLU's mask at the pooled size: no gradient goes through an output of 0.
             delta = torch.ops.aten.threshold_backward.default(delta, past.outputs, 0)
-            # Both give the same numbers; which is faster depends on how much pooling throws away.
-            gradient = _of_winners if _sparse(layer, past) else _of_places
+            # Which is faster depends on how much pooling throws away.
+            gradient = _of_winners if self.compiled and _sparse(layer, past) else _of_places
             below, weight, bias = gradient(layer, past, delta, number > 0)
             gradients[layer.parameters[0]] = weight
             if bias is not None:
@@ -138,7 +144,9 @@ def _sparse(layer: ConvLayer, past: ConvActivations) -> bool:
     """Whether a layer's gradients are taken from its windows' winners."""
     if layer.pool is None or layer.module.groups != 1 or layer.module.dilation != (1, 1):
         return False
-    return not past.x.is_cuda and past.convolved.numel() >= SPARSE * past.outputs.numel()
+    if past.x.is_cuda or not sums_over_winners(past.x.dtype):
+        return False
+    return past.convolved.numel() >= SPARSE * past.outputs.numel()
 
 
 def _of_winners(

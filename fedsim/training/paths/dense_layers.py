@@ -1,26 +1,36 @@
-"""Linear layers one after another, each with an activation; and one client's pass through them.
+"""Linear layers one after another, each with an activation: the passes of ``n`` clients.
 
-Two implementations give the same bytes: compiled, all layers in one call, and eager, operation by
-operation. They can, because each follows one order of sums (`fedsim.kernels.dense`). The backward
-pass stops at factors (`LayerFactors`): a weight gradient is written down only by those who need it.
+A pass goes through the layers at each client's own point and back, and hands out the gradients by
+the factors of which they are products: a weight gradient is written down only by those who need it.
+There are two executors (`client.kernel`), which agree up to rounding. The compiled one takes all
+layers of all clients in a call of ``dense.c``, which has one order of sums. The eager one makes
+batched products over the clients, operation by operation, on any device.
+
+With either a client has the same bits in a block of one as in a block of a thousand. For the eager
+one that takes some care: libraries pick their kernel, and with it the order of a sum, by the size
+of a matrix and by the address at which it starts. So every client's matrix starts on a cache line
+(`aligned_empty`, `_on_lines`), products are made of all clients in one call, and a layer with fewer
+outputs than `NARROW` is computed as one of `NARROW` outputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from fedsim.kernels.dense import batch_of
-from fedsim.kernels.dense_calls import DenseBatch, DenseShape
-from fedsim.rows.packing import sigmoid_
-from fedsim.training.gradients import Factor, inner_products
+from fedsim.clients.base import Dense, Gradient
+from fedsim.kernels.dense import DenseKernel, DenseShape, dense_kernel
+from fedsim.rows.packing import LINE, Packing, aligned_empty, sigmoid_
+from fedsim.training.gradients import Factor, Factored, distance_between
 
 COMPILED = (None, nn.ReLU)
 """Activations of layers that compiled functions take."""
+NARROW = 16
+"""Outputs, of which libraries make products whose bits do not depend on the number of clients."""
 
 Backward = Callable[[Tensor, Tensor], Tensor]
 
@@ -83,7 +93,7 @@ def covered(layers: Sequence[DenseLayer]) -> int:
     return sum((s is not None) for layer in layers for s in (layer.weight, layer.bias))
 
 
-def shapes_of(layers: Sequence[DenseLayer]) -> tuple[DenseShape, ...] | None:
+def _shapes(layers: Sequence[DenseLayer]) -> tuple[DenseShape, ...] | None:
     """The layers as compiled functions take them; None where they do not."""
     shapes = []
     for layer in layers:
@@ -99,207 +109,222 @@ def shapes_of(layers: Sequence[DenseLayer]) -> tuple[DenseShape, ...] | None:
     return tuple(shapes)
 
 
-class LayerFactors(NamedTuple):
-    """A layer's share of a gradient: ``delta^T x``, of ``delta [B, out]`` and ``x [B, in]``."""
-
-    layer: int
-    x: Tensor
-    delta: Tensor
-
-
-class LayerParameters(NamedTuple):
-    """A layer's parameters: weight ``[out, in]``, its transpose, and bias ``[out]`` or None."""
-
-    weight: Tensor
-    by_input: Tensor
-    bias: Tensor | None
-
-
 class DenseLayers:
-    """All layers of one client.
+    """All layers, with the executor of a kernel.
 
     Parameters
     ----------
     layers : sequence of DenseLayer
+    packing : Packing
+    compiled : bool
+        Whether passes are compiled, of those layers and numbers that compiled functions take.
     """
 
-    def __init__(self, layers: Sequence[DenseLayer]) -> None:
-        self.layers = layers
+    def __init__(self, layers: Sequence[DenseLayer], packing: Packing, *, compiled: bool) -> None:
+        self.layers, self.packing = layers, packing
         # Below the first layer that is trained nobody wants a gradient.
         self.first = next(i for i, layer in enumerate(layers) if layer.weight or layer.bias)
-        self.activations = [
-            None if layer.activation is None else ACTIVATIONS[layer.activation] for layer in layers
-        ]
-        self._shapes = shapes_of(layers)
-        self._batches: dict[int, DenseBatch | None] = {}
-        self._views: tuple[Tensor, list[LayerParameters]] | None = None
+        self._shapes = _shapes(layers) if compiled else None
+        self._kernels: dict[int, DenseKernel | None] = {}
 
-    def forward(self, theta: Tensor, x: Tensor) -> Pass:
-        """Go through the layers at ``theta [1, D]`` with inputs ``x [B, in]``."""
-        compiled = self._compiled(theta, x)
-        if compiled is not None and compiled.takes(theta, x):
-            return CompiledPass(self, compiled, theta, x, compiled.forward(theta, x))
-        values = [x]
-        for (_, by_input, bias), activation in zip(
-            self.parameters(theta), self.activations, strict=True
-        ):
-            h = values[-1]
-            h = torch.mm(h, by_input) if bias is None else torch.addmm(bias, h, by_input)
-            values.append(h if activation is None else activation[0](h))
+    def forward(self, theta: Tensor, x: Tensor) -> DensePass:
+        """Go through the layers at ``theta [n, D]`` with inputs ``x [n, B, in]``."""
+        kernel = None if theta.is_cuda else self._kernel(x.shape[1], theta.dtype)
+        if kernel is None or x.dtype != theta.dtype:
+            return self.eager(theta, x)
+        if theta.stride(1) != 1:
+            theta = theta.contiguous()
+        if x.stride()[1:] != (x.shape[2], 1):
+            x = x.contiguous()
+        return CompiledPass(self, kernel, theta, x, kernel.forward(theta, x))
+
+    def eager(self, theta: Tensor, x: Tensor) -> EagerPass:
+        """The same, operation by operation."""
+        values = [_on_lines(x)]
+        for layer in self.layers:
+            weight, bias = layer.parameters(theta)
+            h = aligned_empty(x, *x.shape[:2], weight.shape[1])
+            if weight.shape[1] < NARROW and x.dtype == torch.float32 and not x.is_cuda:
+                _narrow(values[-1], weight, bias, h)
+            elif bias is None:
+                torch.bmm(values[-1], weight.transpose(1, 2), out=h)
+            else:
+                torch.baddbmm(bias, values[-1], weight.transpose(1, 2), out=h)
+            if layer.activation is not None:
+                # In place: backward needs the outputs of these activations, never their inputs.
+                h = ACTIVATIONS[layer.activation][0](h)
+            values.append(h)
         return EagerPass(self, theta, values)
 
-    def _compiled(self, theta: Tensor, x: Tensor) -> DenseBatch | None:
-        batch = x.shape[0]
-        if batch not in self._batches:
-            shapes = self._shapes
-            self._batches[batch] = None if shapes is None else batch_of(shapes, batch, theta)
-        return self._batches[batch]
-
-    def forget(self) -> None:
-        """Release the row whose parameters were asked for last."""
-        self._views = None
-
-    def subtract(
-        self, factors: Sequence[LayerFactors], theta: Tensor, rate: float, out: Tensor
-    ) -> None:
-        """``theta [1, D] - rate * gradient`` of these factors, into ``out``."""
-        old, new = self.parameters(theta), self.parameters(out)
-        for i, x, delta in factors:
-            layer, by_output = self.layers[i], delta.t()
-            if layer.weight is not None:
-                torch.addmm(old[i].weight, by_output, x, alpha=-rate, out=new[i].weight)
-            bias, new_bias = old[i].bias, new[i].bias
-            if layer.bias is not None and bias is not None and new_bias is not None:
-                # As a product: the compiled pass follows its order of sums, which `sum` has not.
-                ones = delta.new_ones(len(delta))
-                torch.addmv(bias, by_output, ones, alpha=-rate, out=new_bias)
-
-    def inner(self, one: Sequence[LayerFactors], other: Sequence[LayerFactors]) -> Tensor:
-        """Inner products of the examples' gradients, from two batches' factors, ``[B, B]``."""
-        return inner_products(self.trained(one), self.trained(other))
-
-    def trained(self, factors: Sequence[LayerFactors]) -> list[Factor]:
-        """Those of layers that are trained, with where these lie in a row."""
-        layers = [(self.layers[i], x, delta) for i, x, delta in factors]
-        return [
-            Factor(x, delta, layer.weight, layer.bias)
-            for layer, x, delta in layers
-            if layer.weight or layer.bias
-        ]
-
-    def parameters(self, theta: Tensor) -> list[LayerParameters]:
-        """Parameters of each layer at ``theta [1, D]``."""
-        # Most algorithms take one step after another in the same tensor.
-        if self._views is None or self._views[0] is not theta:
-            views = []
-            for layer in self.layers:
-                weight, bias = layer.parameters(theta)
-                views.append(
-                    LayerParameters(weight[0], weight[0].t(), None if bias is None else bias[0, 0])
-                )
-            self._views = theta, views
-        return self._views[1]
-
-
-@dataclass(slots=True)
-class CompiledPass:
-    """A batch's pass through the layers at one point: all of them in one call of a `DenseBatch`."""
-
-    dense: DenseLayers
-    batch: DenseBatch
-    point: Tensor
-    x: Tensor
-    buffer: Tensor
-
-    @property
-    def outputs(self) -> Tensor:
-        """Of the last layer, ``[B, K]``."""
-        return self.batch.outputs(self.buffer)
-
-    def backward(self, delta: Tensor, *, below: bool) -> Tensor | None:
-        """Go back from the gradient of the outputs; ``below``: to that of the inputs."""
-        return self.batch.backward(self.point, self.buffer, delta.contiguous(), below=below)
-
-    @property
-    def factors(self) -> Sequence[LayerFactors]:
-        """Of each layer, the last layer's first."""
-        values = [self.x]
-        values += [self.batch.values(self.buffer, i) for i in range(len(self.batch.shapes) - 1)]
-        last_first = range(len(values) - 1, -1, -1)
-        return [LayerFactors(i, values[i], self.batch.deltas(self.buffer, i)) for i in last_first]
-
-    def subtract_from(self, theta: Tensor, rate: float, out: Tensor) -> None:
-        """``theta [1, D] - rate * gradient`` of these layers, into ``out``."""
-        if self.batch.takes(theta, out):
-            self.batch.update(theta, out, self.x, self.buffer, -rate)
-        else:
-            self.dense.subtract(self.factors, theta, rate, out)
-
-    def inner(self, other: Pass) -> Tensor:
-        """Inner products of the examples' gradients with those of another batch, ``[B, B]``."""
-        # In one call, where both lie in buffers of one shape.
-        if isinstance(other, CompiledPass) and other.batch is self.batch:
-            return self.batch.inner((self.x, self.buffer), (other.x, other.buffer))
-        return self.dense.inner(self.factors, other.factors)
-
-    def scaled(self, factor: Tensor) -> CompiledPass:
-        """The same pass, with a gradient times ``factor [1]``."""
-        buffer = self.buffer.clone()
-        for i in range(len(self.batch.shapes)):
-            self.batch.deltas(buffer, i).mul_(factor)
-        return replace(self, buffer=buffer)
+    def _kernel(self, batch: int, dtype: torch.dtype) -> DenseKernel | None:
+        if self._shapes is None:
+            return None
+        if batch not in self._kernels:
+            self._kernels[batch] = dense_kernel(self._shapes, batch, dtype)
+        return self._kernels[batch]
 
 
 @dataclass(frozen=True)
 class EagerPass:
-    """A batch's pass through the layers at one point, operation by operation.
+    """A batch's pass through the layers of ``n`` clients, by batched products over them.
 
     Attributes
     ----------
     dense : DenseLayers
-    point : Tensor ``[1, D]``
+    point : Tensor ``[n, D]``
     values : list of Tensor
-        Inputs of every layer, and the outputs.
-    factors : list of LayerFactors
-        Filled by `backward`.
+        Inputs of every layer, and the outputs, each ``[n, B, width]``.
     """
 
     dense: DenseLayers
     point: Tensor
     values: Sequence[Tensor]
-    factors: list[LayerFactors] = field(default_factory=list)
 
     @property
     def outputs(self) -> Tensor:
-        """Of the last layer, ``[B, K]``."""
+        """Of the last layer, ``[n, B, K]``."""
         return self.values[-1]
 
-    def backward(self, delta: Tensor, *, below: bool) -> Tensor | None:
-        """Go back from the gradient of the outputs; ``below``: to that of the inputs."""
-        parameters, last = self.dense.parameters(self.point), -1 if below else self.dense.first
-        for i in range(len(parameters) - 1, -1, -1):
-            activation = self.dense.activations[i]
-            if activation is not None:
-                delta = activation[1](delta, self.values[i + 1])
-            self.factors.append(LayerFactors(i, self.values[i], delta))
-            # Nobody asked for the gradient of what lies below.
-            if i == last:
-                return None
-            delta = torch.mm(delta, parameters[i].weight)
-        return delta
-
-    def subtract_from(self, theta: Tensor, rate: float, out: Tensor) -> None:
-        """``theta [1, D] - rate * gradient`` of these layers, into ``out``."""
-        self.dense.subtract(self.factors, theta, rate, out)
-
-    def inner(self, other: Pass) -> Tensor:
-        """Inner products of the examples' gradients with those of another batch, ``[B, B]``."""
-        return self.dense.inner(self.factors, other.factors)
-
-    def scaled(self, factor: Tensor) -> EagerPass:
-        """The same pass, with a gradient times ``factor [1]``."""
-        scaled = [share._replace(delta=share.delta * factor) for share in self.factors]
-        return replace(self, factors=scaled)
+    def backward(self, delta: Tensor, *, below: bool = False) -> tuple[Factored, Tensor | None]:
+        """The gradients, from that of the outputs; and, ``below``, that of the inputs."""
+        factors: list[Factor] = []
+        first = 0 if below else self.dense.first
+        inputs: Tensor | None = None
+        for i in range(len(self.values) - 2, first - 1, -1):
+            layer = self.dense.layers[i]
+            if layer.activation is not None:
+                delta = ACTIVATIONS[layer.activation][1](delta, self.values[i + 1])
+            delta = _on_lines(delta)
+            # delta^T x would be the weight gradient. A plain step folds the two factors into the
+            # weights in one product (`Factored`), and others write it down.
+            if layer.weight is not None or layer.bias is not None:
+                factors.append(Factor(self.values[i], delta, layer.weight, layer.bias))
+            if i > first or below:
+                inputs = aligned_empty(delta, *self.values[i].shape)
+                delta = torch.bmm(delta, layer.parameters(self.point)[0], out=inputs)
+        return Factored(factors, self.dense.packing), inputs if below else None
 
 
-Pass = CompiledPass | EagerPass
+@dataclass(frozen=True)
+class CompiledPass:
+    """A batch's pass through the layers of ``n`` clients, by a `DenseKernel`."""
+
+    dense: DenseLayers
+    kernel: DenseKernel
+    point: Tensor
+    x: Tensor
+    buffers: Tensor
+
+    @property
+    def outputs(self) -> Tensor:
+        """Of the last layer, ``[n, B, K]``."""
+        return self.kernel.values(self.buffers, len(self.dense.layers) - 1)
+
+    def backward(
+        self, delta: Tensor, *, below: bool = False
+    ) -> tuple[CompiledGradient, Tensor | None]:
+        """The gradients, from that of the outputs; and, ``below``, that of the inputs."""
+        inputs = self.kernel.backward(self.point, self.buffers, delta, below=below)
+        return CompiledGradient(self.dense, self.kernel, self.x, self.buffers), inputs
+
+
+DensePass = EagerPass | CompiledPass
+
+
+@dataclass(frozen=True)
+class CompiledGradient:
+    """Gradients of ``n`` clients' layers, as a compiled pass leaves their factors.
+
+    Attributes
+    ----------
+    dense_layers : DenseLayers
+    kernel : DenseKernel
+    x : Tensor ``[n, B, in]``
+        Inputs of the first layer.
+    buffers : Tensor ``[n, size]``
+        Outputs of all layers, and their gradients.
+    """
+
+    dense_layers: DenseLayers
+    kernel: DenseKernel
+    x: Tensor
+    buffers: Tensor
+
+    def __getitem__(self, clients: slice) -> CompiledGradient:
+        """Of these clients."""
+        return replace(self, x=self.x[clients], buffers=self.buffers[clients])
+
+    @property
+    def factors(self) -> Sequence[Factor]:
+        """Of each layer, the last layer's first."""
+        layers = self.dense_layers.layers
+        values = [self.x, *(self.kernel.values(self.buffers, i) for i in range(len(layers) - 1))]
+        return [
+            Factor(values[i], self.kernel.deltas(self.buffers, i), layers[i].weight, layers[i].bias)
+            for i in range(len(layers) - 1, -1, -1)
+        ]
+
+    def dense(self) -> Tensor:
+        """Write the gradients out, ``[n, D]``."""
+        out = self.x.new_zeros(len(self.x), self.dense_layers.packing.width)
+        self.kernel.subtract(out.new_full((len(out),), -1.0), out, out, self.x, self.buffers)
+        return out
+
+    def subtract_from(self, theta: Tensor, rate: Tensor, out: Tensor | None = None) -> None:
+        """Fold the factors into ``theta`` without a gradient in between."""
+        into, rates = theta if out is None else out, rate.to(theta).expand(len(theta)).contiguous()
+        if theta.stride(1) == 1 and into.stride(1) == 1:
+            self.kernel.subtract(rates, theta, into, self.x, self.buffers)
+            return
+        # Rows of somebody's own algorithm, with gaps.
+        moved = into.clone(memory_format=torch.contiguous_format)
+        self.kernel.subtract(rates, theta.contiguous(), moved, self.x, self.buffers)
+        into.copy_(moved)
+
+    def distance(self, other: Gradient) -> Tensor:
+        """From the factors, by inner products."""
+        if not isinstance(other, CompiledGradient) or other.kernel is not self.kernel:
+            return Dense(self.dense()).distance(other)
+        inner = self.kernel.inner((self.x, self.buffers), (other.x, other.buffers))
+        return distance_between(self._squares, other._squares, inner)
+
+    def norms(self) -> Tensor:
+        """From the factors."""
+        return self._squares.clamp(min=0).sqrt_()
+
+    @cached_property
+    def _squares(self) -> Tensor:
+        return self.kernel.inner((self.x, self.buffers), (self.x, self.buffers))
+
+    def scaled(self, factors: Tensor) -> CompiledGradient:
+        """The output gradients times ``factors [n]``."""
+        scaled = replace(self, buffers=self.buffers.clone())
+        for i in range(len(self.dense_layers.layers)):
+            self.kernel.deltas(scaled.buffers, i).mul_(factors.view(-1, 1, 1))
+        return scaled
+
+    def peak(self) -> Tensor:
+        """A bound from the factors, as that of `Factored`."""
+        return Factored(self.factors, self.dense_layers.packing).peak()
+
+
+def _narrow(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Outputs ``[n, B, few]`` into ``out``, as of a layer with `NARROW` of them."""
+    n, few, inputs = weight.shape
+    wide = weight.new_zeros(n, NARROW, inputs)
+    wide[:, :few] = weight
+    h = aligned_empty(x, n, x.shape[1], NARROW)
+    if bias is None:
+        torch.bmm(x, wide.transpose(1, 2), out=h)
+    else:
+        wide_bias = bias.new_zeros(n, 1, NARROW)
+        wide_bias[..., :few] = bias
+        torch.baddbmm(wide_bias, x, wide.transpose(1, 2), out=h)
+    out.copy_(h[..., :few])
+
+
+def _on_lines(block: Tensor) -> Tensor:
+    """``[n, B, width]`` whose clients each start on a line, as the next product wants them."""
+    if block.stride(0) * block.element_size() % LINE == 0:
+        return block
+    return aligned_empty(block, *block.shape).copy_(block)

@@ -28,8 +28,10 @@ from fedsim.rows import DenseRows, LinearPart, OuterRows
 from fedsim.rows.dense import BlockRows
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
+from fedsim.training.gradients import Factored
+from fedsim.training.paths.chain import ChainPath, stack
+from fedsim.training.paths.dense_layers import CompiledGradient
 from fedsim.training.paths.factored import Hooked, owned_by_layers, product_layers
-from fedsim.training.paths.stacked import StackedPath, stack
 from fedsim.training.side_effects import OwnState, seeded
 from fedsim.training.structure.reading import Reading
 
@@ -99,10 +101,12 @@ def gradient_methods(
     reading: Reading,
     example_dims: int,
     draws: bool = False,
+    *,
+    compiled: bool = False,
 ) -> list[GradientMethod]:
     """All that a model's structure allows, from the fastest to the one that takes everything.
 
-    A model that ``draws`` has no stacked path.
+    A model that ``draws`` has no stacked path; ``compiled`` says whether that uses kernels.
     """
     state = OwnState(model, loss)
     methods, recurrent = [], []
@@ -110,7 +114,9 @@ def gradient_methods(
     if structure is not None and read_loss is not None:
         layers = product_layers(structure, packing)
         if layers is not None:
-            stacked = None if draws else stack(structure, packing, read_loss, example_dims)
+            stacked = None
+            if not draws:
+                stacked = stack(structure, packing, read_loss, example_dims, compiled=compiled)
             if stacked is not None:
                 methods.append(_whole_block(stacked))
             hooked = Hooked(structure.module, packing, read_loss, layers)
@@ -144,7 +150,7 @@ def _client_by_client(name: str, of_client: ClientRows, evidence: str) -> Gradie
     return GradientMethod(name, of_client, rows, evidence)
 
 
-def _whole_block(path: StackedPath) -> GradientMethod:
+def _whole_block(path: ChainPath) -> GradientMethod:
     def of_client(theta: Tensor, x: Tensor, y: Tensor) -> tuple[BlockRows, Tensor]:
         (examples,) = _stacked_rows(path, theta[None], x[None], y[None], [len(x)])
         return examples.rows, examples.losses[0]
@@ -158,13 +164,16 @@ def _whole_block(path: StackedPath) -> GradientMethod:
 
 
 def _stacked_rows(
-    path: StackedPath, theta: Tensor, x: Tensor, y: Tensor, counts: Sequence[int]
+    path: ChainPath, theta: Tensor, x: Tensor, y: Tensor, counts: Sequence[int]
 ) -> Iterator[ExampleBlock]:
     clients: slice | Tensor = slice(None)
     if not all(counts):
         clients = torch.tensor([k for k, c in enumerate(counts) if c], device=theta.device)
         theta, x, y = theta[clients], x[clients], y[clients]
-    gradient, losses = path.gradient(theta, x, y, theta.new_ones(x.shape[:2]))
+    batch_losses = path.losses(y, theta.new_ones(x.shape[:2]))
+    gradient = path.gradient_of(theta, x, batch_losses, 0)
+    assert isinstance(gradient, CompiledGradient | Factored)
+    losses = batch_losses.values()
     parts = [LinearPart(f.x, f.delta, f.bias is not None) for f in reversed(gradient.factors)]
     counts = [count for count in counts if count]
     # Products over fewer examples of weight zero have the same bits.
