@@ -188,8 +188,8 @@ static void products_of_one(const real *left, int rights, const real *right, ptr
 static void products(const real *left, int lefts, const real *right, int rights, ptrdiff_t size,
                      real *sums)
 {
-    for (int first = 0; first < rights; first += 4 * RIGHT) {
-        int end = rights - first < 4 * RIGHT ? rights : first + 4 * RIGHT;
+    for (int first = 0; first < rights; first += 3 * RIGHT) {
+        int end = rights - first < 3 * RIGHT ? rights : first + 3 * RIGHT;
         for (int l = 0; l < lefts;) {
             /* The last ones along with some before them, whose sums are made again. */
             int at = lefts < LEFT || l + LEFT <= lefts ? l : lefts - LEFT;

@@ -6,7 +6,7 @@ it) depend on how a processor and a build of torch order a sum: they are kept fo
 made them, and another machine skips them. A change that means to move bytes makes them anew, for
 the machine that it runs on, with::
 
-    python tests/integration/test_same_bytes.py
+    PYTHONPATH=tests/helpers python tests/integration/test_same_bytes.py
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def results(dense_layers, rows, x, delta, *, eager=False):
     other, _ = other_way.backward(delta)
     return type(way), [
         outputs, below, into, inside, gradient.dense(), gradient.norms(), half.dense(),
-        half.norms(), gradient[:1].dense(), gradient.distance(other), gradient.peak(),
+        half.norms(), gradient[:1].dense(), gradient.distance(other),
         *(t for factor in gradient.factors for t in (factor.x, factor.delta)),
     ]  # fmt: skip
 

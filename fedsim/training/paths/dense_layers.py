@@ -304,8 +304,8 @@ class CompiledGradient:
         return scaled
 
     def peak(self) -> Tensor:
-        """A bound from the factors, as that of `Factored`."""
-        return Factored(self.factors, self.dense_layers.packing).peak()
+        """The norm: no coordinate is larger."""
+        return self.norms()
 
 
 def _narrow(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
