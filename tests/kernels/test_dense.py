@@ -84,7 +84,9 @@ def results(dense_layers, rows, x, delta, *, eager=False):
     other, _ = other_way.backward(delta)
     return type(way), [
         outputs, below, into, inside, gradient.dense(), gradient.norms(), half.dense(),
-        half.norms(), gradient[:1].dense(), gradient.distance(other),
+        half.norms(), gradient[:1].dense(), 
+        # The distance of gradients that are nearly one loses digits, beside their norm.
+        gradient.distance(other).square() + gradient.norms().square(),
         *(t for factor in gradient.factors for t in (factor.x, factor.delta)),
     ]  # fmt: skip
 
