@@ -325,7 +325,7 @@ NOT_LEAVING = ("ledger", "failures", "round", "stopped")
 def _leaving(
     strategy: DPFedAvg, server_round: int, result: Result, sent: Mapping[str, Floats]
 ) -> dict[str, Floats]:
-    """All numbers that somebody may see after a round, but for the parameters."""
+    """All numbers that an observer may see after a round, but for the parameters."""
     report = strategy.report
     state = {k: v for k, v in strategy.state().items() if k not in NOT_LEAVING}
     return dict(

@@ -337,7 +337,8 @@ def declared_law_check(sampler: Cohort, event: Event, rounds: int, seed: int) ->
         fresh = copy.deepcopy(sampler)
         draws = Draws(Randomness(seed + run), level="client", amplified=False)
         for index in range(rounds):
-            indicators[index, np.asarray(fresh.draw(index + 1, draws), dtype=np.int64)] = 1
+            ids = np.asarray(fresh.draw(index + 1, draws), dtype=np.int64)
+            indicators[index, ids[(ids >= 0) & (ids < population)]] = 1
     inclusion = event.law.inclusion(population)
     looked = f"{REPEATED_DRAWS} draws of {rounds} rounds over {population:,} clients"
     rate = event.law.rate if inclusion is None else inclusion.one

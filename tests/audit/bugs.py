@@ -373,7 +373,7 @@ def _together() -> AbstractContextManager[object]:
     return cohort(draw)
 
 
-@bug("nobody twice in a row")
+@bug("no client twice in a row")
 def _waits() -> AbstractContextManager[object]:
     def draw(self: Poisson, round: int, draws: Draws) -> np.ndarray:
         before = honest_draw(self, round - 1, draws) if round > 1 else np.zeros(0, np.int64)
@@ -481,7 +481,7 @@ def _largest() -> Iterator[None]:
 # -- plan ----------------------------------------------------------------------------------
 
 
-@bug("no release when somebody fails")
+@bug("no release when a client fails")
 @contextmanager
 def _withheld() -> Iterator[None]:
     aggregate = DPFedAvg.aggregate_train

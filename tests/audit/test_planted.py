@@ -44,7 +44,7 @@ def checked(mechanism: Mechanism, cohort: Cohort = POISSON, **settings: str) -> 
         ("no noise from round 21 on", "noise: presence"),
         ("a cohort's draw used again", "sampler: overlap of rounds"),
         ("every tenth line missing", "ledger: a line for every release"),
-        ("no release when somebody fails", "plan: releases"),
+        ("no release when a client fails", "plan: releases"),
     ],
 )
 def test_a_planted_bug_is_caught_and_named(name: str, seen_by: str) -> None:

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedsim.audit.sampling_checks import draw_checks, inclusion_checks
-from fedsim.cohorts import InclusionSampler
+from fedsim.audit.sampling_checks import declared_law_check, draw_checks, inclusion_checks
+from fedsim.cohorts import Cohort, InclusionSampler
 from fedsim.privacy import Event
 from fedsim.privacy.laws import FixedSizeLaw, PoissonLaw
+from fedsim.randomness import Draws
 
 Ids = npt.NDArray[np.int64]
 Run = list[Ids]
@@ -149,3 +151,58 @@ def test_draws_are_held_against_probabilities_that_differ() -> None:
         [[ids.astype(np.int64) for ids in together[:ROUNDS]],
          [ids.astype(np.int64) for ids in together[ROUNDS:]]]
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Biased(Cohort):
+    """A sampler of a user's, which favours its first client by ``extra``."""
+
+    rate: float = RATE
+    population: int | None = 40
+    extra: float = 0.0
+    name = "biased"
+
+    def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
+        chances = np.full(self.population or 0, self.rate)
+        chances[0] += self.extra
+        return np.flatnonzero(draws.generator(round, step).random(len(chances)) < chances)
+
+    def law(self) -> PoissonLaw:
+        return PoissonLaw(rate=self.rate, population=self.population)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutMarginals(PoissonLaw):
+    name = "without-marginals"
+
+    def inclusion(self, population: int) -> None:
+        return None
+
+
+class BiasedWithoutMarginals(Biased):
+    def law(self) -> WithoutMarginals:
+        return WithoutMarginals(rate=self.rate, population=self.population)
+
+
+@pytest.mark.parametrize("sampler", [Biased, BiasedWithoutMarginals])
+def test_a_sampler_of_a_users_is_drawn_from_and_held_against_its_own_law(
+    sampler: type[Biased],
+) -> None:
+    def p_value(extra: float) -> float:
+        biased = sampler(extra=extra)
+        return declared_law_check(biased, Event.of(biased, 1.0), 20, seed=1).p_value
+
+    assert p_value(0.0) > RISK
+    assert p_value(0.15) <= RISK
+    # Drawn less often than the rate, a client only costs less than is charged.
+    assert (p_value(-0.15) <= RISK) == (sampler is Biased)
+
+
+def test_pairs_that_always_come_together_are_held_against_the_declared_probability_of_two() -> None:
+    class Couples(Biased):
+        def draw(self, round: int, draws: Draws, step: int = 0) -> Ids:
+            couples = draws.generator(round, step).random((self.population or 0) // 2) < self.rate
+            return np.flatnonzero(np.repeat(couples, 2))
+
+    couples = Couples()
+    assert declared_law_check(couples, Event.of(couples, 1.0), 1, seed=1).p_value <= RISK
