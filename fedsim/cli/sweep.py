@@ -162,21 +162,28 @@ def _table(settings: Sequence[SeedsLine]) -> Table:
 
     best, name = best_of(settings), settings[0].lines[0].measure.name
     single = all(len(setting.lines) == 1 for setting in settings)
+    # Marks that all rows share stand in the heading, so that rows fit into 80 columns.
+    marks = {_marks(line) for setting in settings for line in setting.lines}
+    shared = marks.pop() if len(marks) == 1 else ""
     table = Table(
         box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
         caption=None if single else "mean and standard deviation of the seeds that ended",
     )
     keys = (settings[0].lines[0] if single else settings[0]).point
-    last = "outcome" if single else "seeds ended"
-    for heading in (*keys, name, "last five", "epsilon", "loss", last):
+    last = "outcome" if single else "seeds"
+    for heading in (*keys, name, "last five", f"epsilon{shared}", "loss", last):
         table.add_column(heading, justify="right")
     for setting in settings:
         line = max(setting.lines, key=lambda line: line.epsilon or 0.0)
+        epsilon = "-" if line.epsilon is None else f"{line.epsilon:.3g}"
+        epsilon += "" if shared else _marks(line)
         if single:
             figures = [
                 _figure(line.test, name),
                 _figure(line.mean_test, name),
-                _epsilon(line),
+                epsilon,
                 _figure(line.loss, "loss"),
                 line.outcome,
             ]
@@ -184,7 +191,7 @@ def _table(settings: Sequence[SeedsLine]) -> Table:
             figures = [
                 _spread(setting.last, name),
                 _spread(setting.test, name),
-                _epsilon(line),
+                epsilon,
                 _spread(setting.loss, "loss"),
                 f"{setting.ended} of {len(setting.lines)}",
             ]
@@ -197,8 +204,12 @@ def _table(settings: Sequence[SeedsLine]) -> Table:
 def _spread(spread: Spread | None, name: str) -> str:
     if spread is None:
         return "-"
-    deviation = "" if spread.std is None else f" ± {_figure(spread.std, name)}"
-    return _figure(spread.mean, name) + deviation
+    mean = _figure(spread.mean, name)
+    if spread.std is None:
+        return mean
+    if mean.endswith(" %"):
+        return f"{mean[:-2]} ± {100 * spread.std:.2f} %"
+    return f"{mean} ± {spread.std:.2g}"
 
 
 def _figure(value: float, name: str) -> str:
@@ -208,12 +219,10 @@ def _figure(value: float, name: str) -> str:
     return brief(value, is_share(name, [value]))
 
 
-def _epsilon(line: RunLine) -> str:
+def _marks(line: RunLine) -> str:
     from fedsim.privacy.statement import epsilon_marks
 
-    if line.epsilon is None:
-        return "-"
-    return f"{line.epsilon:.3g}{epsilon_marks(line.simulated, line.declared)}"
+    return "" if line.epsilon is None else epsilon_marks(line.simulated, line.declared)
 
 
 def _print_best(console: Console, settings: Sequence[SeedsLine]) -> None:

@@ -179,11 +179,12 @@ def to_csv(lines: Sequence[RunLine]) -> str:
 def seeds_csv(settings: Sequence[SeedsLine]) -> str:
     """All settings over their seeds as CSV text: means, and standard deviations of one seed."""
     name = settings[0].lines[0].measure.name
-    columns = [f"test-{name}-last-five", "test-loss", f"validation-{name}-last-five"]
+    columns = [f"test-{name}", f"test-{name}-last-five"]
+    columns += ["test-loss", f"validation-{name}-last-five"]
     rows = []
     for setting in settings:
         row: list[object] = [*setting.point.values(), len(setting.lines), setting.ended]
-        for spread in (setting.test, setting.loss, setting.validation):
+        for spread in (setting.last, setting.test, setting.loss, setting.validation):
             row += [None, None] if spread is None else [spread.mean, spread.std]
         rows.append(row)
     ends = [f"{column}-{figure}" for column in columns for figure in ("mean", "std")]
