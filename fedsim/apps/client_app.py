@@ -55,7 +55,7 @@ def train(message: Message, context: Context) -> Message:
 
 
 def _leave_metrics_out(reply: Message) -> None:
-    """Take from an update what is said beside it of the client's data, and needed by nobody."""
+    """Remove from a reply the metrics of the client's data that the server's sum does not need."""
     from fedsim.federation.engines.client_app import NEEDED
 
     for record in reply.content.metric_records.values() if reply.has_content() else ():

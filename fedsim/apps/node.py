@@ -34,7 +34,7 @@ Scalar = bool | int | float | str
 
 
 def resolve_node(config: RunConfig, client: int, file: str = "") -> Resolved:
-    """`resolve`, with the data of one client and of nobody else.
+    """`resolve`, with the data of one client only.
 
     Parameters
     ----------
@@ -180,7 +180,7 @@ def write_client_data(config: RunConfig, path_of: Callable[[int], Path]) -> list
     for client, rows in enumerate(split.train):
         content = io.BytesIO()
         arrays = _arrays(dataset.train[torch.from_numpy(rows)], "train", images)
-        # Its own test examples; or one of somebody's, that says what test examples look like.
+        # Its own test examples; or one of another client, which shows their shape and type.
         tests = np.zeros(0, np.int64) if split.test is None else split.test[client]
         shown = torch.from_numpy(tests) if len(tests) else slice(0, 1)
         arrays |= _arrays(dataset.test[shown], "test", images) | about

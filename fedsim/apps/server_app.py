@@ -44,7 +44,7 @@ def _run(grid: Grid, context: Context) -> None:
     config = RunConfig.from_run_config(context.run_config)
     if config.engine.name == "simulation":
         replace_dead_actors()
-    # Whoever set OUT has claimed the directory, and waits for what comes into it.
+    # The process that set OUT has claimed the directory, and waits for what comes into it.
     claimed = OUT in os.environ
     earlier = None
     if config.checkpoint.resume and not claimed:
@@ -81,7 +81,7 @@ def _run(grid: Grid, context: Context) -> None:
 
 
 def run_directory(name: str, run_id: int) -> Path:
-    """Where a run's artefacts go on the server's machine."""
+    """The directory of a run's artefacts on the server's machine."""
     if OUT in os.environ:
         return Path(os.environ[OUT])
     return _runs() / f"{name}-{run_id}"
@@ -97,7 +97,7 @@ def roster_for(config: RunConfig) -> dict[str, int] | None:
     Raises
     ------
     FedsimError
-        If nobody has said which key is which client, in a deployment.
+        In a deployment, if no roster says which key is which client.
     """
     path = os.environ.get(CLIENTS)
     if path is None and config.engine.name == "deployment":

@@ -1,4 +1,4 @@
-"""Running anybody's Flower app in this process: its ServerApp, its ClientApp, its config."""
+"""Running a Flower app in this process: its ServerApp, its ClientApp, its config."""
 
 from __future__ import annotations
 

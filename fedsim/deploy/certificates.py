@@ -112,7 +112,7 @@ def node_key() -> tuple[bytes, bytes]:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that nobody but its owner can read, at no moment of its life."""
+    """Write a file that only its owner can read, from the moment that it exists."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -3,11 +3,11 @@
 ::
 
     DIR/federation.toml     host names, ports, number of nodes
-    DIR/authority/          ca.key, ca.crt: stays with whoever lets nodes in
+    DIR/authority/          ca.key, ca.crt: stays with the operator who lets nodes in
     DIR/superlink/          for the server: superlink.toml, its certificate and key, clients.toml
                             (whose key is which client's), what it knows of the operator's token
     DIR/node-0/ ...         one for each SuperNode: node.toml (with its policy), ca.crt, node.key
-    DIR/operator/           a FLWR_HOME, for whoever lets nodes in and submits runs: ca.crt,
+    DIR/operator/           a FLWR_HOME, to let nodes in and submit runs: ca.crt,
                             config.toml, credentials.yaml (the operator's token), node-0.pub ...
     DIR/runs/               what runs leave, on the SuperLink's machine
 """
@@ -50,7 +50,7 @@ class Federation:
         Of the SuperLink: for the operator and its own apps, on its loopback address, and for
         SuperNodes.
     insecure : bool
-        No TLS and no authentication, where somebody has asked for that.
+        No TLS and no authentication; only where it is asked for.
     """
 
     directory: Path
@@ -87,7 +87,7 @@ class Federation:
         Raises
         ------
         FedsimError
-            If the directory holds a federation already, or there is nobody to make it for.
+            If the directory holds a federation already, or no node or host is given.
         """
         if directory.exists() and not directory.is_dir():
             raise FedsimError(f"{directory} is a file; a federation is a directory.")
@@ -146,7 +146,7 @@ class Federation:
 
     @property
     def operator(self) -> Path:
-        """FLWR_HOME of whoever submits runs."""
+        """FLWR_HOME with which runs are submitted."""
         return self.directory / "operator"
 
     @property

@@ -1,4 +1,4 @@
-"""A reverse proxy through which nodes reach their SuperLink, and nobody reaches anything else.
+"""A reverse proxy through which nodes reach their SuperLink, and nothing else can be reached.
 
 From Flower 1.40 on one port serves the operator, the apps and the nodes. So the SuperLink
 listens on loopback, and this process outside: it passes on the ten requests that a node makes,
@@ -28,7 +28,7 @@ _PATHS = frozenset(
 _LARGEST_BODY = 1 << 26
 _CONNECTIONS = 256
 _SECONDS = 120.0
-# What concerns one connection, and what would claim to come from somebody else.
+# Headers of one connection, and those that would claim another origin.
 _DROPPED = frozenset(
     (
         *(b"host", b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding"),
@@ -98,7 +98,7 @@ class FleetProxy:
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """What was sent; None if it is more than anybody may send, or broke off."""
+    """What was sent; None if it is more than a node may send, or broke off."""
     body = bytearray()
     more = True
     while more:
@@ -164,7 +164,7 @@ def main(host: str, port: int, superlink_port: int, directory: Path | None) -> N
         log_level="warning",
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # nobody stands before this, so such headers are a stranger's
+        proxy_headers=False,  # there is no proxy before this one whose headers could be believed
         limit_concurrency=_CONNECTIONS,
         timeout_keep_alive=30,
         ws="none",

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def new_token() -> str:
-    """A token that nobody guesses."""
+    """A random token of 256 bits."""
     return secrets.token_urlsafe(32)
 
 
@@ -66,7 +66,7 @@ def credentials(token: str, address: str) -> bytes:
 
 
 def operator_plugin(digest: str) -> type[NoOpControlAuthnPlugin]:
-    """A plug-in that lets in who has the token of this `token_digest`, and nobody else.
+    """A plug-in that accepts the token with this `token_digest`, and no other.
 
     Flower asks a plug-in whether a token is good, and has none of its own but for OpenID Connect,
     in another edition.
@@ -157,8 +157,8 @@ class WakeupPipe:
     A SuperExec asks for a task once a second, and would have to ask far more often for a quick
     round: ten of them that ask four times a second take a seventh of a core all the time. So the
     SuperNode sends one byte when a message has arrived whole, through a named pipe in the directory
-    that the two share, which nobody else may enter. Where no byte is sent or nobody reads it, the
-    SuperExec asks once a second as before.
+    that the two share and no other user can enter. Where no byte is sent or read, the SuperExec
+    asks once a second as before.
 
     Parameters
     ----------
@@ -182,7 +182,7 @@ class WakeupPipe:
 # -- the SuperExec, which forks a process for each task ------------------------------------------
 
 _GRACE = 10.0
-# In full, as whoever moves a module looks for it.
+# In full, so that a search for a module's name finds it here.
 _USED_BY_TASKS = (
     *("fedsim.apps.node", "fedsim.federation.engines.client_app"),
     *("fedsim.federation.engines.packed_messages", "fedsim.models.parameters"),
@@ -208,7 +208,7 @@ def run_superexec(role: str, app: str, seconds: float, arguments: Sequence[str])
     - other kinds of task (agents, connectors, models, simulations) are refused.
 
     A task that takes longer than ``seconds`` (0: for ever) is ended: first by an exception in it,
-    so that the reason reaches the operator, and, if it goes on, by a signal.
+    so that the reason reaches the operator, and, if it continues, by a signal.
 
     Parameters
     ----------
@@ -308,7 +308,7 @@ def _run_task(program: Callable[[], None], arguments: list[str], seconds: float)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not by an exception: the forker's own code would go on in this process.
+        # Not by an exception: this process would run the forker's own code.
         os._exit(status)
 
 

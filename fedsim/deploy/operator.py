@@ -122,7 +122,7 @@ class Operator:
                 if time.monotonic() - silent_since > _OUTAGE:
                     raise RunFailedError(
                         f"the SuperLink has not answered for {_OUTAGE:g} s, which no run outlives; "
-                        "when it is up again, the same command with --resume goes on from the "
+                        "when it is up again, the same command with --resume continues from the "
                         "last checkpoint."
                     ) from None
             if status.startswith("finished"):

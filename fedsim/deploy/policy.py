@@ -1,4 +1,4 @@
-"""What a node lets a run do with its data, whoever submitted it."""
+"""What a node lets any run do with its data."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Policy:
 
     A node can see what a run's config declares and what it is itself asked to do. It checks
     what it adds itself (noise on examples, or on its share) when it adds it, by what it knows
-    itself, and that nobody else knows that noise; noise that the server adds it must take the
+    itself, and that no one else knows that noise; noise that the server adds it must take the
     server's word for.
 
     Attributes
@@ -71,7 +71,7 @@ class Policy:
         Directories from which a run may name files (``data.dir``, ``model.weights``,
         ``client.work``).
     least_noise_multiplier, largest_clip_norm : float
-        Of the updates' release, whoever adds the noise.
+        Of the updates' release, wherever the noise is added.
     least_share_noise_multiplier : float
         Standard deviation, over the bound, of the noise that this node adds to its own share. Of
         an honest run of K clients with the multiplier z it is ``z / sqrt(K)`` or more.
@@ -115,7 +115,7 @@ class Policy:
     def here(cls, config: RunConfig) -> Self | None:
         """The policy of the node that this process serves.
 
-        None for the virtual clients of a simulation, who are whoever submits it. A node that was
+        None for the virtual clients of a simulation, which are the submitter's own. A node that was
         started without a policy has the default one, under which a run brings nothing.
         """
         path = os.environ.get(NODE)
@@ -204,7 +204,7 @@ class Policy:
         """
         self._check_code_and_files(config)
         bound = config.mechanism
-        # Noise on the sum of a mechanism without a guarantee protects nobody, whatever its size.
+        # Noise on the sum of a mechanism without a guarantee gives none, whatever its size.
         multiplier = (with_added_noise(config).noise.multiplier or 0.0) if config.private else 0.0
         clip_norm = bound.clip_norm if bound.name in _WITH_CLIP_NORM else math.inf
         private_examples = config.client.private
@@ -244,7 +244,7 @@ class Policy:
             )
 
     def _check_entropy(self, config: RunConfig) -> None:
-        """Refuse noise of this node's own that whoever knows the run's seed could take away."""
+        """Refuse noise of this node's own that follows from the run's seed, and can be removed."""
         floors = (self.least_noise_multiplier, self.least_share_noise_multiplier)
         shares = any(floors) and config.noise.placement == "client"
         examples = self.least_example_noise_multiplier > 0 or self.largest_epsilon < math.inf
@@ -310,7 +310,7 @@ class Policy:
         allowed = [os.path.realpath(self.directory / name) for name in self.files]
         for key in _FILE_KEYS:
             value = str(flat[key])
-            # The default directory is nobody's secret.
+            # The default directory holds no secret.
             if not _is_file(key, value) or value in ("", defaults[key]):
                 continue
             path = Path(os.path.realpath(value))

@@ -189,7 +189,7 @@ def end_groups(groups: Iterable[int], grace: float) -> None:
 
 
 def _signal(group: int, number: int) -> bool:
-    """Signal a group; False when there is nobody left in it."""
+    """Signal a group; False when no process is left in it."""
     with suppress(PermissionError):
         try:
             os.killpg(group, number)
@@ -213,7 +213,7 @@ def _only_zombies(group: int) -> bool:
     return bool(states) and set(states) <= {"Z", "X"}
 
 
-# What a process may know of the one that started it: where things are, and how fast to go.
+# Environment variables that a program inherits: paths, locale, devices and threads.
 _INHERITED = (
     *("HOME", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "USER", "LOGNAME"),
     *("LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV"),
@@ -258,7 +258,7 @@ def program(name: str) -> str:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports on which nobody listens now, all different."""
+    """Ports that are free now, all different."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for opened in sockets:

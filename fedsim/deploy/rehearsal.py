@@ -138,7 +138,7 @@ class Rehearsal(Closed):
         config: Mapping[str, str | int] | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Start one SuperNode; it goes on trying until the SuperLink answers."""
+        """Start one SuperNode; it tries again until the SuperLink answers."""
         port = free_ports(1)[0] if port is None else port
         party = Node.load(self.federation.node(node))
         for service in party.services(self._homes / f"node-{node}", port=port, config=config):
@@ -183,7 +183,7 @@ class Rehearsal(Closed):
 
 
 def busy_port(ports: list[int]) -> int | None:
-    """The first of these ports on which somebody listens."""
+    """The first of these ports that is in use."""
     for port in ports:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

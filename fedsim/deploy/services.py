@@ -72,7 +72,7 @@ class SuperLink:
     fleet_port : int
         For nodes.
     insecure : bool
-        No TLS and no authentication, where somebody has asked for that.
+        No TLS and no authentication; only where it is asked for.
     app : str
         The installed ServerApp that is run, and no other.
     modules : tuple of str

@@ -157,7 +157,7 @@ class Accounting:
         return stopping.cost(spent.accountant, spent.last_event, self.delta)
 
     def spent(self, rounds_done: int) -> str:
-        """The same in a few words."""
+        """The cost so far as a progress line has it."""
         cost = self.cost(rounds_done)
         simulated = "simulated " if self.randomness.entropy == "config" else ""
         declared = ", declared by the user" if self.plan.declared_by_user else ""

@@ -1,7 +1,7 @@
-"""Flower arrays that are serialised only when somebody wants the bytes.
+"""Flower arrays that are serialised only when their bytes are read.
 
 Flower's `Array` holds serialised bytes: it writes them when made and parses them again at
-every ``.numpy()``. In one process nobody needs the bytes, so a `LazyArray` keeps the tensor
+every ``.numpy()``. In one process the bytes are not needed, so a `LazyArray` keeps the tensor
 and serialises on demand; on the wire the two are the same.
 """
 
@@ -24,7 +24,7 @@ NUMPY = "numpy.ndarray"
 
 
 class LazyArray(Array):
-    """A Flower `Array` over a tensor that nobody writes to any more.
+    """A Flower `Array` over a tensor that is not written to any more.
 
     Insert it with ``record[key] = array``: ``ArrayRecord(dict)`` copies the entries to plain
     serialised arrays. It pickles, and deflates for the wire, as the plain array it stands for.
@@ -115,7 +115,7 @@ def tensors(record: ArrayRecord) -> dict[str, Tensor]:
 
 
 def own_content(content: RecordDict) -> RecordDict:
-    """Records that their receiver may empty or change without touching anybody else's."""
+    """A copy of records that its receiver may empty or change; the arrays' bytes are shared."""
     copied = RecordDict()
     for name, record in content.items():
         if isinstance(record, ArrayRecord):

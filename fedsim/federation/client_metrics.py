@@ -98,7 +98,7 @@ class MetricMeans:
                 self.left_out[name] += 1
 
     def record(self) -> MetricRecord | None:
-        """The means; None if nobody reported, or if a user's own way to them failed."""
+        """The means; None if no client reported, or if a user's own aggregation of them failed."""
         if self._aggregate is not None:
             return self._users_record(self._aggregate)
         means: dict[str, float | list[float]] = {}
@@ -141,11 +141,11 @@ class MetricMeans:
         try:
             return aggregate(self._records, self._key)
         except Exception:
-            _log.exception("the run goes on, but its aggregation of metrics failed")
+            _log.exception("aggregating the metrics failed; the run continues without them")
             return None
 
     def _mean(self, name: str, reports: Sequence[tuple[float, float]]) -> float | None:
-        """The weighted mean; None over nobody."""
+        """The weighted mean; None over no reports."""
         # fsum: the same bytes in whatever order clients report.
         if name == self._key:
             return math.fsum(value for _, value in reports)
@@ -241,7 +241,7 @@ class ClientEvaluation:
         )
 
     def aggregate(self, replies: Iterable[Message]) -> MetricRecord | None:
-        """Weighted means of the metrics; None if nobody was asked or nobody answered."""
+        """Weighted means of the metrics; None if no client was asked or none answered."""
         asked, self._asked = self._asked, {}
         if not asked:
             return None

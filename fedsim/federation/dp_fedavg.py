@@ -59,10 +59,10 @@ class DPFedAvg(PrivateRounds):
     `configure_train` and `aggregate_train` in turn: the cohort is drawn and the budget
     checked in the first; the second writes the release to the ledger before it is made.
 
-    A private round whose cohort was drawn is always released and charged, whoever fails: if
-    nobody asked was usable, the release is noise alone, and still a step. Failures are counted
-    and never end a private run, since clients may fail because of their data. Only where no
-    node can be reached at all is there no round.
+    A private round whose cohort was drawn is always released and charged, however many clients
+    fail: if none was usable, the release is noise alone, and still a step. Failures are counted
+    and never end a private run, since clients may fail because of their data. There is no round
+    only where no node can be reached at all.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class DPFedAvg(PrivateRounds):
         it, never from who replied.
     noise_multiplier : float
         Standard deviation of the noise on the sum, as a multiple of the bound; 0.0 for none. It
-        must be given, but with a mechanism that protects nobody.
+        must be given, unless the mechanism gives no guarantee.
     delta : float
         Where epsilon is reported.
     max_epsilon : float, optional
@@ -89,20 +89,21 @@ class DPFedAvg(PrivateRounds):
         Where releases are written down; in memory by default.
     seed : int, optional
         Keys the cohorts, the noise and the evaluation samples. By default they come from the
-        operating system, as they must wherever the guarantee is meant in earnest.
+        operating system, as they must wherever the guarantee has to hold outside a simulation.
     release : str, optional
         Digest of all that determines what is released, which keys the noise beside the seed, so
         that two runs of one seed share none. By default it is of the settings given here; then
         runs whose clients do other work must have other seeds.
     server_optimizer : ServerOptimizer or Flower Strategy, optional
-        Applied to the noisy mean; by default it is added as it is. Of Flower's strategies,
+        Applied to the noisy mean; by default it is added unchanged. Of Flower's strategies,
         those that refine FedAvg's mean will do: `FedAdam`, `FedYogi`, `FedAvgM`, ...
     placement : "server" or "client"
         Where noise is drawn: once on the sum, or in the shares of the clients asked, each of
         variance ``z^2 C^2 / asked`` (with full participation, Das et al.'s own form), while
         the server adds what missing clients would have. The total is the same.
     hardened_noise : bool
-        See `NoiseSource`.
+        Whether noise is drawn so that floating-point artefacts do not show the sum
+        (`NoiseSource`).
     fraction_evaluate : float, optional
         Share of the clients that evaluate the model. Their metrics are released without
         noise, so a private run needs ``unprotected_metrics=True`` for it, and defaults to 0.
@@ -227,7 +228,7 @@ evaluate_metrics_aggr_fn
         self._accounting = Accounting(
             plan, delta, max_epsilon, stopping, ledger, release, placement, self.randomness
         )
-        # A client's budget follows from public numbers only where nobody's cohort is secret.
+        # Which clients' budgets are spent shows who was drawn, so not where the cohort is secret.
         self._budgets = ClientBudgets(
             ask=None if plan.private else client_budget,
             one_ends_run=budgets_end_run,

@@ -135,7 +135,7 @@ class SharedClientState(Extra):
                 self._final.setdefault(key.removeprefix(_STATE_PREFIX), []).extend(final)
 
     def finish(self, result: RoundResult) -> RoundResult:
-        """Average what was noted; what nobody reported stays."""
+        """Average what was noted; what no client reported keeps its last mean."""
         # The exact sum does not depend on the order in which clients came.
         self.values |= {k: math.fsum(v) / len(v) for k, v in self._final.items() if v}
         self._final = {}

@@ -39,7 +39,7 @@ def ensure_identity(run_id: int) -> None:
     """Let this process make messages.
 
     ``Message(...)`` reads who is talking from a process global that Flower's own runtimes
-    set. Outside of them nobody does; inside of them theirs stands.
+    set. Outside of them it is set here; inside of them theirs stays.
     """
     for name, value in (("run_id", run_id), ("node_id", SUPERLINK_NODE_ID), ("task_id", 1)):
         try:

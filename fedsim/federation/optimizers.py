@@ -203,7 +203,7 @@ def _encoded(value: Any) -> dict[str, Any] | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON says it as it is."""
+    """Whether JSON can hold the value."""
     match value:
         case None | bool() | int() | float() | str():
             return True
@@ -294,7 +294,7 @@ class Scheduled(ServerOptimizer):
 
 @check_arguments
 def sgd(lr: float = 1.0, momentum: float = 0.0) -> ServerSGD:
-    """Server SGD; the default ``lr = 1`` adds the mean update as it is (FedAvg)."""
+    """Server SGD; the default ``lr = 1`` adds the mean update unchanged (FedAvg)."""
     return ServerSGD(lr, momentum)
 
 

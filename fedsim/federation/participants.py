@@ -1,4 +1,4 @@
-"""Who is there, who takes part and who evaluates: keyed draws over client ids."""
+"""Which clients are available, take part and evaluate: keyed draws over client ids."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Participants:
         Then they are waited for before the first round only: later, clients may have left
         because of their data, and one is enough.
     amplified : bool
-        Whether a private event counts on nobody knowing the cohort.
+        Whether the privacy analysis assumes that the cohort is secret.
 
     Attributes
     ----------
@@ -135,7 +135,7 @@ class Participants:
         Raises
         ------
         FedsimError
-            See `nodes`.
+            If the nodes are no clients of this population, or too few came in time.
         """
         nodes, cohort = self.nodes(grid), self.cohort(server_round)
         present = cohort
@@ -151,10 +151,10 @@ class Participants:
         Raises
         ------
         FedsimError
-            If the sampler draws somebody who is not of its population.
+            If the sampler draws a client that is not of its population.
         """
         drawn = np.asarray(self._cohort.draw(server_round, self._draws))
-        # A user's sampler may draw in any order, and somebody twice, whom its event charges once.
+        # A user's sampler may draw in any order, and a client twice, which its event charges once.
         ids = np.unique(drawn) if (np.diff(drawn) <= 0).any() else drawn
         if len(ids) and not (ids.dtype.kind in "iu" and 0 <= ids[0] <= ids[-1] < self.population):
             raise FedsimError(

@@ -104,7 +104,7 @@ class PrivateRounds(ResumableStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Draw the cohort; nobody is asked once the budget does not allow a release.
+        """Draw the cohort; no client is asked once the budget does not allow a release.
 
         Raises
         ------
@@ -210,7 +210,7 @@ class PrivateRounds(ResumableStrategy):
             return None, None
         lost = aggregation.count == 0 and len(pending.client_ids) > 0
         self._failures.note(self.report, lost)
-        # Whether noise is released must not depend on whether anybody failed.
+        # Whether noise is released must not depend on which clients failed.
         if lost and not self.private:
             return None, None
         return self._release(aggregation)
@@ -278,7 +278,7 @@ class PrivateRounds(ResumableStrategy):
         device = next(iter(server.values())).device
         self._mechanism_state = state_on(self._mechanism_state, device)
         self._layout, self._parameters = layout, parameters
-        # Refuses a split of the noise that does not exist before anybody is asked.
+        # Refuses a split of the noise that does not exist, before any client is asked.
         releaser = self._aggregation_settings.releaser(layout)
         refuse_too_many(self.cohort, releaser.most_rows)
         return layout
@@ -359,7 +359,7 @@ class PrivateRounds(ResumableStrategy):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Weighted mean of the metrics; None if nobody was asked or nobody answered."""
+        """Weighted mean of the metrics; None if no client was asked or none answered."""
         return self._evaluation.aggregate(replies)
 
     # -- the run ----------------------------------------------------------------------

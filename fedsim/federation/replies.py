@@ -128,7 +128,7 @@ def _failed(client: int | None, reason: Reason) -> Reply:
 
 
 def _note_stranger(reply: Message, tally: Tally) -> None:
-    # Flower answers for a node that it has lost: that client is missing, and nobody unknown.
+    # Flower itself answers for a node that it has lost: that client is missing, and no stranger.
     node = reply.metadata.src_node_id
     if not (reply.has_error() and node == SUPERLINK_NODE_ID):
         _log.warning("a reply from node %s, which was not asked, is left out.", node)
@@ -214,7 +214,7 @@ def _rows(content: RecordDict, expected: ExpectedReply, layout: Layout, vector: 
     if surplus or missing:
         what = f"arrays that the model has not, {min(surplus)}" if surplus else f"no {min(missing)}"
         raise _UnusableError("malformed", f"it has {what:.200}.")
-    # Integer and boolean entries keep the server's value: nobody reads what came of them.
+    # Integer and boolean entries keep the server's value; what clients send of them is not read.
     named = {entry.name: float_tensor(arrays[entry.name], entry.shape) for entry in layout.entries}
     return (layout.flatten(named).to(vector.device) - vector).unsqueeze(0)
 

@@ -41,7 +41,7 @@ class RoundReport:
         Of those.
     reasons : mapping of Reason to int
         Why they failed; and under ``duplicate`` and ``unknown`` how many replies were of
-        clients that had replied before, and of nobody that was asked.
+        clients that had replied before, and of nodes that were not asked.
     ignored : int
         Nodes that were there and are no client of the run: by a key that is unknown or there
         twice, a claim that is not to be believed, or an id beyond the population.
@@ -77,12 +77,12 @@ class RoundReport:
         return dict(zip(self.columns(), counts, strict=True))
 
 
-NOISE_ALONE = "nobody was usable: noise alone was released, and charged"
+NOISE_ALONE = "no client was usable: noise alone was released, and charged"
 """What there is to say of a private round without a usable reply."""
 
 
 def released_noise_alone(row: Mapping[str, float]) -> bool:
-    """Whether a row of a run's metrics is of a private round in which nobody asked was usable."""
+    """Whether a row of a run's metrics is of a private round in which no client was usable."""
     return "epsilon" in row and row.get("asked", 0) > 0 and not row.get("usable", 0)
 
 
@@ -140,7 +140,7 @@ class Tally:
         self.duplicates = 0
         self._asked = asked
         self._absent = absent
-        # Until it is heard of, a client is missing.
+        # A client is missing until a reply of it has come.
         self._fate = np.full(len(asked), REASONS.index("missing"), dtype=np.int8)
         self._heard = np.zeros(len(asked), dtype=np.bool_)
         self._doubts: list[tuple[Ids, Tensor, Reason]] = []
@@ -168,9 +168,9 @@ class Tally:
         self._fate[np.searchsorted(self._asked, client_ids)] = REASONS.index(reason)
 
     def doubt(self, client_ids: Ids, usable: Tensor, reason: Reason) -> None:
-        """`reject` those of ``usable [n]`` that are not, once somebody asks for the report.
+        """`reject` those of ``usable [n]`` that are not, when the report is made.
 
-        Until then nobody waits for a GPU.
+        To look at ``usable`` any earlier would be to wait for the GPU.
         """
         self._doubts.append((client_ids, usable, reason))
 

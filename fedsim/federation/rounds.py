@@ -1,4 +1,4 @@
-"""The loop over rounds: Flower's own, with a first round, a callback and an early stop."""
+"""The loop over rounds: Flower's, and with stages, a resumed first round and an early stop."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ResumableStrategy(Strategy):
             ``initial_arrays`` are then the parameters that were reached.
         on_round : callable, optional
             Called after each round with its number and the result so far, which keeps the
-            arrays reached whatever happens later. What it raises is logged, and the run goes on.
+            arrays reached whatever happens later. What it raises is logged, and the run continues.
 
         Raises
         ------
@@ -153,7 +153,7 @@ class _RoundLog:
     def __call__(self, server_round: int, result: Result) -> None:
         log = self._strategy.log
         log.info("[ROUND %s/%s]", server_round, self._num_rounds)
-        # An epsilon a round is not for nothing.
+        # The lines have the epsilon so far, which costs time in every round.
         for line in self._strategy.progress() if log.isEnabledFor(logging.INFO) else ():
             log.info("%s", line)
         for kept in (
@@ -169,7 +169,7 @@ class _RoundLog:
             self._observer(server_round, result)
         except Exception:
             if not self._warned:
-                log.warning("on_round failed; the run goes on.", exc_info=True)
+                log.warning("on_round failed; the run continues.", exc_info=True)
             self._warned = True
 
 

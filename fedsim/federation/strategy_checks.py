@@ -1,4 +1,4 @@
-"""What a strategy cannot take, each with the word to use instead."""
+"""Settings that a strategy refuses, each with what to use instead."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def refuse_flowers_keywords(keywords: Mapping[str, object]) -> None:
     FedsimError
         Saying what to use for the first that is known.
     TypeError
-        As Python does, for one that nobody has.
+        As Python does, for one that is not known.
     """
     for name, value in keywords.items():
         if name in _INSTEAD:
@@ -102,7 +102,7 @@ def plan_of_keywords(
 
 
 def refuse_noise(mechanism: RobustMean, noise_multiplier: float) -> None:
-    """Refuse noise on a mean of which nobody knows what one client moves it by.
+    """Refuse noise on a robust mean, whose sensitivity to one client is not bounded.
 
     Raises
     ------
@@ -117,7 +117,7 @@ def refuse_noise(mechanism: RobustMean, noise_multiplier: float) -> None:
 
 
 def required_noise(mechanism: Mechanism | RobustMean, noise_multiplier: float | None) -> float:
-    """The noise multiplier, which nothing that could protect anybody goes without unsaid.
+    """The noise multiplier, which must be given where the mechanism can give a guarantee.
 
     Raises
     ------

@@ -98,4 +98,4 @@ def test_an_observer_that_raises_ends_no_run_and_is_said_once(caplog):
     made = strategy()
     made.start(LocalGrid(Fixed(torch.ones(4, 2))), INITIAL, 3, on_round=fail)
     assert made.rounds_done == 3
-    assert caplog.text.count("on_round failed; the run goes on.") == 1
+    assert caplog.text.count("on_round failed; the run continues.") == 1

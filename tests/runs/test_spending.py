@@ -351,7 +351,7 @@ def test_a_private_round_in_which_nobody_was_usable_is_told_of(tmp_path):
         {"round": 2, "epsilon": 1.2, "asked": 4, "usable": 4, "failed": 0},
         {"round": 3, "epsilon": 1.3, "asked": 0, "usable": 0, "failed": 0},
     ]
-    assert "In 1 round nobody was usable: noise alone was released, and charged." in failures_in(
+    assert "In 1 round no client was usable: noise alone was released, and charged." in failures_in(
         rows
     )
     without = {key: value for key, value in rows[0].items() if key != "epsilon"}

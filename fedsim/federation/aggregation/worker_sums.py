@@ -87,8 +87,8 @@ class Weighing:
             norms = torch.linalg.vector_norm(block.rows, dim=1, dtype=torch.float64).cpu().numpy()
             with np.errstate(all="ignore"):
                 reach = np.where(np.isfinite(norms), weights * norms, 0.0)
-            # However many do so, the weighted sum stays one that is exact. What is beyond that with
-            # a weight that somebody may have has diverged, like what is infinite.
+            # Even if all clients reached it, the weighted sum would be exact. A row beyond it has
+            # diverged, and counts like one that is infinite, if its weight is plausible.
             fits = reach <= FREE_TOTAL / self.asked
             require(fits | (weights > LIKELY_EXAMPLES), "non-finite")
             require(fits, "malformed")
@@ -166,8 +166,8 @@ def prefetched(source: NoiseSource, sizes: Sequence[int]) -> NoiseSource:
     sizes : sequence of int
         What `NoiseSource.normal` will be asked for, in this order.
     """
-    # Not in the thread: workers that are forked meanwhile would wait for what that holds locked,
-    # which nobody in their process lets go.
+    # Not in the thread: a worker that is forked while the thread holds a lock would wait for ever,
+    # since its process has no thread to release it.
     prepare()
     thread = ThreadPoolExecutor(1, "noise")
     drawn = deque([thread.submit(source.normal, size) for size in sizes])

@@ -24,7 +24,7 @@ SILENT: tuple[Reason, ...] = ("missing", "timeout")
 def guarded_blocks(
     trainer: BlockTrainer, message_type: MessageType, vector: Tensor, client_ids: Ids, round: int
 ) -> Iterator[Block]:
-    """Blocks of a trainer, in which clients that raise have failed and nobody else has.
+    """Blocks of a trainer, in which the clients that raise have failed and no others.
 
     When a block raises, or is not what was asked for, its clients are run one at a time until
     the one at fault is found, and then in blocks again. Clients do not depend on their neighbours,

@@ -220,7 +220,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     try:
         before = signal.getsignal(signal.SIGALRM)
         if before not in (signal.SIG_DFL, None) or signal.getitimer(signal.ITIMER_REAL)[0]:
-            raise ValueError("somebody else's timer runs")
+            raise ValueError("another timer runs")
         signal.signal(signal.SIGALRM, _raise)
     except (ValueError, AttributeError):  # not the main thread; no such signal
         yield

@@ -2,7 +2,7 @@
 
 Node ids are Flower's, random in its simulation runtime; client ids are ours, and draws are
 keyed by them. In a deployment the operator's roster says which registered key is which client,
-and nobody is asked. fedsim's own client app (virtual clients, a federation without keys) says
+and no node is asked. fedsim's own client app (virtual clients, a federation without keys) says
 which client it is when asked by a QUERY message, by a `MetricRecord` that has a ``client-id``.
 Other people's apps have no answer to that, and each question would be a traceback in their
 log: their nodes are numbered in the order of their node ids, and never asked.
@@ -83,7 +83,7 @@ class ClientDirectory:
     ----------
     timeout : float
         Seconds that the first `look` waits for the nodes' answers, and `wait` for clients. A
-        node that has not answered is left out until it does; nobody waits for it again.
+        node that has not answered is left out until it does; later calls do not wait for it.
     roster : mapping of str to int, optional
         Client id of each registered key, by its `key_digest`. What nodes say is then not asked.
     asks : bool
@@ -165,7 +165,7 @@ class ClientDirectory:
         self._ask(grid, nodes)
         self._listen(grid, patience)
         # A federation whose clients say who they are has no use for the others' numbers,
-        # which would collide with somebody's id.
+        # which would collide with a client's id.
         known = self._client_of or self._number_of
         return self._known((node, known[node]) for node in nodes if node in known)
 
@@ -206,7 +206,7 @@ class ClientDirectory:
         while self._pending:
             for reply in grid.pull_messages(sorted(self._pending)):
                 # An error made on a node's behalf comes from elsewhere: only the message
-                # that it answers says whose it is.
+                # that it answers says which node it is about.
                 node = self._pending.pop(reply.metadata.reply_to_message_id, None)
                 if node is not None and not self._note(node, reply):
                     numberless.add(node)

@@ -64,7 +64,7 @@ class _Chunk:
     alone: bool = False
 
     def singles(self, *, alone: bool = False) -> list[_Chunk]:
-        """Each of these clients by itself."""
+        """Each of these clients as a chunk."""
         ids = self.client_ids
         return [_Chunk(ids[k : k + 1], self.losses, alone) for k in range(len(ids))]
 
@@ -184,7 +184,7 @@ class Dispatch:
 
     def blocks(self) -> Iterator[Block]:
         """In no particular order."""
-        # An earlier round that nobody read to its end has left answers that are none of this one's.
+        # An earlier round that was not read to its end has left answers behind.
         self._crew.begin()
         call = self._crew.shared(self._call)
         self._assignments = [_Assignment(worker) for worker in self._crew.workers]
@@ -317,8 +317,8 @@ class Dispatch:
     def _after_timeout(self) -> Iterator[Block]:
         """Replace the workers that have worked too long on a chunk.
 
-        Which of the chunk's clients is slow nobody knows: each of them is tried alone, with as
-        much time of its own. So one that hangs takes time from no other.
+        It is not known which of the chunk's clients is slow: each is tried alone, with the full
+        timeout of its own. So one that hangs takes time from no other.
         """
         late = time.monotonic() - (self._timeout or 0.0)
         for assignment in self._assignments:

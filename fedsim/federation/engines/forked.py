@@ -196,7 +196,7 @@ class ForkedWorker(Worker):
 def _reaped(pid: int, options: int) -> bool:
     try:
         return os.waitpid(pid, options)[0] == pid
-    except ChildProcessError:  # somebody else has waited for it
+    except ChildProcessError:  # it was waited for elsewhere
         return True
 
 

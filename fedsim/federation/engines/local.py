@@ -39,7 +39,7 @@ from fedsim.rows.block import Block, BlockTrainer
 from fedsim.rows.exchange import Collection, Instructions, Replies
 from fedsim.rows.layout import Layout
 
-# Flower keeps 0 for nobody and 1 for the SuperLink.
+# Flower reserves 0, for no node, and 1, for the SuperLink.
 _FIRST_NODE_ID = 2
 
 Handler = Callable[[Message, Context], Message]
@@ -78,8 +78,8 @@ class LocalGrid(Closed, Grid):
     Attributes
     ----------
     times_each_client : bool
-        True: a timeout counts from each client's own start, so that a slow one shuts nobody
-        else out. A private run sets no timeout on a grid that does not say so.
+        True: a timeout counts from each client's own start, so that a slow one shuts
+        no other out. A private run sets no timeout on a grid that does not say so.
 
     Examples
     --------
@@ -114,7 +114,7 @@ class LocalGrid(Closed, Grid):
         self._contexts: dict[int, Context] = {}
         self._pushed: dict[str, Message] = {}
         self._expires: dict[str, float] = {}
-        # Seconds that clients have worked, one after another: no age of anybody's message.
+        # Seconds that clients have worked, one after another, which do not age a waiting message.
         self._worked = 0.0
         self._serial = itertools.count(1)
         self._open: Replies | None = None
@@ -196,8 +196,8 @@ class LocalGrid(Closed, Grid):
         messages : iterable of Message
             `Instructions` to a block trainer are trained in blocks as the replies are read.
         timeout : float, optional
-            Seconds that a client's reply may take from the client's own start: nobody is late
-            because of somebody else. In one process a client cannot be ended, only disregarded;
+            Seconds that a client's reply may take from the client's own start: no client is
+            late because of another. In one process a client cannot be ended, only disregarded;
             those that train in a block have no times of their own, and are let finish.
 
         Returns

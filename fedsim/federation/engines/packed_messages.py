@@ -53,7 +53,7 @@ def pack_messages(messages: Sequence[Message]) -> Iterator[Message]:
 def pack(content: RecordDict, names: Collection[str]) -> RecordDict:
     """The same content, with the records of these names in pieces.
 
-    Content with nothing to pack, or with more than a gibibyte, comes back as it is.
+    Content with nothing to pack, or with more than a gibibyte, comes back unchanged.
     """
     return _beside(content, names, _pieces(content, names))
 

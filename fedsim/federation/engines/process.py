@@ -1,4 +1,4 @@
-"""What a process that trains asks of its libraries: one thread, and memory that stays."""
+"""Library settings of a process that trains: one thread, kept memory, torch's own defaults."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class RayCrew(Crew[RayWorker]):
         super().__init__(count)
 
     def new_worker(self) -> RayWorker:
-        """Start an actor; it takes a second or two, for which nobody waits here."""
+        """Start an actor; it takes a second or two, for which this does not wait."""
         import ray
 
         device = "cuda" if self._options["num_gpus"] > 0 else "cpu"
@@ -300,7 +300,7 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Tensor:
         with warnings.catch_warnings():
-            # "not writable": just so.
+            # It warns that the memory is not writable, which is meant.
             warnings.simplefilter("ignore", UserWarning)
             return torch.from_numpy(self._arrays[pid])
 

@@ -1,4 +1,4 @@
-"""Flower's own grids, with replies handed on as they come."""
+"""Flower's own grids, with each reply given when it arrives."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class StreamingGrid(Grid):
             try:
                 return self._directory.wait(self._grid, self._clients, self._patience)
             except FedsimError as error:
-                _log.warning("going on without the others: %s", error)
+                _log.warning("the run begins with the clients that are connected: %s", error)
         return self._directory.look(self._grid)
 
     @property

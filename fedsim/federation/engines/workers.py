@@ -3,8 +3,8 @@
 An engine has a `Crew` of `Worker`: Ray's actors, or processes forked from this one. In each is a
 `TrainingWorker`. Everything that travels between the two is numpy arrays and plain values: Ray and
 shared memory take arrays out of band, tensors they would pickle. What comes out of shared memory
-may be read-only, and is somebody else's after the next answer: it is copied, but for sums, which
-are added up there and then.
+may be read-only, and is overwritten by the next answer: it is copied, but for sums, which are
+merged at once.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Crew(ABC, Generic[WorkerT]):
 
     @abstractmethod
     def begin(self) -> None:
-        """Drop the answers to what was asked in an earlier round that nobody finished."""
+        """Drop the answers to requests of an earlier round that was not finished."""
 
     @abstractmethod
     def first_done(self, busy: Sequence[WorkerT], seconds: float | None) -> WorkerT | None:
@@ -217,14 +217,14 @@ def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:
 
 
 def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
-    """And back, in memory of this process."""
+    """Arrays by name, copied into tensors of this process."""
     return {name: torch.from_numpy(np.array(values)) for name, values in arrays.items()}
 
 
 def to_views(arrays: Arrays) -> dict[str, Tensor]:
-    """The same where they are: not to be written to, and not to be kept."""
+    """Arrays by name as tensors without a copy: not to be written to, and not to be kept."""
     with warnings.catch_warnings():
-        # "not writable": just so.
+        # It warns that the memory is not writable, which is meant.
         warnings.simplefilter("ignore", UserWarning)
         return {name: torch.from_numpy(np.asarray(values)) for name, values in arrays.items()}
 
@@ -237,7 +237,7 @@ def to_wire(block: Block) -> Wire:
 
 
 def from_wire(wire: Wire) -> Block:
-    """And back, in memory of this process."""
+    """The block that `to_wire` was given, copied into memory of this process."""
     client_ids, rows, metrics, ok, reasons, usable = wire
     return Block(
         client_ids=np.array(client_ids),
