@@ -27,15 +27,14 @@ if TYPE_CHECKING:
     from fedsim.mechanisms.adaptive_noise import AdaptiveNoise
     from fedsim.mechanisms.base import Bound, Mechanism, State
     from fedsim.mechanisms.clipping import Clipping
+    from fedsim.mechanisms.compositions import PerLayer, PrivateScalar
     from fedsim.mechanisms.coordinate_clipping import CoordinateClipping
     from fedsim.mechanisms.none import NoPrivacy
     from fedsim.mechanisms.norm_bound import NormBound
     from fedsim.mechanisms.normalization import Normalization
     from fedsim.mechanisms.partial import PartialSum
-    from fedsim.mechanisms.per_layer import PerLayer
     from fedsim.mechanisms.quantile_clipping import QuantileClipping
     from fedsim.mechanisms.releaser import NoiseSource, Release, Releaser
-    from fedsim.mechanisms.scalar import PrivateScalar
     from fedsim.mechanisms.scaling import ScalingBound
 
 __all__ = [

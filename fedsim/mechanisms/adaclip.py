@@ -35,7 +35,7 @@ class AdaClip(ScalingBound):
     than clipping at C.
     ``literal=True`` is the printed form.
 
-    With ``center=False`` rows are taken as they are, ``w = g / b`` and ``b * W / r``. What b must
+    With ``center=False`` rows are not centred, ``w = g / b`` and ``b * W / r``. What b must
     cover is then the rows' second moment about 0 and no longer their variance, so that ``m^2`` is
     added to the estimate, coordinate by coordinate, and s is its root.
     """

@@ -32,9 +32,9 @@ class AdaptiveNoise(Bound):
     divided by the noise's shape. E is made of *released* means, less their noise's variance:
     post-processing. As printed it is made of raw gradients, on which then bounds, noise and the
     test depend: a coordinate that only one record uses is released without noise. That form
-    has no guarantee, whatever its noise, and stands behind a flag.
+    has no guarantee with any noise, and needs a flag.
 
-    RMSProp, the other half of the paper's method, belongs to whoever steps the parameters.
+    RMSProp, the other half of the paper's method, is an optimiser's business.
     """
 
     clip_norm: Annotated[float, *NORM, Doc("C, at which rows are clipped in the first phase.")] = (
@@ -118,7 +118,7 @@ class AdaptiveNoise(Bound):
         """Clip, or clamp and divide, as the phase is."""
         adaptive = ready["adaptive"]
         bare_sums = {"raw": y.clone()} if self.bare_sums else {}
-        # Where that can be read for nothing, a phase that is nobody's is left out.
+        # On a CPU, where reading costs nothing, a phase that no owner is in is skipped.
         first, second = y.is_cuda or not bool(adaptive.all()), "shrink" in ready
         factor = torch.ones(y.shape[:-1], dtype=torch.float64, device=y.device)
         clipped = torch.zeros_like(factor, dtype=torch.bool)

@@ -32,7 +32,7 @@ Number: TypeAlias = "float | Tensor"
 """A number, or one for each of several sums."""
 
 NOISE_PREFIX = "noise."
-"""Of what a noise keeps of earlier rounds, in the state that a release returns: never sent out."""
+"""Of the noise's own state, in the state that a release returns: secret, and never sent."""
 
 # Above 1e9 the grid of a noise-free sum would be coarser than 1e-9.
 BOUND_RANGE = (1e-30, 1e9)
@@ -92,9 +92,10 @@ class Scalar(NamedTuple):
 
 
 class BareSum(NamedTuple):
-    """What is summed in a unit of its own and without noise, for bounds without a guarantee.
+    """What is summed on a grid of its own and without noise, for bounds without a guarantee.
 
-    It is weighted like its row; ``wide``: a vector like the row, instead of a number.
+    It is weighted like its row. ``unit`` is the grid's; ``wide``: a vector like the row, and not a
+    number.
     """
 
     unit: float
@@ -161,10 +162,7 @@ class Mechanism(ABC):
         return state
 
     def bounding_state(self, state: State, layout: Layout) -> State:
-        """What of a state somebody needs who bounds rows, and nothing that only `Bound.next` does.
-
-        Clients that make shares are sent this.
-        """
+        """What bounding rows takes of a state; it is sent to clients that make shares."""
         needed: dict[str, Tensor] = {}
         for segment in self.cover(layout):
             ready, needs = segment.ready(state), segment.bound.needs
@@ -279,9 +277,20 @@ class Released:
 class Bound(Mechanism):
     """A bound in coordinates where one isotropic Gaussian does; a mechanism of one segment.
 
-    A subclass gives `radius` and `shape_`, and where it has them `init`, `ready`, `restore`,
-    `next`, `scalars`, `bare_sums`, `split` and `info`. They see one sum, or those of n owners with
-    a leading ``n`` on every tensor (``...`` below), and but for `info` never read a value.
+    What a subclass gives:
+
+    - always, `radius` and `shape_`: how long a bounded row may be, and how a row is bounded;
+    - if it adapts, `init`, `ready` and `next`: its state, what a round derives from it, and the
+      state after a release;
+    - if its coordinates are not the parameters', `restore`: the way back;
+    - if it releases numbers beside the vector, `scalars` and `split`: these, and their noise;
+    - without a guarantee, `bare_sums`, `divisor`, `weights` and `free`: sums without noise, what
+      the mean is divided by and weighted with, and that no norm is known;
+    - for speed, `scaled` and `implicit`: the same without copies of rows, or without rows;
+    - for a report, `info`; for clients that make shares, `needs`.
+
+    All see one sum, or those of n owners with a leading ``n`` on every tensor (``...`` below), and
+    none but `info` reads a value, which on a GPU would wait for it.
     """
 
     needs: ClassVar[tuple[str, ...] | None] = None
@@ -317,16 +326,16 @@ class Bound(Mechanism):
         """Overwrite float64 rows ``y [..., c, d]`` and say by which factor they fit the ball."""
 
     def scaled(self, rows: Tensor, ready: State) -> Shaped | None:
-        """What `shape_` says of rows ``[c, d]`` on a CPU, if all it does is to multiply them.
+        """As `shape_`, of rows ``[c, d]`` on a CPU that it only multiplies; they stay unchanged.
 
-        None, the default, where it does more, be it to one of them.
+        None, the default, where it does more to any row.
         """
         return None
 
     def implicit(
         self, rows: Rows, ready: State, unit: Number, weights: Tensor
     ) -> tuple[Shaped, Tensor] | None:
-        """For rows that are not materialised: their factors and their bounded sum ``[..., d]``.
+        """For rows that are not materialised: their factors, and their bounded sum ``[..., d]``.
 
         The sum is in units of a grid, not yet on it. None where the bound needs dense rows.
         """
@@ -353,7 +362,7 @@ class Bound(Mechanism):
         return state
 
     def info(self, ready: State, new: State, d: int) -> dict[str, float]:
-        """What to show of one release, as public as the mean: by default the norm in use."""
+        """What to show of one release, as public as the mean: by default the clip norm."""
         return {} if self.free else {"clip-norm": float(self.radius(ready, d))}
 
 

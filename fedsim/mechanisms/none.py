@@ -65,11 +65,11 @@ class NoPrivacy(Bound):
         return torch.round(checked / WEIGHT_UNIT) * WEIGHT_UNIT
 
     def shape_(self, y: Tensor, ready: State) -> Shaped:
-        """Rows as they are, but for those that have diverged."""
+        """Rows unchanged, but for those that have diverged."""
         return self.scaled(y, ready)
 
     def scaled(self, rows: Tensor, ready: State) -> Shaped:
-        """Rows as they are; NaN is the factor of one that has diverged."""
+        """Rows unchanged; NaN is the factor of one that has diverged."""
         norms = norms_of(rows)
         factor = torch.where(norms <= MAX_NORM, 1.0, torch.nan)
         sides = {"weight": torch.ones_like(factor), "reach": norms}

@@ -1,4 +1,4 @@
-"""The one releaser: noisy sums of n owners, whatever their rows, bounds and noise are.
+"""The one releaser: noisy sums of n owners, for any rows, bounds and noise.
 
 A server releases one sum, clients at example level one each, and a client's share is the noisy
 sum of its one row. What a mechanism is composed of is data here: its `Segment` and `Side`.
@@ -96,8 +96,8 @@ class Releaser:
     device : torch.device or str
         Where rows come on.
     exact : bool
-        Whether sums merge exactly. False for one step of local training, whose sums nobody
-        merges, counts or orders; it reads nothing back from a GPU.
+        Whether sums merge exactly. False for one step of local training, whose sums are not
+        merged, counted or ordered; it reads nothing back from a GPU.
 
     Raises
     ------
@@ -139,7 +139,7 @@ class Releaser:
             split=self._splits[0],
             owners=None if self._one else len(numbers),
             device=torch.device(device),
-            # Without a guarantee something beside the noise decides, which has only its grid.
+            # Without a guarantee there are bare sums, which only a grid makes exact.
             exact=exact or mechanism.guarantee == "none",
             double=layout.dtype == torch.float64,
         )
@@ -274,7 +274,8 @@ class Releaser:
         fresh = normals(sources, [*sizes.values()], self._terms.device)
         fresh = fresh[0] if self._one else fresh
         noise, kept = self.noise.combine(fresh, kept or self.noise.start())
-        if self.noise.correlated:  # what is kept must not be rounded with what is released
+        # Only what is released is rounded: rounding errors must not enter what the noise keeps.
+        if self.noise.correlated:
             noise = noise.clone()
         for name, draws in zip(sizes, noise.split([*sizes.values()], dim=-1), strict=True):
             multiplier = multipliers[name][total.terms.active_owners]
@@ -304,9 +305,11 @@ class NoiseSource:
     generator : numpy.random.Generator
         Keyed (`Randomness.generator`) or seeded from the operating system.
     hardened : bool
-        Make each value of four draws, halved (Holohan and Braghin 2021, n = 2): recovering
-        the generator's output bits from the value then means inverting a sum of four, and the
-        attainable values lie denser than the grid. Four times the cost.
+        Make each value of four draws, halved (Holohan and Braghin 2021, n = 2), at four times the
+        cost. The floating-point values that one normal draw can take have gaps, and a released
+        number that only one of two candidate sums can reach reveals which it was (Mironov 2012).
+        Sums of four draws lie far denser, and recovering the generator's output bits from one
+        means inverting that sum.
     """
 
     generator: np.random.Generator
@@ -324,7 +327,7 @@ def normals(sources: Sequence[NoiseSource], sizes: Sequence[int], device: torch.
     """Standard normal draws ``[n, sum of sizes]``, one row from each source.
 
     They are drawn here, in parts of these sizes as one release after another draws them, so
-    that every device gets the same; and go to ``device`` in one copy that nobody waits for.
+    that every device gets the same, and go to ``device`` in one asynchronous copy.
     """
     # Pinned memory is not used again before the copy from it is done.
     host = torch.empty(

@@ -20,7 +20,8 @@ class ScalingBound(Bound):
         super().__init_subclass__()
         ways = ("shape_", "scaled", "implicit")
         nearest, *others = ([way in vars(base) for base in cls.__mro__].index(True) for way in ways)
-        # A subclass that does more to a row than to multiply it is not asked for factors alone.
+        # A subclass that overrides one way of bounding, to do more than multiply, must not be
+        # bypassed by another way that it inherits and that only multiplies.
         for way, place in zip(ways[1:], others, strict=True):
             if nearest < place:
                 setattr(cls, way, getattr(Bound, way))
@@ -32,7 +33,7 @@ class ScalingBound(Bound):
         Parameters
         ----------
         norms : Tensor ``[..., rows]``
-            NaN (a non-finite row) gives NaN; whoever multiplies puts zero there.
+            NaN (a non-finite row) gives NaN, and the row contributes zero.
         ready : State
             `Bound.ready`, where the bound adapts.
         unit : Tensor or float
@@ -62,7 +63,7 @@ class ScalingBound(Bound):
 
     def _shaped(self, norms: Tensor, ready: State, d: int, unit: Tensor | float) -> Shaped:
         limit, longest = per_row(self.radius(ready, d)), round_up(norms, d)
-        # Whatever `scales` gives, no row leaves the ball, and none that is not finite is in it.
+        # Also if `scales` is wrong no row leaves the ball. NaN stays NaN.
         factor = torch.minimum(self.scales(longest, ready, unit), limit / longest)
         clipped = norms * unit > limit
         return Shaped(factor, clipped, self.sides_of(clipped))

@@ -32,7 +32,7 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
 class MalformedBlockError(ValueError):
-    """A block whose parts do not fit each other, or that is not what was asked for."""
+    """A block whose parts do not fit each other, or that is not what was requested."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class Block:
         Updates ``w_client - w_global`` in the layout's order; zeros stand where a client failed,
         which has no row of its own. None for an evaluation, or where everybody failed.
     metrics : mapping of name to float64 ``[n]``
-        What each client reports: ``num-examples``, ``loss``, ``accuracy`` and whatever else
-        the algorithm does. Those of a client that failed mean nothing.
+        What each client reports: ``num-examples``, ``loss``, ``accuracy`` and what else the
+        algorithm gives. Those of a client that failed mean nothing.
     ok : bool ``[n]``
         False for a client that failed.
     reasons : mapping of client id to Reason
-        Why each of those failed; nobody else is in it.
+        Why each of those failed.
     usable : bool Tensor ``[n]`` or None
-        Where rows were bounded and summed by whoever trained the clients: which of them that sum
-        now contains. There are no rows then.
+        Where rows were bounded and summed where clients were trained: which of them that sum now
+        contains. There are no rows then.
 
     Raises
     ------
@@ -83,7 +83,7 @@ class Block:
         if set(self.reasons) != set(failed) or not set(self.reasons.values()) <= set(REASONS):
             raise MalformedBlockError(
                 f"reasons are {dict(self.reasons)} and clients {failed} failed; each of them, and "
-                f"nobody else, must have one of {', '.join(REASONS)}."
+                f"no other, must have one of {', '.join(REASONS)}."
             )
         if self.usable is not None and (self.rows is not None or self.usable.shape != (n,)):
             raise MalformedBlockError(f"usable is {list(self.usable.shape)}; it must be [{n}].")
@@ -142,7 +142,7 @@ class BlockTrainer(Protocol):
 
     `train` and `evaluate` yield blocks in the order of ``client_ids``, each no larger than memory
     or cache wants, and compute nothing before they are iterated. A client's part of a block
-    depends on nobody else in it. Where a block raises, its clients are asked again one at a
+    depends on no other client in it. Where a block raises, its clients are trained again one at a
     time: what a client keeps must change only once its block is done.
 
     A trainer of one's own needs `population`, `train` and `evaluate`, and inherits the rest from
@@ -178,7 +178,7 @@ class BlockTrainer(Protocol):
         -------
         mapping of str to Tensor ``[m, ...]``
             `CLIENT_IDS`, of those ``m`` that keep anything, and what they keep by name; empty if
-            nobody does.
+            none does.
         """
 
     def keep(self, states: ClientStates, round: int) -> None:
@@ -223,5 +223,5 @@ class TrainerDefaults:
         """Nothing is released under a client's own privacy."""
 
     def copy_for(self, device: str) -> Self:
-        """The trainer itself, whatever the device."""
+        """The trainer itself, for any device."""
         return self

@@ -27,7 +27,7 @@ Index = tuple[int | slice, slice]
 class Rows(Protocol):
     """A block of rows ``[rows, d]``, or one for each of n clients, ``[n, rows, d]``.
 
-    Whatever has one number, or one vector, a sum of rows then has a leading ``n`` too.
+    All that has one value, or one vector, for a sum of rows then has a leading ``n`` too.
     """
 
     @property

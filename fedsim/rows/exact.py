@@ -17,11 +17,15 @@ from fedsim.errors import FedsimError
 from fedsim.kernels.rows import add_rounded
 from fedsim.lazy import Tensor, torch
 
+# An entry of a row is at most 2^31 units, so that 2^22 rows stay below 2^53, up to which float64
+# holds every whole number. More bits would allow fewer rows, fewer would round more coarsely:
+# rounding towards zero changes a coordinate by at most 2^-30 C.
 GRID_BITS = 30
 MAX_ROWS = 2**22
 # For rows of no known bound, times their weights: exact for 2^20 of them, of total norm 2^36.
 FREE_UNIT, FREE_BITS, FREE_ROWS, FREE_TOTAL = 2.0**-16, 32, 2**20, 2.0**36
-# A looser bound (none, nearly) makes a coarse grid: without noise that would show.
+# The grid of a larger bound is coarse beside ordinary updates: without noise to hide that, what
+# rounding drops is summed on a second grid.
 LOOSE = 64.0
 # Up to so many rows, adding one at a time is faster than a reduction over dimension 0.
 FEW_ROWS = 4
@@ -53,7 +57,8 @@ def grid_unit(radius: float) -> float:
 class GridSum:
     """A sum of rows on a grid, ``[size]``, or those of n owners, ``[n, size]``.
 
-    Rows are rounded towards zero to whole units, which never makes one longer.
+    Rows are rounded towards zero to whole units, which never makes one longer: a bounded row stays
+    within its bound, and the sensitivity is that of the bound, exactly.
 
     Parameters
     ----------
@@ -67,7 +72,7 @@ class GridSum:
         Above 0, what rounding leaves is summed too, on a grid finer by so many bits.
     rounding : "all", "rows" or "none"
         "all" makes every merge exact. "rows" rounds the sums that `add_sum_` is given only
-        when `on_grid` is asked for, once; "none" never rounds.
+        once, in `on_grid`; "none" never rounds.
     """
 
     def __init__(
@@ -151,7 +156,7 @@ class GridSum:
         return truncate_(self.coarse) if self._rounding == "rows" else self.coarse
 
     def units(self) -> Tensor:
-        """The sums in units, to the last bit that was kept: a copy."""
+        """The sums in units, with what is finer than the grid: a copy."""
         if self.fine is None:
             return self.coarse.clone()
         return self.coarse + self.fine / self._fine_scale
@@ -177,7 +182,7 @@ class GridSums:
     def __init__(self, grids: Mapping[str, GridSum], most: int, device: torch.device) -> None:
         self.grids = grids
         self._rows, self._most = 0, most
-        # Usable, rejected, clipped: on a GPU they stay there until somebody asks.
+        # Usable, rejected, clipped: on a GPU, until one is read.
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
 
     @property
@@ -256,7 +261,7 @@ class RowMasks:
 
 
 class _Scratch:
-    """A buffer as large as the largest chunk so far: fresh pages cost more than the sums."""
+    """A buffer as large as the largest chunk so far: allocating pages costs more than adding."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
@@ -286,5 +291,5 @@ def _add_rows(total: Tensor, y: Tensor, owners: Owners) -> None:
             theirs += row
     else:
         theirs += y.sum(-2)
-    if torch.is_tensor(owners):  # then they are copies
+    if torch.is_tensor(owners):  # indexing by a tensor copies, where a slice is a view
         total[owners] = theirs

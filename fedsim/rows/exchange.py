@@ -1,7 +1,7 @@
-"""What a strategy and an engine say to each other.
+"""What a strategy and an engine exchange.
 
 A strategy hands `Instructions` to a Flower `Grid`. To any Grid they are an iterable of
-Flower messages, made only as somebody iterates over them. An engine that knows fedsim
+Flower messages, made only as they are iterated over. An engine that knows fedsim
 takes them whole, trains the clients in blocks and gives `Replies`, which in turn are an
 iterable of messages to any strategy that asks for no more.
 
@@ -56,13 +56,13 @@ class Instructions(Iterable[Message]):
     vector : Tensor ``[d]``
         The same parameters (floating entries only) in the layout's order.
     client_ids, node_ids : int64 and uint64 ``[n]``
-        Who is asked: clients by their ids, and the Flower node each of them is.
+        The sampled clients by their ids, and the Flower node that each of them is.
     config : ConfigRecord
         Goes with every message.
     records : mapping of name to ArrayRecord
         Further arrays that go with every message.
     numbers : mapping of name to sequence of int ``[n]``
-        What each client is told by itself, in its message's config.
+        What differs between clients, in each message's config.
     """
 
     message_type: MessageType
@@ -85,7 +85,7 @@ class Instructions(Iterable[Message]):
 
     @cached_property
     def _messages(self) -> list[Message]:
-        # Kept: Flower's HttpGrid goes over the messages twice, and sets their ids the first
+        # Cached: Flower's HttpGrid goes over the messages twice, and sets their ids the first
         # time.
         return [self._message(*place) for place in enumerate(self.node_ids.tolist())]
 
@@ -124,7 +124,7 @@ class BlockSum(Protocol):
 
 
 class Summing(Protocol):
-    """How a round's rows are bounded and summed; a value that travels to whoever trains."""
+    """How a round's rows are bounded and summed; a value that travels to the workers."""
 
     def start(self, device: torch.device) -> BlockSum:
         """An empty sum, for rows that come on ``device``."""
@@ -175,6 +175,6 @@ class Replies(Iterable[Message]):
             yield from self.to_messages(block)
 
     def drain(self) -> None:
-        """Finish whatever was not consumed, and drop it."""
+        """Finish what was not consumed, and drop it."""
         for _ in self.blocks():
             pass

@@ -1,7 +1,7 @@
 """Layout: which slice of a row is which parameter, or an entry of a named vector.
 
 An algorithm may send vectors with its update (a control variate) and receive what the server makes
-of them. They lie at the end of a row, so that whatever is done to rows (bounds, exact sums,
+of them. They lie at the end of a row, so that all that is done to rows (bounds, exact sums,
 transport, refusals) is done to them as well.
 """
 

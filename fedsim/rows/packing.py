@@ -28,8 +28,8 @@ LINE = 64  # bytes
 def channels_last(images: Tensor) -> Tensor:
     """A copy of ``[B, C, H, W]`` with channels last, which is faster on a CPU.
 
-    Unlike what ``contiguous`` gives, its strides say so for one channel too, and whatever
-    follows keeps to them.
+    Unlike those of ``contiguous``, its strides are channels-last for one channel too, and the
+    layers that follow keep them.
     """
     return torch.empty_like(images, memory_format=torch.channels_last).copy_(images)
 

@@ -1,4 +1,7 @@
-"""A bound of its own for every layer."""
+"""Mechanisms of mechanisms: a bound for every layer, and a private scalar beside the row.
+
+Both are data for the one releaser: segments and sides, each with its share of ``1/z^2``.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,20 @@ import fnmatch
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Annotated, cast
 
 from fedsim.errors import FedsimError
-from fedsim.mechanisms.base import Guarantee, Mechanism, Segment, require_mechanism
+from fedsim.mechanisms.base import (
+    NORM,
+    Guarantee,
+    Mechanism,
+    Scalar,
+    Segment,
+    Side,
+    require_mechanism,
+)
 from fedsim.rows.layout import Layout, Parameter
-from fedsim.settings import check_settings
+from fedsim.settings import Doc, Ge, Lt, check_settings
 
 Pairs = Sequence[tuple[str, Mechanism]]
 
@@ -99,3 +110,49 @@ class PerLayer(Mechanism):
             if not layer:
                 raise FedsimError(f"pattern '{pattern}' of the parts is left with no parameter.")
         return list(zip(self._bounds, matched, strict=True))
+
+
+@dataclass(frozen=True)
+class PrivateScalar(Mechanism):
+    """Another mechanism, and beside its vector a noisy mean of one scalar.
+
+    The scalar is clamped to ``[0, high]`` and centred, so that a row that joins moves its sum
+    by ``high / 2`` at most: ``mean = high / 2 + (sum of (x - high / 2) + noise) / r``.
+
+    Guarantee: that of the mechanism inside, at the whole multiplier z: of ``1 / z^2`` the
+    scalar takes ``fraction`` and leaves the rest; its noise multiplier is ``z / sqrt(fraction)``.
+    """
+
+    mechanism: Annotated[Mechanism, Doc("The one inside.")]
+    name: Annotated[str, Doc("Of the scalar, in `PartialSum.add` and `Release.sides`.")] = "loss"
+    high: Annotated[float, *NORM, Doc("The largest value.")] = 1.0
+    fraction: Annotated[
+        float, Ge(0), Lt(1), Doc("0 is infinite noise: the scalar is not released.")
+    ] = 0.1
+
+    def __post_init__(self) -> None:
+        require_mechanism(self.mechanism, "PrivateScalar")
+        super().__post_init__()
+        if self.name in self.mechanism.side_names:
+            raise FedsimError(f"name is '{self.name}'; the mechanism inside has such a scalar.")
+        if self.mechanism.weighting != "uniform":
+            raise FedsimError("mechanism weighs rows by their examples; a private one must not.")
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """The inner mechanism's."""
+        return self.mechanism.guarantee
+
+    def cover(self, layout: Layout) -> tuple[Segment, ...]:
+        """The inner mechanism's segments, with the rest of the budget."""
+        rest = 1 - self.fraction
+        inner = self.mechanism.cover(layout)
+        return tuple(replace(segment, shares=(rest, *segment.shares)) for segment in inner)
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """The inner mechanism's, with the rest of the budget, and this one."""
+        rest, half = 1 - self.fraction, self.high / 2
+        scalar = Scalar(center=half, half=half)
+        inner = (replace(side, shares=(rest, *side.shares)) for side in self.mechanism.sides)
+        return (*inner, Side(self.name, scalar, (self.fraction,)))
