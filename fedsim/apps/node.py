@@ -25,8 +25,15 @@ from fedsim.federation.engines.process import use_one_thread
 from fedsim.federation.flower_internals import client_id
 from fedsim.mechanisms import Mechanism
 from fedsim.partitions import Indices
-from fedsim.runs.data_split import DataSplit, RunData, device_of, refuse_found, resolve_data
-from fedsim.runs.factories import mechanism, partition
+from fedsim.runs.data_split import (
+    DataSplit,
+    RunData,
+    device_of,
+    partitioner,
+    refuse_found,
+    resolve_data,
+)
+from fedsim.runs.factories import mechanism
 from fedsim.runs.resolve import Resolved, resolve
 from fedsim.training import Trainer
 
@@ -68,7 +75,7 @@ def resolve_node(config: RunConfig, client: int, file: str = "") -> Resolved:
         declared = {k: v for k, v in declared.items() if k not in ("columns", "types")}
     protected = config.private or config.client.private
     dataset = datasets.load(file, normalize=settings.normalize, protected=protected, **declared)
-    dealer = partition(config)
+    dealer = partitioner(config)
     if protected:
         dataset = dataset.protected()
         refuse_found(dataset, dealer)
@@ -97,7 +104,7 @@ def _of_one(
         return indices
 
     train, test = dataset.train, dataset.test
-    owned = partition(config).test_indices(train.columns, test.columns) is not None
+    owned = partitioner(config).test_indices(train.columns, test.columns) is not None
     nobodys = np.zeros(0, dtype=np.int64)
     split = DataSplit(its_own(len(train)), nobodys, its_own(len(test)) if owned else None)
     return RunData(dataset.to(device_of(config)), split, sizes)

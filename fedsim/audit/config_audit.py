@@ -31,7 +31,7 @@ from fedsim.config import RunConfig
 from fedsim.config.plan import cohort, local_work, with_added_noise
 from fedsim.errors import FedsimError
 from fedsim.privacy import calibrate, epsilon
-from fedsim.runs.local_training import most_expensive_client
+from fedsim.runs.factories import most_expensive_client
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import Resolved, resolve, strategy_of
 from fedsim.strategies import DPFedAvg

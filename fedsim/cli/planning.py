@@ -51,8 +51,7 @@ def partition(
 
     from fedsim.reports.partition import class_counts, draw, tabulate
     from fedsim.reports.plots import save
-    from fedsim.runs.data_split import resolve_data
-    from fedsim.runs.factories import partition as partitioner
+    from fedsim.runs.data_split import partitioner, resolve_data
 
     data = resolve_data(settings.replace(**{"engine.device": "cpu"}))
     labels, num_classes = data.dataset.train.y.numpy(), data.dataset.num_classes

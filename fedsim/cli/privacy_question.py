@@ -200,7 +200,7 @@ def _planned_examples(config: RunConfig) -> Question:
     """About the costliest client, where clients protect their examples."""
     # Clients' sampling rates follow from how many examples they have.
     from fedsim.runs.data_split import resolve_data
-    from fedsim.runs.local_training import example_privacy, most_expensive_client
+    from fedsim.runs.factories import example_privacy, most_expensive_client
 
     data = resolve_data(config)
     privacy = example_privacy(config, data)

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from fedsim import datasets, partitions
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.instantiate import find, settings_for
+from fedsim.config.instantiate import find, make, settings_for
 from fedsim.datasets import Dataset, Split
 from fedsim.datasets.checks import UNUSABLE
 from fedsim.errors import FedsimError
 from fedsim.partitions import Indices, Partition
-from fedsim.runs import factories
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.training import ClientData
 
@@ -123,7 +122,18 @@ def _partition(config: RunConfig, overrides: ObjectOverrides) -> Partition:
             f"partition has {given.clients} clients, and partition.clients = {declared}, the "
             "declared population; they must be the same."
         )
-    return given or factories.partition(config)
+    return given or partitioner(config)
+
+
+def partitioner(config: RunConfig) -> partitions.Partition:
+    """The partitioner, seeded."""
+    made = make(config.partition, clients=config.partition.clients, seed=config.seed)
+    if not isinstance(made, partitions.Partition):
+        raise FedsimError(
+            f"partition.name is '{config.partition.name}'; it must name a "
+            "fedsim.partitions.Partition."
+        )
+    return made
 
 
 def device_of(config: RunConfig) -> torch.device:

@@ -19,7 +19,7 @@ from fedsim.privacy.durable import archived
 from fedsim.privacy.manifest import private_key
 from fedsim.runs.callbacks import Judge
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.local_training import ledger_dir, most_expensive_client
+from fedsim.runs.factories import ledger_dir, most_expensive_client
 from fedsim.runs.loggers import loggers
 from fedsim.runs.resolve import Resolved, strategy_of
 from fedsim.runs.session import columns_of

@@ -24,18 +24,18 @@ from fedsim.privacy.plan import ReleasePlan
 from fedsim.randomness import Randomness
 from fedsim.runs import factories
 from fedsim.runs.data_split import RunData, device_of, resolve_data
-from fedsim.runs.initial_model import (
-    initial_model,
-    personal_parameters,
-    shared_arrays,
-    try_model,
-)
-from fedsim.runs.local_training import (
+from fedsim.runs.factories import (
     LocalTraining,
     example_privacy,
     ledger_dir,
     seed_of,
     state_dir,
+)
+from fedsim.runs.initial_model import (
+    initial_model,
+    personal_parameters,
+    shared_arrays,
+    try_model,
 )
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.strategies import DPFedAvg, RobustMean

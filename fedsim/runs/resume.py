@@ -15,7 +15,7 @@ from fedsim.privacy import Ledger
 from fedsim.privacy.claims import FIXED
 from fedsim.runs.checkpoints import Checkpoints, RunState
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.local_training import ledger_dir
+from fedsim.runs.factories import ledger_dir
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.record import ending
 from fedsim.runs.resolve import Resolved, calibrated

@@ -26,7 +26,7 @@ from fedsim.privacy.durable import archive
 from fedsim.runs.callbacks import Callback, Callbacks
 from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.local_training import state_dir
+from fedsim.runs.factories import state_dir
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.runs.preflight import check, check_past, warnings
 from fedsim.runs.resolve import Resolved, resolve

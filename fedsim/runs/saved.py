@@ -1,4 +1,4 @@
-"""`fedsim.load`: a run that has ended, to predict with, to evaluate, to look at."""
+"""`fedsim.load`: a run that has ended, for predictions, evaluation and its figures."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from fedsim.runs.data_split import (
     resolve_data,
 )
 from fedsim.runs.directory import RunDirectory
+from fedsim.runs.factories import LocalTraining
 from fedsim.runs.initial_model import initial_model, personal_parameters
-from fedsim.runs.local_training import LocalTraining
 from fedsim.runs.record import RunRecord
 
 _CHUNK = 256  # examples that go through the model at a time
@@ -45,19 +45,19 @@ Array = npt.NDArray[Any]
 
 @check_arguments
 def load(path: str | PathLike[str], *, best: bool = False) -> SavedRun:
-    """Load what a run has left.
+    """Load a run that has ended, or was interrupted.
 
     Parameters
     ----------
     path : path
         The run's directory.
     best : bool
-        Whether to take the model of the round that `checkpoint.best` has kept, not the last one's.
+        Whether to load the model of the best round, which `checkpoint.best` keeps.
 
     Raises
     ------
     FedsimError
-        If it is none, or of another version, or its model is missing or does not fit.
+        If there is no run, or one of another version, or its model is missing or does not fit.
 
     Examples
     --------
@@ -78,31 +78,28 @@ def load(path: str | PathLike[str], *, best: bool = False) -> SavedRun:
         ) from None
     if not directory.model.is_file():
         raise FedsimError(
-            f"{directory.path} has no model.safetensors: the run has not ended; go on with it by "
+            f"{directory.path} has no model.safetensors: the run has not ended; resume it by "
             f"`fedsim run {directory.path} --resume`."
         )
-    return SavedRun(directory, config, record, _best(directory) if best else None)
-
-
-def _best(directory: RunDirectory) -> RunState:
-    state = Checkpoints(directory.checkpoint).best()
-    if state is None:
+    state = Checkpoints(directory.checkpoint).best() if best else None
+    if best and state is None:
         raise FedsimError(
-            f"{directory.path} has kept no best round; a run keeps one with checkpoint.best."
+            f"{directory.path} has no checkpoint of the best round; a run keeps one with "
+            "checkpoint.best."
         )
-    return state
+    return SavedRun(directory, config, record, state)
 
 
 class InferenceModel(nn.Module):
-    """A trained model that takes inputs as they lie in the data set.
+    """A trained model that takes inputs as they are in the data set.
 
-    uint8 images ``[B, C, H, W]`` are divided by 255; floating inputs are what they are, other
-    integers are tokens; then comes the run's normalisation, where it had one.
+    uint8 images ``[B, C, H, W]`` are divided by 255, floating inputs stay as they are, other
+    integers are tokens; then the run's normalisation is applied, where it had one.
 
     Parameters
     ----------
     model : nn.Module
-        Becomes this one's: not trained any more.
+        Becomes part of this one, and is not trained any more.
     mean, std : Tensor broadcastable to one example, or None
     """
 
@@ -157,7 +154,7 @@ class SavedRun:
 
     @property
     def round(self) -> int:
-        """Whose model it is; metrics may have gone on, where a resumed run is going on."""
+        """The round after which this was the model; a resumed run may have later metrics."""
         if self.best is not None:
             return self.best.round
         return int(model_metadata(self.directory.model).get("round", self.record.rounds))
@@ -207,13 +204,13 @@ class SavedRun:
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """Of the examples as they lie in the data set."""
+        """Of the examples as they are in the data set."""
         dtype = self._dataset.train.x.dtype
         return torch.float32 if dtype.is_floating_point else dtype
 
     @property
     def personal(self) -> list[str]:
-        """Names of the parameters that clients have kept to themselves."""
+        """Names of the personal parameters, which only clients have."""
         return personal_parameters(self._config, self.trained)
 
     @cached_property
@@ -223,14 +220,14 @@ class SavedRun:
         Raises
         ------
         FedsimError
-            If clients keep a part of it.
+            If parts of it are personal: only clients have them.
         """
         self._require_whole()
         return InferenceModel(copy.deepcopy(self.trained), *self.statistics)
 
     @cached_property
     def trained(self) -> nn.Module:
-        """The bare model as the run has left it; what clients keep of it has its initial values."""
+        """The bare model at the end of the run; personal parameters have their initial values."""
         model, _ = initial_model(self._config, self._dataset)
         load_weights(model, self.directory.model)
         if self.best is not None:
@@ -254,7 +251,7 @@ class SavedRun:
 
     @torch.no_grad()
     def predict(self, x: Array | Tensor) -> Array:
-        """What the model says of some examples.
+        """The model's predictions for some examples.
 
         Parameters
         ----------
@@ -312,17 +309,17 @@ class SavedRun:
             If there is no such data set, or its examples do not fit the model.
         """
         self._require_whole()
-        dataset = self._others(data) if data else self._own()
-        # As they are, but for this model's own normalisation.
+        dataset = self._other(data) if data else self._own()
+        # Normalised as this model was trained.
         dataset = replace(dataset, mean=self._dataset.mean, std=self._dataset.std)
         everything = np.arange(len(dataset.test), dtype=np.int64)
         # Nothing is trained: the run's kernels need not be on this machine.
         config = self._config.replace(**{"client.kernel": "auto"})
         local = LocalTraining(config, self.trained, [], device_of(config))
-        examiner = local.trainer(client_data(dataset, dataset.test, [everything]))
+        trainer = local.trainer(client_data(dataset, dataset.test, [everything]))
         values = {k: p.detach() for k, p in self.trained.named_parameters() if p.requires_grad}
-        vector = examiner.layout.flatten(values)
-        (block,) = examiner.evaluate(vector, np.zeros(1, np.int64), self.config.rounds)
+        vector = trainer.layout.flatten(values)
+        (block,) = trainer.evaluate(vector, np.zeros(1, np.int64), self.config.rounds)
         metrics = {k: v for k, v in block.metrics.items() if k != "num-examples"}
         return {name: float(values[0]) for name, values in metrics.items()}
 
@@ -338,37 +335,30 @@ class SavedRun:
             )
         return data.dataset
 
-    def _others(self, data: str) -> Dataset:
-        """A data set whose test examples the model can take."""
-        mine = self._dataset
-        usual = RunConfig().to_run_config()
-        settings = {key: usual[key] for key in usual if key.startswith("data.")}
+    def _other(self, data: str) -> Dataset:
+        """Another data set, whose test examples the model must be able to take."""
+        own = self._dataset
+        defaults = RunConfig().to_run_config()
+        settings = {key: defaults[key] for key in defaults if key.startswith("data.")}
         settings |= {"data.name": data, "data.dir": self.config.data.dir}
         if kind_of(data) == "files":  # it need not hold every class and token
-            settings["data.classes"] = mine.num_classes
-            settings["data.vocabulary"] = mine.vocabulary
+            settings["data.classes"] = own.num_classes
+            settings["data.vocabulary"] = own.vocabulary
         dataset = load_dataset(self.config.replace(**settings))
-        if dataset.input_shape != mine.input_shape:
-            raise FedsimError(
-                f"{data} has examples of shape {dataset.input_shape}; this model takes "
-                f"{mine.input_shape}."
-            )
-        if _kind(dataset.train.x) != _kind(mine.train.x):
-            raise FedsimError(
-                f"{data} has examples of dtype {_dtype(dataset.train.x)}; this model takes "
-                f"{_dtype(mine.train.x)}."
-            )
-        if dataset.num_classes > mine.num_classes and mine.num_classes:
-            raise FedsimError(
-                f"{data} has {dataset.num_classes} classes; this model knows {mine.num_classes}."
-            )
-        ours, theirs = mine.train.y, dataset.train.y
-        if ours.shape[1:] != theirs.shape[1:] or _kind(ours) != _kind(theirs):
-            raise FedsimError(
-                f"{data} has targets of shape {('N', *theirs.shape[1:])} and dtype "
-                f"{_dtype(theirs)}; this model was trained for {('N', *ours.shape[1:])} of dtype "
-                f"{_dtype(ours)}."
-            )
+        x, y, own_x, own_y = dataset.train.x, dataset.train.y, own.train.x, own.train.y
+        found = takes = ""
+        if dataset.input_shape != own.input_shape:
+            found = f"examples of shape {dataset.input_shape}"
+            takes = f"takes {own.input_shape}"
+        elif _kind(x) != _kind(own_x):
+            found, takes = f"examples of dtype {_dtype(x)}", f"takes {_dtype(own_x)}"
+        elif dataset.num_classes > own.num_classes and own.num_classes:
+            found, takes = f"{dataset.num_classes} classes", f"knows {own.num_classes}"
+        elif y.shape[1:] != own_y.shape[1:] or _kind(y) != _kind(own_y):
+            found = f"targets of shape {('N', *y.shape[1:])} and dtype {_dtype(y)}"
+            takes = f"was trained for {('N', *own_y.shape[1:])} of dtype {_dtype(own_y)}"
+        if found:
+            raise FedsimError(f"{data} has {found}; this model {takes}.")
         return dataset
 
     @cached_property

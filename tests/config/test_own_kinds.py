@@ -13,7 +13,7 @@ from sample_kinds import CLASSES, IMPORTS
 import fedsim
 from fedsim import RunConfig, registry
 from fedsim.errors import FedsimError
-from fedsim.runs import factories
+from fedsim.runs.data_split import partitioner
 from fedsim.runs.preflight import check
 from fedsim.runs.resolve import resolve
 
@@ -63,7 +63,7 @@ def test_something_of_ones_own_with_options_stands_in_every_table_at_once() -> N
     assert {"test-accuracy", "test-Certainty-2.0", "test-focal-1"} <= result.metrics[-1].keys()
     assert math.isfinite(result.privacy.epsilon)
     resolved = resolve(config)
-    assert (len(resolved.data.dataset.train), factories.partition(config).region) == (90, 3)
+    assert (len(resolved.data.dataset.train), partitioner(config).region) == (90, 3)
     assert resolved.model[1].out_features == 5
 
 

@@ -358,7 +358,7 @@ def test_the_best_rounds_model_is_that_of_a_run_that_ended_there(tmp_path: Path)
 
 
 def test_a_run_that_kept_no_best_round_says_so(private_run: Path) -> None:
-    with pytest.raises(FedsimError, match=r"kept no best round.*checkpoint\.best"):
+    with pytest.raises(FedsimError, match=r"no checkpoint of the best round.*checkpoint\.best"):
         fedsim.load(private_run, best=True)
 
 

@@ -25,7 +25,7 @@ from fedsim.privacy.manifest import new_key
 from fedsim.privacy.verification import model_metadata, verify
 from fedsim.runs.callbacks import RunStatus
 from fedsim.runs.directory import RunDirectory
-from fedsim.runs.local_training import ledger_dir
+from fedsim.runs.factories import ledger_dir
 from fedsim.runs.resolve import resolve
 from fedsim.runs.result import RunResult, statements
 from fedsim.runs.runner import _needs_state_dir, drive

@@ -22,8 +22,7 @@ from fedsim.clients.proximal import server_numbers
 from fedsim.randomness import Purpose, Randomness
 from fedsim.rows.block import Block, Ids
 from fedsim.rows.exchange import Instructions, Replies
-from fedsim.runs.factories import algorithm
-from fedsim.runs.local_training import seed_of
+from fedsim.runs.factories import algorithm, seed_of
 from fedsim.runs.resolve import Resolved
 from fedsim.strategies import Rounds
 from fedsim.training import Trainer
