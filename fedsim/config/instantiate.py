@@ -10,7 +10,8 @@ from typing import Any
 from fedsim import registry
 from fedsim.config.run_config import RunConfig
 from fedsim.config.sections import TaskSection
-from fedsim.config.tables import Choice, all_tables, parameters_of, read_options_of
+from fedsim.config.tables import Choice, all_tables
+from fedsim.config.values import parameters_of, read_options_of
 from fedsim.errors import FedsimError
 
 

@@ -12,20 +12,13 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import tomli_w
 
 from fedsim import regular_files
 from fedsim.allowed_code import allow
 from fedsim.arguments import check_arguments, expected, require, shown
-from fedsim.config.execution_sections import (
-    CheckpointSection,
-    EngineSection,
-    EvaluateSection,
-    LogSection,
-    StopSection,
-)
 from fedsim.config.privacy_sections import MechanismSection, NoiseSection, PrivacySection
 from fedsim.config.rules import check_rules
 from fedsim.config.sections import (
@@ -38,10 +31,129 @@ from fedsim.config.sections import (
     ServerSection,
     TaskSection,
 )
-from fedsim.config.tables import OUTSIDE_RELEASE, ConfigTable, drop_switched
+from fedsim.config.tables import OUTSIDE_RELEASE, Beside, ConfigTable, drop_switched
 from fedsim.config.values import Scalar, read_value, write_options
 from fedsim.errors import FedsimError
-from fedsim.settings import Constraint, Doc, Ge, Le
+from fedsim.settings import Constraint, Doc, Ge, Gt, Le
+
+
+@dataclass(frozen=True, init=False)
+class EvaluateSection(ConfigTable):
+    """How often the model is looked at."""
+
+    table: ClassVar[str] = "evaluate"
+    every: Annotated[
+        int, Ge(0), Doc("The model is tested every so many rounds, and in the last; 0 for never.")
+    ] = 1
+    clients_every: Annotated[
+        int,
+        Ge(0),
+        Doc("Clients test it on their own examples every so many rounds; 0 for never."),
+    ] = 0
+    fraction: Annotated[float, Gt(0), Le(1), Doc("The share of clients that do.")] = 1.0
+    unprotected: Annotated[
+        bool, Doc("Allow what clients report of their data in a private run: it has no noise.")
+    ] = False
+
+
+@dataclass(frozen=True, init=False)
+class CheckpointSection(ConfigTable):
+    """When a run keeps what it has reached, to go on from there."""
+
+    table: ClassVar[str] = "checkpoint"
+    every: Annotated[int, Ge(0), Doc("Rounds between two checkpoints; 0 for none at all.")] = 10
+    seconds: Annotated[
+        float, Ge(0), Doc("Seconds after which one is due in any round; 0 to count rounds only.")
+    ] = 600.0
+    best: Annotated[
+        str, Doc("A column of the metrics whose best round's model is kept as well.")
+    ] = ""
+    resume: Annotated[
+        bool,
+        Doc("Go on with the last run of this name on the machine of a federation's SuperLink."),
+    ] = False
+
+
+@dataclass(frozen=True, init=False)
+class StopSection(ConfigTable):
+    """When a run ends before its last round."""
+
+    table: ClassVar[str] = "stop"
+    metric: Annotated[
+        str, Doc("The column of the metrics that must improve for a run to go on; empty for none.")
+    ] = ""
+    callbacks: Annotated[
+        bool,
+        Doc(
+            "Whether callbacks from Python may end the run by what it has released: with either, "
+            "half of delta is for that. Undeclared, such an end costs all planned rounds."
+        ),
+    ] = False
+    patience: Annotated[
+        int, Ge(1), Doc("Rounds without an improvement after which the run ends.")
+    ] = 10
+
+
+@dataclass(frozen=True, init=False)
+class LogSection(ConfigTable):
+    """Where a run's rows go as they come, beside its directory."""
+
+    table: ClassVar[str] = "log"
+    to: Annotated[
+        str,
+        Doc("tensorboard, mlflow, wandb, or several with commas: extras of fedsim."),
+    ] = ""
+
+
+@dataclass(frozen=True, init=False)
+class EngineSection(ConfigTable):
+    """Where the clients run."""
+
+    table: ClassVar[str] = "engine"
+    name: Annotated[
+        Literal["local", "ray", "simulation", "deployment"],
+        Doc(
+            "This machine's processes, Ray workers, Flower's virtual clients, or real SuperNodes; "
+            "the numbers are the same."
+        ),
+    ] = "local"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Doc("Where tensors are; auto takes a GPU if there is one.")
+    ] = "auto"
+    workers: Annotated[
+        int,
+        Beside(("local", "ray")),
+        Ge(0),
+        Le(10_000),
+        Doc(
+            "Processes that train; 0 for as many as help: on 'ray' one a core or GPU, on 'local' "
+            "what a fixed rule of model, cohort and cores says."
+        ),
+    ] = 0
+    address: Annotated[str, Beside(("ray",)), Doc("Of a Ray cluster; empty starts one here.")] = ""
+    cpus_per_worker: Annotated[
+        float,
+        Beside(("ray", "simulation")),
+        Gt(0),
+        Doc("Cores that Ray keeps for a worker or client."),
+    ] = 1.0
+    gpus_per_worker: Annotated[
+        float,
+        Beside(("ray", "simulation")),
+        Ge(0),
+        Doc("GPUs, or shares of one, that Ray keeps for a worker or client."),
+    ] = 0.0
+    federation: Annotated[
+        str,
+        Beside(("deployment",)),
+        Doc("The folder of a federation that is up; empty brings one up for this run."),
+    ] = ""
+    timeout: Annotated[float, Gt(0), Le(1e8), Doc("Seconds that a round may take.")] = 3600.0
+    # Starting ten virtual clients on two busy cores has taken more than a minute.
+    node_timeout: Annotated[
+        float, Gt(0), Le(1e8), Doc("Seconds to wait for nodes to be there.")
+    ] = 180.0
+
 
 LARGEST_FILE = 2**20
 

@@ -17,9 +17,8 @@ from fedsim.config.tables import (
     Choice,
     ConfigTable,
     NamesOf,
-    read_options_of,
 )
-from fedsim.config.values import read_named, split_top_level
+from fedsim.config.values import read_named, read_options_of, split_top_level
 from fedsim.settings import Constraint, Doc, Ge, Gt, Le, Lt, NotAllowedError, Text
 
 Range: TypeAlias = Annotated[

@@ -9,8 +9,7 @@ checks; a `Choice` has, besides, the settings of the thing that it names: ``[cli
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -340,74 +339,3 @@ def all_tables(table: ConfigTable) -> Iterator[ConfigTable]:
         if isinstance(value, ConfigTable):
             yield from all_tables(value)
     yield table
-
-
-def read_options_of(
-    thing: Callable[..., Any],
-    name: str,
-    options: Mapping[str, Any],
-    table: str,
-    filled: Collection[str] = (),
-) -> Mapping[str, Any]:
-    """What a class or function without keys of its own is called with, by Python's names.
-
-    Parameters
-    ----------
-    thing : callable
-    name : str
-        What a config calls it.
-    options : mapping of key to value
-        In kebab-case, or as Python writes them.
-    table : str
-        Where they stand.
-    filled : collection of str
-        What it gets from elsewhere.
-
-    Raises
-    ------
-    FedsimError
-        If they are not what it takes, by their types and ranges where it is a dataclass and by
-        their names where it is not.
-    """
-    given = {key.replace("-", "_"): value for key, value in options.items()}
-    for key in filled:
-        if key in given:
-            raise FedsimError(f"{table}.{key} is set; what it is follows from other keys.")
-    settings = {s.name: s for s in settings_of(thing) if s.name not in filled}
-    names = set(settings) if settings else parameters_of(thing)
-    for key in given:
-        if names is not None and key not in names:
-            takes = ", ".join(sorted(n.replace("_", "-") for n in names - {*filled}))
-            raise FedsimError(
-                f"{table}.{key.replace('_', '-')} is no setting of '{name}'; it takes "
-                f"{takes or 'no options'}."
-            )
-    required = {key for key, s in settings.items() if s.default is REQUIRED}
-    for key in (required if settings else _required_of(thing)) - {*given, *filled}:
-        raise FedsimError(f"{table}.{key.replace('_', '-')} is not set; it must be given.")
-    if not settings:
-        return given
-    return {
-        name: read_setting(s, given[name], f"{table}.{s.key}") if name in given else s.default
-        for name, s in settings.items()
-    }
-
-
-def parameters_of(thing: Callable[..., Any]) -> set[str] | None:
-    """Names of the keywords that a callable takes; None if any."""
-    try:
-        parameters = inspect.signature(thing).parameters.values()
-    except ValueError as error:
-        raise FedsimError(
-            f"{thing!r} is no Python function or class with known parameters."
-        ) from error
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-
-
-def _required_of(thing: Callable[..., Any]) -> set[str]:
-    """Those of them without a default."""
-    parameters = inspect.signature(thing).parameters.values()
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {p.name for p in parameters if p.kind in named and p.default is p.empty}

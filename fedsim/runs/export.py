@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.digest import affects_release
+from fedsim.config.plan import affects_release
 from fedsim.errors import FedsimError, printable
 from fedsim.privacy import Statement
 from fedsim.privacy.verification import METADATA

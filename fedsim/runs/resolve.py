@@ -13,8 +13,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch import nn
 
 from fedsim.config import RunConfig
-from fedsim.config.digest import release_digest
-from fedsim.config.plan import entropy, stopping
+from fedsim.config.plan import entropy, release_digest, stopping
 from fedsim.devices import Devices
 from fedsim.federation.arrays import tensors
 from fedsim.mechanisms import Mechanism

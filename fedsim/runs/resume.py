@@ -7,8 +7,7 @@ from pathlib import Path
 
 from fedsim.arguments import shown
 from fedsim.config import RunConfig, Scalar
-from fedsim.config.digest import affects_release
-from fedsim.config.plan import declares_stops, stopping
+from fedsim.config.plan import affects_release, declares_stops, stopping
 from fedsim.config.run_config import past_config
 from fedsim.errors import FedsimError
 from fedsim.privacy import Ledger

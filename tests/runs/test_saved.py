@@ -14,7 +14,7 @@ from safetensors.torch import load, load_file
 
 import fedsim
 from fedsim import RunConfig
-from fedsim.config.digest import affects_release
+from fedsim.config.plan import affects_release
 from fedsim.datasets import load as load_data
 from fedsim.errors import FedsimError
 from fedsim.runs.export import export, publish
