@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import (
@@ -193,22 +192,18 @@ def _encoded(value: Any) -> dict[str, Any] | None:
             return {"value": copy.deepcopy(value)}
         case ArrayRecord():
             return {"record": {k: v.clone() for k, v in tensors(value).items()}}
-        case np.ndarray():
-            return {"array": torch.from_numpy(value.copy())}
-        case dict() if all(isinstance(array, np.ndarray) for array in value.values()):
-            return {"dict": {k: torch.from_numpy(v.copy()) for k, v in value.items()}}
         case list() if all(isinstance(array, np.ndarray) for array in value):
-            return {"list": {str(i): torch.from_numpy(v.copy()) for i, v in enumerate(value)}}
+            return {"list": {str(i): array.copy() for i, array in enumerate(value)}}
     return None
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON can hold the value."""
+    """Whether a state tree can hold the value: JSON, and arrays that are no list's."""
     match value:
-        case None | bool() | int() | float() | str():
+        case None | bool() | int() | float() | str() | np.ndarray():
             return True
         case list():
-            return all(map(_is_plain, value))
+            return all(_is_plain(entry) and not isinstance(entry, np.ndarray) for entry in value)
         case dict():
             return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
     return False
@@ -220,12 +215,8 @@ def _decoded(encoded: Mapping[str, Any]) -> Any:
     match form:
         case "record":
             return _plain(array_record(value))
-        case "array":
-            return value.numpy().copy()
-        case "dict":
-            return {name: array.numpy().copy() for name, array in value.items()}
         case "list":
-            return [value[str(i)].numpy().copy() for i in range(len(value))]
+            return [value[str(i)].copy() for i in range(len(value))]
     return copy.deepcopy(value)
 
 

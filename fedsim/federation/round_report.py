@@ -232,17 +232,15 @@ class Failures:
             self._reasons.clear()
             return
         self._reasons.update(report.reasons)
+        n = self._in_a_row
+        rounds = "round" if n == 1 else f"{n} rounds in a row, the last of them round"
         happened = (
-            f"every client that was asked failed in {_rounds(self._in_a_row)} "
-            f"{report.round}: {describe_reasons(self._reasons, advise=True)}."
+            f"every client that was asked failed in {rounds} {report.round}: "
+            f"{describe_reasons(self._reasons, advise=True)}."
         )
         if self._allowed is not None and self._in_a_row >= self._allowed:
             raise RunFailedError(happened)
         _log.warning("%s", happened)
-
-
-def _rounds(in_a_row: int) -> str:
-    return "round" if in_a_row == 1 else f"{in_a_row} rounds in a row, the last of them round"
 
 
 def describe_reasons(reasons: Mapping[Reason, int], *, advise: bool = False) -> str:
