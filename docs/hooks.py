@@ -165,17 +165,18 @@ def benchmarks() -> str:
     """The recorded figures of speed and memory, and the command that measures each again."""
     lines = [
         "# Benchmarks\n",
-        "In a checkout after `make test`, with nothing else running: each takes minutes, says its",
-        "options with `--help`, and prints what stands below. `make bench` is the first of them.\n",
+        "Run them in a checkout after `make test`, with nothing else running. Each takes minutes,",
+        "lists its options with `--help`, and prints figures like those below; `make bench` runs",
+        "the first.\n",
         "| command | measures |",
         "| --- | --- |",
     ]
     for name in BENCHMARKS:
         text = (ROOT / "benchmarks" / f"{name}.py").read_text()
-        told = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+        line = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
         # Some begin with the command itself.
-        told = re.sub(r"^`[^`]*`:\s*", "", told)
-        lines.append(f"| `python -m benchmarks.{name}` | {told.rstrip('.')} |")
+        line = re.sub(r"^`[^`]*`:\s*", "", line)
+        lines.append(f"| `python -m benchmarks.{name}` | {line.rstrip('.')} |")
     lines.append("")
     for results in sorted((ROOT / "benchmarks" / "results").glob("*.md")):
         lines += [re.sub(r"^(#+) ", r"#\1 ", results.read_text(), flags=re.MULTILINE), ""]
