@@ -188,9 +188,8 @@ def privacy(
     console.print(_answer_table(answer, prv))
     if (owned := read.group if group is None else group) != 1:
         console.print(group_cost(answer.events, owned, question.delta).sentence(question.level))
-    if read.extrapolated is not None and rounds is None:
-        console.print(read.extrapolated.sentence())
-    for sentence in read.declared:
+    figure = read.extrapolated if rounds is None else None
+    for sentence in ([] if figure is None else [figure.sentence()]) + list(read.declared):
         console.print(sentence)
     if math.isfinite(answer.cost.epsilon):
         console.print(_tradeoff_table(tradeoff(answer.events)))

@@ -81,11 +81,7 @@ def run(
     lines = JsonLines(console)
     if json_:
         notify_of_end(lines.end)
-    directory = config if config.is_dir() else None
-    if directory is not None:
-        _check_directory(directory, out, resume=resume)
-        config = directory / "config.toml"
-        past_config(config)  # a mistake in it is no mistake of --set
+    config, directory = _config_file(config, out, resume=resume)
     if resume and overwrite:
         raise FedsimError(
             "--resume continues the run that --overwrite would replace; give one of them."
@@ -136,6 +132,15 @@ def _log_from(level: str) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("fedsim: %(message)s"))
         log.addHandler(handler)
+
+
+def _config_file(source: Path, out: Path | None, *, resume: bool) -> tuple[Path, Path | None]:
+    """The config to run, and the directory where it is resumed, if ``source`` is a directory."""
+    if not source.is_dir():
+        return source, None
+    _check_directory(source, out, resume=resume)
+    past_config(source / "config.toml")  # a mistake in it is no mistake of --set
+    return source / "config.toml", source
 
 
 def _check_directory(directory: Path, out: Path | None, *, resume: bool) -> None:

@@ -221,22 +221,18 @@ def found_size(
                 f"which are no {noun}s."
             )
         return Size(0)
+    limit = declared or MOST_CLASSES
+    allowed = f"below {limit:,}" + (f", the declared {key}" if declared else "")
     most = []
     for split, columns, array in zip(("train", "test"), (train, test), arrays, strict=True):
         low, high = _extremes(array, columns.get("mask") if name == "y" else None)
         if protected and split == "train":
             most.append(min(max(high + 1, 1), MOST_CLASSES))
             continue
-        if low < 0:
+        if low < 0 or high >= limit:
+            value, must = (low, "integers from 0 up") if low < 0 else (high, allowed)
             raise FedsimError(
-                f"{where} has the {noun} {low} in {name}_{split}; {noun}s must be integers from 0 "
-                "up."
-            )
-        limit = declared or MOST_CLASSES
-        if high >= limit:
-            allowed = f"below {limit:,}" + (f", the declared {key}" if declared else "")
-            raise FedsimError(
-                f"{where} has the {noun} {high} in {name}_{split}; {noun}s must be {allowed}."
+                f"{where} has the {noun} {value} in {name}_{split}; {noun}s must be {must}."
             )
         most.append(high + 1)
     if declared:

@@ -258,19 +258,21 @@ evaluate_metrics_aggr_fn
             evaluate_quantiles,
             reachable,
         )
-        self._extras = {}
-        if self.shows_clients:
-            self._extras["metrics"] = TrainMetrics(weighted_by_key, train_metrics_aggr_fn)
-        if isinstance(server_optimizer, FlowerOptimizer):
-            # It sees the caller's config entries, the means above and the parameters alone.
-            self._extras["strategy"] = StrategyConfig(server_optimizer)
-        if average_client_state:
-            self._extras["clients"] = SharedClientState()
+        metrics = TrainMetrics(weighted_by_key, train_metrics_aggr_fn)
         self._vectors = None
         if algorithm is not None and algorithm.sends:
             self._vectors = NamedVectors(algorithm, plan.sampler.population or 0)
+        extras = {
+            "metrics": metrics if self.shows_clients else None,
+            # It sees the caller's config entries, the means above and the parameters alone.
+            "strategy": StrategyConfig(server_optimizer)
+            if isinstance(server_optimizer, FlowerOptimizer)
+            else None,
+            "clients": SharedClientState() if average_client_state else None,
             # Last: it takes the vectors out of the mean, which then has the parameters' layout.
-            self._extras["vectors"] = self._vectors
+            "vectors": self._vectors,
+        }
+        self._extras = {name: extra for name, extra in extras.items() if extra is not None}
 
 
 def _aggregation_of(

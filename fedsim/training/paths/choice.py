@@ -120,41 +120,31 @@ def choose(
     FedsimError
         If the path asked for does not exist, or cannot take this model.
     """
-    if plain_only:
-        if wanted in ("auto", "plain"):
-            return PlainPath(model, packing, loss)
-        raise FedsimError(
-            f"client.path = '{wanted}' does not take a model that draws random numbers (dropout, "
-            "say) or keeps statistics of batches; allowed here: 'auto', 'plain'."
-        )
     structure, read_loss = reading.structure, reading.loss
-    if structure is None or read_loss is None:
+    if plain_only or structure is None or read_loss is None:
         if wanted in ("auto", "plain"):
             return PlainPath(model, packing, loss)
+        refused = f"a model or a loss that may look across a batch ({reading.why})"
+        if plain_only:
+            refused = (
+                "a model that draws random numbers (dropout, say) or keeps statistics of batches"
+            )
         raise FedsimError(
-            f"client.path = '{wanted}' does not take a model or a loss that may look across a "
-            f"batch ({reading.why}); allowed here: 'auto', 'plain'."
+            f"client.path = '{wanted}' does not take {refused}; allowed here: 'auto', 'plain'."
         )
+    chain: Path | None = None
     if wanted in ("auto", "stacked"):
-        stacked = stack(structure, packing, read_loss, data.x.dim() - 1, compiled=compiled)
-        if stacked is not None:
-            return stacked
-        if wanted == "stacked":
-            raise FedsimError(
-                f"client.path = 'stacked' does not take a {type(model).__name__} like this one; it "
-                "takes a chain of linear layers with ReLU, tanh or sigmoid. Allowed here: "
-                "'auto', 'layered', 'func', 'plain'."
-            )
-    if wanted == "layered" or (wanted == "auto" and device.type == "cpu"):
-        path = layered(structure, packing, read_loss, compiled=compiled)
-        if path is not None:
-            return path
-        if wanted == "layered":
-            raise FedsimError(
-                f"client.path = 'layered' does not take a {type(model).__name__} like this one; it "
-                "takes a chain of convolutions with ReLU and max-pooling, then linear layers. "
-                "Allowed here: 'auto', 'stacked', 'func', 'plain'."
-            )
+        chain = stack(structure, packing, read_loss, data.x.dim() - 1, compiled=compiled)
+    if wanted == "layered" or (chain is None and wanted == "auto" and device.type == "cpu"):
+        chain = layered(structure, packing, read_loss, compiled=compiled)
+    if chain is not None:
+        return chain
+    if wanted in _CHAINS:
+        takes, others = _CHAINS[wanted]
+        raise FedsimError(
+            f"client.path = '{wanted}' does not take a {type(model).__name__} like this one; it "
+            f"takes {takes}. Allowed here: {others}."
+        )
     func = FuncPath(structure.module, packing, read_loss)
     small = func.aligned and packing.width * packing.layout.dtype.itemsize <= SMALL_BYTES
     fits = wanted == "auto" and (device.type == "cuda" or small) and _takes(func, data)
@@ -165,6 +155,19 @@ def choose(
     raise FedsimError(
         f"client.path is '{wanted}'; it must be 'auto', 'stacked', 'layered', 'func' or 'plain'."
     )
+
+
+_CHAINS = {
+    "stacked": (
+        "a chain of linear layers with ReLU, tanh or sigmoid",
+        "'auto', 'layered', 'func', 'plain'",
+    ),
+    "layered": (
+        "a chain of convolutions with ReLU and max-pooling, then linear layers",
+        "'auto', 'stacked', 'func', 'plain'",
+    ),
+}
+"""What the two paths of chains take, and the paths that remain."""
 
 
 def kernel_of(wanted: KernelName, device: torch.device) -> KernelName:
