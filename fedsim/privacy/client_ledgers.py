@@ -101,7 +101,7 @@ class ClientLedgers:
         )
 
     def everyone(self) -> list[Ledger]:
-        """The ledgers of all clients that have ever released anything, as they are now."""
+        """The current ledgers of all clients that have ever released anything."""
         for client in self._found():
             self.of(client)
         for ledger in self._open.values():
@@ -110,7 +110,7 @@ class ClientLedgers:
 
     def state(self) -> dict[str, dict[str, Any]]:
         """What a checkpoint holds of each of them, by its client."""
-        self.everyone()  # as they are on the disk now
+        self.everyone()  # reads what other processes have written
         return {
             str(client): self._open[client].state()
             for client in sorted(self._open)

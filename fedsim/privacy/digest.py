@@ -1,6 +1,6 @@
 """Digests of settings, the same in any process and on any machine; and of protected data, keyed.
 
-A hash without a key of what is protected would let anybody check a guess of it.
+Without a key, a hash of protected data would let anyone check a guess of it.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ _BYTES = 32
 class Fingerprints:
     """HMAC-SHA256 under a key that stays where it was made.
 
-    Without the key a fingerprint says nothing about what it is of, guesses included. Who
-    loses the key loses no privacy: no release is taken for one that was made before.
+    Without the key a fingerprint reveals nothing, and no guess can be checked against it. If the
+    key is lost no privacy is: later releases are then all charged as new ones.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ class Fingerprints:
         """
         code = self.code()
         for content in contents:
-            # Lengths keep ("ab", "c") and ("a", "bc") apart.
+            # Lengths distinguish ("ab", "c") from ("a", "bc").
             code.update(len(content).to_bytes(8, "little"))
             code.update(content)
         return code.hexdigest()
@@ -141,7 +141,6 @@ def _key_in(directory: Path, read_only: bool) -> bytes:
     if len(key) != _BYTES:
         raise FedsimError(
             f"{path} has {len(key)} bytes; a fingerprint's key must have {_BYTES}: put back what "
-            "was there, or remove it to have a new one made, by which no earlier release is "
-            "recognised."
+            "was there, or remove it: a new one is made, which recognises no earlier release."
         )
     return key

@@ -1,6 +1,6 @@
 """Files that last: written durably by one writer at a time, and archived where they are replaced.
 
-A ledger that is replaced goes on counting. What replaces ``DIR/some/ledger.jsonl`` first moves it
+A ledger that is replaced still counts. What replaces ``DIR/some/ledger.jsonl`` first moves it
 to ``DIR/archive/NUMBER/some/ledger.jsonl``: a run that is overwritten does so with all its ledgers
 at once, a ledger of an old format with itself.
 """
@@ -23,7 +23,7 @@ def create(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _written(path, data, mode)
     try:
-        # Unlike a rename, a link never takes the place of somebody else's file.
+        # Unlike a rename, a link never replaces a file that another process has just written.
         os.link(temporary, path)
     except FileExistsError:
         return False
@@ -135,7 +135,7 @@ def archived(path: Path) -> list[Path]:
 def archive(path: Path) -> Path:
     """Move a ledger, or a directory, into the archive beside it, and say where it is.
 
-    What a ledger holds goes on being counted.
+    What a ledger holds is still counted there.
     """
     directory = path.parent / ARCHIVE
     directory.mkdir(exist_ok=True)

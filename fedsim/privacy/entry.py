@@ -20,7 +20,7 @@ Placement = Literal["", "server", "client"]
 Fact = str | int | float | bool | None
 Place = tuple[str | None, str, int | None, int | None]
 DECLARED = "declared"
-"""Among an entry's public facts: only the user's word says that this part does what it says."""
+"""Among an entry's public facts: the user answers for this part of the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Entry:
     placement : "", "server" or "client"
         Where the noise was drawn; "" where that is unknown.
     declared_by_user : bool
-        Whether only the user's word says that the event is true of what was drawn and added.
+        Whether the user alone answers for the event being true of what was drawn and added.
     public : mapping of str to str, number, bool or None
         What else was taken as public: a population or number of examples, steps, a
         denominator; ``rows`` says how it is known that each is of one example ("by structure",
@@ -60,7 +60,7 @@ class Entry:
     settles : bool
         Whether this is the release that the torn line just before it began.
     fragment : str
-        What was legible of a torn line.
+        What was written of a torn line.
     run : str or None
         Which run's directory a release belongs to, in a ledger that several runs share.
     sum : str or None
@@ -104,7 +104,7 @@ class Entry:
                     f"{name.replace('_', '-')} is {value!r}; in a ledger it must be {allowed}."
                 )
         object.__setattr__(self, "public", dict(sorted(self.public.items())))
-        # A law that is known by its data alone is its author's word, whoever writes the line.
+        # For a law that is known by its data alone only its author answers.
         outside = isinstance(self.event.law, DeclaredLaw)
         object.__setattr__(self, "declared_by_user", self.declared_by_user or outside)
 

@@ -1,4 +1,4 @@
-"""Events: what one release costs, before anybody turns it into an epsilon."""
+"""Events: what a release is to the accountant, which turns many of them into an epsilon."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Event:
     """One noisy sum, or ``count`` equal ones, as the accountant sees it.
 
     All fields are public information. A law that fedsim does not ship becomes data here
-    (`DeclaredLaw`), so that whoever reads the event later needs nobody's code.
+    (`DeclaredLaw`), so that reading the event later needs no code but fedsim's.
 
     Attributes
     ----------
     noise_multiplier : float
-        Standard deviation of the noise on the sum, divided by the clip norm, whatever the
+        Standard deviation of the noise on the sum, divided by the clip norm, for any
         adjacency. 0 is a release without noise, infinity one that says nothing.
     law : Law
         How the rows of the sum were drawn, and what that costs.

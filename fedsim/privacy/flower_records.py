@@ -40,7 +40,7 @@ def privacy_config(
     Raises
     ------
     FedsimError
-        If the ledger was not told delta, or a declared event with a population.
+        If the ledger has no delta, or no declared event with a population.
     """
     if declared is None or declared.law.population is None or delta is None:
         raise FedsimError(

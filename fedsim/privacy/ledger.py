@@ -119,10 +119,10 @@ class Ledger(LedgerFile):
         Returns
         -------
         bool
-            False if the same release stood there already: entropy "config" and the same run,
+            False if the same release is in the ledger already: entropy "config" and the same run,
             release digest, round, attempt and event, at client level the same ``sum`` and at
             example level the same client and fingerprint. It is not charged again. Without
-            ``sum`` it is the caller's word that the release is the same.
+            ``sum`` the caller answers for the release being the same.
 
         Raises
         ------
@@ -214,8 +214,8 @@ class Ledger(LedgerFile):
         Parameters
         ----------
         event : Entry, Event or GaussianPrivacyEvent
-            An entry that `record` would not charge again costs nothing more; its ``sum`` is not
-            looked at (`record` refuses another one).
+            An entry that `record` would not charge again costs nothing more; its ``sum`` is
+            ignored (`record` refuses another one).
         max_epsilon, delta : float, optional
             In place of the ledger's own.
         count : int
@@ -289,13 +289,13 @@ class Ledger(LedgerFile):
     def compose(self, event: Event | GaussianPrivacyEvent, count: int = 1) -> None:
         """`record` as Flower calls it: nothing is known but the event, and no budget refuses it.
 
-        That clients are drawn independently is then the word of the caller who declares it:
-        Flower's own strategies draw a fixed number.
+        That clients are drawn independently is then declared by the user: Flower's own strategies
+        draw a fixed number.
         """
         ours = self._our_event(event).times(count)
-        word = not isinstance(event, Event) and ours.law.rate < 1
-        word = word and not isinstance(ours.law, FixedSizeLaw)
-        self.record(Entry(event=ours, declared_by_user=word), max_epsilon=math.inf)
+        declared = not isinstance(event, Event) and ours.law.rate < 1
+        declared = declared and not isinstance(ours.law, FixedSizeLaw)
+        self.record(Entry(event=ours, declared_by_user=declared), max_epsilon=math.inf)
 
     def get_epsilon(self, delta: float) -> float:
         """`epsilon`."""

@@ -137,7 +137,7 @@ class LedgerFile:
             self._load(data)
 
     def write(self, entry: Entry, budget: Budget | None = None) -> bool:
-        """Add a line, durably; False if the same release stands there already.
+        """Add a line, durably; False if the same release is in the ledger already.
 
         No other process writes between the check of what has been spent and the line.
 

@@ -5,7 +5,7 @@ entry, which contain the hash of the line before. What is noted beside it (time,
 hashes that only a resumed run needs) is covered by no hash, so that equal runs have equal heads.
 
 What a chain proves: that no line was damaged, lost or swapped by accident. It has no secret:
-anybody who can write the file can seal a forged one, cut its end off or empty it. To notice that,
+anyone who can write the file can seal a forged one, cut its end off or empty it. To notice that,
 compare its head with one kept elsewhere (`fedsim privacy RUN --verify`), or sign it.
 
 Ledgers of format 1 are read and counted, and never written to. Their lines were flat, sealed at
@@ -82,7 +82,7 @@ def opened(line: bytes, previous: str) -> tuple[dict[str, Any], dict[str, Any], 
     beside = text[end + len(seal) :]
     noted = _parsed(f"{{{beside[1:]}") if beside.startswith(',"noted":') else None
     if not isinstance(noted, dict) or not isinstance(noted["noted"], dict):
-        raise FedsimError("what is noted beside its entry is not legible.")
+        raise FedsimError("what is noted beside its entry cannot be read.")
     if entry.pop("previous", None) != previous:
         raise FedsimError("it does not follow the line before it.")
     return entry, noted["noted"], digest
@@ -164,7 +164,7 @@ def torn_entry(torn: bytes, known: Iterable[Event]) -> Entry:
     fragment = torn.decode("ascii", "backslashreplace")
     events = list(known)
     _, _, tail = fragment.partition('"event":')
-    with suppress(FedsimError, ValueError, TypeError, RecursionError):  # it may not be legible
+    with suppress(FedsimError, ValueError, TypeError, RecursionError):  # it may be cut short
         events.append(Event.from_dict(_DECODER.raw_decode(tail)[0]))
     # Of a line without any event known, nothing can be said.
     event = dominating_event(events) or Event(noise_multiplier=0.0, guarantee=False)

@@ -1,4 +1,4 @@
-"""The manifest of a run: what its files were when it ended, so that others are recognised.
+"""The manifest of a run: digests of its files when it ended, so that changes are detected.
 
 ``manifest.json`` names the ledger's head and number of lines, SHA-256 digests of what may be shown
 to anybody (model, configs), HMACs of the other files under the run's own key (``fingerprint.key``:
@@ -74,7 +74,7 @@ class Manifest:
 
     @classmethod
     def of(cls, run: Path, clients: Path | None, fingerprints: Fingerprints) -> Self:
-        """The manifest of a run's directory as it is now.
+        """The manifest of a run's directory in its present state.
 
         Parameters
         ----------

@@ -173,7 +173,7 @@ class ReleasePlan(Generic[BoundT]):
 
     @property
     def amplified(self) -> bool:
-        """Whether the guarantee counts on nobody knowing who was drawn."""
+        """Whether the guarantee requires that the sample stays secret."""
         event = self.event()
         return event.private and event.law.rate < 1
 

@@ -2,7 +2,7 @@
 
 A loss distribution lives on the grid ``h * integers``. One release is put on it by the
 Connect-the-Dots rule (Doroshenko, Ghazi, Kamath, Kumar & Manurangsi 2022), which rounds so
-that the result is an upper bound on the true curve whatever ``h``; compositions are
+that the result is an upper bound on the true curve for any ``h``; compositions are
 products of Fourier transforms, as in dp-accounting, which the tests compare with. The order of
 work differs: each *distinct* release is transformed once and its transform is cached. Composing
 10,000 rounds, or the next round of a run, then costs one inverse transform. Epsilon needs even

@@ -114,7 +114,7 @@ class Statement:
     ) -> Self:
         """The statement over ledgers whose owners hold disjoint data, at least one.
 
-        What is said of an attacker, and of groups, is of all the rounds that were planned.
+        Figures for attacks and groups are for all the rounds that were planned.
 
         Parameters
         ----------

@@ -1,7 +1,7 @@
-"""The trade-off curve of a claim: what an attacker who tells neighbours apart must miss.
+"""The trade-off curve of a claim: the error rates of any attack that distinguishes neighbours.
 
 An (epsilon, delta) pair is one point of what a composition of events guarantees. All pairs
-together say that an attacker with false alarms ``a`` misses at least ``f(a)`` (Dong, Roth &
+together say that an attack with false-positive rate ``a`` misses at least ``f(a)`` (Dong, Roth &
 Su, "Gaussian Differential Privacy", 2022). Everything here is rounded in the direction that
 keeps it true: ``f`` down, the advantage and mu up.
 """
@@ -54,8 +54,8 @@ class TradeOff:
             return np.asarray(np.maximum(missed - ROUNDING, 0.0))
         if not len(self.epsilons):
             return np.zeros_like(alarms)
-        # Of thousands of lines one is the highest at a point, and found by bisection. Whichever is
-        # found lies below the true curve, whatever rounding does to the search.
+        # Of thousands of lines one is the highest at a point, and found by bisection. Each of them
+        # lies below the true curve, so that rounding in the search does no harm.
         grown, deltas, falls = self._hull
         starts = deltas[:-1] + falls * grown[:-1]
         steep = np.searchsorted(-falls, -alarms)
@@ -94,7 +94,7 @@ class TradeOff:
 
     @property
     def advantage(self) -> float:
-        """``delta(0)``: by how much true alarms can exceed false ones (total variation)."""
+        """``delta(0)``: the most that true positives can exceed false ones by (total variation)."""
         return float(self.deltas[0]) if len(self.deltas) else 1.0
 
     @cached_property
@@ -108,8 +108,8 @@ class TradeOff:
             return self.exact_mu
         if not len(self.epsilons):
             return math.inf
-        seen = self.deltas > SMALLEST_PLD_DELTA
-        epsilons, deltas = self.epsilons[seen], self.deltas[seen]
+        usable = self.deltas > SMALLEST_PLD_DELTA
+        epsilons, deltas = self.epsilons[usable], self.deltas[usable]
         if not len(epsilons):
             return 0.0
         return bisected(lambda mu: _dominates(mu, epsilons, deltas), 1e-7, most=1e6)[1]

@@ -278,7 +278,7 @@ def _client_ledgers(
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a metrics.csv that is whole: every number legible, one row a round.
+    """Rows of a complete metrics.csv: numbers only, one row for each round.
 
     Raises
     ------

@@ -1,12 +1,12 @@
-"""What a sampler is, and the law of its draws: who is in, and what that costs.
+"""What a sampler is, and the law of its draws: which rows are sampled, and what that costs.
 
-A sampler draws and emits its law; accounting and drawing cannot disagree. One type serves both
-levels: a cohort of clients is a sample of the population, a batch one of a client's examples. A
-draw is a function of the keyed numbers of its round, and of what the sampler remembers of earlier
-ones, if it remembers any; it costs as much as it draws.
+A sampler draws and gives its law, so that accounting and drawing cannot disagree. One type serves
+both levels: a cohort of clients is a sample of the population, a batch one of a client's examples.
+A draw is a function of its round's keyed random numbers, and of the sampler's state, if it has any;
+its time is proportional to what it draws.
 
 Accountant, ledger, statement, pages, planning and audit ask the law, and none of them names one.
-A new sampler with a law of its own is one file beside this one; a law of a user's is the same file
+A new sampler with a law of its own is one file beside this one; a user's law is such a file
 elsewhere, and is written into ledgers as data (`fedsim.privacy.laws.declared`).
 """
 
@@ -198,7 +198,7 @@ class Law(ABC):
 
 
 def _has_type(value: object, annotation: str) -> bool:
-    """Whether a number, a word or None out of a ledger is what a law's field says."""
+    """Whether a number, text or None from a ledger has the type of a law's field."""
     if value is None:
         return "None" in annotation
     if isinstance(value, bool):
@@ -209,10 +209,10 @@ def _has_type(value: object, annotation: str) -> bool:
 
 
 class Sampler(ABC):
-    """Who is in, and what it costs. All fields are public information.
+    """Which rows are sampled, and what that costs. All fields are public information.
 
-    One of your own is *declared by the user* in ledger and statement: nobody has checked that
-    its law is true of its draws. Where rows are in independently of each other, derive it from
+    One of your own is *declared by the user* in ledger and statement: it is not checked that its
+    law is true of its draws. Where rows are in independently of each other, derive it from
     `fedsim.cohorts.InclusionSampler`: its law then follows from its probabilities.
     """
 
@@ -239,7 +239,7 @@ class Sampler(ABC):
         Raises
         ------
         FedsimError
-            If no population was declared: those seen must not stand in for it.
+            If no population was declared: clients that were reached must not stand in for it.
         """
         return self.rate * declared_population(self)
 
@@ -272,11 +272,11 @@ class Sampler(ABC):
         return count
 
     def state(self) -> SamplerState:
-        """What it remembers of the rounds drawn so far; most remember nothing."""
+        """What later draws need of earlier ones; most samplers need nothing."""
         return {}
 
     def restore(self, state: SamplerState) -> None:
-        """Draw on from what `state` gave, in another process perhaps."""
+        """Continue from what `state` gave, perhaps in another process."""
         if state:
             raise FedsimError(
                 f"the state holds {', '.join(sorted(state))} of a sampler, but "
@@ -285,7 +285,7 @@ class Sampler(ABC):
 
 
 def check_population(population: int | None) -> None:
-    """Refuse a population of nobody."""
+    """Refuse a population below 1."""
     if population is not None and population < 1:
         raise FedsimError(f"cohort.population is {population}; it must be 1 or more.")
 

@@ -1,8 +1,8 @@
 """Laws that fedsim does not ship, as data: what an event holds and a ledger writes of them.
 
 A ledger is verified from what stands in it, never by importing code. A law of a user's is
-therefore evaluated once for each noise multiplier, where an event is made: its Rényi curve as it
-is, its dominating pairs on a grid of losses, rounded up. Nothing else of it is known from there on.
+therefore evaluated once for each noise multiplier, where an event is made: its Rényi curve exactly,
+its dominating pairs on a grid of losses, rounded up. From there on only these are known of it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class DeclaredLaw(Law):
             raise FedsimError(
                 f"the law '{self.title}' is known at a noise multiplier of "
                 f"{self.noise_multiplier:g} only, from its author; with less, "
-                f"{noise_multiplier:g}, nobody here knows what it costs: ask with the config that "
+                f"{noise_multiplier:g}, its cost is not known here: ask with the config that "
                 "names it."
             )
 
@@ -118,7 +118,7 @@ class DeclaredLaw(Law):
 
     @property
     def is_gaussian(self) -> bool:
-        """False: nobody here knows."""
+        """False: it is not known here."""
         return False
 
     @property

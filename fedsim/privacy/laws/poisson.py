@@ -112,8 +112,8 @@ class Poisson(Sampler):
 
     Guarantee: add-remove, with the full amplification by sampling; zero-out where the
     population is public for a reason of its own, as a client's number of examples is. The
-    sample's size is Binomial(population, rate), is private, and may be 0. Somebody new with the
-    highest id changes a sample by themselves at most.
+    sample's size is Binomial(population, rate), is private, and may be 0. One more row with the
+    highest id changes a sample by that row at most.
 
     Parameters
     ----------
@@ -206,8 +206,8 @@ class InclusionSampler(Sampler):
     A subclass says `probabilities` and nothing else: draw and law follow from them, and an
     audit can hold inclusion frequencies against them, one by one, in pairs and over rounds.
 
-    Guarantee: add-remove, that of Poisson sampling at ``highest``. Nobody's probability may
-    depend on what is private of anybody.
+    Guarantee: add-remove, that of Poisson sampling at ``highest``. No probability may depend on
+    private data.
 
     Parameters
     ----------

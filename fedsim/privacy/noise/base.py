@@ -1,7 +1,7 @@
-"""Noise as a value: how large, who adds it, whether rounds share it, and what that costs.
+"""Noise as a value: how large it is, whether rounds or clients share it, and what that costs.
 
-A noise says nothing of how normal numbers are drawn; it combines fresh draws with what it
-keeps of earlier ones. Both are in units of the standard deviation, coordinate by coordinate,
+A noise does not draw normal numbers itself; it combines fresh draws with what it keeps of earlier
+ones. Both are in units of the standard deviation, coordinate by coordinate,
 in float64, before any rounding to a grid: rounding errors must never enter a recursion.
 
 A new noise is one file beside this one, or one of a user's elsewhere: what it costs is then
@@ -140,8 +140,8 @@ def share_multiplier(noise_multiplier: float, asked: int) -> float:
 def top_up_multiplier(noise_multiplier: float, asked: int, usable: int) -> float:
     """Noise multiplier of what the server adds when ``usable`` of ``asked`` shares arrived.
 
-    ``z * sqrt(1 - usable / asked)``, all of z when nobody was asked: the variance of the sum is
-    z^2 C^2 whatever the cohort's size and however many dropped out.
+    ``z * sqrt(1 - usable / asked)``, all of z when the cohort was empty: the variance of the sum
+    is z^2 C^2 for any size of the cohort and any number of dropouts.
     """
     if not 0 <= usable <= asked:
         raise FedsimError(f"usable is {usable}; it must lie between 0 and asked, {asked}.")

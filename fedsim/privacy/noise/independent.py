@@ -13,7 +13,7 @@ from fedsim.registry import register
 @register("noise", "independent")
 @dataclass(frozen=True)
 class Independent(Noise):
-    """A Gaussian in every release that no other release knows of.
+    """A Gaussian in every release, independent of all others.
 
     Guarantee: each release is one Gaussian mechanism of this multiplier on a sum of
     sensitivity C; releases compose.
@@ -25,7 +25,7 @@ class Independent(Noise):
         return True
 
     def combine(self, fresh: Any, state: NoiseState) -> tuple[Any, NoiseState]:
-        """The draws as they are."""
+        """The draws, unchanged."""
         return fresh, state
 
     def law(self, law: Law) -> Law:
