@@ -85,14 +85,8 @@ def reduction(call: NodeCall) -> Any:
     return batched_results(call, call.results)
 
 
-def norm(call: NodeCall) -> Batched:
-    """As `reduction`, with the dimension after an order."""
-    call.dims(2)
-    return call.same_axis(call.results)
-
-
 def along(default: int | None = None, position: int = 1, name: str = "dim") -> Rule:
-    """A function along one dimension, which is not the examples'; others are left as they are."""
+    """What goes along dimensions that are named, none of them the examples' (`NodeCall.dims`)."""
 
     def rule(call: NodeCall) -> Any:
         call.dims(position, name, default)
@@ -105,26 +99,17 @@ def along(default: int | None = None, position: int = 1, name: str = "dim") -> R
 def reshape(call: NodeCall) -> Batched:
     """Each example's numbers in another shape, in their order."""
     call.need(call.first.axis == 0, "moves the examples")
-    sizes = call.args[1:] or tuple(call.kwargs.values())
-    if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
-        sizes = tuple(sizes[0])
+    sizes = _sizes(call)
     # In row-major order an example's numbers stay together only behind a leading batch axis.
     leads = bool(sizes) and (isinstance(sizes[0], BatchSize) or sizes[0] == -1)
     call.need(leads, "does not begin with the number of examples")
     return call.same_axis(call.results)
 
 
-def flatten(call: NodeCall) -> Batched:
-    """From a dimension after the first on."""
-    rank, start = call.first.like.dim(), call.argument(1, "start_dim", 0)
-    call.need(start % rank != 0, "puts examples beside each other")
-    return call.same_axis(call.results)
-
-
-def unflatten(call: NodeCall) -> Batched:
-    """Of a dimension after the first."""
-    call.dims()
-    return call.same_axis(call.results)
+def _sizes(call: NodeCall) -> tuple[Any, ...]:
+    """What a method is given after its tensor, one by one or as one tuple."""
+    sizes = call.args[1:] or tuple(call.kwargs.values())
+    return tuple(sizes[0]) if sizes and isinstance(sizes[0], tuple | list) else sizes
 
 
 def unsqueeze(call: NodeCall) -> Batched:
@@ -151,11 +136,8 @@ def transpose(call: NodeCall) -> Batched:
 
 def permute(call: NodeCall) -> Batched:
     """All axes in an order that is given."""
-    dims: Any = call.args[1:] or call.kwargs["dims"]
-    if isinstance(dims[0], tuple | list):
-        dims = dims[0]
     rank = call.args[0].like.dim()
-    return moved(call, [d % rank for d in dims])
+    return moved(call, [d % rank for d in _sizes(call)])
 
 
 def attribute(call: NodeCall) -> Batched:
@@ -169,10 +151,7 @@ def attribute(call: NodeCall) -> Batched:
 
 def expand(call: NodeCall) -> Batched:
     """Copies of something fixed for each example, or of what each example has once."""
-    sizes = call.args[1:]
-    if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
-        sizes = tuple(sizes[0])
-    value = call.args[0]
+    sizes, value = _sizes(call), call.args[0]
     if isinstance(value, Fixed):
         one = value.like.dim() < len(sizes) or value.like.shape[0] == 1
         call.need(one and isinstance(sizes[0], BatchSize), "is not one for each example")
@@ -257,34 +236,31 @@ def einsum(call: NodeCall) -> Batched:
     return call.same_axis(call.results)
 
 
-def rows(least: int) -> Callable[[NodeCall], Batched]:
-    """A function of one batch of at least so many dimensions; what else it takes is fixed."""
+def rows(least: int, *, exactly: bool = False) -> Callable[[NodeCall], Batched]:
+    """What takes one batch of at least, or exactly, so many dimensions; all else it takes is fixed.
+
+    Exactly where torch takes a single example without a batch too: the channels of an image, say,
+    would pass for examples.
+    """
 
     def rule(call: NodeCall) -> Batched:
-        call.need(call.first.like.dim() >= least, "is given no batch of such examples")
+        rank = call.first.like.dim()
+        fits = rank == least if exactly else rank >= least
+        call.need(fits, "is given no batch of such examples")
         call.need(len(call.batched) == 1, "has more than one batch")
-        call.need(call.kwargs.get("max_norm") is None, "writes to what is fixed")
-        call.need(not call.kwargs.get("scale_grad_by_freq"), "weighs examples by each other")
         return call.same_axis(call.results)
 
     return rule
 
 
-def image(rank: int) -> Callable[[NodeCall], Batched]:
-    """A function of a batch ``[B, C, ...]`` of so many dimensions."""
-
-    def rule(call: NodeCall) -> Batched:
-        # Torch also takes one image without a batch: its channels would pass for examples.
-        call.need(call.first.like.dim() == rank, "is given no batch of such examples")
-        return rows(rank)(call)
-
-    return rule
+def images(axes: int) -> Rule:
+    """What takes a batch ``[B, C, ...]`` of images with so many axes."""
+    return rows(axes + 2, exactly=True)
 
 
 def layer_norm(call: NodeCall) -> Batched:
     """Over the last dimensions, fewer than all."""
-    shape = call.argument(1, "normalized_shape")
-    return rows(len(shape) + 1)(call)
+    return rows(len(call.argument(1, "normalized_shape")) + 1)(call)
 
 
 def embedding(call: NodeCall) -> Batched:
@@ -343,8 +319,7 @@ def loss_of_each(classes: bool) -> Rule:
 
 def new(call: NodeCall) -> Batched:
     """A tensor of one number, with a row for each example."""
-    sizes = call.args[1]
-    sizes = sizes if isinstance(sizes, tuple | list) else call.args[1:]
+    sizes = _sizes(call)
     call.need(bool(sizes) and isinstance(sizes[0], BatchSize), "is not one for each example")
     return call.same_axis(call.results, shared=False)
 
@@ -358,9 +333,3 @@ def size(call: NodeCall) -> Any:
 
 SIZED = (reshape, expand, new)
 """Rules of what may be given the number of examples."""
-
-
-def within(call: NodeCall) -> Batched:
-    """Of the last two dimensions of each example."""
-    call.need(call.first.like.dim() >= 3, "goes through the examples of a batch")
-    return rows(3)(call)

@@ -313,9 +313,8 @@ class _Tracer(fx.Tracer):
         args, kwargs = self.value(node.args), self.value(node.kwargs)
         if node.op == "call_module":
             module = self.root.get_submodule(str(node.target))
-            call = NodeCall(
-                f"{type(module).__name__} '{node.target}'", module_on_meta(module), args, kwargs
-            )
+            name = f"{type(module).__name__} '{node.target}'"
+            call = NodeCall(name, module_on_meta(module), args, kwargs, module)
             # The result's shape is found by calling the module on meta, and its rule looks at it.
             # What it calls inside must leave no nodes then.
             self._measuring = True

@@ -8,7 +8,7 @@ Modules are known by their very type: a subclass may do anything, and is read in
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,14 +24,12 @@ from fedsim.training.structure.functions import (
     elementwise,
     embedding,
     expand,
-    flatten,
     getitem,
-    image,
+    images,
     layer_norm,
     loss_of_each,
     matmul,
     new,
-    norm,
     one_hot,
     pad,
     permute,
@@ -41,9 +39,7 @@ from fedsim.training.structure.functions import (
     size,
     together,
     transpose,
-    unflatten,
     unsqueeze,
-    within,
 )
 from fedsim.training.structure.values import Batched, Fixed, NodeCall
 
@@ -81,9 +77,9 @@ NAMED: dict[str, Rule] = {
     **_each(("flip",), along(name="dims")),
     "topk": along(default=-1, position=2),
     "roll": along(position=2, name="dims"),
-    "norm": norm,
-    "flatten": flatten,
-    "unflatten": unflatten,
+    "norm": along(position=2),
+    "flatten": along(default=0, name="start_dim"),
+    "unflatten": along(),
     "reshape": reshape,
     "unsqueeze": unsqueeze,
     "transpose": transpose,
@@ -92,7 +88,7 @@ NAMED: dict[str, Rule] = {
     "matmul": matmul,
     "bmm": matmul,
     **_each(("cat", "stack", "concat"), together),
-    **_each(("triu", "tril"), within),
+    **_each(("triu", "tril"), rows(3)),  # of each matrix
 }
 """Of torch's functions and of tensors' methods alike."""
 
@@ -148,14 +144,12 @@ FUNCTIONS: dict[Any, Rule] = {
     F.pad: pad,
     F.one_hot: one_hot,
     F.scaled_dot_product_attention: attention,
-    torch.linalg.vector_norm: norm,
-    **{getattr(F, f"conv{n}d"): image(n + 2) for n in (1, 2, 3)},
+    torch.linalg.vector_norm: along(position=2),
     **{
-        getattr(F, f"{kind}_pool{n}d"): image(n + 2)
-        for kind in ("avg", "adaptive_avg")
+        getattr(F, f"{kind}{n}d"): images(n)
+        for kind in ("conv", "avg_pool", "adaptive_avg_pool", "max_pool")
         for n in (1, 2, 3)
     },
-    **{getattr(F, f"max_pool{n}d"): image(n + 2) for n in (1, 2, 3)},
     **{
         getattr(F, name): loss_of_each(classes=True)
         for name in ("cross_entropy", "nll_loss", "multi_margin_loss")
@@ -186,105 +180,47 @@ def has_hooks(module: nn.Module) -> bool:
 
 def rule_of(module: nn.Module) -> Rule | None:
     """The rule of a module, None where none is known."""
+    kind = type(module)
     if not all(is_torchs_own(part) for part in module.modules()):
         return None
-    make = MODULES.get(type(module))
-    return None if make is None else make(module)
+    return MODULES[kind] if kind in MODULES and _fits(module) else None
 
 
-def _flatten(module: Any) -> Rule:
-    def rule(call: NodeCall) -> Batched:
-        rank = call.first.like.dim()
-        call.need(module.start_dim % rank != 0, "puts examples beside each other")
-        return call.same_axis(call.results)
-
-    return rule
+def _fits(module: nn.Module) -> bool:
+    condition = CONDITIONS.get(type(module))
+    return condition is None or condition(module)
 
 
-def _along_dim(module: Any) -> Rule:
-    def rule(call: NodeCall) -> Batched:
-        rank = call.first.like.dim()
-        call.need(module.dim is not None and module.dim % rank != 0, "goes through the examples")
-        return call.same_axis(call.results)
-
-    return rule
+def prelu(call: NodeCall) -> Batched:
+    """One slope for all numbers, or one for each channel."""
+    return rows(2 if call.argument(1, "num_parameters") > 1 else 1)(call)
 
 
-def _prelu(module: Any) -> Rule:
-    return rows(2 if module.num_parameters > 1 else 1)
+def recurrent(call: NodeCall) -> Any:
+    """Sequences, from a hidden state of zeros; its last hidden state has examples on axis 1."""
+    call.need(len(call.values) == 1, "is given more than sequences")
+    call.need(call.first.like.dim() == 3, "is given no batch of sequences")
+    outputs, state = call.results
+    if isinstance(state, tuple):
+        return call.same_axis(outputs), tuple(Batched(hidden, 1) for hidden in state)
+    return call.same_axis(outputs), Batched(state, 1)
 
 
-def _pooling(rank: int) -> Any:
-    def make(module: Any) -> Rule | None:
-        return None if getattr(module, "return_indices", False) else image(rank)
-
-    return make
-
-
-def _layer_norm(module: Any) -> Rule:
-    return rows(len(module.normalized_shape) + 1)
-
-
-def _instance_norm(rank: int) -> Any:
-    def make(module: Any) -> Rule | None:
-        # Running statistics are buffers: each example would change the next one's result.
-        return None if module.track_running_stats else image(rank)
-
-    return make
+def multihead_attention(call: NodeCall) -> Any:
+    """Within each example's sequence."""
+    given = [call.argument(i, name) for i, name in enumerate(("query", "key", "value"))]
+    right = all(isinstance(g, Batched) and not g.axis and g.like.dim() == 3 for g in given)
+    call.need(right, "is given no batches of sequences")
+    _masks(call, key=("key_padding_mask", 3), attention=("attn_mask", 5))
+    outputs, weights = call.results
+    return call.same_axis(outputs), None if weights is None else call.same_axis(weights)
 
 
-def _embedding(module: Any) -> Rule | None:
-    # `max_norm` rewrites the rows of the table that a batch uses, `scale_grad_by_freq` counts them
-    # over the batch.
-    writes = module.max_norm is not None
-    return None if writes or module.scale_grad_by_freq or module.sparse else rows(1)
-
-
-def _bag(module: Any) -> Rule | None:
-    return None if _embedding(module) is None else image(2)
-
-
-def _recurrent(module: Any) -> Rule | None:
-    # Else examples are the second axis, which the other rules do not take.
-    if not module.batch_first:
-        return None
-
-    def rule(call: NodeCall) -> Any:
-        call.need(len(call.values) == 1, "is given more than sequences")
-        call.need(call.first.like.dim() == 3, "is given no batch of sequences")
-        outputs, state = call.results
-        hidden = tuple(Batched(s, 1) for s in (state if isinstance(state, tuple) else (state,)))
-        return call.same_axis(outputs), hidden if isinstance(state, tuple) else hidden[0]
-
-    return rule
-
-
-def _attention(module: Any) -> Rule | None:
-    if not module.batch_first:
-        return None
-
-    def rule(call: NodeCall) -> Any:
-        names = ("query", "key", "value")
-        given = [call.argument(i, name) for i, name in enumerate(names)]
-        right = all(isinstance(g, Batched) and not g.axis and g.like.dim() == 3 for g in given)
-        call.need(right, "is given no batches of sequences")
-        _masks(call, key=("key_padding_mask", 3), attention=("attn_mask", 5))
-        outputs, weights = call.results
-        return call.same_axis(outputs), None if weights is None else call.same_axis(weights)
-
-    return rule
-
-
-def _encoder_layer(module: Any) -> Rule | None:
-    if not module.self_attn.batch_first or module.activation not in (F.relu, F.gelu):
-        return None
-
-    def rule(call: NodeCall) -> Batched:
-        call.need(call.first.like.dim() == 3, "is given no batch of sequences")
-        _masks(call, key=("src_key_padding_mask", 2), attention=("src_mask", 1))
-        return call.same_axis(call.results)
-
-    return rule
+def encoder_layer(call: NodeCall) -> Batched:
+    """Within each example's sequence."""
+    call.need(call.first.like.dim() == 3, "is given no batch of sequences")
+    _masks(call, key=("src_key_padding_mask", 2), attention=("src_mask", 1))
+    return call.same_axis(call.results)
 
 
 def _masks(call: NodeCall, *, key: tuple[str, int], attention: tuple[str, int]) -> None:
@@ -296,10 +232,6 @@ def _masks(call: NodeCall, *, key: tuple[str, int], attention: tuple[str, int]) 
     call.need(shared is None or fixed, "has an unknown mask")
 
 
-def _always(rule: Rule) -> Any:
-    return lambda module: rule
-
-
 _ACTIVATION_MODULES = (
     nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU,
     nn.Mish, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish,
@@ -308,45 +240,62 @@ _ACTIVATION_MODULES = (
 )  # fmt: skip
 
 
-def _of_images(rank: int) -> tuple[Any, ...]:
-    """Classes whose batch is ``[B, C, ...]`` of so many dimensions."""
-    kinds = (
-        "Conv{n}d ConvTranspose{n}d AvgPool{n}d AdaptiveAvgPool{n}d Dropout{n}d ZeroPad{n}d "
-        "ConstantPad{n}d ReflectionPad{n}d ReplicationPad{n}d CircularPad{n}d"
-    )
-    return tuple(getattr(nn, name) for name in kinds.format(n=rank - 2).split())
+def _by_axes(kinds: str, axes: int) -> list[Any]:
+    """The classes of images with so many axes, of names such as ``Conv{n}d``."""
+    return [getattr(nn, kind.format(n=axes)) for kind in kinds.split()]
 
 
-MODULES: dict[type[nn.Module], Any] = {
-    **dict.fromkeys(_ACTIVATION_MODULES, _always(elementwise)),
-    **{kind: _always(image(rank)) for rank in (3, 4, 5) for kind in _of_images(rank)},
+_IMAGES = (
+    "Conv{n}d ConvTranspose{n}d AvgPool{n}d AdaptiveAvgPool{n}d Dropout{n}d ZeroPad{n}d "
+    "ConstantPad{n}d ReflectionPad{n}d ReplicationPad{n}d CircularPad{n}d"
+)
+_MAXIMA, _INSTANCES = "MaxPool{n}d AdaptiveMaxPool{n}d", "InstanceNorm{n}d"
+
+MODULES: dict[type[nn.Module], Rule] = {
+    **dict.fromkeys(_ACTIVATION_MODULES, elementwise),
     **{
-        getattr(nn, f"{kind}{rank - 2}d"): _pooling(rank)
-        for rank in (3, 4, 5)
-        for kind in ("MaxPool", "AdaptiveMaxPool")
+        kind: images(axes)
+        for axes in (1, 2, 3)
+        for kind in _by_axes(f"{_IMAGES} {_MAXIMA} {_INSTANCES}", axes)
     },
-    **{getattr(nn, f"InstanceNorm{rank - 2}d"): _instance_norm(rank) for rank in (3, 4, 5)},
-    nn.Linear: _always(rows(2)),
-    nn.Flatten: _flatten,
-    nn.Softmax: _along_dim,
-    nn.LogSoftmax: _along_dim,
-    nn.Softmin: _along_dim,
-    nn.GLU: _along_dim,
-    nn.Unflatten: _along_dim,
-    nn.PReLU: _prelu,
-    nn.LayerNorm: _layer_norm,
-    nn.RMSNorm: _layer_norm,
-    nn.GroupNorm: _always(rows(2)),
-    nn.LocalResponseNorm: _always(rows(3)),
-    nn.PixelShuffle: _always(image(4)),
-    nn.PixelUnshuffle: _always(image(4)),
-    nn.Upsample: _always(rows(3)),
-    nn.Unfold: _always(image(4)),
-    nn.Embedding: _embedding,
-    nn.EmbeddingBag: _bag,
-    nn.RNN: _recurrent,
-    nn.GRU: _recurrent,
-    nn.LSTM: _recurrent,
-    nn.MultiheadAttention: _attention,
-    nn.TransformerEncoderLayer: _encoder_layer,
+    **dict.fromkeys((nn.PixelShuffle, nn.PixelUnshuffle, nn.Unfold), images(2)),
+    **dict.fromkeys((nn.Linear, nn.GroupNorm), rows(2)),
+    **dict.fromkeys((nn.LocalResponseNorm, nn.Upsample), rows(3)),
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), layer_norm),
+    **dict.fromkeys((nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU, nn.Unflatten), along()),
+    nn.Flatten: along(name="start_dim"),
+    nn.PReLU: prelu,
+    nn.Embedding: rows(1),
+    nn.EmbeddingBag: rows(2, exactly=True),
+    **dict.fromkeys((nn.RNN, nn.GRU, nn.LSTM), recurrent),
+    nn.MultiheadAttention: multihead_attention,
+    nn.TransformerEncoderLayer: encoder_layer,
 }
+
+
+def _only_reads(table: Any) -> bool:
+    # `max_norm` rewrites the rows of the table that a batch uses, `scale_grad_by_freq` counts them
+    # over the batch.
+    return table.max_norm is None and not (table.scale_grad_by_freq or table.sparse)
+
+
+CONDITIONS: dict[type[nn.Module], Callable[[Any], bool]] = {
+    # Running statistics are buffers: each example would change the next one's result.
+    **{
+        kind: lambda norm: not norm.track_running_stats
+        for axes in (1, 2, 3)
+        for kind in _by_axes(_INSTANCES, axes)
+    },
+    **{
+        kind: lambda pool: not pool.return_indices
+        for axes in (1, 2, 3)
+        for kind in _by_axes(_MAXIMA, axes)
+    },
+    **dict.fromkeys((nn.Embedding, nn.EmbeddingBag), _only_reads),
+    # Else examples are the second axis, which the other rules do not take.
+    **dict.fromkeys((nn.RNN, nn.GRU, nn.LSTM, nn.MultiheadAttention), lambda m: m.batch_first),
+    nn.TransformerEncoderLayer: lambda layer: (
+        layer.self_attn.batch_first and layer.activation in (F.relu, F.gelu)
+    ),
+}
+"""Settings with which a module has its rule; with others it has none."""

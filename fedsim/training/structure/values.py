@@ -96,18 +96,21 @@ class NodeCall(NamedTuple):
         What gives the result's shape, from tensors on meta.
     args, kwargs
         Values: `Batched`, `Fixed`, `BatchSize`, tuples and lists of them, and constants.
+    module : nn.Module or None
+        If it is a module that is called.
     """
 
     name: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    module: nn.Module | None = None
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """The argument at a position, or of this name."""
+        """The argument at a position, or of this name; a module has it among its settings."""
         if len(self.args) > position:
             return self.args[position]
-        return self.kwargs.get(name, default)
+        return self.kwargs.get(name, getattr(self.module, name, default))
 
     @property
     def values(self) -> list[Any]:
