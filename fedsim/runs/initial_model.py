@@ -17,7 +17,7 @@ from fedsim.errors import FedsimError, printable, users_place
 from fedsim.federation.arrays import array_record
 from fedsim.runs.object_overrides import ObjectOverrides
 from fedsim.training import ClientData
-from fedsim.training.client_state import Personal
+from fedsim.training.payload import Personal
 from fedsim.training.side_effects import scratch_copy
 
 

@@ -1,43 +1,38 @@
-"""What clients keep between rounds: the algorithm's state, and parameters of their own.
-
-A client trains all of its parameters, and sends the update of those that are shared (Arivazhagan
-et al. 2019, "FedPer"). Its personal ones begin as the model's initial ones, are among what it keeps
-between rounds, and are what it evaluates with. An algorithm may keep a whole model for that besides
-(`LocalAlgorithm.evaluates`).
-"""
+"""What clients keep between rounds, and where it lies: in memory, in files, or at the server."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from fedsim import regular_files
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
-from fedsim.rows.block import ClientStates
-from fedsim.rows.exchange import KEEP_SINCE
-from fedsim.rows.layout import Layout
-from fedsim.rows.packing import Packing
-from fedsim.training.batches import Ints
-from fedsim.training.state_stores import (
-    CarriedState,
-    ServerState,
-    StateKind,
-    state_store,
-    unpacked,
-)
+from fedsim.rows.block import CLIENT_IDS, ClientStates, Ids
+from fedsim.rows.exchange import CLIENT_STATE, KEEP_SINCE
+from fedsim.training.payload import PERSONAL, Personal
 
-PERSONAL = "personal"
-"""Name of the personal parameters among what a client keeps."""
+StateKind = Literal["reset", "client", "server"]
+"""Whether what clients keep is dropped after a round, kept by each, or averaged by the server."""
+
+ABSENT = -1  # the row of a client without state
 
 
 class PersistentState:
-    """State of a trainer's clients between rounds, and the parameters they keep to themselves.
+    """What a trainer's clients keep between rounds, and where that makes them start and evaluate.
+
+    An algorithm may keep a whole model to evaluate with (`LocalAlgorithm.evaluates`), beside its
+    state and the personal parameters.
 
     Parameters
     ----------
@@ -57,7 +52,8 @@ class PersistentState:
     Raises
     ------
     FedsimError
-        If clients would keep something, and ``kind`` does not let them.
+        If clients would keep something, and ``kind`` does not let them; or if the server is to send
+        a state that is as large as the model.
     """
 
     def __init__(
@@ -75,7 +71,24 @@ class PersistentState:
                 "parameters to themselves (model.personal, or an algorithm with a model or a "
                 "control variate of its own)."
             )
-        self.store = state_store(kind, algorithm, population, personal.packing.width, directory)
+        self.store: StateStore
+        if kind == "client":
+            self.store = MemoryStore(population) if directory is None else FileStore(directory)
+        elif kind == "server":
+            sample = algorithm.sample(personal.packing.width)
+            large = [n for n in algorithm.carried if n in sample and sample[n].dim() > 1]
+            if large:
+                raise FedsimError(
+                    f"client.state is 'server', but {', '.join(large)} of {algorithm} is as large "
+                    "as the model; it must be 'reset' or 'client'."
+                )
+            self.store = ServerState({})
+        elif kind == "reset":
+            self.store = StateStore()
+        else:
+            raise FedsimError(
+                f"client.state is '{kind}'; it must be 'reset', 'client' or 'server'."
+            )
 
     @property
     def required(self) -> bool:
@@ -95,25 +108,43 @@ class PersistentState:
         FedsimError
             If clients count on the server, and it keeps none.
         """
-        if self.kind == "server":
-            self.store = ServerState.of(config)
-        else:
+        if self.kind != "server":
             self.store.keep_since(config.get(KEEP_SINCE))
+            return
+        if not config.get(CLIENT_STATE):
+            raise FedsimError(
+                "client.state is 'server', but this strategy keeps no state of clients; it must be "
+                "'reset' or 'client', or the strategy DPFedAvg(average_client_state=True)."
+            )
+        self.store = ServerState(config)
 
     def start(self, shared: Tensor, carried: CarriedState) -> Tensor:
-        """Where ``n`` clients start from shared parameters ``[1 or n, D]``, packed ``[n, D]``."""
-        return self.personal.start(shared, carried).expand(len(carried.present), -1)
+        """Where ``n`` clients start from shared parameters ``[1 or n, D]``, packed ``[n, D]``.
 
-    def evaluated(self, vector: Tensor, client_ids: Ints) -> Tensor:
+        Perhaps one row for all; what was sent to them is not written to.
+        """
+        n, personal = len(carried.present), self.personal
+        if not personal:
+            return shared.expand(n, -1)
+        theta = shared.repeat(n // len(shared), 1)
+        theta[:, personal.inside] = personal.initial[personal.inside]
+        if PERSONAL in carried.rows:
+            owners = torch.from_numpy(np.flatnonzero(carried.present)).to(theta.device)
+            theta[owners[:, None], personal.inside] = carried.rows[PERSONAL].to(theta)[owners]
+        return theta
+
+    def evaluated(self, vector: Tensor, client_ids: Ids) -> Tensor:
         """With what these clients evaluate ``vector [d]``, packed ``[1 or n, D]``."""
         carried = self.store.load(client_ids, None)
-        theta = self.personal.start(self.personal.shared.pack(vector[None]), carried)
+        theta = self.personal.shared.pack(vector[None])
+        if self.personal:
+            theta = self.start(theta, carried)
         if self.algorithm.evaluates in carried.rows:
             present = torch.from_numpy(carried.present).to(theta.device)[:, None]
             theta = torch.where(present, carried.rows[self.algorithm.evaluates].to(theta), theta)
         return theta
 
-    def state(self, client_ids: Ints | None, round: int | None) -> ClientStates:
+    def state(self, client_ids: Ids | None, round: int | None) -> ClientStates:
         """What these clients keep, as of the start of a round; without clients, a checkpoint's."""
         if client_ids is None:
             return self.store.state()
@@ -127,95 +158,240 @@ class PersistentState:
         self.store.store(client_ids, round, rows)
 
 
-@dataclass(frozen=True)
-class Personal:
-    """Packed rows of all trained parameters, from what is sent and what clients keep.
+class CarriedState(NamedTuple):
+    """What ``n`` clients have from earlier rounds.
 
     Attributes
     ----------
-    packing : Packing
-        Of all trained parameters.
-    shared : Packing
-        Of those that are sent, at their places in the same packed rows.
-    initial : Tensor ``[D]``
-        The model's own parameters, packed.
-    inside : int64 Tensor ``[P]``
-        Places of the personal ones in a packed row.
+    present : bool ``[n]``
+        Which of them have anything.
+    rows : mapping of name to Tensor ``[n, ...]``
+        It; rows of clients that have nothing mean nothing.
     """
 
-    packing: Packing
-    shared: Packing
-    initial: Tensor
-    inside: Tensor
+    present: npt.NDArray[np.bool_]
+    rows: Mapping[str, Tensor]
 
-    @classmethod
-    def of(cls, model: nn.Module, names: Collection[str]) -> Self:
-        """Of a model whose parameters of these names are personal.
+    def at(self, positions: npt.NDArray[np.int64]) -> CarriedState:
+        """What the clients at these positions have."""
+        rows = {k: v[torch.from_numpy(positions).to(v.device)] for k, v in self.rows.items()}
+        return CarriedState(self.present[positions], rows)
+
+    def packed(self, client_ids: Ids) -> ClientStates:
+        """What these ``n`` clients have, for a checkpoint or another process."""
+        present = torch.from_numpy(self.present)
+        return {
+            CLIENT_IDS: torch.from_numpy(client_ids[self.present]),
+            **{name: values[present.to(values.device)] for name, values in self.rows.items()},
+        }
+
+
+def unpacked(states: ClientStates) -> tuple[Ids, dict[str, Tensor]]:
+    """Clients, and what they keep."""
+    if not states:
+        return np.zeros(0, dtype=np.int64), {}
+    rows = {name: values for name, values in states.items() if name != CLIENT_IDS}
+    return states[CLIENT_IDS].numpy(), rows
+
+
+class StateStore:
+    """State of clients between rounds; this one keeps none, so that each round starts afresh."""
+
+    def load(self, client_ids: Ids, round: int | None) -> CarriedState:
+        """What these clients have from rounds before this one; without a round, the latest."""
+        return CarriedState(np.zeros(len(client_ids), dtype=np.bool_), {})
+
+    def store(self, client_ids: Ids, round: int, state: Mapping[str, Tensor]) -> None:
+        """Keep these clients' state as of the end of ``round``."""
+
+    def state(self) -> ClientStates:
+        """What a checkpoint must hold: nothing where it outlives the process by itself."""
+        return {}
+
+    def restore(self, states: ClientStates) -> None:
+        """Resume from what `state` gave, and nothing else."""
+
+    def keep_since(self, round: object) -> None:
+        """Keep the states since this round too, to which the run may go back; None: no such."""
+
+
+class MemoryStore(StateStore):
+    """State in memory: for each entry one tensor, with a row for each client that has state."""
+
+    def __init__(self, population: int) -> None:
+        self._row_of = np.full(population, ABSENT, dtype=np.int64)
+        self._used = 0
+        self._columns: dict[str, Tensor] = {}
+
+    @property
+    def client_ids(self) -> Ids:
+        """Who has state."""
+        return np.flatnonzero(self._row_of != ABSENT)
+
+    def load(self, client_ids: Ids, round: int | None) -> CarriedState:
+        """The latest state, whatever the round."""
+        rows = self._row_of[client_ids]
+        index = torch.from_numpy(np.maximum(rows, 0))
+        columns = {k: v[index.to(v.device)] for k, v in self._columns.items()}
+        return CarriedState(rows != ABSENT, columns)
+
+    def store(self, client_ids: Ids, round: int, state: Mapping[str, Tensor]) -> None:
+        """Keep all of it, or nothing where memory runs out."""
+        # A column has at least one row: `load` takes any of them for clients without state.
+        if not state or not len(client_ids):
+            return
+        new = client_ids[self._row_of[client_ids] == ABSENT]
+        # All columns grow before any is written to: an allocation that fails changes nothing.
+        self._columns |= {name: self._column(name, rows, len(new)) for name, rows in state.items()}
+        self._row_of[new] = np.arange(self._used, self._used + len(new))
+        self._used += len(new)
+        index = torch.from_numpy(self._row_of[client_ids])
+        for name, rows in state.items():
+            self._columns[name][index.to(rows.device)] = rows
+
+    def _column(self, name: str, rows: Tensor, more: int) -> Tensor:
+        """The entry's column, with room for so many clients more."""
+        column = self._columns.get(name, rows.new_zeros(0, *rows.shape[1:]))
+        needed = self._used + more
+        if needed <= len(column):
+            return column
+        larger = column.new_zeros(min(2 * needed, len(self._row_of)), *column.shape[1:])
+        larger[: len(column)] = column
+        return larger
+
+    def state(self) -> ClientStates:
+        """All clients' state."""
+        return self.load(self.client_ids, None).packed(self.client_ids)
+
+    def restore(self, states: ClientStates) -> None:
+        """Resume from what `state` gave.
 
         Raises
         ------
         FedsimError
-            If no parameter is left to be shared.
+            If it is of another population.
         """
-        trained = {
-            n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()
-        }
-        shared = {n: p for n, p in trained.items() if n not in names}
-        if trained and not shared:
+        client_ids, rows = unpacked(states)
+        population = len(self._row_of)
+        if len(client_ids) and int(client_ids.max()) >= population:
             raise FedsimError(
-                "model.personal leaves no trained parameter to be shared; it must leave one."
+                f"the checkpoint keeps state of client {client_ids.max()}; this run has clients 0 "
+                f".. {population - 1}."
             )
-        packing = Packing(Layout.of(trained))
-        inside = _places(packing, names, next(model.parameters()).device)
-        return cls(
-            packing,
-            Packing(Layout.of(shared), packing if len(inside) else None),
-            packing.pack(packing.layout.flatten(trained).detach()[None])[0],
-            inside,
-        )
+        self._row_of[:], self._used, self._columns = ABSENT, 0, {}
+        self.store(client_ids, 0, rows)
 
-    def places(self, names: Collection[str]) -> Tensor:
-        """Places of some parameters in a packed row, int64 ``[P]``."""
-        return _places(self.packing, names, self.inside.device)
 
-    @property
-    def names(self) -> list[str]:
-        """Of the personal parameters."""
-        return [name for name in self.packing.slices if name not in self.shared.slices]
+class FileStore(StateStore):
+    """State on disk, ``client-ID/round-R.safetensors``, where no process outlives a round.
 
-    def __bool__(self) -> bool:
-        return len(self.inside) > 0
+    A round's state is a file of its own, written beside its place and renamed, so that a process
+    killed at any instant leaves a whole file or none. Two rounds are kept: a round that is trained
+    again must start from the state *before* it, and may find that its own is written already.
+    Where a checkpoint lies further back (`keep_since`), so does the oldest file kept.
 
-    def start(self, packed: Tensor, carried: CarriedState) -> Tensor:
-        """Where ``n`` clients start: ``[1, D]`` where that is the same for all, or ``[n, D]``.
+    Parameters
+    ----------
+    directory : path
+        One for each run.
+    """
 
-        ``packed [1 or n, D]`` is what was sent to them, and is not written to.
+    KEEP = 2
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._since: int | None = None
+
+    def keep_since(self, round: object) -> None:
+        """Keep what clients had at the end of this round, and since; None: no such round."""
+        self._since = round if isinstance(round, int) else None
+
+    def _rounds(self, client: int) -> list[tuple[int, Path]]:
+        paths = (self.directory / f"client-{client}").glob("round-*.safetensors")
+        numbers = ((re.fullmatch(r"round-(\d+)", path.stem), path) for path in paths)
+        return sorted((int(number[1]), path) for number, path in numbers if number)
+
+    def load(self, client_ids: Ids, round: int | None) -> CarriedState:
+        """What these clients have from rounds before this one; without a round, the latest.
+
+        Raises
+        ------
+        FedsimError
+            If a file cannot be read, or has other entries than another of these clients'.
         """
-        if not self:
-            return packed
-        packed = packed.repeat(len(carried.present) // len(packed), 1)
-        packed[:, self.inside] = self.initial[self.inside]
-        if PERSONAL in carried.rows:
-            owners = torch.from_numpy(np.flatnonzero(carried.present)).to(packed.device)
-            packed[owners[:, None], self.inside] = carried.rows[PERSONAL].to(packed)[owners]
-        return packed
+        present = np.zeros(len(client_ids), dtype=np.bool_)
+        rows: dict[str, Tensor] = {}
+        for k, client in enumerate(client_ids.tolist()):
+            rounds = self._rounds(client)
+            earlier = [path for number, path in rounds if round is None or number < round]
+            if not earlier:
+                continue
+            path = earlier[-1]
+            try:
+                state = load_file(regular_files.require(path))
+            except (OSError, SafetensorError) as error:
+                raise FedsimError(
+                    f"the state of client {client} in {path} is damaged ({error}); put back the "
+                    f"file, or remove {path.parent}, and the client starts without state."
+                ) from None
+            if not present.any():
+                rows = {k: v.new_zeros(len(client_ids), *v.shape) for k, v in state.items()}
+            shapes = {name: row.shape[1:] for name, row in rows.items()}
+            if {name: row.shape for name, row in state.items()} != shapes:
+                # The block fails, its clients are then asked one by one, and each has its own.
+                raise FedsimError(
+                    f"the state of client {client} in {path} has other entries than other "
+                    "clients' states."
+                )
+            present[k] = True
+            for name, row in state.items():
+                rows[name][k] = row
+        return CarriedState(present, rows)
 
-    @property
-    def mask(self) -> Tensor:
-        """1 at the places of the personal parameters, ``[D]``."""
-        mask = torch.zeros_like(self.initial)
-        mask[self.inside] = 1
-        return mask
+    def store(self, client_ids: Ids, round: int, state: Mapping[str, Tensor]) -> None:
+        """Write a file for each client; it is there whole or not at all."""
+        if not state:
+            return
+        for k, client in enumerate(client_ids.tolist()):
+            directory = self.directory / f"client-{client}"
+            directory.mkdir(parents=True, exist_ok=True)
+            path = directory / f"round-{round}.safetensors"
+            draft = path.with_suffix(".draft")
+            save_file({name: rows[k].contiguous().clone() for name, rows in state.items()}, draft)
+            os.replace(draft, path)
+            for old in self._outdated(client):
+                old.unlink(missing_ok=True)
 
-    def of_rows(self, theta: Tensor) -> dict[str, Tensor]:
-        """What of ``theta [n, D]`` clients keep to themselves."""
-        return {PERSONAL: theta[:, self.inside]} if self else {}
+    def _outdated(self, client: int) -> list[Path]:
+        rounds = self._rounds(client)
+        last = len(rounds) - self.KEEP
+        if self._since is not None:
+            # The last file up to that round is what the client had at its end: it stays as well.
+            last = min(last, sum(number <= self._since for number, _ in rounds) - 1)
+        return [path for _, path in rounds[: max(last, 0)]]
 
 
-def _places(packing: Packing, names: Collection[str], device: torch.device) -> Tensor:
-    ranges = [
-        torch.arange(place.start, place.stop, device=device)
-        for name, place in packing.slices.items()
-        if name in names
-    ]
-    return torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *ranges])
+class ServerState(StateStore):
+    """State that the server sends: one number for all, the mean of what others ended with.
+
+    Nothing is kept here. What clients end with goes back among their metrics.
+
+    Parameters
+    ----------
+    config : mapping
+        The config entries of a round's instructions; they hold none before the first round ended.
+    """
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        prefix = f"{CLIENT_STATE}."
+        self._values = {
+            key.removeprefix(prefix): value
+            for key, value in config.items()
+            if key.startswith(prefix) and isinstance(value, float)
+        }
+
+    def load(self, client_ids: Ids, round: int | None) -> CarriedState:
+        """The same for every client."""
+        n = len(client_ids)
+        rows = {k: torch.full((n,), v, dtype=torch.float64) for k, v in self._values.items()}
+        return CarriedState(np.full(n, bool(rows)), rows)

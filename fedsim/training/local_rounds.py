@@ -15,13 +15,12 @@ from fedsim.errors import FedsimError
 from fedsim.randomness import Randomness
 from fedsim.rows.exchange import CLIENT_STATE
 from fedsim.training.batches import Batches, Ints
-from fedsim.training.client_state import PersistentState
+from fedsim.training.client_state import CarriedState, PersistentState
 from fedsim.training.example_privacy import ExampleReleases
 from fedsim.training.payload import LEFT_OUT, Compression, Payload, Received
 from fedsim.training.plain_steps import PlainStepFactory
 from fedsim.training.private_steps import PrivateStepFactory
 from fedsim.training.round_clients import RoundClients, RoundStart, StartedRounds
-from fedsim.training.state_stores import CarriedState
 from fedsim.training.steps import EndState
 
 Floats = npt.NDArray[np.float64]

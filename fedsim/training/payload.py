@@ -1,20 +1,111 @@
-"""A row as clients send it: the parameters that are shared, then the algorithm's named vectors."""
+"""What of a client's parameters is sent, and the row in which it is sent.
+
+A row is the update of the parameters that are shared, then the algorithm's named vectors; a client
+may keep parameters to itself, and may compress what it sends.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsim.clients.base import LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.rows.layout import Layout, Width, vectors_in, with_vectors
 from fedsim.rows.packing import Packing
+
+PERSONAL = "personal"
+"""Name of the personal parameters among what a client keeps."""
+
+
+@dataclass(frozen=True)
+class Personal:
+    """Which of a model's trained parameters are sent, and which are each client's own.
+
+    A client trains all of them, and sends the update of those that are shared (Arivazhagan et al.
+    2019, "FedPer"). Its personal ones begin as the model's initial ones, are among what it keeps
+    between rounds, and are what it evaluates with.
+
+    Attributes
+    ----------
+    packing : Packing
+        Of all trained parameters.
+    shared : Packing
+        Of those that are sent, at their places in the same packed rows.
+    initial : Tensor ``[D]``
+        The model's own parameters, packed.
+    inside : int64 Tensor ``[P]``
+        Places of the personal ones in a packed row.
+    """
+
+    packing: Packing
+    shared: Packing
+    initial: Tensor
+    inside: Tensor
+
+    @classmethod
+    def of(cls, model: nn.Module, names: Collection[str]) -> Self:
+        """Of a model whose parameters of these names are personal.
+
+        Raises
+        ------
+        FedsimError
+            If no parameter is left to be shared.
+        """
+        trained = {
+            n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()
+        }
+        shared = {n: p for n, p in trained.items() if n not in names}
+        if trained and not shared:
+            raise FedsimError(
+                "model.personal leaves no trained parameter to be shared; it must leave one."
+            )
+        packing = Packing(Layout.of(trained))
+        inside = _places(packing, names, next(model.parameters()).device)
+        return cls(
+            packing,
+            Packing(Layout.of(shared), packing if len(inside) else None),
+            packing.pack(packing.layout.flatten(trained).detach()[None])[0],
+            inside,
+        )
+
+    def places(self, names: Collection[str]) -> Tensor:
+        """Places of some parameters in a packed row, int64 ``[P]``."""
+        return _places(self.packing, names, self.inside.device)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the personal parameters."""
+        return [name for name in self.packing.slices if name not in self.shared.slices]
+
+    def __bool__(self) -> bool:
+        return len(self.inside) > 0
+
+    @property
+    def mask(self) -> Tensor:
+        """1 at the places of the personal parameters, ``[D]``."""
+        mask = torch.zeros_like(self.initial)
+        mask[self.inside] = 1
+        return mask
+
+    def of_rows(self, theta: Tensor) -> dict[str, Tensor]:
+        """What of ``theta [n, D]`` clients keep to themselves."""
+        return {PERSONAL: theta[:, self.inside]} if self else {}
+
+
+def _places(packing: Packing, names: Collection[str], device: torch.device) -> Tensor:
+    ranges = [
+        torch.arange(place.start, place.stop, device=device)
+        for name, place in packing.slices.items()
+        if name in names
+    ]
+    return torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *ranges])
 
 
 @dataclass(frozen=True)

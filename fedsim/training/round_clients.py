@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedsim.randomness import Randomness
 from fedsim.training.batches import Batches, Ints
+from fedsim.training.client_state import CarriedState
 from fedsim.training.side_effects import Seeds
-from fedsim.training.state_stores import CarriedState
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from fedsim.tasks import Accuracy, MeanOf, Metric
 from fedsim.tasks.losses import CrossEntropy, Loss
 from fedsim.training import checks
 from fedsim.training.batches import Ints
-from fedsim.training.client_state import PersistentState, Personal
+from fedsim.training.client_state import PersistentState, StateKind
 from fedsim.training.data import ClientData
 from fedsim.training.evaluation import Evaluation
 from fedsim.training.example_privacy import ExamplePrivacy, ExampleReleases
@@ -34,13 +34,12 @@ from fedsim.training.graphs import captured_steps
 from fedsim.training.local_rounds import LocalResult, LocalRounds
 from fedsim.training.paths.choice import KernelName, Path, PathName, choose, kernel_of
 from fedsim.training.paths.choice import block_size as block_size_of
-from fedsim.training.payload import Compression, Payload
+from fedsim.training.payload import Compression, Payload, Personal
 from fedsim.training.plain_steps import PlainStepFactory
 from fedsim.training.private_steps import PrivateStepFactory
 from fedsim.training.probe import probed_method
 from fedsim.training.round_clients import RoundClients, RoundStart
 from fedsim.training.side_effects import examples_to_try, hidden_draws
-from fedsim.training.state_stores import StateKind
 from fedsim.training.steps import Stepper
 from fedsim.training.structure.reading import read
 from fedsim.training.workload import Workload

@@ -18,7 +18,7 @@ from fedsim.mechanisms import Clipping
 from fedsim.models.normalization import localise
 from fedsim.randomness import Draws, Randomness
 from fedsim.training import ExamplePrivacy, Trainer
-from fedsim.training.client_state import Personal
+from fedsim.training.payload import Personal
 
 SIZES = [4, 0, 9, 2]
 HEAD = ("3.weight", "3.bias")

@@ -15,7 +15,7 @@ from fedsim.mechanisms import AdaClip
 from fedsim.randomness import Randomness
 from fedsim.rows.exchange import CLIENT_STATE
 from fedsim.training import ExamplePrivacy, Trainer
-from fedsim.training.state_stores import MemoryStore
+from fedsim.training.client_state import MemoryStore
 
 IDS = np.arange(4)
 

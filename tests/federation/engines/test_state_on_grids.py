@@ -15,7 +15,7 @@ from fedsim.federation.engines.blocks import guarded_blocks
 from fedsim.runs.callbacks import Callback
 from fedsim.runs.directory import RunDirectory
 from fedsim.runs.resolve import resolve
-from fedsim.training.state_stores import MemoryStore
+from fedsim.training.client_state import MemoryStore
 
 IDS = np.arange(6)
 
