@@ -32,8 +32,8 @@ from fedsim.clients import SGD, AdadpLR
 from fedsim.federation.engines.process import use_one_thread
 from fedsim.randomness import Draws, Randomness
 from fedsim.training import ClientData, Trainer
-from fedsim.training.exact_arithmetic import exact
 from fedsim.training.graphs import StepGraphs
+from fedsim.training.side_effects import exact
 
 __all__ = ["main"]
 

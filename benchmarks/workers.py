@@ -33,7 +33,7 @@ from fedsim.models.networks import AdadpCIFAR
 from fedsim.randomness import Randomness
 from fedsim.strategies import DPFedAvg
 from fedsim.training import ClientData, Trainer
-from fedsim.training.workload import local_multiplications
+from fedsim.training.batches import local_multiplications
 
 __all__ = ["main"]
 

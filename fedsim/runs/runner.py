@@ -36,7 +36,7 @@ from fedsim.runs.session import YOURS, Session
 from fedsim.runs.split_record import write_record
 from fedsim.runs.summary import leave_report
 from fedsim.strategies import RunFailedError, run_to_end
-from fedsim.training.workload import local_multiplications
+from fedsim.training.batches import local_multiplications
 
 if TYPE_CHECKING:
     from fedsim.federation.engines.ray import RayGrid

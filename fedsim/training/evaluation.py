@@ -16,17 +16,15 @@ from fedsim.randomness import Randomness
 from fedsim.rows.block import Block
 from fedsim.tasks import MeanOf, Metric
 from fedsim.tasks.losses import Loss
-from fedsim.training.batches import Ints
+from fedsim.training.batches import Floats, Ints
 from fedsim.training.client_state import PersistentState
 from fedsim.training.data import ClientData
-from fedsim.training.exact_arithmetic import exact
 from fedsim.training.paths.choice import Path
 from fedsim.training.paths.plain import PlainPath
-from fedsim.training.side_effects import EVALUATION, Seeds
+from fedsim.training.side_effects import EVALUATION, Seeds, exact
 from fedsim.training.steps import Stepper
 from fedsim.training.structure.reading import Structure, read
 
-Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 WIDTH = 32  # examples in a chunk; a chunk belongs to one client
 MOST_CHUNKS = 64  # chunks in one call

@@ -28,8 +28,7 @@ from fedsim.settings import check_settings
 from fedsim.tasks.losses import Loss
 from fedsim.training.batches import Batches, Ints, plan_batches, plan_poisson
 from fedsim.training.paths.examples import GradientMethod
-from fedsim.training.round_clients import RoundStart
-from fedsim.training.steps import Stepper
+from fedsim.training.steps import RoundStart, Stepper
 
 
 @dataclass(frozen=True)

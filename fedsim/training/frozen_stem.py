@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedsim.rows.packing import channels_last
 from fedsim.training.data import ClientData
-from fedsim.training.exact_arithmetic import exact
+from fedsim.training.side_effects import exact
 
 MOST_BYTES = 2**30
 """What the outputs of all examples may take; beyond it they are computed batch by batch."""

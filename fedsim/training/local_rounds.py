@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -14,16 +13,13 @@ from fedsim.clients.base import PERSONAL_MASK, LocalAlgorithm
 from fedsim.errors import FedsimError
 from fedsim.randomness import Randomness
 from fedsim.rows.exchange import CLIENT_STATE
-from fedsim.training.batches import Batches, Ints
+from fedsim.training.batches import Batches, Floats, Ints
 from fedsim.training.client_state import CarriedState, PersistentState
 from fedsim.training.example_privacy import ExampleReleases
 from fedsim.training.payload import LEFT_OUT, Compression, Payload, Received
 from fedsim.training.plain_steps import PlainStepFactory
 from fedsim.training.private_steps import PrivateStepFactory
-from fedsim.training.round_clients import RoundClients, RoundStart, StartedRounds
-from fedsim.training.steps import EndState
-
-Floats = npt.NDArray[np.float64]
+from fedsim.training.steps import EndState, RoundClients, RoundStart
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,10 @@ class LocalRounds:
     """What a block of clients does in a round, in order.
 
     A client's ledger line is on disk before anything of the round is drawn, and what it keeps
-    changes last, once its block is done: a block that raised can be trained again.
+    changes last, once its block is done: a block that raised can be trained again. Until then its
+    clients have started the round and not ended it (``_started``: the round of each of them); they
+    have released nothing, so that the second time they ask for the same draws and are charged
+    nothing more.
 
     Attributes
     ----------
@@ -70,7 +69,7 @@ class LocalRounds:
     compression: Compression | None
     releases: ExampleReleases | None
     server_numbers: Mapping[str, float] = field(default_factory=dict, init=False)
-    _started: StartedRounds = field(default_factory=StartedRounds, init=False)
+    _started: dict[int, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         # All of its modules; then, to go through them for each block would take longer than a step.
@@ -88,10 +87,10 @@ class LocalRounds:
         while first < len(client_ids):
             ahead = self.factory.prefetched(client_ids[first:], size)
             ids = client_ids[first : first + (ahead or size)]
-            sources = self._started.sources(ids, round, [randomness] * len(ids))
+            sources = self._sources(ids, round, [randomness] * len(ids))
             drawn = None
             if ahead:
-                self._started.start(ids, round)
+                self._mark_started(ids, round)
                 drawn = list(self.factory.batches(ids, round, sources))
             for start in range(0, len(ids), size):
                 block = slice(start, min(start + size, len(ids)))
@@ -107,10 +106,21 @@ class LocalRounds:
         self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
     ) -> RoundClients:
         """These clients as they go into a round, each with its own source of randomness."""
-        sources = self._started.sources(client_ids, round, randomness)
-        return RoundClients(
-            client_ids, round, sources, self.client_state.store.load(client_ids, round)
-        )
+        carried = self.client_state.store.load(client_ids, round)
+        sources = self._sources(client_ids, round, randomness)
+        return RoundClients(client_ids, round, sources, carried)
+
+    def _sources(
+        self, client_ids: Ints, round: int, randomness: Sequence[Randomness]
+    ) -> list[Randomness]:
+        """Where clients' draws come from; those that have started the round repeat theirs."""
+        return [
+            source.repeated() if self._started.get(client) == round else source
+            for client, source in zip(client_ids.tolist(), randomness, strict=True)
+        ]
+
+    def _mark_started(self, client_ids: Ints, round: int) -> None:
+        self._started.update(dict.fromkeys(client_ids.tolist(), round))
 
     def starts(self, vectors: Tensor, clients: RoundClients) -> Iterator[RoundStart]:
         """What these clients go into the round with, from ``vectors [1 or n, d]``."""
@@ -164,7 +174,8 @@ class LocalRounds:
         """Let clients keep what they ended with: the last thing that happens to a block."""
         for members, carried in result.carried:
             self.client_state.store.store(clients.client_ids[members], clients.round, carried)
-        self._started.end(clients.client_ids)
+        for client in clients.client_ids.tolist():
+            self._started.pop(client, None)
 
     def _batches(self, clients: RoundClients) -> Iterable[Batches]:
         if clients.drawn is not None:
@@ -175,10 +186,10 @@ class LocalRounds:
         """Charge each client, but for a round that it starts again."""
         if self.releases is not None:
             for client in clients.starts(start, numbers):
-                if not self._started.has(client.client, clients.round):
+                if self._started.get(client.client) != clients.round:
                     self.releases.record(clients.round, [client])
-                    self._started.start(np.array([client.client]), clients.round)
-        self._started.start(clients.client_ids, clients.round)
+                    self._started[client.client] = clients.round
+        self._mark_started(clients.client_ids, clients.round)
 
     def _numbers(self, of_each: Mapping[str, Sequence[float]], n: int) -> dict[str, Floats]:
         """The algorithm's numbers of ``n`` clients, each ``[n]``.

@@ -20,13 +20,11 @@ from torch import Tensor
 from fedsim.clients.base import State, Step
 from fedsim.randomness import Randomness
 from fedsim.rows.packing import empty_rows
-from fedsim.training.batches import Batches, Ints, plan_batches, width
+from fedsim.training.batches import Batches, Floats, Ints, Workload, plan_batches, width
 from fedsim.training.paths.chain import ChainPath
 from fedsim.training.paths.plain import PlainPath
-from fedsim.training.round_clients import RoundClients
 from fedsim.training.side_effects import Seeds
-from fedsim.training.steps import EndState, Floats, Stepper, Steps
-from fedsim.training.workload import Workload
+from fedsim.training.steps import EndState, RoundClients, Stepper, Steps
 
 # To draw for more clients at once gains nothing; so many examples of steps take a MiB.
 MOST_PREFETCHED, PREFETCHED_PLACES = 64, 2**16

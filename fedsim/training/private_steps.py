@@ -11,12 +11,10 @@ from torch import Tensor
 from fedsim.clients.base import Dense, State, Step
 from fedsim.mechanisms import NoiseSource, Releaser
 from fedsim.randomness import Purpose, Randomness
-from fedsim.training.batches import Batches, Ints
+from fedsim.training.batches import Batches, Ints, Workload
 from fedsim.training.example_privacy import ExamplePrivacy
 from fedsim.training.paths.examples import GradientMethod
-from fedsim.training.round_clients import RoundClients
-from fedsim.training.steps import Stepper, Steps
-from fedsim.training.workload import Workload
+from fedsim.training.steps import RoundClients, Stepper, Steps
 
 MECHANISM = "mechanism."
 """What the names of the mechanism's state begin with, among what a client keeps."""

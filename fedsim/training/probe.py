@@ -23,9 +23,8 @@ from fedsim.models.parameters import call_with
 from fedsim.rows.packing import Packing
 from fedsim.tasks.losses import Loss
 from fedsim.training.data import ClientData
-from fedsim.training.exact_arithmetic import exact
 from fedsim.training.paths.examples import GradientMethod, gradient_methods
-from fedsim.training.side_effects import HiddenDraws, OwnState, seeded
+from fedsim.training.side_effects import HiddenDraws, OwnState, exact, seeded
 from fedsim.training.structure.reading import Reading
 
 _log = logging.getLogger(__name__)

@@ -1,26 +1,94 @@
-"""The loop over local steps, for clients whose batches have one width."""
+"""Clients as they go into a round, and the loop over their local steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fedsim.clients.base import Gradient, LocalAlgorithm, State, Step
+from fedsim.randomness import Randomness
 from fedsim.rows.packing import Packing
-from fedsim.training.batches import Batches
+from fedsim.training.batches import Batches, Floats, Ints
+from fedsim.training.client_state import CarriedState
 from fedsim.training.data import ClientData
-from fedsim.training.exact_arithmetic import exact
 from fedsim.training.paths.choice import Path
 from fedsim.training.paths.plain import PlainPath
-from fedsim.training.side_effects import Seeds
+from fedsim.training.side_effects import Seeds, exact
 
-Floats = npt.NDArray[np.float64]
+
+@dataclass(frozen=True)
+class RoundClients:
+    """``n`` clients that go into a round.
+
+    Attributes
+    ----------
+    client_ids : int64 ``[n]``
+    round : int
+    randomness : sequence of n Randomness
+        Where each client's draws come from.
+    carried : CarriedState
+        What they have from earlier rounds.
+    drawn : sequence of Batches or None
+        Their batches, where they have been drawn already.
+    """
+
+    client_ids: Ints
+    round: int
+    randomness: Sequence[Randomness]
+    carried: CarriedState
+    drawn: Sequence[Batches] | None = None
+
+    def __len__(self) -> int:
+        return len(self.client_ids)
+
+    def at(self, positions: Ints) -> RoundClients:
+        """The clients at these positions."""
+        return RoundClients(
+            self.client_ids[positions],
+            self.round,
+            [self.randomness[i] for i in positions],
+            self.carried.at(positions),
+        )
+
+    @property
+    def seeds(self) -> Seeds:
+        """Of what their models draw in the round."""
+        return Seeds(self.randomness, self.client_ids, self.round)
+
+    def starts(self, theta: Tensor, numbers: Mapping[str, Floats]) -> Iterator[RoundStart]:
+        """What each of these clients goes into the round with, from ``theta [n, D]``."""
+        for position, client in enumerate(self.client_ids.tolist()):
+            received = {"start": theta[position]}
+            # In the rows of a client without state lies whatever another one left there.
+            rows = self.carried.rows if self.carried.present[position] else {}
+            received |= {f"kept.{name}": values[position] for name, values in rows.items()}
+            values = {name: float(column[position]) for name, column in numbers.items()}
+            yield RoundStart(client, self.randomness[position], received, values)
+
+
+@dataclass(frozen=True)
+class RoundStart:
+    """What a client goes into a round with.
+
+    Attributes
+    ----------
+    client : int
+    randomness : Randomness
+    received : mapping of name to Tensor
+        Parameters that came in, and state from earlier rounds.
+    numbers : mapping of name to float
+        The algorithm's numbers, which may be the client's own.
+    """
+
+    client: int
+    randomness: Randomness
+    received: Mapping[str, Tensor]
+    numbers: Mapping[str, float]
 
 
 @dataclass

@@ -8,7 +8,6 @@ from pathlib import Path as FilePath
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ from fedsim.rows.layout import Layout
 from fedsim.tasks import Accuracy, MeanOf, Metric
 from fedsim.tasks.losses import CrossEntropy, Loss
 from fedsim.training import checks
-from fedsim.training.batches import Ints
+from fedsim.training.batches import Floats, Ints, Workload
 from fedsim.training.client_state import PersistentState, StateKind
 from fedsim.training.data import ClientData
 from fedsim.training.evaluation import Evaluation
@@ -38,13 +37,9 @@ from fedsim.training.payload import Compression, Payload, Personal
 from fedsim.training.plain_steps import PlainStepFactory
 from fedsim.training.private_steps import PrivateStepFactory
 from fedsim.training.probe import probed_method
-from fedsim.training.round_clients import RoundClients, RoundStart
 from fedsim.training.side_effects import examples_to_try, hidden_draws
-from fedsim.training.steps import Stepper
+from fedsim.training.steps import RoundClients, RoundStart, Stepper
 from fedsim.training.structure.reading import read
-from fedsim.training.workload import Workload
-
-Floats = npt.NDArray[np.float64]
 
 
 class Trainer:

@@ -28,10 +28,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fedsim.randomness import Randomness
 from fedsim.training import ClientData
 from fedsim.training.batches import plan_batches
-from fedsim.training.exact_arithmetic import exact
 from fedsim.training.frozen_stem import behind_frozen_stem
 from fedsim.training.graphs import CudaRecorder, StepGraphs
 from fedsim.training.paths.choice import choose
+from fedsim.training.side_effects import exact
 from fedsim.training.steps import Steps
 
 SIZES = [9, 5, 7, 1, 14, 0, 12]

@@ -16,9 +16,9 @@ from fedsim.mechanisms import Clipping
 from fedsim.randomness import Purpose, Randomness
 from fedsim.tasks.losses import CrossEntropy
 from fedsim.training import ExamplePrivacy, Trainer
+from fedsim.training.batches import local_multiplications
 from fedsim.training.paths.func import FuncPath
 from fedsim.training.side_effects import hidden_draws
-from fedsim.training.workload import local_multiplications
 
 SIZES = [5, 9, 4, 12]
 IDS = np.arange(len(SIZES))

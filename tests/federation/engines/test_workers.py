@@ -30,7 +30,7 @@ from fedsim.mechanisms import (
 )
 from fedsim.rows.block import Block, TrainerDefaults
 from fedsim.strategies import DPFedAvg, Median
-from fedsim.training.workload import multiplications
+from fedsim.training.batches import multiplications
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="processes cannot be forked here")
 
