@@ -108,7 +108,7 @@ def test_a_run_is_verified_without_the_code_that_it_named(run: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FAILS" not in done.stdout
-    assert re.search(r"holds +metrics +4 rows", done.stdout)
+    assert re.search(r"passes +metrics +4 rows", done.stdout)
 
 
 def test_a_law_stands_once_in_a_ledger(run: Path) -> None:
