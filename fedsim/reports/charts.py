@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fedsim.runs.metrics import (
@@ -60,6 +60,15 @@ class Line:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     reference: bool = False
+
+    def from_origin(self) -> Line:
+        """The same after a first point at (0, 0)."""
+        starting = {
+            name: [0.0, *values]
+            for name in ("x", "y", "low", "high")
+            if (values := getattr(self, name))
+        }
+        return replace(self, **starting)
 
 
 @dataclass(frozen=True)
@@ -224,7 +233,7 @@ def _short(value: float) -> float | None:
 
 
 _ABOUT = {
-    "update-norm": "The length of what a round released, noise and all; not what it is made of.",
+    "update-norm": "The norm of each round's released mean, noise included.",
     "unclipped": "The share of clients whose update was within the bound, and the noise on it.",
 }
 

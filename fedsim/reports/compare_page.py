@@ -86,24 +86,24 @@ def compare_page(records: Sequence[RunRecord]) -> str:
 
 def grouped(records: Iterable[RunRecord]) -> list[SeedGroup]:
     """Runs by what they have in common, in the order in which they came."""
-    members: dict[tuple[tuple[str, Scalar], ...], list[RunRecord]] = {}
+    by_settings: dict[tuple[tuple[str, Scalar], ...], list[RunRecord]] = {}
     for record in records:
         settings = {key: value for key, value in record.config.items() if _counts(key)}
-        members.setdefault(tuple(sorted(settings.items())), []).append(record)
-    settings_of = [dict(settings) for settings in members]
+        by_settings.setdefault(tuple(sorted(settings.items())), []).append(record)
+    settings_of = [dict(settings) for settings in by_settings]
     keys = list(dict.fromkeys(key for settings in settings_of for key in settings))
     differing = [
         key for key in keys if len({repr(settings.get(key)) for settings in settings_of}) > 1
     ]
     groups = [
         SeedGroup("", {key: settings[key] for key in differing if key in settings}, group)
-        for settings, group in zip(settings_of, members.values(), strict=True)
+        for settings, group in zip(settings_of, by_settings.values(), strict=True)
     ]
     labels = [_label(group, groups) for group in groups]
     return [
         replace(
             group,
-            # Where that tells two of them not apart, their directories do.
+            # Two groups of one label are named by their first run's directory.
             label=label if labels.count(label) == 1 else f"{label} ({group.records[0].path.name})",
         )
         for group, label in zip(groups, labels, strict=True)
@@ -207,7 +207,7 @@ def _marks(groups: Sequence[SeedGroup]) -> str:
 
 
 def _curves(groups: Sequence[SeedGroup]) -> list[Lines]:
-    """A chart a metric, with as many groups as can be told apart."""
+    """A chart a metric, with as many groups as there are colours."""
     most = len(SERIES)
     charts: list[Lines] = []
     for name, column in [*_metrics(groups).items(), ("epsilon", "epsilon")]:
@@ -221,6 +221,8 @@ def _curves(groups: Sequence[SeedGroup]) -> list[Lines]:
         )[:most]
         shown = [group for group in measured if group in best]
         lines = [group.mean_curve(column, group.label) for group in shown]
+        if name == "epsilon":  # nothing is spent before the first round
+            lines = [line.from_origin() for line in lines]
         about = f"The best {most} of {len(measured)}." if len(measured) > most else ""
         if len(shown) == 1 < len(groups):  # one curve has no legend
             about = f"Of {shown[0].label} alone."

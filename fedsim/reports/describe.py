@@ -30,12 +30,11 @@ def ending_sentence(summary: Mapping[str, object], rounds: int, planned: object)
     """How the run ended, in a sentence."""
     outcome = summary.get("ended")
     if outcome == "finished":
-        went_through = "its only round" if rounds == 1 else f"all its {_count(rounds, 'round')}"
-        return f"It went through {went_through}."
+        return f"It finished {'its only round' if rounds == 1 else f'all {rounds:,} rounds'}."
     if not summary:
         return (
-            f"It has not ended in good order, and reached round {rounds} of {planned}: this is "
-            "what it had left by then."
+            f"It was interrupted after round {rounds} of {planned}; this page shows the rounds "
+            "that it finished."
         )
     why = str(summary.get("why") or "It ended early.")
     return f"It reached round {rounds} of {planned}. {why}"
@@ -45,15 +44,19 @@ def _trained(config: Flat) -> str:
     model, data = config.get("model.name"), config.get("data.name")
     clients, rounds = config.get("partition.clients"), config.get("rounds")
     partition = config.get("partition.name")
-    spread = f", {_SPREADS.get(str(partition), f'dealt out by {partition}')}" if partition else ""
+    spread = _SPREADS.get(str(partition), f"distributed by {partition} among")
     named = _MODELS.get(str(model), f"The model {model}")
     return (
-        f"{named} was to be trained on {data}, held by {_count(clients, 'client')}{spread}, for "
-        f"{_count(rounds, 'round')}."
+        f"{named}, trained for {_count(rounds, 'round')} on {data}, whose examples are {spread} "
+        f"{_count(clients, 'client')}."
     )
 
 
-_SPREADS = {"iid": "dealt out at random", "by-owner": "each with the examples that it owns"}
+_SPREADS = {
+    "iid": "distributed at random among",
+    "by-owner": "held by their owners,",
+    "None": "distributed among",
+}
 _MODELS = {"softmax": "Softmax regression", "mlp": "A multilayer perceptron"}
 
 
@@ -61,7 +64,7 @@ def _round(config: Flat, released: Entry | None) -> str:
     clients, name = config.get("partition.clients"), config.get("cohort.name")
     if released is not None and isinstance(clients, int):
         return released.event.law.round_sentence(clients)
-    return f"Who takes part in a round is drawn by {name}." if name else ""
+    return f"Clients of a round are sampled by {name}." if name else ""
 
 
 def _work(config: Flat) -> str:
@@ -71,7 +74,7 @@ def _work(config: Flat) -> str:
     batches = f"batches of {batch}" if batch else "all its examples at once"
     name = _ALGORITHMS.get(str(config.get("client.name")), str(config.get("client.name")))
     at_rate = f" at rate {rate:g}" if isinstance(rate, int | float) else ""
-    return f"A client works with {name}{at_rate}: {work} over {batches}."
+    return f"A client trains with {name}{at_rate}: {work} over {batches}."
 
 
 _ALGORITHMS = {"sgd": "SGD", "adam": "Adam", "rmsprop": "RMSProp"}

@@ -1,4 +1,4 @@
-"""A run as it goes on, in a notebook: one table that changes in place."""
+"""A run in progress, in a notebook: one table that changes in place."""
 
 from __future__ import annotations
 

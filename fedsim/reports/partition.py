@@ -1,4 +1,4 @@
-"""How the classes fall on the clients: a table for the terminal and a picture."""
+"""Classes of each client of a partition: a table for the terminal and a picture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedsim.reports.plots import HATCHES, INK, LIGHT, SERIES
 Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-_BARS_UP_TO = 60  # clients whose bars can still be told apart
+_BARS_UP_TO = 60  # clients; of more, bars are too narrow
 _COLOURS_UP_TO = 20  # classes that have a colour of their own
 _ROWS = 12  # clients in the table before it is abbreviated
 _WIDTH = 80  # of a terminal; where a column for each class needs more, classes are listed
@@ -41,7 +41,7 @@ def class_counts(
 
 
 def summary(counts: Counts) -> dict[str, str]:
-    """What there is to say about ``counts [n, K]`` in a few words, by name."""
+    """Facts about ``counts [n, K]`` in a few words, by name."""
     sizes = counts.sum(1)
     has = sizes > 0
     facts = {"clients": f"{len(counts):,}" + (f", {(~has).sum():,} empty" * bool((~has).any()))}
@@ -53,7 +53,7 @@ def summary(counts: Counts) -> dict[str, str]:
         facts["largest class's share"] = f"{np.median(shares.max(1)):.0%} (median)"
         facts["distance from the overall mix"] = (
             f"{_distance(counts):.2f} (total variation, mean), "
-            f"{_distance(_dealt_at_random(counts)):.2f} at random"
+            f"{_distance(_shuffled(counts)):.2f} at random"
         )
     return facts
 
@@ -65,7 +65,7 @@ def _distance(counts: Counts) -> float:
     return float(np.abs(shares - overall).sum(1).mean() / 2)
 
 
-def _dealt_at_random(counts: Counts) -> Counts:
+def _shuffled(counts: Counts) -> Counts:
     """Counts of clients of the same sizes, had the examples been shuffled."""
     num_classes = counts.shape[1]
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(num_classes), counts.sum(0)))
@@ -80,7 +80,7 @@ def tabulate(counts: Counts, title: str) -> RenderableType:
     Parameters
     ----------
     counts : int64 ``[n, K]``
-        See `class_counts`.
+        As from `class_counts`.
     title : str
     """
     facts = Table.grid(padding=(0, 2))
@@ -119,7 +119,7 @@ def _largest(row: Counts) -> str:
 
 
 def draw(counts: Counts, title: str) -> Figure:
-    """Draw how the classes fall on the clients.
+    """Draw the classes of each client.
 
     Stacked bars for few clients and classes; else a heat map of each client's mix with the
     clients' sizes above it and, for many clients, their distributions below.
@@ -127,7 +127,7 @@ def draw(counts: Counts, title: str) -> Figure:
     Parameters
     ----------
     counts : int64 ``[n, K]``
-        See `class_counts`.
+        As from `class_counts`.
     title : str
     """
     n, num_classes = counts.shape

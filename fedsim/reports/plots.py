@@ -1,4 +1,4 @@
-"""One look for every picture and page: colours told apart by everybody, on paper and on a screen.
+"""One style for every picture and page, whose colours all readers can distinguish.
 
 Within a theme every two series differ by at least 25 in CIE Lab, also for people with colour
 blindness of any kind, and every colour has a contrast of at least 3 with what is behind it, text

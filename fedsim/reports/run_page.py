@@ -41,7 +41,7 @@ from fedsim.runs.metrics import (
 from fedsim.runs.record import RunRecord
 
 OPERATORS_FACTS = (
-    "The operator's facts: seen by whoever runs this, decided nothing, and not covered by the "
+    "For the operator only: these numbers influenced no release, and are not covered by the "
     "guarantee. Do not publish them with the model."
 )
 
@@ -52,8 +52,8 @@ _SHOWN_REASONS = 6
 def run_page(record: RunRecord) -> str:
     """The page of one run, as HTML that stands alone.
 
-    Of a run with a guarantee it shows what is public, and the operator's facts by that name;
-    what clients' data alone would tell is not in a record unless ``evaluate.unprotected`` is set.
+    Of a run with a guarantee it shows what is public, and marks what only the operator may see;
+    what follows from clients' data alone is not in a record unless ``evaluate.unprotected`` is set.
     """
     config, summary = record.config, record.summary
     learning = learning_curves(record)
@@ -133,30 +133,30 @@ def _spending(record: RunRecord) -> list[Lines]:
         x, y = record.curve(column)
         if not any(math.isfinite(value) for value in y):
             continue
-        lines.append(Line(name, [0.0, *x], [0.0, *y]))
+        lines.append(Line(name, x, y).from_origin())
         budget = record.config.get(key)
         if isinstance(budget, int | float):
             ends = [0.0, x[-1]]
             lines.append(Line(f"budget, {name}", ends, [float(budget)] * 2, reference=True))
     label = next((s.words for s in record.statements if s.private), "epsilon")
-    return [Lines("Epsilon as it was spent", "round", label, lines)] if lines else []
+    return [Lines("Epsilon over rounds", "round", label, lines)] if lines else []
 
 
 def _tradeoff(statement: Statement) -> Lines:
-    """What an attacker must miss, for every rate of false alarms."""
+    """The least false-negative rate of an attack, for every false-positive rate."""
     alarms = np.concatenate([np.linspace(0, 0.1, 41), np.linspace(0.1, 1, 60)[1:]])
     missed = statement.tradeoff(alarms)
     return Lines(
-        f"What an attacker must miss ({statement.level} level)",
-        x="false alarms",
-        y="misses at least",
+        f"Trade-off curve ({statement.level} level)",
+        x="false-positive rate",
+        y="least false-negative rate",
         lines=[
             Line("this run", alarms.tolist(), missed.tolist()),
-            Line("a blind guess", [0.0, 1.0], [1.0, 0.0], reference=True),
+            Line("random guessing", [0.0, 1.0], [1.0, 0.0], reference=True),
         ],
         about=(
-            "No attacker that guesses which of two neighbouring federations it was can be below "
-            "the curve. The nearer to the diagonal, the less there is to be learnt."
+            "No membership-inference attack has errors below the curve. The nearer it is to the "
+            "diagonal, the less an attack can learn."
         ),
         percent=True,
         square=True,
@@ -181,7 +181,7 @@ def _mistakes(record: RunRecord) -> dict[str, Any] | None:
     several = bool(record.summary.get("data", {}).get("y-shape"))
     answers = "answers on test examples" if several else "test examples"
     mistakes["summary"] = (
-        f"{counts.sum():,} {answers}: a row for each true class, a column for what the model said."
+        f"{counts.sum():,} {answers}: a row for each true class, a column for each predicted one."
     )
     return mistakes | _confusion(counts, test.get("labels") or list(map(str, range(len(counts)))))
 
@@ -267,8 +267,8 @@ def _clients(record: RunRecord) -> dict[str, Any] | None:
     shown = ("asked", "usable", *happened[:_SHOWN_REASONS]) if totals["failed"] else ("asked",)
     lines = [Line(name.replace("failed-", "failed: "), *record.curve(name)) for name in shown]
     summary = (
-        f"{brief(totals['asked'])} times a client was asked, and {brief(totals['usable'])} times "
-        f"its work was usable; it failed {brief(totals['failed'])} times."
+        f"Clients were asked {brief(totals['asked'])} times: {brief(totals['usable'])} updates "
+        f"were usable, and {brief(totals['failed'])} failed."
     )
     charts = [Lines("Clients of each round", "round", "clients", lines, counts=True)]
     sizes = set(lines[0].y)

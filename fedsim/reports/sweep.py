@@ -34,7 +34,7 @@ class RunLine:
     reason : str
         A sentence if it did not finish.
     rounds : int
-        That it went through.
+        That it finished.
     measure : Measure
     test, mean_test : float
         On the test examples, after the last round and as the mean of the last five evaluations.
@@ -113,7 +113,7 @@ class SeedsLine:
 
     @property
     def ended(self) -> int:
-        """How many seeds came to their end."""
+        """How many seeds ended as planned or by a stop rule."""
         return sum(map(_counts, self.lines))
 
 

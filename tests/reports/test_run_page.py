@@ -205,17 +205,17 @@ def test_data_of_a_chart_can_neither_end_its_element_nor_run(tmp_path: Path) -> 
 )
 def test_every_end_of_a_run_makes_a_page(rows: list, tmp_path: Path) -> None:
     words = Outline(page_of(left_run(tmp_path / "run", rows))).words
-    assert "It has not ended in good order" in words
+    assert "It was interrupted after round" in words
     if any(row.get("failed") for row in rows):
         assert "raised" in words
-        assert "it failed 9 times" in words
+        assert "and 9 failed." in words
 
 
 def test_one_round_is_spoken_of_as_one(tmp_path: Path) -> None:
     run = left_run(tmp_path / "run", [{"round": 1, "test-loss": 1.0, "seconds": 2.0}], rounds=1)
     (run / "summary.json").write_text('{"format": 1, "ended": "finished"}')
     words = Outline(page_of(run)).words
-    assert "It went through its only round." in words
+    assert "It finished its only round." in words
     assert "in this round" in words
     assert "1 rounds" not in words
 

@@ -74,7 +74,7 @@ def test_the_page_of_a_terminated_run_is_made_whole_when_it_is_asked_for(
     assert sum(map(sum, record.summary["test"]["counts"])) == 360
     page = run_page(record)
     assert "It reached round 2 of 9. It was interrupted" in page
-    assert "What it gets wrong" in page
+    assert "Mistakes on test examples" in page
     # The model of an earlier end says nothing of the rounds that were made since.
     interrupted.metrics.write_text(interrupted.metrics.read_text() + "3\n")
     assert whole_record(interrupted.path).summary == {}
