@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fedsim.audit.checks import Check
 from fedsim.audit.claim import Claim
 from fedsim.audit.two_world import TwoWorlds, noticeable
 from fedsim.audit.verdict import Verdict
@@ -63,14 +64,19 @@ def _checks(verdict: Verdict) -> Table:
         table.add_column(heading, overflow="fold")
     table.add_column("p", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    order = list(dict.fromkeys(check.subject for check in verdict.checks))
-    for check in sorted(verdict.checks, key=lambda check: order.index(check.subject)):
-        bad = check.refutes(risk)
+    for check in _by_subject(verdict):
+        bad, allowed = check.refutes(risk), check.limit(risk)
+        found = "as allowed" if check.measured == allowed else check.measured
         table.add_row(
-            check.subject, check.name, check.looked_at, check.measured, check.limit(risk),
+            check.subject, check.name, check.looked_at, found, allowed,
             _p(check.p_value), "violation" if bad else "ok", style="red" if bad else "",
         )  # fmt: skip
     return table
+
+
+def _by_subject(verdict: Verdict) -> list[Check]:
+    order = list(dict.fromkeys(check.subject for check in verdict.checks))
+    return sorted(verdict.checks, key=lambda check: order.index(check.subject))
 
 
 def _attacks(verdict: Verdict) -> Table:
@@ -102,7 +108,9 @@ def _p(value: float) -> str:
 
 def draw(verdict: Verdict, title: str) -> Figure:
     """The claim's trade-off curve with the measured boxes, on plain and logarithmic axes."""
-    figure = Figure(figsize=(16 if verdict.checks else 11, 5.6), layout="constrained")
+    # A line of text for each bar.
+    height = max(5.6, 1.5 + 0.125 * len(verdict.checks))
+    figure = Figure(figsize=(16 if verdict.checks else 11, height), layout="constrained")
     widths = [5, 5, 5] if verdict.checks else [5, 5]
     plain, logarithmic, *beside = figure.subplots(1, len(widths), width_ratios=widths)
     for axes in beside:
@@ -120,7 +128,7 @@ def draw(verdict: Verdict, title: str) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK)
     plain.set_ylabel("false negative rate", color=INK)
-    plain.legend(loc="upper right", frameon=False, fontsize=9)
+    plain.legend(loc="lower left", frameon=False, fontsize=9)
     figure.supxlabel(
         "dots: error rates as counted; squares: their upper bounds, a violation in the shaded area",
         color=INK,
@@ -141,13 +149,14 @@ def _curve(axes: Axes, claim: Claim, low: float) -> None:
 
 def _bars(axes: Axes, verdict: Verdict) -> None:
     """How unlikely each finding is by chance; a bar beyond the line is a violation."""
-    digits = [-np.log10(max(check.p_value, 1e-12)) for check in verdict.checks]
-    colours = [SERIES[1] if check in verdict.failed else SERIES[0] for check in verdict.checks]
-    places = range(len(digits))
-    axes.barh(places, digits, color=colours, height=0.7)
-    axes.set_yticks(places, [str(check) for check in verdict.checks])
+    checks = _by_subject(verdict)
+    digits = [-np.log10(max(check.p_value, 1e-12)) for check in checks]
+    colours = [SERIES[1] if check in verdict.failed else SERIES[0] for check in checks]
+    positions = range(len(digits))
+    axes.barh(positions, digits, color=colours, height=0.7)
+    axes.set_yticks(positions, list(map(str, checks)))
     axes.axvline(-np.log10(verdict.risk_of_check), color=INK, lw=1, ls=":")
-    axes.invert_yaxis()
+    axes.set_ylim(len(digits) - 0.4, -0.6)
     axes.set_xlim(0, 12.5)
     axes.set_xlabel("-log10 p; a bar beyond the line is a violation", color=INK)
     axes.spines[["top", "right"]].set_visible(False)

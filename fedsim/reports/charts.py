@@ -63,12 +63,8 @@ class Line:
 
     def from_origin(self) -> Line:
         """The same after a first point at (0, 0)."""
-        starting = {
-            name: [0.0, *values]
-            for name in ("x", "y", "low", "high")
-            if (values := getattr(self, name))
-        }
-        return replace(self, **starting)
+        low, high = ([0.0, *band] if band else band for band in (self.low, self.high))
+        return replace(self, x=[0.0, *self.x], y=[0.0, *self.y], low=low, high=high)
 
 
 @dataclass(frozen=True)
