@@ -87,7 +87,7 @@ def parse_widths(widths: str | int | Sequence[int]) -> tuple[int, ...]:
         parsed = ()
     if not parsed or min(parsed) < 1 or len(parsed) > DEEPEST or max(parsed) > WIDEST:
         raise FedsimError(
-            f"model.widths is '{str(widths)[:100]}'; an mlp needs the hidden units of each of at "
+            f"model.widths is {str(widths)[:100]!r}; an mlp needs the hidden units of each of at "
             f"most {DEEPEST:,} layers, whole numbers from 1 to {WIDEST:,} separated by commas, "
             "such as '256,256'."
         )
