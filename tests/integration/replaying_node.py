@@ -5,9 +5,14 @@ The last as for `fedsim.deploy.flower_programs`. It says in its log what it has 
 
 import importlib
 import sys
+import time
 
 from flwr.app import Message
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+)
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 from fedsim.deploy import flower_programs
@@ -41,6 +46,11 @@ class Replaying:
             if self.replies and self.how == "instead":
                 return set(), ""
             self.replies.append((message, tree))
+            # All of it: what the SuperLink has of another node's equal object it does not ask for.
+            for part in iterate_object_tree(tree):
+                while not (content := object_store.get(part.object_id)):
+                    time.sleep(0.05)
+                self.contents[part.object_id] = content
             return send(message, tree, runtime)
 
         sent = len(self.replies)
